@@ -17,6 +17,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
@@ -31,6 +32,7 @@ from noloco_node.journal.events import ROUND_EVENTS, NodeEvent
 from noloco_node.run.config import RunConfig
 from noloco_node.run.presets import run_text
 from noloco_node.run.runfile import decode_run
+from noloco_node.run.sections import REQUIRED, Field, fields_of, is_section
 from noloco_node.run.validation import problems
 
 PAGE = Path(__file__).with_name("reference.md")
@@ -84,8 +86,8 @@ def run_file() -> str:
     parts = []
     for section, kind in (("", RunConfig), *_sections(RunConfig)):
         rows = []
-        for field in msgspec.structs.fields(kind):
-            if _is_struct(field.type):
+        for field in fields_of(kind):
+            if is_section(field.type):
                 continue
             path = f"{section}.{field.name}" if section else field.name
             rows.append(_row(path, field, kind, run, explained))
@@ -158,9 +160,7 @@ def _comments(text: str) -> dict[str, _Comment]:
     return found
 
 
-def _row(
-    path: str, field: msgspec.structs.FieldInfo, kind: type, run: RunConfig, explained: Mapping[str, _Comment]
-) -> tuple[str, ...]:
+def _row(path: str, field: Field, kind: type, run: RunConfig, explained: Mapping[str, _Comment]) -> tuple[str, ...]:
     written = _docstrings(kind).get(field.name)
     if path in explained:
         comment = explained[path]
@@ -171,7 +171,7 @@ def _row(
         meaning = written
     else:
         raise ValueError(f"{path} is described nowhere")
-    default = "required" if field.required else _value(_default(field))
+    default = "required" if field.default is REQUIRED else _value(field.default)
     kinds = _type(field.type).removesuffix(" or null")  # which TOML has no word for: the field is left out
     return f"`{field.name}`", kinds, default, _accepted(path, field.type, run), meaning
 
@@ -208,21 +208,14 @@ def _with(struct: Any, path: list[str], value: Any) -> Any:
     if isinstance(struct, dict):
         return {**struct, name: value}
     inner = _with(getattr(struct, name), rest, value) if rest else value
-    return msgspec.structs.replace(struct, **{name: inner})
+    change = replace if is_dataclass(struct) else msgspec.structs.replace
+    return change(struct, **{name: inner})
 
 
 def _sections(kind: type) -> Iterator[tuple[str, type]]:
-    for field in msgspec.structs.fields(kind):
-        if _is_struct(field.type):
+    for field in fields_of(kind):
+        if is_section(field.type):
             yield field.name, field.type
-
-
-def _is_struct(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, msgspec.Struct)
-
-
-def _default(field: msgspec.structs.FieldInfo) -> Any:
-    return field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
 
 
 def _value(value: Any) -> str:
@@ -244,10 +237,10 @@ def _type(annotation: Any) -> str:
         words = [_type(each) for each in arguments if each is not NoneType]
         return " or ".join([*words, "null"] if NoneType in arguments else words)
     if origin is tuple:
-        return f"list of {_type(arguments[0])}{'s' if _is_struct(arguments[0]) else ''}"
+        return f"list of {_type(arguments[0])}{'s' if is_section(arguments[0]) else ''}"
     if origin is dict or annotation is dict:
         return "table" if not arguments or arguments[1] is Any else f"table of {_type(arguments[1])}"
-    if _is_struct(annotation):
+    if is_section(annotation):
         return "table"
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return " or ".join(_value(each.value) for each in annotation)

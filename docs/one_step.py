@@ -15,9 +15,11 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from gossip.events import Event, OuterStepTaken
-from gossip.interface import Candidate, Origin, RoundContext, RoundSettings
+from gossip.exchange.formats import Format
+from gossip.interface import Candidate, Origin, RoundContext
 from gossip.rounds.rounds import Rounds
-from gossip.rule.outer_step import Outer, OuterState, Tensors
+from gossip.rule.outer_step import OuterState, Tensors
+from gossip.settings import OuterConfig
 from pipeline.admission_window import AdmissionWindow
 from pipeline.inner_optimiser import Inner
 from pipeline.messages import Gradient, Microbatch, Reply
@@ -31,7 +33,10 @@ from pipeline.worker import Worker, WorkerCompute
 T = TypeVar("T")
 STAGES, REPLICAS, WINDOW, STEPS, STEPS_PER_ROUND, TOKENS = 3, 2, 4, 12, 4, 16
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 64}
-RULE = Outer(alpha=0.0, beta=1.0, gamma=1.0)  # both replicas of a pair move to the mean of their weights
+# Both replicas of a pair move to the mean of their weights.
+SETTINGS = OuterConfig(
+    alpha=0.0, beta=1.0, gamma=1.0, inner_steps_per_round=STEPS_PER_ROUND, dynamic_steps=False, codec=Format.FLOAT32
+)
 SWARM: dict[str, "Peer"] = {}
 
 
@@ -73,10 +78,11 @@ class Peer:
         self.worker = Worker(self.stage, self.gate, WorkerCompute(run=at_once), None if last else routes, budget_s=60.0)
         # A round: every few inner steps the weights of two replicas of a stage meet, while both train on.
         self.events: list[Event] = []
-        here = RoundContext(compute=at_once, partners=self.partners, converse=self.converse, record=self.events.append)
-        settings = RoundSettings(seed=0, outer=RULE, inner_steps_per_round=STEPS_PER_ROUND)
+        here = RoundContext(
+            seed=0, compute=at_once, partners=self.partners, converse=self.converse, record=self.events.append
+        )
         slow = tuple(weight.clone() for weight in self.stage.weights())
-        self.rounds = Rounds(self.name, settings, Origin(OuterState(slow)), self, here)
+        self.rounds = Rounds(self.name, SETTINGS, Origin(OuterState(slow)), self, here)
 
     def hops(self) -> list[Hop]:
         """Return who serves the next stage; a node reads it from records in the DHT."""

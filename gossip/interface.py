@@ -1,8 +1,8 @@
 """What a replica's rounds need of the world, and what they tell it.
 
-The shell hands a `GossipReplica` (the weights), `RoundContext` (the partners, a way to talk to them, a thread for
-arithmetic, a journal) and `RoundSettings`; it gets events back. Nothing of the pipeline, the network or the disk is
-known here.
+The shell hands a `GossipReplica` (the weights) and a `RoundContext` (the partners, a way to talk to them, a thread for
+arithmetic, a journal); the rounds also take the settings of the run (`gossip.settings`). The shell gets events back.
+Nothing of the pipeline, the network or the disk is known here.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from gossip.events import Event
-from gossip.exchange.formats import Format
 from gossip.exchange.swap import Compute, Conversation
-from gossip.rule.outer_step import UNDELAYED, Delay, Outer, OuterState, Tensors
+from gossip.rule.outer_step import OuterState, Tensors
 
 
 class GossipReplica(Protocol):
@@ -69,24 +68,6 @@ class Timing(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RoundContext:
-    """What the rounds are handed.
-
-    `partners` leaves ourselves out, and returns the very same tuple until the roster is another one. `record` takes
-    events in order and does not wait. `answers`: None waits `RoundTimeouts.answer_s` for each. `saw` is told of each
-    meeting in which both sides step: the partner, the inner steps that it says it has taken since it met anybody, and
-    ours.
-    """
-
-    compute: Compute
-    partners: Callable[[], tuple[Candidate, ...]]
-    converse: Callable[[str], AbstractAsyncContextManager[Conversation]]
-    record: Callable[[Event], None]
-    answers: Timing | None = None
-    saw: Callable[[str, int, int], None] = lambda partner, theirs, ours: None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RoundTimeouts:
     """How long to wait, in seconds.
 
@@ -102,24 +83,24 @@ class RoundTimeouts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RoundSettings:
-    """How this run gossips. The fields of the run file's section `outer`, its seed, and our patience."""
+class RoundContext:
+    """What the rounds are handed.
+
+    `partners` leaves ourselves out, and returns the very same tuple until the roster is another one. `record` takes
+    events in order and does not wait. `seed`: of the run. `fixed`: numbers of the tensors that neither training nor a
+    round moves. `answers`: None waits `RoundTimeouts.answer_s` for each. `saw` is told of each meeting in which both
+    sides step: the partner, the inner steps that it says it has taken since it met anybody, and ours.
+    """
 
     seed: int
-    outer: Outer
-    delay: Delay = UNDELAYED
-    codec: Format = Format.FLOAT32
-    staleness_at_most: int = 16
-    inner_steps_per_round: int = 50
-    late_inner_steps_per_round: int | None = None
-    dynamic_steps: bool = False
-    weigh_by_steps: bool = False
-    overlap_steps: int = 8
-    deferrals_before_solo: int = 4
-    blocking: bool = False
+    compute: Compute
+    partners: Callable[[], tuple[Candidate, ...]]
+    converse: Callable[[str], AbstractAsyncContextManager[Conversation]]
+    record: Callable[[Event], None]
     fixed: frozenset[int] = frozenset()
-    """Numbers of the tensors that training does not move: a round leaves them exactly as they are."""
-    patience: RoundTimeouts = RoundTimeouts()
+    timeouts: RoundTimeouts = RoundTimeouts()
+    answers: Timing | None = None
+    saw: Callable[[str, int, int], None] = lambda partner, theirs, ours: None
 
 
 class Origin(NamedTuple):

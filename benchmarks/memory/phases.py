@@ -29,14 +29,13 @@ from torch import Tensor, nn
 
 from gossip.exchange.formats import Format
 from gossip.exchange.messages import ReplicaState
-from gossip.interface import RoundSettings
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot
 from gossip.rounds.piecewise_step import Step
-from gossip.rule.outer_step import Outer, OuterState, Tensors
+from gossip.rule.outer_step import OuterState, Tensors
+from gossip.settings import OuterConfig
 from gossip.transfer.chunks import cut, digest
 from noloco_node.machine.memory import trim
 from noloco_node.planning.message_sizes import gossip_memory
-from noloco_node.run.config import OuterConfig
 from noloco_node.storage.checkpoint import Checkpoint, Counters, save
 from noloco_node.storage.state_file import StateFile
 from pipeline.inner_optimiser import Inner
@@ -191,8 +190,8 @@ async def measure(
     what came.
     """
     replica = Replica(millions)
-    settings = RoundSettings(seed=0, outer=Outer(outer.alpha, outer.beta, outer.gamma), codec=Format(outer.codec))
-    optimiser = OuterOptimiser(settings, OuterState(replica.stage.weights()), replica, replica.compute)  # type: ignore[arg-type]
+    state = OuterState(replica.stage.weights())
+    optimiser = OuterOptimiser(outer, state, replica, replica.compute, seed=0)  # type: ignore[arg-type]
     planned = gossip_memory(outer, replica.stage.shapes)
     once = 4 * replica.parameters
     steps_bytes = once + planned.momentum + planned.gathered + planned.owed
@@ -264,7 +263,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="Rounds to take the time of.")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    outer = OuterConfig(codec=asked.codec, alpha=asked.alpha, gamma=asked.gamma)
+    outer = OuterConfig(codec=Format(asked.codec), alpha=asked.alpha, gamma=asked.gamma)
     with tempfile.TemporaryDirectory() as directory:
         found, *spent = asyncio.run(measure(asked.millions, outer, asked.rounds, Path(directory)))
     print(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from msgspec import structs
@@ -56,7 +57,7 @@ def plan(preset: str, up: float, share: float, subspace: int | None = None) -> P
     run = decode_run(run_text(preset), "the preset")
     run = structs.replace(
         run,
-        outer=structs.replace(run.outer, line_share=share),
+        outer=replace(run.outer, line_share=share),
         pipeline=structs.replace(run.pipeline, subspace=subspace),
     )
     return plan_for(run, volunteers(up))

@@ -30,7 +30,8 @@ from statistics import median_low
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gossip.interface import RoundProgress, RoundSettings
+    from gossip.interface import RoundProgress
+    from gossip.settings import OuterConfig
 
 TOLERANCE = 0.1
 """Share of a measured speed within which two speeds count as equal."""
@@ -71,7 +72,7 @@ def steps_per_round(progress: float, early: int, late: int | None) -> int:
     return min(max(course, min(early, late)), max(early, late))
 
 
-def local_step_count(settings: RoundSettings, going: RoundProgress, others: Sequence[float]) -> int:
+def local_step_count(settings: OuterConfig, going: RoundProgress, others: Sequence[float]) -> int:
     """Return the inner steps from this replica's next round to the one after, as the run's settings have it."""
     steps = steps_per_round(going.progress, settings.inner_steps_per_round, settings.late_inner_steps_per_round)
     return dynamic_steps(going.speed, others, steps) if settings.dynamic_steps else steps

@@ -32,7 +32,7 @@ class Offers:
 
     async def run(self) -> None:
         """Ask partners while a round is open, until cancelled."""
-        round_state, jitter_s = self._round_state, self._round_state.settings.patience.jitter_s
+        round_state, jitter_s = self._round_state, self._round_state.timeouts.jitter_s
         while True:
             peer, wait_s = self._whom()
             if peer is None:
@@ -67,7 +67,7 @@ class Offers:
         return round_state.queue.next(order[: len(good_enough)], now())
 
     async def _ask(self, peer: str) -> None:
-        round_state, patience = self._round_state, self._round_state.settings.patience
+        round_state, patience = self._round_state, self._round_state.timeouts
         answers, asked_s = self._context.answers, now()
         round_state.ask(peer)
         meeting = None

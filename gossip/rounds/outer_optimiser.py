@@ -20,11 +20,12 @@ from gossip.exchange.formats import absolute
 from gossip.exchange.influence import InfluenceBound, check_alike, measure
 from gossip.exchange.int4_step import common_steps
 from gossip.exchange.swap import Compute, norm, probe_coordinates
-from gossip.interface import GossipReplica, RoundSettings
+from gossip.interface import GossipReplica
 from gossip.rounds.piecewise_step import Owed, Rule, Step, take_step
 from gossip.rounds.weights_lock import WeightsLock
 from gossip.rule.meeting_shares import EVEN, Shares, shares_by_steps
-from gossip.rule.outer_step import OuterState, Tensors
+from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors
+from gossip.settings import OuterConfig
 
 Steps = tuple[float, ...]
 """Of int4, one a parameter; empty in other codecs."""
@@ -41,24 +42,30 @@ class OuterOptimiser:
     """Slow weights and momentum of one replica, and what may be done with them.
 
     `version`: the number of outer steps taken here, so another one whenever the slow weights are others. `weights`: the
-    lock under which they move. `partners`: the other replicas.
+    lock under which they move. `seed`: of the run. `fixed`: numbers of the tensors that no round moves. `partners`: the
+    other replicas.
     """
 
     def __init__(
         self,
-        settings: RoundSettings,
+        settings: OuterConfig,
         state: OuterState,
         replica: GossipReplica,
         compute: Compute,
+        *,
+        seed: int,
+        fixed: frozenset[int] = frozenset(),
         partners: Callable[[], Sized] = tuple,
     ) -> None:
-        self._rule, self._codec = Rule(settings.outer, settings.delay, settings.fixed), settings.codec
+        outer = Outer(settings.alpha, settings.beta, settings.gamma)
+        self._rule = Rule(outer, Delay(settings.momentum_period, settings.momentum_spread), fixed)
+        self._codec = settings.codec
         self._weighs = settings.weigh_by_steps
         self._replica = replica
         self._compute, self._partners = compute, partners
-        self._coordinates = probe_coordinates(settings.seed, [tensor.numel() for tensor in state.slow])
+        self._coordinates = probe_coordinates(seed, [tensor.numel() for tensor in state.slow])
         self._owed = self._nothing_owed()
-        self._state = _of_rule(state, settings.outer.alpha)
+        self._state = _of_rule(state, settings.alpha)
         self.weights = WeightsLock()
         self._fast_bound, self._slow_bound = InfluenceBound(), InfluenceBound()
         """Of the fast and of the slow weights that partners bring."""

@@ -77,7 +77,7 @@ class SlowWeightPrefetcher:
         round_state = self._round_state
         while self._optimiser.needs_slow:
             peer = self._next_partner()
-            wait_s = round_state.settings.patience.sleep_s
+            wait_s = round_state.timeouts.sleep_s
             if peer is not None and self.swapping is None and self._wants(peer):
                 wait_s = self._wait_s(peer)
                 if wait_s <= SLACK_S:
@@ -95,7 +95,7 @@ class SlowWeightPrefetcher:
             )
             await conversation.send(refusal)
             return
-        deadline.reschedule(now() + round_state.settings.patience.exchange_s)
+        deadline.reschedule(now() + round_state.timeouts.exchange_s)
         await self._swap(conversation, Accepted(round=round_state.schedule.round))
 
     def _next_partner(self) -> str | None:
@@ -132,7 +132,7 @@ class SlowWeightPrefetcher:
         return None if sender < self._round_state.me else DeclineReason.YIELD
 
     async def _propose(self, peer: str) -> None:
-        round_state, patience = self._round_state, self._round_state.settings.patience
+        round_state, patience = self._round_state, self._round_state.timeouts
         self._asking = peer
         again_s = patience.sleep_s
         try:

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gossip.events import OuterStepTaken
-from gossip.interface import Origin, RoundContext, RoundSettings
+from gossip.interface import Origin, RoundContext
 from gossip.rounds.matching import AnswerState
 from gossip.rounds.outer_optimiser import Snapshot
 from gossip.rounds.partners import SLACK_S, PartnerQueue, PartnerView
 from gossip.rounds.piecewise_step import Step
 from gossip.rounds.round_schedule import RoundClaims, RoundSchedule
 from gossip.rule.staleness import DISOWNED, Met, staleness
+from gossip.settings import OuterConfig
 
 POLL_S = 1.0
 """How often the last round looks whether anybody is left."""
@@ -99,14 +100,14 @@ class RoundState:
     have adopted others. `met_at`: the inner steps of the snapshot with which they did, or with which they began here.
     """
 
-    def __init__(self, me: str, settings: RoundSettings, origin: Origin, context: RoundContext) -> None:
-        self.me, self.settings = me, settings
-        self.partners = PartnerView(me, settings.seed, context.partners)
+    def __init__(self, me: str, settings: OuterConfig, origin: Origin, context: RoundContext) -> None:
+        self.me, self.settings, self.timeouts = me, settings, context.timeouts
+        self.partners = PartnerView(me, context.seed, context.partners)
         self.schedule = RoundSchedule(
-            settings.inner_steps_per_round, origin.rounds, origin.inner_steps, settings.patience.sleep_s
+            settings.inner_steps_per_round, origin.rounds, origin.inner_steps, self.timeouts.sleep_s
         )
-        self.rng = random.Random(f"{settings.seed}|jitter|{me}")
-        self.queue = PartnerQueue(settings.patience, self.rng)
+        self.rng = random.Random(f"{context.seed}|jitter|{me}")
+        self.queue = PartnerQueue(self.timeouts, self.rng)
         self.counts: Counter[str] = Counter()
         self.pause = asyncio.Lock()
         self._phase: Phase = CLOSED
@@ -186,7 +187,7 @@ class RoundState:
 
         In the blocking form work does stand still, and the time stays as it is.
         """
-        return self.settings.patience.exchange_s * (1.0 if self.settings.blocking else 2.0**self._late)
+        return self.timeouts.exchange_s * (1.0 if self.settings.blocking else 2.0**self._late)
 
     def note_exchange(self, *, late: bool) -> None:
         """Note that a meeting ran out of time, or that it did not."""
@@ -320,7 +321,7 @@ class RoundState:
     def note_vain_meeting(self, partner: str) -> None:
         """Ask this partner later, if at all, and do not let it have as many meetings in this round as it likes."""
         self._vain_meetings[partner] += 1
-        self.queue.put_off(partner, self.settings.patience.sleep_s, now())
+        self.queue.put_off(partner, self.timeouts.sleep_s, now())
 
     def note_met(self, partner: str) -> None:
         """Note that a partner has brought weights that we could use: it has done what no name alone can."""

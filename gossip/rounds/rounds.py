@@ -35,7 +35,7 @@ from gossip.events import OuterStepTaken, RoundDeferred
 from gossip.exchange.messages import Offer
 from gossip.exchange.messages import PrefetchOffer as Proposal
 from gossip.exchange.swap import Conversation
-from gossip.interface import UNKNOWN, GossipReplica, Origin, RoundContext, RoundProgress, RoundSettings
+from gossip.interface import UNKNOWN, GossipReplica, Origin, RoundContext, RoundProgress
 from gossip.rounds.local_steps import local_step_count
 from gossip.rounds.meeting import Meetings
 from gossip.rounds.offers import Offers
@@ -45,6 +45,7 @@ from gossip.rounds.prefetch import SlowWeightPrefetcher
 from gossip.rounds.round_state import PendingStep, RoundState, now
 from gossip.rounds.weights_lock import WeightsLock
 from gossip.rule.outer_step import OuterState
+from gossip.settings import OuterConfig
 
 NOT_KNOWN = -1
 """How many inner steps slow weights hold that lack some."""
@@ -62,12 +63,20 @@ class Rounds:
     """The gossip of one replica: `between_steps` for the shell, `run` as a background task, `serve` for streams."""
 
     def __init__(
-        self, me: str, settings: RoundSettings, origin: Origin, replica: GossipReplica, context: RoundContext
+        self, me: str, settings: OuterConfig, origin: Origin, replica: GossipReplica, context: RoundContext
     ) -> None:
         self._settings, self._context = settings, context
         self._round_state = RoundState(me, settings, origin, context)
         self._schedule, self._counts = self._round_state.schedule, self._round_state.counts
-        self._optimiser = OuterOptimiser(settings, origin.state, replica, context.compute, context.partners)
+        self._optimiser = OuterOptimiser(
+            settings,
+            origin.state,
+            replica,
+            context.compute,
+            seed=context.seed,
+            fixed=context.fixed,
+            partners=context.partners,
+        )
         self._prefetcher = SlowWeightPrefetcher(self._round_state, self._optimiser, context)
         meetings = Meetings(self._round_state, self._optimiser, self._prefetcher, replica, context, self._apply)
         self._offers = Offers(self._round_state, context, meetings.meet)
@@ -161,7 +170,7 @@ class Rounds:
         Raises a `ConnectionError` where that breaks.
         """
         try:
-            async with asyncio.timeout(self._settings.patience.answer_s) as deadline:
+            async with asyncio.timeout(self._context.timeouts.answer_s) as deadline:
                 first = await conversation.receive()
                 if isinstance(first, Offer):
                     await self._offers.answer_one(conversation, first, deadline)
@@ -196,7 +205,7 @@ class Rounds:
     async def _meeting_over(self) -> None:
         """Wait for the meeting under way, if there is one, for as long as meetings may take; then give it up."""
         round_state = self._round_state
-        until_s = now() + self._settings.patience.exchange_s
+        until_s = now() + self._context.timeouts.exchange_s
         await round_state.wait_while(lambda: round_state.meeting is not None, until_s)
         if round_state.meeting is not None:
             round_state.end_meeting()

@@ -29,7 +29,7 @@ from noloco_node.network.interface import Conversation
 from noloco_node.network.send_turns import SendTurns
 from noloco_node.network.timeouts import ANSWERS, AdaptiveTimeout
 from noloco_node.node.microbatch_calls import MicrobatchClient, MicrobatchServer
-from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext, rate_schedule, round_settings
+from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext, rate_schedule, round_timeouts
 from noloco_node.node.starting_weights import StartingWeights
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.run.protocols import GOSSIP, topic
@@ -125,14 +125,17 @@ class Replica:
         self.microbatches = MicrobatchServer(config, context, self.worker, turns)
         self.rounds = Rounds(
             config.peer,
-            round_settings(config, sum(tensor.nbytes for tensor in starting_state.origin.state.slow), stage.fixed),
+            run.outer,
             starting_state.origin,
             self,
             RoundContext(
+                seed=run.seed,
                 compute=device.beside,
                 partners=Derived(context.roster, self._partners),
                 converse=self._converse,
                 record=self._journal,
+                fixed=stage.fixed,
+                timeouts=round_timeouts(config, sum(tensor.nbytes for tensor in starting_state.origin.state.slow)),
                 answers=AdaptiveTimeout(ANSWERS) if config.deadlines else None,
                 saw=self._saw,
             ),

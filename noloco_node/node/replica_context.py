@@ -7,10 +7,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from gossip.exchange.formats import Format
 from gossip.exchange.messages import ReplicaState
-from gossip.interface import RoundSettings, RoundTimeouts
-from gossip.rule.outer_step import Delay, Outer
+from gossip.interface import RoundTimeouts
 from gossip.transfer.chunks import HeldCopy
 from noloco_node.journal import events
 from noloco_node.network.interface import PeerNetwork
@@ -79,28 +77,9 @@ def rate_schedule(run: RunConfig) -> Schedule:
     )
 
 
-def round_settings(config: ReplicaConfig, weight_bytes: int, fixed: frozenset[int] = frozenset()) -> RoundSettings:
-    """Return how this run gossips; the deadline of an exchange follows from the bytes that it moves at most.
-
-    `fixed`: numbers of the tensors that no round moves.
-    """
-    run, outer = config.run, config.run.outer
-    timeouts = RoundTimeouts(
-        answer_s=HEARING_S, exchange_s=60.0 + 2 * sets(outer) * weight_bytes / config.slowest_bytes_per_s
-    )
-    return RoundSettings(
-        seed=run.seed,
-        outer=Outer(outer.alpha, outer.beta, outer.gamma),
-        delay=Delay(outer.momentum_period, outer.momentum_spread),
-        codec=Format(outer.codec),
-        staleness_at_most=outer.staleness_at_most,
-        inner_steps_per_round=outer.inner_steps_per_round,
-        late_inner_steps_per_round=outer.late_inner_steps_per_round,
-        dynamic_steps=outer.dynamic_steps,
-        weigh_by_steps=outer.weigh_by_steps,
-        overlap_steps=outer.overlap_steps,
-        deferrals_before_solo=outer.deferrals_before_solo,
-        blocking=outer.blocking,
-        fixed=fixed,
-        patience=timeouts if config.deadlines else RoundTimeouts(answer_s=math.inf, exchange_s=math.inf),
-    )
+def round_timeouts(config: ReplicaConfig, weight_bytes: int) -> RoundTimeouts:
+    """Return how long rounds wait; the deadline of an exchange follows from the bytes that it moves at most."""
+    if not config.deadlines:
+        return RoundTimeouts(answer_s=math.inf, exchange_s=math.inf)
+    most_bytes = 2 * sets(config.run.outer) * weight_bytes
+    return RoundTimeouts(answer_s=HEARING_S, exchange_s=60.0 + most_bytes / config.slowest_bytes_per_s)

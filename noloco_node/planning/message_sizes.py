@@ -13,7 +13,8 @@ from math import prod
 from typing import NamedTuple
 
 from gossip.exchange.formats import Format, wire_bytes
-from noloco_node.run.config import OuterConfig, PipelineConfig
+from gossip.settings import OuterConfig
+from noloco_node.run.config import PipelineConfig
 from pipeline.activations.formats import ACTIVATION_CODECS
 
 PROBE_BYTES = 4 * 4096
@@ -59,18 +60,18 @@ def sets(outer: OuterConfig) -> int:
 
 def coded_bytes(outer: OuterConfig, shapes: Shapes) -> int:
     """Return the bytes of the weights that one side of a pair sends."""
-    return sets(outer) * wire_bytes(Format(outer.codec), shapes)
+    return sets(outer) * wire_bytes(outer.codec, shapes)
 
 
 def round_bytes(outer: OuterConfig, shapes: Shapes) -> int:
     """Return the bytes that a peer sends its partner in a round, probes included."""
-    probes = 1 + Format(outer.codec).is_modular + (sets(outer) == 2)
+    probes = 1 + outer.codec.is_modular + (sets(outer) == 2)
     return coded_bytes(outer, shapes) + probes * min(PROBE_BYTES, float32_bytes(shapes))
 
 
 def gossip_memory(outer: OuterConfig, shapes: Shapes) -> GossipMemory:
     """Return what gossip needs besides slow weights, momentum and snapshot."""
-    once, lossy = float32_bytes(shapes), Format(outer.codec) is not Format.FLOAT32
+    once, lossy = float32_bytes(shapes), outer.codec is not Format.FLOAT32
     momentum = once if outer.alpha else 0
     gathered = momentum if outer.momentum_period > 1 else 0
     return GossipMemory(
@@ -78,7 +79,7 @@ def gossip_memory(outer: OuterConfig, shapes: Shapes) -> GossipMemory:
         gathered=gathered,
         # In bfloat16.
         owed=sets(outer) * once // 2 if lossy else 0,
-        ahead=2 * wire_bytes(Format(outer.codec), shapes) if sets(outer) == 2 else 0,
+        ahead=2 * wire_bytes(outer.codec, shapes) if sets(outer) == 2 else 0,
         # What travels is decoded a piece at a time, and a step is taken in place.
         exchange=2 * coded_bytes(outer, shapes),
     )

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from gossip.settings import OuterConfig
 from noloco_node.data.encoding import check_vocabulary
 from noloco_node.machine.memory import usable_bytes
 from noloco_node.planning.advice import BUSY, WindowSuggestion, predict_efficiency, suggest_windows
 from noloco_node.planning.message_sizes import float32_bytes, gossip_memory, hop_bytes, round_bytes
-from noloco_node.run.config import TRAVELLING, OuterConfig, PipelineConfig, RunConfig
+from noloco_node.run.config import TRAVELLING, PipelineConfig, RunConfig
 from noloco_node.run.runfile import content_hashes, run_digest
 
 if TYPE_CHECKING:

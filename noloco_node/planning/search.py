@@ -13,6 +13,7 @@ Machines that would make it so have no work, and are left over.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import log2, prod
 from typing import NamedTuple
 
@@ -172,7 +173,7 @@ def _with_rounds(planned: Planned, before: RunConfig) -> RunConfig:
     return structs.replace(
         run,
         inner=structs.replace(run.inner, steps=steps, warmup_steps=warmup),
-        outer=structs.replace(outer, inner_steps_per_round=early, late_inner_steps_per_round=late),
+        outer=replace(outer, inner_steps_per_round=early, late_inner_steps_per_round=late),
     )
 
 

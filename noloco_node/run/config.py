@@ -2,22 +2,22 @@
 
 `RunConfig` is decoded from `run.toml` once and frozen; defaults are in one place.
 
-Here are the structs and their defaults alone; `noloco_node.run.runfile` reads and validates them, and computes the
+Here are the structs and their defaults alone, but for the section `outer`, which `gossip.settings` declares;
+`noloco_node.run.runfile` reads and validates them, and computes the
 digest.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from gossip.settings import OuterConfig
 from noloco_node.storage.weight_store import WeightFile
 from noloco_node.units import Fraction
-
-StepCount: TypeAlias = Annotated[int, Meta(ge=1, le=10**6)]
 
 MOST_SLOWDOWN = 1000.0
 TRAVELLING = "files"
@@ -128,40 +128,6 @@ class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     epsilon: Annotated[float, Meta(ge=1e-30, le=1.0)] = 1e-8
     weight_decay: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
     clip_norm: Annotated[float, Meta(ge=1e-12, le=1e12)] = 1.0
-
-
-class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The gossip round. The defaults were chosen in the laboratory, mostly on one seed (research/results.md); NoLoCo as
-    published (arXiv 2506.10911) is 0.5, 0.7, 0.7, a round every 50 steps, float32, blocking.
-    """
-
-    inner_steps_per_round: StepCount = 10
-    late_inner_steps_per_round: StepCount | None = None
-    """At the end of the run; from `inner_steps_per_round` at its beginning they follow a geometric course."""
-    dynamic_steps: bool = True
-    """Slower replicas take fewer inner steps a round, so that they reach their rounds together with the fastest."""
-    weigh_by_steps: bool = False
-    """In the mean of a meeting each replica counts by the inner steps since its last one, at most four times the other;
-    otherwise both count alike."""
-    alpha: float = 0.0
-    beta: float = 1.0
-    gamma: float = 1.0
-    momentum_period: int = 1
-    """Outer steps after which the momentum moves once; 1 is the paper's rule (`gossip.rule.outer_step`)."""
-    momentum_spread: float = 0.0
-    """Share of the momentum that each outer step of a period but the last one applies."""
-    codec: Literal["float32", "bfloat16", "int8", "int4"] = "int4"
-    """Number format of the weights that a round exchanges; each but float32 carries its rounding error on."""
-    line_share: float = 0.2
-    """Of a line whose rate is known, what rounds take while microbatches wait for it."""
-    staleness_at_most: StepCount = 16
-    """Rounds since its weights last met anybody's (1: in the round before) beyond which a replica takes its partner's
-    weights instead of a mean."""
-    blocking: bool = False
-    """The paper's form: admit nothing, drain, then exchange. Otherwise training goes on until the partner is there."""
-    overlap_steps: int = 8
-    """A snapshot older than this many inner steps is retaken while the round stays open."""
-    deferrals_before_solo: Annotated[int, Meta(ge=1, le=10_000)] = 4
 
 
 class AdmissionRule(StrEnum):

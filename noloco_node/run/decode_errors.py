@@ -10,11 +10,13 @@ import difflib
 import json
 import re
 import types
+from enum import Enum
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
 from noloco_node.errors import UserError, config_error
+from noloco_node.run.sections import fields_of, is_section
 
 
 def misfit(complaint: str, file: type[msgspec.Struct], origin: str) -> UserError:
@@ -69,12 +71,12 @@ _NAMES = {
 
 def _probably(name: str, file: Any, path: list[str]) -> str:
     """Guess which field was meant: one of this section, or one of another (its [section] line is easily forgotten)."""
-    here = [field.name for field in msgspec.structs.fields(_type_at(file, path))]
+    here = [field.name for field in fields_of(_type_at(file, path))]
     elsewhere = {
         field.name: f"{section.name}.{field.name}"
-        for section in msgspec.structs.fields(file)
-        if _is_struct(section.type)
-        for field in msgspec.structs.fields(section.type)
+        for section in fields_of(file)
+        if is_section(section.type)
+        for field in fields_of(section.type)
     }
     if close := difflib.get_close_matches(name, here, n=1):
         return f"did you mean {close[0]}?"
@@ -87,14 +89,10 @@ def _type_at(file: Any, path: list[str]) -> Any:
     """Return the declared type of a field, as far down its path as types are declared."""
     found = file
     for name in path:
-        if not _is_struct(found):
+        if not is_section(found):
             break
-        found = {field.name: field.type for field in msgspec.structs.fields(found)}[name]
+        found = {field.name: field.type for field in fields_of(found)}[name]
     return found
-
-
-def _is_struct(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, msgspec.Struct)
 
 
 def _in_words(annotation: Any) -> str:
@@ -104,11 +102,13 @@ def _in_words(annotation: Any) -> str:
         return _in_words(arguments[0])
     if origin is Literal:
         return " or ".join(json.dumps(value) for value in arguments)
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return " or ".join(json.dumps(each.value) for each in annotation)
     if origin in (Union, types.UnionType):
         return _in_words(next(a for a in arguments if a is not type(None))) + ", or leave it out"
     if origin is tuple:
         return f"a list of which each is {_in_words(arguments[0])}"
-    if _is_struct(annotation):
-        return "a section with the fields " + ", ".join(field.name for field in msgspec.structs.fields(annotation))
+    if is_section(annotation):
+        return "a section with the fields " + ", ".join(field.name for field in fields_of(annotation))
     simple = {int: "a whole number", float: "a number", bool: "true or false", str: 'a text in "quotes"'}
     return simple.get(annotation, "a table such as {hidden_size = 128, num_hidden_layers = 4}")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from gossip.rule.meeting_shares import MOST
 from gossip.rule.stability import stability_bound, weighed_stability_bound
-from noloco_node.run.config import OuterConfig
+from gossip.settings import OuterConfig
 from noloco_node.run.problem import Problem
 
 _LONGEST_PERIOD = 1000

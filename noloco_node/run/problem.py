@@ -7,6 +7,8 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 import msgspec
 
+from noloco_node.run.sections import fields_of, is_section
+
 
 class Problem(NamedTuple):
     """One broken rule. `field`: its path in the run file; `value`: as given; `hint`: what would be right."""
@@ -26,13 +28,13 @@ def within(field: str, value: float, low: float, high: float) -> Iterator[Proble
 
 def out_of_bounds(value: Any, kind: Any, field: str = "") -> Iterator[Problem]:
     """Yield every number in a decoded table that is outside of what its field is declared with in the type `kind`."""
-    if isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        for each in msgspec.structs.fields(kind):
+    if isinstance(value, dict) and is_section(kind):
+        for each in fields_of(kind):
             if each.name in value:
                 yield from out_of_bounds(value[each.name], each.type, f"{field}.{each.name}".lstrip("."))
     elif get_origin(kind) is Annotated and isinstance(value, int | float) and not isinstance(value, bool):
-        bounds = kind.__metadata__[0]
-        yield from within(field, value, bounds.ge, bounds.le)
+        said = kind.__metadata__[0]
+        yield from within(field, value, *((said.ge, said.le) if isinstance(said, msgspec.Meta) else said))
     elif get_origin(kind) is tuple and isinstance(value, list | tuple):
         for number, item in enumerate(value):
             yield from out_of_bounds(item, get_args(kind)[0], f"{field}.{number}")

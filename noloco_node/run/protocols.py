@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from gossip.exchange.formats import Format, absolute, wire_specs
+from gossip.exchange.formats import absolute, wire_specs
 from gossip.exchange.messages import (
     Accepted,
     Busy,
@@ -68,7 +68,7 @@ def microbatch_schema(run: RunConfig, width: int) -> Schema:
 
 def gossip_schema(run: RunConfig, shapes: Shapes) -> Schema:
     """Return what two replicas of a stage with parameters of these shapes say to each other in a round."""
-    codec, both = Format(run.outer.codec), run.outer.gamma != run.outer.beta
+    codec, both = run.outer.codec, run.outer.gamma != run.outer.beta
     # To somebody who adopts weights they go in a form of their own, where the codec's is not absolute.
     forms = tuple(dict.fromkeys((codec, absolute(codec))))
     coded = tuple(tuple(TensorSpec(spec.shape, spec.dtype) for spec in wire_specs(form, shapes)) for form in forms)

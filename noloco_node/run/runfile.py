@@ -29,6 +29,7 @@ from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.run.config import TRAVELLING, DataConfig, RunConfig
 from noloco_node.run.decode_errors import misfit, short
 from noloco_node.run.problem import Problem, out_of_bounds
+from noloco_node.run.sections import fields_of, is_section, unknown_field
 from noloco_node.run.validation import problems
 
 RUN_TEXT_BYTES = 256 * 1024
@@ -73,6 +74,8 @@ def decode_run(text: str, origin: str) -> RunConfig:
         ) from error
     try:
         run = msgspec.convert(table, RunConfig)
+        if (complaint := unknown_field(table, RunConfig)) is not None:
+            raise msgspec.ValidationError(complaint)
     except msgspec.ValidationError as error:
         _refuse(out_of_bounds(table, RunConfig), origin)
         raise misfit(str(error), RunConfig, origin) from error
@@ -162,17 +165,13 @@ def canonical(run: RunConfig, contents: Mapping[str, str]) -> bytes:
     return json.dumps(everything, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-def _off_default(config: msgspec.Struct) -> dict[str, Any]:
-    """Return a struct's fields that differ from their defaults, and those that have none; sections by the same rule."""
+def _off_default(section: Any) -> dict[str, Any]:
+    """Return a section's fields that differ from their defaults, and those that have none; sections in it likewise."""
     return {
-        field.name: _off_default(value) if isinstance(value, msgspec.Struct) else msgspec.to_builtins(value)
-        for field in msgspec.structs.fields(config)
-        if (value := getattr(config, field.name)) != _default(field)
+        field.name: _off_default(value) if is_section(type(value)) else msgspec.to_builtins(value)
+        for field in fields_of(type(section))
+        if (value := getattr(section, field.name)) != field.default
     }
-
-
-def _default(field: msgspec.structs.FieldInfo) -> object:
-    return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
 
 
 def run_digest(run: RunConfig, contents: Mapping[str, str]) -> str:

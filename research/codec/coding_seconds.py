@@ -19,10 +19,9 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from gossip.exchange.formats import Format
-from gossip.interface import RoundSettings
 from noloco_node.sim import clock
 from research.laboratory.experiments.cell import Cell
-from research.laboratory.methods.final_rounds import PLAIN_MEAN, Still, meet
+from research.laboratory.methods.final_rounds import Still, meet, plain_mean
 from research.laboratory.methods.replicas import Swarm
 
 T = TypeVar("T")
@@ -58,7 +57,7 @@ class Watch:
 async def measure(form: Format, meetings: int) -> Times:
     """Let two replicas train and meet so often."""
     cell = Cell(method="pairs", replicas=2, steps=max(200, APART * meetings), learning_rate=5e-3)
-    swarm, settings = Swarm(cell, lambda share: None), RoundSettings(seed=0, outer=PLAIN_MEAN, codec=form)
+    swarm, settings = Swarm(cell, lambda share: None), plain_mean(form)
     steps: list[float] = []
     watches: list[Watch] = []
     for _ in range(meetings):
@@ -69,7 +68,7 @@ async def measure(form: Format, meetings: int) -> Times:
                 replica.stages[0].step(5e-3, 1)
                 steps.append(time.perf_counter() - started_s)
         watches.append(watch := Watch())
-        await meet(*(Still(replica.stages[0]).optimiser(settings, watch.compute) for replica in swarm.replicas))
+        await meet(*(Still(replica.stages[0]).optimiser(settings, 0, watch.compute) for replica in swarm.replicas))
     calls = sum(watch.calls for watch in watches) / meetings / 2
     return Times(steps, [watch.seconds / 2 for watch in watches], calls, swarm.weight_bytes)
 

@@ -19,10 +19,12 @@ from typing import NamedTuple
 import torch
 
 from gossip.events import Event
+from gossip.exchange.formats import Format
 from gossip.exchange.messages import Accepted, Declined, Offer, Probe, Received, Weights
-from gossip.interface import Candidate, Origin, RoundContext, RoundSettings
+from gossip.interface import Candidate, Origin, RoundContext
 from gossip.rounds.rounds import Rounds
-from gossip.rule.outer_step import Outer, OuterState, Tensors
+from gossip.rule.outer_step import OuterState, Tensors
+from gossip.settings import OuterConfig
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.schema import MessageSpec, OneOf, Schema, TensorSpec
 from noloco_node.sim import clock
@@ -77,16 +79,21 @@ class Trainee:
         self._device = Device()
         self.alone = self._device.alone
         self.took_s = 0.0
-        settings = RoundSettings(
-            seed=form.seed,
-            outer=Outer(alpha=0.5, beta=0.7, gamma=0.7),
+        settings = OuterConfig(
+            alpha=0.5,
+            beta=0.7,
+            gamma=0.7,
+            dynamic_steps=False,
+            codec=Format.FLOAT32,
             inner_steps_per_round=form.inner_steps,
             overlap_steps=0 if form.blocking else min(8, form.inner_steps),
             blocking=form.blocking,
         )
         origin = Origin(OuterState((self._weights.clone(),), (torch.zeros(WIDTH),)))
         compute, partners = self._device.compute, self._partners
-        around = RoundContext(compute=compute, partners=partners, converse=self._converse, record=_forget)
+        around = RoundContext(
+            seed=form.seed, compute=compute, partners=partners, converse=self._converse, record=_forget
+        )
         self.rounds = Rounds(network.peer_id, settings, origin, self, around)
 
     def statistics(self) -> dict[str, int | float]:

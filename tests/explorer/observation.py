@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from gossip.settings import OuterConfig
 from noloco_node.node.replica import Replica
-from noloco_node.run.config import OuterConfig
 from noloco_node.sim.world import World
 from tests.explorer.invariant_error import InvariantBroken
 from tests.explorer.life_records import Delays, LifeRecord, Lives

@@ -23,6 +23,7 @@ from typing import Any, Literal, get_args
 
 from msgspec import structs
 
+from gossip.exchange.formats import Format
 from noloco_node.sim.network.link_model import Latency
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
@@ -104,7 +105,7 @@ def _swarm(rng: Random) -> SwarmConfig:
 def _outer(rng: Random) -> dict[str, Any]:
     """Draw the outer rule, and how weights travel."""
     return {
-        "codec": rng.choice(("float32", "float32", "bfloat16", "int8", "int4")),
+        "codec": rng.choice((Format.FLOAT32, *Format)),
         "alpha": rng.choice((None, 0.5, 0.5)),
         "gamma": rng.choice((None, None, 0.5)),
         "momentum_period": rng.choice((1, 1, 2, 3)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -26,9 +27,7 @@ def test_a_forecast_for_narrow_lines_is_within_15_percent_of_a_simulation(stages
     layout = model_layout(run)
     found = forecast(run, layout, volunteers(UP), gpu_memories(run, layout))
     often = max(run.outer.inner_steps_per_round, found.steps_per_round)
-    run = structs.replace(
-        run, outer=structs.replace(run.outer, inner_steps_per_round=often, late_inner_steps_per_round=often)
-    )
+    run = structs.replace(run, outer=replace(run.outer, inner_steps_per_round=often, late_inner_steps_per_round=often))
     report = measure("125m", run, UP, seed=0, rounds=3)
     assert "links" in found.bound
     assert found.tokens_per_s == pytest.approx(report.tokens_per_s, rel=0.15)

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 
 from gossip.exchange.formats import Format, absolute, wire_bytes
 from gossip.exchange.int4_step import MARGIN, common_steps
-from gossip.interface import RoundSettings
 from gossip.rule.outer_step import Outer, OuterState, outer_step
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.sim import clock
@@ -29,7 +28,7 @@ from research.laboratory.experiments.recipes import everything, smoke
 from research.laboratory.experiments.sizes import OURS
 from research.laboratory.experiments.task import open_stages, run_of
 from research.laboratory.methods import synchronous
-from research.laboratory.methods.final_rounds import PLAIN_MEAN, Still, meet
+from research.laboratory.methods.final_rounds import Still, meet, plain_mean
 from research.laboratory.methods.lagging_roster import Crowd
 from research.laboratory.methods.replicas import Swarm
 from research.laboratory.methods.server_rules import Server, ServerState, nesterov
@@ -236,8 +235,7 @@ def test_a_last_meeting_moves_both_to_their_mean(form: Format) -> None:
         source = torch.Generator().manual_seed(number)
         stage.set_weights([w + 0.01 * torch.randn(w.shape, generator=source) for w in stage.weights()])
     before = [stage.weights() for stage in sides]
-    still = RoundSettings(seed=0, outer=PLAIN_MEAN, codec=form)
-    sent = clock.run(meet(*(Still(stage).optimiser(still, Device().compute) for stage in sides)))
+    sent = clock.run(meet(*(Still(stage).optimiser(plain_mean(form), 0, Device().compute) for stage in sides)))
     assert sent >= wire_bytes(form, sides[0].shapes)
     for mine, theirs, one, other in zip(*(stage.weights() for stage in sides), *before, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0.0, atol=1e-6)

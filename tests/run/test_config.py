@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from hypothesis import strategies as st
 
 from gossip.rule.meeting_shares import MOST
 from gossip.rule.stability import stability_bound, weighed_stability_bound
+from gossip.settings import OuterConfig
 from noloco_node.cli.join_options import JoinOptions
 from noloco_node.errors import Exit, UserError
 from noloco_node.run import runfile
-from noloco_node.run.config import DataConfig, ModelConfig, OuterConfig, RunConfig
+from noloco_node.run.config import DataConfig, ModelConfig, RunConfig
 from noloco_node.run.presets import PRESETS, demo_run_text, run_text, write_text
 from noloco_node.run.runfile import (
     RUN_TEXT_BYTES,
@@ -33,6 +35,7 @@ from noloco_node.run.runfile import (
     validate,
     with_source,
 )
+from noloco_node.run.sections import fields_of
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_layers = 4}\n'
@@ -276,11 +279,11 @@ VALUES = st.one_of(
 TABLES = st.fixed_dictionaries(
     {
         section: st.dictionaries(
-            st.sampled_from([f.name for f in msgspec.structs.fields(field.type)]) | st.text(max_size=3),
+            st.sampled_from([f.name for f in fields_of(field.type)]) | st.text(max_size=3),
             VALUES,
             max_size=3,
         )
-        for field in msgspec.structs.fields(RunConfig)
+        for field in fields_of(RunConfig)
         for section in [field.name]
         if section in SECTIONS
     }
@@ -375,9 +378,9 @@ def test_runs_that_differ_have_different_digests(one: Any, other: Any) -> None:
 
 
 def leaves() -> Iterator[tuple[str, str]]:
-    for field in msgspec.structs.fields(RunConfig):
+    for field in fields_of(RunConfig):
         if field.name in SECTIONS:
-            yield from ((field.name, inner.name) for inner in msgspec.structs.fields(field.type))
+            yield from ((field.name, inner.name) for inner in fields_of(field.type))
         else:
             yield "", field.name
 
@@ -391,7 +394,8 @@ def other_value(value: Any) -> Any:
 def test_the_digest_sees_every_field(section: str, name: str) -> None:
     run = run_with()
     part = getattr(run, section) if section else run
-    changed: Any = msgspec.structs.replace(part, **{name: other_value(getattr(part, name))})
+    change = replace if is_dataclass(part) else msgspec.structs.replace
+    changed: Any = change(part, **{name: other_value(getattr(part, name))})
     if section:
         changed = msgspec.structs.replace(run, **{section: changed})
     assert run_digest(changed, {}) != run_digest(run, {})

@@ -17,10 +17,11 @@ from gossip.exchange.formats import Format, absolute, wire_bytes
 from gossip.exchange.int4_step import common_steps
 from gossip.exchange.messages import NOTHING, PrefetchOffer, Probe, Weights
 from gossip.exchange.swap import PROBE, probe_coordinates
+from gossip.settings import OuterConfig
 from noloco_node.network.schema import Schema, Violation
 from noloco_node.network.wire import FrameDecoder
 from noloco_node.network.wire import encode as frame
-from noloco_node.run.config import ModelConfig, OuterConfig, PipelineConfig, RunConfig
+from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.protocols import gossip_schema, microbatch_schema
 from pipeline.activations.codec import encode as encode_activations
 from pipeline.activations.formats import ACTIVATION_CODECS
@@ -32,7 +33,7 @@ codecs = pytest.mark.parametrize("codec", list(Format))
 
 
 def schema_of(codec: Format, *, gamma: float = 0.7) -> Schema:
-    outer = OuterConfig(codec=codec.value, beta=0.7, gamma=gamma)
+    outer = OuterConfig(codec=codec, beta=0.7, gamma=gamma)
     return gossip_schema(RunConfig(model=ModelConfig(architecture="llama"), outer=outer), SHAPES)
 
 

@@ -308,7 +308,7 @@ def test_a_side_that_uses_its_exact_weights_is_found(monkeypatch: pytest.MonkeyP
         await correct(self, step)
 
     monkeypatch.setattr(OuterOptimiser, "correct", exact)
-    assert first_broken(lambda scenario: with_outer(scenario, codec="int8", gamma=None)).kind == "pair"
+    assert first_broken(lambda scenario: with_outer(scenario, codec=Format.INT8, gamma=None)).kind == "pair"
 
 
 def test_a_momentum_that_survives_adoption_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

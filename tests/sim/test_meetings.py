@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from gossip.events import OuterStepTaken
-from noloco_node.run.config import OuterConfig
+from gossip.exchange.formats import Format
+from gossip.settings import OuterConfig
 from tests.explorer.meetings import MeetingChecker, MeetingSide
 
 # Just above a power of two bfloat16 rounds most coarsely, beside a value's size.
@@ -28,7 +29,7 @@ def complaints(gamma: float, off: float) -> list[str]:
     """Return what is said of a meeting whose sides have both applied a mean that is so far from their snapshots'."""
     found: list[str] = []
     context = SimpleNamespace(
-        outer=OuterConfig(codec="bfloat16", gamma=gamma),
+        outer=OuterConfig(codec=Format.BFLOAT16, gamma=gamma),
         checked=Counter[str](),
         is_spoilt=lambda peer, since_s: False,
         complain=lambda kind, sentence: found.append(f"{kind}: {sentence}"),

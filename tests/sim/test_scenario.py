@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from gossip.exchange.formats import Format
 from gossip.exchange.messages import Offer, Weights
 from noloco_node.errors import Exit, UserError
 from noloco_node.planning.plan import mean_steps_per_round
@@ -237,7 +238,7 @@ def test_without_a_run_file_the_scenario_says_what_things_cost() -> None:
         late_inner_steps_per_round=st.none() | st.integers(2, 100),
         dynamic_steps=st.none() | st.booleans(),
         windows_in_flight=st.none() | st.sampled_from([1, 2]),
-        codec=st.none() | st.sampled_from(["float32", "bfloat16", "int8", "int4"]),
+        codec=st.none() | st.sampled_from(Format),
         momentum_period=st.none() | st.integers(1, 4),
     )
     | st.builds(SwarmConfig, rounds=st.integers(1, 50), weigh_by_steps=st.none() | st.booleans())

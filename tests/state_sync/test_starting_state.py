@@ -12,20 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from toy_gossip import Toy, World
+from toy_gossip import Toy, ToySettings, World
 
 from gossip.events import OuterStepTaken, PartnerTooStale
 from gossip.exchange.formats import Format
 from gossip.exchange.messages import Manifest, Piece, ReplicaState
-from gossip.interface import Origin, RoundSettings
-from gossip.rule.outer_step import Delay, Outer, OuterState
+from gossip.interface import Origin
+from gossip.rule.outer_step import OuterState
 from gossip.rule.staleness import ROUND_BOUND
+from gossip.settings import OuterConfig
 from gossip.transfer.chunks import cut, listed
 from noloco_node.errors import UserError
 from noloco_node.journal.reader import read
 from noloco_node.journal.writer import Journal
-from noloco_node.node.replica_context import ReplicaConfig, round_settings
-from noloco_node.run.config import OuterConfig
 from noloco_node.run.presets import PRESETS, run_text
 from noloco_node.run.protocols import state_schema
 from noloco_node.run.runfile import decode_run
@@ -64,16 +63,14 @@ def test_contradictory_settings_are_refused_with_the_reason(lines: str, field: s
 def test_settings_reach_the_rounds(period: int, share: float, codec: Format) -> None:
     lines = f"momentum_period = {period}\nmomentum_spread = {share / period!r}\ncodec = '{codec}'\ngamma = 0.3\n"
     run = decode_run(f"{MODEL}[outer]\nalpha = 0.3\n{lines}staleness_at_most = 7\n", "run.toml")
-    settings = round_settings(ReplicaConfig(run=run, run_id="run", stage=0, peer="a"), 1000)
-    assert settings.delay == Delay(period, share / period)
-    assert settings.codec is codec
-    assert settings.staleness_at_most == 7
+    assert (run.outer.momentum_period, run.outer.momentum_spread) == (period, share / period)
+    assert run.outer.codec is codec
+    assert run.outer.staleness_at_most == 7
 
 
 def test_a_run_file_without_a_period_means_a_momentum_that_moves_in_every_round() -> None:
     run = decode_run(MODEL, "run.toml")
-    settings = round_settings(ReplicaConfig(run=run, run_id="run", stage=0, peer="a"), 1000)
-    assert settings.delay == Delay(1, 0.0)
+    assert (run.outer.momentum_period, run.outer.momentum_spread) == (1, 0.0)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -168,7 +165,7 @@ def test_work_of_an_earlier_life_is_not_lost_where_the_run_ends_before_another_s
     async def main() -> Toy:
         state = OuterState((torch.full((4,), 20.0),), (torch.zeros(4),))
         toy = Toy(
-            World(), "a", RoundSettings(seed=1, outer=Outer(0.5, 0.7, 0.7)), origin=Origin(state, 3, 80, 3, gathered)
+            World(), "a", ToySettings(seed=1, alpha=0.5, beta=0.7, gamma=0.7), origin=Origin(state, 3, 80, 3, gathered)
         )
         toy.fast = torch.full((4,), 20.0 if gathered else 12.0)
         await toy.rounds.between_steps(80, 1.0)

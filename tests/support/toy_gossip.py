@@ -9,14 +9,17 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 from gossip.events import Event, MeetingLost, OuterStepTaken
-from gossip.interface import Candidate, Origin, RoundContext, RoundSettings
+from gossip.exchange.formats import Format
+from gossip.interface import Candidate, Origin, RoundContext, RoundTimeouts
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState, Tensors
+from gossip.settings import OuterConfig
 
 T = TypeVar("T")
 
@@ -118,6 +121,20 @@ class World:
             line.cut()
 
 
+USUAL = RoundTimeouts()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToySettings(OuterConfig):
+    """What a toy's rounds are handed: plain settings, the run's seed, and how long to wait."""
+
+    seed: int = 3
+    patience: RoundTimeouts = USUAL
+    inner_steps_per_round: int = 50
+    dynamic_steps: bool = False
+    codec: Format = Format.FLOAT32
+
+
 class Toy:
     """A replica: one tensor of weights that rolls towards its own optimum, `step_s` seconds an inner step."""
 
@@ -125,7 +142,7 @@ class Toy:
         self,
         world: World,
         name: str,
-        settings: RoundSettings,
+        settings: ToySettings,
         *,
         step_s: float = 1.0,
         optimum: float = 10.0,
@@ -145,10 +162,12 @@ class Toy:
         if origin is None:
             origin = Origin(OuterState((self.fast.clone(),), (torch.zeros(4),)), rounds)
         around = RoundContext(
+            seed=settings.seed,
             compute=at_once,
             partners=self.partners,
             converse=world.conversing(name),
             record=self.events.append,
+            timeouts=settings.patience,
         )
         self.rounds = Rounds(name, settings, origin, self, around)
         world.answerers[name] = self.rounds.serve

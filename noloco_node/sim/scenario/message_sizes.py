@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gossip.exchange.formats import Format, wire_bytes
+from gossip.exchange.formats import wire_bytes
 from gossip.exchange.messages import Piece, Probe, ReplicaState, Weights
+from gossip.settings import OuterConfig
 from noloco_node.planning.message_sizes import PROBE_BYTES, HopBytes, float32_bytes, hop_bytes
-from noloco_node.run.config import OuterConfig, PipelineConfig
+from noloco_node.run.config import PipelineConfig
 from noloco_node.run.protocols import GOSSIP, STATE
 from noloco_node.sim.hardware.quadratic_model import SIZE, WIDE
 from noloco_node.sim.scenario.scenario import Scenario
@@ -33,7 +34,7 @@ class MessageSizes:
     def __init__(
         self, scenario: Scenario, pipeline: PipelineConfig, outer: OuterConfig, plan: ModelLayout | None
     ) -> None:
-        network, codec = scenario.network, Format(outer.codec)
+        network, codec = scenario.network, outer.codec
         # Of each topic: a set of weights as the codec has it, and a probe of it; a whole state.
         self._weights: dict[str, int] = {}
         self._probes: dict[str, int] = {}

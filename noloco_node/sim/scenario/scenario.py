@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from gossip.exchange.formats import Format
 from noloco_node.errors import config_error
 from noloco_node.run.decode_errors import misfit, short
 from noloco_node.sim.network.link_model import NetworkConditions
@@ -53,7 +54,7 @@ class SwarmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     windows_in_flight: Literal[1, 2] | None = None
     overlap_steps: int | None = None
     blocking: bool | None = None
-    codec: Literal["float32", "bfloat16", "int8", "int4"] | None = None
+    codec: Format | None = None
     line_share: float | None = None
     alpha: float | None = None
     beta: float | None = None

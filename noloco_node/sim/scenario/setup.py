@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from msgspec import structs
 
+from gossip.settings import OuterConfig
 from noloco_node.errors import config_error
 from noloco_node.limits.budget import OwnerLimits
 from noloco_node.machine.interface import Dimensions, StageModel
@@ -17,7 +19,7 @@ from noloco_node.machine.memory import free_of_gpu, usable_bytes
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, bandwidth_seconds, microbatch_bytes
 from noloco_node.planning.plan import graphs_that_fit, in_flight, mean_steps_per_round, memories
 from noloco_node.planning.throughput import coding_seconds
-from noloco_node.run.config import InnerConfig, ModelConfig, OuterConfig, PipelineConfig, RunConfig
+from noloco_node.run.config import InnerConfig, ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.runfile import load_run, validate
 from noloco_node.sim.hardware.priced_stage import Prices
 from noloco_node.sim.hardware.quadratic_model import SIZE, WIDE, WIDE_CENTRE, QuadraticModel, quadratic_layout
@@ -178,7 +180,7 @@ def _run(start: RunConfig, swarm: SwarmConfig, seed: int) -> RunConfig:
     overlap = swarm.overlap_steps
     if overlap is None:  # a default is made to fit between any two rounds
         overlap = min(start.outer.overlap_steps, (late or per_round) - 1)
-    outer = structs.replace(
+    outer = replace(
         start.outer,
         inner_steps_per_round=per_round,
         late_inner_steps_per_round=late,

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gossip.exchange.formats import Format
+from gossip.settings import OuterConfig
 from noloco_node.data.blocks import SMALLEST_PIECE_BYTES, Blocks, open_blocks
 from noloco_node.data.encoding import open_encoder
 from noloco_node.data.file_documents import FileDocuments, ReadingOrder, TextRange, pieces_of, stdlib_files
@@ -25,7 +27,7 @@ from noloco_node.data.shuffled_blocks import shuffled
 from noloco_node.export.held_out_loss import validation_loss
 from noloco_node.node.replica_context import rate_schedule
 from noloco_node.planning.model_layout import ModelLayout, make_stage
-from noloco_node.run.config import DataConfig, InnerConfig, ModelConfig, OuterConfig, PipelineConfig, RunConfig
+from noloco_node.run.config import DataConfig, InnerConfig, ModelConfig, PipelineConfig, RunConfig
 from pipeline.schedule import Schedule
 from pipeline.stage import Stage
 from research.laboratory.experiments.cell import Cell, Corpus
@@ -116,7 +118,7 @@ def _outer(cell: Cell) -> OuterConfig:
         gamma=rule.gamma,
         momentum_period=rule.period,
         momentum_spread=rule.spread,
-        codec=cast(Any, cell.codec),  # a run file has fewer
+        codec=Format(cell.codec),
         overlap_steps=max(1, min(8, shortest)),
     )
 

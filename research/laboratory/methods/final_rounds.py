@@ -12,17 +12,20 @@ from random import Random
 
 from gossip.exchange.formats import Format
 from gossip.exchange.swap import Compute
-from gossip.interface import RoundSettings
 from gossip.rounds.outer_optimiser import OuterOptimiser
 from gossip.rounds.piecewise_step import Step
-from gossip.rule.outer_step import Outer, OuterState, Tensors
+from gossip.rule.outer_step import OuterState, Tensors
+from gossip.settings import OuterConfig
 from pipeline.stage import Stage
 from research.laboratory.experiments.hardware_model import exchange_s
 from research.laboratory.methods.replicas import Replica, Swarm
 from research.laboratory.methods.synchronous import groups
 from research.laboratory.methods.virtual_trainee import Device
 
-PLAIN_MEAN = Outer(alpha=0.0, beta=1.0, gamma=1.0)
+
+def plain_mean(form: Format) -> OuterConfig:
+    """Return the settings of a meeting after which both have the mean of their weights."""
+    return OuterConfig(alpha=0.0, beta=1.0, gamma=1.0, codec=form)
 
 
 class Still:
@@ -43,9 +46,9 @@ class Still:
         """Add to the weights."""
         self._stage.correct(correction)
 
-    def optimiser(self, settings: RoundSettings, compute: Compute) -> OuterOptimiser:
+    def optimiser(self, settings: OuterConfig, seed: int, compute: Compute) -> OuterOptimiser:
         """Return what says, hears and moves its weights."""
-        return OuterOptimiser(settings, OuterState(self._stage.weights()), self, compute)
+        return OuterOptimiser(settings, OuterState(self._stage.weights()), self, compute, seed=seed)
 
 
 async def last_rounds(swarm: Swarm, count: int) -> None:
@@ -53,12 +56,14 @@ async def last_rounds(swarm: Swarm, count: int) -> None:
     if not count:
         return
     drawing = Random(f"{swarm.cell.seed}|last rounds")
-    settings = RoundSettings(seed=swarm.cell.seed, outer=PLAIN_MEAN, codec=Format(swarm.cell.codec))
+    settings, seed = plain_mean(Format(swarm.cell.codec)), swarm.cell.seed
     for _ in range(count):
         sent = 0
         for pair in groups(drawing, len(swarm.replicas), 2):
             if len(pair) == 2:
-                sides = [Still(swarm.replicas[one].stages[0]).optimiser(settings, Device().compute) for one in pair]
+                sides = [
+                    Still(swarm.replicas[one].stages[0]).optimiser(settings, seed, Device().compute) for one in pair
+                ]
                 sent = await meet(*sides)
                 for one in pair:
                     _note(swarm.replicas[one], sent)

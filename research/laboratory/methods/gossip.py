@@ -20,7 +20,7 @@ from gossip.interface import Candidate, Origin, RoundContext, RoundProgress
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState, Tensors
 from noloco_node.network.interface import Conversation, PeerNetwork
-from noloco_node.node.replica_context import ReplicaConfig, round_settings
+from noloco_node.node.replica_context import ReplicaConfig, round_timeouts
 from noloco_node.run.protocols import GOSSIP, gossip_schema
 from noloco_node.sim.network.link_model import Access, Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork
@@ -49,10 +49,16 @@ class Gossiper:
         weights = stage.weights()
         state = OuterState(weights, tuple(torch.zeros_like(tensor) for tensor in weights))
         compute, partners = self._device.compute, self._partners
-        around = RoundContext(compute=compute, partners=partners, converse=self._converse, record=self._record)
-        post = ReplicaConfig(run=run, run_id="", stage=0, peer=peer)
+        around = RoundContext(
+            seed=run.seed,
+            compute=compute,
+            partners=partners,
+            converse=self._converse,
+            record=self._record,
+            timeouts=round_timeouts(ReplicaConfig(run=run, run_id="", stage=0, peer=peer), swarm.weight_bytes),
+        )
         origin = Origin(state, inner_steps=replica.steps)
-        self.rounds = Rounds(peer, round_settings(post, swarm.weight_bytes), origin, self, around)
+        self.rounds = Rounds(peer, run.outer, origin, self, around)
         crowd.join(peer, 1.0 / replica.step_s)
         self.lateness: list[int] = []
         """Inner steps between each snapshot and its correction."""

@@ -13,10 +13,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_gossip import Toy, World
+from toy_gossip import Toy, ToySettings, World
 
 from gossip.events import OuterStepTaken, RoundDeferred
-from gossip.interface import UNKNOWN, Candidate, RoundProgress, RoundSettings
+from gossip.interface import UNKNOWN, Candidate, RoundProgress
 from gossip.rounds.local_steps import (
     LARGEST_MULTIPLE,
     TOLERANCE,
@@ -150,7 +150,7 @@ def test_the_course_is_geometric() -> None:
 def test_the_settings_say_what_is_followed(
     going: RoundProgress, others: list[float], dynamic: bool, early: int, late: int
 ) -> None:
-    plain = RoundSettings(seed=0, outer=REFERENCE, inner_steps_per_round=early)
+    plain = ToySettings(seed=0, **REFERENCE._asdict(), inner_steps_per_round=early)
     assert local_step_count(plain, going, others) == early
     both = replace(plain, late_inner_steps_per_round=late, dynamic_steps=dynamic)
     planned = steps_per_round(going.progress, early, late)
@@ -208,7 +208,7 @@ class Paced(Toy):
 
 
 def test_rounds_are_opened_as_the_settings_the_roster_and_the_progress_say() -> None:
-    settings = RoundSettings(seed=3, outer=REFERENCE, inner_steps_per_round=20, dynamic_steps=True)
+    settings = ToySettings(seed=3, **REFERENCE._asdict(), inner_steps_per_round=20, dynamic_steps=True)
 
     async def main() -> list[int]:
         toy = Paced(World(), "slow", replace(settings, late_inner_steps_per_round=80, deferrals_before_solo=100))
@@ -379,7 +379,7 @@ def _swarm(factor: float, *, dynamic: bool, stages: int = 1) -> _Watcher:
         f"[[fault]]\nkind = 'slow'\nat_s = 0.0\npeer = 's{stages - 1}r1'\nfactor = {factor}\n"
     )
     setting = build_setup(decode_scenario(text, "the test's scenario"))
-    outer = msgspec.structs.replace(setting.run.outer, dynamic_steps=dynamic)
+    outer = replace(setting.run.outer, dynamic_steps=dynamic)
     recipe = RunFileText.made(msgspec.structs.replace(setting.run, outer=outer))
     watcher = _Watcher()
     sim.simulate(setting._replace(recipe=recipe), lambda world: [watcher], lambda world: None)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
-from toy_gossip import CUT, SWALLOW, Line, Toy, World, honest, live
+from toy_gossip import CUT, SWALLOW, Line, Toy, ToySettings, World, honest, live
 
 from gossip.events import PartnerTooStale, RoundDeferred
 from gossip.exchange.codec import Coded, Sides
@@ -30,7 +30,7 @@ from gossip.exchange.messages import (
     Received,
     Weights,
 )
-from gossip.interface import Candidate, Origin, RoundSettings, RoundTimeouts
+from gossip.interface import Candidate, Origin, RoundTimeouts
 from gossip.rounds.piecewise_step import Step
 from gossip.rounds.prefetch import SWAPS_AT_MOST, Prefetched
 from gossip.rounds.round_state import VAIN_AT_MOST
@@ -39,7 +39,7 @@ from noloco_node.sim.clock import run
 
 REFERENCE = Outer(alpha=0.5, beta=0.7, gamma=0.7)
 APART = Outer(alpha=0.4, beta=0.7, gamma=0.5)
-SETTINGS = RoundSettings(seed=3, outer=REFERENCE, inner_steps_per_round=20)
+SETTINGS = ToySettings(seed=3, **REFERENCE._asdict(), inner_steps_per_round=20)
 SIZE = 600
 codecs = pytest.mark.parametrize("codec", list(Format))
 lossy = pytest.mark.parametrize("codec", [Format.BFLOAT16, Format.INT8, Format.INT4])
@@ -64,7 +64,7 @@ def aged(slow: Tensor, staleness: int) -> Origin:
     return origin(slow, rounds=20, last_met=21 - staleness)
 
 
-def pair(settings: RoundSettings, world: World, *, apart: float = 0.0) -> tuple[Toy, Toy]:
+def pair(settings: ToySettings, world: World, *, apart: float = 0.0) -> tuple[Toy, Toy]:
     """Two toys with many weights and different optima; `apart`: how far their slow weights differ."""
     first, second = (
         Toy(world, name, settings, optimum=optimum, origin=origin(drawn(1) + away * drawn(2)))
@@ -247,7 +247,12 @@ def test_rounds_apply_the_joint_rule(period: int, share: float) -> None:
     seen: list[tuple[Tensor, OuterState]] = []
 
     async def main() -> Toy:
-        toy = Toy(World(), "alone", replace(SETTINGS, delay=delay), origin=origin(drawn(1)))
+        toy = Toy(
+            World(),
+            "alone",
+            replace(SETTINGS, momentum_period=delay.period, momentum_spread=delay.spread),
+            origin=origin(drawn(1)),
+        )
         snapshot = toy.snapshot
 
         async def taken() -> tuple[Tensor, ...]:
@@ -303,7 +308,7 @@ def test_solo_rounds_without_a_meeting_are_counted_and_a_meeting_ends_them() -> 
 def test_the_stale_one_adopts_and_the_fresh_one_goes_on(codec: Format, outer: Outer, blocking: bool) -> None:
     async def main() -> list[Toy]:
         world = World()
-        settings = replace(SETTINGS, codec=codec, outer=outer, blocking=blocking, staleness_at_most=5)
+        settings = replace(SETTINGS, codec=codec, **outer._asdict(), blocking=blocking, staleness_at_most=5)
         toys = [
             Toy(world, "fresh", settings, origin=aged(drawn(1), 5)),
             Toy(world, "stale", settings, optimum=9.0, origin=aged(drawn(1) + 2.0, 6)),
@@ -406,7 +411,7 @@ def test_both_sides_always_agree_whose_weights_count(
 ) -> None:
     async def main() -> list[Toy]:
         world = World()
-        settings = replace(SETTINGS, codec=codec, outer=outer, blocking=blocking, staleness_at_most=at_most)
+        settings = replace(SETTINGS, codec=codec, **outer._asdict(), blocking=blocking, staleness_at_most=at_most)
         toys = [
             Toy(world, name, settings, optimum=optimum, origin=aged(drawn(1) + optimum, unmet))
             for name, optimum, unmet in (("a", 1.0, staleness[0]), ("b", 2.0, staleness[1]))
@@ -557,7 +562,7 @@ def test_whoever_had_meetings_enough_in_this_round_has_no_other(breaks: bool, bl
 # Ahead of time.
 
 
-def swarm(world: World, settings: RoundSettings, count: int) -> list[Toy]:
+def swarm(world: World, settings: ToySettings, count: int) -> list[Toy]:
     return [
         Toy(world, f"p{number}", settings, optimum=1.0 + number, origin=origin(drawn(1) + 0.1 * drawn(number)))
         for number in range(count)
@@ -574,7 +579,7 @@ def test_slow_weights_travel_ahead_and_not_again(codec: Format) -> None:
 
     def lived(tamper: Callable[[str, str, Any], Any]) -> list[Toy]:
         async def main() -> list[Toy]:
-            toys = swarm(World(tamper=tamper), replace(SETTINGS, outer=APART, codec=codec), 4)
+            toys = swarm(World(tamper=tamper), replace(SETTINGS, **APART._asdict(), codec=codec), 4)
             await live(toys, 20 * 6 + 5)
             return toys
 
@@ -599,7 +604,7 @@ def test_slow_weights_travel_ahead_and_not_again(codec: Format) -> None:
 
 def test_a_prediction_that_fails_costs_traffic_and_nothing_else() -> None:
     async def main() -> list[Toy]:
-        toys = swarm(World(), replace(SETTINGS, outer=APART), 3)
+        toys = swarm(World(), replace(SETTINGS, **APART._asdict()), 3)
         # Each expects the next, who expects another: nobody is expected by the one that it expects.
         for number, toy in enumerate(toys):
             toy.stale_list = tuple(Candidate(toys[(number + step) % 3].name, 0) for step in (1,))
@@ -626,7 +631,7 @@ def test_whatever_breaks_ahead_the_meeting_mends(number: int, fate: object) -> N
 
     def slow_after(tamper: Callable[[str, str, Any], Any]) -> list[Tensor]:
         async def main() -> list[Tensor]:
-            settings = replace(SETTINGS, outer=APART, patience=RoundTimeouts(exchange_s=4.0))
+            settings = replace(SETTINGS, **APART._asdict(), patience=RoundTimeouts(exchange_s=4.0))
             toys = list(pair(settings, World(tamper=tamper), apart=0.1))
             await live(toys, 25)
             assert all(len(toy.met) == 1 for toy in toys)
@@ -654,7 +659,7 @@ def test_a_meeting_does_not_count_on_what_a_swap_under_way_replaces() -> None:
         return SWALLOW if first_lost or second_hangs else message
 
     async def main() -> tuple[Toy, Toy]:
-        settings = replace(SETTINGS, outer=APART, patience=RoundTimeouts(exchange_s=60.0, sleep_s=1.0))
+        settings = replace(SETTINGS, **APART._asdict(), patience=RoundTimeouts(exchange_s=60.0, sleep_s=1.0))
         toys = pair(settings, World(tamper=tamper), apart=0.1)
         await live(list(toys), 23)
         return toys
@@ -672,7 +677,7 @@ def test_somebody_who_says_that_it_holds_what_it_does_not_harms_itself_only() ->
         return replace(message, holds=0) if sender == "b" and isinstance(message, Probe) else message
 
     async def main() -> tuple[Toy, Toy]:
-        toys = pair(replace(SETTINGS, outer=APART), World(tamper=tamper), apart=0.1)
+        toys = pair(replace(SETTINGS, **APART._asdict()), World(tamper=tamper), apart=0.1)
         await live(list(toys), 25)
         return toys
 
@@ -684,7 +689,9 @@ def test_somebody_who_says_that_it_holds_what_it_does_not_harms_itself_only() ->
 def test_a_swap_is_declined_while_it_makes_no_sense() -> None:
     async def main() -> list[Any]:
         world, said = World(), []
-        toys = [Toy(world, name, replace(SETTINGS, outer=outer)) for name, outer in (("a", APART), ("b", REFERENCE))]
+        toys = [
+            Toy(world, name, replace(SETTINGS, **outer._asdict())) for name, outer in (("a", APART), ("b", REFERENCE))
+        ]
         toys[0].stale_list = (Candidate("somebody", 0),)
         for name in ("a", "b"):
             async with world.conversing("stranger")(name) as line:
@@ -704,7 +711,7 @@ def test_slow_weights_are_spared_only_where_the_partner_holds_the_present_ones(
     """Another version of ours, another one in their hands, somebody else: then they travel in the meeting."""
 
     async def main() -> None:
-        toys = pair(replace(SETTINGS, outer=APART), World(), apart=0.1)
+        toys = pair(replace(SETTINGS, **APART._asdict()), World(), apart=0.1)
         for toy, other in zip(toys, reversed(toys), strict=True):
             prefetcher = toy.rounds._prefetcher
             if held != NOTHING:
@@ -723,7 +730,7 @@ def test_slow_weights_are_spared_only_where_the_partner_holds_the_present_ones(
 def test_an_offer_is_answered_while_a_swap_lasts() -> None:
     async def main() -> object:
         world = World(tamper=lambda s, r, m: SWALLOW if isinstance(m, Weights) else m)
-        toys = pair(replace(SETTINGS, outer=APART), world, apart=0.1)
+        toys = pair(replace(SETTINGS, **APART._asdict()), world, apart=0.1)
         runners = [asyncio.create_task(toy.rounds.run()) for toy in toys]
         await asyncio.sleep(1.0)
         assert toys[0].rounds.view.prefetch_partner == "b"
@@ -756,7 +763,7 @@ def test_a_stranger_is_given_slow_weights_twice_at_most_and_it_is_counted() -> N
             return message
 
         world.tamper = tamper
-        toy = Toy(world, "a", replace(SETTINGS, outer=APART, deferrals_before_solo=1), origin=origin(drawn(1)))
+        toy = Toy(world, "a", replace(SETTINGS, **APART._asdict(), deferrals_before_solo=1), origin=origin(drawn(1)))
         toy.stale_list = (Candidate("stranger", 0),)
         probe = Probe(round=0, last_met=0, version=0, holds=NOTHING, slow=drawn(1), fast=None)
 
@@ -787,7 +794,7 @@ def test_weights_ahead_that_cannot_be_right_are_a_violation() -> None:
         return message
 
     async def main() -> Toy:
-        a, b = pair(replace(SETTINGS, outer=APART), World(tamper=tamper), apart=0.1)
+        a, b = pair(replace(SETTINGS, **APART._asdict()), World(tamper=tamper), apart=0.1)
         await live([a, b], 18)
         return a
 
@@ -811,7 +818,7 @@ def test_a_second_swap_that_breaks_leaves_both_sides_with_the_same_slow_weights(
     used: dict[str, Sides] = {}
 
     async def main() -> None:
-        settings = replace(SETTINGS, outer=APART, codec=Format.INT4, patience=RoundTimeouts(exchange_s=4.0))
+        settings = replace(SETTINGS, **APART._asdict(), codec=Format.INT4, patience=RoundTimeouts(exchange_s=4.0))
         toys = pair(settings, World(tamper=tamper), apart=0.1)
         for toy in toys:
             correct = toy.rounds._optimiser.correct

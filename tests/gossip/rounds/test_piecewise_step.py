@@ -9,13 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from toy_gossip import at_once
+from toy_gossip import ToySettings, at_once
 
 from gossip.exchange.codec import OWED, Encoded, Feedback, Sides, encode
 from gossip.exchange.formats import BLOCK, Format
 from gossip.exchange.messages import Implausible
 from gossip.exchange.quantise import PIECE
-from gossip.interface import RoundSettings
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot
 from gossip.rounds.piecewise_step import Owed, Rule, Step, take_step
 from gossip.rule.meeting_shares import EVEN, Shares, shares_by_steps
@@ -188,7 +187,7 @@ def test_who_adopts_goes_on_as_a_newcomer_beside_its_partner(
 
 # What cannot be right moves nothing; what was lent stays.
 
-SETTINGS = RoundSettings(seed=1, outer=Outer(0.5, 0.7, 0.7), codec=Format.INT8)
+SETTINGS = ToySettings(seed=1, alpha=0.5, beta=0.7, gamma=0.7, codec=Format.INT8)
 
 
 class Held:
@@ -206,7 +205,7 @@ class Held:
 
 def optimiser(**others: object) -> OuterOptimiser:
     state = OuterState(draw(1, 1))
-    return OuterOptimiser(replace(SETTINGS, **others), state, Held(), at_once)  # type: ignore[arg-type]
+    return OuterOptimiser(replace(SETTINGS, **others), state, Held(), at_once, seed=1)  # type: ignore[arg-type]
 
 
 def everything(one: OuterOptimiser, snapshot: Snapshot) -> Tensors:
@@ -248,7 +247,7 @@ def test_a_meeting_that_breaks_half_way_leaves_everything_as_it_was(spoil: objec
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 def test_a_step_waits_for_whoever_reads_the_weights_where_they_lie(alpha: float) -> None:
     async def main() -> None:
-        one = optimiser(outer=Outer(alpha, 0.7, 0.7))
+        one = optimiser(alpha=alpha, beta=0.7, gamma=0.7)
         for _ in range(3):
             before = copied((*one.state.slow, *one.state.momentum))
             async with one.weights.reading():
@@ -265,7 +264,7 @@ def test_a_step_waits_for_whoever_reads_the_weights_where_they_lie(alpha: float)
 
 def test_a_step_is_taken_in_the_memory_that_is_there() -> None:
     async def main() -> None:
-        one = optimiser(outer=Outer(0.0, 1.0, 1.0))
+        one = optimiser(alpha=0.0, beta=1.0, gamma=1.0)
         assert one.state.momentum == ()
         places = [tensor.data_ptr() for tensor in one.state.slow]
         snapshot = await one.snapshot(0)

@@ -8,14 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from toy_gossip import at_once
+from toy_gossip import ToySettings, at_once
 
 from gossip.events import OuterStepTaken
-from gossip.interface import Candidate, Origin, RoundContext, RoundSettings
+from gossip.interface import Candidate, Origin, RoundContext
 from gossip.rounds.outer_optimiser import Snapshot
 from gossip.rounds.piecewise_step import Step
 from gossip.rounds.round_state import Closed, InMeeting, Open, PendingStep, Phase, RoundState
-from gossip.rule.outer_step import Outer, OuterState
+from gossip.rule.outer_step import OuterState
 from noloco_node.sim.clock import run
 
 WEIGHTS = (torch.zeros(2),)
@@ -29,12 +29,13 @@ def closed() -> RoundState:
         raise AssertionError(f"{peer} was dialled")
 
     context = RoundContext(
+        seed=1,
         compute=at_once,
         partners=lambda: (Candidate("b", 0), Candidate("c", 0)),
         converse=nobody,  # type: ignore[arg-type]
         record=nobody,  # type: ignore[arg-type]
     )
-    return RoundState("a", RoundSettings(seed=1, outer=Outer(alpha=0.5, beta=0.7, gamma=0.7)), Origin(STATE), context)
+    return RoundState("a", ToySettings(seed=1, alpha=0.5, beta=0.7, gamma=0.7), Origin(STATE), context)
 
 
 def opened() -> RoundState:

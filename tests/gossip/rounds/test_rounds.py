@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from toy_gossip import CUT, SWALLOW, Toy, World, at_once, live
+from toy_gossip import CUT, SWALLOW, Toy, ToySettings, World, at_once, live
 
 from gossip.events import RoundDeferred
 from gossip.exchange.messages import Accepted, Declined, DeclineReason, Offer, Received, Weights
-from gossip.interface import Candidate, Origin, RoundContext, RoundSettings, RoundTimeouts
+from gossip.interface import Candidate, Origin, RoundContext, RoundTimeouts
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import Outer, OuterState, Tensors
 from noloco_node.sim.clock import run
 
 REFERENCE = Outer(alpha=0.5, beta=0.7, gamma=0.7)
-SETTINGS = RoundSettings(seed=3, outer=REFERENCE, inner_steps_per_round=20)
+SETTINGS = ToySettings(seed=3, **REFERENCE._asdict(), inner_steps_per_round=20)
 BLOCKING = replace(SETTINGS, blocking=True)
 both_forms = pytest.mark.parametrize("settings", [SETTINGS, BLOCKING], ids=["overlapped", "blocking"])
 
 
-def swarm(world: World, count: int, settings: RoundSettings = SETTINGS, **traits: Any) -> list[Toy]:
+def swarm(world: World, count: int, settings: ToySettings = SETTINGS, **traits: Any) -> list[Toy]:
     return [Toy(world, f"p{number:02}", settings, **traits) for number in range(count)]
 
 
@@ -39,7 +39,7 @@ def trained(start: float, optimum: float, steps: int) -> float:
 
 @both_forms
 @pytest.mark.parametrize("count", [2, 3, 8, 40])
-def test_unequal_replicas_all_meet_and_stay_together(count: int, settings: RoundSettings) -> None:
+def test_unequal_replicas_all_meet_and_stay_together(count: int, settings: ToySettings) -> None:
     async def main() -> list[Toy]:
         world = World(latency_s=0.05)
         toys = [
@@ -68,7 +68,7 @@ def test_unequal_replicas_all_meet_and_stay_together(count: int, settings: Round
 
 
 @both_forms
-def test_equal_replicas_in_different_phases_do_not_fall_into_fixed_pairs(settings: RoundSettings) -> None:
+def test_equal_replicas_in_different_phases_do_not_fall_into_fixed_pairs(settings: ToySettings) -> None:
     async def main() -> list[Toy]:
         toys = swarm(World(), 8, settings)
 
@@ -175,7 +175,7 @@ def test_rosters_may_disagree() -> None:
 
 
 @both_forms
-def test_crossed_offers_meet_exactly_once(settings: RoundSettings) -> None:
+def test_crossed_offers_meet_exactly_once(settings: ToySettings) -> None:
     offers: list[str] = []
 
     def listen(sender: str, receiver: str, message: Any) -> Any:
@@ -258,12 +258,16 @@ def test_slow_weights_travel_only_where_the_rule_needs_them() -> None:
 
     async def main() -> list[Toy]:
         world = World()
-        settings = replace(SETTINGS, outer=outer)
+        settings = replace(SETTINGS, **outer._asdict())
         toys = [Toy(world, "a", settings, optimum=10.0), Toy(world, "b", settings, optimum=16.0)]
         for toy, slow in zip(toys, (20.0, 24.0), strict=True):
             state = OuterState((torch.full((4,), slow),), (torch.zeros(4),))
             around = RoundContext(
-                compute=at_once, partners=toy.partners, converse=world.conversing(toy.name), record=toy.events.append
+                seed=settings.seed,
+                compute=at_once,
+                partners=toy.partners,
+                converse=world.conversing(toy.name),
+                record=toy.events.append,
             )
             toy.rounds = Rounds(toy.name, settings, Origin(state), toy, around)
             world.answerers[toy.name] = toy.rounds.serve
@@ -328,7 +332,7 @@ def isolated(steps: int, optimum: float = 10.0) -> float:
     return float(fast[0])
 
 
-def broken_meeting(spoil: str, fate: object, settings: RoundSettings = SETTINGS, by: str = "a") -> tuple[Toy, Toy]:
+def broken_meeting(spoil: str, fate: object, settings: ToySettings = SETTINGS, by: str = "a") -> tuple[Toy, Toy]:
     """Let a and b meet once, and spoil the first message of this kind that `by` sends."""
     spoilt = False
 
@@ -358,7 +362,7 @@ def broken_meeting(spoil: str, fate: object, settings: RoundSettings = SETTINGS,
     ("spoil", "by"), [("Offer", "b"), ("Declined", "b"), ("Accepted", "a"), ("Weights", "a"), ("Weights", "b")]
 )
 def test_a_line_lost_before_or_during_the_swap_changes_nothing(
-    settings: RoundSettings, fate: object, spoil: str, by: str
+    settings: ToySettings, fate: object, spoil: str, by: str
 ) -> None:
     settings = replace(settings, patience=replace(settings.patience, sleep_s=100.0))
     toys = broken_meeting(spoil, fate, settings, by)
@@ -371,7 +375,7 @@ def test_a_line_lost_before_or_during_the_swap_changes_nothing(
 
 
 @both_forms
-def test_a_lost_last_receipt_leaves_one_deferred_and_the_other_fine(settings: RoundSettings) -> None:
+def test_a_lost_last_receipt_leaves_one_deferred_and_the_other_fine(settings: ToySettings) -> None:
     asked_by_whom: list[str] = []
     receipts = 0
 
@@ -401,7 +405,7 @@ def test_a_lost_last_receipt_leaves_one_deferred_and_the_other_fine(settings: Ro
 
 
 @both_forms
-def test_after_a_loss_the_next_round_is_met(settings: RoundSettings) -> None:
+def test_after_a_loss_the_next_round_is_met(settings: ToySettings) -> None:
     cut = 0
 
     def tamper(sender: str, receiver: str, message: Any) -> Any:
@@ -425,7 +429,7 @@ def test_after_a_loss_the_next_round_is_met(settings: RoundSettings) -> None:
 
 @both_forms
 @pytest.mark.parametrize("kind", [Offer, Weights, Received])
-def test_a_silent_partner_costs_only_the_deadline(settings: RoundSettings, kind: type) -> None:
+def test_a_silent_partner_costs_only_the_deadline(settings: ToySettings, kind: type) -> None:
     def tamper(sender: str, receiver: str, message: Any) -> Any:
         silent = sender == "silent" or (receiver == "silent" and kind is Offer)
         return SWALLOW if silent and isinstance(message, kind) else message
@@ -455,7 +459,7 @@ SPOILS = {
 
 @both_forms
 @pytest.mark.parametrize("what", SPOILS)
-def test_implausible_weights_change_nothing(settings: RoundSettings, what: str) -> None:
+def test_implausible_weights_change_nothing(settings: ToySettings, what: str) -> None:
     def tamper(sender: str, receiver: str, message: Any) -> Any:
         if sender == "liar" and isinstance(message, Weights):
             return replace(message, fast=tuple(SPOILS[what](tensor) for tensor in message.fast))
@@ -480,7 +484,7 @@ def test_implausible_weights_change_nothing(settings: RoundSettings, what: str) 
 
 @both_forms
 @pytest.mark.parametrize("nonsense", [None, 7, Received(), "Accepted"])
-def test_nonsense_instead_of_an_answer_or_an_offer_is_survived(settings: RoundSettings, nonsense: object) -> None:
+def test_nonsense_instead_of_an_answer_or_an_offer_is_survived(settings: ToySettings, nonsense: object) -> None:
     def tamper(sender: str, receiver: str, message: Any) -> Any:
         return nonsense if sender == "fool" and isinstance(message, Offer | Accepted | Declined) else message
 
@@ -587,7 +591,7 @@ async def end_politely(toy: Toy) -> None:
 
 
 @both_forms
-def test_the_last_round_is_met_where_a_partner_is_there(settings: RoundSettings) -> None:
+def test_the_last_round_is_met_where_a_partner_is_there(settings: ToySettings) -> None:
     async def main() -> list[Toy]:
         world = World()
         toys = [Toy(world, name, settings, step_s=step_s) for name, step_s in (("a", 1.0), ("b", 1.1))]
@@ -603,7 +607,7 @@ def test_the_last_round_is_met_where_a_partner_is_there(settings: RoundSettings)
 
 
 @both_forms
-def test_the_last_round_alone_is_solo_at_once_and_otherwise_at_the_deadline(settings: RoundSettings) -> None:
+def test_the_last_round_alone_is_solo_at_once_and_otherwise_at_the_deadline(settings: ToySettings) -> None:
     async def main(listed: tuple[Candidate, ...]) -> tuple[Toy, float]:
         (toy,) = swarm(World(), 1, settings)
         toy.stale_list = listed
@@ -650,7 +654,7 @@ def test_after_the_last_round_every_offer_is_declined() -> None:
 
 
 @both_forms
-def test_the_last_round_waits_for_an_exchange_in_progress(settings: RoundSettings) -> None:
+def test_the_last_round_waits_for_an_exchange_in_progress(settings: ToySettings) -> None:
     async def main() -> list[Toy]:
         # The exchange has just begun, on both sides, when training ends.
         toys = swarm(World(latency_s=0.3), 2, settings)
@@ -666,7 +670,7 @@ def test_the_last_round_waits_for_an_exchange_in_progress(settings: RoundSetting
 
 
 @both_forms
-def test_an_exchange_that_is_not_over_by_the_deadline_is_given_up(settings: RoundSettings) -> None:
+def test_an_exchange_that_is_not_over_by_the_deadline_is_given_up(settings: ToySettings) -> None:
     async def end(toy: Toy) -> None:
         await toy.rounds.last_round(30.0)
         # Whatever arrives later must change nothing.
@@ -691,7 +695,7 @@ def test_an_exchange_that_is_not_over_by_the_deadline_is_given_up(settings: Roun
 
 
 @both_forms
-def test_weights_are_corrected_wholly_or_not_at_all(settings: RoundSettings) -> None:
+def test_weights_are_corrected_wholly_or_not_at_all(settings: ToySettings) -> None:
     async def main(cancel_at_s: float) -> tuple[float, float, int]:
         toys = swarm(World(latency_s=0.5), 2, settings)
         slow_motion = toys[0].correct
@@ -756,7 +760,7 @@ class Gate:
 class LaterStage:
     """A replica of stage 1: an inner step needs two microbatches; a round is due after every inner step."""
 
-    def __init__(self, world: World, name: str, settings: RoundSettings, *, shut_while_waiting: bool) -> None:
+    def __init__(self, world: World, name: str, settings: ToySettings, *, shut_while_waiting: bool) -> None:
         self.toy = Toy(world, name, settings)
         self.gate = Gate()
         self.toy.alone = self.gate.alone  # type: ignore[method-assign]
@@ -787,7 +791,7 @@ class LaterStage:
                 await asyncio.sleep(0.25)
 
 
-def two_stages(settings: RoundSettings, *, shut_while_waiting: bool) -> list[Toy]:
+def two_stages(settings: ToySettings, *, shut_while_waiting: bool) -> list[Toy]:
     """Two sources, one microbatch in flight each, both first to x twice and then to y twice."""
 
     async def main() -> list[Toy]:
@@ -819,7 +823,7 @@ def test_a_gate_shut_while_waiting_for_a_partner_deadlocks() -> None:
 
 
 @both_forms
-def test_a_gate_shut_only_when_agreed_does_not(settings: RoundSettings) -> None:
+def test_a_gate_shut_only_when_agreed_does_not(settings: ToySettings) -> None:
     x, y = two_stages(replace(settings, inner_steps_per_round=1), shut_while_waiting=False)
     assert x.inner_steps == y.inner_steps == 12
     # A step may still wait for the next pause.

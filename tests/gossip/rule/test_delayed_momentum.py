@@ -22,7 +22,8 @@ from gossip.rule.outer_step import (
     step_pair,
 )
 from gossip.rule.stability import Momentum, contracts, stability_bound
-from noloco_node.run.config import ModelConfig, OuterConfig, RunConfig
+from gossip.settings import OuterConfig
+from noloco_node.run.config import ModelConfig, RunConfig
 from noloco_node.run.validation import problems
 
 SHAPES = ((3, 2), (5,), ())

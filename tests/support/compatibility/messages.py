@@ -43,7 +43,7 @@ def said() -> dict[str, Said]:
 
 def _run(**outer: Any) -> Any:
     run = product.Recipe(RUN_FILE.read_text(), "the recorded run").run
-    return structs.replace(run, outer=structs.replace(run.outer, **outer))
+    return structs.replace(run, outer=dataclasses.replace(run.outer, **outer))
 
 
 def _microbatches() -> Iterator[tuple[str, Said]]:
@@ -63,7 +63,7 @@ def _microbatches() -> Iterator[tuple[str, Said]]:
 def _gossip() -> Iterator[tuple[str, Said]]:
     for kind, gamma in GAMMAS.items():
         for form in product.Format:
-            schema = product.gossip_schema(_run(codec=form.value, gamma=gamma), SHAPES)
+            schema = product.gossip_schema(_run(codec=form, gamma=gamma), SHAPES)
             where = f"gossip, {form}, {kind}"
             sizes = tuple(map(prod, SHAPES))
             probe, other = numbers((sum(sizes),)), numbers((sum(sizes),), 5)
