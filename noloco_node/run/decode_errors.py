@@ -21,7 +21,9 @@ from noloco_node.run.sections import fields_of, is_section
 
 def misfit(complaint: str, file: type[msgspec.Struct], origin: str) -> UserError:
     """Turn msgspec's complaint about a file of the type `file`, which came from `origin`, into a `UserError`."""
-    why, _, where = complaint.partition(" - at ")
+    # A field that is unknown may have any name, also one that looks like a place.
+    placed = re.fullmatch(r"(.*) - at `(\$[^`]*)`", complaint, re.DOTALL)
+    why, where = (placed[1], placed[2]) if placed else (complaint, "")
     path = [part for part in re.split(r"[.\[\]`$]+", where) if part]
     if missing := re.search(r"missing required field `(\w+)`", why):
         field = [*path, missing[1]]
@@ -71,7 +73,8 @@ _NAMES = {
 
 def _probably(name: str, file: Any, path: list[str]) -> str:
     """Guess which field was meant: one of this section, or one of another (its [section] line is easily forgotten)."""
-    here = [field.name for field in fields_of(_type_at(file, path))]
+    section = _type_at(file, path)
+    here = [field.name for field in fields_of(section if is_section(section) else file)]
     elsewhere = {
         field.name: f"{section.name}.{field.name}"
         for section in fields_of(file)
@@ -91,7 +94,7 @@ def _type_at(file: Any, path: list[str]) -> Any:
     for name in path:
         if not is_section(found):
             break
-        found = {field.name: field.type for field in fields_of(found)}[name]
+        found = {field.name: field.type for field in fields_of(found)}.get(name)
     return found
 
 

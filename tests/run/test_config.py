@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -567,3 +568,15 @@ def test_a_run_file_in_the_way_is_kept(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         write_text(tmp_path / "no" / "run.toml", run_text("tiny"), overwrite=False)
     assert caught.value.code == Exit.STORAGE
+
+
+NAMES_LIKE_PLACES = ["a - at b", "x - at `$.nowhere`", "x - at `$.model.sizes[...]`", "`", "missing required field `x`"]
+
+
+@given(name=st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.sampled_from(NAMES_LIKE_PLACES))
+@settings(deadline=None)
+def test_a_field_of_any_name_is_refused_in_a_sentence(name: str) -> None:
+    """A run file may be a stranger's: whatever it calls a field, the answer is no traceback."""
+    for section in ("", "[outer]\n", "[data]\n"):
+        with suppress(UserError):
+            decode_run(f"{MODEL if section else ''}{section}{json.dumps(name)} = 1\n{'' if section else MODEL}", "x")

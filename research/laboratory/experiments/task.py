@@ -118,7 +118,8 @@ def _outer(cell: Cell) -> OuterConfig:
         gamma=rule.gamma,
         momentum_period=rule.period,
         momentum_spread=rule.spread,
-        codec=Format(cell.codec),
+        # Some methods have codecs that the production has not; they read the cell.
+        codec=Format(cell.codec) if cell.codec in list(Format) else Format.FLOAT32,
         overlap_steps=max(1, min(8, shortest)),
     )
 
