@@ -9,7 +9,7 @@ WORKERS ?= 2
 # The newest Python that the tests ran with, as setup.cfg's classifiers name it.
 TRIED := 3.11
 
-.PHONY: demo test test-docker check format install clean
+.PHONY: demo test test-docker check format docs install clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make test-docker  the image and both compose files, with a Docker engine"
 	@echo "make check   format, lint and types alone"
 	@echo "make format  rewrite the code in the project's format"
+	@echo "make docs    these documents as a site, in build/site"
 	@echo "make clean   remove .venv and caches"
 
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
@@ -48,6 +49,11 @@ test-docker: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(INSTALLED)
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/sphinx-build -q -W --keep-going -c docs . build/site
+	@echo "open build/site/docs/index.html"
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

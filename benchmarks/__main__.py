@@ -1,19 +1,19 @@
-"""`python -m benchmarks`: every measurement that can be run, with the first line of what it says about itself."""
+"""`python -m benchmarks`: every measurement and every study that can be run, with the first line of its docstring."""
 
 import ast
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
+
 
 def commands() -> list[tuple[str, str]]:
-    """Return each module of this package that runs as a program, and the first line of its docstring."""
+    """Return each module of `benchmarks` and `research` that runs as a program, and the first line of its docstring."""
     found = []
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    for path in sorted([*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("research/**/*.py")]):
         text = path.read_text()
         if path != Path(__file__) and 'if __name__ == "__main__":' in text:
             says = ast.get_docstring(ast.parse(text)) or ""
-            found.append(
-                (".".join(path.relative_to(Path(__file__).parents[1]).with_suffix("").parts), says.split("\n")[0])
-            )
+            found.append((".".join(path.relative_to(ROOT).with_suffix("").parts), says.split("\n")[0]))
     return found
 
 

@@ -1,9 +1,10 @@
 #!/bin/sh
 # What a container of this image does, by its first word:
-#   bootstrap [OPTION...]   host a swarm: the run file of /run.toml where one is mounted, else one made from PRESET
+#   bootstrap [OPTION...]   host a swarm: the run file of /run-dir where a directory is mounted, else of /run.toml, else
+#                           one made from PRESET
 #   node [OPTION...]        join by the invite in the file INVITE_FILE, as soon as it is there; on the text in /text, if
 #                           there is any
-#   export [OPTION...]      write the model of that swarm below /exported
+#   export [OPTION...]      write the model of that swarm to /exported/model, the next one to /exported/model-2, ...
 #   healthy                 leave with 0 while this container does its work
 #   anything else           noloco-node with these words
 set -eu
@@ -32,8 +33,10 @@ bootstrap)
   shift
   run=/run-file/run.toml
   expect_file /run.toml RUN_FILE
-  expect_file /run.owner OWNER_KEY
-  if [ -s /run.toml ]; then run=/run.toml; elif [ ! -s "$run" ]; then noloco-node init "$run" --preset "${PRESET:-tiny}"; fi
+  if [ -d /run-dir ]; then
+    run=/run-dir/run.toml
+    [ -s "$run" ] || { echo "noloco-node: RUN_DIR in docker/.env names a directory without a run.toml." >&2; exit 3; }
+  elif [ -s /run.toml ]; then run=/run.toml; elif [ ! -s "$run" ]; then noloco-node init "$run" --preset "${PRESET:-tiny}"; fi
   rm -f "$shared_invite"
   # Its standard output is the invite and nothing else. The log says it too.
   exec noloco-node bootstrap --run "$run" --home "$home" --listen /ip4/0.0.0.0/tcp/4001 "$@" > "$shared_invite"
@@ -50,7 +53,12 @@ INVITE
 export)
   shift
   await_invite
-  exec noloco-node export - --out /exported/model "$@" << INVITE
+  out=/exported/model number=1
+  while [ -e "$out" ]; do
+    number=$((number + 1))
+    out=/exported/model-$number
+  done
+  exec noloco-node export - --out "$out" "$@" << INVITE
 $invite
 INVITE
   ;;

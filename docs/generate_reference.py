@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from typer.models import ArgumentInfo, OptionInfo
@@ -186,6 +186,7 @@ def _size_row(path: str, name: str, run: RunConfig, explained: Mapping[str, _Com
 def _accepted(path: str, annotation: Any, run: RunConfig) -> str:
     """Return what the validation advises where the field is far out of range; nothing where it admits everything."""
     kinds = {*get_args(annotation)} if get_origin(annotation) in (Union, UnionType) else {annotation}
+    kinds = {get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds}
     values = (-FAR_OUT, FAR_OUT) if kinds & {int, float} else ("\0",) if kinds == {str} else ()
     for value in values:
         for problem in problems(_with(run, path.split("."), value)):
@@ -235,6 +236,8 @@ def _value(value: Any) -> str:
 def _type(annotation: Any) -> str:
     """Say in the words of TOML and JSON what a value is."""
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type(arguments[0])
     if origin is Literal:
         return " or ".join(map(_value, arguments))
     if origin in (Union, UnionType):

@@ -73,7 +73,9 @@ class RoundContext:
     """What the rounds are handed.
 
     `partners` leaves ourselves out, and returns the very same tuple until the roster is another one. `record` takes
-    events in order and does not wait. `answers`: None waits `RoundTimeouts.answer_s` for each.
+    events in order and does not wait. `answers`: None waits `RoundTimeouts.answer_s` for each. `saw` is told of each
+    meeting in which both sides step: the partner, the inner steps that it says it has taken since it met anybody, and
+    ours.
     """
 
     compute: Compute
@@ -81,6 +83,7 @@ class RoundContext:
     converse: Callable[[str], AbstractAsyncContextManager[Conversation]]
     record: Callable[[Event], None]
     answers: Timing | None = None
+    saw: Callable[[str, int, int], None] = lambda partner, theirs, ours: None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +117,8 @@ class RoundSettings:
     overlap_steps: int = 8
     deferrals_before_solo: int = 4
     blocking: bool = False
+    fixed: frozenset[int] = frozenset()
+    """Numbers of the tensors that training does not move: a round leaves them exactly as they are."""
     patience: RoundTimeouts = RoundTimeouts()
 
 

@@ -37,8 +37,19 @@ class Exit(IntEnum):
     """`doctor` found something that will prevent this machine from joining."""
     NOT_ADMITTED = 12
     """The run does not let this peer in: no ticket, or one that has expired or was revoked; the message says which."""
+    DEVICE_LOST = 13
+    """The device failed while it computed, and computes nothing any more for this process. The slow weights are saved;
+    another start may find it well."""
     INTERRUPTED = 130
     """Interrupted before the work was done. A node between two of its shifts leaves with 0."""
+
+
+NEEDS_A_PERSON = frozenset(
+    (Exit.USAGE, Exit.CONFIG, Exit.OTHER_RUN, Exit.HOME_IN_USE, Exit.DEVICE, Exit.UNFIT, Exit.NOT_ADMITTED)
+)
+"""After these another start would end alike: what supervises a node starts it again after every other failure.
+
+The units in docs/systemd and docker/README.md repeat this list, and a test compares them."""
 
 
 COMPLAINT = "noloco-node: "

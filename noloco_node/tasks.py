@@ -1,13 +1,16 @@
-"""Tasks: two at once, of which one ends the other, and the clock by which they wait."""
+"""Tasks: two at once, of which one ends the other; what only looks on and ends nobody; and the clock of all waits."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+AGAIN_S = 5.0
+"""After which something that only looks on, and failed, begins anew."""
 
 
 def loop_s() -> float:
@@ -28,6 +31,24 @@ async def background(background: Awaitable[None]) -> AsyncIterator[None]:
             yield
         finally:
             task.cancel()
+
+
+async def supervised(what: str, look: Callable[[], Awaitable[None]], complain: Callable[[str], None]) -> None:
+    """Run something that only looks on, and begin it anew where it fails: whoever works beside it never ends by that.
+
+    A failure is told once, until another one comes.
+    """
+    told = ""
+    while True:
+        try:
+            await look()
+            return
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            if why != told:
+                told = why
+                complain(f"{what} failed ({why}): beginning anew every {AGAIN_S:g} s, and the work goes on")
+        await asyncio.sleep(AGAIN_S)
 
 
 async def until_event(leave: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:

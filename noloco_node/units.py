@@ -1,4 +1,8 @@
-"""Sizes, rates and durations as people write and read them.
+"""Numbers: between which bounds those of a stranger are taken, and how people write and read them.
+
+A number that a stranger wrote is declared as one of the types here. Between their bounds, and with `is_usable`, sums,
+products and ratios of many such numbers stay finite: what arithmetic can be done with a number is decided where it is
+decoded, not where it is used.
 
 Prefixes are decimal, as on disks and in the caps that an owner writes; rates are in bits, as lines are sold.
 """
@@ -6,15 +10,37 @@ Prefixes are decimal, as on disks and in the caps that an owner writes; rates ar
 from __future__ import annotations
 
 import re
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta
 
 LONGEST_S = 1e8
 """Three years: nobody waits so long."""
+LARGEST_COUNT = 2**53
+"""The largest whole number up to which a float holds them all."""
+LARGEST = 1e30
+LEAST = 1e-30
+"""The least number that is not zero: its reciprocal is no larger than `LARGEST`."""
+LATEST_UNIX_S = 2.0**40
+
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST_COUNT)]
+Fraction: TypeAlias = Annotated[float, Meta(ge=0.0, le=1.0)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e9)]
+UnixSeconds: TypeAlias = Annotated[float, Meta(ge=0.0, le=LATEST_UNIX_S)]
+Amount: TypeAlias = Annotated[float, Meta(ge=0.0, le=LARGEST)]
+"""A rate, a ratio, or a loss in nats."""
+
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _NUMBER = r"\s*(?P<number>[0-9]+(?:\.[0-9]+)?)\s*"
 _BITS_A_SECOND = re.compile(_NUMBER + r"(?P<prefix>[kmgt]?)(?P<binary>)(?:bits?(?:/s|ps)?|bps)\s*", re.IGNORECASE)
 _BYTES_A_SECOND = re.compile(_NUMBER + r"(?P<prefix>[kKmMgGtT]?)(?P<binary>i?)B(?:/s|ps)\s*")
 _SIZE = re.compile(_NUMBER + r"(?P<prefix>[kmgt]?)(?P<binary>i?)b(?:ytes?)?\s*", re.IGNORECASE)
+
+
+def is_usable(number: float) -> bool:
+    """Say whether a number is finite, and zero or far enough from it to divide by."""
+    return number == 0.0 or LEAST <= abs(number) <= LARGEST
 
 
 def format_count(number: int) -> str:

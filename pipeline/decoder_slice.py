@@ -226,9 +226,14 @@ def slice_decoder(whole: Any, anatomy: DecoderParts, cut: Cut) -> Slice:
 
 
 def _materialise(module: nn.Module) -> None:
-    """Give every weight memory on the CPU, filled with NaN so that one that no rule fills is found."""
+    """Give every weight memory on the CPU, filled with NaN so that one that no rule fills is found.
+
+    What has memory already was a buffer, and has its initial value.
+    """
     for part in module.modules():
         for name, empty in list(part.named_parameters(recurse=False)):
+            if not empty.is_meta:
+                continue
             full = torch.full_like(empty, torch.nan, device="cpu")
             part.register_parameter(name, nn.Parameter(full, requires_grad=empty.requires_grad))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -59,6 +60,8 @@ class InnerOptimiser:
     def clip(self, microbatches: int) -> float:
         """Make the gradients the clipped mean of a window of so many; return its norm before."""
         for weight in self._weights:
+            if not weight.requires_grad:
+                continue  # without a gradient AdamW leaves it as it is
             # A weight that no token met has a gradient of zero, so that all have taken the same number of steps.
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.div_(microbatches)
         return nn.utils.clip_grad_norm_(self._weights, self._clip_norm).item()
@@ -89,6 +92,15 @@ class InnerOptimiser:
                 memory = self._adamw.state[weight]
                 memory["step"].fill_(float(state.steps))
                 memory[name].copy_(next(moments))
+
+
+def moment_ratio(beta1: float, beta2: float) -> float:
+    """Return the most that a first moment of AdamW can be, in roots of its second; infinite where nothing bounds it.
+
+    Both are sums over the same gradients, with weights that fall by beta1 and by beta2 a step: Cauchy and Schwarz.
+    """
+    left = 1.0 - beta1**2 / beta2 if beta2 > 0.0 else 0.0
+    return (1.0 - beta1) / math.sqrt((1.0 - beta2) * left) if left > 0.0 else math.inf
 
 
 def check_shapes(given: Sequence[Tensor], expected: Sequence[tuple[int, ...]]) -> None:

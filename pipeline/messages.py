@@ -12,10 +12,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# Numbers with the least and the most that they may be, which whoever decodes a message holds to.
+Fraction = Annotated[float, (0.0, 1.0)]
+Seconds = Annotated[float, (0.0, 1e9)]
+Loss = Annotated[float, (0.0, 1e30)]
+Count = Annotated[int, (0, 2**48)]
 
 
 class Reason(StrEnum):
@@ -47,8 +54,8 @@ class Microbatch:
 
     hidden: Tensor
     targets: Tensor
-    progress: float
-    budget_s: float
+    progress: Fraction
+    budget_s: Seconds
     source: str = ""
 
 
@@ -61,8 +68,8 @@ class Gradient:
     """
 
     hidden: Tensor | None
-    loss: float
-    tokens: int
+    loss: Loss
+    tokens: Count
     computed_by: str = ""
 
 
@@ -71,7 +78,7 @@ class Refused:
     """Not now, or not here. `retry_after_s`: the callee's own estimate of when asking again makes sense."""
 
     reason: Reason
-    retry_after_s: float = 0.0
+    retry_after_s: Seconds = 0.0
 
 
 Reply = Gradient | Refused

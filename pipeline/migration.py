@@ -85,8 +85,6 @@ class Move(NamedTuple):
     after: float
 
     def __str__(self) -> str:
-        if self.origin == self.target:
-            return f"the weights of stage {self.origin} that we were given are worth nothing"
         starving = f"stage {self.target} " + ("has nobody" if self.before == 0.0 else f"does {self.before:.3g}")
         return f"{starving}, with us {self.after:.3g} microbatches/s, and stage {self.origin} can spare us"
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from pipeline.decoder_slice import NotSliceableError
 
@@ -16,6 +19,13 @@ Config = Any
 """A transformers config; the library has no types."""
 
 
+LARGEST_NUMBER = 2.0**31
+"""Of a config: no size or scale of a model is larger."""
+POSITIVE = re.compile(
+    r"(.*_)?(size|heads|head|head_dim|hidden_layers|n_layer|embd|d_model|d_ff|dim|dims|theta|base|base_freq|eps|epsilon"
+    r"|max_position_embeddings|n_positions|max_seq_len|factor)"
+)
+"""Names of fields that have to be above zero: a model divides by them, or has none of what they count."""
 UNSET = "null"
 """Stands in a run file for a field that is None."""
 
@@ -41,7 +51,9 @@ def family_config(architecture: str, sizes: Mapping[str, Any]) -> Config:
     try:
         family = type(AutoConfig.for_model(architecture))
     except ValueError as error:
-        raise ValueError(f"transformers knows no model type {architecture!r}") from error
+        near = get_close_matches(architecture, CONFIG_MAPPING.keys(), n=1)
+        asks = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"transformers knows no model type {architecture!r}{asks}") from error
     default = family()
     known = {name for name in vars(default) if not name.startswith("_")} | set(family.attribute_map)
     if "rope_parameters" in known:
@@ -51,6 +63,8 @@ def family_config(architecture: str, sizes: Mapping[str, Any]) -> Config:
         raise ValueError(f"a {architecture} config has no field {', '.join(unknown)}")
     if fixed := sorted(sizes.keys() & set(dropout_fields(default))):
         raise ValueError(f"{', '.join(fixed)}: all dropout is set in one place, not in the sizes")
+    if wrong := next(_impossible(sizes), None):
+        raise ValueError(wrong)
     # The default special tokens of a family mean nothing in a smaller vocabulary.
     vocabulary = sizes.get("vocab_size", default.vocab_size)
     alien = {
@@ -64,11 +78,34 @@ def family_config(architecture: str, sizes: Mapping[str, Any]) -> Config:
         raise ValueError(f"transformers refuses these sizes of {architecture}: {error}") from error
 
 
+def _impossible(sizes: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what no number of a config can be, tables within it included."""
+    for name, value in sizes.items():
+        if isinstance(value, Mapping):
+            yield from _impossible(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            if not math.isfinite(value) or abs(value) > LARGEST_NUMBER:
+                yield f"{name} = {value} is no number from {-LARGEST_NUMBER:.0f} to {LARGEST_NUMBER:.0f}"
+            elif value <= 0 and POSITIVE.fullmatch(name):
+                yield f"{name} = {value} has to be above zero"
+
+
 def _with_none(value: Any) -> Any:
     """Return sizes as transformers wants them: a run file has no other way to unset a field."""
     if isinstance(value, dict):
         return {name: _with_none(each) for name, each in value.items()}
     return None if value == UNSET else value
+
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
+"""Under which name a family's config has its longest sequence; `attribute_map` leads others to the first."""
+
+
+def longest_sequence(config: Config | Mapping[str, Any]) -> int | None:
+    """Return the tokens of the longest sequence that a model can read, of its config or the JSON of one; None for any
+    length."""
+    named = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
+    return next((int(found) for name in _POSITIONS if (found := named(name))), None)
 
 
 def prepare(config: Config, dropout: float = 0.0) -> Prepared:
@@ -82,7 +119,7 @@ def prepare(config: Config, dropout: float = 0.0) -> Prepared:
         raise NotSliceableError(
             f"a {config.model_type} model has no attention heads: only stacks of such layers are cut"
         )
-    if groups and heads % groups:
+    if groups is not None and (groups < 1 or heads % groups):
         raise ValueError(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {groups}")
     chosen, experts = getattr(config, "num_experts_per_tok", None), getattr(config, "num_experts", None)
     if chosen and experts and chosen > experts:

@@ -5,7 +5,9 @@ vocabulary head counts, the embedding (a look-up) hardly. All arithmetic here is
 same run computes the same cut.
 
 A slice takes only its own memory: the whole model is built with weights on the meta device, where they take none. Its
-buffers are real, so that rotary frequencies are those of an ordinary build. `pipeline.decoder_slice` finds and removes
+buffers are real, so that rotary frequencies are those of an ordinary build. A buffer that checkpoints hold (the bias by
+which DeepSeek-V3 chooses experts) becomes a parameter without gradient: so all of a `state_dict` is a model's weights,
+and none of it is lost where weights are read, travel, or are written. `pipeline.decoder_slice` finds and removes
 the foreign parts. Not every family can be cut (some touch the activations outside their layers): `verify_family` tries
 it at small sizes, and compares with the whole model.
 """
@@ -35,7 +37,7 @@ from pipeline.decoder_slice import (
     multiplied_weights,
     slice_decoder,
 )
-from pipeline.model_config import Config, Prepared, prepare, tiny_config
+from pipeline.model_config import Config, Prepared, longest_sequence, prepare, tiny_config
 
 
 @contextmanager
@@ -64,7 +66,21 @@ def skeleton(config: Config) -> Any:
     if config.tie_word_embeddings:
         raise ValueError("this config ties the vocabulary head to the embedding: prepare it first")
     with _weights_on_meta():
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        whole = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    _keep_buffers(whole)
+    return whole
+
+
+def _keep_buffers(whole: nn.Module) -> None:
+    """Make every buffer of the `state_dict` a parameter without gradient; raise NotSliceableError if it is no float."""
+    for module in whole.modules():
+        for name, buffer in list(module._buffers.items()):
+            if buffer is None or name in module._non_persistent_buffers_set:
+                continue
+            if not buffer.is_floating_point():
+                raise NotSliceableError(f"{type(module).__name__} keeps {name}, numbers that are not floating-point")
+            delattr(module, name)
+            module.register_parameter(name, nn.Parameter(buffer.float(), requires_grad=False))
 
 
 class _Work(NamedTuple):
@@ -139,13 +155,13 @@ def cut(
     `boundaries`: number of the first layer of every stage but the first. `sequence_length`: tokens, for the work of
     attention. Raises ValueError where the model has too few layers or positions, or the boundaries make no sense.
     """
-    depth, positions = config.num_hidden_layers, getattr(config, "max_position_embeddings", None)
+    depth, positions = config.num_hidden_layers, longest_sequence(config)
     if not 1 <= stages <= depth:
         raise ValueError(
             f"{stages} stages need 1 to {depth}: every stage has a layer, and the model has {depth} layers"
         )
     if positions is not None and sequence_length > positions:
-        raise ValueError(f"sequences of {sequence_length} tokens do not fit max_position_embeddings = {positions}")
+        raise ValueError(f"sequences of {sequence_length} tokens do not fit the model's longest, {positions}")
     if boundaries is None:
         ends = _most_even(_measure(config, sequence_length), stages)
     else:
@@ -168,14 +184,16 @@ class SliceSize(NamedTuple):
 
 def slice_size(config: Config, cut: Cut) -> SliceSize:
     """Return the parameters of a slice, in the stage's order, without taking memory for them."""
-    part = _empty_slice(config, cut)
+    part = empty_slice(config, cut)
     shapes = {name: tuple(weight.shape) for name, weight in part.named_parameters()}
     return SliceSize(shapes, sum(part.get_parameter(name).numel() for name in multiplied_weights(part)))
 
 
-def _empty_slice(config: Config, cut: Cut) -> Slice:
+def empty_slice(config: Config, cut: Cut) -> Slice:
+    """Return a slice of a prepared config whose weights take no memory."""
     whole = skeleton(config)
-    return slice_decoder(whole, find_decoder_parts(whole, config.num_hidden_layers), cut)
+    anatomy = find_decoder_parts(whole, config.num_hidden_layers)
+    return slice_decoder(whole, anatomy._replace(tuples=_layers_return_tuples(config)), cut)
 
 
 def forward_flops(config: Config, cuts: Sequence[Cut], sequence_length: int) -> tuple[int, ...]:
@@ -212,6 +230,16 @@ def folded(config: Config, cut: Cut, weights: Mapping[str, Tensor]) -> dict[str,
         name: widened(weight, tuple(whole.get_parameter(name).shape), features if name == embedding else None)
         for name, weight in weights.items()
     }
+
+
+def family_notes(config: Config) -> list[str]:
+    """Say in phrases what training here leaves out of a family: weights that it does not move, balanced experts."""
+    weights = skeleton(config).named_parameters()
+    fixed = sorted({name.rpartition(".")[2] for name, weight in weights if not weight.requires_grad})
+    notes = [f"{name} stays as it came" for name in fixed]
+    if getattr(config, "num_experts_per_tok", None):
+        notes.append("nothing balances the load of its experts")
+    return notes
 
 
 _tuples: dict[type, bool] = {}
@@ -256,6 +284,9 @@ def verify_family(config: Config) -> None:
         weights = {name: weight for part in parts for name, weight in part.named_parameters()}
         with torch.random.fork_rng(devices=[]):
             whole = AutoModelForCausalLM.from_config(copy.deepcopy(prepared.config)).eval()
+            torch.default_generator.manual_seed(0)
+            for fixed in (weight for weight in weights.values() if not weight.requires_grad):
+                fixed.normal_()  # at their initial zeros nobody would see that they are missing
         whole.load_state_dict(weights, strict=False)
         expected, otherwise = (whole(input_ids=batch, use_cache=False).logits for batch in (ids, changed))
         hidden = ids
@@ -266,7 +297,7 @@ def verify_family(config: Config) -> None:
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         why = "its parts do not run apart from each other, one after the other"
         raise NotSliceableError(f"a {family} model cannot be cut into stages: {why}") from error
-    if sorted(weights) != sorted(name for name, _ in whole.named_parameters()):
+    if sorted(weights) != sorted(whole.state_dict()):
         raise NotSliceableError(f"the slices of a {family} model do not hold each of its weights once")
     if not torch.dist(hidden, expected) <= 1e-5 * expected.norm():
         raise NotSliceableError(f"a {family} model computes something outside its layers that slices do not")

@@ -95,6 +95,7 @@ class Stage:
         masters = dict(self._module.named_parameters())
         self.names = tuple(masters)
         self.shapes = tuple(tuple(weight.shape) for weight in masters.values())
+        self.fixed = frozenset(n for n, weight in enumerate(masters.values()) if not weight.requires_grad)
         self._weights: list[nn.Parameter] = list(masters.values())
         """The masters: float32, with the gradients, and the optimiser's own."""
         self._set = WeightSet(masters) if autocast is None else WeightSet(masters, multiplied_weights(module), autocast)

@@ -16,8 +16,8 @@ Gradients of the two windows never meet: from the end of the last turn until the
 
 To fix the window at the gate instead would need a second set of gradients, for replies overtake each other; without it
 a gradient of the next window would wait for one of this window that has not even arrived, and stages could wait for
-each other in a circle. With replicas of equal speed the two are equally fast in the model of
-`noloco_node.planning.pipeline_model`; with speeds of 1:1:2:4 a second set would gain up to five points of a hundred.
+each other in a circle. With replicas of equal speed the two were equally fast in a model of their cost; with speeds of
+1:1:2:4 a second set would gain up to five points of a hundred.
 
 With one window in flight a turn is always there.
 """

@@ -30,9 +30,7 @@ TOP_ORDER = """
 INNER_ORDERS = {
     "gossip": "events rule | exchange | interface | rounds transfer",
     "noloco_node.libp2p": "endpoint hivemind_compat | daemon | streams dht | session | relays preflight | network",
-    "noloco_node.sim": """
-        clock hardware network | scenario attacks | attack_kinds peer | stall fault_injection | world | explore | report
-    """,
+    "noloco_node.sim": "clock hardware network | scenario | peer | stall fault_injection | world | report",
 }
 MOST_FILES = 15
 LONE_MODULES = 5
@@ -42,6 +40,9 @@ METAPHORS = """
     former freight gate inside keepers leash line lines misfit others outlook pace post prospects pulse recipe rest room
     salvage scene scout shelf sightings situation standstill stint tally told toys trade visit visits watch way
 """
+
+APART = ("benchmarks", "explorer", "research", "support", "system")
+"""Folders of tests that are no package's."""
 
 Broken = dict[str, str]
 """What breaks a rule, by the name under which it may be excepted, with the rest that a person needs to know."""
@@ -101,7 +102,7 @@ def module_names_are_terms_of_the_field() -> Broken:
 def folders_of_tests_are_those_of_packages() -> Broken:
     tests = ROOT / "tests"
     files = [path.relative_to(tests).parts for path in tests.rglob("*.py")]
-    folders = {".".join(parts[:-1]) for parts in files if parts[0] not in ("benchmarks", "support", "system")}
+    folders = {".".join(parts[:-1]) for parts in files if parts[0] not in APART}
     of_modules = {f"test_{name.split('.')[1]}.py" for name in SOURCE.modules if name.count(".") == 1}
     top = {parts[0] for parts in files if len(parts) == 1} - {"conftest.py", "test_architecture.py"} - of_modules
     tested = {name.removeprefix("noloco_node.") for name in SOURCE.packages if name != "noloco_node"}

@@ -1,5 +1,5 @@
 """How busy a pipeline of production nodes is: whole peers in virtual time, to hold
-`noloco_node.planning.pipeline_model` against.
+`noloco_node.planning.windows` against.
 
 Nodes, rosters, routing, gates, workers and sources are the production modules; stages are bowls, devices and lines
 virtual. Nobody gossips, for the forecast leaves that out. Each run warms up first: replicas have to find each other,
@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter
 from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
-from noloco_node.planning.pipeline_model import PipelineShape
 from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.device import VirtualDevice
 from noloco_node.sim.hardware.memory_host import MemoryHost
@@ -31,6 +31,45 @@ from noloco_node.swarm.run_distribution import RunFileText
 REFRESH_S = 2.0
 PATIENCE_S = 1e5
 _MICROBATCH = (1, 8)
+_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
+"""Its multiples, less their whole parts, lie evenly between 0 and 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineShape:
+    """A pipeline.
+
+    `passes`: for each stage the time of a forward pass at each of its replicas. `window`: microbatches of an inner
+    step. `latency`: mean time of one message. `jitter`: its standard deviation over its mean, log-normal.
+    """
+
+    passes: tuple[tuple[float, ...], ...]
+    window: int
+    latency: float = 0.0
+    jitter: float = 0.0
+    windows_in_flight: int = 1
+
+    @property
+    def capacity(self) -> float:
+        """Microbatches in a unit of time when the weakest stage never waits."""
+        return min(math.fsum(1.0 / (3.0 * time) for time in replicas) for replicas in self.passes)
+
+
+def spread_speeds(work: Sequence[float], speeds: Sequence[float]) -> tuple[tuple[float, ...], ...]:
+    """Return the `passes` of stages with so much work each, whose replicas have these speeds, relative to their mean.
+
+    Replicas are set up to a hundredth apart: where clocks are equal to the last bit, much hangs on who is served first
+    in the same instant. No real machines are so equal.
+    """
+    mean = math.fsum(speeds) / len(speeds)
+    apart = 0.02 if len(speeds) > 1 else 0.0
+    return tuple(
+        tuple(
+            each * mean / speed * (1.0 + apart * ((stage * len(speeds) + number + 1) * _GOLDEN % 1.0 - 0.5))
+            for number, speed in enumerate(speeds)
+        )
+        for stage, each in enumerate(work)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +84,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Utilisation:
-    """What was measured. `efficiency` as `pipeline_model.efficiency` means it; `refused`: calls, of all `calls`."""
+    """What was measured. `efficiency`: of what all devices of a stage could do; `refused`: calls, of all `calls`."""
 
     efficiency: float
     calls: int

@@ -22,14 +22,14 @@ from msgspec import structs
 from gossip.events import OuterStepTaken
 from noloco_node.journal import events
 from noloco_node.run.peer_state import PeerState
-from noloco_node.sim.attack_kinds import HUGE, KINDS, claims_rounds, claims_samples
-from noloco_node.sim.attacks import FASTEST_S, Attack, Identities, boast
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.faults import Crash, Join
 from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import Watcher, World, simulate
 from noloco_node.swarm.roster import PeerRecord
+from tests.explorer.attack_kinds import HUGE, KINDS, claims_rounds, claims_samples
+from tests.explorer.attacks import FASTEST_S, Attack, Identities, boast
 
 APPEAR_S = 20.0
 """When identities without a node appear: a run that has begun."""
@@ -119,7 +119,7 @@ def _ended(world: World, seen: Seen) -> Outcome:
 
 def attacked(world: World, seen: Seen, attack: Attack, peer: str = LIAR) -> None:
     """Let one of the planned peers attack."""
-    world.peers[peer].attack = attack
+    world.peers[peer].tampering = attack
 
 
 def add_identities(

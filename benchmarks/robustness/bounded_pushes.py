@@ -10,7 +10,7 @@ from torch import Tensor
 from gossip.exchange.influence import CLIP
 from gossip.exchange.swap import norm
 from noloco_node.machine.interface import StageModel
-from noloco_node.sim.attacks import Attack, TamperedStage
+from tests.explorer.attacks import Attack, TamperedStage
 
 Way = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
 """From a replica's weights and the run's first ones to a direction of any length."""
@@ -51,7 +51,7 @@ class Pushing(TamperedStage):
 
 def pushes(way: Way) -> Callable[[], Attack]:
     """Return an attack by a push that is too short to be clipped."""
-    return lambda: Attack(stage=lambda stage: Pushing(stage, way))
+    return lambda: Attack(arithmetic=lambda stage: Pushing(stage, way))
 
 
 def one_way(own: Sequence[Tensor], first: Sequence[Tensor]) -> Sequence[Tensor]:

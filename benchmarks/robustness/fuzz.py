@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from random import Random
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 import msgspec
 import torch
@@ -83,6 +83,8 @@ def _frame(schema: Schema, rule: Any, rng: Random) -> bytes:
 
 
 def _value(kind: Any, rng: Random) -> Any:
+    if get_origin(kind) is Annotated:
+        return _value(get_args(kind)[0], rng)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return rng.choice(list(kind))
     simple: dict[Any, Any] = {bool: True, int: rng.randrange(1000), float: rng.random(), str: "text", bytes: b"b" * 99}

@@ -16,8 +16,8 @@ from functools import partial
 import torch
 
 from benchmarks.robustness.training_attacks import Ascending, Shape, biased, outcome, prepared, show
-from noloco_node.sim.attack_kinds import first_weights, gradients, like, weights
-from noloco_node.sim.attacks import Attack, boast, hang
+from tests.explorer.attack_kinds import first_weights, gradients, like, weights
+from tests.explorer.attacks import Attack, boast, hang
 
 SHAPE = Shape(stages=4, replicas=10)
 STEPS = 24
@@ -31,7 +31,7 @@ SETS: Mapping[str, Liars] = {
         "s3r0": partial(gradients, like, boasts=True),
     },
     "quiet": {
-        "s0r0": lambda: Attack(stage=Ascending),
+        "s0r0": lambda: Attack(arithmetic=Ascending),
         "s1r0": first_weights,
         "s2r0": partial(weights, like),
         "s3r0": partial(gradients, biased),

@@ -124,7 +124,7 @@ def state_of(seed: int, shapes: Shapes) -> ReplicaState:
     return ReplicaState(
         slow=drawn(),
         momentum=drawn(),
-        optimiser=drawn() + drawn(),
+        optimiser=drawn() + tuple(1.0 + tensor.square() for tensor in drawn()),
         round=seed + 1,
         inner_steps=seed,
         progress=0.0,

@@ -36,8 +36,6 @@ from gossip.exchange.influence import InfluenceBound
 from noloco_node.data.blocks import Blocks, open_blocks
 from noloco_node.journal import events
 from noloco_node.machine.interface import StageModel
-from noloco_node.sim.attack_kinds import ScaledSteps, first_weights, gradients, like, weights
-from noloco_node.sim.attacks import Attack, TamperedStage, boast
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import DevicesConfig, Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import SimSetup, build_setup
@@ -47,6 +45,8 @@ from pipeline.activations.influence import SizeBound
 from pipeline.inner_optimiser import StepReport
 from pipeline.messages import Gradient
 from pipeline.stage import Stage
+from tests.explorer.attack_kinds import ScaledSteps, first_weights, gradients, like, weights
+from tests.explorer.attacks import Attack, TamperedStage, boast
 
 RUN = """
 name = "attacked"
@@ -147,7 +147,7 @@ def outcome(setup: SimSetup, attacks: Mapping[str, Attack] = MappingProxyType({}
 
     def watch(world: World) -> Sequence[Watcher]:
         for name, attack in attacks.items():
-            world.peers[name].attack = attack
+            world.peers[name].tampering = attack
         return [seen]
 
     return simulate(setup, watch, lambda world: _ended(world, attacks.keys(), seen.counts))
@@ -249,17 +249,17 @@ ROWS = (
     Row("longer", LAST, partial(weights, partial(torch.mul, other=1.5))),
     Row("shorter", LAST, partial(weights, partial(torch.mul, other=0.5))),
     Row("first-weights", LAST, first_weights),
-    Row("free-rider", LAST, lambda: Attack(stage=partial(ScaledSteps, factor=0.0))),
-    Row("ascends", LAST, lambda: Attack(stage=Ascending)),
-    Row("ascends-slowly", LAST, lambda: Attack(stage=AscendingSlowly)),
-    Row("ascends-late", LAST, lambda: Attack(stage=AscendingLate)),
+    Row("free-rider", LAST, lambda: Attack(arithmetic=partial(ScaledSteps, factor=0.0))),
+    Row("ascends", LAST, lambda: Attack(arithmetic=Ascending)),
+    Row("ascends-slowly", LAST, lambda: Attack(arithmetic=AscendingSlowly)),
+    Row("ascends-late", LAST, lambda: Attack(arithmetic=AscendingLate)),
     Row("drift", LAST, pushes(one_way)),
     Row("noise-in-bounds", LAST, pushes(any_way)),
     Row("longer-in-bounds", LAST, pushes(longer)),
     Row("back-in-bounds", LAST, pushes(back)),
     Row("gradient-flipped", LAST, partial(gradients, torch.neg)),
     Row("gradient-flipped-boast", LAST, partial(gradients, torch.neg, boasts=True)),
-    Row("gradient-flipped-seldom", LAST, lambda: Attack(record=boast, stage=Seldom)),
+    Row("gradient-flipped-seldom", LAST, lambda: Attack(record=boast, arithmetic=Seldom)),
     Row("gradient-zero", LAST, partial(gradients, torch.zeros_like)),
     Row("gradient-noise", LAST, partial(gradients, like)),
     Row("gradient-x2.9", LAST, partial(gradients, partial(torch.mul, other=2.9))),
@@ -270,7 +270,7 @@ ROWS = (
     Row(
         "activations-3e38",
         FIRST,
-        lambda: Attack(stage=lambda stage: TamperedStage(stage, output=partial(torch.full_like, fill_value=3e38))),
+        lambda: Attack(arithmetic=lambda stage: TamperedStage(stage, output=partial(torch.full_like, fill_value=3e38))),
     ),
 )
 

@@ -19,7 +19,7 @@ per parameter:
 - *Moved* counts distances that are not zero: the rows of an embedding that nobody has seen say nothing of the others.
   Parameters with fewer (norms, biases, rare rows) take the largest in all.
 
-`MARGIN` is measured (`benchmarks/codec/margins.py`): three pairs of replicas of 0.4M parameters after 50 steps of AdamW
+`MARGIN` is measured (`research/codec/margins.py`): three pairs of replicas of 0.4M parameters after 50 steps of AdamW
 apart, and synthetic distances whose scale varies between parameters (standard deviation of its logarithm 0.5). Share of
 values that wrap, and root mean square of the rounding over that of the distance:
 

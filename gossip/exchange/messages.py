@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +35,15 @@ if TYPE_CHECKING:
 
 NOTHING = -1
 """The version of what one does not hold."""
+LARGEST_COUNT = 2**48
+"""Of rounds and steps: more than anybody takes, and few enough to go on counting from."""
+
+# Numbers with the least and the most that they may be, which whoever decodes a message holds to.
+Count = Annotated[int, (0, LARGEST_COUNT)]
+Version = Annotated[int, (NOTHING, LARGEST_COUNT)]
+Fraction = Annotated[float, (0.0, 1.0)]
+Seconds = Annotated[float, (0.0, 1e9)]
+Norm = Annotated[float, (0.0, 1e30)]
 
 
 class DeclineReason(StrEnum):
@@ -54,14 +63,14 @@ class DeclineReason(StrEnum):
 class Offer:
     """Let us meet. `round`: the round that the asker is in, from 1."""
 
-    round: int
+    round: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accepted:
     """Yes, now. `round`: the round that the asked is in."""
 
-    round: int
+    round: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +78,8 @@ class Declined:
     """No. `retry_after_s`: the asked's estimate of when asking again makes sense. `round`: the one it opened last."""
 
     reason: DeclineReason
-    retry_after_s: float
-    round: int
+    retry_after_s: Seconds
+    round: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +91,8 @@ class PrefetchOffer:
 class Probe:
     """What both must know before weights travel, and is small.
 
-    `round`: the one that the sender is in; `last_met`: the one in which its weights last met anybody's (`staleness`).
+    `round`: the one that the sender is in; `last_met`: the one in which its weights last met anybody's, -1 where the
+    sender has disowned them (`staleness`).
     `version`: a number for the slow weights, another one after every outer step. `holds`: the version of the other's
     slow weights that the sender holds, NOTHING if none.
     `slow`: float32 [k], the slow weights at coordinates that both sides know, with what a lossy codec still owes of
@@ -91,13 +101,13 @@ class Probe:
     `inner_steps`: that the snapshot has behind it since its weights last met anybody's; 0 ahead of a round.
     """
 
-    round: int
-    last_met: int
-    version: int
-    holds: int
+    round: Count
+    last_met: Version
+    version: Count
+    holds: Version
     slow: Tensor
     fast: Tensor | None
-    inner_steps: int = 0
+    inner_steps: Count = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,13 +168,13 @@ class Manifest:
     """
 
     snapshot: str
-    round: int
-    inner_steps: int
-    progress: float
-    optimiser_steps: int
-    meetings: int
-    last_met: int
-    norm: float
+    round: Count
+    inner_steps: Count
+    progress: Fraction
+    optimiser_steps: Count
+    meetings: Count
+    last_met: Version
+    norm: Norm
     slow: Tensor | None = None
     momentum: Tensor | None = None
     gathered: Tensor | None = None
@@ -178,7 +188,7 @@ class PieceRequest:
 
     snapshot: str
     section: Section
-    number: int
+    number: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,7 +233,7 @@ class ReplicaState:
 class Busy:
     """Not now: others are being served. `retry_after_s`: when asking again makes sense."""
 
-    retry_after_s: float
+    retry_after_s: Seconds
 
 
 class Implausible(ConnectionAbortedError):

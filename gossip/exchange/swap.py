@@ -108,14 +108,13 @@ async def conclude(conversation: Conversation, commit: Callable[[], Awaitable[No
 
 
 def check_probe(theirs: Probe, mine: Probe) -> None:
-    """Raise Implausible unless the partner's probe is like ours, finite, and counts from zero."""
+    """Raise Implausible unless the partner's probe is like ours, finite, and of a round not before its last meeting."""
     came, right = ([(tensor.dtype, list(tensor.shape)) for tensor in _tensors(probe)] for probe in (theirs, mine))
     if came != right:
         raise Implausible(f"probe: {came} where ours is {right}")
     check_finite(_tensors(theirs), "probe")
-    if not 0 <= theirs.last_met <= theirs.round or theirs.version < 0 or theirs.inner_steps < 0:
-        said = f"last met {theirs.last_met}, version {theirs.version}, {theirs.inner_steps} inner steps"
-        raise Implausible(f"probe: round {theirs.round}, {said}")
+    if theirs.last_met > theirs.round:
+        raise Implausible(f"probe: last met anybody in round {theirs.last_met}, and is in round {theirs.round}")
 
 
 def check_own(mine: Probe) -> None:

@@ -101,6 +101,8 @@ class Meetings:
             if result.step is None:
                 self._note_too_stale(meeting.partner, result)
                 return
+            if not result.adopted:
+                self._context.saw(meeting.partner, result.partner_steps, brings)
             pending = PendingStep(result.step, snapshot.inner_steps, self._event(meeting, result), result.last_met)
             if round_state.settings.blocking:
                 round_state.close()

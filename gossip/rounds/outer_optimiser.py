@@ -41,7 +41,7 @@ class OuterOptimiser:
     """Slow weights and momentum of one replica, and what may be done with them.
 
     `version`: the number of outer steps taken here, so another one whenever the slow weights are others. `weights`: the
-    lock under which they move. `owns`: whether weights to adopt have to be like ours. `partners`: the other replicas.
+    lock under which they move. `partners`: the other replicas.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class OuterOptimiser:
         compute: Compute,
         partners: Callable[[], Sized] = tuple,
     ) -> None:
-        self._rule, self._codec = Rule(settings.outer, settings.delay), settings.codec
+        self._rule, self._codec = Rule(settings.outer, settings.delay, settings.fixed), settings.codec
         self._weighs = settings.weigh_by_steps
         self._replica = replica
         self._compute, self._partners = compute, partners
@@ -60,9 +60,9 @@ class OuterOptimiser:
         self._owed = self._nothing_owed()
         self._state = _of_rule(state, settings.outer.alpha)
         self.weights = WeightsLock()
-        self._bounds = InfluenceBound(), InfluenceBound()
+        self._fast_bound, self._slow_bound = InfluenceBound(), InfluenceBound()
         """Of the fast and of the slow weights that partners bring."""
-        self.version, self.owns = 0, True
+        self.version = 0
 
     @property
     def state(self) -> OuterState:
@@ -136,27 +136,25 @@ class OuterOptimiser:
 
     async def bound_fast(self, partner: str, sides: Sides, snapshot: Snapshot) -> Sides:
         """Return what was heard with the part of it that counts; raise Implausible where none does."""
-        return await self._compute(self._bounded, partner, sides, snapshot.fast, snapshot.fast)
+        owed, bound = self._owed.fast, self._fast_bound
+        return await self._compute(self._bounded, bound, partner, sides, (snapshot.fast, owed), snapshot)
 
     async def bound_slow(self, partner: str, sides: Sides, snapshot: Snapshot) -> Sides:
         """Do likewise with slow weights; the snapshot says how far ours have come since."""
-        return await self._compute(self._bounded, partner, sides, self.state.slow, snapshot.fast)
+        owed, bound = self._owed.slow, self._slow_bound
+        return await self._compute(self._bounded, bound, partner, sides, (self.state.slow, owed), snapshot)
 
-    def _bounded(self, partner: str, sides: Sides, own: Tensors, fast: Tensors) -> Sides:
-        owed, bound = (self._owed.fast, self._bounds[0]) if own is fast else (self._owed.slow, self._bounds[1])
-        deviation = measure(sides.theirs, own, owed, self.state.slow, fast)
+    def _bounded(
+        self, bound: InfluenceBound, partner: str, sides: Sides, ours: tuple[Tensors, Feedback], snapshot: Snapshot
+    ) -> Sides:
+        deviation = measure(sides.theirs, *ours, self.state.slow, snapshot.fast)
         return sides._replace(share=bound.share(partner, deviation, only=len(self._partners()) < 2))
 
-    async def adopting(self, wire: Tensors, snapshot: Snapshot) -> Step:
-        """Check weights that we are to adopt; return the step to them."""
+    async def adopting(self, wire: Tensors, snapshot: Snapshot, *, alike: bool) -> Step:
+        """Check weights that we are to adopt, and that they are like ours; return the step to them."""
         theirs = Coded(absolute(self._codec), wire)
-        await self._compute(self._check_absolute, theirs, self._adopted(snapshot))
+        await self._compute(_check_absolute, theirs, self._adopted(snapshot), alike)
         return Step(snapshot.fast, adopts=theirs)
-
-    def _check_absolute(self, theirs: Coded, own: Tensors) -> None:
-        check(theirs, own, Feedback(theirs.form), norm(own))
-        if self.owns:
-            check_alike(theirs, own)
 
     # What follows from it.
 
@@ -169,8 +167,14 @@ class OuterOptimiser:
     def _take(self, step: Step) -> None:
         self._state = take_step(step, self._state, self._owed, self._rule)
         if step.adopts is not None:
-            self._owed, self.owns = self._nothing_owed(), True
+            self._owed = self._nothing_owed()
         self.version += 1
+
+
+def _check_absolute(theirs: Coded, own: Tensors, alike: bool) -> None:
+    check(theirs, own, Feedback(theirs.form), norm(own))
+    if alike:
+        check_alike(theirs, own)
 
 
 def _of_rule(state: OuterState, alpha: float) -> OuterState:

@@ -54,10 +54,11 @@ class Owed(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """The outer rule of a run."""
+    """The outer rule of a run. `fixed`: numbers of the tensors that it leaves exactly as they are."""
 
     outer: Outer
     delay: Delay
+    fixed: frozenset[int] = frozenset()
 
 
 def take_step(step: Step, state: OuterState, owed: Owed, rule: Rule, longest: int = PIECE) -> OuterState:
@@ -66,7 +67,7 @@ def take_step(step: Step, state: OuterState, owed: Owed, rule: Rule, longest: in
     `longest`: values of a piece, a whole number of blocks.
     """
     if step.adopts is not None:
-        return _adopt(step.adopts, step.snapshot, state, longest)
+        return _adopt(step.adopts, step.snapshot, state, rule.fixed, longest)
     if step.fast is not None:
         owed.fast.begin(step.snapshot)
     if step.slow is not None:
@@ -74,16 +75,22 @@ def take_step(step: Step, state: OuterState, owed: Owed, rule: Rule, longest: in
     form = Format.FLOAT32 if step.fast is None else step.fast.theirs.form
     work, after = _Work(step, state, owed, rule, longest), state
     for number, slow in enumerate(state.slow):
+        if number in rule.fixed:
+            step.snapshot[number].zero_()
+            continue
         for at in pieces(form, slow.numel(), longest):
             after = work.move(number, at)
     gathered = (state.gathered or work.gathered) if after.gathered else ()
     return OuterState(state.slow, state.momentum, gathered, after.meetings)
 
 
-def _adopt(theirs: Coded, snapshot: Tensors, state: OuterState, longest: int) -> OuterState:
+def _adopt(theirs: Coded, snapshot: Tensors, state: OuterState, fixed: frozenset[int], longest: int) -> OuterState:
     """Go on from the partner's weights. The momentum starts at zero: it spoke of weights that are left behind."""
     reader, memory = Reader(theirs, state.slow), scratch(state.slow, longest)
     for number, slow in enumerate(state.slow):
+        if number in fixed:
+            snapshot[number].zero_()
+            continue
         for at in pieces(theirs.form, slow.numel(), longest):
             phi, fast = slow.view(-1)[at], snapshot[number].view(-1)[at]
             phi.copy_(reader.read(number, at, phi, memory))
@@ -102,25 +109,25 @@ class _Work:
         self._near, self._own, self._fast_mean, self._slow_mean = (scratch(state.slow, longest) for _ in range(4))
         self.gathered: Tensors = ()
         if rule.delay.period > 1 and state.momentum and not state.gathered:
-            self.gathered = tuple([torch.empty_like(slow) for slow in state.slow])
+            self.gathered = tuple([torch.zeros_like(slow) for slow in state.slow])
 
     def move(self, number: int, at: slice) -> OuterState:
         """Move one piece; return its state."""
         slow, momentum, gathered, meetings = self._state
         fast, phi = self._step.snapshot[number].view(-1)[at], slow[number].view(-1)[at]
         before = OuterState((phi,), _part(momentum, number, at), _part(gathered, number, at), meetings)
-        fast_mean = self._mean(self._fast, self._owed.fast, self._step.snapshot, number, at, self._fast_mean)
+        fast_mean, _ = self._mean(self._fast, self._owed.fast, self._step.snapshot, number, at, self._fast_mean)
         if self._slow is None:
             # Alone the mean is over one; in a pair the partner's slow weights cancel, or there would be some.
             alone = self._step.fast is None and self._rule.outer.gamma != self._rule.outer.beta
             slow_mean = (self._slow_mean[: len(phi)].copy_(phi),) if alone else None
-            after = move(before, (fast_mean,), slow_mean, *self._rule)
+            after = move(before, (fast_mean,), slow_mean, self._rule.outer, self._rule.delay)
         else:
-            slow_mean = (self._mean(self._slow, self._owed.slow, slow, number, at, self._slow_mean),)
-            seen = self._seen.clone() if self._slow.lossy else phi
-            after = move(before._replace(slow=(seen,)), (fast_mean,), slow_mean, *self._rule)
+            pair_mean, decoded = self._mean(self._slow, self._owed.slow, slow, number, at, self._slow_mean)
+            seen = decoded.clone() if self._slow.lossy else phi
+            after = move(before._replace(slow=(seen,)), (fast_mean,), (pair_mean,), self._rule.outer, self._rule.delay)
             if self._slow.lossy:
-                phi.add_(seen).sub_(self._seen)
+                phi.add_(seen).sub_(decoded)
         if after.gathered and self.gathered:
             self.gathered[number].view(-1)[at].copy_(after.gathered[0])
         torch.sub(phi, fast, out=fast)
@@ -128,11 +135,14 @@ class _Work:
 
     def _mean(
         self, seen: _Seen | None, owed: Feedback, weights: Tensors, number: int, at: slice, out: Tensor
-    ) -> Tensor:
-        """Return the mean of what both decode of one set of weights, and take note of what ours owes then."""
+    ) -> tuple[Tensor, Tensor]:
+        """Return the mean of what both decode of a piece of one set of weights, and what both decode of ours.
+
+        Takes note of what ours owes then. `seen` None: there is no partner, and both are our own piece.
+        """
         out = out[: at.stop - at.start]
         if seen is None:
-            return out.copy_(weights[number].view(-1)[at])
+            return out.copy_(weights[number].view(-1)[at]), out
         meant = owed.meant(weights, number, at, self._near)
         own, theirs = seen.read(number, at, meant, self._own, out)
         if seen.share != 1.0:
@@ -140,9 +150,8 @@ class _Work:
             theirs = torch.sub(theirs, meant, out=out).mul_(seen.share).add_(own)
         else:
             owed.settle(number, at, meant, own)
-        self._seen = own
         mean_into(out, own, theirs, self._step.shares)
-        return out
+        return out, own
 
 
 class _Seen:

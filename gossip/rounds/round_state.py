@@ -21,7 +21,7 @@ from gossip.rounds.outer_optimiser import Snapshot
 from gossip.rounds.partners import SLACK_S, PartnerQueue, PartnerView
 from gossip.rounds.piecewise_step import Step
 from gossip.rounds.round_schedule import RoundClaims, RoundSchedule
-from gossip.rule.staleness import Met, staleness
+from gossip.rule.staleness import DISOWNED, Met, staleness
 
 POLL_S = 1.0
 """How often the last round looks whether anybody is left."""
@@ -95,8 +95,8 @@ class RoundState:
     The phase changes by the methods under "Transitions" alone, which wake whoever waits, unless they say why not. One
     that the phase does not allow raises RuntimeError. `leaving`: no further round will be met; it lies across the
     phases, and a step that waits is still applied. `asking`: whose answer we wait for, which may outlast the round in
-    which it was asked. `last_met`: the round in which our weights last met anybody's, 0 if in none. `met_at`: the inner
-    steps of the snapshot with which they did, or with which they began here.
+    which it was asked. `last_met`: the round in which our weights last met anybody's, 0 if in none, DISOWNED until we
+    have adopted others. `met_at`: the inner steps of the snapshot with which they did, or with which they began here.
     """
 
     def __init__(self, me: str, settings: RoundSettings, origin: Origin, context: RoundContext) -> None:
@@ -157,6 +157,15 @@ class RoundState:
         return Met(self.schedule.round, self.last_met)
 
     @property
+    def owns(self) -> bool:
+        """Whether our weights count for something: we have not disowned them, or have adopted others since."""
+        return self.last_met != DISOWNED
+
+    def disown(self) -> None:
+        """Say that our weights count for nothing, until a step that adopts others is finished."""
+        self.last_met = DISOWNED
+
+    @property
     def staleness(self) -> int:
         """Rounds since our weights last met anybody's, by our own number."""
         return staleness(self.met, self.schedule.round)
@@ -211,7 +220,7 @@ class RoundState:
             "finished": self.schedule.finished,
             "healed": self.schedule.healed,
             "deferred_in_a_row": self.schedule.deferred_in_a_row,
-            "last_met": self.last_met,
+            "last_met": max(0, self.last_met),
             "staleness": self.staleness,
             "open": int(self.is_open),
             "engaged": int(self.meeting is not None),
@@ -267,10 +276,14 @@ class RoundState:
             raise self._illegal("close")
         self._phase = CLOSED
 
-    def finish(self, round: int, last_met: int) -> None:
-        """Count an outer step, which has moved the weights."""
+    def finish(self, round: int, last_met: int, *, adopted: bool = False) -> None:
+        """Count an outer step, which has moved the weights; `adopted`: it has replaced them by a partner's.
+
+        A mean with disowned weights is no better than these.
+        """
         self.schedule.finish(round)
-        self.last_met = last_met
+        if self.owns or adopted:
+            self.last_met = last_met
         self.ring()
 
     def refuse_offers(self) -> None:

@@ -92,7 +92,7 @@ class Rounds:
     @property
     def last_met(self) -> int:
         """The round in which our weights last met anybody's, 0 if in none."""
-        return self._round_state.last_met
+        return max(0, self._round_state.last_met)
 
     @property
     def met_partners(self) -> Collection[str]:
@@ -106,12 +106,14 @@ class Rounds:
     @property
     def disowned(self) -> bool:
         """Whether our weights are those of which we said so: we have not gone on from others yet."""
-        return not self._optimiser.owns
+        return not self._round_state.owns
 
     def disown(self) -> None:
-        """Say that our weights have met nobody: beyond the bound on staleness we go on from the next partner's."""
-        self._round_state.last_met = 0
-        self._optimiser.owns = False
+        """Say that our weights count for nothing: in the next meeting we go on from the partner's.
+
+        A meeting under way, or a step that waits, may still be a mean with them; so another meeting follows.
+        """
+        self._round_state.disown()
 
     @property
     def view(self) -> RoundsView:
@@ -280,5 +282,5 @@ class Rounds:
         self._counts["bytes_received"] += event.bytes_received
         if event.partner is not None:
             self._round_state.met_at = pending.snapshot_step
-        self._round_state.finish(event.round, pending.last_met)
+        self._round_state.finish(event.round, pending.last_met, adopted=event.adopted)
         self._context.record(event)

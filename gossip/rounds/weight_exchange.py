@@ -18,7 +18,15 @@ from gossip.exchange.swap import Conversation, check_own, check_probe, gap, size
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot
 from gossip.rounds.piecewise_step import Step
 from gossip.rounds.prefetch import SlowWeightPrefetcher
-from gossip.rule.staleness import ContributionWeights, Met, clock, contribution_weights, last_met_after, staleness
+from gossip.rule.staleness import (
+    DISOWNED,
+    ContributionWeights,
+    Met,
+    clock,
+    contribution_weights,
+    last_met_after,
+    staleness,
+)
 
 NO_WEIGHTS = Weights(fast=(), slow=())
 
@@ -26,8 +34,9 @@ NO_WEIGHTS = Weights(fast=(), slow=())
 class ExchangeResult(NamedTuple):
     """What a meeting came to. `step`: None where the partner's weights are too stale to count.
 
-    `last_met`: of our weights after the step. `spared`: whether slow weights that had travelled ahead did not have to
-    travel again. `clipped`: whether less than all of what the partner sent counts.
+    `last_met`: of our weights after the step. `partner_steps`: inner steps that the partner says it brings. `spared`:
+    whether slow weights that had travelled ahead did not have to travel again. `clipped`: whether less than all of what
+    the partner sent counts.
     """
 
     step: Step | None
@@ -40,6 +49,7 @@ class ExchangeResult(NamedTuple):
     adopted: bool
     spared: bool
     clipped: bool
+    partner_steps: int
 
 
 class _Swapped(NamedTuple):
@@ -91,13 +101,13 @@ async def exchange_weights(
     meeting = _Meeting(conversation, snapshot, optimiser, mine, theirs)
     partner = Met(theirs.round, theirs.last_met)
     own_age, their_age = (staleness(side, clock(met, partner)) for side in (met, partner))
-    whose = contribution_weights(own_age, their_age, staleness_at_most)
+    whose = contribution_weights(met, partner, staleness_at_most)
     if whose is ContributionWeights.BOTH:
         swapped = await _average(meeting, prefetcher)
     elif whose is ContributionWeights.MINE:
         swapped = await _lend(meeting)
     else:
-        swapped = await _adopt(meeting)
+        swapped = await _adopt(meeting, alike=met.last_met != DISOWNED)
     return ExchangeResult(
         step=swapped.step,
         gap=gap(mine.slow, theirs.slow),
@@ -109,6 +119,7 @@ async def exchange_weights(
         adopted=whose is ContributionWeights.THEIRS,
         spared=swapped.spared,
         clipped=swapped.step is not None and swapped.step.clipped,
+        partner_steps=theirs.inner_steps,
     )
 
 
@@ -129,20 +140,18 @@ async def _average(meeting: _Meeting, prefetcher: SlowWeightPrefetcher) -> _Swap
     heard = await optimiser.hear_fast(came.fast, snapshot, fast)
     sides = await optimiser.bound_fast(conversation.peer, heard, snapshot)
     slow_sides: Sides | None = None
-    if came.slow and not optimiser.needs_slow:
-        raise Implausible("slow weights, which gamma = beta does not need")
-    if came.slow:
-        slow_sides = await optimiser.hear_slow(came.slow, slow or await optimiser.encode_slow(slow_steps))
-    elif optimiser.needs_slow:
-        if prefetched is None or prefetched.their_version != theirs.version:
+    if optimiser.needs_slow:
+        # Each side's slow weights have come now, or ahead of time; both decode the ones that the other holds.
+        if came.slow:
+            slow_sides = await optimiser.hear_slow(came.slow, slow or await optimiser.encode_slow(slow_steps))
+        elif prefetched is not None and prefetched.their_version == theirs.version:
+            slow_sides = prefetched.slow
+        else:
             raise Implausible("no slow weights, and we hold none of this version")
-        slow_sides = prefetched.slow
-    if slow_sides is not None and slow is not None:
-        slow_sides = slow_sides._replace(mine=slow.coded)
-    elif slow_sides is not None and given is not None:
-        slow_sides = slow_sides._replace(mine=given.slow.mine)
-    if slow_sides is not None:
-        slow_sides = await optimiser.bound_slow(conversation.peer, slow_sides, snapshot)
+        ours = slow.coded if slow is not None else slow_sides.mine if given is None else given.slow.mine
+        slow_sides = await optimiser.bound_slow(conversation.peer, slow_sides._replace(mine=ours), snapshot)
+    elif came.slow:
+        raise Implausible("slow weights, which gamma = beta does not need")
     step = Step(snapshot.fast, sides, slow_sides, shares=optimiser.shares(mine.inner_steps, theirs.inner_steps))
     return _Swapped(step, sent, came, spared=given is not None)
 
@@ -157,10 +166,10 @@ async def _lend(meeting: _Meeting) -> _Swapped:
     return _Swapped(None, sent, came)
 
 
-async def _adopt(meeting: _Meeting) -> _Swapped:
-    """Go on from the partner's weights."""
+async def _adopt(meeting: _Meeting, *, alike: bool) -> _Swapped:
+    """Go on from the partner's weights. `alike`: they have to be like ours."""
     came = await swap(meeting.conversation, NO_WEIGHTS)
     wire, surplus = (came.slow, came.fast) if meeting.optimiser.needs_slow else (came.fast, came.slow)
     if surplus:
         raise Implausible("two sets of weights to adopt")
-    return _Swapped(await meeting.optimiser.adopting(wire, meeting.snapshot), NO_WEIGHTS, came)
+    return _Swapped(await meeting.optimiser.adopting(wire, meeting.snapshot, alike=alike), NO_WEIGHTS, came)

@@ -22,6 +22,9 @@ for fresher than it is until it has caught up.
 Within a bound a late contribution enters the mean like any other. Beyond it a replica's weights come from another time,
 and half of them would be a blow to its partner: it contributes nothing, and goes on from the partner's weights. Two
 that are both beyond have no better partner, and meet as usual.
+
+A replica that has disowned its weights, because their loss is far above everybody's, contributes nothing in any round,
+until it has adopted a partner's.
 """
 
 from __future__ import annotations
@@ -29,9 +32,15 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
+DISOWNED = -1
+"""The last meeting of weights that their own replica has found to be worth nothing."""
+
 
 class Met(NamedTuple):
-    """What one side says of itself: the round that it is in, and the one in which its weights last met anybody's."""
+    """What one side says of itself: the round that it is in, and the one in which its weights last met anybody's.
+
+    `last_met`: 0 if in none, DISOWNED where the replica says that its weights count for nothing.
+    """
 
     round: int
     last_met: int
@@ -55,14 +64,18 @@ def staleness(side: Met, clock: int) -> int:
     return max(0, clock - side.last_met)
 
 
-def contribution_weights(own: int, other: int, at_most: int) -> ContributionWeights:
-    """Tell whose weights count, from the staleness in rounds of the two sides and the bound on it.
+def contribution_weights(own: Met, other: Met, at_most: int) -> ContributionWeights:
+    """Tell whose weights count, from what the two sides say and the bound on staleness in rounds.
 
     Mirrored between the two sides: where one says MINE, the other says THEIRS.
     """
-    if (own > at_most) == (other > at_most):
+    now = clock(own, other)
+    own_late, other_late = (staleness(side, now) > at_most for side in (own, other))
+    if DISOWNED in (own.last_met, other.last_met):
+        own_late, other_late = (side.last_met == DISOWNED for side in (own, other))
+    if own_late == other_late:
         return ContributionWeights.BOTH
-    return ContributionWeights.THEIRS if own > at_most else ContributionWeights.MINE
+    return ContributionWeights.THEIRS if own_late else ContributionWeights.MINE
 
 
 def last_met_after(own: Met, other: Met, *, adopted: bool) -> int:

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gossip.exchange.messages import (
     Busy,
@@ -51,11 +52,41 @@ FAILURES_AT_MOST = 3
 LEAST_PIECE_S = 30.0
 SLOWER_TIMES = 4
 """A donor may take so many times its deadline, as long as pieces come: without its copy they are worth less."""
-LARGEST_COUNT = 2**48
-"""Of rounds and steps: more than anybody takes, and few enough to go on counting from."""
+
+ROUNDED = 1.01
+"""What rounding adds to a bound."""
+TINY_MOMENT = 1e-18
 
 Talk = AbstractAsyncContextManager[Conversation]
 Converse = Callable[[str], Talk]
+
+
+class MomentBounds(NamedTuple):
+    """What AdamW's moments can be.
+
+    A second moment is a mean of squares: it is never negative. Where the gradients are clipped, the first moments' norm
+    is at most `norm`, and the second moments' sum its square. And no first moment is more than `ratio` times the root
+    of its second: both are means of the same gradients, so that Cauchy and Schwarz bound one by the other.
+    """
+
+    ratio: float = 1e3
+    norm: float = math.inf
+
+    def check(self, first: Tensors, second: Tensors) -> None:
+        """Raise Implausible for moments that no gradients leave."""
+        for mean, square in zip(first, second, strict=True):
+            if square.numel() and float(square.min()) < 0.0:
+                raise Implausible("optimiser: a second moment is negative")
+            # Squares of tiny gradients are zero in float32.
+            if bool((mean.abs() > ROUNDED * self.ratio * square.sqrt() + TINY_MOMENT).any()):
+                raise Implausible("optimiser: a first moment is too large for its second")
+        most = ROUNDED * self.norm
+        if norm(first) > most or sum(float(square.sum()) for square in second) > most**2:
+            raise Implausible(f"optimiser: moments of gradients longer than {self.norm:.3g}, to which they are clipped")
+
+
+OF_ANY_RUN = MomentBounds()
+"""For whoever does not know the run's optimiser."""
 
 
 async def _no_objection(donor: str, manifest: Manifest) -> str | None:
@@ -68,13 +99,14 @@ class StateWanted:
 
     `like`: tensors (the meta device will do) with the shapes of the slow weights, float32. `deadline_s`: for all that
     one donor gives, over a line that is good enough. `objection`: says why a donor's manifest is not to be believed, or
-    None.
+    None. `moments`: how large the inner optimiser's tensors can be.
     """
 
     parts: Parts
     like: Tensors
     deadline_s: float
     objection: Callable[[str, Manifest], Awaitable[str | None]] = field(default=_no_objection)
+    moments: MomentBounds = OF_ANY_RUN
 
 
 class _Silence(ConnectionAbortedError):
@@ -149,12 +181,8 @@ def check_manifest(manifest: Manifest, parts: Parts, pieces: int) -> None:
         raise Implausible(f"the sections {', '.join(there) or '(none)'} for {parts}")
     if any(tuple(digests.shape) != (pieces, DIGEST_BYTES) for digests in there.values()):
         raise Implausible(f"not a hash for each of {pieces} pieces")
-    counters = (manifest.round, manifest.inner_steps, manifest.optimiser_steps, manifest.meetings, manifest.last_met)
-    possible = min(counters) >= 0 and max(counters) <= LARGEST_COUNT and manifest.last_met <= manifest.round
-    if not possible or not 0.0 <= manifest.progress <= 1.0:
-        raise Implausible(f"counters: rounds, steps, meetings, last met {counters}, progress {manifest.progress}")
-    if not 0.0 <= manifest.norm < math.inf:
-        raise Implausible(f"a norm of {manifest.norm}")
+    if manifest.last_met > manifest.round:
+        raise Implausible(f"last met anybody in round {manifest.last_met}, and is in round {manifest.round}")
 
 
 class _Attempt:
@@ -196,7 +224,7 @@ class _Attempt:
             await self._fetch(first, line)
         self.fetched = True
         state = self._assembly.state()
-        await self._compute(check_values, state, manifest.norm)
+        await self._compute(check_values, state, manifest.norm, self._wanted.moments)
         return state
 
     async def _agree(self, conversation: Conversation) -> Manifest:
@@ -289,10 +317,11 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def check_values(state: ReplicaState, announced_norm: float) -> None:
-    """Raise Implausible unless all values are finite, and the weights of about the norm that others were compared with.
+def check_values(state: ReplicaState, announced_norm: float, moments: MomentBounds = OF_ANY_RUN) -> None:
+    """Raise Implausible unless arithmetic with the state is safe: the one port of all tensors that a donor gives.
 
-    Shapes and counters are those of the manifest, which was checked before.
+    All values are finite, the weights of about the norm that others were compared with, and the inner optimiser's
+    moments such as AdamW's gradients can have left. Shapes and counters are those of the manifest, checked before.
     """
     found = norm(state.slow)
     if not announced_norm / NORM_RATIO <= found <= announced_norm * NORM_RATIO:
@@ -300,3 +329,5 @@ def check_values(state: ReplicaState, announced_norm: float) -> None:
     check_finite(state.momentum, "outer momentum")
     check_finite(state.gathered, "gathered momentum")
     check_finite(state.optimiser, "optimiser")
+    half = len(state.optimiser) // 2
+    moments.check(state.optimiser[:half], state.optimiser[half:])

@@ -4,6 +4,8 @@ peer_keys         peer ids and the public keys that they are
 ticket            grants signed in a chain from the owner to a peer: rights and expiry
 revocation        the owner's signed list of whom it has shut out
 admission_state   what one peer knows: who has shown which ticket, who is shut out
+held_ticket       the ticket of one peer: chosen, renewed, and replaced where it is refused
+refusals          how a refusal is said
 admitted_network  a network that lets members in alone: conversations and records
 proof_of_work     what a ticket costs where the run is open
 ticket_service    a signing peer that gives tickets to whoever asks, within bounds

@@ -16,7 +16,13 @@ from noloco_node.admission.revocation import RevocationList, decode_list
 from noloco_node.admission.ticket import TICKET_BYTES, Right, TicketFacts, decode, facts_of
 
 MOST_SHOWN = 8192
+"""Tickets of peers that train, which are remembered."""
+MOST_LOOKERS = 1024
+"""Tickets of peers that only look: in a table of their own, so that they push no member out."""
 LISTED = "listed"
+NO_TICKET, EXPIRED = "it has shown no ticket", "its ticket has expired"
+FOREIGN = "its ticket is not one of this run's owner"
+SHUT_OUT = "the owner of the run has shut it out"
 
 
 class AdmissionState:
@@ -30,6 +36,8 @@ class AdmissionState:
         self._owner: bytes | None = None
         self._rule = ""
         self._shown: dict[str, tuple[bytes, TicketFacts]] = {}
+        """The peer that has shown its ticket last comes last."""
+        self._lookers: dict[str, tuple[bytes, TicketFacts]] = {}
         self._holders: dict[bytes, str] = {}
         """Who showed an invitation first."""
 
@@ -46,40 +54,51 @@ class AdmissionState:
 
     def show(self, peer: str, raw: bytes) -> str:
         """Take note of the ticket that a peer shows; say why the peer may do nothing, empty where it may."""
-        known = self._shown.get(peer)
+        known = self._shown_by(peer)
         if known is None or known[0] != raw:
             facts = self._facts(peer, raw)
             if facts is None:
-                return "its ticket is not one of this run's owner"
+                return FOREIGN
             # Records outlive what they were published with: an older ticket replaces no better one.
             if known is None or self.refusal(peer) or _rank(facts) > _rank(known[1]):
-                self._shown.pop(peer, None)
-                self._shown[peer] = raw, facts
-            if len(self._shown) > MOST_SHOWN:
-                del self._shown[next(iter(self._shown))]
+                known = raw, facts
+        self._remember(peer, known)
         return self.refusal(peer)
 
     def rights(self, peer: str) -> Right:
         """Return what a peer may do now, by the ticket that it has shown."""
-        return Right(0) if self.refusal(peer) else self._shown[peer][1].rights
+        known = self._shown_by(peer)
+        return Right(0) if known is None or self.refusal(peer) else known[1].rights
 
     def refusal(self, peer: str) -> str:
         """Say why a peer may do nothing; empty where it may."""
-        if peer not in self._shown:
-            return "it has shown no ticket"
-        facts, now_s = self._shown[peer][1], self._unix_time()
+        known = self._shown_by(peer)
+        return NO_TICKET if known is None else self._objection(peer, known[1])
+
+    def number_of(self, raw: bytes) -> int:
+        """Return the number of a list of revocations; -1 where the owner has not signed it."""
+        found = None if self._owner is None else decode_list(raw, self._owner, self.run)
+        return -1 if found is None else found.number
+
+    def objection(self, peer: str, raw: bytes) -> str:
+        """Say why a ticket would be refused that a peer has not shown yet; empty where it is good."""
+        facts = self._facts(peer, raw)
+        return FOREIGN if facts is None else self._objection(peer, facts)
+
+    def _objection(self, peer: str, facts: TicketFacts) -> str:
+        now_s = self._unix_time()
         if facts.until <= now_s:
-            return "its ticket has expired"
+            return EXPIRED
         revoked = {} if self.revocations is None else self.revocations.revoked
         if any(revoked.get(key, 0) > now_s for key in facts.keys):
-            return "the owner of the run has shut it out"
+            return SHUT_OUT
         if facts.invitation is not None and self._holders.setdefault(facts.invitation, peer) != peer:
             return "its invitation is used by somebody else"
         return ""
 
     def was_member(self, peer: str) -> bool:
         """Say whether a peer has shown a ticket of this run's owner, good by now or not."""
-        return peer in self._shown
+        return self._shown_by(peer) is not None
 
     def is_revoked(self, peer: str) -> bool:
         """Say whether the owner has shut a peer id out."""
@@ -105,6 +124,19 @@ class AdmissionState:
             return False
         self.revocations, self.raw_revocations = found, raw
         return True
+
+    def _shown_by(self, peer: str) -> tuple[bytes, TicketFacts] | None:
+        return self._shown.get(peer) or self._lookers.get(peer)
+
+    def _remember(self, peer: str, shown: tuple[bytes, TicketFacts]) -> None:
+        """Take note of a ticket; of each table the one that was shown longest ago goes first."""
+        self._shown.pop(peer, None)
+        self._lookers.pop(peer, None)
+        trains = Right.TRAIN in shown[1].rights
+        table, most = (self._shown, MOST_SHOWN) if trains else (self._lookers, MOST_LOOKERS)
+        table[peer] = shown
+        if len(table) > most:
+            del table[next(iter(table))]
 
     def _facts(self, peer: str, raw: bytes) -> TicketFacts | None:
         chain = decode(raw)

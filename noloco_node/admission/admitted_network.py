@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from noloco_node.admission.admission_state import AdmissionState, stamped, unstamped
+from noloco_node.admission.admission_state import EXPIRED, SHUT_OUT, AdmissionState, stamped, unstamped
+from noloco_node.admission.held_ticket import HeldTicket
+from noloco_node.admission.refusals import addressed, not_admitted, not_for, told
 from noloco_node.admission.revocation import LIST_BYTES
 from noloco_node.admission.ticket import TICKET_BYTES, Right
 from noloco_node.errors import Exit, UserError
@@ -29,6 +31,10 @@ FOR_LOOKERS = ("run", "reached", "doctor", "state", "snapshot", "tokenizer")
 LIST_LIFETIME_S = 600.0
 ENOUGH_COPIES = 8
 """Of the list in the DHT."""
+GRACE_S = 600.0
+"""For which we go on with an expired ticket while no signing peer answers."""
+MOST_TRIES = 4
+"""Tickets of ours that are tried, one after the other, where they are refused."""
 _MOST_WELCOMES = 8192
 
 
@@ -52,26 +58,18 @@ SCHEMA = Schema({ShowTicket: MessageSpec("ShowTicket"), TicketVerdict: MessageSp
 
 
 class AdmittedNetwork(NetworkWrapper):
-    """The network of one member, or of somebody who looks; `ticket`: its own, encoded."""
+    """The network of one member, or of somebody who looks; `ticket`: its own, or one that is never replaced."""
 
-    def __init__(self, network: PeerNetwork, state: AdmissionState, ticket: bytes) -> None:
+    def __init__(self, network: PeerNetwork, state: AdmissionState, ticket: HeldTicket | bytes) -> None:
         super().__init__(network)
-        self._state, self._ticket = state, ticket
-        self._welcomes: dict[str, None] = {}
-        """Who has taken our ticket."""
+        self._state = state
+        self._held = HeldTicket.fixed(ticket) if isinstance(ticket, bytes) else ticket
+        self._welcomes: dict[str, bytes] = {}
+        """Which ticket of ours each peer has taken last; another one is shown anew."""
         self._answers = False
         self._list_told: tuple[bytes, float] = b"", 0.0
         """The list that we have published last, and when (loop seconds)."""
-
-    @property
-    def ticket(self) -> bytes:
-        """Our own, encoded; another one is shown anew to everybody."""
-        return self._ticket
-
-    @ticket.setter
-    def ticket(self, ticket: bytes) -> None:
-        self._ticket = ticket
-        self._welcomes.clear()
+        self._expired_since_s: float | None = None
 
     async def enter(self, peers: Sequence[str]) -> None:
         """Show our ticket to the first of these peers that answers; `UserError` if all that answer refuse it."""
@@ -82,29 +80,43 @@ class AdmittedNetwork(NetworkWrapper):
                     await self._show(peer)
                 return
             except PermissionError as refusal:
-                refusals.append(f"{peer}: {refusal}")
+                refusals.append(str(refusal))
             except (ConnectionError, TimeoutError):
                 continue
         if refusals:
-            raise not_admitted("\n       ".join(refusals))
+            raise not_admitted(told(refusals))
 
     @asynccontextmanager
     async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Conversation]:
         """Show our ticket where that was not done, and open a conversation; see `PeerNetwork.talk`."""
-        if self._state.was_member(peer) and (why := self._state.refusal(peer)):
+        if why := self.objection(peer):
             raise ConnectionRefusedError(f"{peer} is no member: {why}")
-        if peer not in self._welcomes:
-            try:
-                await self._show(peer)
-            except PermissionError as refusal:
-                raise ConnectionRefusedError(f"{peer} does not let us in: {refusal}") from None
+        await self.introduce(peer)
         try:
             async with self._network.talk(peer, topic, schema) as conversation:
-                yield conversation
+                yield _OpenedConversation(conversation, self)
         except ConnectionError:
             # It may have started anew, and know us no more.
             self._welcomes.pop(peer, None)
             raise
+
+    def objection(self, peer: str) -> str:
+        """Say why we do not talk with a peer; empty where we do, also with one whose ticket we have not seen."""
+        if self._state.was_member(peer):
+            return self._state.refusal(peer)
+        return SHUT_OUT if self._state.is_revoked(peer) else ""
+
+    async def introduce(self, peer: str) -> None:
+        """Have a peer know a good ticket of ours; ConnectionRefusedError where it does not let us in."""
+        if self._held.is_expired:
+            with suppress(UserError):  # which the next reading of records raises
+                await self._held.another(addressed(EXPIRED))
+        if self._welcomes.get(peer) == self._held.raw:
+            return
+        try:
+            await self._show(peer)
+        except PermissionError as refusal:
+            raise ConnectionRefusedError(f"{peer} does not let us in: {refusal}") from None
 
     async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
         """Answer who may ask about `topic`; see `PeerNetwork.serve`."""
@@ -126,7 +138,7 @@ class AdmittedNetwork(NetworkWrapper):
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
         """Store a record with our ticket before it."""
-        return await self._network.publish(key, subkey, stamped(self._ticket, value), lifetime_s)
+        return await self._network.publish(key, subkey, stamped(self._held.raw, value), lifetime_s)
 
     async def read_all(self, keys: Sequence[str]) -> list[Mapping[str, bytes] | None]:
         """Return the records of members alone; `UserError` where we are a member no more."""
@@ -137,9 +149,33 @@ class AdmittedNetwork(NetworkWrapper):
         if lists is not None:
             copies = sum(raw == self._state.raw_revocations for raw in lists.values())
         await self._tell_list(copies)
-        if self._state.is_pinned and (why := self._state.show(self.peer_id, self._ticket)):
-            raise not_admitted(why)
+        await self._remain_member()
         return [None if records is None else self._of_members(records) for records in found]
+
+    async def _remain_member(self) -> None:
+        """Give a ticket of ours that is refused up for another one; `UserError` where there is none.
+
+        An expired ticket harms nobody but us. So where no signing peer answers, as after a sleep, we wait for one.
+        """
+        for _ in range(MOST_TRIES):
+            why = self._state.show(self.peer_id, self._held.raw) if self._state.is_pinned else ""
+            if not why:
+                self._expired_since_s = None
+                return
+            try:
+                await self._held.another(addressed(why))
+            except UserError as error:
+                if error.code is not Exit.UNREACHABLE:
+                    raise
+                if why != EXPIRED:
+                    raise not_admitted(addressed(why)) from error
+                now_s = asyncio.get_running_loop().time()
+                if self._expired_since_s is None:
+                    self._expired_since_s = now_s
+                if now_s - self._expired_since_s > GRACE_S:
+                    raise
+                return
+        raise not_admitted(addressed(why))
 
     def _of_members(self, records: Mapping[str, bytes]) -> dict[str, bytes]:
         # In an order: of two who hold one invitation the first stays.
@@ -160,19 +196,28 @@ class AdmittedNetwork(NetworkWrapper):
             self._list_told = raw, now_s
             await self._network.publish(self._list_key, self.peer_id, raw, LIST_LIFETIME_S)
 
-    async def _show(self, peer: str) -> None:
-        """Show our ticket to a peer; PermissionError with its reason where it lets us not in."""
+    async def list_known_to(self, peer: str) -> int:
+        """Hand a peer the list of revocations that we know, and return the number of the list that it has then.
+
+        Raises PermissionError where it lets us not in, or a `ConnectionError`.
+        """
+        return self._state.number_of(await self._show(peer))
+
+    async def _show(self, peer: str) -> bytes:
+        """Show our ticket to a peer; return the list that it knows. PermissionError where it lets us not in."""
+        shown = self._held.raw
         async with self._network.talk(peer, TOPIC, SCHEMA) as conversation:
-            await conversation.send(ShowTicket(ticket=self._ticket, revocations=self._state.raw_revocations))
+            await conversation.send(ShowTicket(ticket=shown, revocations=self._state.raw_revocations))
             answer = await conversation.receive()
         if not isinstance(answer, TicketVerdict):
             raise ConnectionAbortedError(f"expected an answer about our ticket, got {type(answer).__name__}")
         self._state.take_revocations(answer.revocations[:LIST_BYTES])
         if answer.refusal:
-            raise PermissionError("".join(letter for letter in answer.refusal[:200] if letter.isprintable()))
-        self._welcomes[peer] = None
+            raise PermissionError(addressed(answer.refusal))
+        self._welcomes[peer] = shown
         if len(self._welcomes) > _MOST_WELCOMES:
             del self._welcomes[next(iter(self._welcomes))]
+        return answer.revocations[:LIST_BYTES]
 
     async def _admit(self, conversation: Conversation) -> None:
         """Answer whoever shows a ticket."""
@@ -211,16 +256,38 @@ class _CheckedConversation(ConversationWrapper):
         return message
 
 
-def not_for(peer: str) -> str:
-    """Return how an answer begins to a peer that has no right to it."""
-    return f"not for {peer}: "
+class _OpenedConversation(ConversationWrapper):
+    """A conversation that we opened: it ends when the owner shuts its peer out, and goes on when our ticket changes.
 
+    That a ticket of the peer has expired does not end it: the peer may have another one, of which we have not read yet.
+    """
 
-def not_admitted(why: str) -> UserError:
-    """Return the error of a peer that the run does not let in, or no longer."""
-    return UserError(
-        "This run does not let us in.",
-        why=why,
-        hint="ask the owner of the run for an invite of your own; each is for one identity (--home), and expires",
-        code=Exit.NOT_ADMITTED,
-    )
+    __slots__ = ("_admitted",)
+
+    def __init__(self, conversation: Conversation, admitted: AdmittedNetwork) -> None:
+        super().__init__(conversation)
+        self._admitted = admitted
+
+    @property
+    def is_quiet(self) -> bool:
+        return super().is_quiet and not self._objection()
+
+    async def send(self, message: Any) -> None:
+        self._check()
+        await self._admitted.introduce(self.peer)
+        await super().send(message)
+
+    async def receive(self) -> Any:
+        message = await super().receive()
+        self._check()
+        with suppress(ConnectionError):  # the message is there; the next one will show whether the peer is
+            await self._admitted.introduce(self.peer)
+        return message
+
+    def _check(self) -> None:
+        if why := self._objection():
+            raise ConnectionRefusedError(f"{self.peer} is no member: {why}")
+
+    def _objection(self) -> str:
+        why = self._admitted.objection(self.peer)
+        return "" if why == EXPIRED else why

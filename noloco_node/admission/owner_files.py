@@ -7,7 +7,10 @@ run.members    tickets and invitations that were signed, and the signed list of 
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -25,6 +28,7 @@ class IssuedEntry(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     until: int
     note: str = ""
+    may_sign: bool = False
 
 
 class MemberList(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,12 +66,7 @@ def save_key(run: Path, key: Ed25519PrivateKey) -> None:
     if path.exists():
         return
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.write(file, key.private_bytes_raw().hex().encode() + b"\n")
-            os.fsync(file)
-        finally:
-            os.close(file)
+        atomic_file.write(path, key.private_bytes_raw().hex().encode() + b"\n")
     except OSError as error:
         raise _unusable(path, error) from error
 
@@ -103,10 +102,27 @@ def load_members(run: Path) -> MemberList:
         ) from error
 
 
+@contextmanager
+def alone_with_members(run: Path) -> Iterator[None]:
+    """Keep other processes from changing the owner's list until the body is done: they read it, change it, write it.
+
+    The lock is on the key, for the list itself is replaced by each change.
+    """
+    try:
+        file = os.open(key_file(run), os.O_RDONLY)
+    except OSError as error:
+        raise _unusable(key_file(run), error) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
+
+
 def save_members(run: Path, members: MemberList) -> None:
     """Write the owner's list; `UserError` where that cannot be."""
     try:
-        atomic_file.write(members_file(run), msgspec.json.format(msgspec.json.encode(members)))
+        atomic_file.write(members_file(run), msgspec.json.format(msgspec.json.encode(members)), public=True)
     except OSError as error:
         raise _unusable(members_file(run), error) from error
 

@@ -50,6 +50,12 @@ def read_key(identity: Path) -> Ed25519PrivateKey | None:
     return Ed25519PrivateKey.from_private_bytes(raw[len(KEY_HEADER) : -KEY_BYTES])
 
 
+def peer_of_file(identity: Path) -> str | None:
+    """Return the peer id that an identity file makes; None where there is none, or one of another type than our own."""
+    key = read_key(identity) if identity.exists() else None
+    return None if key is None else peer_of(key.public_key().public_bytes_raw())
+
+
 def is_signed_by(key: bytes, signature: bytes, told: bytes) -> bool:
     """Say whether `signature` is that of a public key under what is `told`."""
     try:

@@ -10,6 +10,8 @@ import hashlib
 import itertools
 
 WORK_BITS = 20
+LOOK_BITS = 14
+"""For a ticket that only lets a peer look: some hundredths of a second."""
 
 
 def is_work(run: str, peer: str, nonce: int, bits: int = WORK_BITS) -> bool:

@@ -2,7 +2,10 @@
 
 In an open run to whoever asks with an invite and a proof of work, within bounds. In the others to whom the owner has
 named, for as long as the owner's list says: who prolongs a member there (`noloco-node members invite PEER`) need not
-send it anything.
+send it anything. A delegate that the owner's list names gets the right to sign anew in every run.
+
+A ticket that only lets a peer look costs little work, and has bounds of its own: passing identities are many, and leave
+those that train their share.
 
 The bounds are by address prefix (/24 of IPv4, /48 of IPv6), over time: making identities is free, coming from many
 networks is not. Whoever comes through a relay shows no address of its own, and all who do share one bound.
@@ -13,34 +16,37 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from noloco_node.admission.admission_state import AdmissionState
+from noloco_node.admission.admission_state import SHUT_OUT, AdmissionState
 from noloco_node.admission.invite_credential import LOOK_S
 from noloco_node.admission.peer_keys import key_of
-from noloco_node.admission.proof_of_work import is_work
+from noloco_node.admission.proof_of_work import LOOK_BITS, is_work
 from noloco_node.admission.ticket import MEMBER, Chain, Right, encode, extended
 from noloco_node.network.bans import address_prefix
 from noloco_node.network.interface import Conversation
 from noloco_node.network.question import patient
 from noloco_node.network.schema import MessageSpec, Schema, Violation
+from noloco_node.units import Count
 
 TOPIC = "ticket"
 PATIENCE_S = 20.0
 TICKETS_A_PREFIX = 32
 REFILL_S = 600.0
 """After so long a prefix may have one ticket more."""
+LOOKS_A_PREFIX, LOOK_REFILL_S = 64, 60.0
+"""The same of tickets that only let a peer look."""
 OPEN_DAYS = 365
 MOST_PREFIXES = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TicketRequest:
-    """A ticket for me, please; `nonce`: the work done for it (none to look). `trains`: or only to look."""
+    """A ticket for me, please; `nonce`: the work done for it. `trains`: or only to look."""
 
-    nonce: int
+    nonce: Count
     trains: bool
 
 
@@ -53,6 +59,13 @@ class TicketReply:
 
 
 SCHEMA = Schema({TicketRequest: MessageSpec("TicketRequest"), TicketReply: MessageSpec("TicketReply")})
+
+
+class SignsTickets(Protocol):
+    """What a ticket service signs with."""
+
+    def ticket(self, run: str, peer: str, rights: Right, until: int) -> bytes:
+        """Return a ticket for a peer; ValueError where none can be signed."""
 
 
 class TicketSigner(NamedTuple):
@@ -72,14 +85,15 @@ class TicketSigner(NamedTuple):
 class PrefixQuota:
     """How many tickets each address prefix may still have; of the least recent prefixes it forgets."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = TICKETS_A_PREFIX, refill_s: float = REFILL_S) -> None:
+        self._most, self._refill_s = float(most), refill_s
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
         """Tickets left, and when that was worked out (seconds)."""
 
     def take(self, prefix: str, now_s: float) -> bool:
-        """Take one; say whether there was one."""
-        left, at_s = self._left.pop(prefix, (float(TICKETS_A_PREFIX), now_s))
-        left = min(float(TICKETS_A_PREFIX), left + (now_s - at_s) / REFILL_S)
+        """Take one; say whether there was one. A clock that was set back takes nothing away."""
+        left, at_s = self._left.pop(prefix, (self._most, now_s))
+        left = min(self._most, left + max(0.0, now_s - at_s) / self._refill_s)
         taken = left >= 1.0
         self._left[prefix] = (left - 1.0 if taken else left), now_s
         if len(self._left) > MOST_PREFIXES:
@@ -95,20 +109,22 @@ def prefix_of(origin: str) -> str:
 class TicketService:
     """Answers the topic. `origin_of`: the multiaddr that a caller comes from.
 
-    `named_until`: until when the owner lets a key take part; None: the run is open.
+    `named_until`: until when the owner lets a key take part; None: the run is open. `signs_until`: until when it lets a
+    key sign tickets too, 0 for most keys; asked for only where `signer` has the owner's key.
     """
 
     def __init__(
         self,
         state: AdmissionState,
-        signer: TicketSigner,
+        signer: SignsTickets,
         unix_time: Callable[[], float],
         origin_of: Callable[[Conversation], str],
         named_until: Callable[[bytes], int] | None = None,
+        signs_until: Callable[[bytes], int] = lambda _: 0,
     ) -> None:
         self._state, self._signer, self._unix_time, self._origin_of = state, signer, unix_time, origin_of
-        self._named_until = named_until
-        self._quota = PrefixQuota()
+        self._named_until, self._signs_until = named_until, signs_until
+        self._quota, self._looks = PrefixQuota(), PrefixQuota(LOOKS_A_PREFIX, LOOK_REFILL_S)
 
     async def answer(self, conversation: Conversation) -> None:
         """Answer one request."""
@@ -120,22 +136,43 @@ class TicketService:
             await conversation.send(TicketReply(ticket=ticket, refusal=refusal))
 
     def _decide(self, conversation: Conversation, request: TicketRequest) -> tuple[bytes, str]:
-        run, peer, unix_s = self._state.run, conversation.peer, self._unix_time()
+        peer, unix_s = conversation.peer, self._unix_time()
         key = key_of(peer)
         if key is None:
             return b"", "its identity is not an Ed25519 key"
         if self._state.is_revoked(peer):
-            return b"", "the owner of the run has shut it out"
+            return b"", SHUT_OUT
+        signs_until = self._signs_until(key)
+        if request.trains and signs_until > unix_s:
+            return self._signed(peer, MEMBER | Right.SIGN, signs_until)
         if self._named_until is not None:
             until = self._named_until(key)
             if until <= unix_s:
                 return b"", "the owner of the run has not named it, or not for longer"
-            return self._signer.ticket(run, peer, MEMBER if request.trains else Right.LOOK, until), ""
-        if not request.trains:
-            return self._signer.ticket(run, peer, Right.LOOK, int(unix_s) + LOOK_S), ""
-        if not is_work(run, peer, request.nonce):
-            return b"", "the work for a ticket was not done"
-        is_member = Right.TRAIN in self._state.rights(peer)
-        if not is_member and not self._quota.take(prefix_of(self._origin_of(conversation)), unix_s):
-            return b"", f"its network has had {TICKETS_A_PREFIX} tickets; one more every {REFILL_S / 60:.0f} minutes"
-        return self._signer.ticket(run, peer, MEMBER, int(unix_s) + OPEN_DAYS * 86400), ""
+            return self._signed(peer, MEMBER if request.trains else Right.LOOK, until)
+        refusal = self._open_refusal(conversation, request, unix_s)
+        if refusal:
+            return b"", refusal
+        if request.trains:
+            return self._signed(peer, MEMBER, int(unix_s) + OPEN_DAYS * 86400)
+        return self._signed(peer, Right.LOOK, int(unix_s) + LOOK_S)
+
+    def _open_refusal(self, conversation: Conversation, request: TicketRequest, unix_s: float) -> str:
+        """Say why an open run gives a peer no ticket, empty where it gives one."""
+        run, peer = self._state.run, conversation.peer
+        worked = (
+            is_work(run, peer, request.nonce) if request.trains else is_work(run, peer, request.nonce, bits=LOOK_BITS)
+        )
+        if not worked:
+            return "the work for a ticket was not done"
+        right, quota = (Right.TRAIN, self._quota) if request.trains else (Right.LOOK, self._looks)
+        if right in self._state.rights(peer) or quota.take(prefix_of(self._origin_of(conversation)), unix_s):
+            return ""
+        most, refill_s = (TICKETS_A_PREFIX, REFILL_S) if request.trains else (LOOKS_A_PREFIX, LOOK_REFILL_S)
+        return f"its network has had {most} tickets; one more every {refill_s / 60:.0f} minutes"
+
+    def _signed(self, peer: str, rights: Right, until: int) -> tuple[bytes, str]:
+        try:
+            return self._signer.ticket(self._state.run, peer, rights, until), ""
+        except ValueError as error:
+            return b"", str(error)

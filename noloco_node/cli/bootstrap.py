@@ -16,6 +16,7 @@ from noloco_node.cli.option_groups.web import page_place
 from noloco_node.cli.options import BootstrapOptions, default_home
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.addresses import parse_peer_address
+from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
 from noloco_node.machine.signals import departure
@@ -27,16 +28,18 @@ from noloco_node.run.permissions import is_public
 from noloco_node.run.runfile import read_run_text
 from noloco_node.state_sync import weight_exchange
 from noloco_node.state_sync.weight_exchange import WeightServer
+from noloco_node.storage import run_directory
 from noloco_node.storage.home import Home
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm import run_history, speed_test
 from noloco_node.swarm.connection import connected
-from noloco_node.swarm.kept_invite import KeptInvite, from_where
+from noloco_node.swarm.kept_invite import KeptInvite, from_where, met_before
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import SCHEMA, TOPIC, RunFileText
-from noloco_node.terminal import say, sign
+from noloco_node.tasks import supervised
+from noloco_node.terminal import say, sign, warn
 from noloco_node.web.served_views import views_served
 
 LINE_EVERY_S = 60.0
@@ -63,11 +66,15 @@ async def host(options: BootstrapOptions) -> None:
             lends_line=options.relays > 0,
             capacity=Capacity.within(machine_free_bytes()),
         )
+        # A swarm that goes on among itself does not dial a bootstrap peer again: one that comes back dials the swarm.
+        met = met_before(invites.Invite(digest=recipe.digest, addresses=()), home)
+        known_peers = KnownPeers()
+        known_peers.note(met)
         keys = [home.relay_key(number) for number in range(1, options.relays + 1)]
         async with (
             departure(say) as leaving,
             views_served(metrics_at, page_at, recipe.digest, PeerHistory("", 0)) as views,
-            connected(settings) as libp2p_network,
+            connected(settings, known_peers) as libp2p_network,
             libp2p_network.relaying(keys) as relays,
         ):
             sign(short(libp2p_network.peer_id))
@@ -76,13 +83,13 @@ async def host(options: BootstrapOptions) -> None:
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
             for topic, store in stores.items():
                 await network.serve(topic, weight_exchange.SCHEMA, WeightServer(store, asyncio.to_thread).serve)
-            history = run_history.RunHistory(home.run_history, recipe.digest, say)
+            history = run_history.RunHistory(run_directory.enter(home, recipe.digest).run_history, recipe.digest, say)
             await network.serve(run_history.TOPIC, run_history.SCHEMA, history.serve)
             addresses = await network.addresses()
             invite = invites.format(recipe.digest, addresses, admissions.credential)
             print(invite, flush=True)
             kept = KeptInvite(home.invite, invites.parse(invite), (), say)
-            kept.keep()
+            kept.keep([str(each) for each in met])
             say(f"bootstrap peer of the run {recipe.run.name!r} ({recipe.digest[:12]}), home {home.path}")
             say(admissions.rule)
             say(admissions.advice(invite, from_where(addresses)))
@@ -94,9 +101,13 @@ async def host(options: BootstrapOptions) -> None:
                 say(f"relays for peers behind routers listen too, and must be as open: {relay_places(relays)}")
             membership = Membership(network, recipe.digest, recipe.run.pipeline.stages)
             async with asyncio.TaskGroup() as group:
-                followed = [each.follow(membership) for each in (history, kept)]
-                showing = views.follow(membership, network, recipe)
-                running = (membership.run(), _tell(membership), admissions.watch(), showing, *followed)
+                looking = (
+                    supervised("noting how far the run is", lambda: history.follow(membership), warn),
+                    supervised("keeping the invite", lambda: kept.follow(membership), warn),
+                    supervised("the line about the swarm", lambda: _tell(membership), warn),
+                    views.follow(membership, network, recipe),
+                )
+                running = (membership.run(), admissions.watch(), *looking)
                 tasks = [group.create_task(each) for each in running]
                 leaving.polite = True
                 await leaving.asked.wait()

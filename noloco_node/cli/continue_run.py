@@ -10,12 +10,13 @@ from typing import Any
 
 import msgspec
 
-from noloco_node.data.encoding import check_vocabulary, open_encoder
 from noloco_node.errors import UserError, config_error
 from noloco_node.export.provenance import NOTES, run_of
-from noloco_node.run.config import TOKENIZER_FILES, TRAVELLING, DataConfig
+from noloco_node.run.config import TOKENIZER_FILES, TRAVELLING, DataConfig, RunConfig
+from noloco_node.run.permissions import text_of
 from noloco_node.run.presets import numbers_of, written
 from noloco_node.storage.weight_store import LARGEST_FILE_BYTES, described
+from noloco_node.terminal import say
 
 _MODEL = """\
 [model]
@@ -30,6 +31,8 @@ dropout = 0.0
 
 {weights}
 """
+OWN_TEXT = "your-text/"
+"""Stands in a run file for a text that is still to be named."""
 _NO_SIZE = {"architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "use_cache"}
 """Of a config: what says nothing of the model's shape, or is the run's to say."""
 
@@ -42,8 +45,10 @@ def continuing_text(directory: Path, preset: str) -> str:
     go. A checkpoint whose tokenizer is not ByT5's is read with its own. The files are read whole, for their digests.
     """
     directory = directory.expanduser().absolute()
+    from pipeline.model_config import longest_sequence
+
     given, config, files = numbers_of(preset), _config_of(directory), weight_files(directory)
-    positions = getattr(config, "max_position_embeddings", None) or given.sequence_length
+    positions = longest_sequence(config) or given.sequence_length
     stages, length = min(given.stages, config.num_hidden_layers), min(given.sequence_length, positions)
     own_tokenizer: list[Path] = []
     before = run_of(directory) if (directory / NOTES).exists() else None
@@ -71,9 +76,22 @@ def continuing_text(directory: Path, preset: str) -> str:
         model=model,
         tokenizer=TRAVELLING if own_tokenizer else "byt5",
         tokenizer_files=_sections("data.tokenizer_files", own_tokenizer),
+        data=_data_of(before),
     )
+    if before is None:
+        say(f'text: set [data] in the run file: it trains on "{OWN_TEXT}", which each source names with --data')
+    else:
+        say(f"text: as the run of this model had it: {text_of(before.data)}")
     _check(text, files)
     return text
+
+
+def _data_of(before: RunConfig | None) -> dict[str, str]:
+    """Return which text the new run trains on: that of the model's own run, else the owner's, never somebody's."""
+    if before is None:
+        return {"source": "text", "path": OWN_TEXT}
+    fields = ("source", "path", "commit", "subset", "split", "field")
+    return {name: value for name in fields if (value := getattr(before.data, name)) is not None}
 
 
 def sizes_of(config: Any) -> dict[str, Any]:
@@ -108,8 +126,10 @@ def weight_files(directory: Path) -> list[Path]:
 def _tokenizer_files(directory: Path, vocabulary: int) -> list[Path]:
     """Return the files of a checkpoint's tokenizer; `UserError` (CONFIG) where they alone do not make one that fits."""
     files = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
-    if [each.name for each in files] == ["config.json"]:
+    if {each.name for each in files} <= {"config.json", "generation_config.json"}:
         raise _no_model(directory, "it has no tokenizer: no tokenizer.json, nor another file of one")
+    from noloco_node.data.encoding import check_vocabulary, open_encoder
+
     with TemporaryDirectory() as place:
         for each in files:
             shutil.copy(each, place)
@@ -147,6 +167,8 @@ def _check(text: str, files: list[Path]) -> None:
 
     layout = model_layout(decode_run(text, "the new run file"))
     check_files(layout.prepared, layout.shapes, files)
+    for note in layout.notes:
+        say(note)
 
 
 def _toml(value: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from noloco_node.cli.interrupt import unwound
 from noloco_node.errors import leaves
+from noloco_node.machine.signals import cancelled_by_signals
 
 T = TypeVar("T")
 
@@ -39,4 +40,7 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
     except ImportError:
         from asyncio import new_event_loop
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(main)
+        try:
+            return runner.run(cancelled_by_signals(main))
+        except asyncio.CancelledError:  # nothing else cancels a whole command
+            raise KeyboardInterrupt from None

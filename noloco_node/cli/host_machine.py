@@ -6,7 +6,6 @@ It stands beside the command that makes it, and not in `noloco_node.machine`: it
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
 from functools import partial
 from pathlib import Path
@@ -26,9 +25,10 @@ from noloco_node.planning.bandwidth import bandwidth_seconds, microbatch_bytes
 from noloco_node.planning.model_layout import ModelLayout, make_stage
 from noloco_node.planning.plan import device_needs, graphs_that_fit, in_flight
 from noloco_node.planning.run_weights import RunWeights
+from noloco_node.run.config import RunConfig
 from noloco_node.storage.checkpoint import Checkpoint, save
 from noloco_node.storage.checkpoint_store import CheckpointStore
-from noloco_node.storage.home import Home
+from noloco_node.storage.home import RunPaths
 from noloco_node.storage.partial_download import PartialDownloadFile
 from noloco_node.storage.snapshot_store import SnapshotDirectory
 from noloco_node.storage.state_file import StateFile
@@ -44,7 +44,7 @@ class HostMachine:
     def __init__(
         self,
         options: JoinOptions,
-        home: Home,
+        home: RunPaths,
         torch_device: torch.device,
         recipe: RunFileText,
         layout: ModelLayout,
@@ -58,7 +58,7 @@ class HostMachine:
         self.former = CheckpointStore(home.checkpoint, home.snapshots, recipe.digest, peer, say)
         self.snapshots = SnapshotDirectory(home.snapshots, recipe.digest) if options.keep_snapshots else None
         self.first_weights, self.tokenizer = checkpoint
-        data = with_tokenizer_in(recipe.run.data, home.tokenizer(recipe.digest))
+        data = with_tokenizer_in(recipe.run.data, home.tokenizer)
         run = msgspec.structs.replace(recipe.run, data=data)
         self._text = BackgroundOpen(partial(TextSource, run, options.data, peer, layout.vocabulary))
         self.device = Device(torch_device, options.slowdown)
@@ -79,8 +79,10 @@ class HostMachine:
         graphs = graphs_that_fit(self.free_bytes(), self.needs_bytes[stage], self.graph_bytes[stage], most)
         return make_stage(run, self._layout, stage, self._torch_device, graphs)
 
-    def free_bytes(self) -> int | None:
-        known = (memory.free_bytes(self._torch_device), self._options.most_memory_bytes)
+    def free_bytes(self, given_back: int = 0) -> int | None:
+        memory.trim()
+        free = memory.free_bytes(self._torch_device)
+        known = (None if free is None else free + given_back, self._options.most_memory_bytes)
         return min((each for each in known if each is not None), default=None)
 
     def free_beside_bytes(self) -> int | None:
@@ -130,26 +132,20 @@ class FirstCheckpoint(NamedTuple):
     tokenizer: WeightStore | None
 
 
-def first_checkpoint(options: JoinOptions, home: Home, recipe: RunFileText, layout: ModelLayout) -> FirstCheckpoint:
-    """Return what a run starts from. That of other runs is removed from the home.
+def first_checkpoint(options: JoinOptions, home: RunPaths, run: RunConfig, layout: ModelLayout) -> FirstCheckpoint:
+    """Return what a run starts from.
 
     Raises `UserError` where the owner named a directory with other files; reads all of them, which takes a while.
     """
-    run, own = recipe.run, home.weights(recipe.digest)
-    tokenizer_place = home.tokenizer(recipe.digest)
-    for place in (own, tokenizer_place):
-        for other in place.parent.iterdir() if place.parent.exists() else ():
-            if other != place:
-                shutil.rmtree(other, ignore_errors=True)
     weights = tokenizer = None
     if run.data.tokenizer_files:
-        tokenizer = WeightStore.filling(tokenizer_place, run.data.tokenizer_files, options.most_disk_bytes)
+        tokenizer = WeightStore.filling(home.tokenizer, run.data.tokenizer_files, options.most_disk_bytes)
     if options.weights is not None:
         weights = WeightStore.whole(options.weights, run.model.weights)
         if tokenizer is not None:
             WeightStore.whole(options.weights, tokenizer.files).copy_to(tokenizer)
     elif run.model.weights:
-        weights = WeightStore.filling(own, run.model.weights, options.most_disk_bytes)
+        weights = WeightStore.filling(home.weights, run.model.weights, options.most_disk_bytes)
     return FirstCheckpoint(None if weights is None else RunWeights(layout, weights), tokenizer)
 
 

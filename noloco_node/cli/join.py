@@ -14,17 +14,14 @@ from typing import NamedTuple
 import torch
 from msgspec import structs
 
-from noloco_node.admission.peer_keys import peer_of, read_key
 from noloco_node.admission.ticket import MEMBER
 from noloco_node.cli.host_machine import FirstCheckpoint, HostMachine, first_checkpoint
 from noloco_node.cli.option_groups.web import page_place
 from noloco_node.cli.options import JoinOptions, default_home
-from noloco_node.data.blocks import check_source
 from noloco_node.doctor.machine_checks import require_disk
 from noloco_node.journal import events
 from noloco_node.journal.reader import read
 from noloco_node.journal.writer import Journal
-from noloco_node.libp2p.endpoint.addresses import PeerAddress
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.limits.rate_limit import RateLimitedNetwork
@@ -47,32 +44,34 @@ from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_pe
 from noloco_node.planning.model_layout import ModelLayout, check_download, model_layout
 from noloco_node.run.permissions import check_text, summary
 from noloco_node.run.protocols import GOSSIP
-from noloco_node.storage.home import Home
+from noloco_node.storage import run_directory
+from noloco_node.storage.home import Home, RunPaths
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm import run_history
 from noloco_node.swarm.access import RunAccess
 from noloco_node.swarm.connection import connected
-from noloco_node.swarm.kept_invite import KeptInvite
+from noloco_node.swarm.kept_invite import KeptInvite, met_before, not_ours
 from noloco_node.swarm.peer_name import checked_name
 from noloco_node.swarm.run_distribution import RunFileText, fetch
-from noloco_node.tasks import background
+from noloco_node.tasks import background, supervised
 from noloco_node.terminal import Bar, say, sign, warn
+from noloco_node.units import format_bytes
 from noloco_node.web.served_views import ServedViews, views_served
 
 
 async def join(invite: invites.Invite, options: JoinOptions) -> None:
     """Join the swarm of an invite, and stay until the run ends or we are asked to leave."""
-    if options.data is not None:
-        await asyncio.to_thread(check_source, options.data)
     share_arenas()
     torch_device = choose_device(options.device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     directory = options.home or default_home("node")
     with Home.open(directory) as home, Journal(home.journal) as journal, closing(Bar()) as bar:
+        paths = run_directory.enter(home, invite.digest)
+        _say_other_runs(paths)
         access = RunAccess(invite, MEMBER, home.path)
         settings, known_peers = _network_settings(access, options, home), KnownPeers()
-        met = _met_before(invite, home)
+        met = met_before(invite, home)
         known_peers.note(met)
         ledger = TrafficLedger(home.traffic, datetime.now, say)
         shifts = Shifts(options.allowance, ledger, datetime.now, say)
@@ -84,18 +83,13 @@ async def join(invite: invites.Invite, options: JoinOptions) -> None:
             departure(say) as leaving,
             views_served(metrics_at, page_at, invite.digest, own) as views,
         ):
-            record = Recorder(journal, views, torch_device, energy_meter(torch_device)).record
+            recorder = Recorder(journal, views, torch_device, energy_meter(torch_device))
+            recorder.record_energy()  # by it readers of the journal know that this total begins anew
+            record = recorder.record
             reporter = Reporter(record=record, say=say, draw=bar.draw, warn=warn)
-            participant = _Participant(access, options, home, torch_device, reporter, leaving, views)
+            participant = _Participant(access, options, home, paths, torch_device, reporter, leaving, views)
             participant.met = [each.peer for each in met]
             await shift_by_shift(shifts, leaving, lambda: connected(settings, known_peers), participant.take_part, say)
-
-
-def _met_before(invite: invites.Invite, home: Home) -> list[PeerAddress]:
-    """Return whom an earlier life met: by these it comes back where nobody of the invite is left."""
-    key = read_key(home.identity) if home.identity.exists() else None
-    ours = "" if key is None else peer_of(key.public_key().public_bytes_raw())
-    return [each for each in invites.kept_addresses(invite, home.path) if each.peer != ours]
 
 
 class Recorder(NamedTuple):
@@ -112,7 +106,12 @@ class Recorder(NamedTuple):
             event = structs.replace(event, device=str(self.torch_device), pid=os.getpid())
         self.journal.write(event)
         self.views.take(event)
-        if self.meter is not None and isinstance(event, events.Traffic):
+        if isinstance(event, events.Traffic):
+            self.record_energy()
+
+    def record_energy(self) -> None:
+        """Record what the device has taken since this process began, where it tells."""
+        if self.meter is not None:
             self.record(events.Energy(joules=self.meter.joules()))
 
 
@@ -124,12 +123,14 @@ class _Participant:
         access: RunAccess,
         options: JoinOptions,
         home: Home,
+        paths: RunPaths,
         torch_device: torch.device,
         reporter: Reporter,
         leaving: Departure,
         views: ServedViews,
     ) -> None:
-        self._access, self._options, self._home, self._torch_device = access, options, home, torch_device
+        self._access, self._options, self._torch_device = access, options, torch_device
+        self._home, self._paths = home, paths
         self._reporter, self._leaving, self._views = reporter, leaving, views
         self._run: tuple[RunFileText, ModelLayout, FirstCheckpoint] | None = None
         self.met: list[str] = []
@@ -146,8 +147,8 @@ class _Participant:
         recipe, layout, checkpoint = self._run
         if isinstance(limited, RateLimitedNetwork):
             limited.share_with_rounds(GOSSIP, recipe.run.outer.line_share)
-        history = run_history.RunHistory(self._home.run_history, recipe.digest, say)
-        host = HostMachine(self._options, self._home, self._torch_device, recipe, layout, checkpoint, network.peer_id)
+        history = run_history.RunHistory(self._paths.run_history, recipe.digest, say)
+        host = HostMachine(self._options, self._paths, self._torch_device, recipe, layout, checkpoint, network.peer_id)
         with closing(host):
             reached = await self._reached(network, history)
             options = _node_options(self._options, reached, self._asked(network))
@@ -158,8 +159,10 @@ class _Participant:
             say(f"an invite of our own, kept in {self._home.invite}: {invites.without_secret(kept.keep())}")
             async with AsyncExitStack() as stack:
                 await stack.enter_async_context(background(self._access.renew(say)))
-                await stack.enter_async_context(background(history.follow(node.membership)))
-                await stack.enter_async_context(background(kept.follow(node.membership)))
+                noting = supervised("noting how far the run is", partial(history.follow, node.membership), warn)
+                keeping = supervised("keeping the invite", partial(kept.follow, node.membership), warn)
+                await stack.enter_async_context(background(noting))
+                await stack.enter_async_context(background(keeping))
                 following = self._views.follow(node.membership, network, recipe)
                 await stack.enter_async_context(background(following))
                 await node.live(leave)
@@ -183,22 +186,34 @@ class _Participant:
         if options.stage in (None, 0):
             check_text(recipe.run, options.data)
         await asyncio.to_thread(check_download, recipe.run.model, options.most_disk_bytes)
-        self._home.keep_run_file(recipe.text)
+        for place in (self._paths, self._home):
+            place.keep_run_file(recipe.text)
         layout = await asyncio.to_thread(model_layout, recipe.run)
         sizes = {stage: 4 * sum(map(prod, shapes.values())) for stage, shapes in enumerate(layout.shapes)}
         wished = {stage: size for stage, size in sizes.items() if stage == self._options.stage}
-        require_disk(self._home.path, wished or sizes, self._options.keep)
-        return recipe, layout, await asyncio.to_thread(first_checkpoint, options, self._home, recipe, layout)
+        if (full := require_disk(self._paths, wished or sizes, self._options.keep)) is not None:
+            warn(full)
+        return recipe, layout, await asyncio.to_thread(first_checkpoint, options, self._paths, recipe.run, layout)
+
+
+def _say_other_runs(paths: RunPaths) -> None:
+    """Say what a home keeps of other runs, if anything: no node removes that."""
+    others = run_directory.beside(paths)
+    if others.number:
+        size, place = format_bytes(others.size_bytes), paths.path.parent
+        say(f"this home keeps {size} of other runs ({others.number}) below {place}; you may remove a directory there")
 
 
 def _network_settings(access: RunAccess, options: JoinOptions, home: Home) -> NetworkSettings:
+    addresses = access.invite.addresses
+    others = not_ours(addresses, home)
     return NetworkSettings(
         run=access.invite.digest,
         identity=home.identity,
         listen=tuple(options.listen or EVERYWHERE),
         announce=tuple(options.announce or ()),
         reach=Reachability.RELAYED if options.relayed else Reachability.AUTO,
-        bootstrap=tuple(map(str, access.invite.addresses)),
+        bootstrap=tuple(map(str, others or addresses)),  # a peer does not begin a swarm by its own invite
         accepts=access.accepts,
         lends_line=not options.allowance.is_limited,
         capacity=Capacity.within(machine_free_bytes()),

@@ -5,7 +5,7 @@ Each `UserError` becomes one message (what, why, what to try) on the standard er
 
 from __future__ import annotations
 
-import asyncio
+import errno
 import gc
 import sys
 from collections.abc import Iterator
@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from noloco_node import __version__
+from noloco_node.cli.command_group import CommandGroup, drop_output
 from noloco_node.cli.commands import journals, members, models, observation
 from noloco_node.cli.event_loop import run
 from noloco_node.cli.interrupt import unwound
@@ -24,6 +25,7 @@ from noloco_node.cli.option_groups.directories import LocalOption, directory_the
 from noloco_node.cli.option_groups.machines import MachineOptions
 from noloco_node.cli.option_groups.web import WebOption, page_place
 from noloco_node.cli.options import (
+    OWNER_RUN,
     AnnounceOption,
     BootstrapOptions,
     CapOption,
@@ -33,12 +35,13 @@ from noloco_node.cli.options import (
     JoinOptions,
     KeptInviteArgument,
     ListenOption,
+    OwnerOption,
     SimulateOptions,
     UploadOption,
     default_home,
     invite_text,
 )
-from noloco_node.errors import COMPLAINT, Exit, UserError, user_error_of
+from noloco_node.errors import COMPLAINT, Exit, UserError, reason_of, user_error_of
 from noloco_node.limits.budget import read_owner_limits
 from noloco_node.observe.metrics_server import metrics_place
 from noloco_node.run.config import AdmissionRule
@@ -46,6 +49,7 @@ from noloco_node.terminal import LogLevel, complain, configure
 
 app = typer.Typer(
     name="noloco-node",
+    cls=CommandGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -139,12 +143,14 @@ def check(
     Also what to expect on the machines that the file's comment names, or on
     others, and what a bandwidth budget carries; this part is text only.
     """
+    from noloco_node.run.runfile import load_run
+
+    # What cannot be read is said before torch is loaded, and before a long report, not below it.
+    allowance = read_owner_limits(max_upload, max_download, monthly_cap, None)
+    _ = options.figures(), load_run(path)
     from noloco_node.planning import bandwidth, machine_text
     from noloco_node.planning.plan_text import fitted, report
 
-    # What cannot be read is said before a long report, not below it.
-    allowance = read_owner_limits(max_upload, max_download, monthly_cap, None)
-    _ = options.machines()
     typer.echo(report(path, as_json=as_json))
     if allowance.is_limited and not as_json:
         typer.echo("\n" + "\n".join(fitted(bandwidth.report(path, allowance))))
@@ -167,6 +173,8 @@ def bootstrap(options: BootstrapOptions) -> None:
 @taking(JoinOptions)
 def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
     """Join a swarm: take a stage and train with the others to the end. Ctrl-C once leaves politely, twice at once."""
+    from noloco_node.data.dataset_documents import check_source
+    from noloco_node.libp2p.endpoint.addresses import check_announce, check_listen
     from noloco_node.swarm.invite import found, parse
     from noloco_node.swarm.peer_name import checked_name
 
@@ -175,9 +183,13 @@ def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
     _ = metrics_place(options.metrics, is_open=options.metrics_open)
     _ = page_place(options.web, is_open=options.web_open), checked_name(options.name)
     parsed = parse(found(invite, options.home or default_home("node")))
+    check_listen(options.listen or ())
+    check_announce(options.announce or ())
+    if options.data is not None:
+        check_source(options.data)
     from noloco_node.terminal import say
 
-    say("starting: torch is loaded, which takes some seconds")
+    say("loading torch (a few seconds)")
     with _imports():
         from noloco_node.cli.join import join as join_swarm
 
@@ -193,6 +205,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
     local: LocalOption = None,
     home: HomeOption = None,
+    owner_run: OwnerOption = OWNER_RUN,
 ) -> None:
     """Print who serves what: stages, replicas, speeds, rounds, progress, losses."""
     from noloco_node.cli.status import look
@@ -200,7 +213,7 @@ def status(
     from noloco_node.swarm.invite import found
 
     home = home or default_home("node")
-    typer.echo(run(look(found(invite, home), as_json=as_json, visitor=Visitor(tuple(local or ()), home))))
+    typer.echo(run(look(found(invite, home), as_json=as_json, visitor=Visitor(tuple(local or ()), home, owner_run))))
 
 
 app.command()(observation.watch)
@@ -250,18 +263,30 @@ def export(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="New directory for the checkpoint.")],
     invite: Annotated[
         str | None,
-        typer.Argument(metavar="INVITE", help="Invite of a living swarm.", callback=invite_text, show_default=False),
+        typer.Argument(
+            metavar="INVITE",
+            help="Invite of a living swarm, or a home that keeps one.",
+            callback=invite_text,
+            show_default=False,
+        ),
     ] = None,
     from_home: HomesOption = None,
     local: LocalOption = None,
     home: HomeOption = None,
+    owner_run: OwnerOption = OWNER_RUN,
 ) -> None:
     """Gather every stage, average its replicas, write one Hugging Face checkpoint; after an interruption, go on."""
-    from noloco_node.export.exporter import export as export_model
+    from noloco_node.export.sources import check_export
     from noloco_node.swarm.connection import Visitor
+    from noloco_node.swarm.invite import found
 
-    visitor = Visitor(tuple(local or ()), home or default_home("node"))
-    typer.echo(run(export_model(out, invite, from_home or (), visitor)))
+    place = home or default_home("node")
+    given = None if invite is None else found(invite, place)
+    check_export(out, given, from_home or ())
+    from noloco_node.export.exporter import export as export_model
+
+    visitor = Visitor(tuple(local or ()), place, owner_run)
+    typer.echo(run(export_model(out, given, from_home or (), visitor)))
 
 
 app.command()(models.evaluate)
@@ -316,18 +341,17 @@ def simulate(
     ] = None,
 ) -> None:
     """Run a whole swarm in virtual time, faults included, and say how fast it would be and what holds it up."""
-    from noloco_node.sim.report.command import SimulationFlags, SimulationRequest, repeat, search, simulate_scenario
+    if scenario is not None:
+        from noloco_node.sim.scenario.scenario import load_scenario
+
+        load_scenario(scenario)  # before torch is loaded
+    from noloco_node.sim.report.command import SimulationFlags, SimulationRequest, simulate_scenario
 
     flags = SimulationFlags(options.peers, options.stages, options.rounds, options.seed)
     page = page_place(options.web, is_open=options.web_open)
     wanted = SimulationRequest(options.out, options.as_json, options.trace, page)
     with unwound("nothing was written"):
-        if options.explore is not None:
-            code = search(scenario, flags, wanted, options.explore, typer.echo)
-        elif options.trace and options.seed is not None and scenario is None and not flags.of_the_swarm:
-            code = repeat(options.seed, wanted, typer.echo)
-        else:
-            code = simulate_scenario(scenario, flags, wanted, typer.echo)
+        code = simulate_scenario(scenario, flags, wanted, typer.echo)
     raise typer.Exit(code)
 
 
@@ -341,8 +365,17 @@ def main() -> None:
             raise
         complain(f"{COMPLAINT}{trouble}")
         sys.exit(trouble.code)
-    except asyncio.CancelledError:  # by the second signal of `signals`
-        complain(f"{COMPLAINT}interrupted")
-        sys.exit(Exit.INTERRUPTED)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        refusal = UserError(
+            "What the command returns or keeps cannot be written.",
+            why=reason_of(error),
+            hint="free some space, or write to another disk",
+            code=Exit.STORAGE,
+        )
+        drop_output()
+        complain(f"{COMPLAINT}{refusal}")
+        sys.exit(refusal.code)
     finally:
         gc.freeze()  # or the interpreter spends a second on the graveyard of torch before it is gone

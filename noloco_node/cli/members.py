@@ -11,6 +11,7 @@ from noloco_node.admission.invite_credential import InviteCredential
 from noloco_node.admission.owner_files import (
     IssuedEntry,
     MemberList,
+    alone_with_members,
     load_key,
     load_members,
     public_half,
@@ -19,7 +20,9 @@ from noloco_node.admission.owner_files import (
 )
 from noloco_node.admission.peer_keys import key_of, peer_of
 from noloco_node.admission.ticket import MEMBER, Right, grant
+from noloco_node.admission.ticket_service import OPEN_DAYS
 from noloco_node.cli.option_groups.members import MemberAction, MemberOptions
+from noloco_node.cli.options import invite_text
 from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.run.runfile import read_run_text
 from noloco_node.swarm import invite as invites
@@ -38,7 +41,7 @@ def administer(action: MemberAction, options: MemberOptions) -> str:
             "`noloco-node init --admission RULE` makes a key and a run file that names it",
         )
     if action is MemberAction.LIST:
-        return _listed(load_members(options.run))
+        return _listed(load_members(options.run), time.time())
     key = load_key(options.run)
     if public_half(key) != recipe.run.admission.owner:
         raise config_error(
@@ -46,16 +49,17 @@ def administer(action: MemberAction, options: MemberOptions) -> str:
             "its public half is not admission.owner",
             "give the run file whose key it is",
         )
-    if action is MemberAction.INVITE:
-        return _invite(options, recipe, key)
-    return _shut_out(options, recipe, key, is_ban=action is MemberAction.BAN)
+    with alone_with_members(options.run):
+        if action is MemberAction.INVITE:
+            return _invite(options, recipe, key)
+        return _shut_out(options, recipe, key, is_ban=action is MemberAction.BAN)
 
 
 def _invite(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey) -> str:
     """Sign a ticket for a peer, or an invitation for whoever shows it first; return the invite."""
     if options.invite is None:
         raise _usage("An invite needs addresses.", "--invite with the line that `noloco-node bootstrap` printed")
-    base = invites.parse(options.invite)
+    base = invites.parse(invite_text(options.invite) or "")
     if base.digest != recipe.digest:
         raise _usage("That invite is for another run.", "the line that this run's bootstrap peer printed")
     until = int(time.time() + options.days * DAY_S)
@@ -76,48 +80,64 @@ def _invite(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey)
         link = grant(key, recipe.digest, rights | Right.ONCE, until, subject)
         kind, credential = "invitation", InviteCredential((link,), holder.private_bytes_raw())
     members = load_members(options.run)
-    issued = IssuedEntry(key=subject.hex(), kind=kind, until=until, note=options.note)
+    issued = IssuedEntry(key=subject.hex(), kind=kind, until=until, note=options.note, may_sign=options.may_sign)
     save_members(options.run, msgspec.structs.replace(members, issued=(*members.issued, issued)))
     return str(msgspec.structs.replace(base, credential=credential))
 
 
 def _shut_out(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey, *, is_ban: bool) -> str:
     members, now_s = load_members(options.run), time.time()
-    subject, until = _subject(options.who, members)
-    until = int(now_s + options.days * DAY_S) if is_ban or until is None else until
+    subject = _subject(options.who, members)
+    asked_s = int(now_s + options.days * DAY_S)
+    until = asked_s if is_ban else _longest_life(subject, members, recipe.run.admission.rule, now_s) or asked_s
     revoked = {subject: max(until, members.revoked.get(subject, 0))}
     changed = with_revoked(members, key, recipe.digest, revoked, now_s)
     save_members(options.run, changed)
     return (
-        f"shut out until {_day(until)}: {peer_of(bytes.fromhex(subject))} and whoever came by it (list number "
-        f"{changed.number}).\nA bootstrap peer with this run file takes the list over within seconds, the swarm within "
-        "half a minute."
+        f"shut out until {_day(revoked[subject])}: {peer_of(bytes.fromhex(subject))} and whoever came by it (list "
+        f"number {changed.number})."
     )
 
 
-def _subject(who: str | None, members: MemberList) -> tuple[str, int | None]:
-    """Return the key that is meant, and until when its ticket lasts as far as the owner's list says so."""
+def _subject(who: str | None, members: MemberList) -> str:
+    """Return the key that is meant."""
     if who is None:
         raise _usage("Whom?", "a peer id, or the first digits of a key that `noloco-node members list` prints")
     key = key_of(who)
-    wanted = who if key is None else key.hex()
-    found = {each.key: each.until for each in members.issued if each.key.startswith(wanted) and len(wanted) >= 6}
     if key is not None:
-        return key.hex(), found.get(key.hex())
+        return key.hex()
+    found = {each.key for each in members.issued if each.key.startswith(who) and len(who) >= 6}
     if len(found) != 1:
         why = "it is no peer id, and not the beginning, of six digits or more, of one key in the list"
         raise _usage(f"{who!r} is {'more than one' if found else 'nobody'}.", "`noloco-node members list`", why)
-    return next(iter(found.items()))
+    return found.pop()
 
 
-def _listed(members: MemberList) -> str:
+def _longest_life(subject: str, members: MemberList, rule: str, now_s: float) -> int:
+    """Return until when a key may have a ticket, as far as we know; 0 where we know of none.
+
+    A key that the list does not name may have come by any invitation in it, or by any delegate.
+    """
+    lives = [each.until for each in members.issued if each.key == subject] or [each.until for each in members.issued]
+    if rule == "open":  # a bootstrap peer gives tickets to whoever asks
+        lives.append(int(now_s) + OPEN_DAYS * DAY_S)
+    return max((life for life in lives if life > now_s), default=0)
+
+
+def _listed(members: MemberList, now_s: float) -> str:
+    def standing(entry: IssuedEntry) -> str:
+        if members.revoked.get(entry.key, 0) > now_s:
+            return "shut out"
+        return "good" if entry.until > now_s else "expired"
+
     lines = [
-        f"{each.key[:12]}  {each.kind:10}  until {_day(each.until)}  "
-        f"{'shut out' if each.key in members.revoked else 'good':8}  {each.note}".rstrip()
+        f"{each.key[:12]}  {each.kind:10}  until {_day(each.until)}  {standing(each):8}  {each.note}".rstrip()
         for each in members.issued
     ]
-    others = members.revoked.keys() - {each.key for each in members.issued}
-    lines += [f"{key[:12]}  {'peer':10}  shut out until {_day(members.revoked[key])}" for key in sorted(others)]
+    others = {key: until for key, until in members.revoked.items() if until > now_s}
+    for each in members.issued:
+        others.pop(each.key, None)
+    lines += [f"{key[:12]}  {'peer':10}  shut out until {_day(others[key])}" for key in sorted(others)]
     return "\n".join(lines or ["nobody was named, invited or shut out"])
 
 

@@ -24,6 +24,7 @@ def write_run(
 
     `origin`: a checkpoint to go on from. `options`: machines for which it is planned, if there are any.
     """
+    options.figures()
     if origin is None:
         text = run_text(preset)
     else:
@@ -32,12 +33,14 @@ def write_run(
         text = continuing_text(origin, preset)
     expected = ""
     if options.are_given:
-        from noloco_node.planning.machine_text import describe_expectation, planned_values
+        from noloco_node.planning.machine_text import describe_changes, describe_expectation, planned_values
         from noloco_node.planning.search import plan_for
 
-        planned = plan_for(decode_run(text, f"the preset {preset}"), options.machines())
+        before, machines = decode_run(text, f"the preset {preset}"), options.machines()
+        planned = plan_for(before, machines)
         text = with_values(text, planned_values(planned.run), options.in_words())
-        expected = "\n\n" + "\n".join(describe_expectation(planned, options.machines()))
+        expected = "\n".join(["\n", *describe_expectation(planned, machines)])
+        expected = "\n".join(["", *describe_changes(planned, before, machines)]).rstrip("\n") + expected
     advice = f"Read {path}, change what you like, then:  noloco-node check {path}"
     if rule is None:
         write_text(path, text, overwrite=overwrite)

@@ -13,7 +13,6 @@ import msgspec
 import typer
 from rich.console import Console
 
-from noloco_node.machine.signals import signals_interrupt
 from noloco_node.observe.journal_observer import Recording, read_journals
 from noloco_node.observe.live_view import LiveView
 from noloco_node.observe.playback import Keyboard, Playback
@@ -49,23 +48,22 @@ async def watch(invite: str, shown: Shown, visitor: Visitor) -> None:
             _print_view(view, as_json=shown.as_json)
             return
         seen = membership.roster
-        with signals_interrupt():
-            async with _page(shown) as page, background(membership.run()):
-                address = None if page is None else page.address
-                with LiveView(_console(plain=shown.as_json), whole_screen=True, address=address) as live:
-                    while True:
-                        if page is not None:
-                            page.show(view)
-                        if shown.as_json:
-                            _print_view(view, as_json=True)
-                        else:
-                            live.show(view)
-                        while seen is membership.roster:
-                            await asyncio.sleep(DRAW_EVERY_S)
-                            if not shown.as_json:
-                                live.show(view)  # the terminal may have another size by now
-                        seen = membership.roster
-                        view = observer.view(seen, time.time(), membership.news_age_s)
+        async with _page(shown) as page, background(membership.run()):
+            address = None if page is None else page.address
+            with LiveView(_console(plain=shown.as_json), whole_screen=True, address=address) as live:
+                while True:
+                    if page is not None:
+                        page.show(view)
+                    if shown.as_json:
+                        _print_view(view, as_json=True)
+                    else:
+                        live.show(view)
+                    while seen is membership.roster:
+                        await asyncio.sleep(DRAW_EVERY_S)
+                        if not shown.as_json:
+                            live.show(view)  # the terminal may have another size by now
+                    seen = membership.roster
+                    view = observer.view(seen, time.time(), membership.news_age_s)
 
 
 async def replay(places: Sequence[Path], shown: Shown) -> None:
@@ -79,9 +77,8 @@ async def replay(places: Sequence[Path], shown: Shown) -> None:
         _tell(recording, LiveView(console, whole_screen=True), as_json=shown.as_json)
         return
     playback = Playback(recording.begun, recording.ended)
-    with signals_interrupt():
-        async with _page(shown, takes_keys=True) as page:
-            await _play(recording, playback, console, page)
+    async with _page(shown, takes_keys=True) as page:
+        await _play(recording, playback, console, page)
 
 
 async def _play(recording: Recording, playback: Playback, console: Console, page: Page | None) -> None:

@@ -19,17 +19,26 @@ from noloco_node.errors import config_error
 from noloco_node.limits.budget import OwnerLimits, read_owner_limits, read_size
 from noloco_node.run.config import MOST_SLOWDOWN
 from noloco_node.storage.checkpoint import KEPT
+from noloco_node.terminal import warn
+
+INVITE_VARIABLE = "NOLOCO_INVITE"
+TYPED_SECRET = (
+    "this invite is a secret, and every user of this machine can read it in the list of processes: give a file that "
+    "holds it, or - to read it from the standard input"
+)
 
 
 def invite_text(given: str | None) -> str | None:
     """Return an invite as typed, or read it: from a file, or from the standard input (`-`). What is typed shows in
-    the list of processes. `UserError` where a file cannot be read."""
+    the list of processes, which a person is told of a secret. `UserError` where a file cannot be read."""
     if given is None:
         return None
     if given == "-":
         return sys.stdin.readline().strip()
     path = os.path.expanduser(given)
     if not os.path.isfile(path):  # which no invite is too long for
+        if given in sys.argv and "#" in given and not given.endswith("#open"):
+            warn(TYPED_SECRET)
         return given
     try:
         return Path(path).read_text().strip()
@@ -45,6 +54,7 @@ KeptInviteArgument = Annotated[
         help="The one line that a bootstrap peer, a node or `status` prints; a file that holds it; - to read it; or "
         "the home of a node, which keeps one.",
         callback=invite_text,
+        envvar=INVITE_VARIABLE,
         show_default="the one that --home keeps",
     ),
 ]
@@ -56,6 +66,15 @@ HomeOption = Annotated[
         show_default="~/.noloco/node, of a bootstrap peer ~/.noloco/bootstrap",
     ),
 ]
+OwnerOption = Annotated[
+    Path,
+    typer.Option(
+        "--run",
+        help="Where you own the run: its run file, with your key beside it (run.owner). The owner needs no invite of "
+        "its own to look.",
+    ),
+]
+OWNER_RUN = Path("run.toml")
 HomesOption = Annotated[
     list[Path] | None,
     typer.Option(
@@ -322,13 +341,6 @@ class SimulateOptions:
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object instead of text; no files without --out.")
     ] = False
-    explore: Annotated[
-        int | None,
-        typer.Option(metavar="K", min=1, help="Run K random fault schedules and check what must always hold."),
-    ] = None
-    trace: Annotated[
-        bool,
-        typer.Option("--trace", help="Write every event; with --seed alone, replay that schedule of --explore."),
-    ] = False
+    trace: Annotated[bool, typer.Option("--trace", help="Write every event to events.jsonl.")] = False
     web: WebOption = None
     web_open: WebOpenOption = False

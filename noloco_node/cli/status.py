@@ -28,7 +28,8 @@ async def look(invite: str, *, as_json: bool, visitor: Visitor) -> str:
     """Return a table, or one JSON object, of all peers of a run."""
     async with visited(invite, visitor) as (_, recipe, membership):
         roster, late = membership.roster, membership.news_age_s
-    wider = invites.widened(invites.parse(invite), some_addresses(roster))
+    # What stands on a screen, or in a log, lets nobody in who reads it there.
+    wider = invites.without_secret(invites.widened(invites.parse(invite), some_addresses(roster)))
     if as_json:
         return msgspec.json.encode(summary(recipe, roster, wider)).decode()
     return picture(recipe, roster, late) + f"\nThe same swarm by more addresses:\n  {wider}"

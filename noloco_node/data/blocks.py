@@ -1,6 +1,7 @@
 """From text to blocks of token ids.
 
-Documents are tokenised, each followed by the tokenizer's end token, and joined; the joined tokens are cut into blocks
+Documents are tokenised, each begun with the tokens that the tokenizer begins a text with, if it has any (Gemma's do),
+followed by its end token, and joined; the joined tokens are cut into blocks
 of `sequence_length + 1` that overlap by one, so that every token but the first is predicted exactly once and the
 targets are the inputs shifted by one. Special tokens written out in a text are ordinary text here: nobody ends a
 document by typing its end token.
@@ -22,31 +23,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from noloco_node.data.dataset_documents import SUFFIXES, RowDocuments, load_rows
+from noloco_node.data.dataset_documents import RowDocuments, load_rows
 from noloco_node.data.encoding import Encoder, open_encoder
 from noloco_node.data.file_documents import (
     Documents,
     FileDocuments,
-    Part,
     Place,
     ReadingOrder,
     find_files,
     pieces_of,
     stdlib_files,
 )
+from noloco_node.data.held_out import Part
 from noloco_node.errors import config_error
 from noloco_node.run.config import DataConfig
-from noloco_node.run.runfile import with_source
 
 SMALLEST_PIECE_BYTES = 64 * 1024
 """Of a long file that is cut into several documents."""
-
-
-def check_source(source: str) -> None:
-    """Raise `UserError` where the source that a person named is not understood, or no file here; no hub is asked."""
-    data = with_source(DataConfig(), source)
-    if data.path is not None and data.source != "hub":
-        find_files(data.path, SUFFIXES.get(data.source, ("",)))
 
 
 class Blocks:
@@ -55,7 +48,9 @@ class Blocks:
     def __init__(self, documents: Documents, encoder: Encoder, sequence_length: int, owner: str) -> None:
         """Cut `documents` into blocks. `owner`: whose order it is (a position is of no use to another)."""
         self._documents, self._encoder, self._length = documents, encoder, sequence_length
-        self._pending: deque[tuple[Place, Tensor]] = deque()
+        self._pending: deque[tuple[Place, Tensor, str]] = deque()
+        self.document = ""
+        """In which the last block begins, by its name."""
         self._offset = self._available = self._blocks = 0
         described = f"{documents.fingerprint}|{encoder.name}|{owner}"
         self._source = hashlib.sha256(described.encode()).hexdigest()[:32]
@@ -70,9 +65,10 @@ class Blocks:
         for row in range(batch_size):
             if not self._gather():
                 if self._blocks == 0 and self._offset == 0:
+                    few = f"what is held out has {self._available} tokens, a block has {self._length + 1}"
                     raise config_error(
                         "The data source has too little text for validation.",
-                        why=f"its held-out documents have {self._available} tokens, a block has {self._length + 1}",
+                        why="; ".join((few, *self._documents.unread.summary())),
                         hint="a larger data.validation_percent, or more text",
                     )
                 return batch[:row].clone()
@@ -113,6 +109,10 @@ class Blocks:
         self._offset, self._available = offset, self._available - offset
         return True
 
+    def news(self) -> list[str]:
+        """Return what was left out of the text since the last call, in sentences."""
+        return self._documents.unread.news()
+
     def close(self) -> None:
         """Let go of files and connections; a batch that another thread waits for ends soon, with an error."""
         self._documents.close()
@@ -129,17 +129,15 @@ class Blocks:
         document = self._documents.next()
         if document is None:
             return False
-        place, text = document
-        ids = self._encoder.encode(text)
-        tokens = torch.cat([ids, torch.tensor([self._encoder.end], dtype=ids.dtype)])
-        self._pending.append((place, tokens))
+        tokens = torch.cat([self._encoder.document(text) for text in document.texts])
+        self._pending.append((document.place, tokens, document.name))
         self._available += len(tokens)
         return True
 
     def _take(self, block: Tensor) -> None:
         """Fill one block, and move on by all of its tokens but the last."""
-        filled, start = 0, self._offset
-        for _, tokens in self._pending:
+        filled, start, self.document = 0, self._offset, self._pending[0][2]
+        for _, tokens, _ in self._pending:
             part = tokens[start : start + len(block) - filled]
             block[filled : filled + len(part)] = part
             filled, start = filled + len(part), 0

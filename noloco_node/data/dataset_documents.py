@@ -1,30 +1,34 @@
 """Documents out of the rows of a data set: JSON Lines, parquet, or a repository of the Hugging Face hub.
 
-All three go through `datasets` as a stream, so that what works for a local file works for the hub: nothing is stored
-whole. A data set is a list of shards (files; of local parquet files their row groups). A training epoch visits the
-shards in a permutation by (seed, peer, epoch) and reads each in chunks; a chunk, of bounded size, is permuted in
-memory. The library's own shuffle buffer cannot be resumed exactly, this order can: a place is the shard, the
-library's state where the chunk begins, and the number of rows taken from it. Unshuffled, shards come in order from
+Nothing is stored whole. The hub is read through `datasets` as a stream, files of this machine by `local_rows`. A data
+set is a list of shards (files; of local parquet files their row groups). A training epoch visits the shards in a
+permutation by (seed, peer, epoch) and reads each in chunks; a chunk, of bounded size, is permuted in memory. The
+library's own shuffle buffer cannot be resumed exactly, this order can: a place is the shard, the state where the chunk
+begins, and the number of rows taken from it. Unshuffled, shards come in order from
 one by (seed, peer), rows as they stand. Peers that read one small file meet the same chunks at the same time, in
 different orders.
 
-A row is held out for validation when the SHA-256 of its text falls into the share asked for. A network that fails is
-tried again, from where the chunk began, with growing pauses and an end; that comes on top of the library's own
+What of a row is held out for validation, `held_out` says. A row without text is counted, and ends nothing; a source
+whose first rows all lack the field is refused. A network that fails is tried again, from where the chunk began, with
+growing pauses and an end; that comes on top of the library's own
 retries.
 """
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from noloco_node.data.file_documents import Place, ReadingOrder, find_files, unit_hash
+from noloco_node.data.file_documents import Document, Place, ReadingOrder, find_files
+from noloco_node.data.held_out import side_of
+from noloco_node.data.local_rows import BadRow, LocalRows
+from noloco_node.data.unread_text import UnreadText
 from noloco_node.errors import UserError, config_error
 from noloco_node.run.config import DataConfig
+from noloco_node.run.runfile import with_source
 from noloco_node.terminal import say
 
 T = TypeVar("T")
@@ -39,15 +43,17 @@ PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
 OPENING_PAUSES = 3
 """So many of them when a source is opened: whoever starts a node waits for it."""
 SUFFIXES = {
-    "json": tuple(f".{kind}{packed}" for kind in ("jsonl", "json", "ndjson") for packed in ("", ".gz", ".zst", ".xz")),
+    "json": tuple(
+        f".{kind}{packed}" for kind in ("jsonl", "json", "ndjson") for packed in ("", ".gz", ".bz2", ".zst", ".xz")
+    ),
     "parquet": (".parquet",),
 }
 
 
 class _Chunk(NamedTuple):
-    """Texts of consecutive rows. `state`: the stream's state behind them, None at the end of the shard."""
+    """Texts of consecutive rows, each as stretches. `state`: the stream's behind them, None at the end of the shard."""
 
-    texts: list[str]
+    texts: list[tuple[str, ...]]
     state: Any
 
 
@@ -55,8 +61,13 @@ class RowDocuments:
     """The documents of a stream of rows."""
 
     def __init__(self, data: DataConfig, order: ReadingOrder, load: Callable[[], Any]) -> None:
-        """Open the stream that `load` returns (a `datasets.IterableDataset`); raise `UserError` if it cannot be."""
+        """Open the stream that `load` returns; raise `UserError` if it cannot be.
+
+        It is a `datasets.IterableDataset`, or `LocalRows`.
+        """
         self._data, self._order = data, order
+        self.unread, self._first_pass = UnreadText(), True
+        self._rows_seen = self._texts_seen = 0
         self._closed, self._reading = threading.Event(), threading.Lock()
         self._rows_left: Iterator[Any] | None = None
         self._shard: Any = None
@@ -68,7 +79,11 @@ class RowDocuments:
         self._chunk: _Chunk | None = None
         self._chunk_order: Any = ()
         self._permutation = order.permutation(self._shards, 0)
-        where = (data.source, data.path, data.commit, data.subset, data.split, data.field)
+        for broken in getattr(self._stream, "unreadable", ()):
+            self.unread.note(*broken)
+        # Files are known by their content: the path to them may be typed in many ways.
+        path = data.path if data.source == "hub" else None
+        where = (data.source, path, data.commit, data.subset, data.split, data.field)
         self.fingerprint = hashlib.sha256(repr((*where, self._shards, _files_of(data))).encode()).hexdigest()
 
     @property
@@ -91,7 +106,7 @@ class RowDocuments:
         self._in_epoch = 0
         self._permutation = self._order.permutation(self._shards, epoch)
 
-    def next(self) -> tuple[Place, str] | None:
+    def next(self) -> Document | None:
         with self._reading:
             try:
                 return self._next()
@@ -99,28 +114,29 @@ class RowDocuments:
                 if self._closed.is_set():
                     self._let_go()
 
-    def _next(self) -> tuple[Place, str] | None:
+    def _next(self) -> Document | None:
         empty_epochs = 0
         while True:
             if self._turn == self._shards:
+                self.unread.end_pass()
                 if self._order.part == "validation":
                     return None
                 # The first epoch seen may be the rest of one, after a resumption: two without text are proof.
                 empty_epochs += self._in_epoch == 0
                 if empty_epochs > 1:
-                    raise config_error(
-                        "The data source has no rows with text.", "a whole pass found none", "another data.path"
-                    )
+                    raise self._no_text()
+                self._first_pass = False
                 self.seek({"epoch": self._epoch + 1, "turn": 0, "chunk": 0, "state": None, "index": 0})
             if self._chunk is None:
                 self._chunk = self._persist(self._read_chunk)
                 self._chunk_order = self._arrange(len(self._chunk.texts))
             if self._index < len(self._chunk.texts):
                 place = self.place
-                text = self._chunk.texts[self._chunk_order[self._index]]
+                row = self._chunk_order[self._index]
                 self._index += 1
                 self._in_epoch += 1
-                return place, text
+                shard = self._permutation[self._turn]
+                return Document(place, self._chunk.texts[row], f"{shard}/{self._number}/{row}")
             self._turn_page()
 
     def _arrange(self, count: int) -> Any:
@@ -145,32 +161,51 @@ class RowDocuments:
             if self._state is not None:
                 self._shard.load_state_dict(self._state)
             self._rows_left = iter(self._shard)
-        texts: list[str] = []
+        texts: list[tuple[str, ...]] = []
+        bad: list[BadRow] = []
         characters = 0
+        chunk = None
         for rows, row in enumerate(self._rows_left, 1):
-            text = self._text_of(row)
-            held_out = unit_hash(text.encode(errors="replace")) < self._data.validation_percent / 100
-            if text and held_out == (self._order.part == "validation"):
-                texts.append(text)
+            text = self._text_of(row, bad)
+            if stretches := side_of(text, self._order.part, self._data.validation_percent):
+                texts.append(stretches)
             characters += len(text)
+            self._rows_seen += 1
+            self._texts_seen += bool(text)
             if rows >= CHUNK_ROWS or characters >= CHUNK_CHARACTERS:
-                return _Chunk(texts, self._shard.state_dict())
-        return _Chunk(texts, None)
+                chunk = _Chunk(texts, self._shard.state_dict())
+                break
+        if self._first_pass:  # a chunk that had to be read again is counted once
+            for each in bad:
+                self.unread.note(*each)
+        if not self._texts_seen and self._rows_seen >= CHUNK_ROWS:
+            raise self._no_text()
+        return chunk or _Chunk(texts, None)
 
-    def _text_of(self, row: Any) -> str:
+    def _no_text(self) -> UserError:
+        return config_error(
+            f"The data source has no rows with text in the field {self._data.field!r}.",
+            why="; ".join(self.unread.summary()) or f"{self._rows_seen} rows have none, or all of it is held out",
+            hint=ANOTHER_FIELD,
+        )
+
+    def _text_of(self, row: Any, bad: list[BadRow]) -> str:
+        """Return the text of a row; where it has none, "" and why in `bad`."""
+        if isinstance(row, BadRow):
+            bad.append(row)
+            return ""
+        if isinstance(row, str):
+            return row
         field = self._data.field
         if field not in row:
-            raise config_error(f"The data has no field {field!r}.", f"its fields are {', '.join(row)}", ANOTHER_FIELD)
+            fields = ", ".join(row)
+            raise config_error(f"The data has no field {field!r}.", f"its fields are {fields}", ANOTHER_FIELD)
         text = row[field]
-        if text is None:
-            return ""
-        if not isinstance(text, str):
-            raise config_error(
-                f"The field {field!r} of the data holds no text.",
-                f"it holds {type(text).__name__}",
-                ANOTHER_FIELD,
-            )
-        return text
+        if isinstance(text, str):
+            return text
+        kind = type(text).__name__ if text is not None else "null"
+        bad.append(BadRow(f"has no text in the field {field!r} and is left out", f"a row, where it is {kind},"))
+        return ""
 
     def _persist(self, attempt: Callable[[], T], pauses_s: Sequence[float] | None = None) -> T:
         """Call until it succeeds, with pauses; raise `UserError` where trying again cannot help, or no longer."""
@@ -229,12 +264,16 @@ def _files_of(data: DataConfig) -> list[tuple[str, int, str]]:
     """Return name, size, and a digest of beginning and end of each local file: a file that was written anew is another
     source, one that was merely copied is not."""
     described = []
-    for name, path in _local_files(data):
-        with path.open("rb") as file:
+    for _, path in _local_files(data):
+        try:
+            file = path.open("rb")
+        except OSError:
+            continue
+        with file:
             size, ends = path.stat().st_size, hashlib.sha256(file.read(END_BYTES))
             file.seek(max(0, size - END_BYTES))
             ends.update(file.read(END_BYTES))
-        described.append((name, size, ends.hexdigest()))
+        described.append((path.name, size, ends.hexdigest()))
     return described
 
 
@@ -245,18 +284,23 @@ def _narrow(stream: Any, field: str) -> Any:
 
 
 def load_rows(data: DataConfig) -> Any:
-    """Open a data set as a stream (a `datasets.IterableDataset`); raise what the library raises, or `UserError`."""
-    import datasets
-
-    # Else the library reports each opening of a local file to a server, and waits where there is no network.
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    """Open a data set as a stream: a `datasets.IterableDataset`, whose library raises what it likes, or `LocalRows`."""
     if data.source == "hub":
+        import datasets
+
+        # Else the library reports each opening to a server.
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
         return datasets.load_dataset(
             data.path, name=data.subset, revision=data.commit, split=data.split, streaming=True
         )
-    # The library reads names as patterns.
-    files = [glob.escape(str(path)) for _, path in _local_files(data)]
+    files = _local_files(data)
     if not files:
         raise config_error(f"There is no data at {data.path!r}.", "all its files are empty", "another data.path")
-    stream = datasets.load_dataset(data.source, data_files=files, split="train", streaming=True)
-    return stream.reshard() if data.source == "parquet" else stream
+    return LocalRows(files, data.source, data.field)
+
+
+def check_source(source: str) -> None:
+    """Raise `UserError` where the source that a person named is not understood, or no file here; no hub is asked."""
+    data = with_source(DataConfig(), source)
+    if data.path is not None and data.source != "hub":
+        find_files(data.path, SUFFIXES.get(data.source, ("",)))

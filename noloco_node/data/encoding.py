@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,18 +12,29 @@ import torch
 from torch import Tensor
 
 from noloco_node.errors import config_error
-from noloco_node.run.config import TRAVELLING, DataConfig
+from noloco_node.run.config import TOKENIZER_FILES, TRAVELLING, DataConfig
 
 BYT5_VOCABULARY = 384
 _BYT5_END, _BYT5_OFFSET = 1, 3
 
 
 class Encoder(NamedTuple):
-    """What the blocks need of a tokenizer. `encode`: text to int32 ids; `end`: the end token; `name`: which it is."""
+    """What the blocks need of a tokenizer. `encode`: text to int32 ids; `end`: the end token; `name`: which it is.
+
+    `begin`: the tokens with which its own rule begins a text, often none; a model that was trained with them expects
+    them.
+    """
 
     encode: Callable[[str], Tensor]
     end: int
     name: str
+    begin: tuple[int, ...] = ()
+
+    def document(self, text: str) -> Tensor:
+        """Return the ids of a whole document."""
+        ids = self.encode(text)
+        begin, end = (torch.tensor(tokens, dtype=ids.dtype) for tokens in (self.begin, (self.end,)))
+        return torch.cat([begin, ids, end])
 
 
 def open_encoder(data: DataConfig) -> Encoder:
@@ -41,8 +53,26 @@ def open_encoder(data: DataConfig) -> Encoder:
         encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
         return torch.tensor(encoded["input_ids"], dtype=torch.int32)
 
-    digests = ",".join(each.digest for each in data.tokenizer_files)
-    return Encoder(encode, tokenizer.eos_token_id, digests or f"{data.tokenizer}@{data.tokenizer_commit}")
+    begin = _beginning(tokenizer)
+    name = ",".join(each.digest for each in data.tokenizer_files) or _name_of(data)
+    return Encoder(encode, tokenizer.eos_token_id, f"{name}|{begin}" if begin else name, begin)
+
+
+def _beginning(tokenizer: Any) -> tuple[int, ...]:
+    """Return what a tokenizer puts before a text by its own rule."""
+    whole, plain = (tokenizer("a", add_special_tokens=adds)["input_ids"] for adds in (True, False))
+    before = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
+    return tuple(whole[:before])
+
+
+def _name_of(data: DataConfig) -> str:
+    """Return what names a tokenizer: of a directory its files, for the path to it may be typed in many ways."""
+    if data.tokenizer_commit is not None:
+        return f"{data.tokenizer}@{data.tokenizer_commit}"
+    files = (Path(data.tokenizer).expanduser() / name for name in TOKENIZER_FILES)
+    return hashlib.sha256(
+        b"".join(hashlib.sha256(each.read_bytes()).digest() for each in files if each.is_file())
+    ).hexdigest()
 
 
 def encode_bytes(text: str) -> Tensor:

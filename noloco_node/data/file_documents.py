@@ -6,9 +6,8 @@ is a permutation of all documents by (seed, peer, epoch); unshuffled it is their
 (seed, peer), so that peers still read different text. Epochs follow one another without end. The place in this
 sequence is two numbers.
 
-Held out for validation is every document the SHA-256 of whose name (path below the source's root, and piece) falls
-into the share asked for, and if that is none the one with the smallest: the choice depends on no seed and no peer, so
-a document that any peer holds out no peer trains on. Validation is one pass in one mixed order.
+Of each document the parts that `held_out` says are for validation, one pass in one mixed order, and the rest for
+training. A file that is not UTF-8 is left out, and counted; where only a few characters are damaged these are replaced.
 
 The source `stdlib` is the text of the modules of the running Python's standard library, which is there without a
 network. Minor versions of Python differ in a few per cent of it, so peers on different versions train on slightly
@@ -24,11 +23,12 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
+from noloco_node.data.held_out import Part, side_of
+from noloco_node.data.unread_text import UnreadText
 from noloco_node.errors import config_error
 
-Part = Literal["train", "validation"]
 Place = dict[str, Any]
 """Where a document stands in its source's order: small, and JSON can hold it."""
 
@@ -37,7 +37,17 @@ SAVED_TO_DISK = ("state.json", "dataset_dict.json")
 """What `save_to_disk` of the library datasets leaves at the top of its directory."""
 LINE_BYTES = 16 * 1024
 """How far a cut looks for the end of a line before it cuts between two characters."""
+DAMAGED_SHARE = 0.01
+"""Of a document's characters, the most that may be no UTF-8 (or zero bytes) for it to be text all the same."""
 _NOT_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload"})
+
+
+class Document(NamedTuple):
+    """What is read at one place. `texts`: stretches of it that belong to this part. `name`: of the file or row."""
+
+    place: Place
+    texts: tuple[str, ...]
+    name: str
 
 
 class Documents(Protocol):
@@ -45,6 +55,7 @@ class Documents(Protocol):
 
     fingerprint: str
     """Equal for equal sources: a place means nothing in another."""
+    unread: UnreadText
 
     @property
     def place(self) -> Place:
@@ -53,8 +64,8 @@ class Documents(Protocol):
     def seek(self, place: Place) -> None:
         """Go on with the document at `place`."""
 
-    def next(self) -> tuple[Place, str] | None:
-        """Return the next document that has any text, and its place; None at the end. Blocks on disk and network."""
+    def next(self) -> Document | None:
+        """Return the next document that has any text; None at the end. Blocks on disk and network."""
 
     def close(self) -> None:
         """Let go of files and connections; a call that waits in another thread ends soon."""
@@ -88,7 +99,7 @@ class ReadingOrder(NamedTuple):
 
 
 class TextRange(NamedTuple):
-    """Bytes `start` to `end` of a file, both moved to the end of a line when read. `name` is what is hashed."""
+    """Bytes `start` to `end` of a file, both moved to the end of a line when read. `name`: of file and piece."""
 
     path: Path
     name: str
@@ -101,20 +112,16 @@ class FileDocuments:
     """The documents of a list of pieces."""
 
     def __init__(self, pieces: Sequence[TextRange], order: ReadingOrder, validation_percent: float) -> None:
-        """Take the pieces of `order.part`; raise `UserError` if there are none."""
-        outside = held_out([piece.name for piece in pieces], validation_percent)
-        wanted = order.part == "validation"
-        self._pieces = [piece for piece, out in zip(pieces, outside, strict=True) if out == wanted]
-        if not self._pieces:
-            raise config_error(
-                f"The data source has no documents for {order.part}.",
-                why=f"it has {len(pieces)} in all, of which {sum(outside)} are held out for validation",
-                hint="more text, or another data.validation_percent",
-            )
-        self._order = order
+        """Take the pieces; raise `UserError` if there are none."""
+        if not pieces:
+            raise config_error("The data source has no files that can be read.", "none is there", "another data.path")
+        self._pieces, self._order, self._percent = pieces, order, validation_percent
+        self.unread = UnreadText()
+        self._noted = set[int]()
         self._epoch, self._index = 0, 0
         self._permutation = order.permutation(len(self._pieces), 0)
-        listing = "\n".join(f"{piece.name}|{piece.start}|{piece.size}" for piece in self._pieces)
+        # By its files' own names: the directories above them depend on how the path was typed.
+        listing = "\n".join(f"{os.path.basename(piece.name)}|{piece.start}|{piece.size}" for piece in self._pieces)
         self.fingerprint = hashlib.sha256(listing.encode(errors="surrogateescape")).hexdigest()
 
     @property
@@ -128,54 +135,57 @@ class FileDocuments:
         self._epoch, self._index = epoch, index
         self._permutation = self._order.permutation(len(self._pieces), epoch)
 
-    def next(self) -> tuple[Place, str] | None:
-        unread = 0
+    def next(self) -> Document | None:
+        empty = 0
         while True:
             if self._index == len(self._pieces):
+                self.unread.end_pass()
                 if self._order.part == "validation":
                     return None
                 self.seek({"epoch": self._epoch + 1, "index": 0})
-            place = self.place
-            text = _text_of(self._pieces[self._permutation[self._index]])
+            place, number = self.place, self._permutation[self._index]
+            texts = side_of(self._read(number), self._order.part, self._percent)
             self._index += 1
-            if text:
-                return place, text
-            unread += 1
-            if unread > 2 * len(self._pieces):
+            if texts:
+                return Document(place, texts, str(self._pieces[number].path))
+            empty += 1
+            if empty > 2 * len(self._pieces):
                 raise config_error(
                     "The data source has no text.",
-                    why=f"each of its {len(self._pieces)} documents is empty, unreadable or not UTF-8",
-                    hint="another data.path",
+                    why="; ".join(self.unread.summary())
+                    or f"each of its {len(self._pieces)} documents is empty, or held out for validation",
+                    hint="another data.path, or a smaller data.validation_percent",
                 )
+
+    def _read(self, number: int) -> str:
+        # What is read once more in a later epoch is not counted again.
+        unread = None if number in self._noted else self.unread
+        self._noted.add(number)
+        return _text_of(self._pieces[number], unread)
 
     def close(self) -> None:
         """Nothing stays open between two documents."""
 
 
-def unit_hash(name: bytes) -> float:
-    """Return a number in [0, 1) that the SHA-256 of `name` decides."""
-    return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") / 2**64
-
-
-def held_out(names: Sequence[str], percent: float) -> list[bool]:
-    """Say of each document whether it is held out: those of the smallest shares, one at least where there are two."""
-    shares = [unit_hash(name.encode(errors="surrogateescape")) for name in names]
-    limit = percent / 100
-    if percent > 0 and len(names) > 1 and min(shares) >= limit:
-        return [value == min(shares) for value in shares]
-    return [value < limit for value in shares]
-
-
-def _text_of(piece: TextRange) -> str:
-    """Read a piece; return nothing where it is gone, unreadable or not UTF-8."""
+def _text_of(piece: TextRange, unread: UnreadText | None = None) -> str:
+    """Read a piece; return nothing where it is gone or no text. `unread`: counts that, and what was replaced."""
+    unread = UnreadText(tell=None) if unread is None else unread
     try:
         with piece.path.open("rb") as file:
             start = _line_end(file, piece.start, piece.size)
             file.seek(start)
-            text = file.read(_line_end(file, piece.end, piece.size, back_to=start) - start).decode("utf-8")
-    except (OSError, UnicodeDecodeError):
+            raw = file.read(_line_end(file, piece.end, piece.size, back_to=start) - start)
+    except OSError as error:
+        unread.note("cannot be read and is left out", f"{piece.name} ({error.strerror})")
         return ""
-    return text.removeprefix("\ufeff")
+    text = raw.decode("utf-8", errors="replace").removeprefix("\ufeff")
+    damaged = text.count("\N{REPLACEMENT CHARACTER}") + text.count("\0")
+    if damaged > DAMAGED_SHARE * len(text):
+        unread.note("is not text in UTF-8 and is left out", piece.name)
+        return ""
+    if damaged:
+        unread.note("has characters that are not UTF-8, and they are replaced", piece.name)
+    return text
 
 
 def _line_end(file: BinaryIO, offset: int, size: int, back_to: int | None = None) -> int:

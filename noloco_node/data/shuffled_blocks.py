@@ -69,6 +69,10 @@ class ShuffledBlocks:
             self._dealt = dealt
         return True
 
+    def news(self) -> list[str]:
+        """Return what was left out of the text since the last call, in sentences."""
+        return self._blocks.news()
+
     def close(self) -> None:
         """Let go of files and connections."""
         self._blocks.close()

@@ -62,6 +62,9 @@ class TextSource:
                 self._position, self._ahead = dict(position), None
             return restored
 
+    def news(self) -> list[str]:
+        return self._blocks.news()
+
     def close(self) -> None:
         self._blocks.close()
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -23,7 +23,8 @@ from torch import Tensor
 from noloco_node.demo.summary import ModelScores
 from noloco_node.errors import COMPLAINT, UserError, user_error_of
 from noloco_node.export.exporter import SwarmExport, merge_files, parts_of, write
-from noloco_node.export.held_out_loss import logits_of, validation_loss, validation_text
+from noloco_node.export.held_out_loss import logits_of, text_loss
+from noloco_node.export.held_out_text import validation_text
 from noloco_node.export.replica_files import ReplicaFile, ReplicaReader
 from noloco_node.inference.evaluation import open_model, unigram_entropy
 from noloco_node.inference.generation import Sampling, generate
@@ -58,7 +59,7 @@ def scores_of(
     model = open_model(directory)
 
     def loss() -> float:
-        return validation_loss(logits_of(model), text).mean
+        return text_loss(logits_of(model), text).mean
 
     merged = loss()
     losses = {}
@@ -72,8 +73,8 @@ def scores_of(
         merged=merged,
         routes=losses,
         untrained=untrained,
-        unigram=unigram_entropy(text),
-        tokens=sum(batch[:, 1:].numel() for batch in text),
+        unigram=unigram_entropy(text.batches),
+        tokens=sum(batch[:, 1:].numel() for batch in text.batches),
         parameters=sum(weight.numel() for weight in model.parameters()),
         prompt=PROMPT,
         sample="".join(generate(directory, PROMPT, sampling)),

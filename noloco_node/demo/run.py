@@ -28,7 +28,6 @@ from noloco_node.demo.summary import ModelScores, Summary, lines, summarise
 from noloco_node.errors import UserError
 from noloco_node.journal.events import Event
 from noloco_node.journal.reader import Tail
-from noloco_node.machine.signals import signals_interrupt
 from noloco_node.observe.journal_observer import JournalObserver
 from noloco_node.observe.live_view import LiveView
 from noloco_node.observe.peer_history import PeerHistory
@@ -75,7 +74,7 @@ async def demonstrate(demo: DemoConfig, page_at: PagePlace | None = None) -> Non
     """Run a whole swarm on this machine, and show it at `page_at` too; raise `UserError` where it cannot be done."""
     check(demo)
     started_at = time.time()
-    with claim_output_dir(demo.home, mark(demo, started_at)) as home, signals_interrupt():
+    with claim_output_dir(demo.home, mark(demo, started_at)) as home:
         async with page_served(page_at) as page:
             await _Demo(demo, home, Console(), started_at, page).run()
 
@@ -149,7 +148,7 @@ class _Demo:
     def _write_run(self, steps: int) -> RunConfig:
         demo, path = self._demo, self._home.run_file
         text = demo_run_text(stages=demo.stages, replicas=demo.replicas, steps=steps, seed=demo.seed)
-        write_whole(path, text.encode())
+        write_whole(path, text.encode(), public=True)
         return decode_run(text, str(path))
 
     def _warn_of_memory(self) -> None:
@@ -251,10 +250,10 @@ class _Demo:
         outage = None if self._outage is None else self._outage.summary(histories)
         summary = summarise(histories, outage)
         text = lines(summary, scores)
-        write_whole(self._home.path / "summary.txt", ("\n".join(text) + "\n").encode())
-        write_whole(self._home.path / "summary.json", _as_json(summary, scores))
+        write_whole(self._home.path / "summary.txt", ("\n".join(text) + "\n").encode(), public=True)
+        write_whole(self._home.path / "summary.json", _as_json(summary, scores), public=True)
         heading = f"A swarm of {self._demo.stages} stages x {self._demo.replicas} replicas"
-        write_whole(self._home.path / "loss.png", picture(heading, histories, scores, outage))
+        write_whole(self._home.path / "loss.png", picture(heading, histories, scores, outage), public=True)
         for line in ["", *text, ""]:
             self._print(line)
         if scores is not None:

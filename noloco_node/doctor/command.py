@@ -17,7 +17,7 @@ from noloco_node.admission.ticket import Right
 from noloco_node.doctor import machine_checks, swarm_checks
 from noloco_node.doctor.findings import Finding, Grade, exit_code, fail, line, ok, verdict, warn
 from noloco_node.errors import Exit, UserError, user_error_of
-from noloco_node.libp2p.endpoint.addresses import PeerAddress
+from noloco_node.libp2p.endpoint.addresses import PeerAddress, check_announce, check_listen
 from noloco_node.libp2p.endpoint.settings import EVERYWHERE, NetworkSettings
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.network.interface import PeerNetwork
@@ -46,7 +46,7 @@ class DoctorRequest(msgspec.Struct, frozen=True, kw_only=True):
 async def examine(invite: str | None, wish: DoctorRequest) -> list[Finding]:
     """Return all findings, those of the machine first."""
     if invite is None:
-        return machine_checks.look(wish.home, wish.device, ())
+        return [*machine_checks.look(wish.home, wish.device, ()), *_places(wish)]
     parsed = invites.parse(invite)
     tried = await _try_addresses(parsed)
     answering = [address for address, finding in tried if finding.grade is Grade.GOOD]
@@ -58,7 +58,21 @@ async def examine(invite: str | None, wish: DoctorRequest) -> list[Finding]:
             "machine is online"
         )
         found, needs = [fail("invite", "none of its addresses can be reached", hint)], ()
-    return [*machine_checks.look(wish.home, wish.device, needs), *(finding for _, finding in tried), *found]
+    return [
+        *machine_checks.look(wish.home, wish.device, needs, parsed.digest),
+        *(finding for _, finding in tried),
+        *found,
+    ]
+
+
+def _places(wish: DoctorRequest) -> list[Finding]:
+    """Return what is wrong with the addresses to listen on and to announce, without a swarm to try them in."""
+    try:
+        check_listen(wish.listen)
+        check_announce(wish.announce)
+    except UserError as error:
+        return [fail("addresses", f"{error.what} {error.why}", error.hint)]
+    return []
 
 
 async def _try_addresses(parsed: invites.Invite) -> list[tuple[PeerAddress, Finding]]:

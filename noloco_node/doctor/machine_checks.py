@@ -8,15 +8,17 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from noloco_node.admission.peer_keys import peer_of_file
 from noloco_node.doctor.findings import Finding, Grade, fail, ok, warn
-from noloco_node.errors import Exit, UserError
-from noloco_node.machine.memory import free_bytes
-from noloco_node.storage.checkpoint import KEPT
-from noloco_node.storage.home import HomePaths
+from noloco_node.errors import Exit, UserError, reason_of
+from noloco_node.libp2p.endpoint.identity import ensure_identity
+from noloco_node.machine.memory import free_bytes, wanted_bytes
+from noloco_node.storage.checkpoint import KEPT, files
+from noloco_node.storage.home import HomePaths, RunPaths
 from noloco_node.units import format_bytes
 
 ENOUGH_FILES, FEW_FILES = 1024, 256
@@ -25,8 +27,8 @@ CHECKPOINT_SETS = 5
 LITTLE_DISK_BYTES = 2 * 10**9
 NO_DISK_BYTES = 10**6
 """With less not even an identity and a run file fit: no home can be made."""
-ROOM = 1.2
-"""Of what is needed, so much should be free: the program itself and its libraries take some too."""
+DISK_ROOM = 1.2
+"""Of what checkpoints need, so much of the disk should be free: the journal and snapshots take some too."""
 
 
 class Need(NamedTuple):
@@ -66,7 +68,7 @@ def judge_memory(supply: Supply, needs: Sequence[Need]) -> Finding:
     if not needs:
         return ok(about, f"{format_bytes(free)} free")
     # With a GPU, main memory keeps the copies that gossip works with.
-    wanted = {need.stage: ROOM * (need.memory if supply.gpu is None else need.beside) for need in needs}
+    wanted = {need.stage: wanted_bytes(need.memory if supply.gpu is None else need.beside) for need in needs}
     return _against(about, free, wanted, "close other programs, or ask for a run with more stages")
 
 
@@ -76,7 +78,7 @@ def judge_gpu(supply: Supply, needs: Sequence[Need]) -> list[Finding]:
         return []
     if not needs:
         return [ok("GPU memory", f"{format_bytes(supply.gpu)} free")]
-    wanted = {need.stage: ROOM * need.computing for need in needs}
+    wanted = {need.stage: wanted_bytes(need.computing) for need in needs}
     return [_against("GPU memory", supply.gpu, wanted, "--device cpu, or end what else runs on the GPU")]
 
 
@@ -90,7 +92,7 @@ def judge_disk(supply: Supply, needs: Sequence[Need], home: Path) -> Finding:
             judge = warn if free >= NO_DISK_BYTES else fail
             return judge(about, f"{format_bytes(free)} free at {home}", "free some space, or give another --home")
         return ok(about, f"{format_bytes(free)} free at {home}")
-    wanted = {need.stage: ROOM * need.disk for need in needs}
+    wanted = {need.stage: DISK_ROOM * need.disk for need in needs}
     return _against(about, free, wanted, f"free some space at {home}, or give another --home")
 
 
@@ -99,17 +101,28 @@ def disk_bytes(weights: int, kept: int = KEPT) -> int:
     return CHECKPOINT_SETS * weights * (kept + 1)
 
 
-def require_disk(home: Path, weights: Mapping[int, int], kept: int) -> None:
-    """Raise `UserError` where the disk has no room for the checkpoints of any of these stages, given their weights."""
+def require_disk(paths: RunPaths, weights: Mapping[int, int], kept: int) -> str | None:
+    """Return what to tell the owner of a disk that has no room for the checkpoints of any of these stages, given their
+    weights; None where it has.
+
+    Raises `UserError` where there is no checkpoint to go on from either: such a node would never save anything. A node
+    that has saved itself before starts on a full disk, as it would have gone on there.
+    """
     needs = [Need(stage, 0, 0, 0, disk_bytes(size, kept)) for stage, size in weights.items()]
-    finding = judge_disk(Supply(None, None, _free_disk(home)), needs, home)
-    if finding.grade is Grade.BAD:
-        raise UserError(
-            f"The disk at {home} has no room for checkpoints.",
-            why=finding.says,
-            hint=f"{finding.hint}; --keep 1 takes less",
-            code=Exit.STORAGE,
+    finding = judge_disk(Supply(None, None, _free_disk(paths.path, [paths])), needs, paths.path)
+    if finding.grade is not Grade.BAD:
+        return None
+    if files(paths.checkpoint):
+        return (
+            f"the disk has no room for checkpoints ({finding.says}): nothing is saved until there is; the last"
+            f" checkpoint stays, and we go on from it; {finding.hint}"
         )
+    raise UserError(
+        f"The disk at {paths.path} has no room for checkpoints.",
+        why=finding.says,
+        hint=f"{finding.hint}; --keep 1 takes less",
+        code=Exit.STORAGE,
+    )
 
 
 def _against(about: str, free: int, wanted: dict[int, float], hint: str) -> Finding:
@@ -125,12 +138,17 @@ def _against(about: str, free: int, wanted: dict[int, float], hint: str) -> Find
     return ok(about, f"{has}, the largest stage takes {format_bytes(most)}")
 
 
-def look(home: Path, device: str, needs: Sequence[Need]) -> list[Finding]:
-    """Return what this machine shows of itself."""
+def look(home: Path, device: str, needs: Sequence[Need], run_id: str | None = None) -> list[Finding]:
+    """Return what this machine shows of itself, for a run if one is named."""
     import torch
 
     seen, gpu = _device(device)
-    supply = Supply(free_bytes(torch.device("cpu")), gpu, _free_disk(home))
+    places = [] if run_id is None else HomePaths(home).places_of(run_id)
+    supply = Supply(
+        free_bytes(torch.device("cpu")),
+        gpu,
+        _free_disk(home, places),
+    )
     return [
         ok("system", f"{sys.platform}, Python {sys.version.split()[0]}, {os.cpu_count() or 1} cores"),
         seen,
@@ -138,7 +156,21 @@ def look(home: Path, device: str, needs: Sequence[Need]) -> list[Finding]:
         *judge_gpu(supply, needs),
         judge_disk(supply, needs, home),
         _files(),
+        _identity(home),
     ]
+
+
+def _identity(home: Path) -> Finding:
+    """Say who the node will be: an owner who lists peers has to be told before the node can join."""
+    path = HomePaths(home.expanduser().absolute())
+    try:
+        path.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        ensure_identity(path.identity)
+        peer = peer_of_file(path.identity)
+    except (OSError, UserError) as error:
+        why = error.why if isinstance(error, UserError) else reason_of(error)
+        return fail("identity", why, "another --home, on a disk that you may write to")
+    return ok("identity", f"you are {peer}" if peer else f"{path.identity}, a key of another type than Ed25519")
 
 
 def _device(wish: str) -> tuple[Finding, int | None]:
@@ -165,13 +197,17 @@ def _files() -> Finding:
     return judge_files(sys.maxsize if limit == resource.RLIM_INFINITY else limit)
 
 
-def _free_disk(home: Path) -> int | None:
-    """Return the free bytes of the disk that the home is on, or will be; its own checkpoints make way for others."""
+def _free_disk(home: Path, places: Iterable[RunPaths]) -> int | None:
+    """Return the free bytes of the disk that the home is on, or will be.
+
+    The checkpoints in `places` make way for those that follow.
+    """
     place = home.expanduser().absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
     try:
-        own = sum(path.stat().st_size for path in HomePaths(place).checkpoint.glob("*.safetensors"))
-        return shutil.disk_usage(place).free + own if os.access(place, os.W_OK) else None
+        own = sum(path.stat().st_size for paths in places for path in files(paths.checkpoint))
+        usable = place.is_dir() and os.access(place, os.W_OK)
+        return shutil.disk_usage(place).free + own if usable else None
     except OSError:
         return None

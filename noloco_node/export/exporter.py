@@ -26,21 +26,20 @@ from pathlib import Path
 from msgspec import structs
 
 from noloco_node.data.encoding import open_tokenizer
-from noloco_node.errors import Exit, UserError, config_error, reason_of
+from noloco_node.errors import Exit, UserError, reason_of
 from noloco_node.export.held_out_loss import best_snapshots, without_worse
-from noloco_node.export.huggingface import check_target, write_checkpoint
+from noloco_node.export.huggingface import own_generation, write_checkpoint
 from noloco_node.export.parts import PartsDirectory, parts_beside, passed
 from noloco_node.export.provenance import Provenance, noted, told_of
 from noloco_node.export.replica_fetch import Look, at_work, fetched
 from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, in_home, merged, newest
 from noloco_node.export.run_tokenizer import fetched_tokenizer, reading_with_tokenizer
 from noloco_node.export.snapshot_fetch import fetch_snapshots
+from noloco_node.export.sources import check_export, recipe_of
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.model_layout import ModelLayout, model_layout
 from noloco_node.run.config import DataConfig
-from noloco_node.run.runfile import read_run_text
 from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary
-from noloco_node.storage.home import HomePaths
 from noloco_node.swarm.connection import Visitor, visited
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
@@ -56,15 +55,8 @@ async def export(
 
     `invite`: of a living swarm; `homes`: of nodes of the run; at least one of them.
     """
-    check_target(out)
+    check_export(out, invite, homes)
     if invite is None:
-        if not homes:
-            raise UserError(
-                "There is nothing to export from.",
-                why="neither an invite nor a home was given",
-                hint="noloco-node export INVITE --out DIR, or noloco-node export --from-home HOME --out DIR",
-                code=Exit.USAGE,
-            )
         return await asyncio.to_thread(_from_homes, out, homes)
     async with visited(invite, visitor) as (network, recipe, membership):
         layout = await asyncio.to_thread(model_layout, recipe.run)
@@ -83,29 +75,6 @@ async def export(
     done = await asyncio.to_thread(write, out, recipe, layout, found, data)
     parts.remove()
     return done
-
-
-def recipe_of(homes: Sequence[Path]) -> RunFileText:
-    """Return the run that these homes took part in; raise `UserError` where they name none, or several."""
-    for home in homes:
-        if not HomePaths(home).run_file.is_file():
-            raise config_error(
-                f"{home} is not the home of a node.",
-                why="it holds no run.toml, which a node keeps there when it joins",
-                hint="the directory that `noloco-node join --home` was given, ~/.noloco/node by default",
-            )
-    places = {home: HomePaths(home).run_file for home in homes}
-    recipes = {home: RunFileText(read_run_text(place), str(place)) for home, place in places.items()}
-    first = recipes[homes[0]]
-    for home, recipe in recipes.items():
-        if recipe.digest != first.digest:
-            raise UserError(
-                f"{home} is the home of another run.",
-                why=f"it took part in {recipe.digest[:12]}, {homes[0]} in {first.digest[:12]}",
-                hint="homes of one run only",
-                code=Exit.OTHER_RUN,
-            )
-    return first
 
 
 def of_homes(homes: Sequence[Path], recipe: RunFileText) -> list[ReplicaFile]:
@@ -268,6 +237,7 @@ def write(
         [layout.ordinary(number, stage.weights) for number, stage in enumerate(stages)],
         tokenizer,
         notes,
+        own_generation(recipe.run.model, data),
     )
     counts = "; ".join(
         f"stage {number}: {len(stage.taken)}, {rounds_of(stage.taken)}" for number, stage in enumerate(stages)

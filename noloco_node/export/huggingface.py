@@ -28,7 +28,10 @@ from transformers.utils import logging
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.export.provenance import NOTES, Provenance
+from noloco_node.export.sources import check_target
+from noloco_node.run.config import DataConfig, ModelConfig
 from noloco_node.storage.atomic_file import flush
+from noloco_node.terminal import say
 from pipeline.partition import skeleton
 
 
@@ -39,18 +42,23 @@ def quiet_unless_watched() -> None:
 
 
 def write_checkpoint(
-    directory: Path, config: Any, stages: Sequence[Mapping[str, Tensor]], tokenizer: Any, notes: Provenance
+    directory: Path,
+    config: Any,
+    stages: Sequence[Mapping[str, Tensor]],
+    tokenizer: Any,
+    notes: Provenance,
+    generation: GenerationConfig | None = None,
 ) -> None:
     """Write one Hugging Face directory from the weights of all stages.
 
-    `config`: the prepared transformers config of the run. What was written is loaded again and compared, before it
-    takes its place. Raises ValueError if the stages are not the whole model, `UserError` if the target has something in
-    it or the disk refuses.
+    `config`: the prepared transformers config of the run. `generation`: how the model that the run continued writes
+    text, where it said so. What was written is loaded again and compared before it takes its place. Raises ValueError
+    if the stages are not the whole model, `UserError` if the target has something in it or the disk refuses.
     """
     whole = joined(config, stages)
     whole.config.use_cache = True
     whole.config.bos_token_id, whole.config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-    whole.generation_config = GenerationConfig(
+    whole.generation_config = generation or GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     quiet_unless_watched()
@@ -67,7 +75,7 @@ def _compare(directory: Path, stages: Sequence[Mapping[str, Tensor]]) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(
         directory, local_files_only=True, trust_remote_code=False, dtype=torch.float32
     )
-    found = dict(loaded.named_parameters())
+    found = loaded.state_dict()
     for stage in stages:
         for name, weight in stage.items():
             if name not in found or not torch.equal(found[name], weight.float()):
@@ -93,17 +101,6 @@ def _fits(name: str, expected: Mapping[str, torch.Size], weights: Mapping[str, T
     return name in weights and name in expected and weights[name].shape == expected[name]
 
 
-def check_target(directory: Path) -> None:
-    """Raise `UserError` if there is anything at the place where a checkpoint is to be written."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError(
-            f"{directory} is there already, and not empty.",
-            why="an export writes a directory of its own and overwrites nothing",
-            hint="another --out, or remove the old one yourself",
-            code=Exit.USAGE,
-        )
-
-
 @contextmanager
 def _written_aside(directory: Path) -> Iterator[Path]:
     """Yield an empty directory beside `directory` that takes its place, flushed to the disk, when all has gone well.
@@ -119,6 +116,7 @@ def _written_aside(directory: Path) -> Iterator[Path]:
             for left in aside.iterdir():
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
             yield aside
+            _follow_umask(aside)
             for path in sorted(aside.rglob("*")):
                 flush(path)
             flush(aside)
@@ -136,6 +134,34 @@ def _written_aside(directory: Path) -> Iterator[Path]:
             hint="free some space, or choose another directory",
             code=Exit.STORAGE,
         ) from error
+
+
+def _follow_umask(directory: Path) -> None:
+    """Let whoever may read a new directory read the files in it too: the library makes some for their owner alone."""
+    readers = directory.stat().st_mode & 0o666
+    for path in directory.rglob("*"):
+        if path.is_file():
+            path.chmod(readers)
+
+
+def own_generation(model: ModelConfig, data: DataConfig) -> GenerationConfig | None:
+    """Return how the model that a run continues writes text; None where it says nothing that the library can use.
+
+    `data`: the run's, its tokenizer here.
+    """
+    commit = model.commit
+    if model.hub is None and not (model.weights and data.tokenizer_files):
+        return None
+    source = data.tokenizer if model.hub is None else model.hub
+    try:
+        found = GenerationConfig.from_pretrained(source, revision=commit, local_files_only=commit is None)
+        found.validate(strict=True)
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # anybody may have written the file, and the library raises whatever comes of it
+        say(f"the model's own generation_config.json is left out: {' '.join(str(error).split())[:200]}")
+        return None
+    return found
 
 
 def _lock(aside: Path, directory: Path) -> int:

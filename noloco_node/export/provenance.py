@@ -68,6 +68,13 @@ def run_of(directory: Path) -> RunConfig:
     return decode_run(read_provenance(directory).run_file, str(directory / NOTES))
 
 
+def known_run(directory: Path) -> RunConfig | None:
+    """Return the run that a checkpoint came from, None if from no swarm; raise `UserError` where there is no model."""
+    if not (directory / NOTES).exists() and (directory / "config.json").exists():
+        return None
+    return run_of(directory)
+
+
 def noted(stages: Sequence[Sequence[ReplicaSummary]], kept_by: Mapping[int, str]) -> tuple[FromSnapshot, ...]:
     """Return what is noted of the stages that come from a snapshot; `stages`: what each was taken from.
 

@@ -67,8 +67,8 @@ class ReplicaFile(NamedTuple):
 def in_home(home: Path, run_id: str, complain: Callable[[str], None] = say) -> list[ReplicaFile]:
     """Return what a home holds of a run: of each stage and peer the newest file that is whole; `complain` of others."""
     found: dict[tuple[int, str], ReplicaFile] = {}
-    paths = HomePaths(home)
-    for directory in (paths.checkpoint, *sorted(paths.snapshots.glob("[0-9]*"))):
+    places = HomePaths(home).places_of(run_id)
+    for directory in (each for paths in places for each in (paths.checkpoint, *sorted(paths.snapshots.glob("[0-9]*")))):
         for path, held in _held(directory, complain):
             try:
                 counters = counters_of(held.path)

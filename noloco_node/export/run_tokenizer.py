@@ -12,7 +12,7 @@ from noloco_node.export.replica_fetch import Look
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.run.config import TRAVELLING, DataConfig
 from noloco_node.state_sync.weight_exchange import TOKENIZER_TOPIC, WeightDownload
-from noloco_node.storage.home import HomePaths
+from noloco_node.storage.run_directory import tokenizer_places
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.run_distribution import RunFileText
@@ -23,8 +23,8 @@ def reading_with_tokenizer(homes: Sequence[Path], recipe: RunFileText) -> DataCo
     data = recipe.run.data
     if data.tokenizer != TRAVELLING:
         return data
-    for home in homes:
-        store = WeightStore.filling(HomePaths(home).tokenizer(recipe.digest), data.tokenizer_files)
+    for place in (place for home in homes for place in tokenizer_places(home, recipe.digest)):
+        store = WeightStore.filling(place, data.tokenizer_files)
         if not store.missing(store.all_pieces()):
             return with_tokenizer_in(data, store.directory)
     raise config_error(

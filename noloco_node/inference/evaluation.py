@@ -9,53 +9,70 @@ model with one of them in the place of its stage's mean.
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
-from noloco_node.errors import Exit, UserError, config_error
-from noloco_node.export.exporter import merge_files, of_homes, recipe_of
-from noloco_node.export.held_out_loss import Loss, logits_of, validation_loss, validation_text
+from noloco_node.errors import UserError, config_error
+from noloco_node.export.exporter import merge_files, of_homes
+from noloco_node.export.held_out_loss import Loss, logits_of, text_loss
+from noloco_node.export.held_out_text import HeldOutText, validation_text
 from noloco_node.export.huggingface import joined, quiet_unless_watched
-from noloco_node.export.provenance import NOTES, run_of
+from noloco_node.export.provenance import known_run, run_of
 from noloco_node.export.replica_files import ReplicaReader, newest
 from noloco_node.export.run_tokenizer import reading_with_tokenizer
+from noloco_node.export.sources import recipe_of
+from noloco_node.inference.models import check_models
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.run.config import DataConfig, RunConfig
 from noloco_node.run.runfile import with_source
-from noloco_node.terminal import say
+from noloco_node.terminal import say, warn
+from pipeline.model_config import longest_sequence
 
 LONGEST_SEQUENCE = 1024
 """Tokens, where nothing but the model's positions says how long a sequence should be."""
+FEW_DOCUMENTS = 10
+"""With fewer the figure says little of other text, and that is said."""
+BATCHES = 64
 
 
 class Measure(NamedTuple):
-    """What one model is worth. `entropy`: of the tokens' own frequencies, nats a token."""
+    """What one model is worth. `entropy`: of the tokens' own frequencies, nats a token. `text`: what it was read on."""
 
     model: str
     loss: Loss
     entropy: float
+    text: HeldOutText
 
-    def numbers(self) -> dict[str, str | float]:
+    def numbers(self) -> dict[str, str | float | None]:
         """Return what `--json` prints of it."""
         return {
             "model": self.model,
             "loss": self.loss.mean,
+            "margin": self.loss.margin,
             "perplexity": self.loss.perplexity,
             "tokens": self.loss.tokens,
+            "documents": self.loss.documents,
+            "share": self.text.share,
+            "complete": self.text.complete,
             "unigram_entropy": self.entropy,
         }
 
     def sentence(self, *, named: bool) -> str:
         """Return what a person reads."""
         loss = self.loss
+        margin = "" if loss.margin is None else f" ± {loss.margin:.4f}"
+        many = f"{loss.documents} document{'s' * (loss.documents != 1)}"
         return (
             (f"{self.model}: " if named else "")
-            + f"loss {loss.mean:.4f} nats a token, perplexity {loss.perplexity:.3f}, over {loss.tokens} tokens "
+            + f"loss {loss.mean:.4f}{margin} nats a token, perplexity {loss.perplexity:.3f}, over {loss.tokens} tokens "
+            f"of {many}, {self.text.described()} "
             f"(their frequencies alone: {self.entropy:.4f} nats, perplexity {math.exp(self.entropy):.3f})"
         )
 
@@ -82,15 +99,28 @@ def open_model(directory: Path) -> Any:
 
     quiet_unless_watched()
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False, dtype=torch.float32
-        ).eval()
-    except (OSError, ValueError) as error:
-        raise config_error(
-            f"{directory} holds no model that transformers can load.",
-            why=str(error),
-            hint="give a directory that `noloco-node export` or the demo wrote",
-        ) from error
+        model, found = AutoModelForCausalLM.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False, dtype=torch.float32, output_loading_info=True
+        )
+    except (*_TORN, AttributeError, EOFError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise _no_model(directory, " ".join(str(error).split())[:300] or type(error).__name__) from error
+    if missing := sorted(found["missing_keys"]):
+        # transformers would fill them with random numbers.
+        raise _no_model(
+            directory, f"its files lack {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1)
+        )
+    return model.eval()
+
+
+_TORN = (SafetensorError, pickle.UnpicklingError)
+
+
+def _no_model(directory: Path, why: str) -> UserError:
+    return config_error(
+        f"{directory} holds no model that transformers can load.",
+        why=why,
+        hint="a directory that `noloco-node export` or the demo wrote; copy or export it again if a file was cut short",
+    )
 
 
 def evaluate(
@@ -98,22 +128,16 @@ def evaluate(
     homes: Sequence[Path] = (),
     *,
     data: str | None = None,
-    batches: int = 64,
+    batches: int | None = BATCHES,
     as_json: bool = False,
 ) -> str:
     """Evaluate exported checkpoints, or what lies in homes: the merged model and every replica in its place in it.
 
     `data`: a source of text as `with_source` reads it, used whole; None for the text that the run held out. `batches`:
-    the most of them. Returns a sentence a model, or one JSON object: of one model its numbers, of several a list of
-    them under `models`.
+    the most of them, spread over the text; None takes all of it. Returns a sentence a model, or one JSON object: of one
+    model its numbers, of several a list of them under `models`.
     """
-    if bool(directories) == bool(homes):
-        raise UserError(
-            "Nothing to evaluate." if not homes else "Directories and homes cannot be evaluated together.",
-            why="a model is an exported directory, or what homes of nodes hold",
-            hint="noloco-node evaluate DIR, or noloco-node evaluate --from-home HOME",
-            code=Exit.USAGE,
-        )
+    check_models(directories, homes)
     measured = list(_of_homes(homes, data, batches) if homes else _of_directories(directories, data, batches))
     if as_json:
         rows = [measure.numbers() for measure in measured]
@@ -124,23 +148,43 @@ def evaluate(
     return "\n".join(measure.sentence(named=len(measured) > 1) for measure in measured)
 
 
-def _of_directories(directories: Sequence[Path], source: str | None, batches: int) -> Iterator[Measure]:
+def _of_directories(directories: Sequence[Path], source: str | None, batches: int | None) -> Iterator[Measure]:
     for directory in directories:
-        text = validation_text(*_reading(directory, source), batches)
-        say(f"evaluating {directory} on {_sequences(text)}")
+        reading = _reading(directory, source)
         model = open_model(directory)
-        yield Measure(str(directory), validation_loss(logits_of(model), text), unigram_entropy(text))
+        text = _text(*reading, batches, named=source is not None)
+        say(f"evaluating {directory} on {_sequences(text)}")
+        yield Measure(str(directory), text_loss(logits_of(model), text), unigram_entropy(text.batches), text)
 
 
-def _of_homes(homes: Sequence[Path], source: str | None, batches: int) -> Iterator[Measure]:
+def _text(data: DataConfig, sequence_length: int, seed: int, batches: int | None, *, named: bool) -> HeldOutText:
+    """Return the text to evaluate on. `named`: by the person who asks; else it is what the run holds out."""
+    try:
+        text = validation_text(data, sequence_length, seed, batches)
+    except UserError as error:
+        if named or data.path is None:
+            raise
+        hint = f"{error.hint}; or --data with the place of that text on this machine"
+        raise UserError(error.what, why=error.why, hint=hint, code=error.code) from error
+    documents = len(set(text.documents))
+    if documents < FEW_DOCUMENTS:
+        more = "more of it" if named else "a larger data.validation_percent, or --data with other text,"
+        warn(
+            f"the text comes from {documents} document{'s' * (documents != 1)} only, which says little of other text: "
+            f"{more} says more"
+        )
+    return text
+
+
+def _of_homes(homes: Sequence[Path], source: str | None, batches: int | None) -> Iterator[Measure]:
     """Measure the merged model, and then it with one stage after the other held by a single replica."""
     recipe = recipe_of(homes)
     run, layout = recipe.run, model_layout(recipe.run)
     data = reading_with_tokenizer(homes, recipe)
     data = data if source is None else _whole(with_source(data, source))
-    text = validation_text(data, run.pipeline.sequence_length, run.seed, batches)
+    text = _text(data, run.pipeline.sequence_length, run.seed, batches, named=source is not None)
     say(f"merging what lies in {len(homes)} home{'s' * (len(homes) > 1)}")
-    entropy, filed = unigram_entropy(text), of_homes(homes, recipe)
+    entropy, filed = unigram_entropy(text.batches), of_homes(homes, recipe)
     stages = merge_files(filed, recipe, layout)
     ordinary = [layout.ordinary(number, stage.weights) for number, stage in enumerate(stages)]
     model = joined(layout.prepared.config, ordinary).eval()
@@ -148,19 +192,19 @@ def _of_homes(homes: Sequence[Path], source: str | None, batches: int) -> Iterat
     say(f"evaluating the merged model and {len(filed)} replicas, each on {_sequences(text)}")
 
     def loss() -> Loss:
-        return validation_loss(logits_of(model), text)
+        return text_loss(logits_of(model), text)
 
-    yield Measure("merged", loss(), entropy)
+    yield Measure("merged", loss(), entropy, text)
     for number, shapes in enumerate(layout.shapes):
         with ReplicaReader(newest(filed, number), shapes) as opened:
             for place, each in enumerate(opened.filed):
                 model.load_state_dict(layout.ordinary(number, opened.weights(place)), strict=False, assign=True)
-                yield Measure(f"stage {number}, {each.peer}, round {each.counters.round}", loss(), entropy)
+                yield Measure(f"stage {number}, {each.peer}, round {each.counters.round}", loss(), entropy, text)
         model.load_state_dict(ordinary[number], strict=False, assign=True)
 
 
-def _sequences(text: Sequence[Tensor]) -> str:
-    return f"{sum(map(len, text))} sequences"
+def _sequences(text: HeldOutText) -> str:
+    return f"{len(text.documents)} sequences, {text.described()}"
 
 
 def _reading(directory: Path, source: str | None) -> tuple[DataConfig, int, int]:
@@ -173,20 +217,15 @@ def _reading(directory: Path, source: str | None) -> tuple[DataConfig, int, int]
     data = data if source is None else _whole(with_source(data, source))
     if run is not None:
         return data, run.pipeline.sequence_length, run.seed
-    config = msgspec.json.decode((directory / "config.json").read_bytes())
-    positions = config.get("max_position_embeddings") or config.get("n_positions") or LONGEST_SEQUENCE
-    return data, min(int(positions), LONGEST_SEQUENCE), 0
+    try:
+        config = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise _no_model(directory, f"its config.json cannot be read: {error}") from error
+    return data, min(longest_sequence(config) or LONGEST_SEQUENCE, LONGEST_SEQUENCE), 0
 
 
 def _whole(data: DataConfig) -> DataConfig:
     return msgspec.structs.replace(data, validation_percent=100.0)
-
-
-def known_run(directory: Path) -> RunConfig | None:
-    """Return the run that a checkpoint came from, None if from no swarm; raise `UserError` where there is no model."""
-    if not (directory / NOTES).exists() and (directory / "config.json").exists():
-        return None
-    return run_of(directory)
 
 
 def reading_of(directory: Path, run: RunConfig | None) -> DataConfig:

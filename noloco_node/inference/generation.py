@@ -21,7 +21,9 @@ from torch import Tensor
 
 from noloco_node.data.encoding import open_encoder, open_tokenizer
 from noloco_node.errors import Exit, UserError, config_error
-from noloco_node.inference.evaluation import known_run, open_model, reading_of
+from noloco_node.export.provenance import known_run
+from noloco_node.inference.evaluation import open_model, reading_of
+from pipeline.model_config import longest_sequence
 
 _BYTE_OFFSET, _BYTES = 3, 256
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -51,7 +53,7 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
 
 def continuation(model: Any, prompt: list[int], sampling: Sampling, end: int | None) -> Iterator[int]:
     """Yield the tokens that a transformers model goes on with, until `end` or as many as asked for."""
-    positions = getattr(model.config, "max_position_embeddings", None) or len(prompt) + sampling.tokens + 1
+    positions = longest_sequence(model.config) or len(prompt) + sampling.tokens + 1
     if not prompt:
         raise ValueError("there is no token to go on from")
     generator = torch.Generator().manual_seed(sampling.seed)
@@ -139,6 +141,7 @@ def generate(directory: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
     else:
         tokenizer = open_tokenizer(data)
         spelling = Spelling(lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)))
+    given = [*encoder.begin, *given]
     return _pieces(continuation(open_model(directory), given, sampling, encoder.end), spelling)
 
 

@@ -71,9 +71,9 @@ class InnerStep(_Event, frozen=True, tag="inner_step"):
     """One step of the inner optimiser.
 
     `loss`: mean nats a token of the window as far as it is known here; None where no reply carried one.
-    `tokens`: tokens of the window. `seconds`: since the inner step before. `device_s`: of these seconds, those
-    for which the device worked. `stale`: microbatches whose forward pass was before the last step, with two windows in
-    flight. `learning_rate`: of this step.
+    `tokens`: tokens of the window. `seconds`: since the inner step before. `device_s`: what was computed for it, in
+    seconds of CPU time or of a GPU's jobs. `stale`: microbatches whose forward pass was before the last step, with two
+    windows in flight. `learning_rate`: of this step.
     """
 
     step: int
@@ -87,9 +87,12 @@ class InnerStep(_Event, frozen=True, tag="inner_step"):
 
 
 class Hops(_Event, frozen=True, tag="hops"):
-    """Microbatches by next hop. `counts`: by peer id, those that came back, in all since the start."""
+    """Microbatches by next hop. `counts`: by peer id, those that came back, in all since the start, of the peers that
+    returned most; `others`: of all other peers together.
+    """
 
     counts: dict[str, int]
+    others: int = 0
 
 
 class Traffic(_Event, frozen=True, tag="traffic"):
@@ -111,8 +114,13 @@ class Budget(_Event, frozen=True, tag="budget"):
     bytes: dict[str, float]
 
 
+DISK = "disk"
+"""What is noticed where the disk refuses a checkpoint."""
+
+
 class Noticed(_Event, frozen=True, tag="noticed"):
-    """Something around this node: a sleep, a clock that was set, a stage that nobody serves, an old roster.
+    """Something around this node: a sleep, a clock that was set, a stage that nobody serves, an old roster, a disk that
+    refuses checkpoints.
 
     `what`: which, in a word or two; `text`: as the owner was told; `over`: what lasted has ended.
     """

@@ -15,7 +15,7 @@ from noloco_node.storage.home import JOURNAL
 def read(path: Path) -> Iterator[Event]:
     """Yield the events of a journal, its rotated half first; what does not decode (a torn line) is passed over.
 
-    A journal that does not exist has no events.
+    A journal that does not exist has no events; one that cannot be read is a `UserError`.
     """
     for half in (rotated(path), path):
         try:
@@ -26,6 +26,12 @@ def read(path: Path) -> Iterator[Event]:
                         yield event
         except FileNotFoundError:
             continue
+        except OSError as error:
+            raise config_error(
+                f"The journal {half} cannot be read.",
+                error.strerror or str(error),
+                "give the home of a node, and read it as the user who runs that node",
+            ) from error
 
 
 class Tail:

@@ -2,7 +2,8 @@
 
 Refusals, losses, violations and findings of spot checks are told one by one up to a number an hour for each peer and
 kind; then whenever their count has doubled, with how many it has become since (`count`). So a flood of a million is
-some dozens of lines, and pushes nothing else out.
+some dozens of lines, and pushes nothing else out. Lines that list peers name those that did most of the work, however
+many names there are.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ PERIOD_S = 3600.0
 MOST_KINDS = 256
 """That are counted apart; the others, of many identities, together."""
 
+MOST_HOPS = 32
+"""Next hops in one line: 32 names are 2 KiB, 17 MB a day."""
+
 _Throttled = events.RefusedMicrobatch | events.Lost | events.PeerViolation | events.SpotCheck
 
 
@@ -36,7 +40,7 @@ class JournalThrottle:
     def __call__(self, event: events.Event) -> None:
         """Take an event."""
         if not isinstance(event, _Throttled):
-            self._record(event)
+            self._record(_of_most(event) if isinstance(event, events.Hops) else event)
             return
         if loop_s() - self._since_s >= PERIOD_S:
             self._since_s = loop_s()
@@ -50,6 +54,13 @@ class JournalThrottle:
             self._record(msgspec.structs.replace(event, count=seen - told))
             told = seen
         self._counts[kind] = seen, told
+
+
+def _of_most(hops: events.Hops) -> events.Hops:
+    """Return the hops that returned most; the others as one sum. A name that returned nothing is left out."""
+    worked = sorted((peer for peer, count in hops.counts.items() if count), key=lambda peer: -hops.counts[peer])
+    listed = {peer: hops.counts[peer] for peer in worked[:MOST_HOPS]}
+    return events.Hops(at=hops.at, counts=listed, others=sum(hops.counts.values()) - sum(listed.values()) + hops.others)
 
 
 def _kind_of(event: _Throttled) -> tuple[tuple[object, ...], int]:

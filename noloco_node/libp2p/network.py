@@ -68,7 +68,7 @@ class Libp2pNetwork:
         tell: Callable[[str], None] = logger.warning,
         met: KnownPeers | None = None,
     ) -> AsyncIterator[Libp2pNetwork]:
-        """Join the network for as long as the context; Trouble, with what to try, when that cannot be.
+        """Join the network for as long as the context; `UserError`, with what to try, when that cannot be.
 
         `tell` is called with a sentence when something happens that a person should know. Whom we meet is noted in
         `met`, and so may be known to the network that follows this one.
@@ -159,7 +159,7 @@ class Libp2pNetwork:
     # What the shell needs besides.
 
     async def wait_daemon(self) -> NoReturn:
-        """Wait until daemons die again and again, or our own service ends, and raise Trouble: to be awaited always."""
+        """Wait until daemons die again and again, or our own service ends; raise `UserError`: to be awaited always."""
         assert self._service is not None
         await asyncio.wait({self._service})
         if not self._service.cancelled():
@@ -199,7 +199,7 @@ class Libp2pNetwork:
     # One session after another.
 
     async def _begin(self, identity: Path) -> None:
-        """Start the service, and return when the first session is there; Trouble when it cannot be."""
+        """Start the service, and return when the first session is there; `UserError` when it cannot be."""
         settings = self._settings
         goal = preflight_goal(settings, identity_is_old=ensure_identity(identity))
         config = DaemonConfig(
@@ -234,7 +234,7 @@ class Libp2pNetwork:
             await asyncio.wait(tasks)
 
     async def _keep(self, config: DaemonConfig) -> NoReturn:
-        """Run one session after another; Trouble when the first does not begin, or daemons die again and again."""
+        """Run one session after another; `UserError` when the first does not begin, or daemons die again and again."""
         loop, settings, attempts = asyncio.get_running_loop(), self._settings, 1
         while True:
             try:

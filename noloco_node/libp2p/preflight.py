@@ -67,7 +67,7 @@ async def preflight(
     goal: PreflightGoal,
     tell: Callable[[str], None],
 ) -> DaemonConfig:
-    """Return the config as it should be; Trouble if our identity is in use, or there is no relay and must be.
+    """Return the config as it should be; `UserError` if our identity is in use, or there is no relay and must be.
 
     Whom we join by may be out of reach: then nothing is found out here, and the session says why.
     """
@@ -98,7 +98,7 @@ async def preflight(
 
 
 async def _check_identity(parts: HivemindParts, control: Control, identity: Path) -> None:
-    """Raise Trouble if a peer with this identity answers in the swarm. One that is cut off is not found."""
+    """Raise `UserError` if a peer with this identity answers in the swarm. One that is cut off is not found."""
     ours = peer_bytes(identity)
     if ours is None:
         return

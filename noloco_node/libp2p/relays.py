@@ -72,7 +72,7 @@ class RelayPool(NamedTuple):
 def relay_configs(settings: NetworkSettings, identities: Sequence[Path]) -> tuple[DaemonConfig, ...]:
     """Return how each relay is started: at the addresses of the settings, with its number added to every port.
 
-    None where only this machine can reach us: it needs no relay. Trouble when an address is wrong or a port taken.
+    None where only this machine can reach us: it needs no relay. `UserError` when an address is wrong or a port taken.
     """
     if not beyond_this_machine(settings.listen):
         return ()

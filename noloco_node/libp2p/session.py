@@ -80,7 +80,7 @@ class Session:
     ) -> AsyncIterator[Session]:
         """Join by whichever of `doors` open, for as long as the context; `alone`: also if none does.
 
-        Raises Trouble, with what to try, when that cannot be.
+        Raises `UserError`, with what to try, when that cannot be.
         """
         start_s = context.exchange.timeouts.start_s
         chosen = arguments(config, context.settings.reach)
@@ -153,8 +153,9 @@ class Session:
                 await self.records.greet(self._parts.PeerID.from_base58(each.peer))
 
     async def knock(self, doors: Sequence[PeerAddress], level: int = logging.DEBUG) -> list[PeerAddress]:
-        """Connect to peers and return those that answered; Trouble when there are some and none did. The failures of
-        others are logged.
+        """Connect to peers and return those that answered; `UserError` when there are some and none did.
+
+        The failures of others are logged.
         """
         causes = await dialled({asyncio.ensure_future(self.connect(address)): address for address in doors})
         failed = {str(address): cause for address, cause in causes.items() if cause is not None}
@@ -165,7 +166,7 @@ class Session:
         return [address for address, cause in causes.items() if cause is None]
 
     async def granted(self, doors: Sequence[PeerAddress]) -> Grant:
-        """Return what a relay grants that can be reached at one of `doors`; Trouble or ConnectionError if it cannot."""
+        """Return what a relay grants that is reached at one of `doors`; `UserError` or ConnectionError if it is not."""
         await self.knock(doors)
         return await granted(self._parts, self._control, self.daemon, doors[0].peer, self._timeouts.reach_s)
 
@@ -200,7 +201,7 @@ class Session:
             )
 
     async def _check_places(self) -> None:
-        """Raise Trouble unless the daemon listens: on a taken port it starts without a word."""
+        """Raise `UserError` unless the daemon listens: on a taken port it starts without a word."""
         found = await self._places()
         ports = {port_of(place) for place in found}
         deaf = [] if self._config.announce else [text for text in self._config.listen if port_of(text) not in ports]
@@ -217,7 +218,7 @@ class Session:
 async def attached(
     parts: HivemindParts, control: Control, daemon: Daemon, wait_s: float
 ) -> AsyncIterator[DaemonClient]:
-    """Hold hivemind's P2P on a daemon of ours; Trouble when it does not answer. Without it the daemon would end."""
+    """Hold hivemind's P2P on a daemon of ours; `UserError` when it does not answer. Without it the daemon would end."""
     try:
         client = await control.bounded(parts.connect(daemon.control_path), wait_s)
     except ConnectionError as error:

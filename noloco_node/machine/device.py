@@ -11,7 +11,7 @@ the thread had a core, or a crowded machine would look busier the more its repli
 Arithmetic of the outer step works on copies in the main memory and touches no weights. It has a thread of its own, on a
 CPU too: there is no work to be saved there, but a wait. In the device's queue each of a round's jobs would stand behind
 the passes of a whole window, corrections would come some steps later, and fewer rounds would fit in (`ours_charged` and
-`ours_beside` in docs/laboratory.md). It counts as no work of the device.
+`ours_beside` in research/laboratory.md). It counts as no work of the device.
 
 A device may act as a slower one, for trials of uneven swarms: it lets the time pass that the other would have taken, in
 its own thread, so that the replica waits and the machine's cores do not. Its clock runs faster during a job, so what
@@ -29,7 +29,9 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from noloco_node.errors import Exit, UserError
+from noloco_node.machine.interface import DeviceLost
 from noloco_node.run.config import MOST_SLOWDOWN
+from pipeline.forward_pass import is_shortage
 
 T = TypeVar("T")
 
@@ -53,6 +55,13 @@ class WallClock(NamedTuple):
 
 
 WALL = WallClock()
+
+
+def is_loss(error: RuntimeError) -> bool:
+    """Say whether a GPU has failed for good. One that has no memory left has not; all other of its errors stay."""
+    said = str(error)
+    of_device = isinstance(error, torch.AcceleratorError) or "CUDA error" in said or "HIP error" in said
+    return of_device and not is_shortage(error) and "ALLOC_FAILED" not in said
 
 
 def choose_device(wish: str) -> torch.device:
@@ -119,6 +128,7 @@ class Device:
         self._worked = wall.core if device.type == "cpu" else wall.clock
         self._begun_s: float | None = None
         self.busy_s = 0.0
+        self._lost: DeviceLost | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"device-{device}")
         self._beside = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"beside-{device}")
 
@@ -137,6 +147,17 @@ class Device:
         return await _in_its_turn(self._beside.submit(job, *args))
 
     def _timed(self, job: Callable[..., T], args: tuple[object, ...]) -> T:
+        if self._lost is not None:
+            raise self._lost
+        try:
+            return self._measured(job, args)
+        except RuntimeError as error:
+            if not is_loss(error):
+                raise
+            self._lost = DeviceLost(str(self.device), str(error))
+        raise self._lost  # out here the frames of the failure are gone, and the tensors in them
+
+    def _measured(self, job: Callable[..., T], args: tuple[object, ...]) -> T:
         self._begun_s, before_s = self._wall.clock(), self._worked()
         try:
             return job(*args)

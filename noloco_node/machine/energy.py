@@ -45,10 +45,18 @@ def energy_meter(device: torch.device, powercap: Path = POWERCAP) -> EnergyMeter
     with suppress(OSError, ValueError, AttributeError):
         if device.type == "cuda":
             return EnergyMeter([(_nvidia(str(torch.cuda.get_device_properties(device).uuid)), 0.0)])
-        packages = sorted(path for path in powercap.glob("intel-rapl:*") if path.name.count(":") == 1)
+        packages = [path for path in sorted(powercap.glob("intel-rapl:*")) if _is_package(path)]
         if packages:
             return EnergyMeter([_package(path) for path in packages])
     return None
+
+
+def _is_package(zone: Path) -> bool:
+    """Say whether a zone is a whole processor: its cores are zones too, and so is a laptop's platform (`psys`)."""
+    try:
+        return (zone / "name").read_text().startswith("package")
+    except (OSError, ValueError):
+        return False
 
 
 def _package(path: Path) -> tuple[Callable[[], float], float]:

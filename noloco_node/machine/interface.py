@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.storage.weight_store import FilePieceKey, WeightStore
@@ -26,6 +27,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class DeviceLost(UserError):
+    """The device has failed for good, as far as this process goes: what lies in its memory cannot be read any more."""
+
+    def __init__(self, device: str, why: str) -> None:
+        super().__init__(
+            f"The device {device} failed while it computed.",
+            why=" ".join(why.split())[:300],
+            hint="start again: the node goes on from its last checkpoint; if it happens again, look at the driver's"
+            " messages (dmesg), its temperature and its power, or use another --device",
+            code=Exit.DEVICE_LOST,
+        )
+
+
 class Runner(Protocol):
     """The device's thread."""
 
@@ -37,7 +51,10 @@ class Runner(Protocol):
         """Return the time by which jobs measure themselves, in seconds."""
 
     async def run(self, job: Callable[..., T], *args: object) -> T:
-        """Run `job(*args)` there, to its end once it has begun."""
+        """Run `job(*args)` there, to its end once it has begun.
+
+        Raises `DeviceLost` where the device has failed for good, and from then on without running anything.
+        """
 
     async def beside(self, job: Callable[..., T], *args: object) -> T:
         """Run `job(*args)`, arithmetic in main memory that touches no weights, without holding the device up."""
@@ -54,6 +71,10 @@ class StageModel(worker.WorkerStage, Protocol):
     @property
     def shapes(self) -> Sequence[tuple[int, ...]]:
         """The shape of each parameter."""
+
+    @property
+    def fixed(self) -> frozenset[int]:
+        """Numbers of the parameters that neither steps nor rounds move."""
 
     def step(self, learning_rate: float, microbatches: int, /) -> StepReport:
         """Take one inner step on the mean gradient of a window."""
@@ -115,6 +136,9 @@ class Text(Protocol):
     async def restore(self, position: Mapping[str, Any]) -> bool:
         """Go back to a position; False where it is of another text."""
 
+    def news(self) -> list[str]:
+        """Return what was left out of the text since the last call, in sentences; the owner has been told."""
+
 
 class SnapshotStore(Protocol):
     """Where snapshots of other stages are kept. `noloco_node.storage.snapshot_store.SnapshotDirectory` is the
@@ -160,8 +184,10 @@ class ComputeHost(Protocol):
     def beside_bytes(self) -> list[int]:
         """Main memory that each stage takes beside a device with a memory of its own; [] is none, or unknown."""
 
-    def free_bytes(self) -> int | None:
-        """Return the memory that is free on the device; None where nobody knows it."""
+    def free_bytes(self, given_back: int = 0) -> int | None:
+        """Return the memory that is free on the device for the run, and no more than its owner allows; None where
+        nobody knows it. `given_back`: what will be free besides.
+        """
 
     def free_beside_bytes(self) -> int | None:
         """Return the main memory that is free; None where nobody knows it."""

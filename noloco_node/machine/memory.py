@@ -1,9 +1,12 @@
 """How much memory a stage needs on a device, how much is free there, and how what is free comes back to the system.
 
-The need is the plan's estimate: on a GPU what it computes with, on a CPU all of it. (Of the stage that it is about to
-take a newcomer measures the part that can only be estimated: `noloco_node.node.joining.stage_claim`.) Free is of a GPU
-what its driver says, else of the machine what Linux says, or a container's limit; None where nobody says it, since a
-number that was made up would keep a peer from a stage that fits.
+The need is the plan's: on a GPU what it computes with, on a CPU all of it. (Of the stage that it is about to take a
+newcomer measures the graph of a microbatch: `noloco_node.node.joining.stage_claim`.) Free is of a GPU what its driver
+says, else of the machine what Linux says, or a container's limit; None where nobody says it, since a number that was
+made up would keep a peer from a stage that fits.
+
+One rule says what fits, `usable_bytes`. The planner, `check`, `doctor` and a node that joins ask it, so that none of
+them plans what another one refuses.
 """
 
 from __future__ import annotations
@@ -17,6 +20,11 @@ if TYPE_CHECKING:
     import torch
 
 
+_USABLE = 0.8
+"""Of the memory that is free. A plan counts tensors; the rest is for what it does not know: the gaps between an
+allocator's blocks, the workspaces of libraries, what other programs take meanwhile."""
+_CONTEXT_BYTES = 600e6
+"""That CUDA takes of each GPU for itself, about: its context, and the kernels that it has loaded."""
 ARENAS = 2
 M_ARENA_MAX = -8
 """By glibc's malloc.h, which numbers its parameters downwards."""
@@ -25,12 +33,29 @@ CONTAINER = Path("/sys/fs/cgroup")
 """Where a container of this time (cgroup 2) finds its limit; an older one says nothing here."""
 
 
+def usable_bytes(free: float) -> float:
+    """Return how much of the memory that is free a stage may be planned to take."""
+    return _USABLE * free
+
+
+def wanted_bytes(needs: float) -> float:
+    """Return how much memory must be free for a stage that needs so much: the inverse of `usable_bytes`."""
+    return needs / _USABLE
+
+
+def free_of_gpu(size_bytes: float) -> float:
+    """Return what the driver of a GPU of this size says is free of it in a process that trains."""
+    return max(0.0, size_bytes - _CONTEXT_BYTES)
+
+
 def free_bytes(device: torch.device) -> int | None:
     """Return the bytes that are free for the tensors of a device."""
     if device.type == "cuda":
         import torch
 
-        return int(torch.cuda.mem_get_info(device)[0])
+        # What torch has taken of the driver and keeps for its next tensor is free too.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
     return machine_free_bytes()
 
 

@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from itertools import islice
 from typing import Any, NamedTuple
 
 from noloco_node.network.interface import Conversation, Handler, PeerNetwork
@@ -34,46 +35,64 @@ MOST_AT_ONCE = 256
 """Conversations with one public address prefix that are answered at the same time."""
 
 
-class _Conduct(NamedTuple):
-    """Of one identity or prefix. `points`: violations, as many as were not forgotten at `at_s`."""
+class _Standing(NamedTuple):
+    """Of one identity or prefix. `points`: violations, as many as were not forgotten at `at_s`.
+
+    Each reason to shut it out has an end of its own: `banned_until_s` for violations, `found_until_s` for what others
+    found of it.
+    """
 
     points: float = 0.0
     at_s: float = -FORGIVEN_S
     bans: int = 0
-    until_s: float = -FORGIVEN_S
+    banned_until_s: float = -FORGIVEN_S
+    found_until_s: float = -FORGIVEN_S
+
+    @property
+    def until_s(self) -> float:
+        """Until when it is shut out for any reason."""
+        return max(self.banned_until_s, self.found_until_s)
 
 
 class BanList:
-    """Who is shut out until when; no clock of its own. It remembers the `MOST_KNOWN` that offended last."""
+    """Who is shut out until when; no clock of its own.
+
+    It remembers `MOST_KNOWN` at most; of more those go first that are shut out for the shortest time or not at all, of
+    these the one that offended longest ago.
+    """
 
     def __init__(self) -> None:
-        self._conduct: OrderedDict[str, _Conduct] = OrderedDict()
+        self._standings: OrderedDict[str, _Standing] = OrderedDict()
 
     def note(self, who: str, now_s: float, most: float = MOST_VIOLATIONS) -> float:
         """Count a violation; return for how long that shuts its sender out, 0 if it does not."""
-        known = self._conduct.pop(who, _Conduct())
+        known = self._standings.get(who, _Standing())
         ban_s = 0.0
         if now_s - known.at_s >= MOMENT_S:
             points = 1.0 + known.points * 0.5 ** ((now_s - known.at_s) / HALF_LIFE_S)
-            bans = known.bans if now_s - known.until_s < FORGIVEN_S else 0
-            known = _Conduct(points, now_s, bans, known.until_s)
+            bans = known.bans if now_s - known.banned_until_s < FORGIVEN_S else 0
+            known = known._replace(points=points, at_s=now_s, bans=bans)
             if points > most - 0.5:
                 ban_s = min(LONGEST_BAN_S, FIRST_BAN_S * TIMES_LONGER**bans)
-                known = _Conduct(0.0, now_s, bans + 1, now_s + ban_s)
-        self._conduct[who] = known
-        if len(self._conduct) > MOST_KNOWN:
-            self._conduct.popitem(last=False)
+                known = known._replace(points=0.0, bans=bans + 1, banned_until_s=now_s + ban_s)
+        self._remember(who, known)
         return ban_s
 
     def shut_out(self, who: str, now_s: float, for_s: float) -> None:
-        """Shut somebody out for so long from now on, whatever it did; 0 lets it in."""
-        known = self._conduct.pop(who, _Conduct())
-        self._conduct[who] = known._replace(until_s=now_s + for_s)
+        """Shut somebody out for so long from now on, for what others found of it; 0 ends that, and no ban."""
+        self._remember(who, self._standings.get(who, _Standing())._replace(found_until_s=now_s + for_s))
 
     def left_s(self, who: str, now_s: float) -> float:
         """Return for how long somebody is shut out from now on."""
-        known = self._conduct.get(who)
-        return 0.0 if known is None else max(0.0, known.until_s - now_s)
+        return max(0.0, self._standings.get(who, _Standing()).until_s - now_s)
+
+    def _remember(self, who: str, standing: _Standing) -> None:
+        self._standings[who] = standing
+        self._standings.move_to_end(who)
+        if len(self._standings) > MOST_KNOWN:
+            del self._standings[
+                min(islice(self._standings, MOST_KNOWN), key=lambda each: self._standings[each].until_s)
+            ]
 
 
 class BanningNetwork(NetworkWrapper):
@@ -97,7 +116,7 @@ class BanningNetwork(NetworkWrapper):
         """Answer conversations about `topic` with who is not shut out; see `PeerNetwork.serve`."""
 
         async def guarded(conversation: Conversation) -> None:
-            place = address_prefix(getattr(conversation, "origin", ""))
+            place = address_prefix(conversation.origin)
             prefix = str(place) if place is not None and place.is_global else ""
             self._refuse_banned(conversation.peer)
             if prefix:
@@ -131,7 +150,7 @@ class BanningNetwork(NetworkWrapper):
         self._counts["bans.begun"] += banned
 
     def shut_out(self, peer: str, for_s: float) -> None:
-        """Neither serve nor call a peer for so long, for what others found of it; 0 lets it in."""
+        """Neither serve nor call a peer for so long, for what others found of it; 0 ends that."""
         self._bans.shut_out(peer, asyncio.get_running_loop().time(), for_s)
 
     def _refuse_banned(self, who: str) -> None:

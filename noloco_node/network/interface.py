@@ -32,6 +32,10 @@ class Conversation(Protocol):
         """The other's peer id, authenticated by the transport."""
 
     @property
+    def origin(self) -> str:
+        """The multiaddr from which the other came to us; empty where we opened the conversation or none is known."""
+
+    @property
     def is_quiet(self) -> bool:
         """Whether both ends are open, as far as is known here, and all that has come was received."""
 

@@ -14,9 +14,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields as dataclass_fields
 from dataclasses import is_dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 import msgspec
+
+from noloco_node.units import LARGEST, is_usable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,8 +69,10 @@ class MessageSpec(NamedTuple):
     `Tensor`.
 
     The name is given and not the class's: a class may be renamed, and peers of other versions must still understand.
-    The other fields are scalars, checked against their annotations. `header_bytes` caps the encoded header, and with it
-    every text in it. `added`: texts that the message once had not, and that are not written where they are empty.
+    The other fields are scalars, checked against their annotations: a number is `Annotated` with the least and the most
+    that it may be, as one of `noloco_node.units` or, where no such import is allowed, as a tuple. `header_bytes` caps
+    the encoded header, and with it every text in it. `added`: texts, or bytes, that the message once had
+    not, and that are not written where they are empty.
     """
 
     name: str
@@ -119,6 +123,12 @@ class Schema:
             raise ValueError(f"header of {rule.name}: {len(header)} bytes, {rule.header_bytes} allowed")
         return header, body
 
+    def check_numbers(self, message: Any) -> None:
+        """Raise Violation where a number of `message` is outside its bounds: for who hands messages over undecoded."""
+        rule = self._rules.get(type(message))
+        if rule is not None:
+            _check_numbers(rule, message)
+
     def plan(self, header: bytes | bytearray, body_bytes: int) -> ReceivePlan:
         """Return what `header` announces; Violation unless the schema admits just that, with `body_bytes` of body."""
         try:
@@ -132,10 +142,7 @@ class Schema:
             raise Violation(
                 f"{rule.name} has the tensors {_listing(decoded.tensors)}, {_listing(rule.layouts)} expected"
             )
-        for name in rule.scalars.__struct_fields__:
-            value = getattr(decoded.fields, name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise Violation(f"{rule.name}.{name} is {value}")
+        _check_numbers(rule, decoded.fields)
         chosen = {
             name: _choose(f"{rule.name}.{name}", decoded.tensors[name], layouts)
             for name, layouts in rule.layouts.items()
@@ -190,6 +197,7 @@ class _Rule(NamedTuple):
     kind: type
     scalars: Any
     header: Any
+    numbers: tuple[tuple[str, float, float], ...]
     layouts: Mapping[str, tuple[Layout, ...]]
     header_bytes: int
 
@@ -200,6 +208,8 @@ class _Parts(NamedTuple):
     tensors: tuple[str, ...]
     scalars: Any
     header: Any
+    numbers: tuple[tuple[str, float, float], ...]
+    """The least and the most of each number, by its name."""
 
 
 def _rule(kind: type, spec: MessageSpec) -> _Rule:
@@ -216,17 +226,19 @@ def _rule(kind: type, spec: MessageSpec) -> _Rule:
     for name in parts.tensors:
         layout = spec.tensors[name]
         layouts[name] = layout.layouts if isinstance(layout, OneOf) else (layout,)
-    return _Rule(spec.name, kind, parts.scalars, parts.header, layouts, spec.header_bytes)
+    return _Rule(spec.name, kind, parts.scalars, parts.header, parts.numbers, layouts, spec.header_bytes)
 
 
 @lru_cache(maxsize=64)
 def _parts(kind: type, message_name: str, added: tuple[str, ...]) -> _Parts:
     """Take a message's class apart: once, for the peers of a simulation make thousands of equal schemas."""
-    hints = get_type_hints(kind, localns={"Tensor": _TensorMark})
+    hints = get_type_hints(kind, localns={"Tensor": _TensorMark}, include_extras=True)
     names = [field.name for field in dataclass_fields(kind)]
     tensors = tuple(name for name in names if _mentions_tensor(hints[name]))
     fields: list[Any] = [
-        (name, hints[name], "") if name in added else (name, hints[name]) for name in names if name not in tensors
+        (name, hints[name], hints[name]()) if name in added else (name, hints[name])
+        for name in names
+        if name not in tensors
     ]
     scalars = msgspec.defstruct(message_name, fields, forbid_unknown_fields=True, omit_defaults=True, kw_only=True)
     header = msgspec.defstruct(
@@ -236,12 +248,32 @@ def _parts(kind: type, message_name: str, added: tuple[str, ...]) -> _Parts:
         tag_field="message",
         tag=message_name,
     )
-    return _Parts(tensors, scalars, header)
+    bounds = {name: _bounds(hints[name]) for name in names}
+    numbers = tuple((name, *between) for name, between in bounds.items() if between is not None)
+    return _Parts(tensors, scalars, header, numbers)
 
 
 @lru_cache(maxsize=64)
 def _decoder(headers: tuple[Any, ...]) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(Union[headers])  # noqa: UP007
+
+
+def _bounds(hint: Any) -> tuple[float, float] | None:
+    """Return the least and the most that a number may be by its type; None for what is no number, or has no bounds."""
+    if get_origin(hint) is Annotated:
+        said: Any = hint.__metadata__[0]
+        if isinstance(said, msgspec.Meta):
+            said = said.ge, said.le
+        least, most = said
+        return least, most
+    return (-LARGEST, LARGEST) if hint is float else None
+
+
+def _check_numbers(rule: _Rule, message: Any) -> None:
+    for name, least, most in rule.numbers:
+        value = getattr(message, name)
+        if not least <= value <= most or not is_usable(value):
+            raise Violation(f"{rule.name}.{name} is {value}, from {least:g} to {most:g} expected")
 
 
 def _mentions_tensor(hint: Any) -> bool:

@@ -32,7 +32,7 @@ from noloco_node.network.schema import FLOATS, Buffer, ReceivePlan, Schema, Tens
 if TYPE_CHECKING:
     from torch import Tensor
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 """Part of every protocol name and of the run's digest."""
 
 ERROR_BYTES = 1024

@@ -66,8 +66,8 @@ class ConversationWrapper:
 
     @property
     def origin(self) -> str:
-        """The multiaddr that the other comes from; empty where that is not known."""
-        return str(getattr(self._conversation, "origin", ""))
+        """See `interface.Conversation.origin`."""
+        return self._conversation.origin
 
     @property
     def is_quiet(self) -> bool:

@@ -141,7 +141,7 @@ class MicrobatchServer:
         """Of the activations that come."""
         # By the clock of the world, so that a later life's is higher.
         self.tally = Tally(int(1000 * context.unix_time()))
-        """What came back from here, by source."""
+        """What came back from here, by source; in a run of one stage, what partners brought to meetings."""
         self.returned_s = -math.inf
         """When something did last (loop seconds)."""
         self._idle: dict[Conversation, asyncio.Timeout] = {}

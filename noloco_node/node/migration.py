@@ -74,16 +74,16 @@ class MigrationWatcher:
             return record
         return msgspec.structs.replace(record, may_serve=self.may_serve, moves_to=self.moves_to)
 
-    async def take_place(self, move: Move, device_s: float) -> None:
-        """Take our place at the other stage, before the microbatches in our hands are back: others shall know at once.
+    async def take_place(self, target: int, device_s: float) -> None:
+        """Take our place at a stage, before the microbatches in our hands are back: others shall know at once.
 
         `device_s`: of a microbatch here.
         """
         newcomer = self._newcomer
-        work, line_s = newcomer.dimensions.work, newcomer.host.line_s(move.target)
-        self.device_s = max(device_s * work[move.target] / work[move.origin], line_s)
+        work, line_s = newcomer.dimensions.work, newcomer.host.line_s(target)
+        self.device_s = max(device_s * work[target] / work[self._stage], line_s)
         newcomer.membership.focus(range(newcomer.run.pipeline.stages))
-        await newcomer.membership.claim(newcomer.claim_record(move.target, PeerState.CATCHING_UP, self.device_s))
+        await newcomer.membership.claim(newcomer.claim_record(target, PeerState.CATCHING_UP, self.device_s))
 
     def _elsewhere(self) -> tuple[int, ...]:
         """Return the other stages that would fit once ours is given back."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Awaitable
+from contextlib import suppress
 from dataclasses import replace
 
 from noloco_node.errors import Exit, UserError
@@ -25,7 +26,7 @@ from noloco_node.node.joining.join import Start, join
 from noloco_node.node.node_context import NodeContext, NodeOptions
 from noloco_node.node.replica import Replica
 from noloco_node.node.stage_tenure import StageTenure, TenureEnd, violations_journalled
-from noloco_node.node.training import StageWork
+from noloco_node.node.training import AskedToLeave, MoveTo, RetrySnapshot, RunOver, StageWork
 from noloco_node.run.peer_state import PeerState
 from noloco_node.state_sync import weight_exchange
 from noloco_node.state_sync.deadlines import copying_s
@@ -36,9 +37,11 @@ from noloco_node.swarm import run_distribution, speed_test
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import RunFileText
-from noloco_node.tasks import background, until_event
+from noloco_node.tasks import background, supervised, until_event
 from pipeline.migration import Move
 
+LAST_WORD_S = 5.0
+"""For telling the others that we leave, where something has failed here."""
 MOST_ADDRESSES = 8
 """Of a machine with very many interfaces; a record has little room."""
 
@@ -74,7 +77,9 @@ class Node:
             reporter=reporter,
             membership=membership,
             work=StageWork(run, network.peer_id, membership, host.open_text, reporter),
-            writer=CheckpointWriter(host.save, reporter.say, reporter.warn or reporter.say, options.save_every_s),
+            writer=CheckpointWriter(
+                host.save, reporter.say, reporter.warn or reporter.say, options.save_every_s, self._note_disk
+            ),
             health=HealthMonitor(membership, reporter, host.unix_time, host.asleep_s, self._forgive),
             shut_out=bans.shut_out,
         )
@@ -90,6 +95,9 @@ class Node:
         """Stages that we could not build."""
         self._failed: dict[int, FailedSnapshots] = {}
         """Snapshots that were worth nothing, by stage."""
+
+    def _note_disk(self, text: str, over: bool) -> None:
+        self._context.reporter.record(events.Noticed(what=events.DISK, text=text, over=over))
 
     @property
     def replica(self) -> Replica | None:
@@ -116,13 +124,22 @@ class Node:
         context = self._context
         network, record = context.network, context.reporter.record
         self._addresses = (await network.addresses())[:MOST_ADDRESSES]
-        async with background(context.membership.run()), background(context.health.run()):
+        warn = context.reporter.warn or context.reporter.say
+        health = supervised("the watch over this node", context.health.run, warn)
+        async with background(context.membership.run()), background(health):
             await network.serve(run_distribution.TOPIC, run_distribution.SCHEMA, context.run_file.serve)
             answer = violations_journalled(record, speed_test.TOPIC, speed_test.SpeedTestService().answer)
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, answer)
             await self._serve_checkpoint()
             record(events.StateChanged(state=PeerState.JOINING))
-            saved = await self._serve_stages(leave)
+            try:
+                saved = await self._serve_stages(leave)
+            except Exception:
+                # Others shall not go on to send us their work.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LAST_WORD_S):
+                        await context.membership.withdraw()
+                raise
             await context.membership.withdraw()
         if not saved:
             raise UserError(
@@ -147,16 +164,22 @@ class Node:
         """Serve one stage after another; say whether the weights of the last one are saved."""
         start = until_event(leave, join(self._context.newcomer(self._context.options.stage)))
         end = await self._serve_stage(start, leave, moves=0)
-        while end is not None and end.move is not None:
+        while end is not None:
+            match end.ending:
+                case RunOver() | AskedToLeave():
+                    return end.saved
+                case RetrySnapshot(stage, trial, loss):
+                    self._failed[stage] = self._failed_at(stage).with_one(trial, loss)
+                    arriving = self._arrive_again(stage, end.device_s, leave)
+                case MoveTo(move):
+                    arriving = self._arrive(move, end.device_s, leave)
             gc.collect()  # two stages at once may not fit, and the parts of a replica refer to each other
-            if end.failed is not None:
-                self._failed[end.move.target] = self._failed_at(end.move.target).with_one(*end.failed)
-            following = await self._serve_stage(self._arrive(end.move, end.device_s, leave), leave, end.moves)
-            if following is None and end.finished is not None:
+            following = await self._serve_stage(arriving, leave, end.moves)
+            if following is None:
                 self._context.reporter.record(end.finished)
                 return end.saved
             end = following
-        return end is None or end.saved
+        return True
 
     async def _serve_stage(
         self, joining: Awaitable[Start | None], leave: asyncio.Event, moves: int
@@ -166,7 +189,7 @@ class Node:
         if tenure is None:
             return None
         end = await tenure.run(leave)
-        if end.move is not None:
+        if isinstance(end.ending, MoveTo | RetrySnapshot):
             self._tenure = None
         return end
 
@@ -178,6 +201,13 @@ class Node:
         await self._snapshots.begin(start.number)
         return StageTenure(self._context, start, self._addresses, moves, self._unfit)
 
+    async def _arrive_again(self, stage: int, device_s: float, leave: asyncio.Event) -> Start | None:
+        """Join the stage that we come from with another snapshot; None once we are asked to leave."""
+        if leave.is_set():
+            return None
+        await self._snapshots.begin(stage)
+        return await until_event(leave, join(self._context.newcomer(stage, device_s, self._failed_at(stage))))
+
     async def _arrive(self, move: Move, device_s: float, leave: asyncio.Event) -> Start | None:
         """Join the stage that we move to, or again the one that we come from; None once we are asked to leave."""
         if leave.is_set():
@@ -185,8 +215,7 @@ class Node:
         context = self._context
         await self._snapshots.begin(move.target)
         try:
-            failed = self._failed_at(move.target) if move.target == move.origin else NONE_FAILED
-            return await until_event(leave, join(context.newcomer(move.target, device_s, failed)))
+            return await until_event(leave, join(context.newcomer(move.target, device_s)))
         except UserError as trouble:
             why = f"{trouble.what} {trouble.why}"
         gc.collect()  # what was built of it

@@ -7,11 +7,13 @@ the fast weights. Everything that touches weights is a job of the device's one t
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from random import Random
 from statistics import fmean
+from typing import TypeVar
 
 from gossip.events import Event, MeetingLost, OuterStepTaken
 from gossip.exchange.messages import Parts, ReplicaState
@@ -22,7 +24,7 @@ from gossip.rule.outer_step import Tensors
 from gossip.transfer.held_copy import HeldCopy
 from noloco_node import __version__
 from noloco_node.journal import events
-from noloco_node.machine.interface import Runner, StageModel
+from noloco_node.machine.interface import DeviceLost, Runner, StageModel
 from noloco_node.network.interface import Conversation
 from noloco_node.network.send_turns import SendTurns
 from noloco_node.network.timeouts import ANSWERS, AdaptiveTimeout
@@ -33,8 +35,10 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import GOSSIP, topic
 from noloco_node.state_sync.starting_state import StartingState
 from noloco_node.storage.checkpoint import Checkpoint, Counters
+from noloco_node.swarm.receipts import MOST_BROUGHT
 from noloco_node.swarm.roster import Derived, PeerRecord, Roster, speed
 from noloco_node.tasks import loop_s
+from noloco_node.units import is_usable
 from pipeline.activations.formats import ACTIVATION_CODECS
 from pipeline.admission_window import AdmissionWindow, WindowOutcome
 from pipeline.checks.spot_checks import CheckSettings, SpotChecks
@@ -43,6 +47,8 @@ from pipeline.inner_optimiser import OptimiserState
 from pipeline.next_stage import NextStage, NextStageClient
 from pipeline.schedule import Progress, advance, begin, learning_rate
 from pipeline.worker import Worker, WorkerCompute
+
+T = TypeVar("T")
 
 DRAIN_S = 30.0
 """How long the blocking form of a round waits for what is in flight."""
@@ -87,14 +93,14 @@ class Replica:
         self.worker = Worker(
             stage,
             self.admission,
-            WorkerCompute(run=device.run, clock=device.clock),
+            WorkerCompute(run=self._on_device, clock=device.clock),
             self.next_stage,
             run.pipeline.budget_s,
         )
         self.microbatches = MicrobatchServer(config, context, self.worker, turns)
         self.rounds = Rounds(
             config.peer,
-            round_settings(config, sum(tensor.nbytes for tensor in starting_state.origin.state.slow)),
+            round_settings(config, sum(tensor.nbytes for tensor in starting_state.origin.state.slow), stage.fixed),
             starting_state.origin,
             self,
             RoundContext(
@@ -103,9 +109,12 @@ class Replica:
                 converse=self._converse,
                 record=self._journal,
                 answers=AdaptiveTimeout(ANSWERS) if config.deadlines else None,
+                saw=self._saw,
             ),
         )
         self.starting_weights = StartingWeights(starting_state, self.rounds)
+        self.device_lost: asyncio.Future[DeviceLost] = asyncio.get_running_loop().create_future()
+        """Why the device computes nothing any more, once it does not."""
         self._loss: float | None = None
         self._gap: float | None = None
         self._partner: str | None = None
@@ -113,6 +122,15 @@ class Replica:
         self.seconds_per_step = 1.0
         """What the last window took, from one inner step to the next; 1 before the first."""
         self._stepped_at, self._busy_s = loop_s(), device.busy_s
+
+    async def _on_device(self, job: Callable[..., T], *args: object) -> T:
+        try:
+            return await self._device.run(job, *args)
+        except DeviceLost as lost:
+            # Whoever asked for this job may be a peer, whose conversation ends by it. The node has to end as well.
+            if not self.device_lost.done():
+                self.device_lost.set_result(lost)
+            raise
 
     # The training itself.
 
@@ -126,7 +144,7 @@ class Replica:
         async with self.rounds.weights.moving():
             self.progress = advance(self.progress, [outcome.progress for outcome in outcomes], loop_s())
             rate = learning_rate(self.progress.value, self._schedule)
-            report = await self._device.run(self._stage.step, rate, len(outcomes))
+            report = await self._on_device(self._stage.step, rate, len(outcomes))
             self._note_step(outcomes, rate, report.applied)
         going = RoundProgress(self.progress.value, speed(self._microbatch_s))
         await self.rounds.between_steps(self.inner_steps, self.seconds_per_step, going)
@@ -174,7 +192,7 @@ class Replica:
     async def discard(self) -> int:
         """Forget the gradients of the partial window, and what is in flight; return how many microbatches it held."""
         self.worker.abandon()
-        await self._device.run(self._stage.discard)
+        await self._on_device(self._stage.discard)
         return self.admission.succeeded
 
     async def aclose(self) -> None:
@@ -195,7 +213,7 @@ class Replica:
             return self._state(OptimiserState(0, ()), whole=False)
         whole = parts is Parts.ALL
         async with self.rounds.weights.reading():
-            optimiser = await self._device.run(self._stage.optimiser_state) if whole else OptimiserState(0, ())
+            optimiser = await self._on_device(self._stage.optimiser_state) if whole else OptimiserState(0, ())
             return await self._context.hold(self._state(optimiser, whole=whole))
 
     def _state(self, optimiser: OptimiserState, *, whole: bool) -> ReplicaState:
@@ -217,11 +235,11 @@ class Replica:
 
     async def snapshot(self) -> Tensors:
         """Return a copy of the fast weights."""
-        return await self._device.run(self._stage.weights)
+        return await self._on_device(self._stage.weights)
 
     async def correct(self, correction: Tensors) -> None:
         """Add to the fast weights."""
-        await self._device.run(self._stage.correct, correction)
+        await self._on_device(self._stage.correct, correction)
 
     def alone(self, retry_after_s: float) -> AbstractAsyncContextManager[None]:
         """Shut the gate until nothing is in flight."""
@@ -233,6 +251,14 @@ class Replica:
 
     def _converse(self, peer: str) -> AbstractAsyncContextManager[Conversation]:
         return self._context.network.talk(peer, topic(GOSSIP, self.config.stage), self._context.gossip_schema)
+
+    def _saw(self, partner: str, theirs: int, ours: int) -> None:
+        """Give a partner a receipt for the inner steps that it says it brings, as far as they are likely."""
+        run = self.config.run
+        if run.pipeline.stages > 1:
+            return  # the last stage sees the samples themselves
+        likely = min(theirs, MOST_BROUGHT * max(ours, run.outer.inner_steps_per_round))
+        self.microbatches.tally.add(partner, likely * run.samples_per_step, brought=ours * run.samples_per_step)
 
     # What we say of ourselves.
 
@@ -271,8 +297,8 @@ class Replica:
             device_s=self._microbatch_s,
             tokens_per_s=self._tokens_per_s,
             # A record with a number that is none would be refused by every reader.
-            loss=_finite(self._loss),
-            gap=_finite(self._gap),
+            loss=_publishable(self._loss),
+            gap=_publishable(self._gap),
             partner=self._partner,
             waiting=waits and f"{waits[0]}, for {waits[1]:.0f} s",
             version=__version__,
@@ -289,11 +315,17 @@ class Replica:
         return None
 
     async def checkpoint(self, samples: int, data_position: dict[str, object] | None) -> Checkpoint:
-        """Return everything that this replica needs to go on later, in its own memory; to be told once it is read."""
+        """Return everything that this replica needs to go on later, in its own memory; to be told once it is read.
+
+        Where the device is lost that is what lies in main memory: the slow weights and what belongs to them.
+        """
         read = await self.rounds.weights.read()
+        fast: Tensors = ()
+        optimiser = OptimiserState(0, ())
         try:
-            fast = await self._device.run(self._stage.current_weights)
-            optimiser = await self._device.run(self._stage.optimiser_state)
+            if not self.device_lost.done():
+                fast = await self._on_device(self._stage.current_weights)
+                optimiser = await self._on_device(self._stage.optimiser_state)
         except BaseException:
             read()
             raise
@@ -312,7 +344,8 @@ class Replica:
                 last_met=self.rounds.last_met,
                 data_position=data_position,
             ),
-            {"slow": outer.slow, "fast": fast, "optimiser": optimiser.moments}
+            {"slow": outer.slow}
+            | ({"fast": fast, "optimiser": optimiser.moments} if fast else {})
             | ({"momentum": outer.momentum} if outer.momentum else {})
             | ({"gathered": outer.gathered} if outer.gathered else {}),
             read,
@@ -333,5 +366,5 @@ class Replica:
         return {f"{name}.{key}": value for name, part in parts.items() for key, value in part.items()}
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _publishable(value: float | None) -> float | None:
+    return value if value is not None and value >= 0.0 and is_usable(value) else None

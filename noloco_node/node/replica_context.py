@@ -79,8 +79,11 @@ def rate_schedule(run: RunConfig) -> Schedule:
     )
 
 
-def round_settings(config: ReplicaConfig, weight_bytes: int) -> RoundSettings:
-    """Return how this run gossips; the deadline of an exchange follows from the bytes that it moves at most."""
+def round_settings(config: ReplicaConfig, weight_bytes: int, fixed: frozenset[int] = frozenset()) -> RoundSettings:
+    """Return how this run gossips; the deadline of an exchange follows from the bytes that it moves at most.
+
+    `fixed`: numbers of the tensors that no round moves.
+    """
     run, outer = config.run, config.run.outer
     timeouts = RoundTimeouts(
         answer_s=HEARING_S, exchange_s=60.0 + 2 * sets(outer) * weight_bytes / config.slowest_bytes_per_s
@@ -98,5 +101,6 @@ def round_settings(config: ReplicaConfig, weight_bytes: int) -> RoundSettings:
         overlap_steps=outer.overlap_steps,
         deferrals_before_solo=outer.deferrals_before_solo,
         blocking=outer.blocking,
+        fixed=fixed,
         patience=timeouts if config.deadlines else RoundTimeouts(answer_s=math.inf, exchange_s=math.inf),
     )

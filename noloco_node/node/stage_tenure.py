@@ -28,35 +28,31 @@ from noloco_node.node.node_context import NodeContext
 from noloco_node.node.replica import Replica
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
 from noloco_node.node.reporting import ProgressReporter
-from noloco_node.node.training import Training
+from noloco_node.node.training import Ending, MoveTo, RetrySnapshot, RunOver, Training
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import GOSSIP, MICROBATCH, STATE, gossip_schema, microbatch_schema, state_schema, topic
 from noloco_node.state_sync.deadlines import copying_s
 from noloco_node.state_sync.snapshot_keeper import SnapshotKeeper, SnapshotKeeperConfig
 from noloco_node.state_sync.snapshot_server import turn_away
-from noloco_node.state_sync.starting_loss import SnapshotTrial
 from noloco_node.storage.checkpoint import Checkpoint
-from noloco_node.tasks import background
-from pipeline.migration import Move
+from noloco_node.tasks import background, supervised
 
 LONGEST_WAITING = 400
 """Characters of what we wait for, in our record: there may be many things."""
 
 
 class TenureEnd(NamedTuple):
-    """How the time at a stage ended. `saved`: its last checkpoint is on the disk. `move`: to another stage, if any.
+    """How the time at a stage ended. `saved`: its last checkpoint is on the disk.
 
-    `device_s`: what a microbatch will take there. `moves`: of this peer so far, with this one. `finished`: what is to
-    be journalled should we be asked to leave before we have arrived there. `failed`: the snapshot that we
-    served here, and what it lost, where it was worth nothing.
+    `device_s`: what a microbatch will take at the stage where we go on. `moves`: of this peer so far, with this one.
+    `finished`: what is to be journalled should we be asked to leave before we have arrived there.
     """
 
+    ending: Ending
     saved: bool
     moves: int
-    move: Move | None = None
-    device_s: float = 0.0
-    finished: events.Finished | None = None
-    failed: tuple[SnapshotTrial, float] | None = None
+    device_s: float
+    finished: events.Finished
 
 
 class StageTenure:
@@ -97,7 +93,8 @@ class StageTenure:
         context, training = self._context, self._training
         await self._start_serving()
         async with aclosing(self.replica), background(context.writer.run()), background(self._keep_snapshots()):
-            async with background(self._progress.run()):
+            warn = context.reporter.warn or context.reporter.say
+            async with background(supervised("the report of progress", self._progress.run, warn)):
                 try:
                     ending = await training.run(self.replica, leave, self._in_pause, moves=context.options.moves)
                     self._progress.record_totals()
@@ -106,20 +103,19 @@ class StageTenure:
                 except ExceptionGroup:
                     await self._save()
                     raise
+                finally:
+                    # What came back after our record was renewed last counts as well.
+                    context.membership.note_samples(context.work.samples)
             saved = await self._save()
-        moves = self.migration.moves
-        if training.move is None:
-            if ending.over and not leave.is_set():
-                await self._linger(leave)
-            return TenureEnd(saved, moves)
         finished = training.farewell(self.replica)
-        context.work.rest()
-        self._donor.close()
-        await self._end_meetings()
-        if training.move.target == training.move.origin:
-            failed = self.replica.starting_weights.failed_snapshot.result()
-            return TenureEnd(saved, moves, training.move, self.migration.device_s, finished, failed)
-        return TenureEnd(saved, moves + 1, training.move, self.migration.device_s, finished)
+        if isinstance(ending, RunOver) and not leave.is_set():
+            await self._linger(leave)
+        if isinstance(ending, MoveTo | RetrySnapshot):
+            context.work.rest()
+            self._donor.close()
+            await self._end_meetings()
+        moves = self.migration.moves + isinstance(ending, MoveTo)
+        return TenureEnd(ending, saved, moves, self.migration.device_s, finished)
 
     # What others may ask of us.
 
@@ -129,7 +125,7 @@ class StageTenure:
         run, number = context.run_file.run, replica.config.stage
         if number > 0:
             await self._serve(MICROBATCH, microbatch_schema(run, context.dimensions.width), replica.microbatches.serve)
-        context.membership.tally = replica.microbatches.tally if replica.config.last and number > 0 else None
+        context.membership.tally = replica.microbatches.tally if replica.config.last else None
         await self._serve(GOSSIP, gossip_schema(run, self._shapes), self._meet)
         await self._serve(STATE, state_schema(self._shapes), self._give)
         self._announce(PeerState.TRAINING)
@@ -169,9 +165,9 @@ class StageTenure:
         patience_s = copying_s(sum(sizes), options.slowest_bytes_per_s) if options.deadlines else inf
         return DonorLimits(deadline_s=8 * patience_s, piece_s=piece_s(patience_s, len(cut(sizes))))
 
-    async def _depart(self, move: Move, device_s: float) -> None:
-        """Take our place at another stage, and serve this one no more."""
-        await self.migration.take_place(move, device_s)
+    async def _depart(self, stage: int, device_s: float) -> None:
+        """Take our place at another stage, or anew at ours, and serve this one no more."""
+        await self.migration.take_place(stage, device_s)
         for name, schema in self._served.items():
             await self._context.network.serve(name, schema, _gone)
 
@@ -193,8 +189,8 @@ class StageTenure:
 
     def _announce(self, state: PeerState) -> None:
         context = self._context
-        if self._training.move is not None:
-            return  # our record is at the other stage already
+        if isinstance(self._training.ending, MoveTo | RetrySnapshot):
+            return  # our record is at the stage where we go on
         record = self.replica.describe(state)
         waiting = "; ".join(filter(None, (record.waiting, context.writer.trouble, context.health.trouble)))
         record = structs.replace(
@@ -218,10 +214,12 @@ class StageTenure:
     async def _save(self) -> bool:
         """Write the last checkpoint; a disk that refuses is said and costs no more than that.
 
-        A snapshot that may be worth nothing does not take the place of what is there.
+        A snapshot that may be worth nothing does not take the place of what is there; nor does what is left of a
+        replica whose device is lost take that of a whole checkpoint with the same slow weights.
         """
-        doubtful = self.replica.starting_weights.doubtful
-        return doubtful or await self._context.writer.finish(await self._checkpoint())
+        replica, writer = self.replica, self._context.writer
+        kept = replica.device_lost.done() and writer.holds(replica.rounds.finished)
+        return kept or replica.starting_weights.doubtful or await writer.finish(await self._checkpoint())
 
     async def _checkpoint(self) -> Checkpoint:
         work = self._context.work

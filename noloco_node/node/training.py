@@ -11,7 +11,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
 
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter, Text
@@ -20,6 +22,7 @@ from noloco_node.node.migration import MigrationWatcher
 from noloco_node.node.replica import Replica
 from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import PeerState
+from noloco_node.state_sync.starting_loss import SnapshotTrial
 from noloco_node.storage.checkpoint import Counters
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.run_samples import ALONE_S, RunSamples, is_over_below
@@ -52,10 +55,6 @@ class StageWork:
         self._source: MicrobatchSource | None = None
         self._counted: RunSamples | None = None
         self._resumed: Counters | None = None
-        self._reached = 0
-        """Samples of the whole run when we began at this stage, as far as was known."""
-        self._begun = membership.roster
-        """The roster of that moment."""
 
     @property
     def samples(self) -> int:
@@ -75,11 +74,16 @@ class StageWork:
         self._source = self._counted = self._resumed = None
 
     def begin(self, progress: float, counted: Counters | None) -> None:
-        """Begin at a stage, at its progress, with what we counted there in an earlier life."""
-        self._resumed, self._begun = counted, self._membership.roster
+        """Begin at a stage, at its progress, with what we counted there in an earlier life.
+
+        What others do counts from here on, however long our text takes to open.
+        """
+        self._resumed = counted
         # Our own checkpoint may know of more than those do who came back before us.
         reached = max(progress, counted.progress if counted else 0.0)
-        self._reached = round(reached * self._run.budget_samples)
+        # The swarm forgets a source that was away for long; its own checkpoint does not.
+        own = max(self._membership.roster.own_samples, counted.samples if counted else 0)
+        self._counted = RunSamples(self._run, self._membership, round(reached * self._run.budget_samples), own)
 
     async def run_until_done(self, replica: Replica) -> None:
         """Return when this peer's part of the run is done, and nothing of it under way."""
@@ -124,48 +128,73 @@ class StageWork:
         if position is not None and not await text.restore(position):
             self._reporter.say("the text is another one than before: reading it from its beginning")
         self.text = text
-        # The swarm forgets a source that was away for long; its own checkpoint does not.
-        own = max(self._membership.roster.own_samples, resumed.samples if resumed else 0)
-        self._counted = RunSamples(self._run, self._membership, self._reached, self._begun, own)
+        assert self._counted is not None, "a stage was begun"
+
+        async def draw() -> Tensor:
+            batch = await text.draw()
+            for sentence in text.news():
+                self._reporter.record(events.Noticed(what="text", text=sentence))
+            return batch
+
         self._source = MicrobatchSource(
-            text.draw,
+            draw,
             replica.worker.process,
             self._counted.progress,
-            samples=own,
+            samples=self._counted.own_then,
             me=self._me,
             prove=self._membership.receipts.prove,
             budget_s=self._run.pipeline.budget_s,
             rng=Random(f"{self._run.seed}|source|{self._me}"),
             told=self._run.pipeline.subspace is not None,
         )
-        self._membership.begin_counting()
         return self._source
 
 
-class Ending(NamedTuple):
-    """How training at a stage ended. `over`: the run is done. `discarded`: microbatches that became no step."""
+class RunOver(NamedTuple):
+    """The run is done."""
 
-    over: bool
-    discarded: int
+
+class AskedToLeave(NamedTuple):
+    """We were asked to leave."""
+
+
+class MoveTo(NamedTuple):
+    """We are needed at another stage."""
+
+    move: Move
+
+
+class RetrySnapshot(NamedTuple):
+    """The snapshot that we served was worth nothing, as its loss says: we join the stage anew, with another one."""
+
+    stage: int
+    trial: SnapshotTrial
+    loss: float
+
+
+Ending: TypeAlias = RunOver | AskedToLeave | MoveTo | RetrySnapshot
+"""How training at a stage ends."""
 
 
 class Training:
     """The training at one stage; it keeps nothing of the replica, for the next one's weights need the room.
 
-    `migration`: watches whether we are needed elsewhere. `state`: what our record is to say. `move`: to another
-    stage, once it is decided; our record is there from then on. `depart`: takes the place there, given the device
-    seconds of a microbatch here, and serves the old stage no more.
+    `migration`: watches whether we are needed elsewhere. `state`: what our record is to say. `ending`: once it is
+    decided; where we go on at a stage our record is there from then on. `depart`: takes the place at that stage, given
+    the device seconds of a microbatch here, and serves the old one no more. `discarded`: microbatches that became no
+    step.
     """
 
     def __init__(
         self,
         migration: MigrationWatcher,
         work: StageWork,
-        depart: Callable[[Move, float], Awaitable[None]],
+        depart: Callable[[int, float], Awaitable[None]],
         reporter: Reporter,
     ) -> None:
         self.state = PeerState.TRAINING
-        self.move: Move | None = None
+        self.ending: Ending | None = None
+        self.discarded = 0
         self._migration, self._work, self._depart, self._reporter = migration, work, depart, reporter
 
     async def run(
@@ -173,7 +202,7 @@ class Training:
     ) -> Ending:
         """Train until the run is over, or we are asked to leave or, if it `moves`, needed at another stage.
 
-        `in_pause` is called between two inner steps.
+        `in_pause` is called between two inner steps. Raises `DeviceLost` in a group where the device fails for good.
         """
         self._reporter.say(f"training stage {replica.config.stage} from inner step {replica.inner_steps}")
         async with asyncio.TaskGroup() as group:
@@ -183,31 +212,38 @@ class Training:
             deserted = group.create_task(self._work.run_until_deserted(replica), name="deserted")
             asked = group.create_task(leave.wait(), name="leave")
             moving = group.create_task(self._migration.run(moves), name="moving")
-            failed = replica.starting_weights.failed_snapshot
-            ends: set[asyncio.Future[Any]] = {work, deserted, asked, moving, failed}
+            failed, lost = replica.starting_weights.failed_snapshot, replica.device_lost
+            ends: set[asyncio.Future[Any]] = {work, deserted, asked, moving, failed, lost}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            over = work.done() or deserted.done()
-            if not over and not asked.done():
-                stage = replica.config.stage
-                again = Move(replica.config.peer, stage, stage, 0.0, 0.0) if failed.done() else None
-                self.move = moving.result() if moving.done() else again
+            if lost.done():
+                raise lost.result()
+            if work.done() or deserted.done():
+                ending: Ending = RunOver()
+            elif asked.done():
+                ending = AskedToLeave()
+            elif moving.done():
+                ending = MoveTo(moving.result())
+            else:
+                ending = RetrySnapshot(replica.config.stage, *failed.result())
+            self.ending = ending
             moving.cancel()
-            self.state = PeerState.TRAINING if over else PeerState.LEAVING
+            self.state = PeerState.TRAINING if isinstance(ending, RunOver) else PeerState.LEAVING
             replica.admission.close()
-            if self.move is not None:
+            if isinstance(ending, MoveTo | RetrySnapshot):
                 self._reporter.record(events.StateChanged(state=PeerState.LEAVING))
-                await self._depart(self.move, replica.worker.device_s)
+                stage = ending.stage if isinstance(ending, RetrySnapshot) else ending.move.target
+                await self._depart(stage, replica.worker.device_s)
             await self._drain(replica, steps)
             for task in (work, deserted, asked, steps):
                 task.cancel()
             await asyncio.wait({work, deserted, asked, steps})
-            discarded = await replica.discard()
-            if over:
+            self.discarded = await replica.discard()
+            if isinstance(ending, RunOver):
                 self._reporter.say("the run is over; one last round")
                 await until_event(leave, replica.rounds.last_round(LAST_ROUND_S))
             await replica.rounds.leave()
             gossip.cancel()
-        return Ending(over, discarded)
+        return ending
 
     async def _drain(self, replica: Replica, steps: asyncio.Task[None]) -> None:
         """Wait until the step loop has ended: by itself, once nothing is in flight; a complete window is still used."""
@@ -220,15 +256,22 @@ class Training:
 
     def tell(self, replica: Replica, ending: Ending) -> None:
         """Journal how it ended."""
-        if self.move is not None:
-            origin, target, why = self.move.origin, self.move.target, str(self.move)
-            moving = f"moving from stage {origin} to stage {target}" if origin != target else f"leaving stage {origin}"
-            self._reporter.say(f"{moving}: {why}")
-            self._reporter.record(events.Moved(origin=origin, target=target, why=why, discarded=ending.discarded))
-            self._reporter.record(events.StateChanged(state=PeerState.JOINING))
-            return
-        why = events.RUN_OVER if ending.over else ASKED
-        self._reporter.record(_finished(replica, why, ending.discarded))
+        match ending:
+            case RunOver():
+                self._reporter.record(_finished(replica, events.RUN_OVER, self.discarded))
+            case AskedToLeave():
+                self._reporter.record(_finished(replica, ASKED, self.discarded))
+            case MoveTo(move):
+                self._reporter.say(f"moving from stage {move.origin} to stage {move.target}: {move}")
+                self._tell_move(move.origin, move.target, str(move))
+            case RetrySnapshot(stage):
+                why = f"the weights of stage {stage} that we were given are worth nothing"
+                self._reporter.say(f"leaving stage {stage}: {why}")
+                self._tell_move(stage, stage, why)
+
+    def _tell_move(self, origin: int, target: int, why: str) -> None:
+        self._reporter.record(events.Moved(origin=origin, target=target, why=why, discarded=self.discarded))
+        self._reporter.record(events.StateChanged(state=PeerState.JOINING))
 
     def farewell(self, replica: Replica) -> events.Finished:
         """Return what is to be journalled should we be asked to leave before we have arrived at the other stage."""

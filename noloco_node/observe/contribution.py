@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from gossip.events import OuterStepTaken
+from noloco_node.admission.peer_keys import peer_of_file
 from noloco_node.errors import config_error
 from noloco_node.journal import events
 from noloco_node.journal.reader import read
@@ -59,8 +60,10 @@ class ContributionLedger:
         self.by_run: dict[str, Contribution] = {}
         self.now: Contribution | None = None
         """What is given to the run that is taken part in; None before there is one."""
-        self._sent = self._received = 0
+        self._sent = self._received = self._pid = 0
         self._joules = 0.0
+        self._moves = False
+        """Whether the node is on its way to another stage: its totals go on there."""
 
     def given(self, run: str) -> Given | None:
         """Return what our record says of what was given to a run; None of none."""
@@ -74,6 +77,7 @@ class ContributionLedger:
             begun = self.now = self.by_run.setdefault(event.run, begun)
             begun.peers += [event.peer] * (event.peer not in begun.peers)
             begun.stages += [event.stage] * (event.stage not in begun.stages)
+            self._begin_totals(event.pid)
         now = self.now
         if now is None:
             return
@@ -89,8 +93,6 @@ class ContributionLedger:
                 now.rounds += event.partner is not None
             case events.Traffic():
                 sent, received = sum(event.sent.values()), sum(event.received.values())
-                if sent < self._sent or received < self._received:  # totals since the start of another network
-                    self._sent = self._received = 0
                 now.sent_bytes += sent - self._sent
                 now.received_bytes += received - self._received
                 self._sent, self._received = sent, received
@@ -99,8 +101,18 @@ class ContributionLedger:
                 self._joules = event.joules
             case events.Receipts():
                 now.covered_tokens = max(now.covered_tokens, event.own)
+            case events.Moved():
+                self._moves = True
             case _:
                 pass
+
+    def _begin_totals(self, pid: int) -> None:
+        """Begin the totals that begin with a life: of traffic with each network, of energy with each process."""
+        if not self._moves:
+            self._sent = self._received = 0
+        if pid != self._pid:
+            self._joules = 0.0
+        self._moves, self._pid = False, pid
 
 
 def ledger_of(journal: Iterable[events.Event]) -> ContributionLedger:
@@ -113,17 +125,18 @@ def ledger_of(journal: Iterable[events.Event]) -> ContributionLedger:
 
 def report(home: Path, *, as_json: bool) -> str:
     """Return what the journal of a home says was given, as text or as one JSON object a run."""
-    journal = HomePaths(home).journal
+    journal, me = HomePaths(home).journal, peer_of_file(HomePaths(home).identity)
     found = list(ledger_of(read(journal)).by_run.values())
     if not found:
         raise config_error(
             f"{home} has given nothing yet.",
-            "its journal does not tell of any run" if journal.exists() else "it has no journal",
+            ("its journal does not tell of any run" if journal.exists() else "it has no journal")
+            + (f" (you are {me})" if me else ""),
             "name the home of a node that took part with --home",
         )
     if as_json:
         return "\n".join(msgspec.json.encode(each).decode() for each in found)
-    return "\n".join(line for each in found for line in _lines(each))
+    return "\n".join([*([f"you are {me}"] if me else []), *(line for each in found for line in _lines(each))])
 
 
 def _lines(given: Contribution) -> list[str]:
@@ -131,7 +144,8 @@ def _lines(given: Contribution) -> list[str]:
     rows: list[tuple[str, Any]] = [
         ("as", ", ".join(plain(peer) for peer in given.peers)),
         ("at stage", stages),
-        ("there", f"{format_duration(given.there_s)}, of these the device worked {format_duration(given.device_s)}"),
+        ("there", format_duration(given.there_s)),
+        ("computed", f"{format_duration(given.device_s)} of CPU or GPU time, joining and serving not counted"),
         ("tokens", f"{format_count(given.tokens)} in {given.inner_steps:,} inner steps, {given.rounds:,} meetings"),
     ]
     if given.covered_tokens:

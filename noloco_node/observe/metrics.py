@@ -68,6 +68,7 @@ class NodeMetrics:
         self._loss = gauge("loss_nats", "Loss of the last window, nats a token.")
         self._gap = gauge("gap_ratio", "Distance to the last partner over the norm of the mean.")
         self._waiting = gauge("waiting", "1 while this node waits for something, else 0.")
+        self._unsaved = gauge("checkpoint_refused", "1 while the disk refuses this node's checkpoints, else 0.")
         self._budget = gauge("line_budget_bytes", "Allowed and used of the line, a second or a month.", "kind")
         self._progress = gauge("progress_ratio", "Share of the run's tokens that are trained.")
         self._swarm_tokens = gauge("swarm_tokens", "Tokens that all peers have trained.")
@@ -136,6 +137,8 @@ class NodeMetrics:
                 self._source_tokens.labels("covered").set(sum(event.covered.values()))
             case events.PeerViolation():
                 self._violations.inc(event.count)
+            case events.Noticed() if event.what == events.DISK:
+                self._unsaved.set(not event.over)
             case events.SpotCheck():
                 self._findings.labels(self._bounded("finding", event.finding)).inc(event.count)
             case events.Finished():

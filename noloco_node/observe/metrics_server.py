@@ -47,7 +47,7 @@ async def metrics_served(place: ServedPlace | None, run_id: str) -> AsyncIterato
     from noloco_node.observe.metrics import NodeMetrics
 
     metrics = NodeMetrics(run_id)
-    page = _Page(metrics)
+    page = _Page(metrics, place)
     try:
         server = await asyncio.start_server(page.answer, place.host, place.port, limit=REQUEST_BYTES)
     except OSError as error:
@@ -63,8 +63,8 @@ async def metrics_served(place: ServedPlace | None, run_id: str) -> AsyncIterato
 class _Page:
     """Answers requests, few at a time."""
 
-    def __init__(self, metrics: NodeMetrics) -> None:
-        self._metrics, self._at_once = metrics, 0
+    def __init__(self, metrics: NodeMetrics, place: ServedPlace) -> None:
+        self._metrics, self._place, self._at_once = metrics, place, 0
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one request, and close."""
@@ -83,6 +83,10 @@ class _Page:
     def _reply(self, request: bytes) -> bytes:
         method, _, rest = request.partition(b" ")
         path = rest.partition(b" ")[0].partition(b"?")[0].decode(errors="replace")
+        hosts = [line[5:].strip() for line in request.split(b"\r\n")[1:] if line[:5].lower() == b"host:"]
+        # What is open to others has a name that they gave it, and nothing to hide.
+        if self._place.is_own and not all(self._place.is_meant(host.decode(errors="replace")) for host in hosts):
+            return _response("421 Misdirected Request", "text/plain; charset=utf-8", b"Ask by an address.\n")
         if path != PATH or method != b"GET":
             status = "404 Not Found" if path != PATH else "405 Method Not Allowed"
             return _response(status, "text/plain; charset=utf-8", f"There is {PATH} here.\n".encode())

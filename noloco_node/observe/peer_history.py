@@ -163,7 +163,8 @@ class PeerHistory:
 
     def _take_hops(self, event: events.Hops) -> None:
         if self.hops_at is not None and event.at > self.hops_at:
-            grown = {peer: count - self.hops.get(peer, 0) for peer, count in event.counts.items()}
+            known = self.hops.keys() if event.others else event.counts.keys()  # one that was not listed has no rate yet
+            grown = {peer: event.counts[peer] - self.hops.get(peer, 0) for peer in event.counts.keys() & known}
             self.routes = {peer: more / (event.at - self.hops_at) for peer, more in grown.items() if more > 0}
         self.hops, self.hops_at = event.counts, event.at
 

@@ -109,7 +109,8 @@ class RosterObserver:
             (then, before), (now, last) = seen[0], seen[-1]
             return max(0.0, self._tokens * (last - before) / (now - then))
         sources = [record for record in roster.stages[0] if record.state is PeerState.TRAINING]
-        return sum(record.tokens_per_s for record in sources if record.waiting is None)
+        # A source whose disk refuses its checkpoints, for one, says so where others say what they wait for: it trains.
+        return sum(record.tokens_per_s for record in sources if cause_of(record.waiting or "") is None)
 
     def _peer_view(
         self, record: PeerRecord, at: float, silent_s: float | None, credit: SourceCredit | None
@@ -152,6 +153,9 @@ class RosterObserver:
         if own is None or own.peer != record.peer:
             return view
         rates = {"sent_per_s": own.sent_per_s, "received_per_s": own.received_per_s}
+        if own.covered_tokens is not None:
+            # A roster has the claims of other sources alone: what this peer drew stands in its own record.
+            rates |= {"tokens_claimed": max(view.tokens, own.covered_tokens)}
         return msgspec.structs.replace(view, tokens_covered=own.covered_tokens, **rates)
 
     def tell(self, name: str, text: str, at: float) -> None:

@@ -239,7 +239,7 @@ def _waits(peer: PeerView, at: float) -> str:
 
 def time_left(view: SwarmView) -> str:
     """Say how long the run still takes."""
-    if view.progress >= 1.0:
+    if view.progress >= 1.0 or view.left_s == 0.0:
         return "over"
     return "no estimate yet" if view.left_s is None else f"{format_duration(view.left_s)} left"
 

@@ -25,6 +25,20 @@ class ServedPlace(NamedTuple):
         except ValueError:
             return self.host == "localhost"
 
+    def is_meant(self, host: str) -> bool:
+        """Say whether a request's `Host` names an address, or our own name: no foreign name that leads to us.
+
+        A page of another host in the same browser could make it ask us under a name of its own.
+        """
+        name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+        if name in ("localhost", self.host):
+            return True
+        try:
+            ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+        except ValueError:
+            return False
+        return True
+
     def url(self, port: int) -> str:
         """Return its address with the port that was found."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"

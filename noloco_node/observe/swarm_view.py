@@ -13,7 +13,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from noloco_node.observe.bottleneck import StageView, cause_of, present_bottleneck
+from noloco_node.observe.bottleneck import Bottleneck, StageView, cause_of, present_bottleneck
 from noloco_node.run.peer_state import PeerState
 
 T = TypeVar("T")
@@ -193,8 +193,11 @@ def swarm_view(
     loss = _mean([peer.loss for peer in sources if peer.trains]) or _mean([peer.loss for peer in sources])
     gap = _mean([peer.gap for peer in peers])
     speed = totals.tokens_per_s
-    left_s = _left_s(totals)
-    bottleneck = present_bottleneck(seen, speed, is_over=totals.progress >= 1.0)
+    is_over = totals.progress >= 1.0 or _all_finished(peers)
+    left_s = 0.0 if is_over else _left_s(totals)
+    bottleneck = present_bottleneck(seen, speed, is_over=is_over)
+    if is_over and totals.progress < 1.0:
+        bottleneck = Bottleneck("The run is over: all peers that are there have finished.")
     course.add(Moment(at=at, progress=totals.progress, tokens_per_s=speed, loss=loss, gap=gap))
     return SwarmView(
         name=totals.name,
@@ -237,13 +240,18 @@ def _given_in_all(peers: Sequence[PeerView]) -> GivenInAll:
         line_bytes=sum(peer.line_bytes or 0 for peer in peers),
         joules=sum(peer.joules or 0.0 for peer in peers),
         drawn=sum(peer.tokens_claimed or 0 for peer in peers),
-        covered=sum(peer.tokens_covered or 0 for peer in peers),
+        # Of each peer at most what it claims: the two figures are of the same tokens.
+        covered=sum(min(peer.tokens_covered or 0, peer.tokens_claimed or 0) for peer in peers),
     )
 
 
+def _all_finished(peers: Sequence[PeerView]) -> bool:
+    """Say whether all that are there have finished: a run ends a little before its last tokens are covered."""
+    states = {peer.state for peer in peers} - {"gone"}
+    return states == {"finished"}
+
+
 def _left_s(totals: RunTotals) -> float | None:
-    if totals.progress >= 1.0:
-        return 0.0
     if totals.budget_tokens is None or totals.tokens_per_s <= 0.0 or not totals.is_speed_known:
         return None
     return max(0.0, totals.budget_tokens - totals.tokens) / totals.tokens_per_s

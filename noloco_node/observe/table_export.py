@@ -6,16 +6,18 @@ A column is a field of any event; a field that holds counts by name becomes a co
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from noloco_node.errors import Exit, UserError, reason_of
+from noloco_node.errors import Exit, UserError, config_error, reason_of
 from noloco_node.journal.events import fields_of
 from noloco_node.journal.reader import journals_in, read
+from noloco_node.storage import atomic_file
 
+LARGEST_INTEGER = 2**63 - 1
+"""Of a column of whole numbers in Parquet."""
 FIRST = ("peer_name", "at", "event")
 SCALARS = {
     "inner_step": ("loss", "progress", "tokens", "seconds", "device_s", "learning_rate"),
@@ -43,6 +45,10 @@ def export_journals(places: Sequence[Path], out: Path, kind: TableFormat) -> str
             hint="give --out another name",
             code=Exit.USAGE,
         )
+    if next(rows(journals), None) is None:
+        raise config_error(
+            "There is nothing to export.", "no event in these journals is legible", "give the home of a node"
+        )
     curves = {TableFormat.TENSORBOARD: _write_tensorboard, TableFormat.WANDB: _write_wandb}.get(kind)
     try:
         count = _write_whole(journals, out, kind) if curves is None else curves(journals, out)
@@ -68,13 +74,10 @@ def rows(journals: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
 
 
 def _write_whole(journals: Mapping[str, Path], out: Path, kind: TableFormat) -> int:
-    partial = out.with_name(f".{out.name}.partial")
-    try:
+    with atomic_file.replacing(out) as aside:
         columns = _columns(journals)
-        count = (_write_csv if kind is TableFormat.CSV else _write_parquet)(journals, columns, partial)
-        os.replace(partial, out)
-    finally:
-        partial.unlink(missing_ok=True)
+        count = (_write_csv if kind is TableFormat.CSV else _write_parquet)(journals, columns, aside)
+        atomic_file.flush(aside)
     return count
 
 
@@ -85,7 +88,9 @@ def _columns(journals: Mapping[str, Path]) -> dict[str, type]:
         for key, value in row.items():
             if value is None:
                 continue
-            before, now = found.get(key, type(value)), type(value)
+            # A count that no column of whole numbers holds becomes a float.
+            now = float if type(value) is int and abs(value) > LARGEST_INTEGER else type(value)
+            before = found.get(key, now)
             found[key] = before if before is now else float if {before, now} <= {int, float} else str
     return found
 

@@ -1,8 +1,8 @@
 """How busy the slowest stage of a run will be, and what a person can change today to make it busier.
 
-The forecast is `noloco_node.planning.pipeline_model`'s, for three lengths of a message, since the network is not known
-here. What can be changed without another network or other machines is the window: a longer one runs dry less often, and
-one that is a multiple of the replicas is shared out without a rest (`pipeline_model.stand_in` says what a rest costs).
+The forecast is `noloco_node.planning.windows`', for three lengths of a message, since the network is not known here.
+What can be changed without another network or other machines is the window: a longer one runs dry less often, and one
+that is a multiple of the replicas is shared out without a rest.
 With a smaller microbatch the batch stays the same, and a message then takes longer in forward passes than before: that
 is counted.
 """
@@ -10,16 +10,17 @@ is counted.
 from __future__ import annotations
 
 import msgspec
+from msgspec import structs
 
-from noloco_node.planning.pipeline_model import WINDOW, PipelineShape, efficiency, spread_speeds, stand_in
+from noloco_node.planning.windows import MicrobatchSeconds, seconds_each, way_seconds
 from noloco_node.run.config import PipelineConfig
 
 MESSAGES = (0.0, 1.0, 3.0)
 """How long a message may take, in forward passes of the slowest stage of the run as it is."""
 BUSY = 0.85
 """Efficiency with which nobody needs advice."""
-_EFFORT = 13_000
-"""Hops of the model for the run as it is; half as many for each remedy."""
+_LONGEST = 256
+"""Window that is suggested: beyond, filling and draining no longer count."""
 
 
 class WindowSuggestion(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +38,7 @@ def predict_efficiency(pipeline: PipelineConfig, work: tuple[float, ...]) -> tup
 
     `work`: of a microbatch at each stage, in any unit.
     """
-    return _predict(pipeline, work, pipeline.microbatches_per_step, 1.0, _EFFORT)
+    return _predict(pipeline, work, 1)
 
 
 def suggest_windows(pipeline: PipelineConfig, work: tuple[float, ...]) -> tuple[WindowSuggestion, ...]:
@@ -49,7 +50,7 @@ def suggest_windows(pipeline: PipelineConfig, work: tuple[float, ...]) -> tuple[
         first = 2 * window
     found = []
     for longer in (first, 2 * first):
-        if longer > WINDOW:
+        if longer > _LONGEST:
             break
         factor, rest = divmod(longer, window)
         shrinks = rest == 0 and pipeline.microbatch_size % factor == 0
@@ -58,36 +59,25 @@ def suggest_windows(pipeline: PipelineConfig, work: tuple[float, ...]) -> tuple[
                 microbatches_per_step=longer,
                 microbatch_size=pipeline.microbatch_size // (factor if shrinks else 1),
                 batch=1.0 if shrinks else longer / window,
-                efficiency=_predict(pipeline, work, longer, factor if shrinks else 1.0, _EFFORT // 2),
+                efficiency=_predict(
+                    structs.replace(pipeline, microbatches_per_step=longer), work, factor if shrinks else 1
+                ),
             )
         )
     return tuple(found)
 
 
-def _predict(
-    pipeline: PipelineConfig, work: tuple[float, ...], window: int, message: float, hops: int
-) -> tuple[float, ...]:
-    replicas = stand_in(pipeline.replicas, window, len(work), hops)
-    passes = spread_speeds([each / max(work) for each in work], (1.0,) * replicas)
-    return tuple(
-        efficiency(
-            PipelineShape(
-                passes=passes,
-                window=window,
-                latency=latency * message,
-                windows_in_flight=pipeline.windows_in_flight,
-            ),
-            hops,
-        )
-        for latency in MESSAGES
-    )
+def _predict(pipeline: PipelineConfig, work: tuple[float, ...], message: int) -> tuple[float, ...]:
+    """`message`: how many times as long as `MESSAGES` one takes, in forward passes of the microbatch as it is here."""
+    loads = [MicrobatchSeconds(3.0 * each / max(work), 0.0, 0.0) for each in work]
+    return tuple(3.0 / seconds_each(pipeline, 3.0, way_seconds(loads, length * message)) for length in MESSAGES)
 
 
 def in_words(now: tuple[float, ...], others: tuple[WindowSuggestion, ...], replicas: int) -> list[str]:
     """Say a prediction and its remedies in lines of plain text."""
     nothing, one, three = now
     lines = [
-        f"The slowest stage works at most {nothing:.0%} of the time if messages take none, {one:.0%} if a message "
+        f"The slowest stage works about {nothing:.0%} of the time if messages take none, {one:.0%} if a message "
         f"takes as long as its forward pass, and {three:.0%} if three times as long.",
     ]
     for other in others:

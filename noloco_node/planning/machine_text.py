@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod, sqrt
 from pathlib import Path
+
+from msgspec import structs
 
 from noloco_node.planning.message_sizes import hop_bytes, round_bytes
 from noloco_node.planning.model_layout import model_layout
-from noloco_node.planning.plan import mean_steps_per_round
+from noloco_node.planning.plan import LEAST_ROUNDS, mean_steps_per_round
 from noloco_node.planning.plan_text import fitted
-from noloco_node.planning.search import Planned, in_subspaces, plan_for
-from noloco_node.planning.throughput import Machines, fits, forecast, gpu_memories
+from noloco_node.planning.search import Planned, batch_of, in_subspaces, plan_for
+from noloco_node.planning.throughput import Machines, fits, forecast, gpu_memories, missing
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import load_run
 from noloco_node.units import format_bytes, format_count, format_duration, format_rate
 
+TOKENS_A_PARAMETER = 20
 IDLE = 0.5
 """Less of their time at work than this, and a plan leaves devices idle."""
 
@@ -27,6 +31,7 @@ def planned_values(run: RunConfig) -> dict[str, dict[str, object]]:
         "pipeline": {
             "stages": pipeline.stages,
             "replicas": pipeline.replicas,
+            "microbatch_size": pipeline.microbatch_size,
             "microbatches_per_step": pipeline.microbatches_per_step,
             "windows_in_flight": pipeline.windows_in_flight,
             "codec": f'"{pipeline.codec}"',
@@ -43,6 +48,7 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
     """Say what to expect of a run on its machines, in lines that a terminal holds."""
     run, layout, needs, found = planned
     pipeline, tokens = run.pipeline, run.budget_samples * run.pipeline.sequence_length
+    parameters = sum(prod(shape) for shapes in layout.shapes for shape in shapes.values())
     device = max(memory.computing for memory in needs)
     beside = max(memory.total - memory.computing for memory in needs)
     said = [
@@ -54,7 +60,10 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
         f"{pipeline.windows_in_flight} in flight, {pipeline.codec}: about {found.tokens_per_s:,.0f} tokens/s, "
         f"{found.tokens_per_s / found.possible:.0%} of what these devices could do without a network. Those of the "
         f"slowest stage are {found.busy:.0%} busy, and {found.bound} set the pace. "
-        f"{format_count(tokens)} tokens take {format_duration(tokens / found.tokens_per_s)}.",
+        f"{format_count(tokens)} tokens take {format_duration(tokens / found.tokens_per_s)}; they are "
+        f"{tokens / parameters:.2g} a parameter ({TOKENS_A_PARAMETER} use the work best, by a rule of thumb of "
+        "Hoffmann and others, 2022).",
+        *_alone(planned, machines),
         f"Memory: {format_bytes(device)} on the GPU and {format_bytes(beside)} beside it at most; "
         f"{found.computed_again:.0%} of the forward passes are computed again.",
     ]
@@ -72,11 +81,65 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
             f"A round: {format_bytes(largest)} each way, due every {mean_steps_per_round(run.outer):.0f} inner steps; "
             f"with {run.outer.line_share:.0%} of the line it comes every {found.steps_per_round} at the soonest."
         )
+        if found.steps_per_round * LEAST_ROUNDS > run.inner.steps:
+            said.append(
+                f"Warning: the lines carry {run.inner.steps // found.steps_per_round} rounds in the "
+                f"{run.inner.steps:,} inner steps of this run, fewer than the {LEAST_ROUNDS} that mix the replicas. "
+                "Fewer machines, faster lines or more tokens help."
+            )
     if found.busy < IDLE:
         said.append(f"Warning: devices stand still more than half of the time. {_remedy(found.bound)}")
         if "links" in found.bound and pipeline.subspace is None:
             said += _subspaces(planned, machines)
     return fitted(said)
+
+
+def describe_changes(planned: Planned, before: RunConfig, machines: Machines) -> list[str]:
+    """Say what a plan changed that a person asked for, and why; nothing where it kept the batch and all have work."""
+    run, length, said = planned.run, planned.run.pipeline.sequence_length, list[str]()
+    asked, batch = batch_of(before) * length, planned.batch * length
+    if batch != asked:
+        why = "longer windows keep these devices at work" if batch > asked else "the replicas share it out evenly so"
+        said.append(
+            f"The batch is {batch:,} tokens of all replicas an inner step, {batch / asked:.2g} times the {asked:,} "
+            f"that were asked for: {why}. The budget of tokens stays, so {before.inner.steps:,} steps become "
+            f"{run.inner.steps:,}. The learning rate stays; by a rule of thumb for Adam one "
+            f"{sqrt(batch / asked):.2g} times as high suits that batch."
+        )
+    spare = machines.count - run.pipeline.stages * run.pipeline.replicas
+    if spare:
+        said.append(f"{spare} of {machines.count} machines have no place in this plan: they may join as more replicas.")
+    return fitted(said)
+
+
+def _alone(planned: Planned, machines: Machines) -> list[str]:
+    """Say what one of the machines would do by itself, and how many of it the swarm is worth."""
+    if machines.count == 1:
+        return []
+    alone = _with_one_stage(planned.run)
+    layout = model_layout(alone)
+    needs = gpu_memories(alone, layout)
+    speed, lacks = (
+        forecast(alone, layout, structs.replace(machines, count=1), needs).tokens_per_s,
+        missing(needs, machines),
+    )
+    times = planned.expected.tokens_per_s / speed
+    does = f"the swarm does the work of {times:,.{1 if times < 10 else 0}f} of them"
+    if any(lacks):
+        said = (
+            f"The model does not fit one such machine, by {lacks.in_words()}; with the memory it would do about "
+            f"{speed:,.0f} tokens/s alone: {does}."
+        )
+    else:
+        said = f"One such machine alone: about {speed:,.0f} tokens/s; {does}."
+    if planned.expected.tokens_per_s < speed:
+        said += " Warning: one machine is faster than all of these together."
+    return [said]
+
+
+def _with_one_stage(run: RunConfig) -> RunConfig:
+    pipeline = structs.replace(run.pipeline, stages=1, replicas=1, boundaries=None, windows_in_flight=1, subspace=None)
+    return structs.replace(run, pipeline=pipeline)
 
 
 def _subspaces(planned: Planned, machines: Machines) -> list[str]:
@@ -117,7 +180,7 @@ def report(path: Path, machines: Machines | None) -> list[str]:
     else:
         lines = describe_expectation(here, machines)
         if not good:
-            lines += ["Warning: it does not fit on these machines."]
+            lines += fitted([f"Warning: it does not fit on these machines, by {missing(needs, machines).in_words()}."])
     if here.expected.busy < IDLE or not good:
         better = plan_for(run, machines)
         if better.expected.tokens_per_s > here.expected.tokens_per_s or not good:

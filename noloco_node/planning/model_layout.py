@@ -14,7 +14,7 @@ from pipeline.activations.formats import check_width
 from pipeline.activations.subspace import Subspace
 from pipeline.decoder_slice import NotSliceableError
 from pipeline.model_config import Prepared, family_config, prepare
-from pipeline.partition import cut, folded, forward_flops, slice_size, verify_family, verify_subspace
+from pipeline.partition import cut, family_notes, folded, forward_flops, slice_size, verify_family, verify_subspace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from pipeline.decoder_slice import Cut, Slice
     from pipeline.stage import Stage
 
+_REFUSALS = (ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
+"""What transformers and torch raise where the sizes of a run file, which a stranger may have written, fit no model."""
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "*.model", "*.txt")
 
 
@@ -39,6 +41,12 @@ class ModelLayout(NamedTuple):
     shapes: tuple[dict[str, tuple[int, ...]], ...]
     work: tuple[int, ...]
     multiplied: tuple[int, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What training leaves out of this family, in sentences."""
+        family = self.prepared.config.model_type
+        return tuple(f"Of a {family} model, {note} (docs/families.md)." for note in family_notes(self.prepared.config))
 
     @property
     def width(self) -> int:
@@ -75,10 +83,10 @@ def model_layout(run: RunConfig) -> ModelLayout:
             str(error),
             "a model of another family, such as llama or qwen3; docs/families.md lists them",
         ) from error
-    except ValueError as error:
+    except _REFUSALS as error:
         raise config_error(
             "The run file describes a model that cannot be built.",
-            str(error),
+            str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}",
             "correct [model] or [pipeline] in the run file",
         ) from error
     return ModelLayout(

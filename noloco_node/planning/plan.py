@@ -1,11 +1,11 @@
 """What a run file means, before anybody trains: memory, traffic, tokens, and how busy the slowest stage will be.
 
 Parameters and bytes are exact, as the wire and the optimiser have them. Work is floating-point operations of the
-matrices and of attention. The memory of a graph is an estimate, measured in Llama and GPT-2 models: bytes a token and
-layer for each unit of the model's width and of the feed-forward's. As many microbatches as a window holds, or two, wait
-for their gradients at once, except at the last stage. Their graphs are kept while there is room, and one is what it
-takes: the others are computed again. With two windows in flight the weights before the step stay as long as a
-microbatch waits on them. A peer on a GPU that has bfloat16 computes in it, unless the run forbids it.
+matrices and of attention. The memory of a graph is measured on a small model of the family (`graph_memory`).
+As many microbatches as a window holds, or two, wait for their gradients at once, except at the last stage. Their graphs
+are kept while there is room, and one is what it takes: the others are computed again. With two windows in flight the
+weights before the step stay as long as a microbatch waits on them. A peer on a GPU that has bfloat16 computes in it,
+unless the run forbids it.
 The efficiency, and what would raise it, is `advice`'s.
 """
 
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from noloco_node.data.encoding import check_vocabulary
+from noloco_node.machine.memory import usable_bytes
 from noloco_node.planning.advice import BUSY, WindowSuggestion, predict_efficiency, suggest_windows
 from noloco_node.planning.message_sizes import float32_bytes, gossip_memory, hop_bytes, round_bytes
 from noloco_node.run.config import TRAVELLING, OuterConfig, PipelineConfig, RunConfig
@@ -27,13 +28,12 @@ if TYPE_CHECKING:
 
     from noloco_node.planning.model_layout import ModelLayout
 
-_FLOAT32_GRAPH, _BFLOAT16_GRAPH = (44, 16), (34, 8)
-"""Bytes a token and layer, for each unit of width and of the feed-forward."""
-_LOGIT_BYTES = 16
-"""At the peak: the logits, their softmax, and the gradients of both."""
-_KEPT_SHARE = 0.8
-"""Of the free memory that graphs may fill: what they take is an estimate."""
 _UNEVEN = 1.3
+LEAST_STEPS = 400
+"""Inner steps of a replica: the shortest run of this project that learns to speak of (the preset tiny). In fewer, AdamW
+has hardly warmed up, and a batch is wasted on each."""
+LEAST_ROUNDS = 20
+"""That a replica opens. Each doubles the replicas that know of a step at best, so twenty mix the largest swarm."""
 _DEEP, _IDLE = 4, 0.7
 """More stages than this, and less of their time at work, are cause for a warning."""
 
@@ -173,7 +173,7 @@ def plan(run: RunConfig) -> RunPlan:
         rounds=_rounds(run),
         efficiency=efficiency,
         remedies=suggest_windows(run.pipeline, shares) if efficiency[1] < BUSY else (),
-        warnings=tuple(_warnings(run, stages, efficiency[1])),
+        warnings=(*_warnings(run, stages, efficiency[1]), *drawn.notes),
     )
 
 
@@ -215,7 +215,7 @@ def graphs_that_fit(free: int | None, needs: int, graph: int, most: int) -> int 
     """Return how many graphs may be kept where a stage `needs` so much with one; None for all of `most`."""
     if free is None:
         return None
-    more = max(0, int((_KEPT_SHARE * free - needs) // max(1, graph)))
+    more = max(0, int((usable_bytes(free) - needs) // max(1, graph)))
     return more if more < most - 1 else None
 
 
@@ -257,25 +257,16 @@ def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool) -> Memo
 
 
 def _graph_bytes(run: RunConfig, drawn: ModelLayout, number: int, half: bool) -> int:
-    """Estimate what autograd keeps of a microbatch, and at the last stage what the logits take."""
-    from pipeline.stage import LOGITS
+    """Return what autograd keeps of a microbatch, and at the last stage what the logits take."""
+    # It loads torch.
+    from noloco_node.planning.graph_memory import graph_bytes
 
-    cut, config = drawn.cuts[number], drawn.prepared.config
-    width = int(config.hidden_size)
-    tokens = run.pipeline.sequence_length * run.pipeline.microbatch_size
-    feed_forward = next(
-        (size for name in ("intermediate_size", "n_inner", "ffn_dim") if (size := getattr(config, name, None))),
-        4 * width,
-    )
-    of_width, of_feed_forward = _BFLOAT16_GRAPH if half else _FLOAT32_GRAPH
-    layers = (cut.end_layer - cut.first_layer) * (of_width * width + of_feed_forward * feed_forward)
-    logits = min(LOGITS, tokens * drawn.vocabulary) if cut.head else 0
-    return tokens * layers + _LOGIT_BYTES * logits
+    return graph_bytes(run.pipeline, drawn, number, half=half)
 
 
 def _warnings(run: RunConfig, stages: tuple[StagePlan, ...], efficiency: float) -> list[str]:
     """Name costly choices. `efficiency`: where a message takes as long as a forward pass of the slowest stage."""
-    found = []
+    found: list[str] = []
     count, window = len(stages), run.pipeline.microbatches_per_step
     if count > _DEEP and efficiency < _IDLE:
         slow = f"the slowest stage works {efficiency:.0%} of the time where a message takes as long as its forward pass"
@@ -303,12 +294,17 @@ def _warnings(run: RunConfig, stages: tuple[StagePlan, ...], efficiency: float) 
             )
     if run.pipeline.replicas == 1:
         found.append("One planned replica a stage: nobody gossips, every round is taken alone.")
-    elif _rounds(run) < 3:
+    elif _rounds(run) < LEAST_ROUNDS:
         early, late = run.outer.inner_steps_per_round, run.outer.late_inner_steps_per_round
         often, fields = (f"{early}", "") if late is None else (f"{early} to {late}", " and late_inner_steps_per_round")
         found.append(
             f"{run.inner.steps} inner steps with a round every {often}: the replicas hardly ever meet. "
-            f"Fewer inner_steps_per_round{fields}, or more steps."
+            f"Fewer inner_steps_per_round{fields}, or more steps, for {LEAST_ROUNDS} rounds at least."
+        )
+    elif run.inner.steps < LEAST_STEPS:
+        found.append(
+            f"{run.inner.steps} inner steps of a replica are few to learn in. More steps, or a smaller batch, for "
+            f"{LEAST_STEPS} at least."
         )
     if run.outer.momentum_period > max(1, _rounds(run)):
         found.append(

@@ -59,7 +59,7 @@ def _largest_memory(plan: RunPlan) -> str:
     number, memory = max(enumerate(stage.memory for stage in plan.stages), key=lambda stage: stage[1].total)
     sizes = {name: getattr(memory, name) for name in Memory.__struct_fields__ if name != "other_graphs"}
     parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in sizes.items() if size)
-    return f"Memory at stage {number} on a CPU, in float32, with the graph of one microbatch (estimated): {parts}."
+    return f"Memory at stage {number} on a CPU, in float32, with the graph of one microbatch: {parts}."
 
 
 def report(path: Path, *, as_json: bool = False) -> str:

@@ -5,10 +5,10 @@ stage works on its share of the microbatches, and the slowest of three sets the 
 that is computed again where the graphs of a window do not fit, and what coding costs), the uplink and the downlink, of
 which rounds have their share. A stage that asks for more has more replicas: `settled`. A microbatch's way down and back
 takes its passes, its transfers and a latency a hop: with two windows in flight one of them covers it, with one the
-pipeline runs dry once a window.
+pipeline runs dry once a window (`windows`).
 
-It leaves out queues, which a window twice as long as the way keeps full, but for `WAITING`, and the inner step.
-`docs/results.md` holds it against simulations; `pipeline_model` says more of windows, and knows no lines.
+It leaves out queues, but for `WAITING`, and the inner step. `tests/planning/test_throughput.py` holds it against
+production nodes in virtual time, with narrow lines and with short windows.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from noloco_node.machine.memory import free_of_gpu, usable_bytes
 from noloco_node.planning.message_sizes import hop_bytes, round_bytes
 from noloco_node.planning.model_layout import ModelLayout
 from noloco_node.planning.plan import Memory, graphs_that_fit, in_flight, memories
+from noloco_node.planning.windows import MicrobatchSeconds, seconds_each, way_seconds
 from noloco_node.run.config import RunConfig
 from noloco_node.units import format_bytes
 from pipeline.activations.formats import ACTIVATION_CODECS
@@ -54,14 +56,6 @@ class Machines(msgspec.Struct, frozen=True, kw_only=True):
             f"{self.count} machine{'s' if self.count > 1 else ''} with {format_bytes(self.gpu_bytes)} on the GPU and "
             f"{format_bytes(self.ram_bytes)} beside it"
         )
-
-
-class MicrobatchSeconds(NamedTuple):
-    """Seconds that a microbatch takes of a replica: of its device, its uplink and its downlink without rounds."""
-
-    device_s: float
-    up_s: float
-    down_s: float
 
 
 class Throughput(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,12 +106,30 @@ def gpu_memories(run: RunConfig, layout: ModelLayout) -> tuple[Memory, ...]:
     return memories(run, layout, half=run.precision == "auto")
 
 
+class Missing(NamedTuple):
+    """Bytes by which the largest stage goes beyond what may be used of a machine's GPU, and of its main memory."""
+
+    gpu: float
+    ram: float
+
+    def in_words(self) -> str:
+        """Say how much is missing, and where."""
+        parts = ((self.gpu, "on the GPU"), (self.ram, "beside it"))
+        return " and ".join(f"{format_bytes(size)} {where}" for size, where in parts if size)
+
+
+def missing(needs: Sequence[Memory], machines: Machines) -> Missing:
+    """Return what a machine lacks for the stage that needs most; 0 where all stages fit."""
+    gpu, ram = usable_bytes(free_of_gpu(machines.gpu_bytes)), usable_bytes(machines.ram_bytes)
+    return Missing(
+        max(0.0, max(memory.computing for memory in needs) - gpu),
+        max(0.0, max(memory.total - memory.computing for memory in needs) - ram),
+    )
+
+
 def fits(needs: Sequence[Memory], machines: Machines) -> bool:
     """Say whether every stage fits on a machine: on its GPU, and beside it."""
-    return all(
-        memory.computing <= machines.gpu_bytes and memory.total - memory.computing <= machines.ram_bytes
-        for memory in needs
-    )
+    return missing(needs, machines) == Missing(0.0, 0.0)
 
 
 def forecast(run: RunConfig, layout: ModelLayout, machines: Machines, needs: Sequence[Memory]) -> Throughput:
@@ -133,12 +145,7 @@ def forecast(run: RunConfig, layout: ModelLayout, machines: Machines, needs: Seq
         for number, ((seconds, what), part) in enumerate(zip(slowest, parts, strict=True))
     )
     bound = f"{what} of stage {number}"
-    way_s = _way_s(loads, machines.latency_s)
-    each_s, window = pace_s, pipeline.microbatches_per_step
-    if pipeline.windows_in_flight == 1:
-        each_s += max(0.0, way_s - pace_s) / window
-    else:
-        each_s = max(each_s, way_s / window)
+    each_s = seconds_each(pipeline, pace_s, way_seconds(loads, machines.latency_s))
     if pace_s < 0.7 * each_s:
         bound = "the windows"
     speed = pipeline.replicas * tokens / each_s
@@ -179,18 +186,10 @@ def _slowest(loads: Sequence[MicrobatchSeconds], line_share: float) -> list[tupl
     ]
 
 
-def _way_s(loads: tuple[MicrobatchSeconds, ...], latency_s: float) -> float:
-    """Return what a microbatch takes down the pipeline and back where nobody else is on the way."""
-    computing_s = sum(load.device_s for load in loads)
-    # What leaves one peer reaches another: the slower of the two lines counts.
-    moving_s = max(sum(load.up_s for load in loads), sum(load.down_s for load in loads))
-    return computing_s + moving_s + 2 * (len(loads) - 1) * latency_s
-
-
 def _computed_again(run: RunConfig, memory: Memory, machines: Machines) -> float:
     """Return the share of backward passes before which the forward pass is computed again."""
     most = in_flight(run.pipeline, last=False)
-    kept = graphs_that_fit(int(machines.gpu_bytes), memory.computing, memory.graph, most)
+    kept = graphs_that_fit(int(free_of_gpu(machines.gpu_bytes)), memory.computing, memory.graph, most)
     return 0.0 if kept is None else 1.0 - kept / most
 
 

@@ -9,11 +9,15 @@ digest.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from noloco_node.storage.weight_store import WeightFile
+from noloco_node.units import Fraction
+
+StepCount: TypeAlias = Annotated[int, Meta(ge=1, le=10**6)]
 
 MOST_SLOWDOWN = 1000.0
 TRAVELLING = "files"
@@ -22,6 +26,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "config.json",
+    "generation_config.json",
     "merges.txt",
     "sentencepiece.bpe.model",
     "special_tokens_map.json",
@@ -32,7 +37,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-"""All that may travel of a tokenizer: tables and settings, never a program."""
+"""All that may travel of a tokenizer, and how its model writes text: tables and settings, never a program."""
 LARGEST_TOKENIZER_BYTES = 64 * 2**20
 """All of its files together."""
 
@@ -54,20 +59,20 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A model of the hub to continue from, owner/name."""
     commit: str | None = None
     """The commit of the hub model, 40 hexadecimal digits."""
-    dropout: float = 0.0
+    dropout: Annotated[float, Meta(ge=0.0, le=0.95)] = 0.0
 
 
 class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the model is cut and how microbatches flow."""
 
-    stages: int = 2
+    stages: Annotated[int, Meta(ge=1, le=256)] = 2
     boundaries: tuple[int, ...] | None = None
     """Number of the first layer of every stage but the first; None cuts by estimated work."""
-    replicas: int = 2
+    replicas: Annotated[int, Meta(ge=1, le=65_536)] = 2
     """Planned replicas of a stage; with `inner.steps` it fixes the token budget of the run. More or fewer may come."""
-    sequence_length: int = 1024
-    microbatch_size: int = 8
-    microbatches_per_step: int = 8
+    sequence_length: Annotated[int, Meta(ge=1, le=2**20)] = 1024
+    microbatch_size: Annotated[int, Meta(ge=1, le=4096)] = 8
+    microbatches_per_step: Annotated[int, Meta(ge=1, le=4096)] = 8
     windows_in_flight: Literal[1, 2] = 1
     """2: forward passes of the next window begin before the step, and their gradients are one step stale. For deep
     pipelines and long lines; not at the last stage, which never waits."""
@@ -77,9 +82,9 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Numbers a token that travel between stages in place of the model's whole width: layers below the last stage then
     write into so many channels alone. Fewer bytes, and a model that learns less from the same tokens; it exports like
     any other. Only for a run from random weights."""
-    budget_s: float = 300.0
+    budget_s: Annotated[float, Meta(ge=1.0, le=86_400.0)] = 300.0
     """Longest time that a microbatch may travel."""
-    check_share: float = 0.02
+    check_share: Annotated[float, Meta(ge=0.0, le=0.5)] = 0.02
     """Of all compute, what goes into spot checks: microbatches that two replicas of a stage get, to compare what they
     return; 0: none. Only where the next stage has three replicas or more."""
 
@@ -106,32 +111,32 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tokenizer_files: tuple[WeightFile, ...] = ()
     """Files of a checkpoint's own tokenizer (`file`, `size_bytes`, `digest`), as `init --from` lists them. They travel
     through the swarm like its weights."""
-    validation_percent: float = 2.0
+    validation_percent: Annotated[float, Meta(ge=0.0, le=50.0)] = 2.0
     shuffle: bool = True
 
 
 class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The optimiser inside a replica, between two rounds (AdamW), and its schedule over the run's progress."""
 
-    steps: int = 25_000
+    steps: Annotated[int, Meta(ge=1, le=10**9)] = 25_000
     """Inner steps that each planned source takes: with the batch and the planned replicas, the run's token budget."""
-    learning_rate: float = 6e-4
+    learning_rate: Annotated[float, Meta(ge=1e-12, le=100.0)] = 6e-4
     warmup_steps: int = 1000
-    final_fraction: float = 0.1
+    final_fraction: Fraction = 0.1
     beta1: float = 0.9
     beta2: float = 0.999
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0
+    epsilon: Annotated[float, Meta(ge=1e-30, le=1.0)] = 1e-8
+    weight_decay: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
+    clip_norm: Annotated[float, Meta(ge=1e-12, le=1e12)] = 1.0
 
 
 class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The gossip round. The defaults were chosen in the laboratory, mostly on one seed (docs/results.md); NoLoCo as
+    """The gossip round. The defaults were chosen in the laboratory, mostly on one seed (research/results.md); NoLoCo as
     published (arXiv 2506.10911) is 0.5, 0.7, 0.7, a round every 50 steps, float32, blocking.
     """
 
-    inner_steps_per_round: int = 10
-    late_inner_steps_per_round: int | None = None
+    inner_steps_per_round: StepCount = 10
+    late_inner_steps_per_round: StepCount | None = None
     """At the end of the run; from `inner_steps_per_round` at its beginning they follow a geometric course."""
     dynamic_steps: bool = True
     """Slower replicas take fewer inner steps a round, so that they reach their rounds together with the fastest."""
@@ -149,14 +154,14 @@ class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Number format of the weights that a round exchanges; each but float32 carries its rounding error on."""
     line_share: float = 0.2
     """Of a line whose rate is known, what rounds take while microbatches wait for it."""
-    staleness_at_most: int = 16
+    staleness_at_most: StepCount = 16
     """Rounds since its weights last met anybody's (1: in the round before) beyond which a replica takes its partner's
     weights instead of a mean."""
     blocking: bool = False
     """The paper's form: admit nothing, drain, then exchange. Otherwise training goes on until the partner is there."""
     overlap_steps: int = 8
     """A snapshot older than this many inner steps is retaken while the round stays open."""
-    deferrals_before_solo: int = 4
+    deferrals_before_solo: Annotated[int, Meta(ge=1, le=10_000)] = 4
 
 
 class AdmissionRule(StrEnum):
@@ -181,7 +186,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Everything that all peers of a run must agree on."""
 
     name: str = "run"
-    seed: int = 0
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     precision: Literal["auto", "float32"] = "auto"
     """auto: bfloat16 autocast on a GPU that has it, float32 on a CPU. Weights are float32 always."""
     model: ModelConfig

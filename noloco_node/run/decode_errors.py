@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 import types
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
@@ -100,6 +100,8 @@ def _is_struct(annotation: Any) -> bool:
 def _in_words(annotation: Any) -> str:
     """Say in plain words what a value of this type looks like."""
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _in_words(arguments[0])
     if origin is Literal:
         return " or ".join(json.dumps(value) for value in arguments)
     if origin in (Union, types.UnionType):

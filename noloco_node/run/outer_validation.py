@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from gossip.rule.meeting_shares import MOST
 from gossip.rule.stability import stability_bound, weighed_stability_bound
 from noloco_node.run.config import OuterConfig
-from noloco_node.run.problem import Problem, within
+from noloco_node.run.problem import Problem
 
 _LONGEST_PERIOD = 1000
 _LEAST_SHARE = 0.01
@@ -24,9 +24,6 @@ _LEAST_SHARE = 0.01
 def outer_problems(outer: OuterConfig) -> Iterator[Problem]:
     """Yield every broken rule of the section."""
     early, late = outer.inner_steps_per_round, outer.late_inner_steps_per_round
-    yield from within("outer.inner_steps_per_round", early, 1, 10**6)
-    if late is not None:
-        yield from within("outer.late_inner_steps_per_round", late, 1, 10**6)
     if not 0 <= outer.alpha < 1:
         yield Problem(
             "outer.alpha",
@@ -47,7 +44,6 @@ def outer_problems(outer: OuterConfig) -> Iterator[Problem]:
             "could ever overlap with training",
             f"at least 1 and below outer.{name}; for a round after every step set outer.blocking",
         )
-    yield from within("outer.deferrals_before_solo", outer.deferrals_before_solo, 1, 10_000)
     if not _LEAST_SHARE <= outer.line_share <= 1 - _LEAST_SHARE:
         yield Problem(
             "outer.line_share",
@@ -55,7 +51,6 @@ def outer_problems(outer: OuterConfig) -> Iterator[Problem]:
             "rounds and microbatches both need a part of the line",
             f"a share from {_LEAST_SHARE} to {1 - _LEAST_SHARE}, for example 0.2",
         )
-    yield from within("outer.staleness_at_most", outer.staleness_at_most, 1, 10**6)
     yield from _delay(outer.momentum_period, outer.momentum_spread)
 
 

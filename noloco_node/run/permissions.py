@@ -56,14 +56,19 @@ def check_text(run: RunConfig, own_source: str | None) -> None:
         )
 
 
+def text_of(data: DataConfig) -> str:
+    """Name the text of a run."""
+    return {"stdlib": "Python's standard library", "hub": f"{data.path} of the hub"}.get(data.source, f"{data.path}")
+
+
 def summary(run: RunConfig, own_source: str | None = None) -> list[str]:
     """Say in a few lines what a run is, before anything is fetched for it. `own_source`: as in `check_text`."""
     model, cut, data = run.model, run.pipeline, run.data
     size = format_bytes(sum(each.size_bytes for each in model.weights))
     begin = f"from a checkpoint of {size}" if model.weights else "from its first step"
     tokens = run.budget_samples * cut.sequence_length
-    text = {"stdlib": "Python's standard library", "hub": f"{data.path} of the hub"}.get(data.source, "your own")
-    text = text if own_source is None else f"your own, {own_source}"
+    here = "none is named here; a source names its own with --data"
+    text = (text_of(data) if is_public(data) else here) if own_source is None else f"your own, {own_source}"
     tokenizer = "the checkpoint's own" if data.tokenizer == TRAVELLING else data.tokenizer
     where = "" if data.tokenizer_commit is None else " of the hub"
     return [

@@ -10,6 +10,7 @@ The text is written by hand and not generated from the structs: a run file is th
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from importlib import resources
@@ -19,6 +20,7 @@ from string import Template
 import msgspec
 
 from noloco_node.errors import Exit, UserError
+from noloco_node.storage import atomic_file
 
 
 class PresetNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -104,16 +106,15 @@ def numbers_of(preset: str) -> PresetNumbers:
 
 def write_text(path: Path, text: str, *, overwrite: bool) -> None:
     """Write a run file's text to `path`; raise `UserError` if a file is in the way."""
-    try:
-        with path.open("w" if overwrite else "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
+    if not overwrite and path.exists():
         raise UserError(
             f"{path} is there already.",
             why="a run file may be all that is left of a run, so it is not overwritten unasked",
             hint="another path, or --force",
             code=Exit.USAGE,
-        ) from error
+        )
+    try:
+        atomic_file.write(path, text.encode(), public=True)
     except OSError as error:
         raise UserError(
             f"{path} cannot be written.",
@@ -154,12 +155,22 @@ def written(
     model: str | None = None,
     tokenizer: str = "byt5",
     tokenizer_files: str = "",
+    data: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the text of a run file. `model`: another section [model]; `tokenizer_files`: sections of those."""
+    """Return the text of a run file. `model`: another section [model]; `tokenizer_files`: sections of those.
+
+    `data`: other fields of [data] than the template's.
+    """
     text = _packaged("template.toml")
     if model is not None:
         begin, end = text.index("[model]\n"), text.index("[pipeline]\n")
         text = f"{text[:begin]}$model\n{text[end:]}"
+    for field, value in (data or {}).items():
+        # Where the template has only an example of a field, the example gives way.
+        line = f"{field} = {json.dumps(value)}".replace("$", "$$")
+        found = re.search(rf"^(# )?{field} = .*$", text, flags=re.M)
+        assert found is not None
+        text = text[: found.start()] + line + text[found.end() :]
     if tokenizer_files:
         text = text.replace("[inner]\n", f"{tokenizer_files}\n\n[inner]\n")
     return Template(text).substitute(msgspec.structs.asdict(n), name=name, seed=seed, model=model, tokenizer=tokenizer)

@@ -3,11 +3,12 @@
 `RunConfig` is decoded from `run.toml` once and validated field by field; every error names the line or the field at
 fault. The digest of a run is its id: keys and protocol names follow from it, so that two runs cannot meet.
 
-The digest is taken over the *decoded* run, defaults filled in: comments, order and spelled-out defaults do not matter,
-and every value does. But what came later (`LATER_FIELDS`) counts only where it differs from what nodes did before, so
-that a node finds its run again after an update. To it come the version of the wire format, and the content of what the
-file only names: a local tokenizer directory enters by a hash of its files, what lies on the hub by its commit; files
-that travel stand in the run. Not pinned is the text of `data`: peers may well train on different text, and a local file
+The digest is taken over the fields of the *decoded* run that differ from their defaults: comments, order and
+spelled-out defaults do not matter, and every other value does. So a field that a later version adds with its default
+changes the id of no run that does not use it. A version that changes a default, or what a default does, has to count
+`WIRE_VERSION` up: tests hold the defaults. To it come the version of the wire format, and the content of what the file
+only names: a local tokenizer directory enters by a hash of its files, what lies on the hub by its commit; files that
+travel stand in the run. Not pinned is the text of `data`: peers may well train on different text, and a local file
 differs between machines without harm.
 """
 
@@ -17,7 +18,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,21 +28,11 @@ from noloco_node.errors import config_error
 from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.run.config import TRAVELLING, DataConfig, RunConfig
 from noloco_node.run.decode_errors import misfit, short
+from noloco_node.run.problem import Problem, out_of_bounds
 from noloco_node.run.validation import problems
 
 RUN_TEXT_BYTES = 256 * 1024
 """Longest run file, in bytes; peers serve each other its text."""
-
-# What came later than the rest, each with the value at which nodes without it act alike.
-LATER_FIELDS: Mapping[str, Any] = {
-    "admission": {"owner": None, "rule": "open"},
-    "data.tokenizer_files": (),
-    "model.weights": (),
-    "outer.line_share": 0.2,
-    "outer.weigh_by_steps": False,
-    "pipeline.check_share": 0.02,
-    "pipeline.subspace": None,
-}
 
 
 def load_run(path: str | Path) -> RunConfig:
@@ -83,6 +74,7 @@ def decode_run(text: str, origin: str) -> RunConfig:
     try:
         run = msgspec.convert(table, RunConfig)
     except msgspec.ValidationError as error:
+        _refuse(out_of_bounds(table, RunConfig), origin)
         raise misfit(str(error), RunConfig, origin) from error
     validate(run, origin)
     return run
@@ -98,10 +90,16 @@ def _too_long(origin: str) -> NoReturn:
 
 def validate(run: RunConfig, origin: str = "the run") -> None:
     """Check every rule that a type cannot state; raise `UserError` (Exit.CONFIG) about the first that is broken."""
-    found = list(problems(run))
+    _refuse(problems(run), origin)
+
+
+def _refuse(problems: Iterable[Problem], origin: str) -> None:
+    """Raise the `UserError` about the first of these problems, if there is one."""
+    found = list(dict.fromkeys(problems))
     if not found:
         return
-    first, others = found[0], list(dict.fromkeys(problem.field for problem in found[1:]))
+    first = found[0]
+    others = [field for field in dict.fromkeys(problem.field for problem in found) if field != first.field]
     also = f" (wrong too: {', '.join(others)})" if others else ""
     what = f"{origin}: {short(first.field)} = {short(first.value)} is refused{short(also)}."
     raise config_error(what, first.why, first.hint)
@@ -129,6 +127,12 @@ def with_source(data: DataConfig, source: str) -> DataConfig:
             "a file, directory or glob is missing" if kind != "hub" else "a hub data set is named with its commit",
             "for example books/*.txt, json:rows.jsonl, hub:owner/name@commit, or stdlib",
         )
+    if kind == "hub" and not re.fullmatch("[0-9a-f]{40}", commit):
+        raise config_error(
+            f"The data source {source!r} names no commit.",
+            "a branch or a tag moves, and a node that comes back would read another text",
+            "the 40 hexadecimal digits of a commit, from the repository's history on the hub",
+        )
     same = kind == "hub" and path == data.path
     return msgspec.structs.replace(
         data,
@@ -148,19 +152,25 @@ def _kind_by_suffix(path: str) -> str:
 
 
 def canonical(run: RunConfig, contents: Mapping[str, str]) -> bytes:
-    """Return the one spelling of a run that its digest is taken over: JSON, keys sorted, defaults filled in.
+    """Return the one spelling of a run that its digest is taken over: JSON, keys sorted, fields at defaults left out.
 
-    `contents`: hashes of what the run names and does not hold, from `content_hashes`. See `LATER_FIELDS`.
+    `contents`: hashes of what the run names and does not hold, from `content_hashes`.
     """
-    fields = msgspec.to_builtins(run)
-    for name, before in LATER_FIELDS.items():
-        section, _, field = name.rpartition(".")
-        holder = fields[section] if section else fields
-        if holder[field] == before:
-            del holder[field]
-    fields["model"]["path"] = None  # a field that earlier versions had
-    everything = {"wire": WIRE_VERSION, "run": fields, "contents": dict(contents)}
+    everything = {"wire": WIRE_VERSION, "run": _off_default(run), "contents": dict(contents)}
     return json.dumps(everything, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _off_default(config: msgspec.Struct) -> dict[str, Any]:
+    """Return a struct's fields that differ from their defaults, and those that have none; sections by the same rule."""
+    return {
+        field.name: _off_default(value) if isinstance(value, msgspec.Struct) else msgspec.to_builtins(value)
+        for field in msgspec.structs.fields(config)
+        if (value := getattr(config, field.name)) != _default(field)
+    }
+
+
+def _default(field: msgspec.structs.FieldInfo) -> object:
+    return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
 
 
 def run_digest(run: RunConfig, contents: Mapping[str, str]) -> str:
@@ -171,8 +181,8 @@ def run_digest(run: RunConfig, contents: Mapping[str, str]) -> str:
 def content_hashes(run: RunConfig) -> dict[str, str]:
     """Return what pins the content of the model and the tokenizer that the run names, by field.
 
-    A local directory is read whole (a minute for a model of many gigabytes); what lies on the hub is pinned by its
-    commit. Raises `UserError` if a directory is not there.
+    A tokenizer's local directory is read whole; what lies on the hub is pinned by its commit. Raises
+    `UserError` if a directory is not there.
     """
     hashes = {}
     if run.model.hub is not None:

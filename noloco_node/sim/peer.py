@@ -9,21 +9,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from noloco_node.journal import events
-from noloco_node.machine.interface import Reporter, Text
+from noloco_node.machine.interface import Reporter, StageModel, Text
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.node.replica import Replica
-from noloco_node.sim.attacks import Attack, HostileNetwork
 from noloco_node.sim.hardware.device import Stutter, VirtualDevice
 from noloco_node.sim.hardware.memory_host import MemoryHost
 from noloco_node.sim.hardware.memory_store import MemoryStore
 from noloco_node.sim.hardware.priced_stage import PricedStage
 from noloco_node.sim.hardware.quadratic_model import VOCABULARY, RandomBatches
+from noloco_node.sim.network.corruption import Corruption
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.scenario.setup import SimSetup
@@ -67,10 +68,27 @@ class PeerLife:
         self.node = self.stage = self.task = None
 
 
+class Tampering(Protocol):
+    """Which parts of a node a hostile peer replaces; tests hand them in (`tests/explorer/attacks.py`)."""
+
+    @property
+    def corruption(self) -> Corruption | None:
+        """How its messages with tensors are spoilt."""
+        ...
+
+    def network(self, network: PeerNetwork, /) -> PeerNetwork:
+        """Return the network that its node gets."""
+        ...
+
+    def stage(self, stage: StageModel, /) -> StageModel:
+        """Return the stage that its node computes with."""
+        ...
+
+
 class SimulatedPeer:
     """A peer of a world. `asked_stage`: the one that its owner wants; None lets it choose.
 
-    `attack`: what it does instead of what it should.
+    `tampering`: what it does instead of what it should.
     """
 
     def __init__(
@@ -86,7 +104,7 @@ class SimulatedPeer:
         self.access: Access = setting.access()
         self.first_slowness = self.slowness = 1.0
         self.stutter = Stutter()
-        self.attack: Attack | None = None
+        self.tampering: Tampering | None = None
         self.disk: Checkpoint | None = None
         self.archive = MemoryStore(lambda: self.disk)
         self.disk_refuses = False
@@ -136,10 +154,10 @@ class SimulatedPeer:
         life = PeerLife(number, device)
         self.lives.append(life)
         network: PeerNetwork = self._network.network(self.name, self.access)
-        if self.attack is not None:
-            network = HostileNetwork(network, self.attack)
-            if self.attack.corruption is not None and not self._network.is_corrupting(self.name):
-                self._network.corrupt(self.name, self.attack.corruption, FOREVER)
+        if self.tampering is not None:
+            network = self.tampering.network(network)
+            if self.tampering.corruption is not None and not self._network.is_corrupting(self.name):
+                self._network.corrupt(self.name, self.tampering.corruption, FOREVER)
         node = life.node = Node(
             setting.recipe,
             setting.dimensions,
@@ -194,9 +212,8 @@ class SimulatedPeer:
         def build(number: int) -> PricedStage:
             setting = self._setting
             windows = setting.run.pipeline.windows_in_flight
-            stage = setting.build(number)
-            if self.attack is not None and self.attack.stage is not None:
-                stage = self.attack.stage(stage)
+            honest = setting.build(number)
+            stage = honest if self.tampering is None else self.tampering.stage(honest)
             life.stage = PricedStage(stage, setting.prices[number], life.device.charge, life.wrong.append, windows)
             return life.stage
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from random import Random
@@ -25,11 +25,10 @@ from noloco_node.errors import user_error_of
 from noloco_node.journal import events
 from noloco_node.run.protocols import GOSSIP
 from noloco_node.sim import clock, stall
-from noloco_node.sim.attack_kinds import KINDS
 from noloco_node.sim.fault_injection import FaultInjector
 from noloco_node.sim.hardware.device import Stutter
 from noloco_node.sim.network.sim_network import SimNetwork
-from noloco_node.sim.peer import SimulatedPeer
+from noloco_node.sim.peer import SimulatedPeer, Tampering
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.scenario.scenario import unreachable
@@ -69,6 +68,8 @@ class World:
         self.network.share_with_rounds(GOSSIP, setting.run.outer.line_share)
         self.peers: dict[str, SimulatedPeer] = {}
         self.watchers: list[Watcher] = []
+        self.attacks: Mapping[str, Callable[[], Tampering]] = {}
+        """What hostile peers do, by the names that faults have for it."""
         self.ended_s = 0.0
         """When the last planned work was done; the time for which nodes serve their weights is not counted."""
         self.standstill: str | None = None
@@ -128,7 +129,7 @@ class World:
         last_start_s = max(starts, default=-1.0)
         last_fault_s = max((faults.ends_s(fault) for fault in setting.faults), default=0.0)
         while self._at_work or self._returning or last_start_s >= self.now_s:
-            hostile = [peer for name in self._at_work if (peer := self.peers[name]).attack is not None]
+            hostile = [peer for name in self._at_work if (peer := self.peers[name]).tampering is not None]
             if hostile and len(hostile) == len(self._at_work) and not self._returning and last_start_s < self.now_s:
                 for peer in hostile:  # what they do among themselves need not end
                     self._crash(peer)
@@ -238,7 +239,7 @@ class World:
             case faults.Crash() if peer is not None and peer.running:
                 self._crash(peer)
             case faults.Hostile() if peer is not None:
-                peer.attack = KINDS[fault.how]()
+                peer.tampering = self.attacks[fault.how]()
                 if peer.running:
                     self._returning[peer.name] = None
                     self._crash(peer)

@@ -77,7 +77,10 @@ class StateDownload:
         reporter: Reporter,
         keep: ChunkStore | None,
         own: Checkpoint | None = None,
+        moments: download.MomentBounds = download.OF_ANY_RUN,
     ) -> None:
+        """`moments`: how large the optimiser's tensors of this run can be."""
+        self._moments = moments
         self._number, self._line, self._own, self._keep = number, line, own, keep
         self._schema = state_schema(stage.shapes)
         self._like = tuple(torch.empty(shape, device="meta") for shape in stage.shapes)
@@ -104,7 +107,11 @@ class StateDownload:
             return objection(manifest, votes)
 
         wanted = download.StateWanted(
-            parts=Parts.ALL, like=self._like, deadline_s=self._line.deadline_s, objection=refuse
+            parts=Parts.ALL,
+            like=self._like,
+            deadline_s=self._line.deadline_s,
+            objection=refuse,
+            moments=self._moments,
         )
         try:
             state = await download.download_state(donors, self._converse, wanted, self._line.device.run, self._assembly)

@@ -81,11 +81,16 @@ def started(beginning: StartingState, rounds: Sequence[int], progress: float) ->
 
 
 def from_checkpoint(stage: StageModel, checkpoint: Checkpoint) -> StartingState:
-    """Put a checkpoint into the stage and return the beginning that follows from it."""
+    """Put a checkpoint into the stage and return the beginning that follows from it.
+
+    One that was saved when the device was lost has slow weights alone: the inner optimiser begins anew.
+    """
     counters, tensors = checkpoint.counters, checkpoint.tensors
-    fast, slow = tensors["fast"], tensors["slow"]
+    slow = tensors["slow"]
+    fast = tensors.get("fast", slow)
     stage.set_weights(fast)
-    stage.load_optimiser_state(OptimiserState(counters.optimiser_steps, tensors["optimiser"]))
+    if "optimiser" in tensors:
+        stage.load_optimiser_state(OptimiserState(counters.optimiser_steps, tensors["optimiser"]))
     return StartingState(
         origin=Origin(
             OuterState(slow, tensors.get("momentum", ()), tensors.get("gathered", ()), counters.meetings),

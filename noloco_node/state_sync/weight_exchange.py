@@ -5,8 +5,12 @@ every node that has fetched some. A newcomer asks the nodes before the bootstrap
 order of its own: so the first copy leaves the owner once, and the rest travels between newcomers. Of the weights a node
 fetches what its stage needs; the tokenizer is small, and every node has all of it.
 
+A peer that does not have a piece answers with the pieces of the file that it has: it is asked for these from then on,
+and where it has none that is missing, it is not asked again for a while.
+
 What comes is believed by the digests of the run file alone (`noloco_node.storage.weight_store`). A message is bounded,
-and streams are few: a stranger costs a peer at most `STREAMS_SERVED` pieces of memory.
+and streams are few: strangers cost a peer at most `STREAMS_SERVED` pieces of memory. Where all streams are taken, a
+newcomer takes the one of a peer that has more streams than it, or else the one that has stood still longest.
 """
 
 from __future__ import annotations
@@ -17,12 +21,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.question import patient
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema, Violation
-from noloco_node.storage.weight_store import FilePieceKey, WeightStore, refused_by_disk
+from noloco_node.storage.weight_store import FilePieceKey, WeightStore, is_held, refused_by_disk
+from noloco_node.tasks import loop_s
+from noloco_node.units import Count
 
 if TYPE_CHECKING:
     from gossip.exchange.swap import Compute
@@ -34,37 +40,51 @@ STREAMS = 4
 STREAMS_SERVED = 32
 PATIENCE_S = 60.0
 """For one message."""
+STANDS_STILL_S = 5.0
+"""A stream whose peer has asked for nothing, or taken nothing, for so long gives way where all are taken."""
+ASK_AGAIN_S = 30.0
+"""After this time a peer may have pieces that it had not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileDigestsRequest:
     """Send me the digests of a file's pieces, please."""
 
-    file: int
+    file: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilePieceRequest:
     """Send me a piece of a file, please."""
 
-    file: int
-    number: int
+    file: Count
+    number: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileContent:
-    """What was asked for; empty where it is not here."""
+    """What was asked for; empty where it is not here. `held`: then, which pieces of that file are here (a bit each)."""
 
     content: bytes
+    held: bytes = b""
 
 
 SCHEMA = Schema(
     {
         FileDigestsRequest: MessageSpec("FileDigestsRequest"),
         FilePieceRequest: MessageSpec("FilePieceRequest"),
-        FileContent: MessageSpec("FileContent", header_bytes=LONG_HEADER_BYTES),
+        FileContent: MessageSpec("FileContent", header_bytes=LONG_HEADER_BYTES, added=("held",)),
     }
 )
+
+
+@dataclass(eq=False, slots=True)
+class _Stream:
+    """A stream that is served. `since_s`: when its peer asked for something, or took it, last."""
+
+    peer: str
+    end: asyncio.Timeout
+    since_s: float
 
 
 class WeightServer:
@@ -72,34 +92,61 @@ class WeightServer:
 
     def __init__(self, store: WeightStore, job: Compute) -> None:
         self._store, self._job = store, job
-        self._streams: Counter[str] = Counter()
+        self._streams: list[_Stream] = []
 
     async def serve(self, conversation: Conversation) -> None:
         """Answer the requests of one stream until the newcomer leaves; nothing where there are too many of them."""
         peer = conversation.peer
-        if self._streams.total() >= STREAMS_SERVED or self._streams[peer] >= STREAMS:
+        if not self._has_room(peer):
             return
-        self._streams[peer] += 1
-        try:
-            while True:
-                async with patient(conversation, PATIENCE_S):
-                    request = await conversation.receive()
-                content = await self._job(self._content, request)
-                async with patient(conversation, PATIENCE_S):
-                    await conversation.send(FileContent(content=content))
-        except ConnectionResetError:
-            return
-        finally:
-            self._streams -= Counter([peer])  # which forgets peers without a stream
+        with suppress(ConnectionResetError, TimeoutError):
+            async with asyncio.timeout(None) as end:
+                stream = _Stream(peer, end, loop_s())
+                self._streams.append(stream)
+                try:
+                    await self._answer(conversation, stream)
+                finally:
+                    if stream in self._streams:
+                        self._streams.remove(stream)
 
-    def _content(self, request: object) -> bytes:
+    def _has_room(self, peer: str) -> bool:
+        """Say whether a peer may have one more stream; where all are taken, another one may have to end for it."""
+        count = Counter(stream.peer for stream in self._streams)
+        if count[peer] >= STREAMS:
+            return False
+        if len(self._streams) < STREAMS_SERVED:
+            return True
+        now_s = loop_s()
+        last = max(self._streams, key=lambda stream: (count[stream.peer], now_s - stream.since_s))
+        if count[last.peer] <= count[peer] + 1:
+            last = min(self._streams, key=lambda stream: stream.since_s)
+            if now_s - last.since_s < STANDS_STILL_S:
+                return False
+        self._streams.remove(last)
+        last.end.reschedule(now_s)
+        return True
+
+    async def _answer(self, conversation: Conversation, stream: _Stream) -> None:
+        while True:
+            async with patient(conversation, PATIENCE_S):
+                request = await conversation.receive()
+            stream.since_s = loop_s()
+            content = await self._job(self._content, request)
+            async with patient(conversation, PATIENCE_S):
+                await conversation.send(content)
+            stream.since_s = loop_s()
+
+    def _content(self, request: object) -> FileContent:
         if not isinstance(request, FileDigestsRequest | FilePieceRequest):
             raise Violation(f"expected a request, got {type(request).__name__}")
         if not 0 <= request.file < len(self._store.files):
             raise Violation(f"there is no file {request.file}")
         if isinstance(request, FileDigestsRequest):
-            return self._store.digests(request.file) or b""
-        return self._store.read(FilePieceKey(request.file, request.number)) or b""
+            return FileContent(content=self._store.digests(request.file) or b"")
+        key = FilePieceKey(request.file, request.number)
+        if content := self._store.read(key):
+            return FileContent(content=content)
+        return FileContent(content=b"", held=self._store.others_held(key))
 
 
 class WeightDownload:
@@ -114,6 +161,7 @@ class WeightDownload:
         topic: str = TOPIC,
     ) -> None:
         self._network, self._store, self._job, self._tell, self._topic = network, store, job, tell, topic
+        self._held: dict[tuple[str, int], _Held] = {}
 
     async def everything(self, peers: Sequence[str]) -> bool:
         """Fetch all files; say whether all is here."""
@@ -128,9 +176,9 @@ class WeightDownload:
             with suppress(ConnectionError, TimeoutError):
                 async with self._network.talk(peer, self._topic, SCHEMA) as conversation:
                     for file in lacking:
-                        content = await _ask(conversation, FileDigestsRequest(file=file))
-                        if content:
-                            await self._keep(peer, self._store.learn, file, content)
+                        reply = await _ask(conversation, FileDigestsRequest(file=file))
+                        if reply.content:
+                            await self._keep(peer, self._store.learn, file, reply.content)
         return all(self._store.digests(file) is not None for file in range(len(self._store.files)))
 
     async def pieces(self, keys: Sequence[FilePieceKey], peers: Sequence[str]) -> bool:
@@ -150,29 +198,37 @@ class WeightDownload:
         return not await self._job(self._store.missing, keys)
 
     async def _stream(self, peers: Sequence[str], progress: _Progress) -> None:
-        """Ask one peer after the other for what is missing."""
+        """Ask one peer after the other for what is missing and it may have."""
         for peer in peers:
-            if not progress.missing:
-                return
+            if not any(self._may_have(peer, key) for key in progress.missing):
+                continue
             with suppress(ConnectionError, TimeoutError):
                 async with self._network.talk(peer, self._topic, SCHEMA) as conversation:
                     await self._drain(conversation, progress)
 
     async def _drain(self, conversation: Conversation, progress: _Progress) -> None:
-        """Ask a peer once for each piece that is missing."""
-        for _ in range(len(progress.missing)):
-            if not progress.missing:
-                return
-            key, came = progress.missing.popleft(), False
+        """Ask a peer for one missing piece after the other, as long as it may have one."""
+        peer = conversation.peer
+        while (key := progress.take(lambda key: self._may_have(peer, key))) is not None:
+            came = False
             try:
-                content = await _ask(conversation, FilePieceRequest(file=key.file, number=key.number))
-                if content:
-                    await self._keep(conversation.peer, self._store.write, key, content)
+                reply = await _ask(conversation, FilePieceRequest(file=key.file, number=key.number))
+                if reply.content:
+                    await self._keep(peer, self._store.write, key, reply.content)
                     came = True
                     progress.tell(progress.count - len(progress.missing), progress.count)
+                else:
+                    self._held[peer, key.file] = _Held(loop_s(), reply.held)
+                    if is_held(reply.held, key.number):
+                        raise Violation(f"{peer} does not give a piece that it says it has")
             finally:
                 if not came:
                     progress.missing.append(key)
+
+    def _may_have(self, peer: str, key: FilePieceKey) -> bool:
+        """Say whether to ask a peer for a piece: it says that it has it, or has said nothing for a while."""
+        told = self._held.get((peer, key.file))
+        return told is None or loop_s() - told.at_s >= ASK_AGAIN_S or is_held(told.pieces, key.number)
 
     async def _keep(self, peer: str, keep: Callable[..., None], what: object, content: bytes) -> None:
         try:
@@ -191,11 +247,27 @@ class _Progress:
     count: int
     tell: Callable[[int, int], None]
 
+    def take(self, wanted: Callable[[FilePieceKey], bool]) -> FilePieceKey | None:
+        """Take one of the missing pieces that are wanted, for whoever fetches it now."""
+        for _ in range(len(self.missing)):
+            key = self.missing.popleft()
+            if wanted(key):
+                return key
+            self.missing.append(key)
+        return None
 
-async def _ask(conversation: Conversation, request: object) -> bytes:
+
+class _Held(NamedTuple):
+    """Which pieces of a file a peer has told that it has, and when (loop seconds)."""
+
+    at_s: float
+    pieces: bytes
+
+
+async def _ask(conversation: Conversation, request: object) -> FileContent:
     async with asyncio.timeout(PATIENCE_S):
         await conversation.send(request)
         reply = await conversation.receive()
     if not isinstance(reply, FileContent):
         raise Violation(f"expected content, got {type(reply).__name__}")
-    return reply.content
+    return reply

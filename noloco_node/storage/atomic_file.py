@@ -25,11 +25,34 @@ def replacing(path: Path) -> Iterator[Path]:
         aside.unlink(missing_ok=True)
 
 
-def write(path: Path, content: bytes) -> None:
-    """Write a file aside, flush it to the disk and rename it; raise `OSError` where the disk refuses."""
+def write(path: Path, content: bytes, *, public: bool = False) -> None:
+    """Write a file aside, flush it to the disk and rename it; raise `OSError` where the disk refuses.
+
+    Other users of the machine can read it only where it is `public`: most files of a home are nobody else's business.
+    """
     with replacing(path) as aside:
-        aside.write_bytes(content)
-        flush(aside)
+        aside.unlink(missing_ok=True)
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if public else 0o600)
+        try:
+            write_all(descriptor, content)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_all(descriptor: int, content: bytes | memoryview, at: int | None = None) -> None:
+    """Write all of `content` to a descriptor, at byte `at` or where its file stands; raise `OSError` otherwise.
+
+    One system call may write a part and report no error: the cause, a full disk for one, comes with the next call.
+    """
+    left = memoryview(content)
+    while left:
+        written = (
+            os.write(descriptor, left) if at is None else os.pwrite(descriptor, left, at + len(content) - len(left))
+        )
+        if written == 0:
+            raise OSError(errno.EIO, "the disk takes no more bytes and reports no error")
+        left = left[written:]
 
 
 SPARE_BYTES = 16 * 2**20
@@ -51,10 +74,10 @@ def sweep(directory: Path) -> None:
         left.unlink(missing_ok=True)
 
 
-def make_directory(path: Path) -> None:
+def make_directory(path: Path, mode: int = 0o777) -> None:
     """Make a directory, and those above it that are missing; after a loss of power they are there still."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
-    path.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=mode, parents=True, exist_ok=True)
     for each in missing:
         flush(each.parent)
 
@@ -68,10 +91,10 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes, *, public: bool = False) -> None:
     """Write a file aside and rename it: nobody ever sees half of it. Raises `UserError` where the disk will not."""
     try:
-        write(path, content)
+        write(path, content, public=public)
     except OSError as error:
         raise UserError(
             f"cannot write {path}",

@@ -18,28 +18,30 @@ import msgspec
 
 from noloco_node.storage import atomic_file, tensor_file
 from noloco_node.storage.tensor_bytes import bytes_of
+from noloco_node.units import Count, Fraction
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 KEPT = 3
 """Of the stage that is served, unless its owner says otherwise."""
-_NAME = re.compile(r"(\d{8})-\d{10}\.safetensors")
+_NAME = re.compile(r"(\d{8,})-\d{10,}\.safetensors")
+"""Numbers are written with zeros before them, for people; they are compared as numbers, however long."""
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint says of the replica besides its tensors."""
 
     run_id: str
-    stage: int
-    round: int
-    inner_steps: int
-    progress: float
-    samples: int
-    optimiser_steps: int
-    meetings: int = 0
+    stage: Count
+    round: Count
+    inner_steps: Count
+    progress: Fraction
+    samples: Count
+    optimiser_steps: Count
+    meetings: Count = 0
     """Of the running momentum period."""
-    last_met: int | None = None
+    last_met: Count | None = None
     """The round in which these weights last met anybody's, 0 if in none; None where it was not noted."""
     data_position: dict[str, Any] | None = None
     peer: str = ""
@@ -50,8 +52,9 @@ class Checkpoint(NamedTuple):
     """One replica at rest: `tensors` by group, each a tuple in the stage's order.
 
     The groups are slow, momentum, gathered, fast and optimiser; momentum is absent where the run has none (alpha = 0),
-    gathered between two momentum periods, and a snapshot for others has slow alone. What a lossy codec owes
-    (`gossip.exchange.codec.Feedback`) is not kept: a restart loses one rounding.
+    gathered between two momentum periods, fast and optimiser where the device that held them was lost, and a snapshot
+    for others has slow alone. What a lossy codec owes (`gossip.exchange.codec.Feedback`) is not kept: a restart loses
+    one rounding.
 
     The tensors may be the replica's own, wherever they lie. They move when `read` has been called, and not before.
     """
@@ -85,9 +88,17 @@ def store(
             beside = f"the {len(earlier)} kept before it {'are' if len(earlier) > 1 else 'is'} untouched"
             raise OSError(error.errno, f"{error.strerror or error}; {beside}", error.filename) from error
         raise
-    for old in [*earlier, path][: -max(1, keep)]:
+    for old in [*(each for each in earlier if not _of_another(each, counters.run_id)), path][: -max(1, keep)]:
         old.unlink(missing_ok=True)
     return path
+
+
+def _of_another(path: Path, run_id: str) -> bool:
+    """Say whether a file is known to be of another run, whose weights are not ours to remove."""
+    try:
+        return counters_of(path).run_id != run_id
+    except (OSError, ValueError):
+        return False
 
 
 def arrays_of(tensors: Mapping[str, tuple[Tensor, ...]]) -> list[tensor_file.Array]:

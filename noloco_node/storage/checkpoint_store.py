@@ -80,7 +80,8 @@ class CheckpointStore:
                 atomic_file.make_directory(directory)
                 there = files(directory)
                 os.replace(path, following(directory, path.name.split("-")[-1]))
-                atomic_file.flush(directory)
+                for changed in (directory, self._present):
+                    atomic_file.flush(changed)
                 for old in there[: 1 - KEPT]:
                     old.unlink(missing_ok=True)
         except (OSError, ValueError) as error:

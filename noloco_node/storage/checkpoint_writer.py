@@ -48,8 +48,10 @@ class CheckpointWriter:
         say: Callable[[str], None],
         warn: Callable[[str], None],
         every_s: float,
+        note: Callable[[str, bool], None] = lambda *_: None,
     ) -> None:
-        self._save, self._say, self._warn, self._every_s = save, say, warn, every_s
+        """`note`: told why the disk refuses when that begins, and when it is over (True)."""
+        self._save, self._say, self._warn, self._every_s, self._note = save, say, warn, every_s, note
         self._waiting: Checkpoint | None = None
         self._wake = asyncio.Event()
         self._turn = asyncio.Lock()
@@ -72,6 +74,10 @@ class CheckpointWriter:
             and not self._turn.locked()
             and checkpoint_due(loop_s(), round, self._last, self._every_s)
         )
+
+    def holds(self, round: int) -> bool:
+        """Say whether the disk has a checkpoint with `round` rounds finished."""
+        return self._trouble is None and self._last.round == round
 
     def begin(self, checkpoint: Checkpoint) -> None:
         """Have `run` write a checkpoint."""
@@ -106,9 +112,13 @@ class CheckpointWriter:
         if cause is not None:
             if last or self._trouble is None:
                 self._warn(f"could not save: {cause}; free some space, earlier checkpoints are kept")
+            if self._trouble is None:
+                self._note(f"could not save: {cause}", False)
             self._trouble = cause
             return False
         again, self._trouble, self._saved_s = self._trouble is not None, None, loop_s()
+        if again:
+            self._note("checkpoints are saved again", True)
         if last or again or not self._said_once or loop_s() - self._said_s >= SAY_EVERY_S:
             self._said_once, self._said_s = True, loop_s()
             self._say(f"saved {where}" + (", after all" if again else ""))

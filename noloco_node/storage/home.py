@@ -1,16 +1,26 @@
 """A home: the one directory of one running node.
 
-Identity, run file, checkpoint and journal of a peer lie together, and two nodes in one home would write over each other
-and claim one peer id twice. So a running node holds a lock on the file `lock` (the kernel's: it ends with the process,
-however that ends), and writes there who it is, for the one that finds the door shut. The lock file is never removed: a
-file that is unlinked while somebody waits for it would be locked twice.
+Identity, journal and traffic of a peer lie together. What belongs to a run lies below `runs`, in a directory with the
+run's id: a home takes part in one run after the other, and none may push out what another keeps. A node never removes
+the directory of another run; its owner may.
+
+    HOME/identity.key journal.jsonl traffic.json web-token lock     the peer's, whatever the run
+    HOME/run.toml invite                                            of the run that was joined last
+    HOME/runs/ID/run.toml checkpoint/ snapshots/ catch-up/ weights/ tokenizer/ reached.json ticket
+
+Two nodes in one home would write over each other and claim one peer id twice. So a running node holds a lock on the
+file `lock` (the kernel's: it ends with the process, however that ends), and writes there who it is, for the one that
+finds the door shut. The lock file is never removed: a file that is unlinked while somebody waits for it would be locked
+twice.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
+import re
 import shlex
 import sys
 import time
@@ -24,6 +34,9 @@ from noloco_node.errors import Exit, UserError, reason_of
 from noloco_node.storage import atomic_file
 
 JOURNAL = "journal.jsonl"
+RUNS = "runs"
+RUN_ID_SHOWN = 32
+"""Digits of a run's id that name its directory."""
 
 
 class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,31 +47,56 @@ class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
     command: str
 
 
-class HomePaths:
-    """What lies in a home, and where; it may be another process's."""
+class RunPaths:
+    """What a home holds of one run, and where; it may be another process's."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.identity = path / "identity.key"
-        """The private key that makes the peer id."""
-        self.journal = path / JOURNAL
-        """The journal (`noloco_node.journal.writer`)."""
+        self.run_file = path / "run.toml"
+        """The run file as it was fetched."""
         self.checkpoint = path / "checkpoint"
         """What a restart resumes from."""
         self.snapshots = path / "snapshots"
         """Slow weights of other stages, kept for others."""
-        self.invite = path / "invite"
-        """An invite by which this peer, and others that it met, are found."""
-        self.run_history = path / "reached.json"
-        """How far the run had come when its peers were last seen."""
-        self.run_file = path / "run.toml"
-        """The run file as it was fetched."""
-        self.ticket = path / "ticket"
-        """The ticket that was given to this peer."""
-        self.traffic = path / "traffic.json"
-        """Bytes of this month (`noloco_node.limits.traffic_ledger`)."""
         self.partial_download = path / "catch-up"
         """Pieces of a state that is still being copied."""
+        self.run_history = path / "reached.json"
+        """How far the run had come when its peers were last seen."""
+        self.ticket = path / "ticket"
+        """The ticket that was given to this peer."""
+        self.weights = path / "weights"
+        """Files of weights that the run starts from."""
+        self.tokenizer = path / "tokenizer"
+        """The run's tokenizer, if its files travel."""
+
+    def keep_run_file(self, text: str) -> None:
+        """Have the run file as it was fetched; raise `UserError` (STORAGE) where it is not there and the disk
+        refuses."""
+        content = text.encode()
+        try:
+            if not (self.run_file.is_file() and self.run_file.read_bytes() == content):
+                atomic_file.write(self.run_file, content)
+        except OSError as error:
+            raise unusable(self.path, error) from error
+
+
+class HomePaths(RunPaths):
+    """What lies in a home, and where; it may be another process's.
+
+    An earlier version kept the files of its runs beside the home's own: so a home is read as such a place too. Its
+    `run_file` is the one of the run that was joined last.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.identity = path / "identity.key"
+        """The private key that makes the peer id."""
+        self.journal = path / JOURNAL
+        """The journal (`noloco_node.journal.writer`)."""
+        self.invite = path / "invite"
+        """An invite to the run that was joined last, by which this peer, and others that it met, are found."""
+        self.traffic = path / "traffic.json"
+        """Bytes of this month (`noloco_node.limits.traffic_ledger`)."""
         self.page_token = path / "web-token"
         """The token of the page in a browser."""
 
@@ -66,13 +104,14 @@ class HomePaths:
         """Return where the identity of a bootstrap peer's relay lies."""
         return self.path / f"relay-{number}.key"
 
-    def weights(self, run_id: str) -> Path:
-        """Return where files of weights lie that a run starts from."""
-        return self.path / "weights" / run_id[:32]
+    def run(self, run_id: str) -> RunPaths:
+        """Return where the files of a run lie."""
+        return RunPaths(self.path / RUNS / run_id[:RUN_ID_SHOWN])
 
-    def tokenizer(self, run_id: str) -> Path:
-        """Return where the tokenizer of a run lies, if its files travel."""
-        return self.path / "tokenizer" / run_id[:32]
+    def places_of(self, run_id: str) -> tuple[RunPaths, ...]:
+        """Return where files of a run may lie: in the directory of the run, or as an earlier version left them."""
+        # In this order a file is found also where a node moves it meanwhile.
+        return self, self.run(run_id)
 
 
 class Home(HomePaths):
@@ -84,33 +123,24 @@ class Home(HomePaths):
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Create the directory where it is missing (mode 0700) and lock it.
+        """Create the directory where it is missing and lock it; it is for its owner alone (mode 0700).
 
         Raises `UserError`: HOME_IN_USE where another node holds it, STORAGE where it cannot be written.
         """
         path = path.expanduser().absolute()
         lock = -1
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            atomic_file.make_directory(path, mode=0o700)
+            _close_to_others(path)
             lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _sign(lock)
         except OSError as error:
-            refusal = _in_use(path, lock) if error.errno == errno.EWOULDBLOCK else _unusable(path, error)
+            refusal = _in_use(path, lock) if error.errno == errno.EWOULDBLOCK else unusable(path, error)
             if lock >= 0:
                 os.close(lock)
             raise refusal from error
         return cls(path, lock)
-
-    def keep_run_file(self, text: str) -> None:
-        """Have the run file as it was fetched; raise `UserError` (STORAGE) where it is not there and the disk
-        refuses."""
-        content = text.encode()
-        try:
-            if not (self.run_file.is_file() and self.run_file.read_bytes() == content):
-                atomic_file.write(self.run_file, content)
-        except OSError as error:
-            raise _unusable(self.path, error) from error
 
     def close(self) -> None:
         """Give the directory free; closing twice is harmless."""
@@ -133,10 +163,32 @@ def holder(path: Path) -> LockHolder | None:
         return None
 
 
+def _close_to_others(path: Path) -> None:
+    """Let nobody else read a home, also where an earlier version, or a person, made it for everybody to read.
+
+    A directory that holds other things than a home stays as it is; its secrets are closed all the same.
+    """
+    is_home = (path / "lock").exists() or not any(path.iterdir())
+    home = HomePaths(path)
+    secrets = [path / "lock", home.identity, home.ticket, home.invite, home.page_token, *path.glob("relay-*.key")]
+    secrets += path.glob(f"{RUNS}/*/ticket")
+    for each, mode in [*([(path, 0o700)] if is_home else []), *((secret, 0o600) for secret in secrets)]:
+        if each.exists() and each.stat().st_mode & 0o077:
+            with contextlib.suppress(PermissionError):  # it belongs to somebody else, who let us write there
+                each.chmod(mode)
+
+
+def without_secrets(command: str) -> str:
+    """Return a command line without what stands behind the # of an invite: that lets its holder in."""
+    return re.sub(r"(noloco\d+:[^\s#]*)#[^\s'\"]+", r"\1#...", command)
+
+
 def _sign(lock: int) -> None:
-    command = shlex.join(sys.argv)[:1000]
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, msgspec.json.encode(LockHolder(pid=os.getpid(), since=time.time(), command=command)), 0)
+    command = without_secrets(shlex.join(sys.argv))[:1000]
+    signature = msgspec.json.encode(LockHolder(pid=os.getpid(), since=time.time(), command=command))
+    # In this order the file never gives back its block of the disk, which may be full by now.
+    atomic_file.write_all(lock, signature, 0)
+    os.ftruncate(lock, len(signature))
     os.fsync(lock)  # a disk that is full says so here, before anything depends on it
 
 
@@ -156,7 +208,8 @@ def _in_use(path: Path, lock: int) -> UserError:
     )
 
 
-def _unusable(path: Path, error: OSError) -> UserError:
+def unusable(path: Path, error: OSError) -> UserError:
+    """Return the error of a home that the disk does not let us write to."""
     return UserError(
         f"cannot use the home {path}",
         why=reason_of(error),

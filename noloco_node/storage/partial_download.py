@@ -26,7 +26,7 @@ from gossip.exchange.messages import Manifest, Section
 from gossip.transfer.assembly import Key
 from gossip.transfer.chunks import DIGEST_BYTES, MOST_PIECE_BYTES, present, raw
 from noloco_node.errors import reason_of
-from noloco_node.storage.atomic_file import require_room
+from noloco_node.storage.atomic_file import require_room, write_all
 
 _PREFIX = struct.Struct(">I")
 _HEADER_BYTES = 2**26
@@ -163,8 +163,7 @@ class PartialDownloadFile:
                 self._open()
             require_room(self.path.parent, frame_bytes)
             for part in (memoryview(_PREFIX.pack(len(header)) + header), body):
-                while part:
-                    part = part[os.write(self._file, part) :]
+                write_all(self._file, part)
             self._whole_bytes += frame_bytes
         except OSError as error:
             self._refused = True

@@ -16,12 +16,12 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 from noloco_node.errors import Exit, UserError, config_error, reason_of
-from noloco_node.storage.atomic_file import require_room, write
+from noloco_node.storage.atomic_file import require_room, write, write_all
 from noloco_node.storage.tensor_file import LARGEST_HEADER_BYTES, tensor_ranges
 from noloco_node.units import format_bytes
 
@@ -36,7 +36,7 @@ class WeightFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """One file of the checkpoint that a run starts from. `digest`: SHA-256 over the SHA-256 of its pieces."""
 
     file: str
-    size_bytes: int
+    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=LARGEST_FILE_BYTES)]
     digest: str
 
     @property
@@ -59,6 +59,7 @@ class WeightStore:
         self.directory, self.files, self._most_bytes = directory, tuple(files), most_bytes
         self._digests: dict[int, bytes] = {}
         self._right: set[FilePieceKey] = set()
+        self._looked_at: set[int] = set()
 
     @classmethod
     def filling(cls, directory: Path, files: Sequence[WeightFile], most_bytes: int | None = None) -> WeightStore:
@@ -90,6 +91,8 @@ class WeightStore:
                 store._learn(number, content)
             except ValueError:
                 raise _not_these(directory, f"{file.file} is another file than the run file lists") from None
+            store._right.update(store._pieces(number))
+            store._looked_at.add(number)
         return store
 
     def digests(self, file: int) -> bytes | None:
@@ -113,7 +116,25 @@ class WeightStore:
                 data = file.read(PIECE_BYTES)
         except OSError:
             return None
-        return data if hashlib.sha256(data).digest() == self._expected(key) else None
+        if hashlib.sha256(data).digest() == self._expected(key):
+            return data
+        self._right.discard(key)
+        return None
+
+    def others_held(self, lacking: FilePieceKey) -> bytes:
+        """Return which other pieces of a file are here, a bit for each (`is_held` reads them); nothing where none is.
+
+        The first call in a life looks at all that an earlier life has left of the file.
+        """
+        file = lacking.file
+        if file not in self._looked_at and file in self._digests:
+            self.missing(self._pieces(file))
+            self._looked_at.add(file)
+        found = bytearray(-(-self.files[file].pieces // 8))
+        for key in self._pieces(file):
+            if key in self._right and key != lacking:
+                found[key.number // 8] |= 1 << key.number % 8
+        return bytes(found) if any(found) else b""
 
     def write(self, key: FilePieceKey, data: bytes) -> None:
         """Take a piece; ValueError where it is not what its digest says, `OSError` where the disk refuses."""
@@ -123,7 +144,7 @@ class WeightStore:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
         try:
             os.truncate(descriptor, self.files[key.file].size_bytes)
-            os.pwrite(descriptor, data, key.number * PIECE_BYTES)
+            write_all(descriptor, data, key.number * PIECE_BYTES)
         finally:
             os.close(descriptor)
         self._right.add(key)
@@ -149,7 +170,10 @@ class WeightStore:
 
     def all_pieces(self) -> list[FilePieceKey]:
         """Return every piece of every file."""
-        return [FilePieceKey(number, piece) for number, file in enumerate(self.files) for piece in range(file.pieces)]
+        return [key for file in range(len(self.files)) for key in self._pieces(file)]
+
+    def _pieces(self, file: int) -> list[FilePieceKey]:
+        return [FilePieceKey(file, number) for number in range(self.files[file].pieces)]
 
     def copy_to(self, other: WeightStore) -> None:
         """Put all pieces into another store of the same files; all are here. `UserError` where the disk refuses."""
@@ -206,6 +230,11 @@ class WeightStore:
 
     def _list_of(self, file: int) -> Path:
         return self.directory / f"{self.files[file].file}.digests"
+
+
+def is_held(held: bytes, number: int) -> bool:
+    """Say whether a piece is among those that `WeightStore.others_held` tells."""
+    return number // 8 < len(held) and bool(held[number // 8] >> number % 8 & 1)
 
 
 def piece_digests(path: Path) -> bytes:

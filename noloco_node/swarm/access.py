@@ -7,42 +7,59 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_state import AdmissionState
-from noloco_node.admission.admitted_network import AdmittedNetwork, not_admitted
+from noloco_node.admission.admitted_network import AdmittedNetwork
+from noloco_node.admission.held_ticket import RENEW_S, HeldTicket
+from noloco_node.admission.invite_credential import LOOK_S, InviteCredential
 from noloco_node.admission.peer_keys import key_of, read_key
-from noloco_node.admission.proof_of_work import work
+from noloco_node.admission.proof_of_work import LOOK_BITS, work
+from noloco_node.admission.refusals import no_ticket, not_admitted, told
 from noloco_node.admission.ticket import TICKET_BYTES, Right, decode
-from noloco_node.admission.ticket_service import TicketReply, TicketRequest
-from noloco_node.errors import UserError, config_error
+from noloco_node.admission.ticket_service import TicketReply, TicketRequest, TicketSigner
+from noloco_node.errors import Exit, UserError, config_error, reason_of
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.question import ask
 from noloco_node.run.config import RunConfig
 from noloco_node.storage import atomic_file
 from noloco_node.storage.home import HomePaths
 from noloco_node.swarm.invite import Invite
-from noloco_node.units import format_duration
+from noloco_node.terminal import say
 
-RENEW_S = 86400.0
-"""A ticket is asked for anew when it has no longer to live."""
-MOST_PAUSE_S, LEAST_PAUSE_S = 3600.0, 30.0
-"""Between two looks at how long ours still lives, or two requests for another: a quarter of what is left of it."""
 WORK_S = 120.0
 """For the proof of work, and the answer."""
 
 
 class RunAccess:
-    """What one peer enters a run with, over all of its shifts. `home`: of its identity, where its ticket is kept."""
+    """What one peer enters a run with, over all of its shifts. `home`: of its identity, where its ticket is kept.
+
+    `owner`: the key of the run's owner, who needs no invite to look. `state`: what we know already of who may take
+    part. `early_s`: so long before its end our ticket is renewed.
+    """
 
     def __init__(
-        self, invite: Invite, rights: Right, home: Path | None, unix_time: Callable[[], float] = time.time
+        self,
+        invite: Invite,
+        rights: Right,
+        home: Path | None,
+        unix_time: Callable[[], float] = time.time,
+        *,
+        owner: Ed25519PrivateKey | None = None,
+        state: AdmissionState | None = None,
+        early_s: float = RENEW_S,
     ) -> None:
         self.invite, self._rights, self._home, self._unix_time = invite, rights, home, unix_time
-        self._state = None if invite.credential is None else AdmissionState(invite.digest, unix_time)
+        self._owner, self._early_s = owner, early_s
+        has_owner = invite.credential is not None or owner is not None
+        self._state = state or (AdmissionState(invite.digest, unix_time) if has_owner else None)
         self._nonce: int | None = None
         """The work for a ticket, once it is done."""
-        self._entered: tuple[PeerNetwork, AdmittedNetwork] | None = None
-        """The network as we came to it, and as a member has it."""
+        self._gave: set[str] = set()
+        """Peers that have given us tickets: others are asked first where one of these is refused."""
+        self.held: HeldTicket | None = None
+        """Our ticket in the network that we entered last; None in a run without an owner."""
 
     @property
     def accepts(self) -> Callable[[str, bytes], bool] | None:
@@ -53,33 +70,34 @@ class RunAccess:
         """Return the network as a member of the run has it; `UserError` (NOT_ADMITTED) where we are not let in."""
         if self._state is None:
             return network
-        admitted = AdmittedNetwork(network, self._state, await self._ticket(network))
-        await admitted.enter(self.invite.peers)
-        self._entered = network, admitted
-        return admitted
+        me = network.peer_id
+        self._check_identity(me)
+        held = HeldTicket(
+            self._unix_time, lambda: self._own_tickets(me), lambda: self._ask(network), self._keep, self._early_s
+        )
+        await held.begin()
+        admitted, others = (
+            AdmittedNetwork(network, self._state, held),
+            [each for each in self.invite.peers if each != me],
+        )
+        while True:
+            try:
+                await admitted.enter(others)
+            except UserError as refusal:
+                try:
+                    await held.another(refusal.why)
+                except UserError as error:
+                    if error.code is Exit.UNREACHABLE:  # what those say that do answer is the reason
+                        raise refusal from error
+                    raise
+            else:
+                self.held = held
+                return admitted
 
     async def renew(self, say: Callable[[str], None]) -> None:
-        """Ask for another ticket, by the rule of the run, whenever ours expires soon; without it we would be out."""
-        if self._entered is None:
-            return
-        network, admitted = self._entered
-        until = _until(admitted.ticket)
-        while True:
-            left_s = until - self._unix_time()
-            await asyncio.sleep(min(MOST_PAUSE_S, max(LEAST_PAUSE_S, left_s - RENEW_S, left_s / 4)))
-            if until - self._unix_time() > RENEW_S:
-                continue
-            try:
-                ticket = await self._ask(network)
-            except UserError as refusal:
-                left = format_duration(max(0.0, until - self._unix_time()))
-                say(f"our ticket expires in {left}, and nobody gives us another: {refusal.why.splitlines()[0]}")
-                continue
-            if _until(ticket) > until:
-                until = _until(ticket)
-                admitted.ticket = ticket
-                self._keep(ticket)
-                say(f"we have a new ticket, for {format_duration(until - self._unix_time())}")
+        """Renew our ticket before it expires, by the rule of the run, and say so; without it we would be out."""
+        if self.held is not None:
+            await self.held.renew(say)
 
     def pin(self, run: RunConfig) -> None:
         """Take from the run file who the owner is, as soon as it is there; `UserError` where the invite is of no run
@@ -95,36 +113,53 @@ class RunAccess:
             )
         self._state.pin(bytes.fromhex(run.admission.owner), run.admission.rule)
 
-    async def _ticket(self, network: PeerNetwork) -> bytes:
-        assert self.invite.credential is not None
-        me, home = network.peer_id, self._home
-        identity = None if home is None else HomePaths(home).identity
-        own_key = None if identity is None or not identity.exists() else read_key(identity)
+    def take_revocations(self, signed: bytes) -> None:
+        """Know the owner's list, as its owner does before any peer."""
+        if self._state is not None:
+            self._state.take_revocations(signed)
+
+    def _check_identity(self, me: str) -> None:
+        """Raise `UserError` where the invite is for another identity than ours."""
         try:
-            ticket = self.invite.credential.ticket(self.invite.digest, me, self._rights, self._unix_time(), own_key)
+            self._of_invite(me)
         except ValueError as error:
             raise not_admitted(str(error)) from None
-        found = [each for each in (ticket, self._kept_ticket(me)) if each is not None]
-        best = max(found, key=_until, default=b"")
-        # The invite's own is good to its end; who asks for one does so in time.
-        if best and _until(best) > self._unix_time() + (0.0 if best == ticket else RENEW_S):
-            return best
+
+    def _own_tickets(self, me: str) -> list[bytes]:
+        """Return the tickets that we have or make ourselves: the invite's, the kept one, and what the owner signs."""
+        found = [self._of_invite(me), self._kept_ticket(me)]
+        if self._owner is not None:
+            until = int(self._unix_time()) + LOOK_S
+            found.append(TicketSigner(self._owner).ticket(self.invite.digest, me, Right.LOOK, until))
+        return [each for each in found if each is not None]
+
+    def _of_invite(self, me: str) -> bytes | None:
+        identity = None if self._home is None else HomePaths(self._home).identity
+        own_key = None if identity is None or not identity.exists() else read_key(identity)
+        credential = self.invite.credential or InviteCredential()
         try:
-            asked = await self._ask(network)
-        except UserError:
-            if best:
-                return best
+            return credential.ticket(self.invite.digest, me, self._rights, self._unix_time(), own_key)
+        except ValueError:
+            if self._owner is not None:
+                return None
             raise
-        self._keep(asked)
-        return asked
 
     @property
     def _ticket_file(self) -> Path | None:
-        return HomePaths(self._home).ticket if self._home is not None and Right.TRAIN in self._rights else None
+        if self._home is None or Right.TRAIN not in self._rights:
+            return None
+        return HomePaths(self._home).run(self.invite.digest).ticket
 
     def _keep(self, ticket: bytes) -> None:
-        if self._ticket_file is not None:
-            atomic_file.write_whole(self._ticket_file, self.invite.digest.encode() + b"\n" + ticket)
+        """Keep a ticket for the next start; where the disk refuses, this life goes on with it all the same."""
+        path = self._ticket_file
+        if path is None:
+            return
+        try:
+            atomic_file.make_directory(path.parent)
+            atomic_file.write(path, self.invite.digest.encode() + b"\n" + ticket)
+        except OSError as error:
+            say(f"cannot keep our ticket: {reason_of(error)}; we go on, and ask for another one at the next start")
 
     def _kept_ticket(self, me: str) -> bytes | None:
         """Return the ticket that was given to us before, unless it is another peer's or run's."""
@@ -138,26 +173,35 @@ class RunAccess:
         return ticket
 
     async def _ask(self, network: PeerNetwork) -> bytes:
-        """Ask the bootstrap peers for a ticket; `UserError` where none of them gives one."""
-        trains, run = Right.TRAIN in self._rights, self.invite.digest
-        answers: list[str] = []
-        if trains and self._nonce is None:
-            self._nonce = await asyncio.to_thread(work, run, network.peer_id)
-        request = TicketRequest(nonce=self._nonce or 0, trains=trains)
-        for peer in dict.fromkeys(self.invite.peers):
+        """Ask the bootstrap peers for a ticket; `UserError`: NOT_ADMITTED where they refuse, UNREACHABLE where none of
+        them answers.
+        """
+        assert self._state is not None
+        me, refusals, silences = network.peer_id, list[str](), list[str]()
+        request = TicketRequest(nonce=await self._work(me), trains=Right.TRAIN in self._rights)
+        peers = [peer for peer in dict.fromkeys(self.invite.peers) if peer != me]
+        for peer in sorted(peers, key=self._gave.__contains__):
             try:
                 reply = await ask(
                     network, peer, ticket_service.TOPIC, ticket_service.SCHEMA, request, TicketReply, WORK_S
                 )
             except ConnectionError as error:
-                answers.append(f"{peer}: {error}")
+                silences.append(str(error).replace(peer, f"...{peer[-8:]}"))
                 continue
-            if reply.ticket:
-                return reply.ticket[:TICKET_BYTES]
-            answers.append(f"{peer}: {''.join(letter for letter in reply.refusal[:200] if letter.isprintable())}")
-        raise not_admitted("\n       ".join(answers) or "the invite names nobody to ask")
+            ticket = reply.ticket[:TICKET_BYTES]
+            objection = self._state.objection(me, ticket) if ticket and self._state.is_pinned else ""
+            if ticket and not objection:
+                self._gave.add(peer)
+                return ticket
+            refusals.append(reply.refusal or objection)
+        if refusals:
+            raise not_admitted(told(refusals))
+        raise no_ticket("; ".join(silences) or "the invite names nobody to ask")
 
-
-def _until(ticket: bytes) -> int:
-    """Return when a ticket of our own expires (Unix seconds)."""
-    return min((link.until for link in decode(ticket) or ()), default=0)
+    async def _work(self, me: str) -> int:
+        """Return the work that a ticket costs; it is done once."""
+        if self._nonce is None and Right.TRAIN in self._rights:
+            self._nonce = await asyncio.to_thread(work, self.invite.digest, me)
+        elif self._nonce is None:  # some hundredths of a second
+            self._nonce = work(self.invite.digest, me, LOOK_BITS)
+        return self._nonce

@@ -12,7 +12,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from noloco_node.admission.owner_files import key_file, load_key
 from noloco_node.admission.ticket import Right
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers
@@ -20,10 +22,12 @@ from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.timeouts import AdaptiveTimeoutNetwork
+from noloco_node.run.runfile import read_run_text
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.access import RunAccess
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.run_distribution import RunFileText, fetch
+from noloco_node.tasks import background
 from noloco_node.terminal import say
 
 
@@ -65,11 +69,19 @@ class Visitor(msgspec.Struct, frozen=True):
     """Whoever looks at a swarm without joining it.
 
     `allowed`: the directories of this machine that the run file may name. `home`: of the identity whose ticket is shown
-    where the run lists its peers.
+    where the run lists its peers. `run`: the run file beside which the key of its owner may lie, who may always look.
     """
 
     allowed: tuple[str, ...] = ()
     home: Path | None = None
+    run: Path | None = None
+
+    def owner_key(self, digest: str) -> Ed25519PrivateKey | None:
+        """Return the key of the owner of the run with this digest, if it lies here."""
+        if self.run is None or not (self.run.is_file() and key_file(self.run).is_file()):
+            return None
+        ours = RunFileText(read_run_text(self.run), str(self.run)).digest == digest
+        return load_key(self.run) if ours else None
 
 
 @asynccontextmanager
@@ -79,7 +91,9 @@ async def visited(invite: str, visitor: Visitor) -> AsyncIterator[tuple[PeerNetw
     A peer that does not take calls holds the visitor up no longer than a node (`noloco_node.network.timeouts`).
     """
     parsed = invites.parse(invite)
-    access = RunAccess(parsed, Right.LOOK, visitor.home)
+    access = RunAccess(
+        parsed, Right.LOOK, visitor.home, owner=await asyncio.to_thread(visitor.owner_key, parsed.digest)
+    )
     settings = NetworkSettings(
         run=parsed.digest,
         listen=("/ip4/127.0.0.1/tcp/0",),
@@ -92,4 +106,5 @@ async def visited(invite: str, visitor: Visitor) -> AsyncIterator[tuple[PeerNetw
         access.pin(recipe.run)
         membership = Membership(network, parsed.digest, recipe.run.pipeline.stages)
         await membership.peek()
-        yield network, recipe, membership
+        async with background(access.renew(say)):
+            yield network, recipe, membership

@@ -94,6 +94,8 @@ def found(given: str | None, home: Path) -> str:
     """Return the invite that a person gave, or the one that a home keeps: `home`, where none was given, or the one
     whose directory stands in its place. Raises `UserError` where there is none.
     """
+    if given is not None and not given.strip():
+        raise _malformed("it is empty")
     directory = home if given is None else Path(os.path.expanduser(given.strip()))
     if given is not None and not os.path.isdir(directory):
         return given

@@ -39,7 +39,7 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.peer_records import CLOCK_ERROR_S, RECORD_BYTES, Published
 from noloco_node.swarm.receipts import ReceiptLedger, Tally
 from noloco_node.swarm.roster import Given, PeerRecord, Roster, SourceCredit
-from noloco_node.swarm.run_progress import SOURCE_LIFETIME_S, RunProgress, SourceCount
+from noloco_node.swarm.run_progress import SOURCE_LIFETIME_S, RunProgress, SourceCount, SourceRecord
 from noloco_node.swarm.stage_records import StageRecords
 from noloco_node.tasks import loop_s
 
@@ -76,7 +76,7 @@ class Membership:
         self.given: Callable[[], Given | None] = lambda: None
         """What we say that we have given, whenever our record is published."""
         self.tally: Tally | None = None
-        """What we give receipts for, at the last stage."""
+        """What we give receipts for: at the last stage, or to our partners in a run of one stage."""
         self._roster = Roster(stages=((),) * stages)
         self._change = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -84,6 +84,11 @@ class Membership:
         self.complete = False
         """Whether the last reading reached all keys: an empty roster says something only then."""
         self._rng = random.Random(f"{run_id}|presence|{network.peer_id}")
+
+    @property
+    def me(self) -> str:
+        """Our peer id."""
+        return self._network.peer_id
 
     @property
     def roster(self) -> Roster:
@@ -109,6 +114,11 @@ class Membership:
     def receipts(self) -> ReceiptLedger:
         """What others' receipts say."""
         return self._progress.receipts
+
+    def note_samples(self, samples: int) -> None:
+        """Note how many samples we have done at stage 0, whatever our record says by now."""
+        if samples:
+            self._progress.note(self.me, SourceRecord(samples, finished=False), loop_s())
 
     def begin_counting(self) -> None:
         """Begin to count what other sources do from now on (`Roster.credits`)."""
@@ -166,7 +176,7 @@ class Membership:
             now_s = loop_s()
             self._records.take(dict(zip(watched, found, strict=True)), now_s, self._unix_time())
             if receipts is not None:
-                self._progress.receipts.take(receipts)
+                self._progress.receipts.take(receipts, () if self.tally is None else self.tally.brought)
             if sources is not None:
                 self._progress.take(sources, self._records.believed[0].values(), now_s)
             self._records.keep_only(watched)

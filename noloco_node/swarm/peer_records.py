@@ -22,22 +22,21 @@ A record that is still found after its lifetime is remembered, so that it is not
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
 import msgspec
 
-from noloco_node.swarm.roster import Given, PeerRecord
+from noloco_node.network.stranger_record import decoded
+from noloco_node.swarm.roster import PeerRecord
+from noloco_node.units import Count, Seconds, UnixSeconds
 
 RECORD_BYTES = 4096
 MOST_RECORDS = 4096
 MOST_DECODED = 4 * MOST_RECORDS
 USUAL_BYTES = 1024
 """Of a record that is worth keeping decoded."""
-LARGEST_COUNT = 2**53
-LATEST_UNIX_S = 2.0**40
 CLOCK_S = 60.0
 """By which the clock of whoever wrote a record may be behind without a doubt."""
 LONGEST_LIFETIME_S = 300.0
@@ -54,10 +53,10 @@ class Published(msgspec.Struct, frozen=True, array_like=True):
     `lifetime_s`: for which it asks to be believed, since its peer may publish more seldom than we do; 0 if not said.
     """
 
-    serial: int
+    serial: Count
     record: PeerRecord
-    at: float = 0.0
-    lifetime_s: float = 0.0
+    at: UnixSeconds = 0.0
+    lifetime_s: Seconds = 0.0
 
 
 class PeerEntry(msgspec.Struct, frozen=True):
@@ -180,32 +179,12 @@ def decode_record(raw: bytes, peer: str, stage: int) -> Published | None:
     if last is not None and last[0] == raw:
         published = last[1]
     else:
-        if len(raw) > RECORD_BYTES:
+        found = decoded(raw, Published, RECORD_BYTES)
+        if found is None or found.record.peer != peer:
             return None
-        try:
-            published = msgspec.msgpack.decode(raw, type=Published)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return None
-        if published.record.peer != peer or not _is_possible(published):
-            return None
+        published = found
         if len(_decoded) >= MOST_DECODED:
             _decoded.clear()
         if len(raw) <= USUAL_BYTES:
             _decoded[peer] = raw, published
     return published if published.record.stage == stage else None
-
-
-def _is_possible(published: Published) -> bool:
-    record = published.record
-    numbers = (record.claimed_at, record.device_s, record.tokens_per_s, record.loss or 0.0, record.gap or 0.0)
-    given = record.given or Given(0, 0, 0, 0)
-    gifts = (given.tokens, given.seconds, given.sent_bytes, given.received_bytes, given.joules)
-    counts = (record.round, record.inner_steps, record.samples, published.serial, *gifts)
-    return (
-        all(map(math.isfinite, numbers))
-        and min(record.claimed_at, record.device_s, record.tokens_per_s) >= 0.0
-        and 0.0 <= record.progress <= 1.0
-        and 0.0 <= published.at <= LATEST_UNIX_S
-        and 0.0 <= published.lifetime_s < math.inf
-        and all(0 <= count <= LARGEST_COUNT for count in counts)
-    )

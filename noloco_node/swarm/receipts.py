@@ -3,6 +3,7 @@
 Each replica of the last stage publishes one record of how many samples of which source it has computed: a receipt to
 each source, signed with its identity's key as every record in the DHT is, and renewed with one signature a refresh.
 Counts rise from zero in each life of a replica, its `epoch`: so a restart neither loses receipts nor counts them twice.
+A life need not have a higher number than the one before it: the clock by which it was numbered may have been set back.
 
 A source's own claim counts as far as receipts cover it, so that who has done nothing counts for nothing. And receipts
 count as far as several signers agree: routes are drawn by chance, so every source's samples spread over the last stage
@@ -10,18 +11,29 @@ as ours do, of which we know who computed them. A signer that gave us no gradien
 a source, each by its share of ours, has a median, weighted by these shares; a signer counts up to `MOST_TIMES` what
 that makes its part. So one that signs for a friend adds its own part of that source's work once more, no more; with
 one replica at the last stage there is nobody to compare it with, and what it signs counts up to what is claimed.
+
+In a run of one stage no samples pass through other hands. But in a meeting each side says how many inner steps it
+brings that it has not brought to anybody before, and has to be there with weights that fit. So each replica signs for
+what its partners brought, and the receipts of all together are all work but that since each one's last meeting, however
+long a replica was out of the roster. A receipt costs nothing, nor does a name; a meeting does, for a replica has one a
+round. So one reader believes all receipts together up to `MOST_TIMES` what its own meetings make likely (`met_work`):
+the number of replicas that take part, times what one of them sees. Both are medians over itself and its partners, each
+weighted by how much of our own work it met. The number follows from whom two partners have met in common, as wild
+animals are counted by catching them twice; names that nobody meets are in no such sample.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from itertools import islice
+from typing import Annotated, NamedTuple
 
 import msgspec
 
-from noloco_node.swarm.peer_records import LARGEST_COUNT
+from noloco_node.network.stranger_record import decoded
+from noloco_node.units import Count
 
 RECEIPT_BYTES = 4096
 LONGEST_ID = 64
@@ -31,7 +43,11 @@ MOST_TALLIED = 1024
 MOST_SIGNERS = 1024
 MOST_OF_STRANGER = 128
 """Sources that are remembered of a signer who has proved nothing to us."""
+MOST_LIVES = 4
+"""Of one signer that are told apart; the one that was read longest ago is forgotten."""
 MOST_TIMES = 2.0
+MOST_BROUGHT = 8
+"""Times our own steps, or a round's, that a partner is believed to bring to a meeting: devices differ."""
 SPARE = 4
 """Microbatches of a window that a signer may have had more of, by chance."""
 ENOUGH = 16
@@ -41,26 +57,32 @@ ENOUGH = 16
 class ReceiptRecord(msgspec.Struct, frozen=True, array_like=True):
     """Samples that one replica of the last stage has computed in its life, by source."""
 
-    epoch: int
-    samples: dict[str, int]
+    epoch: Count
+    samples: Annotated[dict[str, Count], msgspec.Meta(max_length=MOST_LISTED)]
 
 
 class Tally:
-    """Samples that passed here and came back, by source. `epoch`: rises from one life of this replica to the next."""
+    """Samples that passed here and came back, by source; in a run of one stage, those that partners brought.
+
+    `epoch`: another one in each life of this replica. `brought`: our own samples that each partner met.
+    """
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.samples: dict[str, int] = {}
+        self.brought: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
 
-    def add(self, source: str, samples: int) -> None:
-        """Count a microbatch; of too many sources the one is forgotten that has been silent for longest."""
+    def add(self, source: str, samples: int, brought: int = 0) -> None:
+        """Count a microbatch, or a meeting; of too many sources that one is forgotten that was silent for longest."""
         if not 0 < len(source) <= LONGEST_ID:
             return
         self.samples[source] = self.samples.pop(source, 0) + samples
+        if brought:
+            self.brought[source] += brought
         if len(self.samples) > MOST_TALLIED:
             forgotten = next(iter(self.samples))
-            del self.samples[forgotten], self._told[forgotten]
+            del self.samples[forgotten], self._told[forgotten], self.brought[forgotten]
 
     def raw(self) -> bytes:
         """Return the record to publish."""
@@ -74,24 +96,23 @@ class Tally:
 
 
 class _SignerBook:
-    """What one signer has said: the samples of each source in its present life, and of all its lives."""
+    """What one signer has said: the samples of each source in each of its last lives, and in all of them."""
 
     def __init__(self) -> None:
-        self.epoch = 0
-        self.life: dict[str, int] = {}
+        self.lives: dict[int, dict[str, int]] = {}
+        """By epoch; the one that was read last comes last."""
         self.total: Counter[str] = Counter()
 
     def take(self, record: ReceiptRecord, most: int) -> dict[str, int]:
         """Take a record, of at most so many sources; return by how much each source's count has grown."""
-        if record.epoch < self.epoch:
-            return {}
-        if record.epoch > self.epoch:
-            self.epoch, self.life = record.epoch, {}
+        life = self.lives[record.epoch] = self.lives.pop(record.epoch, {})
+        if len(self.lives) > MOST_LIVES:
+            del self.lives[next(iter(self.lives))]
         grown = {}
         for source, count in record.samples.items():
-            before = self.life.get(source, 0)
+            before = life.get(source, 0)
             if count > before and (source in self.total or len(self.total) < most):
-                self.life[source] = count
+                life[source] = count
                 self.total[source] += count - before
                 grown[source] = count - before
         return grown
@@ -126,9 +147,14 @@ class ReceiptLedger:
             self._proved[signer] += samples
             self._microbatch = samples
 
-    def take(self, raws: Mapping[str, bytes]) -> None:
-        """Note what a reading of the receipts' key found."""
-        proved = self._proved.keys() | self._proved_before.keys()
+    @property
+    def signed(self) -> Mapping[str, Mapping[str, int]]:
+        """What was signed since we began, and since the last window was over, by source and signer."""
+        return self._window
+
+    def take(self, raws: Mapping[str, bytes], met: Collection[str] = ()) -> None:
+        """Note what a reading of the receipts' key found. `met`: signers that we have met ourselves."""
+        proved = {*self._proved, *self._proved_before, *met}
         known = self._books.keys() | proved
         known_first = sorted(raws, key=lambda peer: (peer not in proved, peer not in known, peer))
         for signer in known_first[:MOST_SIGNERS]:
@@ -183,12 +209,12 @@ class ReceiptLedger:
         shares = self._shares
         if not signed or not shares:
             return 0.0
-        typical = _weighted_median({signer: signed.get(signer, 0) / share for signer, share in shares.items()}, shares)
+        typical = weighted_median({signer: signed.get(signer, 0) / share for signer, share in shares.items()}, shares)
         spare = SPARE * self._microbatch
         return sum(min(signed.get(signer, 0), MOST_TIMES * share * typical + spare) for signer, share in shares.items())
 
 
-def _weighted_median(values: Mapping[str, float], weights: Mapping[str, float]) -> float:
+def weighted_median(values: Mapping[str, float], weights: Mapping[str, float]) -> float:
     """Return the lower median of values, each with a weight; the weights' sum is 1."""
     below = 0.0
     for name in sorted(values, key=lambda name: (values[name], name)):
@@ -198,14 +224,47 @@ def _weighted_median(values: Mapping[str, float], weights: Mapping[str, float]) 
     return values[name]
 
 
+class MetWork(NamedTuple):
+    """What the meetings show: samples of the others that are believed, and how many replicas take part."""
+
+    samples: float
+    replicas: float
+
+
+def met_work(me: str, tally: Tally, signed: Mapping[str, Mapping[str, int]]) -> MetWork | None:
+    """Return what we believe, None before our first meeting. `signed`: samples by source and signer."""
+    if not tally.brought:
+        return None
+    seen: dict[str, Mapping[str, int]] = {me: tally.samples}
+    others: dict[str, dict[str, int]] = {}
+    for source, by in signed.items():
+        for signer, samples in by.items():
+            if signer not in (me, source):
+                others.setdefault(signer, {})[source] = samples
+    seen |= others
+    voices = {peer: float(brought) for peer, brought in tally.brought.items() if peer in others}
+    voices[me] = sum(voices.values()) / len(voices) if voices else 1.0
+    weights = {peer: voice / sum(voices.values()) for peer, voice in voices.items()}
+    typical = weighted_median({peer: float(sum(seen[peer].values())) for peer in voices}, weights)
+    replicas = weighted_median({peer: _replicas(me, seen[me], peer, seen[peer]) for peer in voices}, weights)
+    # Whatever the others say: devices differ by so much, and of so few partners nobody can tell how many there are.
+    typical = min(typical, float(MOST_BROUGHT * tally.brought.total()))
+    replicas = min(replicas, float((1 + len(tally.brought)) ** 2))
+    said = sum(samples for by in seen.values() for source, samples in by.items() if source != me)
+    # What partners brought to us we have seen ourselves.
+    likely = max(MOST_TIMES * replicas * typical, float(sum(tally.samples.values())))
+    return MetWork(min(float(said), likely), replicas)
+
+
+def _replicas(me: str, met: Mapping[str, int], peer: str, met_by_it: Mapping[str, int]) -> float:
+    """Return how many replicas two of them make likely, by whom both have met."""
+    ours, theirs = met.keys() - {me, peer}, met_by_it.keys() - {me, peer}
+    if peer == me or not ours or not theirs:
+        return float(len(met.keys() | met_by_it.keys() | {me, peer}))
+    return 2.0 + len(ours) * len(theirs) / max(1, len(ours & theirs))
+
+
 @lru_cache(maxsize=1024)  # for the many readers of a simulation
 def decode_receipts(raw: bytes) -> ReceiptRecord | None:
     """Return what a replica signed, if it can be."""
-    if len(raw) > RECEIPT_BYTES:
-        return None
-    try:
-        record = msgspec.msgpack.decode(raw, type=ReceiptRecord)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    possible = 0 <= record.epoch <= LARGEST_COUNT and len(record.samples) <= MOST_LISTED
-    return record if possible and all(0 <= count <= LARGEST_COUNT for count in record.samples.values()) else None
+    return decoded(raw, ReceiptRecord, RECEIPT_BYTES)

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from noloco_node.run.peer_state import PeerState
+from noloco_node.units import Amount, Count, Fraction, Seconds, UnixSeconds
 
 T = TypeVar("T")
 
@@ -30,46 +31,46 @@ def speed(device_s: float) -> float:
 class Given(msgspec.Struct, frozen=True, array_like=True):
     """What a peer says it has given to the run in all its lives. `joules`: 0 is not known."""
 
-    tokens: int
-    seconds: int
-    sent_bytes: int
-    received_bytes: int
-    joules: int = 0
+    tokens: Count
+    seconds: Count
+    sent_bytes: Count
+    received_bytes: Count
+    joules: Count = 0
 
 
 class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a peer says of itself. Nobody else vouches for it: readers bound what they believe."""
 
     peer: str
-    stage: int
+    stage: Count
     state: PeerState
-    claimed_at: float = 0.0
+    claimed_at: UnixSeconds = 0.0
     """Unix time of the claim of this stage."""
-    round: int = 0
+    round: Count = 0
     """Rounds finished, met or solo."""
-    inner_steps: int = 0
-    progress: float = 0.0
-    samples: int = 0
+    inner_steps: Count = 0
+    progress: Fraction = 0.0
+    samples: Count = 0
     """At stage 0: sequences drawn here whose gradient came back."""
-    device_s: float = 0.0
+    device_s: Seconds = 0.0
     """Measured device seconds a microbatch, or the seconds of a budgeted line where those are more; 0 until known."""
-    tokens_per_s: float = 0.0
-    loss: float | None = None
-    gap: float | None = None
+    tokens_per_s: Amount = 0.0
+    loss: Amount | None = None
+    gap: Amount | None = None
     partner: str | None = None
     waiting: str | None = None
     """What it waits for, in words, and since when; None while it works."""
     budget: str | None = None
     """What it uses of its bandwidth budget, in words; None without one."""
     addresses: tuple[str, ...] = ()
-    may_serve: tuple[int, ...] = ()
+    may_serve: tuple[Count, ...] = ()
     """Stages that it would move to if it were needed there (`pipeline.migration`)."""
-    moves_to: int | None = None
+    moves_to: Count | None = None
     """The stage that it is about to move to."""
     version: str = ""
     name: str = ""
     """What its owner calls it."""
-    hops: tuple[tuple[str, int], ...] = ()
+    hops: tuple[tuple[str, Count], ...] = ()
     """Some of the next hops of its microbatches, by turns: the end of each one's id, and how many it takes a minute."""
     given: Given | None = None
 

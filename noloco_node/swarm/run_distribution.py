@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from noloco_node.admission.admitted_network import not_admitted, not_for
+from noloco_node.admission.refusals import not_admitted, not_for, told
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.question import ask, patient
@@ -18,6 +18,7 @@ from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
 from noloco_node.run.config import RunConfig
 from noloco_node.run.permissions import check_paths
 from noloco_node.run.runfile import content_hashes, decode_run, run_digest
+from noloco_node.units import UnixSeconds
 
 TOPIC = "run"
 PATIENCE_S = 20.0
@@ -35,7 +36,7 @@ class RunFileReply:
     """The run file as its author wrote it (TOML, comments included), and the sender's time of day (Unix seconds)."""
 
     text: str
-    unix_time: float
+    unix_time: UnixSeconds
 
 
 SCHEMA = Schema(
@@ -104,8 +105,9 @@ async def fetch(network: PeerNetwork, peers: Sequence[str], digest: str, allowed
             check_clock(time.time() - reply.unix_time, peer)
             return recipe
         answers.append(f"{peer}: serves a run with the digest {recipe.digest[:12]}")
-    if any(not_for(network.peer_id) in answer for answer in answers):
-        raise not_admitted("; ".join(answers))
+    refusals = [found for each in answers if (found := each.partition(not_for(network.peer_id))[2])]
+    if refusals:
+        raise not_admitted(told(refusals))
     raise UserError(
         f"No peer of the invite serves the run {digest[:12]}.",
         why="; ".join(answers),

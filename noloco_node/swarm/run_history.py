@@ -23,6 +23,7 @@ from noloco_node.network.schema import MessageSpec, Schema
 from noloco_node.storage import atomic_file
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
+from noloco_node.units import Fraction
 
 TOPIC = "reached"
 PATIENCE_S = 10.0
@@ -41,7 +42,7 @@ class ReachedRequest:
 class ReachedReply:
     """The progress of the run, 0 to 1; 0: no replica has been seen that had finished a round."""
 
-    progress: float
+    progress: Fraction
 
 
 SCHEMA = Schema({ReachedRequest: MessageSpec("ReachedRequest"), ReachedReply: MessageSpec("Reached")})
@@ -49,7 +50,7 @@ SCHEMA = Schema({ReachedRequest: MessageSpec("ReachedRequest"), ReachedReply: Me
 
 class _Note(msgspec.Struct, frozen=True):
     run_id: str
-    progress: float
+    progress: Fraction
 
 
 class RunHistory:
@@ -85,7 +86,7 @@ class RunHistory:
             note = msgspec.json.decode(self._path.read_bytes(), type=_Note)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return 0.0
-        return note.progress if note.run_id == self._run_id and 0.0 < note.progress <= 1.0 else 0.0
+        return note.progress if note.run_id == self._run_id else 0.0
 
     def _write(self) -> None:
         try:
@@ -108,4 +109,4 @@ async def _asked(network: PeerNetwork, peer: str) -> float:
         reply = await ask(network, peer, TOPIC, SCHEMA, ReachedRequest(), ReachedReply, PATIENCE_S)
     except ConnectionError:  # of an older version, say, that does not remember
         return 0.0
-    return reply.progress if 0.0 <= reply.progress <= 1.0 else 0.0
+    return reply.progress

@@ -15,10 +15,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from noloco_node.network.stranger_record import decoded
 from noloco_node.run.peer_state import AT_WORK, PeerState
-from noloco_node.swarm.peer_records import CLOCK_ERROR_S, LARGEST_COUNT, MOST_RECORDS, at_most
+from noloco_node.swarm.peer_records import CLOCK_ERROR_S, MOST_RECORDS, at_most
 from noloco_node.swarm.receipts import ReceiptLedger
 from noloco_node.swarm.roster import PeerRecord, SourceCredit
+from noloco_node.units import LARGEST_COUNT, Count
 
 SOURCE_BYTES = 64
 SOURCE_LIFETIME_S = 600.0
@@ -30,7 +32,7 @@ MOST_WORKED = 16 * MOST_RECORDS
 class SourceRecord(msgspec.Struct, frozen=True, array_like=True):
     """What outlives a source: its samples, and whether it finished."""
 
-    samples: int
+    samples: Count
     finished: bool
 
 
@@ -124,10 +126,4 @@ def counted(known: SourceCount | None, news: SourceRecord, now_s: float) -> Sour
 @lru_cache(maxsize=1024)  # for the many readers of a simulation: one node decodes as many in a millisecond
 def decode_source(raw: bytes) -> SourceRecord | None:
     """Return what a source left behind, if it can be."""
-    if len(raw) > SOURCE_BYTES:
-        return None
-    try:
-        source = msgspec.msgpack.decode(raw, type=SourceRecord)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    return source if 0 <= source.samples <= LARGEST_COUNT else None
+    return decoded(raw, SourceRecord, SOURCE_BYTES)

@@ -5,25 +5,25 @@ To a source count its own samples, those of every other source that it has heard
 those of sources that the DHT had forgotten. One that is heard of later brings along what it had done before, and as
 many fewer are unlisted.
 
-What others do from then on counts as far as it is covered: by receipts (`noloco_node.swarm.receipts`), or in a run of
-one stage, where no samples pass through the hands of others who could give any, by inner steps that were seen to be
-taken (`ObservedWork`).
+What others do from then on counts as far as it is covered by receipts (`noloco_node.swarm.receipts`): those of the last
+stage, or in a run of one stage those that replicas give each other at meetings.
 
 The run is over when the budget is reached, or the sources that did most of the work say that they have finished: by
-receipts for a source, by what passed through it for a later stage. Those who may have done nothing are believed only
-near the end of the budget, or where no work comes any more.
+receipts for a source, by what passed through it for a later stage, by its own meetings for the replica of a run of one
+stage. Those who may have done nothing are believed only near the end of the budget, or where no work comes any more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import median_low
 from typing import NamedTuple
 
 from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import AT_WORK
 from noloco_node.swarm.membership import Membership
-from noloco_node.swarm.roster import Derived, PeerRecord, Roster
+from noloco_node.swarm.receipts import MetWork, met_work
+from noloco_node.swarm.roster import Derived, Roster
 from noloco_node.tasks import loop_s
 from pipeline.schedule import run_over
 
@@ -33,48 +33,11 @@ ALONE_S = 100.0
 """The same, where no other source is at work: then nothing is lost by it."""
 LEAST_SERVED = 4
 """Of its even part of the run's samples a later stage has to have served one in so many to judge sources by them
-alone."""
-UNSEEN_TIMES = 2
-"""Times our own samples that each source counts for, until the first of the work on them is seen."""
-SLACK = 1.03
-"""What goes uncounted of honest work: the last steps of replicas that die between two records."""
-READINGS_LATE = 2
-"""By which a record may be older than that of the source whose samples it covers."""
-MOST_TIMES = 8.0
-"""Times the typical growth, or our own, that a replica is believed to have: devices differ (`pipeline.placement`)."""
-
-
-class ObservedWork:
-    """Inner steps that the replicas of one stage were seen to take; `steps` in all.
-
-    Each says how many it has taken, and all claims of samples together count as far as the growth of these numbers
-    covers them: a lie about samples alone ends no run, and one about both goes as far as `MOST_TIMES` lets it.
-    """
-
-    def __init__(self, records: Sequence[PeerRecord], *, from_start: bool) -> None:
-        """`records`: of the stage, as we begin. `from_start`: what they have done by then is part of it."""
-        self.steps = 0.0
-        self._known = {record.peer: 0 if from_start else record.inner_steps for record in records}
-        self._latest = 0.0
-        self._replicas = 0
-        self.take(records, 0.0)
-
-    def take(self, records: Sequence[PeerRecord], own_steps: float) -> None:
-        """Take note of another reading of the stage; `own_steps`: worth of samples that we had done since the last."""
-        grown = [record.inner_steps - self._known.get(record.peer, record.inner_steps) for record in records]
-        known = [max(0, steps) for steps in grown]
-        # Names that do nothing have no voice, and our own work is what nobody can talk down.
-        most = MOST_TIMES * max(own_steps, median_low([steps for steps in known if steps] or [0]))
-        self._latest = sum(min(steps, most) for steps in known)
-        self.steps += self._latest
-        self._known = {record.peer: record.inner_steps for record in records}
-        self._replicas = len(records)
-
-    def covers(self) -> float | None:
-        """Return the inner steps up to which claims are covered by now; None while no work has been seen."""
-        if not self.steps:
-            return None
-        return SLACK * self.steps + READINGS_LATE * (self._latest + self._replicas)
+alone, and the replica of a run of one stage has to have brought as much to meetings."""
+UNMET_ROUNDS = 2
+"""Of a run of one stage: what each replica may have done that it has brought to no meeting yet."""
+UNMET_TIMES = 2
+"""Times the replicas that the run has places for, that names count as, until we have met the first of them."""
 
 
 class _Credited(NamedTuple):
@@ -91,18 +54,19 @@ class _Credited(NamedTuple):
 
 
 class RunSamples:
-    """The samples of a run as a source counts them that begins with `own` of them.
+    """The samples of a run as a source counts them that begins now, with `own` of them.
 
-    `reached`: of the whole run when it began at its stage, as far as was known; `begun`: the roster of that moment.
+    `reached`: of the whole run by now, as far as is known. What is read of the others from now on comes on top of it.
     """
 
-    def __init__(self, run: RunConfig, membership: Membership, reached: int, begun: Roster, own: int) -> None:
+    def __init__(self, run: RunConfig, membership: Membership, reached: int, own: int) -> None:
+        begun = membership.roster
         self._run, self._membership, self._reached, self._begun = run, membership, reached, begun
-        self._own_then = self._own_seen = own
+        self.own_then = own
         self._unlisted = max(0, reached - own - begun.others_samples)
         self._credited = Derived(lambda: membership.roster, self._credit)
-        self._observed: ObservedWork | None = None
-        self._last_roster: Roster | None = None
+        self._met = Derived(lambda: membership.roster, self._meet)
+        membership.begin_counting()
 
     def progress(self, own: int, returned_s: float) -> float:
         """Return the progress of the whole run, our own samples being so many.
@@ -120,9 +84,11 @@ class RunSamples:
         """Say whether the sources that did most of the work since we began have finished."""
         roster = self._membership.roster
         if self._run.pipeline.stages == 1:
-            return run_over(roster.sources, roster.sources_finished)
+            most_say_so = run_over(roster.sources, roster.sources_finished)
+            nearly = self._covered(own) >= NEARLY_OVER * self._run.budget_samples
+            return self._met_all_finished(roster) or (nearly and most_say_so)
         credited = self._credited()
-        if run_over(own - self._own_then + credited.present, credited.finished):
+        if run_over(own - self.own_then + credited.present, credited.finished):
             return True
         # Who came late and is fast has done most since, and does not know how far the run was.
         if run_over(own + credited.present_in_all, credited.finished_in_all):
@@ -134,23 +100,33 @@ class RunSamples:
         return (nearly or idle) and run_over(roster.sources - idle, roster.sources_finished)
 
     def _covered(self, own: int) -> float:
-        """Return the samples of the run that receipts cover, or work which we have seen, `own` being ours."""
+        """Return the samples of the run that receipts cover, `own` being ours."""
         roster = self._membership.roster
         if self._run.pipeline.stages > 1:
-            return self._reached + (own - self._own_then) + self._credited().all
-        records = roster.stage(0)
-        if self._observed is None:
-            self._observed = ObservedWork(records, from_start=not self._reached)
-        elif roster is not self._last_roster:
-            self._observed.take(records, (own - self._own_seen) / self._run.samples_per_step)
-        if roster is not self._last_roster:
-            self._own_seen = own
-        self._last_roster = roster
-        steps = self._observed.covers()
-        if steps is None:
-            # The first readings: sources that begin with us have done about as much.
-            return self._reached + UNSEEN_TIMES * max(1, roster.sources) * (own - self._own_then)
-        return self._reached + steps * self._run.samples_per_step
+            return self._reached + (own - self.own_then) + self._credited().all
+        since, met = own - self.own_then, self._met()
+        places = UNMET_TIMES * self._run.pipeline.replicas
+        samples, replicas = (0.0, float(min(roster.sources, places))) if met is None else met
+        unmet = min(since, UNMET_ROUNDS * self._run.outer.inner_steps_per_round * self._run.samples_per_step)
+        return self._reached + since + samples + max(0.0, replicas - 1.0) * unmet
+
+    def _meet(self, _: Roster) -> MetWork | None:
+        """Return what meetings show, as of the last reading."""
+        membership = self._membership
+        return (
+            None if membership.tally is None else met_work(membership.me, membership.tally, membership.receipts.signed)
+        )
+
+    def _met_all_finished(self, roster: Roster) -> bool:
+        """Say whether those with whom we had most of our meetings have finished, ourselves counted as one of them."""
+        tally = self._membership.tally
+        finished = {credit.peer for credit in roster.credits if credit.finished}
+        present = finished | {record.peer for record in roster.stage(0)}
+        met = {} if tally is None else {peer: brought for peer, brought in tally.brought.items() if peer in present}
+        total = sum(met.values())
+        if not met or total < self._run.budget_samples // (LEAST_SERVED * self._run.pipeline.replicas):
+            return False
+        return run_over(total + total // len(met), sum(met[peer] for peer in finished & met.keys()))
 
     def _credit(self, roster: Roster) -> _Credited:
         there = {record.peer for record in roster.stage(0)}
@@ -187,7 +163,7 @@ def is_over_below(run: RunConfig, roster: Roster, served: Mapping[str, int], pro
 
 def believed_samples(run: RunConfig, roster: Roster) -> int:
     """Return the samples of the run that who looks on believes. Receipts of replicas that are gone went with them."""
-    if run.pipeline.stages == 1 or not roster.credits:
+    if not roster.credits:
         return roster.run_samples
     progress = [record.progress for stage in roster.stages for record in stage if record.state in AT_WORK]
     reached = round(median_low(progress or [0.0]) * run.budget_samples)

@@ -16,6 +16,7 @@ from noloco_node.network.interface import Conversation
 from noloco_node.network.question import patient
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema, Violation
 from noloco_node.tasks import loop_s
+from noloco_node.units import Count, Seconds
 
 TOPIC = "doctor"
 PIECE_BYTES = 256 * 1024
@@ -29,14 +30,14 @@ PATIENCE_S = 60.0
 class SendMe:
     """Send me so many pieces, please."""
 
-    pieces: int
+    pieces: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakeFromMe:
     """I would like to send you so many pieces."""
 
-    pieces: int
+    pieces: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,15 +56,15 @@ class SpeedTestPayload:
 class Took:
     """All came: so many bytes after the first piece, in so many seconds since it."""
 
-    count: int
-    seconds: float
+    count: Count
+    seconds: Seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotNow:
     """Others are being measured, or were so much that it is enough for now."""
 
-    retry_after_s: float
+    retry_after_s: Seconds
 
 
 SCHEMA = Schema(

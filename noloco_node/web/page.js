@@ -96,7 +96,7 @@ function drawSummary() {
   write(byId("trouble"), frame.trouble ?? "");
   const sentence = byId("bottleneck");
   write(sentence, frame.bottleneck);
-  sentence.className = frame.progress >= 1 ? "over" : frame.tokens_per_s <= 0 ? "stuck" : "";
+  sentence.className = frame.progress >= 1 || frame.left === "over" ? "over" : frame.tokens_per_s <= 0 ? "stuck" : "";
   set(byId("bar"), { "aria-valuenow": Math.round(100 * frame.progress) });
   byId("bar").firstElementChild.style.width = `${100 * frame.progress}%`;
   const there = frame.stages.reduce((sum, stage) => sum + stage.replicas, 0);
@@ -368,7 +368,7 @@ function drawPeers() {
   const { tokens, drawn, covered, there_s: thereS, line_bytes: lineBytes, joules } = frame.given;
   const words = [`${brief.format(tokens)} tokens`, span(thereS), scaled(lineBytes, "B")];
   if (joules) words.push(energy(joules));
-  const receipts = drawn ? ` The last stage has signed for ${brief.format(covered)} of the ${brief.format(drawn)} tokens that sources claim.` : "";
+  const receipts = drawn ? ` The last stage has signed for ${brief.format(Math.min(covered, drawn))} of the ${brief.format(drawn)} tokens that sources claim.` : "";
   write(byId("given-key"), `Together, as each says itself: ${words.join(", ")}.${receipts}`);
 }
 

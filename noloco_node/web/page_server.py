@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import logging
 import secrets
 from collections import deque
@@ -187,7 +186,7 @@ def _application(page: Page, where: PagePlace) -> web.Application:
         return web.Response(status=204)
 
     async def answer(request: web.Request) -> web.StreamResponse:
-        if not _is_meant(request.host, where.place):
+        if not where.place.is_meant(request.host):
             raise web.HTTPMisdirectedRequest(text="Ask by an address.\n")
         name = _behind(request.path, where.token)
         if request.method == "POST" and name == "key":
@@ -229,15 +228,3 @@ def _behind(path: str, token: str) -> str | None:
         return path.removeprefix("/")
     given, slash, name = path.removeprefix("/").partition("/")
     return name if slash and hmac.compare_digest(given.encode(), token.encode()) else None
-
-
-def _is_meant(host: str, place: ServedPlace) -> bool:
-    """Say whether a request names an address, or our name: no foreign name that leads to us."""
-    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-    if name in ("localhost", place.host):
-        return True
-    try:
-        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return False
-    return True

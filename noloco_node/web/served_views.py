@@ -19,6 +19,8 @@ from noloco_node.observe.served_place import ServedPlace
 from noloco_node.observe.swarm_view import MOST_CHANGES, short
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.run_distribution import RunFileText
+from noloco_node.tasks import supervised
+from noloco_node.terminal import warn
 
 if TYPE_CHECKING:
     from noloco_node.observe.metrics import NodeMetrics
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 5.0
 PAGE_EVERY_S = 1.0
+VIEWS = "the page or the metrics"
 
 
 class ServedViews:
@@ -36,9 +39,18 @@ class ServedViews:
         self._metrics, self._page, self.own = metrics, page, own
         self._told: deque[tuple[str, float]] = deque(maxlen=MOST_CHANGES)
         self._observer: RosterObserver | None = None
+        self._failed = False
 
     def take(self, event: events.Event) -> None:
-        """Take note of what the node journals."""
+        """Take note of what the node journals; what fails here is told once, and never ends the node."""
+        try:
+            self._take(event)
+        except Exception as error:
+            if not self._failed:
+                warn(f"{VIEWS} cannot show everything ({type(error).__name__}: {error}); the work goes on")
+            self._failed = True
+
+    def _take(self, event: events.Event) -> None:
         now = time.time()
         if self._metrics is not None:
             self._metrics.take(event, now)
@@ -49,9 +61,11 @@ class ServedViews:
                 self._told.append((text, now))
 
     async def follow(self, membership: Membership, network: PeerNetwork, recipe: RunFileText) -> None:
-        """Show what the swarm does until cancelled."""
-        if self._metrics is None and self._page is None:
-            return
+        """Show what the swarm does until cancelled; what fails is told, tried anew, and never ends the node."""
+        if self._metrics is not None or self._page is not None:
+            await supervised(VIEWS, lambda: self._look(membership, network, recipe), warn)
+
+    async def _look(self, membership: Membership, network: PeerNetwork, recipe: RunFileText) -> None:
         if self._observer is None:  # of an earlier shift there is more to show
             self._observer = RosterObserver(recipe.run, recipe.digest, self.own)
         while True:

@@ -17,6 +17,8 @@ Nothing here loads torch: a plan may ask for sizes without it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 BLOCK = 32
@@ -51,6 +53,11 @@ class ActivationCode(NamedTuple):
         if width < 1 or self.row(width) != row:
             raise ValueError(f"no token takes {row} bytes in {self.bits} bits a value")
         return width
+
+    def values(self, wire: Sequence[int]) -> int:
+        """Return how many values a message of this shape on the wire holds."""
+        *tokens, row = wire
+        return prod(tokens) * self.width(row)
 
     def size_bytes(self, tokens: int, width: int) -> int:
         """Return the bytes of so many tokens."""

@@ -68,8 +68,9 @@ class SizeBound:
         from pipeline.activations.codec import bound_of_norm, check, scaled
 
         check(self._code, wire)
-        size = bound_of_norm(self._code, wire) / math.sqrt(max(1, wire.numel()))
-        few = wire.numel() < LEAST_VALUES
+        count = self._code.values(wire.shape)
+        size = bound_of_norm(self._code, wire) / math.sqrt(max(1, count))
+        few = count < LEAST_VALUES
         if not math.isfinite(size) or (size > LARGEST_SIZE and not few):
             self._counts["refused"] += 1
             raise ValueError(f"values of the size {size:.3g}")

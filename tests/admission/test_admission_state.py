@@ -6,10 +6,10 @@ from admission_keys import NOW_S, OWNER, RUN, key, member, public
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.admission.admission_state import MOST_SHOWN, AdmissionState, stamped, unstamped
+from noloco_node.admission.admission_state import MOST_LOOKERS, MOST_SHOWN, AdmissionState, stamped, unstamped
 from noloco_node.admission.peer_keys import peer_of
 from noloco_node.admission.revocation import MOST_REVOKED, decode_list, encode_list, signed_list
-from noloco_node.admission.ticket import MEMBER, Right
+from noloco_node.admission.ticket import MEMBER, Right, encode, grant
 
 PEERS = [peer_of(public(number)) for number in range(1, 5)]
 
@@ -82,6 +82,19 @@ def test_a_flood_of_bad_tickets_pushes_nobody_out() -> None:
         state.show(f"stranger {number}", b"garbage")
     assert state.rights(PEERS[0]) == MEMBER
     assert state.rights("stranger 7") == Right(0)
+
+
+def test_a_flood_of_passing_identities_pushes_out_no_member() -> None:
+    """Each has a good ticket to look. Whoever was shown lately stays longest."""
+    state = state_at()
+    state.show(PEERS[0], member(1))
+    for number in range(2, MOST_LOOKERS + 50):
+        peer = peer_of(public(number))
+        assert state.show(peer, encode((grant(key(0), RUN, Right.LOOK, NOW_S + 99, public(number)),))) == ""
+        state.show(peer_of(public(2)), encode((grant(key(0), RUN, Right.LOOK, NOW_S + 99, public(2)),)))
+    assert state.rights(PEERS[0]) == MEMBER
+    assert state.rights(peer_of(public(2))) == Right.LOOK
+    assert state.refusal(peer_of(public(3)))
 
 
 def test_before_the_owner_is_known_nobody_is_let_in_and_a_list_waits() -> None:

@@ -198,7 +198,7 @@ def test_whoever_is_revoked_is_out_everywhere_within_a_minute() -> None:
         error = tasks[-1].exception()
         assert isinstance(error, UserError)
         assert error.code is Exit.NOT_ADMITTED
-        assert "shut it out" in error.why
+        assert "shut you out" in error.why
         # Newcomers know of it as long as anybody is there.
         await asyncio.sleep(2 * LIST_LIFETIME_S)
         newcomer = await swarm.server(7)

@@ -65,5 +65,5 @@ def test_named_peers_train_others_are_refused_and_a_revoked_one_is_out_within_a_
 
         administer(MemberAction.REVOKE, MemberOptions(who=peers[1], run=run))
         begun_s = time.monotonic()
-        refused(nodes[1], Exit.NOT_ADMITTED, "the owner of the run has shut it out")
+        refused(nodes[1], Exit.NOT_ADMITTED, "the owner of the run has shut you out")
         assert time.monotonic() - begun_s < OUT_S

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -9,13 +14,19 @@ from admission_keys import public
 from typer.testing import CliRunner
 
 from noloco_node.admission.admission_state import AdmissionState
-from noloco_node.admission.owner_files import key_file, load_members, make_key, members_file, save_key
+from noloco_node.admission.owner_files import key_file, load_key, load_members, make_key, members_file, save_key
 from noloco_node.admission.peer_keys import peer_of
-from noloco_node.admission.ticket import MEMBER, Right
+from noloco_node.admission.ticket import MEMBER, Right, encode
+from noloco_node.admission.ticket_service import OPEN_DAYS
+from noloco_node.cli.admissions import HostedAdmissions
 from noloco_node.cli.main import app
+from noloco_node.cli.option_groups.members import MemberOptions
+from noloco_node.cli.revocation_report import confirmation
 from noloco_node.errors import Exit, UserError
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm import invite as invites
-from noloco_node.swarm.run_distribution import RunFileText
+from noloco_node.swarm.access import RunAccess
+from noloco_node.swarm.run_distribution import SCHEMA, TOPIC, RunFileText
 
 PLACE = "/ip4/192.0.2.1/tcp/4001/p2p/12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
 PEER, OTHER = peer_of(public(1)), peer_of(public(2))
@@ -77,6 +88,75 @@ def test_a_named_peer_is_let_in_until_it_is_revoked(tmp_path: Path, rule: str) -
     assert "shut it out" in owner.state().show(PEER, ticket)
     assert "shut out" in owner.members("list")
     assert load_members(owner.run).number == 1
+
+
+def test_a_revocation_lasts_as_long_as_the_longest_ticket(tmp_path: Path) -> None:
+    owner = Owner(tmp_path, "listed")
+    ticket = owner.invited(PEER, "--days", "20000").credential
+    owner.invited(PEER, "--days", "7")
+    owner.members("revoke", PEER)
+    assert ticket is not None
+    assert load_members(owner.run).revoked[public(1).hex()] == ticket.chain[0].until
+    assert "shut it out" in owner.state().show(PEER, encode(ticket.chain))
+
+
+@pytest.mark.parametrize(("rule", "days"), [("open", OPEN_DAYS), ("invited", 90)])
+def test_a_peer_that_no_entry_names_is_out_for_as_long_as_it_may_have_a_ticket(
+    tmp_path: Path, rule: str, days: float
+) -> None:
+    """In an open run it has one of a bootstrap peer's; elsewhere it came by some invitation in the list."""
+    owner = Owner(tmp_path, rule)
+    owner.invited("--days", "90")
+    owner.members("revoke", OTHER)
+    left_s = load_members(owner.run).revoked[public(2).hex()] - time.time()
+    assert left_s == pytest.approx(days * 86400, abs=60)
+
+
+def test_the_list_says_what_has_expired(tmp_path: Path) -> None:
+    owner = Owner(tmp_path, "listed")
+    owner.invited(PEER, "--days", "0")
+    owner.invited(OTHER, "--days", "9")
+    first, second = owner.members("list").splitlines()
+    assert "expired" in first
+    assert "good" in second
+
+
+def test_two_commands_at_once_lose_no_entry(tmp_path: Path) -> None:
+    owner = Owner(tmp_path, "invited")
+    count, code = 4, "import sys; from noloco_node.cli.main import main; main()"
+    words = ("members", "invite", "--run", str(owner.run), "--invite", owner.base)
+    children = [subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.DEVNULL) for _ in range(count)]
+    assert [child.wait(60) for child in children] == [0] * count
+    assert len(load_members(owner.run).issued) == count
+
+
+def test_without_a_bootstrap_peer_a_revocation_is_not_confirmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    said = Owner(tmp_path, "open").members("revoke", PEER)
+    assert re.search(r"not confirmed: no bootstrap peer was named[^$]*try: .*--invite", said)
+
+
+@pytest.mark.parametrize("reaches", [True, False])
+def test_a_bootstrap_peer_that_is_handed_the_list_confirms_it(tmp_path: Path, *, reaches: bool) -> None:
+    owner, door = Owner(tmp_path, "listed"), peer_of(public(9))
+    owner.members("ban", PEER)
+
+    async def main() -> str:
+        hub = SimNetwork()
+        hosted = HostedAdmissions(owner.recipe, owner.run, tmp_path / "identity.key", None)
+        if reaches:
+            network = await hosted.admitted(hub.network(door))
+            await network.serve(TOPIC, SCHEMA, owner.recipe.serve)
+        base = invites.parse(invites.format(owner.recipe.digest, [f"/ip4/192.0.2.1/tcp/4001/p2p/{door}"]))
+        access = RunAccess(base, Right.LOOK, None, owner=load_key(owner.run))
+        access.pin(owner.recipe.run)
+        return await confirmation(access, hub.network(peer_of(public(8))), MemberOptions(run=owner.run))
+
+    said = asyncio.run(main())
+    assert ("confirmed: a bootstrap peer has taken list number 1" in said) == reaches
+    assert said.startswith("not confirmed: ") != reaches
 
 
 def test_an_invitation_is_revoked_by_what_the_list_shows(tmp_path: Path) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from admission_keys import NOW_S, OWNER, RUN, key, member, public
 from hypothesis import given
 from hypothesis import strategies as st
 
+from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.peer_keys import peer_of
-from noloco_node.admission.proof_of_work import work
+from noloco_node.admission.proof_of_work import LOOK_BITS, work
 from noloco_node.admission.revocation import encode_list, signed_list
 from noloco_node.admission.ticket import MEMBER, Right, decode, facts_of
 from noloco_node.admission.ticket_service import (
+    LOOKS_A_PREFIX,
     REFILL_S,
     SCHEMA,
     TICKETS_A_PREFIX,
@@ -38,9 +41,13 @@ def asked(
     trains: bool = True,
     shut_out: bool = False,
     named: dict[bytes, int] | None = None,
+    signs: dict[bytes, int] | None = None,
     shown: bytes | None = None,
 ) -> TicketReply:
-    """Ask as peer 2. `named`: by the owner, until when; None in an open run. `shown`: the ticket that it has."""
+    """Ask as peer 2. `named`: by the owner, until when; None in an open run. `signs`: the same of delegates.
+
+    `shown`: the ticket that it has.
+    """
     named_until = None if named is None else lambda key: named.get(key, 0)
 
     async def main() -> TicketReply:
@@ -51,7 +58,9 @@ def asked(
         if shown is not None:
             state.show(ME, shown)
         signer, origin = TicketSigner(key(0)), "/ip4/192.0.2.7/tcp/4001"
-        service = TicketService(state, signer, lambda: NOW_S, lambda _: origin, named_until)
+        service = TicketService(
+            state, signer, lambda: NOW_S, lambda _: origin, named_until, lambda key: (signs or {}).get(key, 0)
+        )
         await hub.network("bootstrap").serve(TOPIC, SCHEMA, service.answer)
         async with asyncio.timeout(60), hub.network(ME).talk("bootstrap", TOPIC, SCHEMA) as conversation:
             await conversation.send(TicketRequest(nonce=nonce, trains=trains))
@@ -70,8 +79,9 @@ def test_work_is_paid_with_a_ticket() -> None:
     assert facts.keys == (public(2),)
 
 
-def test_whoever_only_looks_need_not_work() -> None:
-    facts = facts_of(decode(asked(0, trains=False).ticket) or (), OWNER, RUN)
+def test_whoever_only_looks_works_little() -> None:
+    assert asked(0, trains=False).refusal == "the work for a ticket was not done"
+    facts = facts_of(decode(asked(work(RUN, ME, LOOK_BITS), trains=False).ticket) or (), OWNER, RUN)
     assert facts is not None
     assert facts.rights == Right.LOOK
     assert facts.until < NOW_S + 86400
@@ -91,6 +101,39 @@ def test_no_prefix_has_more_than_its_share(asks: list[tuple[str, float]]) -> Non
         now_s += pause_s
         given_out[prefix] += quota.take(prefix, now_s)
     assert all(count <= TICKETS_A_PREFIX + now_s / REFILL_S for count in given_out.values())
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=100), st.floats(0, 1e5))
+def test_a_clock_that_is_set_takes_no_ticket_away(readings: list[float], pause_s: float) -> None:
+    """However the clock was set, a prefix has after a pause what it would have by a clock that goes evenly."""
+    quota = PrefixQuota()
+    for now_s in readings:
+        quota.take("a", now_s)
+    last_s = readings[-1] if readings else 0.0
+    expected = int(min(TICKETS_A_PREFIX, pause_s / REFILL_S))
+    assert sum(quota.take("a", last_s + pause_s) for _ in range(TICKETS_A_PREFIX)) >= expected
+
+
+def test_passing_identities_of_one_network_get_a_share_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ticket_service, "is_work", lambda *_, **__: True)
+    state = AdmissionState(RUN, lambda: NOW_S)
+    state.pin(OWNER, "open")
+    service = TicketService(state, TicketSigner(key(0)), lambda: NOW_S, lambda _: "/ip4/192.0.2.7/tcp/1")
+    peers = [peer_of(public(number)) for number in range(2, 102)]
+
+    def given_out(*, trains: bool) -> int:
+        requests = [(SimpleNamespace(peer=peer), TicketRequest(nonce=0, trains=trains)) for peer in peers]
+        return sum(bool(service._decide(asks, request)[0]) for asks, request in requests)  # type: ignore[arg-type]
+
+    assert given_out(trains=False) == LOOKS_A_PREFIX
+    assert given_out(trains=True) == TICKETS_A_PREFIX
+
+
+def test_a_delegate_that_the_list_names_gets_the_right_to_sign_anew() -> None:
+    for named in (None, {public(2): NOW_S + 50}):
+        facts = facts_of(decode(asked(0, named=named, signs={public(2): NOW_S + 70}).ticket) or (), OWNER, RUN)
+        assert facts is not None
+        assert (facts.rights, facts.until) == (MEMBER | Right.SIGN, NOW_S + 70)
 
 
 def test_two_hundred_identities_of_one_machine_are_not_let_in() -> None:

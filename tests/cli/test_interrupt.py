@@ -1,52 +1,121 @@
-"""What Ctrl-C does to a command, before and in its work."""
+"""What a stop signal does to a command, before its work and in it."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
-import typer
+from limits import LAST_RESORT_S
 
+from benchmarks.structure.source import read_tree
+from noloco_node.cli.event_loop import run, run_until_interrupted
 from noloco_node.cli.interrupt import unwound
 from noloco_node.errors import Exit
+from noloco_node.journal import events
+from noloco_node.journal.writer import Journal
+from noloco_node.machine.stop_signals import STOPS
+
+HANDLERS = ("signal.signal(", "add_signal_handler(")
+SETS_HANDLERS = {"noloco_node.machine.stop_signals", "noloco_node.demo.child_main"}
+"""The second one lets its process heed an interrupt at all, before it becomes a command."""
 
 
-def test_an_interrupt_unwinds_the_body_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(signal.SIGINT)
+@pytest.fixture(autouse=True)
+def _handlers_as_before() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in STOPS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_a_signal_unwinds_the_body_and_says_so(number: signal.Signals, capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(number)
     put_away: list[str] = []
     body = ExitStack()
     body.callback(put_away.append, "what it held")
-    with pytest.raises(typer.Exit) as left, unwound("nothing was written"), body:
-        signal.raise_signal(signal.SIGINT)
-    assert left.value.exit_code == Exit.INTERRUPTED
+    with pytest.raises(SystemExit) as left, unwound("nothing was written"), body:
+        signal.raise_signal(number)
+    assert left.value.code == Exit.INTERRUPTED
     assert put_away
     assert capsys.readouterr().err == "noloco-node: interrupted, nothing was written\n"
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(number) is before
 
 
-def test_who_has_interrupts_ignored_is_not_interrupted() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with unwound():
-            signal.raise_signal(signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGINT, before)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_the_caller_ignores_stays_ignored(number: signal.Signals) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    with unwound():
+        signal.raise_signal(number)
 
 
-@pytest.mark.parametrize(("ignored", "code"), [(False, Exit.INTERRUPTED), (True, Exit.OK)])
-def test_an_interrupt_while_libraries_are_loaded_ends_the_process_with_a_word(ignored: bool, code: Exit) -> None:
+def in_the_background_of_a_script() -> None:
+    """Ignore what a shell lets its background jobs ignore."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def test_a_termination_unwinds_where_interrupts_are_ignored() -> None:
+    in_the_background_of_a_script()
+    with pytest.raises(SystemExit), unwound():
+        signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_termination_ends_a_coroutine_and_lets_it_put_away_what_it_holds(number: signal.Signals) -> None:
+    in_the_background_of_a_script()
+    put_away: list[str] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().call_soon(signal.raise_signal, number)
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await asyncio.sleep(0)
+            put_away.append("what it held")
+
+    with pytest.raises(SystemExit) as left:
+        run(main())
+    assert left.value.code == Exit.INTERRUPTED
+    run_until_interrupted(main())
+    assert len(put_away) == 2
+
+
+def test_a_second_signal_does_not_wait_for_what_is_put_away() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_soon(signal.raise_signal, signal.SIGTERM)
+        try:
+            await loop.create_future()
+        finally:
+            loop.call_soon(signal.raise_signal, signal.SIGTERM)
+            await loop.create_future()
+
+    with pytest.raises(SystemExit) as left:
+        run(main())
+    assert left.value.code == Exit.INTERRUPTED
+
+
+@pytest.mark.parametrize("number", STOPS)
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_signal_while_libraries_are_loaded_ends_the_process_with_a_word(
+    number: signal.Signals, ignored: bool
+) -> None:
     # As a library does that is imported in the middle of an interrupt: it is swallowed.
     loading = (
         "import signal, sys, types\n"
-        f"signal.signal(signal.SIGINT, {'signal.SIG_IGN' if ignored else 'signal.default_int_handler'})\n"
+        f"signal.signal({number:d}, {'signal.SIG_IGN' if ignored else 'signal.default_int_handler'})\n"
         "from noloco_node.__main__ import main\n"
         "class Loading(types.ModuleType):\n"
         "    def __getattr__(self, name):\n"
         "        try:\n"
-        "            signal.raise_signal(signal.SIGINT)\n"
+        f"            signal.raise_signal({number:d})\n"
         "        except KeyboardInterrupt:\n"
         "            pass\n"
         "        return lambda: None\n"
@@ -54,5 +123,35 @@ def test_an_interrupt_while_libraries_are_loaded_ends_the_process_with_a_word(ig
         "main()\n"
     )
     ended = subprocess.run([sys.executable, "-c", loading], capture_output=True, text=True, check=False)
-    assert ended.returncode == code, ended.stderr
-    assert ended.stderr == ("" if ignored else "noloco-node: interrupted\n")
+    stays = ignored and number != signal.SIGTERM
+    assert ended.returncode == (Exit.OK if stays else Exit.INTERRUPTED), ended.stderr
+    assert ended.stderr == ("" if stays else "noloco-node: interrupted\n")
+
+
+def test_a_termination_ends_a_page_that_a_script_shows_in_the_background(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        journal.write(events.Started(peer="12D3peer", stage=0, run="r", version="0"))
+    command = [sys.executable, "-m", "noloco_node", "watch", "--journal", str(tmp_path), "--web", "0"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    shown = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        preexec_fn=in_the_background_of_a_script,
+    )
+    assert shown.stdout is not None
+    try:
+        assert any("http://" in line for line in shown.stdout), "its address, once it is there"
+        shown.send_signal(signal.SIGTERM)
+        assert shown.wait(LAST_RESORT_S) == Exit.OK
+    finally:
+        shown.kill()
+        shown.communicate()
+
+
+def test_one_place_sets_the_handlers_of_signals() -> None:
+    modules = read_tree().modules
+    found = {name for name, module in modules.items() if any(each in module.text for each in HANDLERS)}
+    assert {name for name in found if name.startswith("noloco_node.")} == SETS_HANDLERS

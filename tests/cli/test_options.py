@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from noloco_node.cli.main import app
-from noloco_node.cli.options import invite_text
+from noloco_node.cli.options import INVITE_VARIABLE, invite_text
 from noloco_node.errors import Exit, UserError
 
 
@@ -21,6 +21,23 @@ def test_an_invite_is_typed_or_read_from_a_file_or_from_the_standard_input(
     file.write_text(f"{line}\n")
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{line}\nmore\n"))
     assert [invite_text(each) for each in (line, str(file), "-", None)] == [line, line, line, None]
+
+
+@pytest.mark.parametrize(("credential", "warned"), [("#iAAAA", True), ("#tAAAA", True), ("#open", False), ("", False)])
+def test_a_secret_that_is_typed_is_pointed_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], credential: str, *, warned: bool
+) -> None:
+    invite = f"noloco2:ab@/ip4/203.0.113.7/tcp/4001{credential}"
+    monkeypatch.setattr("sys.argv", ["noloco-node", "join", invite])
+    assert invite_text(invite) == invite
+    assert ("list of processes" in capsys.readouterr().err) == warned
+
+
+def test_an_invite_may_come_by_a_variable_that_other_users_cannot_read(tmp_path: Path) -> None:
+    words = ["join", "--home", str(tmp_path / "home")]
+    done = CliRunner().invoke(app, words, env={INVITE_VARIABLE: "noloco9:of another time"})
+    assert isinstance(done.exception, UserError)
+    assert "noloco9" in done.exception.why
 
 
 def test_the_home_of_a_node_and_what_is_no_file_stay_as_they_are(tmp_path: Path) -> None:

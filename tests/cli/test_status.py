@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
 import msgspec
 import pytest
+from admission_keys import NOW_S, key, public
 from memory_swarms import recipe
 
+from noloco_node.admission.invite_credential import InviteCredential
+from noloco_node.admission.owner_files import make_key, public_half, save_key
+from noloco_node.admission.peer_keys import peer_of
+from noloco_node.admission.ticket import MEMBER, Right, grant
+from noloco_node.cli import status
 from noloco_node.cli.status import picture
 from noloco_node.run.peer_state import PeerState
+from noloco_node.swarm import invite as invites
+from noloco_node.swarm.connection import Visitor
 from noloco_node.swarm.roster import PeerRecord, Roster
+from noloco_node.swarm.run_distribution import RunFileText
 
 WORDS = "a replica of the next stage to appear in the roster, " * 4
 
@@ -58,3 +73,38 @@ def test_what_a_stranger_waits_for_is_neither_markup_nor_signs_of_a_terminal() -
     roster = Roster(stages=((idle,), (msgspec.structs.replace(idle, peer="12D3KooWijklmnop", stage=1),)))
     shown = " ".join(picture(recipe(), roster).split())
     assert "Nothing is trained: stage 0 waits for room at the next stage[/x] [2J." in shown
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_the_seed_of_an_invitation_is_not_printed(monkeypatch: pytest.MonkeyPatch, *, as_json: bool) -> None:
+    run = recipe()
+    link = grant(key(0), run.digest, MEMBER | Right.ONCE, NOW_S, public(8))
+    credential = InviteCredential((link,), (8).to_bytes(32))
+    given = invites.format(run.digest, [f"/ip4/192.0.2.1/tcp/4001/p2p/{peer_of(public(1))}"], credential)
+    there = SimpleNamespace(roster=Roster(stages=((), ())), news_age_s={})
+
+    @asynccontextmanager
+    async def visited(*_: object) -> AsyncIterator[object]:
+        yield None, run, there
+
+    monkeypatch.setattr(status, "visited", visited)
+    shown = asyncio.run(status.look(given, as_json=as_json, visitor=Visitor()))
+    assert "/ip4/192.0.2.1/tcp/4001/p2p/" in shown
+    assert str(credential) not in shown
+
+
+def test_only_the_owner_of_the_run_is_known_by_the_key_beside_its_run_file(tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    owner = make_key(run)
+    run.write_text(
+        '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_layers = 4}\n'
+        f'[admission]\nowner = "{public_half(owner)}"\nrule = "listed"\n'
+    )
+    visitor, digest = Visitor(run=run), RunFileText(run.read_text(), "the owner's").digest
+    assert visitor.owner_key(digest) is None
+    save_key(run, owner)
+    found = visitor.owner_key(digest)
+    assert found is not None
+    assert found.private_bytes_raw() == owner.private_bytes_raw()
+    assert visitor.owner_key("0" * 64) is None
+    assert Visitor(run=tmp_path / "none.toml").owner_key(digest) is None

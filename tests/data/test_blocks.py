@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import itertools
 import json
+import lzma
 import random
 import subprocess
 import sys
@@ -23,24 +26,25 @@ from checkpoints import write_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S
+from tokenizers import processors
 from transformers import ByT5Tokenizer
 
 from noloco_node.data import dataset_documents
-from noloco_node.data.blocks import Blocks, check_source, open_blocks
-from noloco_node.data.dataset_documents import RowDocuments, load_rows
+from noloco_node.data.blocks import Blocks, _documents, open_blocks
+from noloco_node.data.dataset_documents import RowDocuments, check_source, load_rows
 from noloco_node.data.encoding import check_vocabulary, encode_bytes, open_encoder, open_tokenizer, vocab_size
 from noloco_node.data.file_documents import (
     FileDocuments,
-    Part,
     ReadingOrder,
     TextRange,
     _text_of,
-    held_out,
     pieces_of,
     stdlib_files,
 )
+from noloco_node.data.held_out import Part, is_held_out, parts_of, side_of
 from noloco_node.errors import Exit, UserError
 from noloco_node.run.config import DataConfig
+from noloco_node.run.runfile import with_source
 
 END = 1
 BYT5 = ByT5Tokenizer()
@@ -254,15 +258,66 @@ def test_validation_is_one_pass_the_same_for_all(corpus: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(*passes, strict=True))
 
 
-def test_a_document_is_held_out_whatever_else_there_is() -> None:
-    names = [f"n{k}" for k in range(400)]
-    chosen = {name for name, out in zip(names, held_out(names, 5.0), strict=True) if out}
-    assert 8 <= len(chosen) <= 36
-    fewer = names[100:300]
-    assert {n for n, out in zip(fewer, held_out(fewer, 5.0), strict=True) if out} == chosen & set(fewer)
-    assert sum(held_out(["one", "two"], 1e-9)) == 1, "one of two, if no share is small enough"
-    assert sum(held_out(["one"], 1e-9)) == 0
-    assert sum(held_out(["one", "two"], 0.0)) == 0
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text(min_size=1, max_size=80), max_size=30), st.integers(0, 200), st.floats(0.0, 100.0))
+def test_the_two_sides_of_a_text_are_its_parts_each_once(words: list[str], times: int, percent: float) -> None:
+    text = "\n".join(f"{number} {word}" for number in range(times) for word in words)
+    parts = list(parts_of(text))
+    assert "".join(parts) == text
+    assert all(len(part) >= 2048 for part in parts[:-1])
+    train, validation = (side_of(text, part, percent) for part in ("train", "validation"))
+    assert sum(map(len, (*train, *validation))) == len(text)
+    for part in parts:
+        sides = [any(part in stretch for stretch in side) for side in (train, validation)]
+        assert sides[is_held_out(part, percent)]
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 10**9), st.sampled_from(["texts", "te*/*.txt", ".", "texts/*.txt"]), st.sampled_from([5.0, 30.0]))
+def test_no_peer_trains_on_what_another_holds_out(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, spelling: str, percent: float
+) -> None:
+    """However the path is typed, whatever files lie beside, and in files or in rows."""
+    rng, place = random.Random(seed), tmp_path_factory.mktemp("peers")
+    books = [[f"{seed} {number} {line} {rng.random()}\n" for line in range(rng.randrange(400))] for number in range(6)]
+
+    def write(name: str, texts: list[str]) -> Path:
+        (place / name / "texts").mkdir(parents=True)
+        for number, text in enumerate(texts):
+            (place / name / "texts" / f"book{number}.txt").write_text(text)
+        return place / name
+
+    one, rows = write("one", ["".join(book) for book in books]), place / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": "".join(book)}) + "\n" for book in reversed(books)))
+    elsewhere = write(
+        "elsewhere", ["".join(book) for book in books[3:]] + ["".join(f"a new one {line}\n" for line in range(900))]
+    )
+
+    def lines_of(data: DataConfig, part: Part) -> set[str]:
+        documents = _documents(data, ReadingOrder(part, 0, "p", True), 64)
+        found = set[str]()
+        for _ in range(30):  # more than an epoch
+            if (document := documents.next()) is None:
+                break
+            found |= {line for text in document.texts for line in text.splitlines()}
+        return found
+
+    def both(source: str, path: Path) -> list[set[str]]:
+        data = msgspec.convert({"source": source, "path": str(path), "validation_percent": percent}, DataConfig)
+        return [lines_of(data, "train"), lines_of(data, "validation")]
+
+    peers = [both("text", one / "texts"), both("text", one / spelling), both("json", rows)]
+    peers.append(both("text", elsewhere / spelling))
+    trained, held = (set().union(*(peer[side] for peer in peers)) for side in (0, 1))
+    assert trained
+    assert not trained & held
+    assert trained | held >= {line.strip() for book in books for line in book}
+
+
+def test_an_edit_moves_few_parts() -> None:
+    text = "".join(f"{number} line of a book that is edited at its beginning\n" for number in range(4000))
+    before, after = set(parts_of(text)), set(parts_of("a preface\n" + text))
+    assert len(before - after) <= 0.1 * len(before)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -301,10 +356,11 @@ def test_one_long_file_gives_training_and_validation(tmp_path: Path) -> None:
 def test_the_standard_library_is_whole_modules_without_tests_or_packages() -> None:
     pieces = pieces_of(stdlib_files(), 2**30)
     documents = FileDocuments(pieces, ReadingOrder("train", 0, "p", True), 0.0)
-    texts = [found[1] for found in (documents.next() for _ in range(300)) if found]
+    texts = [text for found in (documents.next() for _ in range(300)) if found for text in found.texts]
     root = Path(sysconfig.get_paths()["stdlib"])
     known = {(root / name).read_text() for name in ("abc.py", "json/decoder.py", "asyncio/tasks.py")}
-    everything = set(texts) | {found[1] for found in (documents.next() for _ in range(len(pieces))) if found}
+    rest = [found for found in (documents.next() for _ in range(len(pieces))) if found]
+    everything = set(texts) | {text for found in rest for text in found.texts}
     assert len(set(texts)) > 290
     assert known <= everything
     for foreign in ("test/test_json/test_decode.py", "unittest/test/test_case.py"):
@@ -364,33 +420,38 @@ def test_a_local_tokenizer_and_its_end_token(corpus: Path, tmp_path: Path) -> No
     [
         ({"source": "text", "path": "/nowhere/*.txt"}, "no data at"),
         ({"source": "json", "path": "/nowhere.jsonl"}, "no data at"),
-        ({"source": "json", "field": "body"}, "its fields are text"),
-        ({"source": "json", "field": "other"}, "no text"),
+        ({"source": "json", "field": "body"}, "whose fields are text, other"),
+        ({"source": "parquet", "field": "body"}, "whose fields are text, other"),
+        ({"source": "json", "field": "other"}, "where it is int"),
         ({"source": "text", "tokenizer": "no/such"}, "no directory"),
     ],
 )
 def test_what_is_not_there_is_one_clear_message(corpus: Path, change: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says) as caught:
+    with pytest.raises(UserError) as caught:
         open_blocks(config(corpus, **change), 16, 0, "p").next_batch(1)
+    assert says in str(caught.value)
     assert caught.value.code == Exit.CONFIG
 
 
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.jsonl", b'{"text": "good"}\n{"text": \n', "cannot be read"),
+        ("a.jsonl", b'["text"]\n{"text": \n', "is no JSON"),
+        ("a.jsonl.gz", b"not packed", "cannot be read"),
         ("a.jsonl", b"", "are empty"),
         ("a.jsonl", b'{"text": null}\n{"text": ""}\n', "no rows with text"),
         ("a.parquet", b"not parquet", "cannot be read"),
         ("a.txt", b"\xff\xff", "no text"),
+        ("a.txt", b"a\0b\0" * 900, "is not text in UTF-8"),
     ],
 )
 def test_data_without_text_is_one_clear_message(tmp_path: Path, name: str, content: bytes, says: str) -> None:
     (tmp_path / name).write_bytes(content)
-    source = {"jsonl": "json", "parquet": "parquet", "txt": "text"}[name.split(".")[1]]
+    source = {"jsonl": "json", "gz": "json", "parquet": "parquet", "txt": "text"}[name.split(".")[-1]]
     data = DataConfig(source=source, path=str(tmp_path / name), validation_percent=0.0)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError) as caught:
         open_blocks(data, 16, 0, "p").next_batch(1)
+    assert says in str(caught.value)
 
 
 def test_too_little_validation_text(tmp_path: Path) -> None:
@@ -406,7 +467,7 @@ class Cable:
 
     def __init__(self, stream: Any, reads: Any, broken: set[int]) -> None:
         self.stream, self.reads, self.broken = stream, reads, broken
-        self.num_shards, self.column_names = stream.num_shards, None
+        self.num_shards, self.column_names = getattr(stream, "num_shards", 1), None
 
     def shard(self, num_shards: int, index: int) -> Cable:
         return Cable(self.stream.shard(num_shards=num_shards, index=index), self.reads, self.broken)
@@ -425,7 +486,7 @@ class Cable:
 
 
 def texts_of(documents: RowDocuments, count: int) -> list[str]:
-    return [found[1] for found in (documents.next() for _ in range(count)) if found]
+    return ["".join(found.texts) for found in (documents.next() for _ in range(count)) if found]
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -556,3 +617,100 @@ def test_a_tokenizer_runs_no_code_of_its_own(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(UserError, match="cannot be loaded"):
         open_tokenizer(DataConfig(tokenizer=str(tmp_path)))
     assert not (tmp_path / "ran").exists()
+
+
+def heard(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line.partition("warning: ")[2] for line in capsys.readouterr().err.splitlines()]
+
+
+def test_what_is_not_read_is_counted_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(12):
+        (tmp_path / f"{number:02}.txt").write_bytes("Das Käuzchen schläft.\n".encode("latin-1") * 90)
+    (tmp_path / "ok.txt").write_text("plain\n" * 2000)
+    (tmp_path / "torn.txt").write_bytes(b"plain\n" * 2000 + b"\xff")
+    blocks = open_blocks(DataConfig(source="text", path=str(tmp_path), validation_percent=0.0), 64, 0, "peer")
+    while blocks.position()["place"]["epoch"] < 2:
+        blocks.next_batch(50)
+    said = heard(capsys)
+    assert said == blocks.news()
+    counts = [line for line in said if "is not text in UTF-8 and is left out" in line]
+    assert [line.rpartition("(")[2] for line in counts[1:]] == ["the first of 10 so far)", "the first of 12 so far)"]
+    assert "text: torn.txt has characters that are not UTF-8, and they are replaced" in said
+    assert len(said) == 4
+    assert blocks.news() == []
+
+
+ROWS = [
+    b'{"text": "good 1", "n": 1}',
+    b'{"text": 7}',
+    b"",
+    b'{"text": "good 2", "late": {"deep": [NaN]}}',
+    b'{"other": "x"}',
+    b'{"text": null}',
+    b'["no", "object"]',
+    b'{"text": "good 3"}',
+    b'{"text": "torn',
+]
+
+
+@pytest.mark.parametrize("packing", ["", ".gz", ".bz2", ".xz", ".zst"])
+def test_rows_that_hold_no_text_end_nothing(tmp_path: Path, packing: str, capsys: pytest.CaptureFixture[str]) -> None:
+    packed: dict[str, Callable[[bytes], bytes]] = {
+        "": lambda raw: raw,
+        ".gz": gzip.compress,
+        ".bz2": bz2.compress,
+        ".xz": lzma.compress,
+        ".zst": lambda raw: pyarrow.Codec("zstd").compress(raw, asbytes=True),
+    }
+    path = tmp_path / f"rows.jsonl{packing}"
+    path.write_bytes(packed[packing](b"\xef\xbb\xbf" + b"\n".join(ROWS)))
+    data = msgspec.structs.replace(with_source(DataConfig(validation_percent=0.0), str(path)), shuffle=False)
+    found = documents_in(open_blocks(data, 4, 0, "p"), 9)
+    assert found == ["good 1", "good 2", "good 3"] * 3
+    said = heard(capsys)
+    assert len(said) == 5, said
+    assert f"text: {path.name}:2, where it is int, has no text in the field 'text' and is left out" in said
+    assert f"text: {path.name}:5, whose fields are other, has no field 'text' and is left out" in said
+    assert any(f"{path.name}:9 is no JSON" in line for line in said)
+
+
+def test_an_array_of_rows_and_files_of_different_columns(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "one"}, {"text": "two", "more": 1}], indent=1))
+    (tmp_path / "b.jsonl").write_text('{"text": "three", "another": [1]}\n')
+    data = DataConfig(source="json", path=str(tmp_path), validation_percent=0.0)
+    assert set(documents_in(open_blocks(data, 2, 0, "p"), 3)) == {"one", "two", "three"}
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["four", None]}), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"n": [1], "text": ["five"]}), tmp_path / "b.parquet")
+    (tmp_path / "c.parquet").write_bytes(b"no parquet")
+    data = DataConfig(source="parquet", path=str(tmp_path), validation_percent=0.0)
+    assert set(documents_in(open_blocks(data, 2, 0, "p"), 2)) == {"four", "five"}
+
+
+@pytest.mark.parametrize("source", ["json", "text"])
+def test_another_spelling_of_a_path_is_the_same_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("".join(json.dumps({"text": f"row {n} " * 40}) + "\n" for n in range(200)))
+    first, again = (
+        open_blocks(msgspec.convert({"source": source, "path": path}, DataConfig), 64, 0, "peer")
+        for path in ("rows.jsonl", "./rows.jsonl")
+    )
+    first.next_batch(50)
+    assert again.restore(first.position())
+    assert torch.equal(first.next_batch(3), again.next_batch(3))
+
+
+def test_a_document_begins_as_the_tokenizer_begins_a_text(tmp_path: Path) -> None:
+    directory = bpe(tmp_path)
+    plain = open_encoder(DataConfig(tokenizer=str(directory)))
+    tokenizer = open_tokenizer(DataConfig(tokenizer=str(directory)))
+    rule = processors.TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", 0)])
+    tokenizer.backend_tokenizer.post_processor = rule
+    tokenizer.save_pretrained(directory)
+    encoder = open_encoder(DataConfig(tokenizer=str(directory)))
+    assert (plain.begin, encoder.begin) == ((), (0,))
+    assert encoder.document("xyz").tolist() == [0, *plain.document("xyz").tolist()]
+    assert encoder.name != plain.name, "its positions are others"
+    assert open_encoder(DataConfig()).begin == ()
+    assert open_encoder(DataConfig(tokenizer=f"{directory}/../{directory.name}")).name == encoder.name

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from processes import Commands
 from typer.testing import CliRunner
 
+from noloco_node.admission.peer_keys import peer_of_file
 from noloco_node.cli.main import app
 from noloco_node.doctor import command, machine_checks, swarm_checks
 from noloco_node.doctor.findings import Finding, Grade, exit_code, line, verdict
@@ -26,12 +27,14 @@ from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.streams import dialback
 from noloco_node.limits.budget import OwnerLimits
 from noloco_node.limits.rate_limit import RateLimitedNetwork, weigh
+from noloco_node.machine.memory import wanted_bytes
 from noloco_node.network.interface import Conversation
 from noloco_node.planning.bandwidth import MicrobatchBytes
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.peer_network import SimPeerNetwork
 from noloco_node.sim.network.sim_network import SimNetwork
+from noloco_node.storage.home import RunPaths
 from noloco_node.swarm import speed_test
 from noloco_node.swarm.invite import Invite
 from noloco_node.swarm.run_distribution import SCHEMA as RUN_SCHEMA
@@ -69,7 +72,7 @@ def test_more_of_anything_is_never_worse(needs: list[Need], one: int, other: int
 @given(NEEDS, BYTES)
 def test_memory_prevents_joining_exactly_if_no_stage_fits(needs: list[Need], free: int) -> None:
     found = machine_checks.judge_memory(Supply(free, None, None), needs)
-    fits = [need.stage for need in needs if machine_checks.ROOM * need.memory <= free]
+    fits = [need.stage for need in needs if wanted_bytes(need.memory) <= free]
     assert (found.grade is Grade.BAD) == bool(needs and not fits)
     assert (found.grade is Grade.DOUBTFUL) == (0 < len(fits) < len(needs))
     if found.grade is Grade.DOUBTFUL:
@@ -91,17 +94,23 @@ def test_join_refuses_the_disk_that_the_doctor_refuses(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     for kept in (1, 3):
-        least = round(machine_checks.ROOM * sets * 1000 * (kept + 1))
+        least = round(machine_checks.DISK_ROOM * sets * 1000 * (kept + 1))
         free = least
-        machine_checks.require_disk(tmp_path, weights, kept)
+        assert machine_checks.require_disk(RunPaths(tmp_path), weights, kept) is None
         free = least - 1
         with pytest.raises(UserError, match="no room for checkpoints") as caught:
-            machine_checks.require_disk(tmp_path, weights, kept)
+            machine_checks.require_disk(RunPaths(tmp_path), weights, kept)
         assert caught.value.code is Exit.STORAGE
     # Its own checkpoints make way for those that follow.
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "00000001-0000000001.safetensors").write_bytes(bytes(1))
-    machine_checks.require_disk(tmp_path, weights, 3)
+    assert machine_checks.require_disk(RunPaths(tmp_path), weights, 3) is None
+    # A node that has saved itself starts where there is no room for another checkpoint: it would have gone on too.
+    free = 0
+    told = machine_checks.require_disk(RunPaths(tmp_path), weights, 3)
+    assert told is not None
+    assert "the last checkpoint stays" in told
+    assert "free some space" in told
 
 
 @pytest.mark.parametrize(("free", "grade"), [(0, Grade.BAD), (10**8, Grade.DOUBTFUL), (10**11, Grade.GOOD)])
@@ -367,7 +376,16 @@ def test_without_an_invite_the_machine_alone_is_looked_at(tmp_path: Path) -> Non
     assert {"system", "device", "memory", "disk", "open files"} <= about.keys()
     assert about["device"]["grade"] == "good"
     assert result.exit_code == (0 if found["fit"] else 11)
-    assert not (tmp_path / "home").exists()
+    # The owner of a listed run asks for the peer id before the node can join: it is the one that the node will have.
+    assert [each.name for each in (tmp_path / "home").iterdir()] == ["identity.key"]
+    assert about["identity"]["says"] == f"you are {peer_of_file(tmp_path / 'home' / 'identity.key')}"
+
+
+def test_a_home_that_is_a_file_and_an_address_that_is_none_are_findings(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    wish = command.DoctorRequest(home=tmp_path / "file", device="cpu", listen=("nonsense",))
+    bad = [finding.about for finding in asyncio.run(command.examine(None, wish)) if finding.grade is Grade.BAD]
+    assert bad == ["disk", "addresses"]
 
 
 def test_a_device_that_is_not_there_is_a_finding(tmp_path: Path) -> None:

@@ -35,11 +35,12 @@ from noloco_node.cli.continue_run import continuing_text
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit, UserError
 from noloco_node.export import exporter, replica_fetch, replica_files
-from noloco_node.export.exporter import SwarmExport, export, merge_files, of_homes, parts_of, recipe_of
+from noloco_node.export.exporter import SwarmExport, export, merge_files, of_homes, parts_of
 from noloco_node.export.parts import is_kept
 from noloco_node.export.provenance import read_provenance
 from noloco_node.export.replica_files import MergedReplicas, ReplicaReader, in_home, newest
-from noloco_node.inference.evaluation import evaluate
+from noloco_node.export.sources import recipe_of
+from noloco_node.inference.evaluation import _text, evaluate
 from noloco_node.inference.generation import Sampling, generate
 from noloco_node.network.interface import Conversation
 from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
@@ -52,7 +53,9 @@ from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.replica_mean import FACTOR, ReplicaSummary, drop_outliers
+from noloco_node.storage import run_directory
 from noloco_node.storage.checkpoint import Checkpoint, Counters, save
+from noloco_node.storage.home import Home
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
@@ -188,6 +191,24 @@ def test_homes_are_merged_without_the_outlier_and_the_straggler(tmp_path: Path) 
     found = exported(tmp_path / "model")
     assert all(torch.equal(found[name], mean.float()) for name, mean in zip(names, means, strict=True))
     assert all(torch.equal(found[name], each) for name, each in zip(made.plan.shapes[1], last, strict=True))
+
+
+def test_each_run_of_a_home_is_exported_from_its_own_directory(tmp_path: Path) -> None:
+    """Also the run that the home has left: its directory is a home by itself."""
+    made = Homes(tmp_path)
+    home = made.make("a", 0, made.weights(0))
+    recipe = recipe_of([home])
+    before = of_homes([home], recipe)
+    with Home.open(home) as opened:
+        paths = run_directory.enter(opened, recipe.digest)
+        paths.keep_run_file(recipe.text)
+        opened.keep_run_file(recipe.text.replace('name = "', 'name = "another-'))
+        other = run_directory.enter(opened, "b" * 64)
+    assert recipe_of([home]).digest != recipe_of([paths.path]).digest == recipe.digest
+    for place in (home, paths.path):
+        (found,) = of_homes([place], recipe)
+        assert found.counters == before[0].counters
+    assert of_homes([other.path], recipe) == []
 
 
 def test_a_stage_is_found_in_a_snapshot_alone(tmp_path: Path) -> None:
@@ -530,12 +551,14 @@ def test_a_run_that_goes_on_from_an_export_begins_with_exactly_that_model(
     taken: tuple[Homes, list[Path], Path], tmp_path: Path
 ) -> None:
     """Export, `init --from`, the first weights of the run that this makes, export: the same bits."""
-    _, _, out = taken
+    made, _, out = taken
     text = continuing_text(out, "tiny")
     assert str(out) not in text
     again = Homes(tmp_path, text)
     run_ = again.recipe.run
     assert (run_.pipeline.stages, run_.pipeline.sequence_length) == (2, 128)
+    before = made.recipe.run.data
+    assert (run_.data.source, run_.data.path, run_.data.field) == (before.source, before.path, before.field)
     first = RunWeights(again.plan, WeightStore.whole(out, run_.model.weights))
     homes = [again.make(f"again-{stage}", stage, tuple(first.read(stage))) for stage in (0, 1)]
     asyncio.run(export(tmp_path / "again", homes=tuple(homes)))
@@ -549,6 +572,7 @@ def test_every_preset_can_go_on_from_a_checkpoint_of_any_depth(tmp_path: Path, p
     assert plan.pipeline.stages <= 3
     assert plan.pipeline.sequence_length == 64
     assert plan.data.tokenizer == "files"
+    assert (plan.data.source, plan.data.path) == ("text", "your-text/"), "nobody's text is picked silently"
     assert {each.file for each in plan.data.tokenizer_files} >= {"config.json", "tokenizer_config.json"}
     assert plan.inner.learning_rate < decode_run(run_text(preset), "a preset").inner.learning_rate
     assert len(plan.model.weights) == len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -677,9 +701,40 @@ def test_the_command_line_does_all_of_it(taken: tuple[Homes, list[Path], Path], 
     assert "[[model.weights]]" in (tmp_path / "run.toml").read_text()
 
 
+def test_an_export_takes_the_invite_that_a_home_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = list[str | None]()
+
+    async def export(out: Path, invite: str | None, *_: object) -> str:
+        given.append(invite)
+        return "done"
+
+    monkeypatch.setattr(exporter, "export", export)
+    (tmp_path / "invite").write_text("noloco1:of-the-home\n")
+    for words in ([str(tmp_path)], ["noloco1:another"], []):
+        assert CliRunner().invoke(app, ["export", *words, "--out", str(tmp_path / "model")]).exit_code == 0
+    assert given == ["noloco1:of-the-home", "noloco1:another", None]
+
+
 def test_a_model_that_is_not_there_is_said_before_anything_is_printed(tmp_path: Path) -> None:
     for words in (["generate", str(tmp_path / "none"), "--prompt", "import"], ["evaluate", str(tmp_path / "none")]):
         done = CliRunner().invoke(app, words)
         assert isinstance(done.exception, UserError)
         assert done.exception.why.endswith("noloco.json: No such file or directory")
         assert done.stdout == ""
+
+
+def test_evaluate_says_where_text_may_be_named_and_how_little_few_documents_say(
+    taken: tuple[Homes, list[Path], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, _, out = taken
+    elsewhere = msgspec.structs.replace(made.recipe.run.data, source="text", path=str(tmp_path / "not here"))
+    with pytest.raises(UserError, match="There is no data at") as caught:
+        _text(elsewhere, 64, 0, 1, named=False)
+    assert "or --data with the place of that text on this machine" in caught.value.hint
+    with pytest.raises(UserError) as caught:
+        evaluate((out,), data=str(tmp_path / "not here"), batches=1)
+    assert "on this machine" not in caught.value.hint
+    capsys.readouterr()
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 100)
+    evaluate((out,), data=str(tmp_path / "text.txt"), batches=1)
+    assert "comes from 1 document only" in capsys.readouterr().err

@@ -6,6 +6,9 @@ import fcntl
 import json
 import math
 import os
+import random
+import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +16,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, GenerationConfig
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.export.held_out_loss import Loss, validation_loss
-from noloco_node.export.huggingface import write_checkpoint
+from noloco_node.export import held_out_text
+from noloco_node.export.held_out_loss import Loss, _margin, validation_loss
+from noloco_node.export.held_out_text import validation_text
+from noloco_node.export.huggingface import own_generation, write_checkpoint
 from noloco_node.export.provenance import Provenance, read_provenance
 from noloco_node.inference.evaluation import evaluate, open_model, unigram_entropy
 from noloco_node.inference.generation import Sampling, generate
+from noloco_node.run.config import DataConfig, ModelConfig
 from noloco_node.run.presets import demo_run_text
+from noloco_node.storage.weight_store import WeightFile
 from pipeline.decoder_slice import Slice
 from pipeline.model_config import Prepared, family_config, prepare
 from pipeline.partition import build, cut
@@ -95,6 +103,36 @@ def test_plain_transformers_loads_the_same_model(family: str, tmp_path: Path) ->
     assert os.listdir(target.parent) == ["model"], "nothing left beside it"
     assert read_provenance(target) == NOTES
     assert json.loads((target / "noloco.json").read_text())["replicas"] == [2, 1]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_who_may_read_the_directory_may_read_the_model(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        export(tmp_path / "model")
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "model").iterdir()}
+    assert set(modes.values()) == {0o666 & ~umask}, modes
+
+
+def test_a_model_that_was_continued_writes_text_as_it_did(tmp_path: Path) -> None:
+    recipe, parts = slices("llama")
+    own = GenerationConfig(do_sample=True, temperature=0.25, eos_token_id=[1, 7], pad_token_id=0)
+    own.save_pretrained(tmp_path / "tokenizer")
+    listed = (WeightFile(file="generation_config.json", size_bytes=1, digest="ab" * 32),)
+    data = DataConfig(tokenizer=str(tmp_path / "tokenizer"), tokenizer_files=listed)
+    continued = ModelConfig(architecture="llama", weights=(WeightFile(file="a", size_bytes=1, digest="ab" * 32),))
+    found = own_generation(continued, data)
+    target = tmp_path / "model"
+    write_checkpoint(target, recipe.config, [weights(part) for part in parts], ByT5Tokenizer(), NOTES, found)
+    loaded = AutoModelForCausalLM.from_pretrained(target).generation_config
+    assert (loaded.temperature, loaded.eos_token_id, loaded.do_sample) == (0.25, [1, 7], True)
+    # A tokenizer of another model says nothing about this one, and what cannot be read is nobody's.
+    assert own_generation(ModelConfig(architecture="llama"), data) is None
+    for content in ("{", '{"temperature": 0.5, "do_sample": false}', "[]"):
+        (tmp_path / "tokenizer" / "generation_config.json").write_text(content)
+        assert own_generation(continued, data) is None
 
 
 def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
@@ -217,7 +255,13 @@ def test_evaluating_a_directory(tmp_path: Path) -> None:
     text.write_text("to be or not to be, that is the question\n" * 200)
     said = evaluate((tmp_path / "model",), data=str(text), batches=2)
     numbers = json.loads(evaluate((tmp_path / "model",), data=str(text), batches=2, as_json=True))
-    assert numbers.keys() == {"loss", "perplexity", "tokens", "unigram_entropy"}
+    wanted = {"loss", "margin", "perplexity", "tokens", "documents", "share", "complete", "unigram_entropy"}
+    assert numbers.keys() == wanted
+    assert (numbers["documents"], numbers["complete"], numbers["margin"]) == (1, True, None)
+    assert numbers["share"] == pytest.approx(16 / 64, abs=0.01)
+    assert "of 1 document, 25% of the text" in said
+    whole = evaluate((tmp_path / "model",), data=str(text), batches=None)
+    assert "of 1 document, all of the text" in whole
     assert numbers["tokens"] == 2 * 8 * 128
     assert numbers["perplexity"] == pytest.approx(math.exp(numbers["loss"]))
     assert f"loss {numbers['loss']:.4f} nats a token" in said
@@ -239,3 +283,68 @@ def test_a_sample_follows_its_seed_and_leaves_the_generator_alone(tmp_path: Path
     assert torch.equal(before, torch.get_rng_state())
     assert texts[0] == texts[1] != texts[2]
     assert "import" not in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (
+            lambda at: at.joinpath("model.safetensors").write_bytes(
+                at.joinpath("model.safetensors").read_bytes()[:5000]
+            ),
+            "",
+        ),
+        (
+            lambda at: save_file({"model.norm.weight": torch.ones(32)}, at / "model.safetensors", {"format": "pt"}),
+            "lack",
+        ),
+        (lambda at: at.joinpath("model.safetensors").write_bytes(b"no header"), ""),
+        (lambda at: at.joinpath("config.json").write_text("{"), ""),
+    ],
+)
+def test_a_checkpoint_that_was_cut_short_is_one_clear_message(
+    tmp_path: Path, spoil: Callable[[Path], object], why: str
+) -> None:
+    export(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
+    spoil(tmp_path / "model")
+    for command in (
+        lambda: evaluate((tmp_path / "model",), data=str(tmp_path / "text.txt"), batches=1),
+        lambda: list(generate(tmp_path / "model", "import ", Sampling(2))),
+    ):
+        with pytest.raises(UserError, match="holds no model that transformers can load") as caught:
+            command()
+        assert caught.value.code is Exit.CONFIG
+        assert why in caught.value.why
+        assert "cut short" in caught.value.hint
+
+
+def test_a_sample_lies_evenly_over_all_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_out_text, "READ_TOKENS", 1)
+    for number in range(40):
+        (tmp_path / f"{number:02}.txt").write_text(f"document {number} says so\n" * 30)
+    data = DataConfig(source="text", path=str(tmp_path), validation_percent=100.0)
+    everything = validation_text(data, 32, 0, None)
+    assert everything.complete
+    assert everything.share == 1.0
+    few = validation_text(data, 32, 0, 10)
+    assert len(few.documents) == sum(map(len, few.batches)) == 80
+    assert len(set(few.documents)) >= 34, "two of each, and not eighty of the first"
+    assert few.read == 8 * 80
+    assert not few.complete
+
+
+def test_the_margin_is_over_documents_and_not_over_tokens() -> None:
+    """Twenty documents of one hundred tokens each: the mean over other twenty lies within it 19 times of 20."""
+    rng = random.Random(3)
+    covered = 0
+    for _ in range(300):
+        means = [rng.gauss(2.0, 0.5) for _ in range(20)]
+        sums = [(100 * mean, 100) for mean in means]
+        mean = sum(means) / 20
+        margin = _margin(sums, mean, 2000)
+        assert margin is not None
+        covered += abs(mean - 2.0) <= margin
+    assert 0.91 <= covered / 300 <= 0.98
+    assert _margin([(1.0, 1)] * 4, 1.0, 4) is None
+    assert _margin([(2.0, 1), *[(1.0, 1)] * 9], math.inf, 10) is None

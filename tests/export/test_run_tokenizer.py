@@ -48,7 +48,8 @@ def test_it_comes_from_a_peer_and_reads_as_it_did_there(checkpoint: Path, tmp_pa
     (checkpoint / "tokenization_own.py").write_text("raise SystemExit('code of a stranger')")
     recipe = recipe_of(checkpoint)
     files = recipe.run.data.tokenizer_files
-    assert {each.file for each in files} == {"config.json", "tokenizer.json", "tokenizer_config.json"}
+    settings = {"config.json", "generation_config.json", "tokenizer_config.json"}
+    assert {each.file for each in files} == {*settings, "tokenizer.json"}
     assert plan(recipe.run).run_id, "what is not here yet keeps nobody from asking what a run means"
     there, back = DataConfig(tokenizer=str(checkpoint)), tmp_path / "another machine"
 
@@ -76,7 +77,7 @@ def test_a_home_keeps_it_for_an_export(checkpoint: Path, tmp_path: Path) -> None
     with pytest.raises(UserError, match="None of these homes") as caught:
         reading_with_tokenizer(homes, recipe)
     assert caught.value.code is Exit.CONFIG
-    kept = WeightStore.filling(HomePaths(homes[1]).tokenizer(recipe.digest), recipe.run.data.tokenizer_files)
+    kept = WeightStore.filling(HomePaths(homes[1]).run(recipe.digest).tokenizer, recipe.run.data.tokenizer_files)
     WeightStore.whole(checkpoint, kept.files).copy_to(kept)
     assert open_tokenizer(reading_with_tokenizer(homes, recipe)).eos_token == "<|end|>"
     (kept.directory / "tokenizer.json").write_text("{}")

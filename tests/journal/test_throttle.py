@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_node.journal import events
-from noloco_node.journal.throttle import MOST_KINDS, ONE_BY_ONE, PERIOD_S, JournalThrottle
+from noloco_node.journal.throttle import MOST_HOPS, MOST_KINDS, ONE_BY_ONE, PERIOD_S, JournalThrottle
 from noloco_node.sim.clock import run
 
 VIOLATION = events.PeerViolation(peer="x", topic="microbatch", why="a tensor is not finite")
@@ -51,6 +51,15 @@ def test_each_peer_is_counted_to_at_least_a_half(peers: list[str]) -> None:
     for peer in "abc":
         count = sum(line.count for line in lines if isinstance(line, events.Lost) and line.peer == peer)
         assert peers.count(peer) / 2 <= count <= peers.count(peer)
+
+
+def test_hops_name_those_that_return_most_and_sum_up_the_others() -> None:
+    names = {f"x{number}": number for number in range(1024)}
+    (line,) = told([events.Hops(counts=names)])
+    assert isinstance(line, events.Hops)
+    assert sorted(line.counts.values()) == list(range(1024 - MOST_HOPS, 1024))
+    assert sum(line.counts.values()) + line.others == sum(names.values())
+    assert told([events.Hops(counts={"a": 0, "b": 2})]) == [events.Hops(counts={"b": 2})]
 
 
 def test_a_flood_of_identities_is_counted_together() -> None:

@@ -10,7 +10,8 @@ import torch
 from limits import LAST_RESORT_S
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.machine.device import Device, WallClock, autocast_dtype, choose_device
+from noloco_node.machine.device import Device, WallClock, autocast_dtype, choose_device, is_loss
+from noloco_node.machine.interface import DeviceLost
 
 
 def test_a_job_that_has_begun_is_awaited_and_one_that_has_not_is_taken_back() -> None:
@@ -54,6 +55,50 @@ def test_arithmetic_beside_the_device_does_not_wait_for_the_jobs_before_it() -> 
         device.close()
 
     asyncio.run(main())
+
+
+DEAD = torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+
+@pytest.mark.parametrize("fails_in", ["the job", "the wait for its end"])
+def test_a_device_that_has_failed_for_good_is_asked_nothing_any_more(fails_in: str) -> None:
+    asked: list[str] = []
+
+    def fail() -> None:
+        asked.append("job")
+        if fails_in == "the job":
+            raise DEAD
+
+    def finish(_: torch.device) -> None:
+        if asked and fails_in != "the job":
+            asked.append("finish")
+            raise DEAD
+
+    async def main() -> None:
+        device = Device(torch.device("cpu"), wall=WallClock(finish=finish))
+        with pytest.raises(DeviceLost, match="failed while it computed") as lost:
+            await device.run(fail)
+        assert lost.value.code is Exit.DEVICE_LOST
+        assert "unspecified launch failure" in lost.value.why
+        before = list(asked)
+        with pytest.raises(DeviceLost):
+            await device.run(fail)
+        assert asked == before
+        assert await device.beside(sum, [1, 2]) == 3, "main memory is as it was"
+        device.close()
+
+    asyncio.run(main())
+
+
+def test_a_shortage_of_memory_and_a_bug_are_no_loss_of_the_device() -> None:
+    lost = [DEAD, RuntimeError("CUDA error: an illegal memory access was encountered"), RuntimeError("HIP error: x")]
+    others = [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+    ]
+    assert [is_loss(error) for error in [*lost, *others]] == [True] * 3 + [False] * 4
 
 
 def test_a_job_s_error_reaches_its_caller() -> None:

@@ -15,9 +15,10 @@ from noloco_node.machine.energy import EnergyMeter, energy_meter
 CPU = torch.device("cpu")
 
 
-def package(powercap: Path, name: str, microjoules: int) -> Path:
-    path = powercap / name
+def zone(powercap: Path, zone: str, name: str, microjoules: int) -> Path:
+    path = powercap / zone
     path.mkdir(parents=True, exist_ok=True)
+    (path / "name").write_text(f"{name}\n")
     (path / "energy_uj").write_text(f"{microjoules}\n")
     (path / "max_energy_range_uj").write_text("10000000\n")
     return path / "energy_uj"
@@ -34,13 +35,18 @@ def test_a_counter_that_never_begins_anew_takes_nothing_back() -> None:
     assert [meter.joules() for _ in range(2)] == [0.0, 0.5]
 
 
-def test_packages_of_a_processor_are_added_up_and_their_parts_are_not(tmp_path: Path) -> None:
-    first, second = (package(tmp_path, f"intel-rapl:{number}", 1_000_000) for number in range(2))
-    package(tmp_path, "intel-rapl:0:0", 1_000_000)
+def test_packages_are_added_up_and_neither_their_parts_nor_the_platform_around_them(tmp_path: Path) -> None:
+    first, second = (zone(tmp_path, f"intel-rapl:{number}", f"package-{number}", 1_000_000) for number in range(2))
+    core = zone(tmp_path, "intel-rapl:0:0", "core", 1_000_000)
+    platform = zone(tmp_path, "intel-rapl:2", "psys", 1_000_000)
+    nameless = zone(tmp_path, "intel-rapl:3", "", 1_000_000)
+    (nameless.parent / "name").unlink()
     meter = energy_meter(CPU, tmp_path)
     assert meter is not None
     first.write_text("3000000")
     second.write_text("500000")  # it has begun anew
+    for counted_elsewhere in (core, platform, nameless):
+        counted_elsewhere.write_text("9000000")
     assert meter.joules() == pytest.approx(2.0 + 9.5)
     first.unlink()
     assert meter.joules() == pytest.approx(11.5)
@@ -48,7 +54,7 @@ def test_packages_of_a_processor_are_added_up_and_their_parts_are_not(tmp_path: 
 
 def test_nothing_is_said_where_nothing_counts(tmp_path: Path) -> None:
     assert energy_meter(CPU, tmp_path / "none") is None
-    package(tmp_path, "intel-rapl:0", 1).write_text("no number")
+    zone(tmp_path, "intel-rapl:0", "package-0", 1).write_text("no number")
     assert energy_meter(CPU, tmp_path) is None
 
 

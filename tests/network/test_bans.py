@@ -73,9 +73,28 @@ def test_a_day_of_good_conduct_makes_the_next_ban_a_short_one() -> None:
 
 def test_what_is_remembered_of_strangers_is_bounded() -> None:
     bans = BanList()
+    bans.shut_out("liar", 0.0, DAY_S)
     for number in range(2 * MOST_KNOWN):
         bans.note(f"x{number}", 0.0)
-    assert len(bans._conduct) == MOST_KNOWN
+    assert len(bans._standings) == MOST_KNOWN
+    assert bans.left_s("liar", 0.0) == DAY_S  # no number of names makes us forget it
+
+
+_REASONS = st.one_of(st.just(None), st.floats(0.0, 2 * LONGEST_BAN_S))
+"""A violation, or a quarantine of so many seconds; 0 is a parole."""
+
+
+@given(st.lists(st.tuples(st.floats(0.0, HALF_LIFE_S), _REASONS), max_size=60))
+def test_each_reason_to_shut_somebody_out_has_an_end_of_its_own(happens: list[tuple[float, float | None]]) -> None:
+    both, violations, quarantine_ends_s, now_s = BanList(), BanList(), 0.0, 0.0
+    for pause_s, for_s in happens:
+        now_s += pause_s
+        if for_s is None:
+            assert both.note("x", now_s) == violations.note("x", now_s)
+        else:
+            both.shut_out("x", now_s, for_s)
+            quarantine_ends_s = now_s + for_s
+        assert both.left_s("x", now_s) == max(violations.left_s("x", now_s), quarantine_ends_s - now_s, 0.0)
 
 
 def test_a_hostile_peer_is_neither_served_nor_called_and_others_are() -> None:
@@ -126,7 +145,7 @@ def test_what_a_callee_sends_counts_as_well() -> None:
         class Wrong:
             """A conversation in which what comes is wrong."""
 
-            peer = "liar"
+            peer, origin = "liar", ""
             is_quiet = True
 
             async def receive(self) -> None:

@@ -304,6 +304,32 @@ def test_a_disk_that_refuses_is_said_and_keeps_nobody() -> None:
     run(main())
 
 
+def test_a_disk_that_refuses_shows_in_the_record_and_the_journal_until_it_takes_one() -> None:
+    async def main() -> None:
+        cast = swarm(stages=1)
+        await train(cast)
+        full, other = cast.peers["s0r1"], cast.peers["s0r0"]
+
+        def shown() -> str:
+            assert other.life.node is not None
+            (record,) = [each for each in other.life.node.roster.stage(0) if each.peer == "s0r1"]
+            return record.waiting or ""
+
+        def noticed() -> list[bool]:
+            return [event.over for event in cast.since("s0r1", events.Noticed) if event.what == events.DISK]
+
+        full.disk_refuses = True
+        await until(lambda: "its disk, nothing saved for" in shown())
+        assert full.life.running, "it trains on"
+        assert noticed() == [False]
+        full.disk_refuses = False
+        await until(lambda: "its disk" not in shown())
+        assert noticed() == [False, True]
+        await end(cast)
+
+    run(main())
+
+
 def test_a_disk_that_refuses_the_last_checkpoint_of_a_run_is_said_too() -> None:
     class Full(Peer):
         async def _save(self, checkpoint: Checkpoint) -> str:
@@ -395,7 +421,7 @@ def test_one_termination_lets_a_node_leave_politely_and_leaves_nothing(commands:
     assert not leaver.daemons()
     (finished,) = leaver.events(events.Finished)
     assert finished.why == "asked to leave"
-    assert list((leaver.home / "checkpoint").iterdir())
+    assert list(leaver.home.glob("runs/*/checkpoint/*"))
     assert [loss for loss in source.events(events.Lost) if "silent" in loss.why] == []
     listed = [record["peer"] for stage in look(commands, invite)["stages"] for record in stage]
     assert listed == [peer_id(source)]

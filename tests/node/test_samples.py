@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from random import Random
 from statistics import median_low
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -23,6 +24,7 @@ from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.storage.checkpoint import Counters
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.peer_records import CLOCK_ERROR_S
+from noloco_node.swarm.receipts import Tally
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.swarm.run_progress import SOURCE_LIFETIME_S
 from pipeline.messages import Gradient, Microbatch, Reply
@@ -50,19 +52,28 @@ class Words:
     async def restore(self, position: Mapping[str, Any]) -> bool:
         return position == {"drawn": 1}
 
+    def news(self) -> list[str]:
+        return ["a row is left out"]
+
 
 class Life:
     """One life of a source: real presence and counting, and gradients that come after a while."""
 
-    def __init__(self, hub: SimNetwork, name: str, progress: float, counters: Counters | None) -> None:
+    def __init__(
+        self, hub: SimNetwork, name: str, progress: float, counters: Counters | None, there: Mapping[str, Life]
+    ) -> None:
         clock = asyncio.get_running_loop().time
+        self._there, self._rng, self._met = there, Random(name), 0
+        self.tally = Tally(int(1000 * clock()))
         self._presence = Membership(hub.network(name), "run", 1, refresh_s=REFRESH_S, unix_time=clock)
         self._name, self._begun_with, self._counters = name, progress, counters
         self.done = 0
         """Samples of this life."""
+        self._presence.tally = self.tally
         self.stamp = progress
+        self.recorded: list[events.Event] = []
         self._duty = StageWork(
-            RUN, name, self._presence, self._open_text, Reporter(record=lambda _: None, say=lambda _: None)
+            RUN, name, self._presence, self._open_text, Reporter(record=self.recorded.append, say=lambda _: None)
         )
         self._task = asyncio.create_task(self._live(), name=name)
 
@@ -85,7 +96,18 @@ class Life:
             group.create_task(self._duty.run_until_done(replica))
             while True:
                 self._presence.update(self._record(PeerState.TRAINING))
+                self._meet()
                 await asyncio.sleep(REFRESH_S)
+
+    def _meet(self) -> None:
+        """Meet one of the others, as replicas do once a round."""
+        others = [life for life in self._there.values() if life is not self]
+        if others:
+            partner = self._rng.choice(others)
+            ours, theirs = (life.done - life._met for life in (self, partner))
+            self.tally.add(partner._name, theirs, brought=ours)
+            partner.tally.add(self._name, ours, brought=theirs)
+            self._met, partner._met = self.done, partner.done
 
     def _record(self, state: PeerState) -> PeerRecord:
         steps = self._duty.samples // RUN.samples_per_step
@@ -133,7 +155,7 @@ class Run:
         counters = None if anew else self.checkpoints.get(name)
         own = counters.progress if counters else 0.0
         known = median_low([life.stamp for life in self.lives.values()]) if self.lives else own
-        self.lives[name] = Life(self.hub, name, known, counters)
+        self.lives[name] = Life(self.hub, name, known, counters, self.lives)
         self.begun += 1
 
     async def end(self, name: str, *, politely: bool) -> None:
@@ -149,6 +171,18 @@ class Run:
         late = 4 * REFRESH_S / SAMPLE_S * (len(self.lives) + self.begun) / RUN.budget_samples
         for name, life in self.lives.items():
             assert true - late <= life.stamp <= true + late, name
+
+
+def test_what_is_left_out_of_a_text_goes_into_the_journal() -> None:
+    async def main() -> list[events.Event]:
+        swarm = Run()
+        swarm.begin("a")
+        await asyncio.sleep(10 * REFRESH_S)
+        recorded = swarm.lives["a"].recorded
+        await swarm.end("a", politely=True)
+        return recorded
+
+    assert events.Noticed(what="text", text="a row is left out") in run(main())
 
 
 Change = tuple[str, bool, bool, float]
@@ -263,6 +297,55 @@ def test_two_sources_that_come_back_one_after_the_other_do_what_is_left() -> Non
 
     budget = recipe(stages=1, replicas=2, steps=60).run.budget_samples
     assert 0.95 * budget <= run(main()) <= 1.05 * budget
+
+
+class Slow(Peer):
+    """One whose text takes long to open."""
+
+    async def _open_text(self) -> Any:
+        await asyncio.sleep(100.0)
+        return self.text
+
+
+def test_what_others_do_while_a_source_opens_its_text_counts_for_it() -> None:
+    """Its stamps, its learning rate and its end were late by that for all of its life."""
+
+    async def main() -> None:
+        hub, what = SimNetwork(), recipe(stages=2, replicas=2, steps=1500)
+        last = [Peer(hub, what, f"peer-last-{number}", 1, job_s=0.02) for number in range(2)]
+        first = Peer(hub, what, "peer-first", 0, job_s=0.1)
+        await until(lambda: len(first.of(events.InnerStep)) > 20)
+        late = Slow(hub, what, "peer-late", 0, job_s=0.1)
+        await until(lambda: len(late.of(events.InnerStep)) > 30, 1200.0)
+        done = sum(peer.node.samples for peer in (first, late)) / what.run.budget_samples
+        assert done > 0.08, "much was done meanwhile"
+        assert abs(late.of(events.InnerStep)[-1].progress - done) < 0.02
+        for peer in (*last, first, late):
+            peer.leave.set()
+        await asyncio.gather(*(peer.task for peer in (*last, first, late)))
+
+    run(main())
+
+
+def test_what_comes_back_while_a_source_leaves_is_in_what_the_swarm_knows_of_it() -> None:
+    """Each microbatch takes seconds, and the last ones return after its record was renewed for the last time."""
+
+    async def main() -> tuple[int, int]:
+        hub, what = SimNetwork(), recipe(stages=2, steps=400, window=4)
+        last = Peer(hub, what, "peer-last", 1, job_s=0.2)
+        first = Peer(hub, what, "peer-first", 0, job_s=0.2)
+        watching = Membership(hub.network("watcher"), what.digest, 2, refresh_s=0.2)
+        await until(lambda: len(first.of(events.InnerStep)) > 3)
+        first.leave.set()
+        await first.task
+        assert first.saved is not None
+        found = (await watching.peek()).run_samples
+        last.leave.set()
+        await last.task
+        return found, first.saved.counters.samples
+
+    found, done = run(main())
+    assert found == done > 0
 
 
 class Illiterate(Peer):

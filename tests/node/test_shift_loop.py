@@ -72,7 +72,7 @@ def test_a_shift_that_lasted_begins_a_new_row_of_failures(before: int, lasted_s:
 
 
 def nested(codes: Any, depth: int) -> Exception:
-    """The Trouble of a code, or a group as task groups make them."""
+    """The `UserError` of a code, or a group as task groups make them."""
     if isinstance(codes, Exit):
         return trouble(codes)
     return ExceptionGroup(f"depth {depth}", [nested(each, depth + 1) for each in codes])

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from noloco_node.journal import events
-from noloco_node.sim.attacks import Attack, TamperedStage
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import Watcher, World, simulate
 from pipeline.checks import spot_checks
+from tests.explorer.attacks import Attack, TamperedStage
 
 
 class Seen(Watcher):
@@ -34,7 +34,9 @@ def test_each_caller_shuts_a_liar_out_and_nobody_else(liar: str, stages: int, mo
 
     def watch(world: World) -> Sequence[Watcher]:
         if liar:
-            world.peers[liar].attack = Attack(stage=lambda stage: TamperedStage(stage, gradient=torch.ones_like))
+            world.peers[liar].tampering = Attack(
+                arithmetic=lambda stage: TamperedStage(stage, gradient=torch.ones_like)
+            )
         return [seen]
 
     def ended(world: World) -> dict[str, float]:

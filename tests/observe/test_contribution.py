@@ -9,11 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from gossip.events import OuterStepTaken
+from noloco_node.admission.peer_keys import peer_of_file
 from noloco_node.cli.main import app
 from noloco_node.errors import UserError
 from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
-from noloco_node.observe.contribution import ledger_of
+from noloco_node.libp2p.endpoint.identity import ensure_identity
+from noloco_node.observe.contribution import ledger_of, report
 from noloco_node.swarm.roster import Given
 
 DAY_S = 86400.0
@@ -50,6 +52,22 @@ def test_lives_are_added_up_and_time_away_is_not() -> None:
     assert ledger.now is second
 
 
+def test_a_life_counts_from_zero_however_short_the_one_before_was() -> None:
+    """Also where its first totals are larger than the last ones before it; a move to another stage begins nothing."""
+
+    def begun(at: float, pid: int, sent: int, joules: float) -> list[events.Event]:
+        return [
+            events.Started(at=at, peer="p", stage=0, run="a", version="0", pid=pid),
+            events.Traffic(at=at, sent={"microbatch": sent}, received={"gossip": sent}),
+            events.Energy(at=at, joules=joules),
+        ]
+
+    moved = events.Moved(at=2.0, origin=0, target=1, why="w")
+    again = [*begun(0.0, 1, 10, 100.0), *begun(1.0, 2, 50, 150.0), moved, *begun(3.0, 2, 70, 160.0)]
+    found = ledger_of([*again, *begun(4.0, 2, 90, 170.0)]).by_run["a"]  # the next shift of the same process
+    assert (found.sent_bytes, found.received_bytes, found.joules) == (10 + 70 + 90, 10 + 70 + 90, 100.0 + 170.0)
+
+
 def test_energy_is_added_up_over_lives_and_receipts_are_not() -> None:
     def told(joules: float, own: int) -> list[events.Event]:
         return [events.Energy(at=1.0, joules=joules), events.Receipts(at=1.0, claimed={}, covered={}, own=own)]
@@ -72,9 +90,22 @@ def test_me_tells_what_the_journal_of_a_home_says(tmp_path: Path) -> None:
     said = CliRunner().invoke(app, ["me", "--home", str(tmp_path)]).stdout
     assert "run 0123456789ab, " in said
     assert "500 in 50 inner steps, 1 meetings" in said
+    assert "of CPU or GPU time" in said
     assert "receipts for 400 tokens that were drawn here" in said
     assert "2 Wh, as the device tells" in said
     raw = CliRunner().invoke(app, ["me", "--home", str(tmp_path), "--json"]).stdout
     assert msgspec.json.decode(raw)["sent_bytes"] == 100
     nothing = CliRunner().invoke(app, ["me", "--home", str(tmp_path / "none")])
     assert isinstance(nothing.exception, UserError)
+
+
+def test_me_says_who_one_is_also_before_anything_was_given(tmp_path: Path) -> None:
+    ensure_identity(tmp_path / "identity.key")
+    peer = peer_of_file(tmp_path / "identity.key")
+    with pytest.raises(UserError, match="nothing yet") as caught:
+        report(tmp_path, as_json=False)
+    assert f"you are {peer}" in caught.value.why
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        for event in life(0, "a", 0, 9):
+            journal.write(event)
+    assert report(tmp_path, as_json=False).splitlines()[0] == f"you are {peer}"

@@ -79,6 +79,17 @@ def test_a_scrape_tells_what_the_journal_does() -> None:
     assert b"12D3KooW" not in metrics.text()
 
 
+def test_a_disk_that_refuses_checkpoints_is_a_figure_until_it_takes_one() -> None:
+    metrics = told()
+    assert value(metrics, "checkpoint_refused") == 0
+    metrics.take(events.Noticed(what=events.DISK, text="could not save: No space left on device"), 200.0)
+    assert value(metrics, "checkpoint_refused") == 1
+    metrics.take(events.Noticed(what="slept", text="the machine slept", over=True), 201.0)
+    assert value(metrics, "checkpoint_refused") == 1
+    metrics.take(events.Noticed(what=events.DISK, text="saved", over=True), 202.0)
+    assert value(metrics, "checkpoint_refused") == 0
+
+
 def test_the_swarm_is_told_as_far_as_it_is_watched() -> None:
     metrics, run = NodeMetrics("r"), decode_run(demo_run_text(stages=2, replicas=1, steps=100, seed=0), "a test")
     record = PeerRecord(peer="p", stage=1, state=PeerState.TRAINING, device_s=0.1, tokens_per_s=100.0)
@@ -159,10 +170,13 @@ def test_only_one_page_is_there_and_a_taken_port_is_told(capsys: pytest.CaptureF
             found = re.search(r"http://127\.0\.0\.1:(\d+)/metrics", capsys.readouterr().err)
             assert found is not None
             port = int(found[1])
-            head, _, body = (await _ask(port, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")).partition(b"\r\n\r\n")
+            head, _, body = (await _ask(port, b"GET /metrics HTTP/1.1\r\nHost: localhost:1\r\n\r\n")).partition(
+                b"\r\n\r\n"
+            )
             assert head.startswith(b"HTTP/1.1 200 OK")
             assert b"version=0.0.4" in head
             assert b'noloco_run_info{digest="run"} 1.0' in body
+            assert b"421" in await _ask(port, b"GET /metrics HTTP/1.1\r\nhost: elsewhere.example\r\n\r\n")
             assert b"404" in await _ask(port, b"GET /etc/passwd HTTP/1.1\r\n\r\n")
             assert b"405" in await _ask(port, b"POST /metrics HTTP/1.1\r\n\r\n")
             assert await _ask(port, b"x" * 100_000) == b""

@@ -101,6 +101,12 @@ def test_a_roster_says_how_far_how_fast_and_what_holds_it_back() -> None:
     assert view.bottleneck.startswith("No stage's devices are busy for more than 50% of the time")
 
 
+def test_a_source_that_cannot_save_trains_all_the_same() -> None:
+    """A first look has no speed but what sources say; one that waits for the next stage does nothing."""
+    for waits, share in (("its disk, nothing saved for 40 s (No space left on device)", 1), (f"{Wanted.ROOM} at", 0)):
+        assert crowd(8, 4, waits).tokens_per_s == pytest.approx(share * 2 * 5 * MICROBATCH_TOKENS)
+
+
 def test_the_speed_of_a_swarm_is_measured_by_what_it_has_done() -> None:
     observer, samples = RosterObserver(RUN.run, RUN.digest), 0
     for number in range(6):

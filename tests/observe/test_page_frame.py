@@ -16,6 +16,7 @@ from noloco_node.observe.page_frame import MOST_MOMENTS, MOST_PEERS, MOST_ROUTES
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.playback import Playback
 from noloco_node.observe.roster_observer import RosterObserver
+from noloco_node.observe.screen import time_left
 from noloco_node.observe.swarm_view import Route
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.presets import demo_run_text
@@ -104,6 +105,33 @@ def test_what_peers_give_is_told_as_they_say_it_and_added_up() -> None:
     given = view.given
     assert (given.tokens, given.drawn, given.covered) == (50 * length + 300, 50 * length, 40 * length)
     assert (given.there_s, given.line_bytes, given.joules) == (10800.0, 2 * 10**9, 3600.0)
+
+
+@given(st.integers(0, 200), st.integers(0, 200), st.integers(0, 200))
+def test_receipts_never_cover_more_than_sources_claim(claimed: int, covered: int, mine: int) -> None:
+    """A roster has the claims of other sources alone: those of the node that shows the page are in its own record."""
+    own = PeerHistory("mine", 0)
+    own.take(events.Started(peer="A", stage=0, run="r", version="1", at=BEGUN))
+    own.take(events.Receipts(claimed={}, covered={}, own=mine, at=BEGUN))
+    records = [PeerRecord(peer=peer, stage=0, state=PeerState.TRAINING) for peer in "AB"]
+    credits = (SourceCredit("B", claimed=claimed, covered=covered, credited=0, finished=False),)
+    view = RosterObserver(RUN, "run", own).view(Roster(stages=(tuple(records), ()), credits=credits), BEGUN)
+    length = RUN.pipeline.sequence_length
+    assert view.given.covered == min(claimed, covered) * length + mine
+    assert view.given.covered <= view.given.drawn
+
+
+@pytest.mark.parametrize(("state", "over"), [(PeerState.FINISHED, True), (PeerState.TRAINING, False)])
+def test_a_run_is_over_once_all_that_are_there_have_finished(state: PeerState, over: bool) -> None:
+    """The last receipts come late: the tokens that they cover fall a little short of the budget."""
+    records = [
+        PeerRecord(peer="A", stage=0, state=PeerState.FINISHED),
+        PeerRecord(peer="B", stage=1, state=state),
+    ]
+    view = RosterObserver(RUN, "run").view(Roster(stages=tuple((record,) for record in records)), BEGUN)
+    assert view.progress < 1.0
+    assert (time_left(view) == "over") == over
+    assert ("is over" in view.bottleneck) == over
 
 
 def test_what_lines_carry_follows_from_what_peers_have_given() -> None:

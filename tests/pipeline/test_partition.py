@@ -247,8 +247,11 @@ def test_cuts_that_cannot_be() -> None:
     for stages in (0, 5):
         with pytest.raises(ValueError, match="every stage has a layer"):
             cut(config, stages, None, 32)
-    with pytest.raises(ValueError, match="max_position_embeddings = 64"):
+    with pytest.raises(ValueError, match="65 tokens do not fit the model's longest, 64"):
         cut(config, 2, None, 65)
+    sizes = {"d_model": 32, "n_layers": 4, "n_heads": 4, "vocab_size": 96, "max_seq_len": 16}
+    with pytest.raises(ValueError, match="17 tokens do not fit the model's longest, 16"):
+        cut(prepare(family_config("mpt", sizes)).config, 2, None, 17)
     with pytest.raises(ValueError, match="prepare it first"):
         slice_size(family_config("gpt2", FAMILIES["gpt2"]), Cut(0, 1, embeds=True, head=False))
 
@@ -256,8 +259,10 @@ def test_cuts_that_cannot_be() -> None:
 def test_unknown_fields_and_families_are_named() -> None:
     with pytest.raises(ValueError, match="hiden_size"):
         family_config("llama", {"hiden_size": 32})
-    with pytest.raises(ValueError, match="'llamma'"):
+    with pytest.raises(ValueError, match="'llamma'; did you mean llama"):
         family_config("llamma", {})
+    with pytest.raises(ValueError, match=r"'zzzz'$"):
+        family_config("zzzz", {})
     with pytest.raises(ValueError, match="num_attention_heads"):
         family_config("llama", {"num_attention_heads": "four"})
     with pytest.raises(ValueError, match="attention heads"):

@@ -39,6 +39,20 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 64},
 }
+DEEPSEEK = {
+    **SIZES["llama"],
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+}
 
 
 def prepared(family: str) -> Prepared:
@@ -358,6 +372,22 @@ def test_discarded_gradients_are_gone_and_only_matrices_decay() -> None:
     for name, old, new in zip(stage.names, before, stage.weights(), strict=True):
         expected = old * (1 - 0.5 * INNER.weight_decay) if old.ndim >= 2 else old
         torch.testing.assert_close(new, expected, msg=name)
+
+
+def test_what_has_no_gradient_stays_as_it_came() -> None:
+    recipe = prepare(family_config("deepseek_v3", DEEPSEEK))
+    stages = [make_stage(recipe, piece) for piece in cut(recipe.config, 2, None, 16)]
+    fixed = [(stage, number) for stage in stages for number in stage.fixed]
+    assert [stage.names[number].split(".")[-1] for stage, number in fixed] == ["e_score_correction_bias"] * 2
+    for stage in stages:
+        stage.set_weights([torch.randn_like(weight) * 0.1 for weight in stage.weights()])
+    before = [stage.weights() for stage in stages]
+    run_microbatch(stages, batches(4, 1)[0])
+    assert all(stage.step(1e-2, 1).applied for stage in stages)
+    for stage, then in zip(stages, before, strict=True):
+        moved = {n for n, (a, b) in enumerate(zip(then, stage.weights(), strict=True)) if not torch.equal(a, b)}
+        assert not moved & stage.fixed
+        assert len(moved | stage.fixed) == len(stage.names)
 
 
 @pytest.mark.parametrize("steps", [0, 3])

@@ -23,7 +23,6 @@ from noloco_node.run import runfile
 from noloco_node.run.config import DataConfig, ModelConfig, OuterConfig, RunConfig
 from noloco_node.run.presets import PRESETS, demo_run_text, run_text, write_text
 from noloco_node.run.runfile import (
-    LATER_FIELDS,
     RUN_TEXT_BYTES,
     canonical,
     content_hashes,
@@ -231,9 +230,12 @@ def test_the_paper_would_admit_what_is_refused() -> None:
 
 
 def test_all_wrong_fields_are_mentioned() -> None:
-    trouble = refused(MODEL + "[pipeline]\nreplicas = 0\n[inner]\nbeta2 = 2.0\n[outer]\nalpha = -1\n")
-    assert "pipeline.replicas" in trouble.what
-    assert "inner.beta2, outer.alpha" in trouble.what
+    outside = refused(MODEL + "[pipeline]\nreplicas = 0\n[inner]\nsteps = 0\n[outer]\nstaleness_at_most = 0\n")
+    assert "pipeline.replicas" in outside.what
+    assert "inner.steps, outer.staleness_at_most" in outside.what
+    broken = refused(MODEL + "[inner]\nbeta1 = -1.0\nbeta2 = 2.0\n[outer]\nalpha = -1\n")
+    assert "inner.beta1" in broken.what
+    assert "inner.beta2, outer.alpha" in broken.what
 
 
 def test_the_blocking_form_may_meet_after_every_step() -> None:
@@ -395,15 +397,12 @@ def test_the_digest_sees_every_field(section: str, name: str) -> None:
     assert run_digest(changed, {}) != run_digest(run, {})
 
 
-@pytest.mark.parametrize("name", LATER_FIELDS)
-def test_a_field_that_came_later_counts_only_off_the_value_at_which_nodes_acted_before(name: str) -> None:
-    run = decode_run(MODEL, "x")
-    value, counted = msgspec.to_builtins(run), json.loads(canonical(run, {}))["run"]
-    *sections, field = name.split(".")
-    for section in sections:
-        value, counted = value[section], counted[section]
-    assert value[field] == LATER_FIELDS[name]
-    assert field not in counted
+def test_a_field_at_its_default_does_not_count() -> None:
+    """So a later version may add fields, and its nodes still find a run that does not use them."""
+    counted = json.loads(canonical(decode_run(MODEL, "x"), {}))["run"]
+    assert counted.keys() == {"model"}
+    spelled = decode_run(MODEL + "[outer]\nline_share = 0.2\n[inner]\n", "x")
+    assert run_digest(spelled, {}) == run_digest(decode_run(MODEL, "x"), {})
 
 
 def test_the_digest_sees_contents_and_the_wire_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,6 +492,12 @@ def test_another_source_keeps_the_tokenizer(source: str, expected: dict[str, Any
 def test_half_a_source_is_refused(source: str) -> None:
     with pytest.raises(UserError, match="not understood"):
         with_source(DataConfig(), source)
+
+
+@pytest.mark.parametrize("commit", ["main", "v1.0", COMMIT[:12]])
+def test_a_branch_that_moves_is_no_source(commit: str) -> None:
+    with pytest.raises(UserError, match="names no commit"):
+        with_source(DataConfig(), f"hub:o/d@{commit}")
 
 
 def test_configs_do_not_change() -> None:

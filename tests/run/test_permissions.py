@@ -60,6 +60,7 @@ def test_text_of_this_machine_is_read_where_its_owner_names_it() -> None:
 def test_a_few_lines_say_what_a_run_is_and_move_no_cursor() -> None:
     run = decode_run(MODEL + '[data]\nsource = "text"\npath = "a\\nb"\n', "a stranger's")
     lines = summary(run)
+    assert "what the owner of each source names, here none" in " ".join(lines)
     assert len(lines) <= 4
     assert all(line.isprintable() for line in lines), lines
     assert "llama" in " ".join(lines)

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks.codec.whole_sets import Encoded, decode, encode
 from gossip.exchange.formats import Format, absolute, wire_bytes
 from gossip.exchange.int4_step import common_steps
 from gossip.exchange.messages import NOTHING, PrefetchOffer, Probe, Weights
@@ -26,6 +25,7 @@ from noloco_node.run.protocols import gossip_schema, microbatch_schema
 from pipeline.activations.codec import encode as encode_activations
 from pipeline.activations.formats import ACTIVATION_CODECS
 from pipeline.messages import Gradient, Microbatch
+from research.codec.whole_sets import Encoded, decode, encode
 
 SHAPES = ((3, 5), (7,), (), (301,))
 codecs = pytest.mark.parametrize("codec", list(Format))

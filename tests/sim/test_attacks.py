@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from noloco_node.sim.attacks import TamperedStage
+from tests.explorer.attacks import TamperedStage
 
 
 class Middle:

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit, UserError
 from noloco_node.run.presets import run_text
-from noloco_node.sim.explore.invariants import InvariantChecker
 from noloco_node.sim.report.bottleneck import bottleneck
 from noloco_node.sim.report.collector import EventCollector
 from noloco_node.sim.report.command import SimulationFlags, SimulationRequest, complete, put_together, simulate_scenario
@@ -347,8 +346,6 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
             ["line 4: fault[0].peer", "no peer s7r0"],
         ),
         ("[swarm]\noverlap_steps = 5\n", ["FILE"], Exit.CONFIG, ["line 2: swarm.overlap_steps", "5 apart"]),
-        (None, ["--seed", "3", "--trace", "--json"], Exit.USAGE, ["without --json or --out", "--peers 4 --seed 3"]),
-        (None, ["--seed", "3", "--trace", "--out", "FILE"], Exit.USAGE, ["without --json or --out"]),
         (
             SMALL + faults("kind = 'crash'\nat_s = 1.0\npeer = 's1r1'"),
             ["FILE", "--peers", "2"],
@@ -367,11 +364,15 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
             Exit.CONFIG,
             ["line 10: fault[0].groups", "s0r0 is in two groups"],
         ),
-        (None, ["--explore", "3", "--json"], Exit.USAGE, ["--json", "--seed S --trace"]),
         (None, ["--peers", "10", "--stages", "4"], Exit.USAGE, ["--peers 8 or --peers 12"]),
         (None, ["--peers", "2", "--stages", "3"], Exit.USAGE, ["3 stages", "try: --peers 3"]),
         (SMALL, ["FILE", "--out", "FILE"], Exit.STORAGE, ["no directory", "--out"]),
-        (SMALL, ["FILE", "--explore", "3"], Exit.USAGE, ["--explore", "leave the scenario"]),
+        (
+            SMALL + faults("kind = 'hostile'\nat_s = 1.0\npeer = 's0r0'\nhow = 'silent'"),
+            ["FILE"],
+            Exit.CONFIG,
+            ["hostile peers", "python -m tests.explorer --scenario"],
+        ),
         (None, ["--rounds", "0"], 2, []),
     ],
 )
@@ -405,14 +406,6 @@ def test_who_interrupts_finds_nothing_half_done(tmp_path: Path, monkeypatch: pyt
             None, SimulationFlags(rounds=3), SimulationRequest(tmp_path / "out", trace=True), lambda _: None
         )
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("arguments", [["--explore", "2"], ["--seed", "3", "--trace"]], ids=["explore", "replay"])
-def test_who_interrupts_a_search_is_told_so(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(InvariantChecker, "look", lambda _: signal.raise_signal(signal.SIGINT))
-    result = CliRunner().invoke(app, ["simulate", *arguments])
-    assert result.exit_code == Exit.INTERRUPTED
-    assert "interrupted" in result.stderr
 
 
 def test_a_swarm_where_all_wait_for_ever_has_its_report_and_code_1(tmp_path: Path) -> None:

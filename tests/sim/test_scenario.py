@@ -18,8 +18,15 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.planning.plan import mean_steps_per_round
 from noloco_node.planning.throughput import CODING_FLOPS
 from noloco_node.run.presets import run_text, write_text
+from noloco_node.run.runfile import load_run
 from noloco_node.sim.scenario import faults
-from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig, decode_scenario, load_scenario
+from noloco_node.sim.scenario.scenario import (
+    ROUNDS_OF_A_RUN,
+    Scenario,
+    SwarmConfig,
+    decode_scenario,
+    load_scenario,
+)
 from noloco_node.sim.scenario.setup import FOREVER_S, base, build_setup
 from noloco_node.sim.scenario.toml_writer import scenario_text
 from pipeline.messages import Gradient, Microbatch
@@ -272,3 +279,13 @@ def test_a_run_that_no_swarm_could_train_is_refused() -> None:
         build_setup(Scenario(swarm=SwarmConfig(inner_steps_per_round=10**9)))
     with pytest.raises(UserError, match="peers"):
         build_setup(Scenario(swarm=SwarmConfig(stages=2, replicas=60_000)))
+
+
+def test_a_run_file_by_itself_is_a_few_rounds_of_that_run(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(run_text("tiny"))
+    scenario = load_scenario(path)
+    assert scenario == Scenario(name="mine", swarm=SwarmConfig(run=str(path), rounds=ROUNDS_OF_A_RUN))
+    setup, run = build_setup(scenario), load_run(path)
+    assert setup.recipe.run.pipeline.stages == run.pipeline.stages
+    assert setup.microbatch_tokens == run.pipeline.microbatch_size * run.pipeline.sequence_length

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from toy_gossip import at_once
 from weight_files import write_file
 
@@ -18,7 +21,8 @@ from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync import weight_exchange
 from noloco_node.state_sync.weight_exchange import SCHEMA, TOPIC, FileContent, WeightDownload, WeightServer
-from noloco_node.storage.weight_store import FilePieceKey, WeightStore
+from noloco_node.storage.weight_store import PIECE_BYTES, FilePieceKey, WeightStore, described
+from noloco_node.tasks import loop_s
 
 KEYS = [FilePieceKey(0, number) for number in range(4)]
 
@@ -161,6 +165,176 @@ def test_what_strangers_ask_costs_little(tmp_path: Path) -> None:
         # Nobody's place is taken for good.
         _, download = swarm.newcomer("newcomer")
         assert await download.digests(["owner"])
+
+    run(main())
+
+
+class Crowd:
+    """Newcomers and peers of one long file, 0.1 s away from each other; `asked`: how often each peer was asked."""
+
+    def __init__(self, directory: Path, pieces: int) -> None:
+        self.hub, self.directory, self.asked = SimNetwork(), directory, Counter[str]()
+        path = directory / "owner" / "long.safetensors"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"".join(number.to_bytes(4, "little") * (PIECE_BYTES // 4) for number in range(pieces)))
+        self.file = described(path)
+        self.whole = WeightStore.whole(path.parent, [self.file])
+        self.keys = self.whole.all_pieces()
+
+    def store(self, name: str, held: Sequence[int] = ()) -> WeightStore:
+        store = WeightStore.filling(self.directory / name, [self.file])
+        store.learn(0, self.whole.digests(0) or b"")
+        for number in held:
+            store.write(self.keys[number], self.whole.read(self.keys[number]) or b"")
+        return store
+
+    async def serve(self, name: str, store: WeightStore) -> None:
+        async def job(function: Callable[..., Any], *arguments: Any) -> Any:
+            self.asked[name] += 1
+            await asyncio.sleep(0.1)
+            return function(*arguments)
+
+        await self.hub.network(name).serve(TOPIC, SCHEMA, WeightServer(store, job).serve)
+
+
+def test_peers_are_asked_for_what_they_have(tmp_path: Path) -> None:
+    """Peers without a piece cost some questions altogether, and the first piece comes at once."""
+
+    async def main() -> None:
+        crowd, came = Crowd(tmp_path, 40), list[float]()
+        empty = [f"empty-{number:02}" for number in range(12)]
+        for name in empty:
+            await crowd.serve(name, crowd.store(name))
+        # Pieces of an earlier life are announced too: the store is opened anew.
+        crowd.store("half", range(0, 40, 2))
+        await crowd.serve("half", crowd.store("half"))
+        await crowd.serve("owner", crowd.whole)
+        store, begun = crowd.store("newcomer"), loop_s()
+        network = crowd.hub.network("newcomer")
+        download = WeightDownload(network, store, at_once, lambda *_: came.append(loop_s() - begun))
+        assert await download.pieces(crowd.keys[:1], [*empty, "half", "owner"])
+        assert await download.pieces(crowd.keys, [*empty, "half", "owner"])
+        assert came[0] < 3.0
+        assert came[-1] < 6.0
+        assert all(crowd.asked[name] <= weight_exchange.STREAMS for name in empty)
+        assert crowd.asked["half"] + crowd.asked["owner"] <= 40 + 2 * weight_exchange.STREAMS
+        assert crowd.asked["half"] >= 15
+
+    run(main())
+
+
+def test_a_peer_that_had_nothing_is_asked_again_after_a_while(tmp_path: Path) -> None:
+    async def main() -> None:
+        crowd = Crowd(tmp_path, 8)
+        late = crowd.store("late")
+        await crowd.serve("late", late)
+        store = crowd.store("newcomer")
+        download = WeightDownload(crowd.hub.network("newcomer"), store, at_once)
+        assert not await download.pieces(crowd.keys, ["late"])
+        asked = crowd.asked["late"]
+        for key in crowd.keys:
+            late.write(key, crowd.whole.read(key) or b"")
+        assert not await download.pieces(crowd.keys, ["late"])
+        assert crowd.asked["late"] == asked
+        await asyncio.sleep(weight_exchange.ASK_AGAIN_S)
+        assert await download.pieces(crowd.keys, ["late"])
+
+    run(main())
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=20), st.binary(max_size=4))
+def test_what_a_peer_announces_costs_no_more_than_it_gives(has: list[bool], told: bytes) -> None:
+    """Whatever a peer says that it has, right or wrong: it is asked for a piece in vain once, and all others come."""
+
+    async def main() -> None:
+        hub, asked, here = SimNetwork(), Counter[int](), set[FilePieceKey]()
+
+        async def serve(peer: str, gives: Callable[[int], bool]) -> None:
+            async def answer(conversation: Conversation) -> None:
+                while True:
+                    number = (await conversation.receive()).number
+                    asked[number] += 1
+                    given = gives(number)
+                    reply = FileContent(content=b"a piece" if given else b"", held=b"" if given else told)
+                    await conversation.send(reply)
+
+            await hub.network(peer).serve(TOPIC, SCHEMA, answer)
+
+        class Store:
+            directory = Path()
+
+            def missing(self, keys: Sequence[FilePieceKey]) -> list[FilePieceKey]:
+                return [key for key in keys if key not in here]
+
+            def check_room(self, pieces: int) -> None: ...
+
+            def write(self, key: FilePieceKey, data: bytes) -> None:
+                here.add(key)
+
+        keys = [FilePieceKey(0, number) for number in range(len(has))]
+        await serve("peer", has.__getitem__)
+        await serve("owner", lambda _: True)
+        store: Any = Store()
+        download = WeightDownload(hub.network("newcomer"), store, at_once)
+        assert await download.pieces(keys, ["peer", "owner"])
+        assert max(asked.values()) <= 2 + weight_exchange.STREAMS
+
+    run(main())
+
+
+@pytest.mark.parametrize("names", [8, 40])
+def test_whoever_holds_streams_and_hardly_asks_gives_way(tmp_path: Path, names: int) -> None:
+    """Names that hold all streams, asking once in `PATIENCE_S`, keep no newcomer out."""
+
+    async def main() -> None:
+        crowd = Crowd(tmp_path, 8)
+        await crowd.serve("owner", crowd.whole)
+
+        async def hold(name: str) -> None:
+            while True:
+                with suppress(ConnectionError):
+                    async with crowd.hub.network(name).talk("owner", TOPIC, SCHEMA) as conversation:
+                        while True:
+                            await conversation.send(weight_exchange.FilePieceRequest(file=0, number=0))
+                            await conversation.receive()
+                            await asyncio.sleep(weight_exchange.PATIENCE_S - 1.0)
+                await asyncio.sleep(1.0)
+
+        holders = [asyncio.create_task(hold(f"name {n % names}")) for n in range(weight_exchange.STREAMS_SERVED + 8)]
+        await asyncio.sleep(10.0)
+        begun = loop_s()
+        download = WeightDownload(crowd.hub.network("newcomer"), crowd.store("newcomer"), at_once)
+        tries = [await download.pieces(crowd.keys, ["owner"]) for _ in range(3)]
+        assert tries[-1]
+        assert loop_s() - begun < 30.0
+        for holder in holders:
+            holder.cancel()
+
+    run(main())
+
+
+def test_a_peer_with_many_streams_gives_way_to_one_with_none(tmp_path: Path) -> None:
+    """However fast the others ask: the streams are shared by peers."""
+
+    async def main() -> None:
+        crowd = Crowd(tmp_path, 8)
+        await crowd.serve("owner", crowd.whole)
+
+        async def ask(name: str) -> None:
+            while True:
+                with suppress(ConnectionError):
+                    async with crowd.hub.network(name).talk("owner", TOPIC, SCHEMA) as conversation:
+                        while True:
+                            await conversation.send(weight_exchange.FilePieceRequest(file=0, number=0))
+                            await conversation.receive()
+                await asyncio.sleep(0.5)
+
+        askers = [asyncio.create_task(ask(f"name {n % 8}")) for n in range(weight_exchange.STREAMS_SERVED)]
+        await asyncio.sleep(10.0)
+        download = WeightDownload(crowd.hub.network("newcomer"), crowd.store("newcomer"), at_once)
+        assert await download.pieces(crowd.keys, ["owner"])
+        for asker in askers:
+            asker.cancel()
 
     run(main())
 

@@ -178,3 +178,16 @@ def test_directories_that_are_new_are_flushed_into_those_above_them(
     flushed.clear()
     atomic_file.make_directory(tmp_path / "home" / "checkpoint")
     assert flushed == []
+
+
+def test_a_checkpoint_of_more_steps_than_its_name_has_digits_is_the_newest(tmp_path: Path) -> None:
+    for steps in (100, 10**10, 2**48, 200):
+        save(tmp_path, checkpoint(steps), keep=3)
+        assert steps_found(tmp_path) == steps
+    assert len(files(tmp_path)) == 3
+
+
+def test_a_checkpoint_of_more_steps_than_anybody_takes_is_of_no_use(tmp_path: Path) -> None:
+    save(tmp_path, checkpoint(5))
+    save(tmp_path, checkpoint(2**54))
+    assert steps_found(tmp_path) == 5

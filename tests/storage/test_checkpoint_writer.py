@@ -69,7 +69,11 @@ def test_a_disk_that_refuses_is_said_once_and_is_a_state_until_it_takes_one_agai
         said: list[str] = []
         states: list[str | None] = []
         disk = Disk(0.1)
-        saving = CheckpointWriter(disk.save, said.append, lambda line: said.append(f"warning: {line}"), every_s=60.0)
+
+        def warn(line: str) -> None:
+            said.append(f"warning: {line}")
+
+        saving = CheckpointWriter(disk.save, said.append, warn, 60.0, lambda *noted: notes.append(noted))
         writing = asyncio.create_task(saving.run())
         for round in range(1, 9):
             disk.refuses = 3 <= round <= 6
@@ -83,7 +87,9 @@ def test_a_disk_that_refuses_is_said_once_and_is_a_state_until_it_takes_one_agai
         writing.cancel()
         return said, states
 
+    notes: list[tuple[str, bool]] = []
     said, states = run(main())
+    assert notes == [("could not save: No space left on device", False), ("checkpoints are saved again", True)]
     assert [line.split()[0] for line in said] == ["saved", "warning:", "saved"]
     assert "earlier checkpoints are kept" in said[1]
     assert said[2].endswith("after all")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from noloco_node.errors import Exit, UserError
+from noloco_node.storage import atomic_file
 from noloco_node.storage import home as homes
 from noloco_node.storage.home import Home, holder
 
@@ -27,6 +28,38 @@ def test_a_home_is_made_for_its_owner_alone(tmp_path: Path) -> None:
         assert home.journal.name == "journal.jsonl"
         assert home.run_file.name == "run.toml"
         assert {home.identity.parent, home.checkpoint.parent} == {home.path}
+
+
+def test_a_home_that_everybody_could_read_is_closed(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    for name in ("lock", "invite", "web-token", "ticket", "identity.key", "relay-1.key", "notes.txt"):
+        (tmp_path / name).touch(mode=0o644)
+    with Home.open(tmp_path):
+        assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
+        found = {path.name for path in tmp_path.iterdir() if path.stat().st_mode & 0o077}
+    assert found == {"notes.txt"}
+
+
+def test_a_directory_with_other_things_stays_open_and_what_is_written_there_is_not(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "photos").mkdir()
+    with Home.open(tmp_path) as home:
+        atomic_file.write(home.invite, b"noloco2:...")
+        assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+        assert stat.S_IMODE(home.invite.stat().st_mode) == 0o600
+
+
+def test_no_invite_s_secret_is_written_into_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "iAAAAbbbb_-"
+    monkeypatch.setattr(
+        sys, "argv", ["noloco-node", "join", f"noloco2:{'5' * 64}@/dns4/a/tcp/1/p2p/b#{secret}", "--stay"]
+    )
+    with Home.open(tmp_path):
+        signed = holder(tmp_path)
+    assert signed is not None
+    assert secret not in signed.command
+    assert "noloco2:555" in signed.command
+    assert "--stay" in signed.command
 
 
 def test_a_second_node_is_told_who_holds_the_home(tmp_path: Path) -> None:

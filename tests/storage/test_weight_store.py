@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -73,3 +75,27 @@ def test_a_disk_without_room_says_so(tmp_path: Path) -> None:
     allowed.check_room(2)
     with pytest.raises(OSError, match=r"1.57 MB are needed, and --max-disk allows 1.05 MB"):
         allowed.check_room(3)
+
+
+def test_a_piece_that_the_disk_takes_in_part_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_file(tmp_path / "from" / "a.safetensors")
+    whole = WeightStore.whole(tmp_path / "from", [file])
+    store = WeightStore.filling(tmp_path / "to", [file])
+    store.learn(0, whole.digests(0) or b"")
+    key = FilePieceKey(0, 1)
+    true_write, left = os.pwrite, [1000]
+
+    def nearly_full(descriptor: int, content: memoryview, at: int) -> int:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = true_write(descriptor, content[: left[0]], at)
+        left[0] -= taken
+        return taken
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", nearly_full)
+        with pytest.raises(OSError, match="No space left"):
+            store.write(key, whole.read(key) or b"")
+    assert store.missing([key]) == [key]
+    store.write(key, whole.read(key) or b"")
+    assert store.missing([key]) == []

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gossip.transfer.assembly import ChunkStore
 from noloco_node.journal import events
-from noloco_node.machine.interface import FirstWeights, Reporter, SnapshotStore
+from noloco_node.machine.interface import FirstWeights, Reporter, Runner, SnapshotStore
 from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.planning.model_layout import ModelLayout, make_stage, model_layout
@@ -100,6 +100,9 @@ class Text:
             self.drawn.append(torch.empty(0))
         return True
 
+    def news(self) -> list[str]:
+        return []
+
 
 class _Host(MemoryHost):
     """Notes of which stages the state was copied. `chunk_store`: where a test wants one."""
@@ -130,6 +133,7 @@ class Peer:
         moves: bool = False,
         first_weights: FirstWeights | None = None,
         tokenizer: WeightStore | None = None,
+        device: Runner | None = None,
         **options: Any,
     ) -> None:
         self.name, self.leave = name, asyncio.Event()
@@ -142,7 +146,7 @@ class Peer:
         self.plan = _plan(recipe.text)
         self.stepped: tuple[Tensor, ...] = ()
         self.copied_stages: list[int] = []
-        self.device = VirtualDevice(job_s)
+        self.device = VirtualDevice(job_s) if device is None else device
         host = _Host(
             self.device,
             self.shelf,

@@ -44,6 +44,10 @@ class OverheardConversation:
         return self._inner.peer
 
     @property
+    def origin(self) -> str:
+        return self._inner.origin
+
+    @property
     def is_quiet(self) -> bool:
         return self._inner.is_quiet
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from compatibility.everything import record
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the explorer lies below tests
+
+from compatibility.everything import record  # noqa: E402
 
 if __name__ == "__main__":
     whole = Path(sys.argv[1]) if len(sys.argv) > 1 else None

@@ -140,7 +140,7 @@ def test_whoever_is_shut_out_is_told_so() -> None:
         hosted.state.take_revocations(encode_list(signed_list(key(0), hosted.digest, 1, {public(2): NOW_S + 9})))
         with pytest.raises(UserError, match="does not let us in") as caught:
             await hosted.enter(2, InviteCredential(), MEMBER)
-        assert "shut it out" in caught.value.why
+        assert "shut you out" in caught.value.why
 
     played("open", play)
 

@@ -88,6 +88,7 @@ def test_a_home_keeps_an_invite_and_says_once_that_it_cannot(tmp_path: Path) -> 
         *ADDRESSES[1::-1],
         ADDRESSES[2],
     ]
+    assert kept.keep() == invite.found(None, tmp_path), "a peer that is alone remembers whom it met"
     refused = KeptInvite(tmp_path / "nowhere" / "invite", came_by, (), said.append)
     refused.keep()
     refused.keep(ADDRESSES[2:3])

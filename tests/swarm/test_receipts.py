@@ -19,12 +19,11 @@ from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.machine.interface import Reporter
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.run.peer_state import PeerState
-from noloco_node.sim.attacks import publish_identity
 from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.swarm.receipts import (
-    LARGEST_COUNT,
     MOST_LISTED,
+    MOST_LIVES,
     RECEIPT_BYTES,
     ReceiptLedger,
     ReceiptRecord,
@@ -32,6 +31,8 @@ from noloco_node.swarm.receipts import (
     decode_receipts,
 )
 from noloco_node.swarm.roster import PeerRecord
+from noloco_node.units import LARGEST_COUNT
+from tests.explorer.attacks import publish_identity
 
 
 def raw(epoch: int, **samples: int) -> bytes:
@@ -42,7 +43,24 @@ def test_receipts_survive_a_restart_and_count_once() -> None:
     ledger = ReceiptLedger()
     for record in (raw(1, a=5), raw(1, a=9), raw(1, a=7), raw(2, a=3), raw(1, a=11), raw(2, a=4), raw(2, a=4)):
         ledger.take({"signer": record})
-    assert ledger.covered("a") == 9 + 4
+    assert ledger.covered("a") == 11 + 4
+
+
+def test_a_life_that_began_by_a_clock_set_back_counts() -> None:
+    """Also where an old record of the life before it is read in between, as stale places of the DHT give it."""
+    ledger = ReceiptLedger()
+    ledger.take({"signer": raw(50, a=1000)})
+    for count in range(0, 5000, 500):
+        ledger.take({"signer": raw(20, a=count)})
+        ledger.take({"signer": raw(50, a=1000)})
+    assert ledger.covered("a") == 1000 + 4500
+
+
+def test_the_lives_of_a_signer_that_are_remembered_are_bounded() -> None:
+    ledger = ReceiptLedger()
+    for epoch in range(100):
+        ledger.take({"signer": raw(epoch, a=1)})
+    assert len(ledger._books["signer"].lives) == MOST_LIVES
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50)), max_size=20))

@@ -197,10 +197,12 @@ def test_a_private_swarm_from_a_clean_clone_survives_what_happens_to_it(image: s
         until(lambda: len(project.containers("node")) == 5, "a fifth node")
         train_on(project.containers("node"))
 
-        project("run", "--rm", "export")
+        for _ in range(2):
+            project("run", "--rm", "export")
         packed = project("run", "--rm", "-T", "--entrypoint", "tar", "export", "-C", "/exported", "-c", ".")
         with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
             assert {"./model/model.safetensors", "./model/config.json"} <= set(archive.getnames())
+            assert "./model-2/model.safetensors" in archive.getnames()
 
         healthy = ["docker", "exec", "-i"]
         for each in (bootstrap, *nodes):
@@ -209,7 +211,7 @@ def test_a_private_swarm_from_a_clean_clone_survives_what_happens_to_it(image: s
         project("stop", "--timeout", "60")
         assert {state(each) for each in (bootstrap, watch, *project.containers("node"))} == {("exited", 0)}
         run("docker", "cp", f"{first}:/home/noloco/home", str(tmp_path))
-        assert list((tmp_path / "home" / "checkpoint").glob("*.safetensors"))
+        assert list((tmp_path / "home").glob("runs/*/checkpoint/*.safetensors"))
         assert (tmp_path / "home" / "identity.key").exists()
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import re
 from itertools import chain
 from pathlib import Path
 
 import pytest
 
+from docs import one_step
+
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docker/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("research/*.md"), *ROOT.glob("docker/*.md")])
 
 
 def anchors(page: Path) -> set[str]:
@@ -56,3 +59,9 @@ def test_the_messages_that_troubleshooting_quotes_exist() -> None:
         quote for quote in quoted if any(part.strip() and part.strip() not in texts for part in quote.split("…"))
     ]
     assert missing == []
+
+
+def test_the_step_on_one_page_trains_and_gossips() -> None:
+    losses, met = asyncio.run(one_step.main())
+    assert losses[-1] < 0.5 * losses[0]
+    assert met >= one_step.STAGES * one_step.REPLICAS

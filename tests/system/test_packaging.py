@@ -18,13 +18,14 @@ from typing import NamedTuple
 import pytest
 from setuptools import Distribution
 
-from noloco_node.errors import Exit
+from noloco_node.admission.owner_files import key_file, members_file
+from noloco_node.errors import NEEDS_A_PERSON, Exit
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("gossip", "noloco_node", "pipeline")
 UNITS = sorted((ROOT / "docs" / "systemd").glob("*.service"))
-NEEDS_A_PERSON = {Exit.USAGE, Exit.CONFIG, Exit.OTHER_RUN, Exit.HOME_IN_USE, Exit.DEVICE, Exit.NOT_ADMITTED}
-"""Exit codes of a service after which another start would end alike."""
+NO_SERVICE = {Exit.UNFIT}
+"""Exit codes of commands that no unit starts."""
 
 
 @pytest.fixture
@@ -80,9 +81,15 @@ def test_a_unit_starts_again_only_what_time_may_heal(path: Path) -> None:
     unit.read_string(path.read_text())
     service = unit["Service"]
     assert service["Restart"] == "on-failure"
-    assert set(map(int, service["RestartPreventExitStatus"].split())) == NEEDS_A_PERSON
+    assert set(map(int, service["RestartPreventExitStatus"].split())) == NEEDS_A_PERSON - NO_SERVICE
     assert int(service["SuccessExitStatus"]) == Exit.INTERRUPTED
     assert service["KillMode"] == "mixed"
+
+
+def test_docker_restarts_by_the_same_exit_codes_as_systemd() -> None:
+    rule = re.search(r"Exit codes ([\d, ]+) and (\d+) need a person", (ROOT / "docker" / "README.md").read_text())
+    assert rule is not None
+    assert {*map(int, rule[1].split(",")), int(rule[2])} == NEEDS_A_PERSON - NO_SERVICE
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
@@ -198,3 +205,25 @@ def _imports(node: ast.AST, late: bool = False) -> Iterator[tuple[str, bool]]:
             yield str(ast.literal_eval(child.args[0])).split(".")[0], True
         typing = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
         yield from _imports(child, late or typing or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def test_in_docker_the_owner_s_list_is_seen_whenever_it_changes() -> None:
+    """A directory is mounted: a single file that is mounted stays the one that was there when the container began."""
+    compose = (ROOT / "docker" / "compose.yaml").read_text()
+    assert '{type: bind, source: "${RUN_DIR:-/dev/null}", target: /run-dir, read_only: true}' in compose
+    assert not re.search(r"target: \S*run\.(owner|members)", compose)
+    entry = (ROOT / "docker" / "entrypoint.sh").read_text()
+    assert "if [ -d /run-dir ]; then\n    run=/run-dir/run.toml" in entry
+    assert {members_file(Path("/run-dir/run.toml")), key_file(Path("/run-dir/run.toml"))} == {
+        Path("/run-dir/run.members"),
+        Path("/run-dir/run.owner"),
+    }
+
+
+def test_no_unit_puts_an_invite_on_the_command_line() -> None:
+    for unit in UNITS:
+        text = unit.read_text()
+        assert "${INVITE}" not in text
+    node = (ROOT / "docs" / "systemd" / "noloco-node.service").read_text()
+    assert "LoadCredential=invite:" in node
+    assert "${CREDENTIALS_DIRECTORY}/invite" in node

@@ -165,7 +165,8 @@ def all_leave(commands: list[Command]) -> None:
 
 
 def test_a_run_outlives_its_bootstrap_peer_and_ends_in_a_checkpoint(commands: Commands) -> None:
-    bootstrap, invite = host(commands, run_file(commands.directory, steps=120))
+    run = run_file(commands.directory, steps=120)
+    bootstrap, invite = host(commands, run)
     sources = [join(commands, invite, 0) for _ in range(2)]
     commands.until(lambda: all(source.events(Started) for source in sources), "both sources are there", alive=sources)
     # Nothing could happen without the next stage; so neither source has used up the run before the other came.
@@ -173,6 +174,8 @@ def test_a_run_outlives_its_bootstrap_peer_and_ends_in_a_checkpoint(commands: Co
     commands.until(lambda: all(map(steps, replicas)), "all four train", alive=replicas)
     seen = look(commands, invite)
     check_status(seen, replicas)
+    kept = bootstrap.home / "invite"
+    commands.until(lambda: "," in kept.read_text(), "the bootstrap peer keeps addresses of others", alive=[bootstrap])
     bootstrap.process.kill()
 
     commands.until(lambda: all(map(is_finished, replicas)), "all four finish", alive=replicas)
@@ -186,9 +189,22 @@ def test_a_run_outlives_its_bootstrap_peer_and_ends_in_a_checkpoint(commands: Co
     export = commands.start("export", seen["invite"], "--out", str(out))
     assert export.wait() == Exit.OK, export.complaint
     check_checkpoint(out)
+    check_bootstrap_peer_comes_back(commands, bootstrap.home, run)
     all_leave(replicas)
     numbers = json.loads(typed("evaluate", str(out), "--batches", "2", "--json"))
     assert 0.0 < numbers["loss"] < math.log(384)
+
+
+def check_bootstrap_peer_comes_back(commands: Commands, home: Path, run: Path) -> None:
+    """It dials the finished peers, which have no reason to dial it, and leads others to them."""
+    back = commands.start("bootstrap", "--run", str(run), "--listen", "/ip4/127.0.0.1/tcp/0", "--home", str(home))
+    invite = commands.until(lambda: back.output.strip(), "a bootstrap peer prints its invite", alive=[back])
+    commands.until(
+        lambda: "replicas by stage: 0: 2, 1: 2" in back.complaint, "it finds the finished peers", alive=[back]
+    )
+    assert [len(stage) for stage in look(commands, invite)["stages"]] == [2, 2]
+    back.interrupt()
+    assert back.wait() == Exit.OK, back.complaint
 
 
 def typed(*words: str) -> str:
@@ -266,14 +282,14 @@ def test_a_run_goes_on_from_a_checkpoint_that_one_machine_has(commands: Commands
     )
     owner = commands.start(
         *("join", invite, "--stage", "0", "--listen", LOCAL, "--refresh", "1", "--threads", "1"),
-        *("--weights", str(checkpoint)),
+        *("--weights", str(checkpoint), "--data", "stdlib"),
         home=True,
     )
     commands.until(lambda: steps(owner) > 2 and steps(first) > 2, "both train", alive=[bootstrap, first, owner])
     for node in (first, owner):
         assert "begins with the weights of the checkpoint" in node.complaint
-    assert list(first.home.glob("weights/*/*.safetensors"))
-    assert not (owner.home / "weights").exists()
+    assert list(first.home.glob("runs/*/weights/*.safetensors"))
+    assert not list(owner.home.glob("runs/*/weights"))
     for command in (owner, first, bootstrap):
         command.interrupt()
         assert command.wait() == Exit.OK, command.complaint
@@ -341,7 +357,7 @@ def gone(command: Command) -> None:
     assert "Traceback" not in command.complaint
     assert command.left_behind() == []
     assert not command.daemons()
-    kept = {"lock", "identity.key", "journal.jsonl", "run.toml", "invite", "reached.json"}
+    kept = {"lock", "identity.key", "journal.jsonl", "run.toml", "invite", "runs"}
     assert {path.name for path in command.home.glob("*")} <= kept
 
 
@@ -541,7 +557,7 @@ def test_one_interrupt_lets_a_node_leave_politely(crowd: Crowd) -> None:
     assert finished.why == "asked to leave"
     assert finished.step >= taken
     # One a round, the last few kept, and the last of all on leaving.
-    saved = max(path.name for path in (victim.home / "checkpoint").iterdir())
+    saved = max(path.name for path in victim.home.glob("runs/*/checkpoint/*"))
     assert saved.endswith(f"-{finished.step:010d}.safetensors")
     listed = [record["peer"] for stage in look(crowd.commands, crowd.invite)["stages"] for record in stage]
     assert name not in listed

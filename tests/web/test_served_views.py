@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from page_frames import BEGUN
 
+from noloco_node import tasks
 from noloco_node.cli.observation import Shown, replay
 from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
@@ -66,6 +67,31 @@ def test_metrics_and_page_are_shown_one_view(takes_part: bool) -> None:
         assert metrics.registry.get_sample_value("noloco_swarm_tokens") == view.tokens
 
     asyncio.run(main())
+
+
+def test_a_view_that_fails_is_told_once_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def main() -> None:
+        page = _Page()
+        views = ServedViews(None, page, PeerHistory("", 0))  # type: ignore[arg-type]
+        network: Any = SimpleNamespace(statistics=lambda: {})
+        broken, whole = SimpleNamespace(), membership()
+        monkeypatch.setattr(tasks, "AGAIN_S", 0.01)
+        async with background(views.follow(broken, network, RECIPE)):  # type: ignore[arg-type]
+            await asyncio.sleep(0.1)
+            broken.__dict__.update(whole.__dict__)
+            assert (await page.views.get()).peers
+
+    asyncio.run(main())
+    assert capsys.readouterr().err.count("the page or the metrics failed") == 1
+
+
+def test_an_event_that_cannot_be_counted_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    views = ServedViews(NodeMetrics("run"), None, PeerHistory("", 0))
+    for _ in range(2):
+        views.take(events.Lost(peer="a", what="exchange", why="", count=-1))
+    assert capsys.readouterr().err.count("cannot show everything") == 1
 
 
 def test_nothing_is_looked_at_where_nothing_is_served() -> None:

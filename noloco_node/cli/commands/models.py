@@ -23,13 +23,20 @@ def evaluate(
             show_default="the run's held-out split",
         ),
     ] = None,
-    batches: Annotated[int, typer.Option(metavar="N", min=1, help="At most so many batches of 8 sequences.")] = 64,
+    batches: Annotated[
+        int, typer.Option(metavar="N", min=1, help="At most so many batches of 8 sequences, spread over the text.")
+    ] = 64,
+    whole: Annotated[bool, typer.Option("--all", help="All of the text, however long that takes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a sentence.")] = False,
 ) -> None:
     """Print validation loss and perplexity of exported checkpoints, or of homes: merged, and each replica."""
+    from noloco_node.inference.models import check_models
+
+    check_models(directories or (), from_home or ())  # before torch is loaded
     from noloco_node.inference.evaluation import evaluate as evaluate_models
 
-    typer.echo(evaluate_models(directories or (), from_home or (), data=data, batches=batches, as_json=as_json))
+    most = None if whole else batches
+    typer.echo(evaluate_models(directories or (), from_home or (), data=data, batches=most, as_json=as_json))
 
 
 def generate(
@@ -45,6 +52,9 @@ def generate(
     seed: Annotated[int, typer.Option(help="Equal seeds give equal texts.")] = 0,
 ) -> None:
     """Let an exported checkpoint go on from a prompt, token by token."""
+    from noloco_node.export.provenance import known_run
+
+    known_run(directory)  # before torch is loaded
     from noloco_node.inference.generation import Sampling
     from noloco_node.inference.generation import generate as pieces
 

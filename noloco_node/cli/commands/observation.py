@@ -10,7 +10,7 @@ import typer
 from noloco_node.cli.event_loop import run_until_interrupted
 from noloco_node.cli.option_groups.directories import LocalOption
 from noloco_node.cli.option_groups.web import WebOpenOption, WebOption, page_place
-from noloco_node.cli.options import HomeOption, default_home, invite_text
+from noloco_node.cli.options import OWNER_RUN, HomeOption, OwnerOption, default_home, invite_text
 
 
 def watch(
@@ -31,6 +31,7 @@ def watch(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, instead of a picture.")] = False,
     home: HomeOption = None,
     local: LocalOption = None,
+    run: OwnerOption = OWNER_RUN,
     web: WebOption = None,
     web_open: WebOpenOption = False,
 ) -> None:
@@ -48,6 +49,6 @@ def watch(
         from noloco_node.swarm.invite import found
 
         home = home or default_home("node")
-        visitor = Visitor(tuple(local or ()), home)
+        visitor = Visitor(tuple(local or ()), home, run)
         invite = found(invite_text(given[0]) if given else None, home)
         run_until_interrupted(observation.watch(invite, shown, visitor))

@@ -102,19 +102,24 @@ class MachineOptions:
 
     def machines(self) -> Machines:
         """Return the machines; raise `UserError` (Exit.USAGE) where they cannot be read."""
+        figures = self.figures()  # a refusal comes before torch is loaded
         from noloco_node.planning.throughput import Machines
 
+        return Machines(**figures)
+
+    def figures(self) -> dict[str, Any]:
+        """Return the fields of the machines; raise `UserError` (Exit.USAGE) where they cannot be read."""
         all_ = self._all()
         down, both, up = all_["line"].partition("/")
-        return Machines(
-            count=all_["peers"],
-            gpu_bytes=read_size(all_["gpu"], "--gpu", "24GiB or 80GB"),
-            ram_bytes=read_size(all_["ram"], "--ram", "32GiB or 64GB"),
-            up_bytes_per_s=read_rate(up if both else down, "--line"),
-            down_bytes_per_s=read_rate(down, "--line"),
-            flops=1e12 * all_["tflops"],
-            latency_s=all_["latency_ms"] / 1000,
-        )
+        return {
+            "count": all_["peers"],
+            "gpu_bytes": read_size(all_["gpu"], "--gpu", "24GiB or 80GB"),
+            "ram_bytes": read_size(all_["ram"], "--ram", "32GiB or 64GB"),
+            "up_bytes_per_s": read_rate(up if both else down, "--line"),
+            "down_bytes_per_s": read_rate(down, "--line"),
+            "flops": 1e12 * all_["tflops"],
+            "latency_s": all_["latency_ms"] / 1000,
+        }
 
     def _given(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}

@@ -35,7 +35,9 @@ class MemberOptions:
     invite: Annotated[
         str | None,
         typer.Option(
-            help="The line that a bootstrap peer printed: `invite` adds a credential to it.", show_default=False
+            help="The line that a bootstrap peer printed, or a file that holds it: `invite` adds a credential to it, "
+            "`revoke` and `ban` hand that peer the list.",
+            show_default=False,
         ),
     ] = None
     days: Annotated[float, typer.Option(metavar="X", min=0.0, help="How long the invite lasts, or the ban.")] = 30.0

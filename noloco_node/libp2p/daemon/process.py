@@ -61,7 +61,7 @@ class Daemon:
         self._loop.add_reader(self._output.fileno(), self._read_output)
 
     async def wait_until_ready(self, start_s: float) -> None:
-        """Wait until the daemon can be asked; Trouble when it is not there in time, or not any more."""
+        """Wait until the daemon can be asked; `UserError` when it is not there in time, or not any more."""
         try:
             async with asyncio.timeout(start_s):
                 await self._ready.wait()
@@ -128,7 +128,7 @@ class Daemon:
 async def start_daemon(binary: str, arguments: Sequence[str], parent: Path, start_s: float) -> AsyncIterator[Daemon]:
     """Run p2pd with `arguments` for as long as the context, its sockets in a new directory in `parent`.
 
-    Raises Trouble(Exit.DAEMON) when it does not start.
+    Raises `UserError` (Exit.DAEMON) when it does not start.
     """
     directory = Path(tempfile.mkdtemp(prefix="", dir=parent))
     try:

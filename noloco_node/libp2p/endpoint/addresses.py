@@ -50,7 +50,7 @@ def place_text(raw: bytes) -> str:
 
 
 def check_listen(addresses: Sequence[str]) -> None:
-    """Check that we may listen on `addresses`; Trouble when one is wrong, or its port is taken."""
+    """Check that we may listen on `addresses`; `UserError` when one is wrong, or its port is taken."""
     for text in addresses:
         try:
             parts = _parse(text)
@@ -67,7 +67,7 @@ def check_listen(addresses: Sequence[str]) -> None:
 
 
 def check_announce(addresses: Sequence[str]) -> None:
-    """Check the addresses that we tell others; Trouble when one is wrong or has no port."""
+    """Check the addresses that we tell others; `UserError` when one is wrong or has no port."""
     for text in addresses:
         try:
             parts = _parse(text)

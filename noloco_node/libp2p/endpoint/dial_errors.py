@@ -13,7 +13,7 @@ from noloco_node.libp2p.endpoint.addresses import PeerAddress, parse_peer_addres
 
 
 def bootstrap_address(text: str) -> PeerAddress:
-    """Parse the address of a bootstrap peer; Trouble when it is wrong."""
+    """Parse the address of a bootstrap peer; `UserError` when it is wrong."""
     try:
         return parse_peer_address(text)
     except ValueError as error:

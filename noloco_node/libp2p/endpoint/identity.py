@@ -7,17 +7,17 @@ owner alone, whole or not at all; the peer id therefore survives restarts.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission.peer_keys import ID_HEADER, KEY_HEADER
 from noloco_node.errors import Exit, UserError
+from noloco_node.storage import atomic_file
 
 
 def ensure_identity(path: Path) -> bool:
-    """Create the key file unless it is there, and say whether it was; Trouble when it is damaged or cannot be used."""
+    """Create the key file unless it is there, and say whether it was; `UserError` when it cannot be used."""
     try:
         if path.exists():
             _check(path)
@@ -55,12 +55,5 @@ def _check(path: Path) -> None:
 
 def _create(path: Path) -> None:
     key = Ed25519PrivateKey.generate()
-    aside = path.with_name(path.name + ".new")
-    aside.unlink(missing_ok=True)
-    file = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        os.write(file, KEY_HEADER + key.private_bytes_raw() + key.public_key().public_bytes_raw())
-        os.fsync(file)
-    finally:
-        os.close(file)
-    aside.rename(path)
+    content = KEY_HEADER + key.private_bytes_raw() + key.public_key().public_bytes_raw()
+    atomic_file.write(path, content)

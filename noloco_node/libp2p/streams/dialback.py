@@ -15,9 +15,10 @@ import asyncio
 import ipaddress
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Annotated, NamedTuple, TypeAlias
 
-from noloco_node.libp2p.streams.stream import Stream
+from msgspec import Meta
+
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
 
@@ -34,11 +35,14 @@ _MOST_DIALS = 8
 """Attempts at the same time, on behalf of all who ask."""
 
 
+Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DialMe:
     """Dial me back, please: at these TCP ports, at most two."""
 
-    ports: tuple[int, ...]
+    ports: tuple[Port, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,8 +109,8 @@ class DialBackService:
         try:
             async with asyncio.timeout(ASK_S):
                 question = await conversation.receive()
-                ports = tuple(port for port in question.ports[:_MOST_PORTS] if 0 < port < 65536)
-                home = host_of(cast(Stream, conversation).origin) if ports else None
+                ports = tuple(port for port in question.ports[:_MOST_PORTS] if port)
+                home = host_of(conversation.origin) if ports else None
                 relays, place = await asyncio.gather(self._known(), self._dial(home, ports))
                 await conversation.send(DialBackReply(place=place, tried=home is not None, relays=relays))
         except TimeoutError:

@@ -45,6 +45,7 @@ from noloco_node.state_sync.starting_state import StartingState, from_checkpoint
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import PeerRecord
 from pipeline.forward_pass import is_shortage
+from pipeline.inner_optimiser import moment_ratio
 
 LOOKS, LOOK_S = 6, 5.0
 """How often, and after which pauses, a newcomer looks whether somebody comes back to a run that was begun."""
@@ -205,7 +206,9 @@ class _StateSearch:
         deadline_s = copying_s(weight_bytes, newcomer.slowest_bytes_per_s) if newcomer.deadlines else math.inf
         line = DownloadLink(newcomer.network, self._device, deadline_s)
         keep = newcomer.host.partial_download(self._number, weight_bytes)
-        return StateDownload(self._number, self._stage, line, newcomer.reporter, keep, self._saved)
+        inner = newcomer.run.inner
+        moments = download.MomentBounds(moment_ratio(inner.beta1, inner.beta2), inner.clip_norm)
+        return StateDownload(self._number, self._stage, line, newcomer.reporter, keep, self._saved, moments)
 
     async def _wait(self, seconds: float, for_replica: bool) -> None:
         """Look again a while later; say for whom we wait and since when, to our owner and in our record."""

@@ -6,8 +6,7 @@ device does once (memory, kernels, caches). The gradients are thrown away.
 A GPU is only known to have done its work when a number comes back from it. A source's backward pass returns none, so
 time is taken from one output to the next: that is a backward and a forward pass, in whatever order.
 
-What a forward pass keeps for the backward one is counted, the first time, as autograd lays it aside: that is exact on
-any device, where the memory in use before and after would tell of allocators and of everything else in the process.
+What a forward pass keeps for the backward one is counted, the first time (`noloco_node.machine.saved_tensors`).
 """
 
 from __future__ import annotations
@@ -45,6 +44,7 @@ def measure(
     """Return what a microbatch takes at stage `number`; a job of the device's thread, as is `clock`."""
     import torch
 
+    from noloco_node.machine.saved_tensors import SavedTensors
     from pipeline.activations.codec import encode
     from pipeline.stage import LOGITS
 
@@ -60,7 +60,7 @@ def measure(
     codec = ACTIVATION_CODECS[pipeline.codec]
     hidden, gradient = ids(shape) if number == 0 else numbers(codec.down), numbers(codec.back)
     targets = ids(pipeline.targets_shape)
-    marks, saved = [], _SavedTensors()
+    marks, saved = [], SavedTensors()
     if number == pipeline.stages - 1:
         marks.append(clock())
         for attempt in range(TIMES):
@@ -79,31 +79,3 @@ def measure(
     last = saved.bytes and number == pipeline.stages - 1
     beside = LOGITS_BESIDE * 4 * min(LOGITS, layout.vocabulary * targets.numel()) if last else 0
     return StageBenchmark(min(after - before for before, after in pairwise(marks)), saved.bytes + beside)
-
-
-class _SavedTensors:
-    """Counts what autograd keeps of a forward pass."""
-
-    def __init__(self) -> None:
-        self._sizes: dict[int, int] = {}
-
-    @property
-    def bytes(self) -> int:
-        return sum(self._sizes.values())
-
-    def __enter__(self) -> None:
-        import torch
-
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor)
-        self._hooks.__enter__()
-
-    def __exit__(self, *_: object) -> None:
-        self._hooks.__exit__()
-
-    def _note(self, tensor: Tensor) -> Tensor:
-        whole = tensor if tensor._base is None else tensor._base
-        # Leaves are the weights, and the input.
-        if not (whole.is_leaf and whole.requires_grad):
-            storage = tensor.untyped_storage()
-            self._sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor

@@ -3,20 +3,22 @@
 It builds the stage that the roster says is the weakest, takes made-up microbatches through it
 (`noloco_node.node.joining.stage_benchmark`) and reads the roster once more. From then on its speed is known at every
 stage, for all peers know what a microbatch costs at each. Stages that do not fit the memory of the device are left out.
-The need is the plan's estimate, in which the weights are certain and what microbatches in flight keep is not: that is
-measured too, and whoever finds that a stage needs more than is free looks at the others. Where nothing fits the least
-demanding one is tried, with a word of warning.
+The need is the plan's, and what a microbatch keeps is measured here once more: a newcomer whose stage needs more than
+fits looks at the others. What fits is `noloco_node.machine.memory`'s to say. Where nothing fits, the newcomer leaves
+before it copies anything: memory that runs out later costs a window, and perhaps the owner's other programs.
 
 Several newcomers may choose alike. All of them compute the same answer from the same records (`pipeline.placement`), so
 that only as many move as must. It takes one reading as a rule, and a few where rosters disagree; who is still not sure
 after `CLAIMS` of them stays where it is, since a replica too many does no harm and waiting for ever does.
 
-Whoever was told its stage by its owner takes it, measures nothing, and moves for nobody.
+A newcomer whose owner names its stage takes that one if it fits without any reserve, measures nothing, and moves for
+nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from itertools import count
 from random import Random
 from typing import NamedTuple
@@ -26,6 +28,7 @@ from msgspec import structs
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.machine.interface import ComputeHost, StageModel
+from noloco_node.machine.memory import usable_bytes, wanted_bytes
 from noloco_node.node.joining.newcomer import Newcomer
 from noloco_node.node.joining.stage_benchmark import measure
 from noloco_node.run.peer_state import PeerState
@@ -95,18 +98,42 @@ class FreeMemory(NamedTuple):
 def free_memory(host: ComputeHost, given_back: int | None = None) -> FreeMemory:
     """Return what is free. `given_back`: the stage that we serve until then."""
 
-    def with_own(free: int | None, needs: list[int]) -> int | None:
-        return free if free is None or not needs or given_back is None else free + needs[given_back]
+    def own(needs: list[int]) -> int:
+        return needs[given_back] if needs and given_back is not None else 0
 
+    beside = host.free_beside_bytes()
     return FreeMemory(
-        with_own(host.free_bytes(), host.needs_bytes), with_own(host.free_beside_bytes(), host.beside_bytes)
+        host.free_bytes(own(host.needs_bytes)), None if beside is None else beside + own(host.beside_bytes)
     )
 
 
 def fitting_stages(host: ComputeHost, free: FreeMemory, stages: int) -> tuple[int, ...]:
     """Return the stages that fit the device, and main memory beside it."""
-    beside = stages_that_fit(host.beside_bytes, free.beside, stages)
-    return tuple(stage for stage in stages_that_fit(host.needs_bytes, free.device, stages) if stage in beside)
+    device, beside = (None if each is None else int(usable_bytes(each)) for each in free)
+    both = stages_that_fit(host.needs_bytes, device, stages), stages_that_fit(host.beside_bytes, beside, stages)
+    return tuple(stage for stage in both[0] if stage in both[1])
+
+
+def _does_not_fit(host: ComputeHost, free: FreeMemory, stages: Sequence[int], *, reserve: bool) -> UserError:
+    """Return the refusal of these stages. `reserve`: they want more memory to be free than they need."""
+
+    def size(needs: int) -> str:
+        return format_bytes(wanted_bytes(needs) if reserve else needs)
+
+    has = "unknown" if free.device is None else format_bytes(free.device)
+    if host.beside_bytes and free.beside is not None:
+        has += f" of the device and {format_bytes(free.beside)} of main memory"
+    wants = ", ".join(
+        f"stage {stage} wants {size(host.needs_bytes[stage])}"
+        + (f" and {size(host.beside_bytes[stage])} of main memory" if host.beside_bytes else "")
+        for stage in stages
+    )
+    return UserError(
+        f"Stage {stages[0]} does not fit in memory here." if len(stages) == 1 else "No stage fits in memory here.",
+        why=f"free and allowed: {has}; {wants}" + (", a fifth of it in reserve" if reserve else ""),
+        hint="end other programs, allow more with --max-memory, or join a run with more stages",
+        code=Exit.DEVICE,
+    )
 
 
 async def claim_stage(newcomer: Newcomer, served: int | None) -> ClaimedStage:
@@ -171,7 +198,7 @@ async def _claim_requested(newcomer: Newcomer, requested: int) -> ClaimedStage:
     except ValueError as error:
         raise UserError(
             f"There is no stage {requested}.",
-            why=str(error),
+            why=str(error).partition(": ")[2],
             hint="leave out --stage, or choose one that is there",
             code=Exit.USAGE,
         ) from error
@@ -179,12 +206,18 @@ async def _claim_requested(newcomer: Newcomer, requested: int) -> ClaimedStage:
         newcomer.reporter.say(
             f"nobody can dial us, and stage {stage} lives on calls: expect no work; stage 0 needs none"
         )
+    host, free = newcomer.host, free_memory(newcomer.host)
+    both = ((host.needs_bytes, free.device), (host.beside_bytes, free.beside))
+    # A replica that moves knows its speed, has compared before it left, and may not have all of its memory back yet.
+    moves = newcomer.device_s > 0.0
+    if not moves and any(has is not None and needs and needs[stage] > has for needs, has in both):
+        raise _does_not_fit(host, free, (stage,), reserve=False)
     await newcomer.membership.claim(newcomer.claim_record(stage, PeerState.CATCHING_UP, newcomer.device_s))
     return ClaimedStage(stage)
 
 
 class _FittingStages:
-    """Which stages fit the memory that is free before one is built: by the plan's estimate, until one is measured.
+    """Which stages fit the memory that is free before one is built: by the plan, until one is measured.
 
     For whoever can only dial that is the first stage or none: all others are dialled by the stage before.
     """
@@ -194,31 +227,25 @@ class _FittingStages:
         self._within, self._free = servable(newcomer), free_memory(newcomer.host)
 
     def stages(self) -> tuple[int, ...]:
-        """Return the stages to choose from: those that fit, or the one that needs least."""
-        needs = self._host.needs_bytes
+        """Return the stages to choose from, those that fit; raise `UserError` (Exit.DEVICE) where none does."""
         fits = fitting_stages(self._host, self._free, self._pipeline.stages)
         fits = tuple(stage for stage in fits if stage in self._within)
-        if fits:
-            return fits
-        least, beside = min(self._within, key=needs.__getitem__), self._host.beside_bytes
-        has, wants = format_bytes(self._free.device or 0), format_bytes(needs[least])
-        if beside and self._free.beside is not None:
-            has += f", and {format_bytes(self._free.beside)} of main memory"
-            wants += f", and {format_bytes(beside[least])} of main memory"
-        self._say(f"no stage fits the memory that is free ({has}); trying stage {least}, which needs least: {wants}")
-        return (least,)
+        if not fits:
+            raise _does_not_fit(self._host, self._free, self._within, reserve=True)
+        return fits
 
     def correct(self, stage: int, kept_bytes: int) -> None:
         """Correct what a stage needs, given what a microbatch was seen to keep."""
         needs, graph, free = self._host.needs_bytes, self._host.graph_bytes, self._free.device
         if not (needs and graph and kept_bytes):
             return
-        estimate, measured = needs[stage], needs[stage] - graph[stage] + kept_bytes
+        planned, measured = needs[stage], needs[stage] - graph[stage] + kept_bytes
         needs[stage], graph[stage] = measured, kept_bytes
-        if free is not None and estimate <= free < measured:
+        if free is not None and planned <= usable_bytes(free) < measured:
             self._say(
                 f"stage {stage} does not fit: it needs {format_bytes(measured)} by what a microbatch takes"
-                f" ({format_bytes(estimate)} were estimated), and {format_bytes(free)} are free"
+                f" ({format_bytes(planned)} by the plan), and {format_bytes(usable_bytes(free))} of the"
+                f" {format_bytes(free)} that are free may be used"
             )
 
 

@@ -34,3 +34,7 @@ class BlockText:
     async def restore(self, position: Mapping[str, Any]) -> bool:
         """Go back to a position; False where it is of another text."""
         return self._blocks.restore(dict(position))
+
+    def news(self) -> list[str]:
+        """Return what was left out of the text since the last call."""
+        return self._blocks.news()

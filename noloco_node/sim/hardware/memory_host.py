@@ -45,7 +45,7 @@ class MemoryHost:
     def build(self, stage: int) -> StageModel:
         return self._build(stage)
 
-    def free_bytes(self) -> int | None:
+    def free_bytes(self, given_back: int = 0) -> int | None:
         return None
 
     def free_beside_bytes(self) -> int | None:

@@ -85,6 +85,11 @@ class PricedStage:
         """The shape of each parameter."""
         return self._stage.shapes
 
+    @property
+    def fixed(self) -> frozenset[int]:
+        """Numbers of the parameters that are never moved."""
+        return self._stage.fixed
+
     def forward(self, hidden: Tensor, targets: Tensor | None = None, /) -> _WatchedPass:
         """Run a forward pass, at its price."""
         self._charge(self._prices.forward_s + self._prices.coding_s)

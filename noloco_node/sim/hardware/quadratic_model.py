@@ -93,6 +93,11 @@ class QuadraticModel:
         """The shape of the weights."""
         return ((self._size,),)
 
+    @property
+    def fixed(self) -> frozenset[int]:
+        """None: all of it is trained."""
+        return frozenset()
+
     def forward(self, hidden: Tensor, targets: Tensor | None = None, /) -> _Pass:
         """Hand the microbatch's number on: activations [batch, sequence, width]."""
         width = _width(self._size)
@@ -204,3 +209,7 @@ class RandomBatches:
         """Go back to a position."""
         self.drawn = int(position["drawn"])
         return True
+
+    def news(self) -> list[str]:
+        """Nothing is left out of it."""
+        return []

@@ -105,6 +105,11 @@ class StreamEnd:
         return self._peer
 
     @property
+    def origin(self) -> str:
+        """Nothing: a simulated peer has no address."""
+        return ""
+
+    @property
     def is_quiet(self) -> bool:
         """Whether both ends are open, and no message waits."""
         return not (self.is_over or self._peer_ended or self._inbox)
@@ -303,6 +308,11 @@ class StreamEnd:
 
     def _take(self, message: Any) -> None:
         if not self._left and self._broken is None:
+            try:
+                self.schema.check_numbers(message)
+            except Violation as violation:
+                self._take_end(EndOfStream(Violation, str(violation)))
+                return
             self._inbox.append(message)
             self._wake()
 

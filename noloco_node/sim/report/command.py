@@ -22,13 +22,13 @@ from msgspec import structs
 from noloco_node.errors import Exit, UserError, config_error, leaves
 from noloco_node.run.runfile import load_run
 from noloco_node.sim.clock import Deadlock
-from noloco_node.sim.explore.search import explore, replay
 from noloco_node.sim.report.collector import EventCollector
 from noloco_node.sim.report.figures import Report, make_report
 from noloco_node.sim.report.page_watcher import PageWatcher
 from noloco_node.sim.report.progress_bar import ProgressBar
 from noloco_node.sim.report.text import lines
 from noloco_node.sim.report.trace import EventTrace, trace_file
+from noloco_node.sim.scenario.faults import Hostile
 from noloco_node.sim.scenario.scenario import Scenario, line_of, load_scenario, problems
 from noloco_node.sim.scenario.setup import SimSetup, base, build_setup
 from noloco_node.sim.world import Stuck, Watcher, World, simulate
@@ -48,11 +48,6 @@ class SimulationFlags(NamedTuple):
     stages: int | None = None
     rounds: int | None = None
     seed: int | None = None
-
-    @property
-    def of_the_swarm(self) -> bool:
-        """Whether any flag but the seed was given."""
-        return any(value is not None for value in self[:3])
 
 
 class SimulationRequest(NamedTuple):
@@ -104,36 +99,6 @@ def _simulate_and_tell(
     return Exit.OK if report.standstill is None else Exit.BUG
 
 
-def search(path: Path | None, flags: SimulationFlags, wanted: SimulationRequest, count: int, say: Say) -> int:
-    """Run `count` random fault schedules from the seed on; return the exit code."""
-    if wanted != SimulationRequest():
-        raise _misuse(
-            "--explore does not go with --json, --out, --trace or --web.",
-            "it says which seeds break an invariant and leaves no files",
-            f"noloco-node simulate --explore {count}; then --seed S --trace shows one of its seeds",
-        )
-    if path is not None or flags.of_the_swarm:
-        raise _misuse(
-            "--explore makes its own swarms.",
-            "it draws a small swarm and its faults from each seed",
-            f"leave the scenario and its flags away: noloco-node simulate --explore {count} --seed 0",
-        )
-    torch.set_num_threads(1)
-    return explore(count, flags.seed or 0, say)
-
-
-def repeat(seed: int, wanted: SimulationRequest, say: Say) -> int:
-    """Replay the random fault schedule of a seed with all its events; return the exit code."""
-    if wanted != SimulationRequest(trace=True):
-        raise _misuse(
-            "--seed and --trace alone replay a schedule of --explore, without --json or --out.",
-            "a replay says its events and leaves no files",
-            f"leave --json and --out away; or trace a swarm of flags: --peers 4 --seed {seed} --trace",
-        )
-    torch.set_num_threads(1)
-    return replay(seed, say)
-
-
 # The scenario.
 
 
@@ -178,6 +143,12 @@ def _misuse(what: str, why: str, hint: str) -> UserError:
 
 def complete(scenario: Scenario, path: Path | None) -> SimSetup:
     """Work a scenario out, and look at its faults again now that it is known who takes part."""
+    if any(isinstance(fault, Hostile) for fault in scenario.fault):
+        raise config_error(
+            f"{path}: hostile peers are not simulated by this command.",
+            "they are part of the project's tests, which know what they must not achieve",
+            f"in a checkout of the project: python -m tests.explorer --scenario {path}",
+        )
     setting = build_setup(scenario)
     pipeline = setting.run.pipeline
     swarm = structs.replace(
@@ -266,7 +237,7 @@ def _write(directory: Path, report: Report) -> None:
     _make(directory)
     for name, content in files.items():
         try:
-            write_whole(directory / name, content)
+            write_whole(directory / name, content, public=True)
         except UserError as trouble:
             raise _refused(directory / name, trouble.why) from trouble
 

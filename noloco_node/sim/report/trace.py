@@ -6,7 +6,6 @@ aside and renamed at the end, so that a simulation that was interrupted leaves n
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,16 +19,17 @@ from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.report.text import fault_words
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.world import Watcher, World
+from noloco_node.storage import atomic_file
 
 
 @contextmanager
 def trace_file(path: Path) -> Iterator[BinaryIO]:
     """Yield a file to write, which is at `path` once the block has ended well; raise `UserError` where it cannot be."""
-    aside = path.with_name(f".{path.name}.part")
     try:
-        with aside.open("wb") as file:
-            yield file
-        os.replace(aside, path)
+        with atomic_file.replacing(path) as aside:
+            with aside.open("wb") as file:
+                yield file
+            atomic_file.flush(aside)
     except OSError as error:
         raise UserError(
             f"cannot write {path}",
@@ -37,8 +37,6 @@ def trace_file(path: Path) -> Iterator[BinaryIO]:
             hint="free some space, or give another directory with --out",
             code=Exit.STORAGE,
         ) from error
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 class EventTrace(Watcher):

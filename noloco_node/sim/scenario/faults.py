@@ -119,7 +119,7 @@ Attacks = Literal[
 class Hostile(_At, frozen=True, tag="hostile"):
     """A peer's program is ended, and a hostile one begins in its place, with the same name, disk and line.
 
-    `how`: what it does, see `noloco_node.sim.attack_kinds`.
+    `how`: what it does, see `tests.explorer.attack_kinds`.
     """
 
     peer: str

@@ -28,6 +28,10 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 SCENARIO_BYTES = 2**20
 MOST_PEERS = 20_000
+ROUNDS_OF_A_RUN = 5
+"""That are simulated of a run file by itself."""
+_RUN_SECTION = re.compile(r"(?m)^\s*\[model(\.sizes)?\]")
+"""What no scenario has and every run file."""
 _HEADING = re.compile(r"\s*\[{1,2}([A-Za-z0-9_. -]+)\]{1,2}\s*(?:#.*)?$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
@@ -128,7 +132,10 @@ def peer_name(stage: int, replica: int) -> str:
 
 
 def load_scenario(path: Path) -> Scenario:
-    """Read a scenario file; raise `UserError` (Exit.CONFIG) naming the line and the field at fault."""
+    """Read a scenario file, or a run file: then it is a few rounds of that run on the default network and devices.
+
+    Raises `UserError` (Exit.CONFIG) naming the line and the field at fault.
+    """
     try:
         with path.open("rb") as file:
             raw = file.read(SCENARIO_BYTES + 1)
@@ -141,6 +148,8 @@ def load_scenario(path: Path) -> Scenario:
         raise config_error(
             f"{path} is too long for a scenario.", f"it has more than {SCENARIO_BYTES} bytes", "shorten it"
         )
+    if _RUN_SECTION.search(text):
+        return Scenario(name=path.stem, swarm=SwarmConfig(run=str(path), rounds=ROUNDS_OF_A_RUN))
     scenario = decode_scenario(text, str(path))
     if scenario.swarm.run is None:
         return scenario
@@ -263,7 +272,7 @@ def _faults(scenario: Scenario) -> Iterator[_Problem]:
         field = f"fault[{number}].{'groups' if isinstance(fault, faults.Partition) else 'peer'}"
         for peer in faults.peers_of(fault):
             if not _NAME.fullmatch(peer):
-                yield _Problem(field, f"{short(peer)!r} is no name", "letters, digits, - and _")
+                yield _Problem(field, f"{short(peer)!r} is no name", "ASCII letters, digits, - and _")
             elif known is not None and peer not in known:
                 hint = f"planned peers are {known[0]} to {known[-1]}; others come by a fault of the kind join"
                 yield _Problem(field, f"there is no peer {short(peer)}", hint)

@@ -13,6 +13,7 @@ from msgspec import structs
 from noloco_node.errors import config_error
 from noloco_node.limits.budget import OwnerLimits
 from noloco_node.machine.interface import Dimensions, StageModel
+from noloco_node.machine.memory import free_of_gpu, usable_bytes
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, bandwidth_seconds, microbatch_bytes
 from noloco_node.planning.plan import graphs_that_fit, in_flight, mean_steps_per_round, memories
 from noloco_node.planning.throughput import coding_seconds
@@ -242,11 +243,13 @@ def _with_memory(
     needs, found = memories(run, plan, half=run.precision == "auto"), []
     for number, (price, memory) in enumerate(zip(prices, needs, strict=True)):
         most = in_flight(run.pipeline, last=number == len(prices) - 1)
-        if memory.computing > memory_bytes:
+        free = free_of_gpu(memory_bytes)
+        usable = usable_bytes(free)
+        if memory.computing > usable:
             raise config_error(
                 f"Stage {number} does not fit on devices of {format_bytes(memory_bytes)}.",
-                f"it takes {format_bytes(memory.computing)} at least",
+                f"it takes {format_bytes(memory.computing)} at least, and {format_bytes(usable)} may be used",
                 "more stages, or a larger devices.memory_gib",
             )
-        found.append(price._replace(graphs=graphs_that_fit(int(memory_bytes), memory.computing, memory.graph, most)))
+        found.append(price._replace(graphs=graphs_that_fit(int(free), memory.computing, memory.graph, most)))
     return tuple(found)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 from torch import Tensor
 
-from benchmarks.codec.whole_sets import decode, encode, meant_by, settle
 from gossip.exchange.codec import Coded, Feedback, check
 from gossip.exchange.formats import BLOCK, Format, wire_bytes, wire_specs
 from gossip.exchange.int4_step import FAR, FEW, FINEST, common_steps
@@ -20,6 +19,7 @@ from gossip.exchange.quantise import PIECE
 from gossip.exchange.swap import NORM_RATIO, norm, probe_coordinates
 from gossip.rule.outer_step import Tensors, mean
 from noloco_node.network.schema import TensorSpec
+from research.codec.whole_sets import decode, encode, meant_by, settle
 
 SHAPES = ((3, 7), (), (0,), (2 * BLOCK + 5,), (BLOCK,), (2, 0, 3), (1,))
 LOSSY = (Format.BFLOAT16, Format.INT8, Format.INT4)

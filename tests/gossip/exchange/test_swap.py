@@ -80,10 +80,7 @@ IMPLAUSIBLE = {
     "another dtype": replace(probed(), slow=torch.ones(17, dtype=torch.float64)),
     "one NaN": replace(probed(), slow=torch.full((17,), math.nan)),
     "a probe of the snapshot where none is wanted": probed(fast=True),
-    "met before the first round": replace(probed(), last_met=-1),
     "met in a round to come": replace(probed(), last_met=6),
-    "no round": replace(probed(), round=-1),
-    "less than no version": replace(probed(), version=-5),
 }
 
 

@@ -355,6 +355,38 @@ def test_whoever_disowns_its_weights_takes_the_partners_however_unlike(disowned:
         assert newcomer.rounds.last_met == 9
 
 
+@pytest.mark.parametrize(("rounds", "during_meeting"), [(40, False), (40, True), (2, False), (2, True)])
+def test_disowned_weights_are_given_up_for_a_partners_whenever_they_were_disowned(
+    rounds: int, during_meeting: bool
+) -> None:
+    """In the run's first rounds nobody is beyond the bound, and a meeting that has begun ends in a mean."""
+
+    async def main() -> list[Toy]:
+        world, settings = World(latency_s=0.6), replace(SETTINGS, staleness_at_most=16, inner_steps_per_round=20)
+        start = torch.linspace(1.0, 2.0, SIZE)
+        toys = [
+            Toy(world, "honest", settings, optimum=9.0, origin=origin(start, rounds=rounds, last_met=rounds)),
+            Toy(world, "newcomer", settings, optimum=9.0, origin=origin(start + 0.5, rounds=rounds, last_met=rounds)),
+        ]
+
+        async def judge() -> None:
+            while during_meeting and toys[1].rounds.view.meeting_partner is None:  # noqa: ASYNC110 - the time is virtual
+                await asyncio.sleep(0.1)
+            toys[1].rounds.disown()
+
+        judging = asyncio.create_task(judge())
+        await live(toys, 100)
+        await judging
+        return toys
+
+    _, newcomer = run(main())
+    adopted = [step.adopted for step in newcomer.met]
+    assert adopted[: 1 + during_meeting] == [False, True][1 - during_meeting :]
+    assert sum(adopted) == 1
+    assert not newcomer.rounds.disowned
+    assert newcomer.rounds.last_met > rounds
+
+
 def undisturbed(start: Tensor, steps: int, optimum: float) -> Tensor:
     for _ in range(steps):
         start = start - 0.05 * (start - optimum)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from toy_gossip import at_once
 
-from benchmarks.codec.whole_sets import decode, meant_by
 from gossip.exchange.codec import OWED, Encoded, Feedback, Sides, encode
 from gossip.exchange.formats import BLOCK, Format
 from gossip.exchange.messages import Implausible
@@ -21,6 +20,7 @@ from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot
 from gossip.rounds.piecewise_step import Owed, Rule, Step, take_step
 from gossip.rule.meeting_shares import EVEN, Shares, shares_by_steps
 from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors, pseudo_gradient, step_alone, step_pair
+from research.codec.whole_sets import decode, meant_by
 
 SHAPES = ((3, 700), (), (0,), (2 * BLOCK + 5,), (1,))
 few = settings(max_examples=25, deadline=None)
@@ -133,6 +133,25 @@ def test_a_pair_steps_as_the_rule_says_whatever_the_pieces(
         assert same(owed.fast.residual, residuals[0])
     if slow is not None and form is not Format.FLOAT32:
         assert same(owed.slow.residual, rounded(pseudo_gradient(meant_by(slow_before, residuals[1]), mine_slow)))
+
+
+@few
+@given(st.sampled_from(list(Format)), outers, delays, seeds, st.sets(st.integers(0, len(SHAPES) - 1), min_size=1))
+def test_tensors_that_are_fixed_stay_exactly_as_they_are(
+    form: Format, outer: Outer, delay: Delay, seed: int, fixed: set[int]
+) -> None:
+    state, snapshot = state_of(seed, outer, delay, 0), draw(seed, 4)
+    slow = None if outer.gamma == outer.beta else sent(form, state.slow, (), plus(state.slow, draw(seed, 8, 0.05)))
+    steps = [Step(copied(snapshot), sent(form, snapshot, (), plus(snapshot, draw(seed, 7, 0.05))), slow)]
+    if not form.is_modular:
+        steps.append(Step(copied(snapshot), adopts=encode(form, draw(seed, 7)).coded))
+    before = copied(state.slow)
+    for step in steps:
+        state = take_step(step, state, Owed(Feedback(form), Feedback(form)), Rule(outer, delay, frozenset(fixed)))
+        for number in fixed:
+            assert torch.equal(state.slow[number], before[number])
+            assert not step.snapshot[number].any()
+        assert all(tensor.isfinite().all() for part in state[:3] for tensor in part)
 
 
 @few

@@ -5,7 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossip.rule.staleness import ContributionWeights, Met, clock, contribution_weights, last_met_after, staleness
+from gossip.rule.staleness import (
+    DISOWNED,
+    ContributionWeights,
+    Met,
+    clock,
+    contribution_weights,
+    last_met_after,
+    staleness,
+)
 
 bounds = st.integers(0, 30)
 
@@ -17,12 +25,11 @@ def sides(draw: st.DrawFn) -> Met:
 
 
 def judged(own: Met, other: Met, at_most: int) -> ContributionWeights:
-    now = clock(own, other)
-    return contribution_weights(staleness(own, now), staleness(other, now), at_most)
+    return contribution_weights(own, other, at_most)
 
 
-@given(st.integers(0, 40), st.integers(0, 40), bounds)
-def test_terms_mirror_each_other_and_who_is_too_stale_counts_for_nothing(own: int, other: int, at_most: int) -> None:
+@given(sides(), sides(), bounds)
+def test_terms_mirror_each_other_and_who_is_too_stale_counts_for_nothing(own: Met, other: Met, at_most: int) -> None:
     mirrored = {
         ContributionWeights.BOTH: ContributionWeights.BOTH,
         ContributionWeights.MINE: ContributionWeights.THEIRS,
@@ -30,10 +37,18 @@ def test_terms_mirror_each_other_and_who_is_too_stale_counts_for_nothing(own: in
     }
     found = contribution_weights(own, other, at_most)
     assert contribution_weights(other, own, at_most) == mirrored[found]
-    fresh = {
-        side for side, age in ((ContributionWeights.MINE, own), (ContributionWeights.THEIRS, other)) if age <= at_most
-    }
+    now = clock(own, other)
+    ages = (ContributionWeights.MINE, staleness(own, now)), (ContributionWeights.THEIRS, staleness(other, now))
+    fresh = {side for side, age in ages if age <= at_most}
     assert found == (fresh.pop() if len(fresh) == 1 else ContributionWeights.BOTH)
+
+
+@given(sides(), st.integers(0, 60), bounds)
+def test_disowned_weights_count_for_nothing_in_any_round(other: Met, round: int, at_most: int) -> None:
+    disowned = Met(round, DISOWNED)
+    assert judged(disowned, other, at_most) is ContributionWeights.THEIRS
+    assert judged(other, disowned, at_most) is ContributionWeights.MINE
+    assert judged(disowned, Met(other.round, DISOWNED), at_most) is ContributionWeights.BOTH
 
 
 @given(sides(), sides(), st.integers(0, 50), st.integers(0, 50), bounds)

@@ -31,7 +31,6 @@ from noloco_node.planning.model_layout import make_stage, model_layout
 from noloco_node.planning.plan import device_needs
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
-from noloco_node.sim.explore.search import ExploreResult, examine
 from noloco_node.sim.hardware.device import VirtualDevice
 from noloco_node.sim.hardware.memory_host import MemoryHost
 from noloco_node.sim.hardware.memory_store import MemoryStore
@@ -45,6 +44,7 @@ from noloco_node.sim.world import World, simulate
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
 from pipeline.placement import capacities
+from tests.explorer.search import ExploreResult, examine
 
 CPU = torch.device("cpu")
 WORK = (1.0, 1.0, 2.0)
@@ -55,7 +55,7 @@ class SmallHost(MemoryHost):
 
     free: int | None = None
 
-    def free_bytes(self) -> int | None:
+    def free_bytes(self, given_back: int = 0) -> int | None:
         return self.free
 
 
@@ -186,17 +186,38 @@ def test_newcomers_that_start_together_spread_and_end(count: int) -> None:
         assert capacity[each.stage] - 1.0 / each.device_s <= min(capacity) * 1.01
 
 
-def test_a_stage_that_does_not_fit_is_left_out_and_the_least_is_tried_where_nothing_fits() -> None:
-    async def main(hub: SimNetwork) -> tuple[Seeker, ClaimedStage, Seeker, ClaimedStage]:
+def test_a_stage_that_does_not_fit_is_left_out() -> None:
+    async def main(hub: SimNetwork) -> tuple[Seeker, ClaimedStage]:
         await Seeker(hub, "a").serve(0, 0.5)
         await Seeker(hub, "b").serve(1, 1.0)
-        small, tiny = Seeker(hub, "small", free=250), Seeker(hub, "tiny", free=50)
-        return small, await claim_stage(small.newcomer, None), tiny, await claim_stage(tiny.newcomer, None)
+        small = Seeker(hub, "small", free=250)
+        return small, await claim_stage(small.newcomer, None)
 
-    small, place, tiny, least = claimed(main)  # type: ignore[misc]
-    assert (place.number, least.number) == (1, 0)
+    small, place = claimed(main)  # type: ignore[misc]
+    assert place.number == 1
     assert any("we cannot serve stage 2, which is weaker (0)" in line for line in small.said)
-    assert "no stage fits the memory that is free" in tiny.said[0]
+
+
+def test_where_no_stage_fits_the_newcomer_leaves_before_it_builds_or_claims_anything() -> None:
+    """What is free or allowed is never overrun; an owner who names a stage may use the reserve, and no more."""
+
+    async def main(hub: SimNetwork) -> tuple[list[UserError], list[Seeker], ClaimedStage]:
+        seekers = [Seeker(hub, "tiny", free=124), Seeker(hub, "told", free=199, wish=1)]
+        refusals = []
+        for seeker in seekers:
+            with pytest.raises(UserError) as refusal:
+                await claim_stage(seeker.newcomer, None)
+            refusals.append(refusal.value)
+            assert not seeker.membership.roster.stage(0) + seeker.membership.roster.stage(1)
+        return refusals, seekers, await claim_stage(Seeker(hub, "knows", free=200, wish=1).newcomer, None)
+
+    (whole, one), seekers, place = claimed(main)  # type: ignore[misc]
+    assert whole.code is one.code is Exit.DEVICE
+    assert "124 B; stage 0 wants 125 B, stage 1 wants 250 B, stage 2 wants 375 B" in whole.why
+    assert "199 B; stage 1 wants 200 B" in one.why
+    assert "--max-memory" in whole.hint
+    assert [seeker.built for seeker in seekers] == [[], []]
+    assert place.number == 1
 
 
 def test_whom_nobody_can_dial_takes_the_first_stage_though_another_is_weaker() -> None:
@@ -222,8 +243,8 @@ def test_a_stage_that_keeps_more_of_a_microbatch_than_was_estimated_is_left_to_o
     async def main(hub: SimNetwork) -> tuple[Seeker, ClaimedStage, ClaimedStage]:
         await Seeker(hub, "a").serve(0, 0.5)
         await Seeker(hub, "b").serve(1, 1.0)
-        # Of stage 2, with one graph: 300 - 20 + 100.
-        small, large = Seeker(hub, "small", free=379), Seeker(hub, "large", free=380)
+        # Of stage 2, with one graph: 300 - 20 + 100, four fifths of what must be free.
+        small, large = Seeker(hub, "small", free=474), Seeker(hub, "large", free=475)
         place = await claim_stage(small.newcomer, None)
         return small, place, await claim_stage(large.newcomer, None)
 
@@ -235,18 +256,19 @@ def test_a_stage_that_keeps_more_of_a_microbatch_than_was_estimated_is_left_to_o
 
 
 def test_a_stage_must_fit_main_memory_too_where_the_device_has_its_own() -> None:
-    async def main(hub: SimNetwork) -> tuple[Seeker, ClaimedStage, ClaimedStage]:
-        places = []
-        for name, beside in (("poor", [50, 60, 70]), ("poorest", [60, 70, 80])):
-            seeker = Seeker(hub, name, free=1000)
+    async def main(hub: SimNetwork) -> tuple[ClaimedStage, UserError]:
+        poor, poorest = Seeker(hub, "poor", free=1000), Seeker(hub, "poorest", free=1000)
+        for seeker, beside in ((poor, [40, 60, 70]), (poorest, [60, 70, 80])):
             seeker.newcomer.host.beside_bytes[:] = beside
             seeker.newcomer.host.free_beside_bytes = lambda: 55  # type: ignore[method-assign]
-            places.append(await claim_stage(seeker.newcomer, None))
-        return seeker, places[0], places[1]
+        place = await claim_stage(poor.newcomer, None)
+        with pytest.raises(UserError) as refusal:
+            await claim_stage(poorest.newcomer, None)
+        return place, refusal.value
 
-    seeker, place, least = claimed(main)  # type: ignore[misc]
-    assert (place.number, least.number) == (0, 0)
-    assert "55 B of main memory" in seeker.said[0]
+    place, refusal = claimed(main)  # type: ignore[misc]
+    assert place.number == 0
+    assert "1 kB of the device and 55 B of main memory" in refusal.why
 
 
 def test_of_equals_the_stage_of_an_earlier_life() -> None:

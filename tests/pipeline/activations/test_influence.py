@@ -132,3 +132,13 @@ def test_sizes_that_grow_are_followed() -> None:
     assert 0 < refused < 40
     wire = encode(PLAIN, numbers(0, 10 * REFUSE))
     assert bound.bounded("p0", wire) is wire
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_the_least_size_counts_values_whatever_they_take_on_the_wire(code: ActivationCode) -> None:
+    with mock.patch("pipeline.activations.influence.LEAST_VALUES", 1024):
+        bound = taught(code)  # of 1,024 values each, in 3 bits no 500 bytes
+        with pytest.raises(ValueError, match="of the size"):
+            bound.bounded("liar", encode(code, numbers(1, 1e6)))
+        few = encode(code, numbers(1, 1e6)[:, :7])
+        assert bound.bounded("liar", few) is few

@@ -41,6 +41,8 @@ def names(topics: set[str], keys: set[str]) -> dict[str, Any]:
         "keys": sorted(key.partition("/")[2] for key in keys),
         "key of relays": secret.key(product.told.KEY),
         "invite": product.format_invite(digest, [PLACE, OTHER_PLACE]),
+        # A field at its default is not in a run's id: a default that changes needs a new version of the wire.
+        "defaults": msgspec.to_builtins(product.RunConfig(model=product.ModelConfig())),
         "presets": {preset: _preset(preset) for preset in product.PRESETS},
     }
 

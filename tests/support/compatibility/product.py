@@ -59,11 +59,11 @@ from noloco_node.network.wire import beat, encode, end, error
 from noloco_node.network.wrapper import NetworkWrapper as Around
 from noloco_node.planning.model_layout import build_stage, model_layout
 from noloco_node.planning.plan_text import report as check_report
+from noloco_node.run.config import ModelConfig, RunConfig
 from noloco_node.run.peer_state import PeerState as State
 from noloco_node.run.presets import PRESETS, run_text
 from noloco_node.run.protocols import gossip_schema, microbatch_schema, state_schema, topic
 from noloco_node.run.runfile import canonical, content_hashes
-from noloco_node.sim.explore.schedule_generator import draw as drawn_scenario
 from noloco_node.sim.report.collector import EventCollector as Tally
 from noloco_node.sim.report.command import SimulationFlags as Flags
 from noloco_node.sim.report.command import complete, put_together
@@ -94,3 +94,4 @@ from noloco_node.swarm.run_distribution import RunFileText as Recipe
 from noloco_node.swarm.run_distribution import RunRequest
 from noloco_node.swarm.run_progress import SourceRecord, decode_source
 from pipeline.messages import Gradient, Microbatch, Reason, Refused
+from tests.explorer.schedule_generator import draw as drawn_scenario

@@ -1,0 +1,218 @@
+"""Rows of files on this machine: JSON Lines and Parquet, of which one field is read and nothing else.
+
+What other fields a row has does not matter, nor that they change from file to file: no schema is worked out. A row
+without text in the field is a `BadRow`, to be counted, and ends nothing. JSON files may be packed (gz, bz2, xz, zst),
+and may be one array of objects. A shard is a JSON file, or a row group of a Parquet file; its state is the number of
+rows read, and for a JSON file that is not packed the place of the next.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import msgspec
+
+_BOM = b"\xef\xbb\xbf"
+_BATCH_ROWS = 256
+_ROW = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_MISSING = object()
+
+
+class BadRow(NamedTuple):
+    """A row, or several, that hold no text. `kind`: why, as `UnreadText.note` has it."""
+
+    kind: str
+    where: str
+    rows: int = 1
+
+
+Row = str | BadRow
+
+
+class LocalRows:
+    """The rows of a list of files, in shards. `unreadable`: files that are no data at all."""
+
+    column_names = None
+
+    def __init__(self, files: Sequence[tuple[str, Path]], source: str, field: str) -> None:
+        """List the shards; raise ValueError where no file can be read."""
+        self._field = field
+        self.unreadable: list[BadRow] = []
+        self._shards: list[tuple[str, Path, int]] = []
+        for name, path in files:
+            if source == "json":
+                self._shards.append((name, path, -1))
+            else:
+                self._shards += [(name, path, group) for group in range(self._groups(name, path))]
+        if not self._shards:
+            why = "; ".join(f"{each.where} {each.kind}" for each in self.unreadable[:3])
+            raise ValueError(why or "its files have no rows")
+
+    def _groups(self, name: str, path: Path) -> int:
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+
+        try:
+            with ParquetFile(path) as file:
+                return int(file.num_row_groups)
+        except (pyarrow.ArrowException, OSError) as error:
+            self.unreadable.append(BadRow("cannot be read and is left out", f"{name} ({_short(error)})"))
+            return 0
+
+    @property
+    def num_shards(self) -> int:
+        """How many there are."""
+        return len(self._shards)
+
+    def shard(self, num_shards: int, index: int) -> JsonShard | ParquetShard:
+        """Return one of them; `num_shards` is as many as there are."""
+        assert num_shards == len(self._shards)
+        name, path, group = self._shards[index]
+        return JsonShard(name, path, self._field) if group < 0 else ParquetShard(name, path, group, self._field)
+
+
+class JsonShard:
+    """The rows of one JSON file."""
+
+    def __init__(self, name: str, path: Path, field: str) -> None:
+        self._name, self._path, self._field = name, path, field
+        self._rows = self._offset = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where the next row begins."""
+        return {"rows": self._rows, "offset": self._offset}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on there."""
+        self._rows, self._offset = (_count(state, name) for name in ("rows", "offset"))
+
+    def __iter__(self) -> Iterator[Row]:
+        try:
+            with _unpacked(self._path) as file:
+                if file.peek(len(_BOM)).startswith(_BOM):
+                    file.read(len(_BOM))
+                is_array = file.peek(64)[:64].lstrip().startswith(b"[")
+                yield from self._array(file) if is_array else self._lines(file)
+        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:  # a packed file may be torn
+            yield BadRow("cannot be read further, and its rest is left out", f"{self._name} ({_short(error)})")
+
+    def _lines(self, file: io.BufferedReader) -> Iterator[Row]:
+        plain = self._path.suffix not in _PACKED
+        if plain and self._offset:
+            file.seek(self._offset)
+        else:
+            for _ in range(self._rows):
+                file.readline()
+        while line := file.readline():
+            self._rows += 1
+            self._offset = file.tell() if plain else 0
+            if line.strip():
+                yield self._row(line, f"{self._name}:{self._rows}")
+
+    def _array(self, file: io.BufferedReader) -> Iterator[Row]:
+        try:
+            rows = json.load(file)
+        except (ValueError, RecursionError) as error:
+            yield BadRow("is no JSON and is left out", f"{self._name} ({_short(error)})")
+            return
+        for row in rows[self._rows :]:
+            self._rows += 1
+            yield self._text_in(row, f"{self._name}, row {self._rows}")
+
+    def _row(self, line: bytes, where: str) -> Row:
+        try:
+            row = _ROW.decode(line)
+            text = msgspec.json.decode(row[self._field]) if self._field in row else _MISSING
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            try:  # it may hold NaN, which is no JSON and often written all the same
+                return self._text_in(json.loads(line), where)
+            except (ValueError, RecursionError):
+                return BadRow("is no JSON and is left out", where)
+        return text if isinstance(text, str) else _bad(text, row, self._field, where)
+
+    def _text_in(self, row: Any, where: str) -> Row:
+        if not isinstance(row, dict):
+            return BadRow("is no JSON object and is left out", where)
+        text = row.get(self._field, _MISSING)
+        return text if isinstance(text, str) else _bad(text, row, self._field, where)
+
+
+class ParquetShard:
+    """The rows of one row group."""
+
+    def __init__(self, name: str, path: Path, group: int, field: str) -> None:
+        self._name, self._path, self._group, self._field = name, path, group, field
+        self._rows = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where the next row begins."""
+        return {"rows": self._rows}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on there."""
+        self._rows = _count(state, "rows")
+
+    def __iter__(self) -> Iterator[Row]:
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+
+        where, done = f"{self._name}, row group {self._group}", 0
+        try:
+            with ParquetFile(self._path) as file:
+                names = file.schema_arrow.names
+                if self._field not in names:
+                    rows = file.metadata.row_group(self._group).num_rows
+                    yield _bad(_MISSING, names, self._field, where)._replace(rows=rows)
+                    return
+                for batch in file.iter_batches(_BATCH_ROWS, row_groups=[self._group], columns=[self._field]):
+                    done += len(batch)
+                    if done <= self._rows:
+                        continue
+                    for value in batch.column(0).to_pylist()[self._rows - done :]:
+                        self._rows += 1
+                        yield value if isinstance(value, str) else _bad(value, (), self._field, f"{where}, a row")
+        except (pyarrow.ArrowException, OSError) as error:
+            yield BadRow("cannot be read and is left out", f"{where} ({_short(error)})")
+
+
+def _bad(value: object, fields: Any, field: str, where: str) -> BadRow:
+    if value is _MISSING:
+        return BadRow(f"has no field {field!r} and is left out", f"{where}, whose fields are {', '.join(fields)},")
+    if value is None:
+        return BadRow(f"has null in the field {field!r} and is left out", where)
+    return BadRow(
+        f"has no text in the field {field!r} and is left out", f"{where}, where it is {type(value).__name__},"
+    )
+
+
+def _count(state: Any, name: str) -> int:
+    found = state[name]
+    if not isinstance(found, int) or found < 0:
+        raise ValueError(f"{state} is no place here")
+    return found
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:120]
+
+
+def _zstd(path: Path) -> io.BufferedReader:
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.CompressedInputStream(str(path), "zstd"))
+
+
+_PACKED: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}
+
+
+def _unpacked(path: Path) -> io.BufferedReader:
+    opened = _PACKED.get(path.suffix)
+    return path.open("rb") if opened is None else cast(io.BufferedReader, opened(path))

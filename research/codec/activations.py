@@ -1,0 +1,287 @@
+"""What a codec of activations costs in loss at equal tokens, and in nanoseconds a value.
+
+    python -m research.codec.activations [--size tiny] [--text 1] [--seeds 1 2 3] [--arms float32 int5-int3 ...]
+    python -m research.codec.activations --speed
+
+A Llama in four stages, so with three boundaries, learns the source text of Python's standard library, as bytes. At each
+boundary activations and gradients go through the codec, both ways; runs of a seed have the same weights at the start
+and the same batches. Loss is taken on held-out text without a codec, as of a model that is taken home. The documents
+are in two disjoint halves, by a hash of their path: recipes were chosen on text 0, and are reported on text 1.
+
+An arm is a codec of the run file, or a recipe to compare with: BITS/BITS down and back, then letters: b16, b64, b128
+values to a scale instead of 32; h: no rotation; s: stochastic instead of dithered rounding back, which the receiver
+cannot take away again; n: to the nearest back; d: dithered down as well; k: of each row the loudest value of every 128
+is kept apart. `5/3hs` for example.
+
+`subspace-K` is a run whose stages send K numbers a token (`pipeline.subspace`), in bfloat16, or as `subspace-K/CODEC`
+says. `ARMeN` begins with an embedding N times as large: the fixed features of a subspace are large from the start, and
+so is this, to compare with. `ARMxN` trains N times as long: how long does it take to the same loss?
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sysconfig
+import time
+from collections.abc import Callable
+from hashlib import sha256
+from math import exp, sqrt
+from pathlib import Path
+from statistics import mean, stdev
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from noloco_node.planning.model_layout import make_stage, model_layout
+from noloco_node.run.config import InnerConfig, ModelConfig, PipelineConfig, RunConfig
+from pipeline.activations.codec import decode, encode, seed_of
+from pipeline.activations.formats import ACTIVATION_CODECS
+from pipeline.schedule import Schedule, learning_rate
+from pipeline.stage import Stage
+
+STAGES = 4
+HELD_OUT = 128
+"""Sequences on which loss is taken."""
+
+
+class Size(NamedTuple):
+    """A model and its training."""
+
+    width: int
+    layers: int
+    feed_forward: int
+    steps: int
+    batch: int
+    sequence: int
+    learning_rate: float
+
+
+SIZES = {
+    "tiny": Size(96, 4, 256, 150, 8, 96, 5e-3),
+    "small": Size(128, 8, 256, 150, 16, 128, 4e-3),
+    "medium": Size(192, 8, 512, 250, 16, 128, 3e-3),
+    "large": Size(320, 8, 896, 100, 4, 128, 1.5e-3),
+}
+
+
+class Arm(NamedTuple):
+    """What becomes of activations on the way down; and of gradients on the way back, given the activations."""
+
+    down: Callable[[Tensor], Tensor]
+    back: Callable[[Tensor, Tensor], Tensor]
+    bits: float
+    """Of each value of the model's width, the mean of both ways."""
+    subspace: int | None = None
+    times: float = 1.0
+    embedding: float = 1.0
+
+
+def arm_of(name: str, width: int) -> Arm:
+    """Return a codec of the run file, or a recipe; in a subspace, or for longer."""
+    changed = re.fullmatch(r"(.+)([xe])([\d.]+)", name)
+    if changed:
+        arm, factor = arm_of(changed[1], width), float(changed[3])
+        return arm._replace(times=factor) if changed[2] == "x" else arm._replace(embedding=factor)
+    subspace = re.fullmatch(r"subspace-(\d+)(?:/(.+))?", name)
+    if subspace:
+        sent = int(subspace[1])
+        arm = arm_of(subspace[2] or "bfloat16", sent)
+        return arm._replace(bits=arm.bits * sent / width, subspace=sent)
+    codec = ACTIVATION_CODECS.get(name)
+    if codec is None:
+        return _recipe(name, width)
+    bits = 4 * sum(code.size_bytes(1, width) for code in codec) / width
+
+    def back(gradient: Tensor, activations: Tensor) -> Tensor:
+        seed = 0 if codec.back.plain else seed_of(encode(codec.down, activations))
+        return decode(codec.back, encode(codec.back, gradient, seed), seed)
+
+    return Arm(lambda values: decode(codec.down, encode(codec.down, values)), back, bits)
+
+
+def _recipe(name: str, width: int) -> Arm:
+    found = re.fullmatch(r"(\d)/(\d)((?:b\d+|[hsndk])*)", name)
+    if found is None:
+        raise SystemExit(f"no arm is called {name}: a codec, or BITS/BITS and letters")
+    down_bits, back_bits, letters = int(found[1]), int(found[2]), found[3]
+    blocks = re.search(r"b(\d+)", letters)
+    block = int(blocks[1]) if blocks else 32
+    matrix = torch.eye(block) if "h" in letters else _hadamard(block)
+    noise = torch.Generator().manual_seed(0)
+    apart = 24 / 128 if "k" in letters else 0.0
+
+    def rounded(values: Tensor, bits: int, how: str) -> Tensor:
+        left, kept = values, None
+        if apart:
+            groups = values.reshape(-1, 128) if width % 128 == 0 else values.reshape(-1, width)
+            loudest = groups.abs().max(1, keepdim=True).indices
+            kept = torch.zeros_like(groups).scatter_(1, loudest, groups.gather(1, loudest).bfloat16().float())
+            left = values - kept.view_as(values)
+        turned = left.reshape(-1, block) @ matrix
+        middle = 2 ** (bits - 1) if how == "nearest" else (2**bits - 1) / 2
+        # The scale is rounded up in eighths of an octave, as the production's.
+        bound = torch.exp2(torch.ceil(8 * torch.log2(turned.abs().amax(1, keepdim=True).clamp_min(1e-30))) / 8)
+        u = torch.zeros(()) if how == "nearest" else torch.rand(turned.shape, generator=noise)
+        codes = (turned / bound * middle + middle + u).floor_().clamp_(0, 2**bits - 1)
+        levels = codes - middle + {"nearest": 0.5, "stochastic": 0.0}.get(how, 0.5 - u)
+        turned_back: Tensor = ((levels * bound / middle) @ matrix.T).view_as(values)
+        return turned_back if kept is None else turned_back + kept.view_as(values)
+
+    down_how = "dithered" if "d" in letters else "nearest"
+    back_how = "stochastic" if "s" in letters else "nearest" if "n" in letters else "dithered"
+    return Arm(
+        lambda values: rounded(values, down_bits, down_how),
+        lambda gradient, _: rounded(gradient, back_bits, back_how),
+        (down_bits + back_bits) / 2 + 8 / block + apart,
+    )
+
+
+def _hadamard(size: int) -> Tensor:
+    signs = torch.tensor([1.0 - 2.0 * (0x9E3779B97F4A7C15F39CC0605CEDC834 >> at & 1) for at in range(size)])
+    rows = [[1.0 - 2.0 * ((row & column).bit_count() & 1) for column in range(size)] for row in range(size)]
+    return signs.unsqueeze(1) * torch.tensor(rows) / sqrt(size)
+
+
+class Text:
+    """Half of the standard library's source text, as bytes, in training and held-out documents."""
+
+    def __init__(self, half: int) -> None:
+        root = Path(sysconfig.get_path("stdlib"))
+        parts: list[list[bytes]] = [[], []]
+        for path in sorted(root.rglob("*.py")):
+            name = path.relative_to(root).as_posix()
+            digest = sha256(name.encode()).digest()
+            if "site-packages" not in name and digest[0] % 2 == half:
+                parts[digest[1] < 8].append(path.read_bytes())
+        self.training, self.held_out = (
+            torch.frombuffer(bytearray(b"\0".join(documents)), dtype=torch.uint8) for documents in parts
+        )
+
+
+def windows(text: Tensor, count: int, length: int, source: torch.Generator) -> Tensor:
+    """Return tokens from random places, int64 [count, length + 1]."""
+    starts = torch.randint(len(text) - length, (count,), generator=source)
+    return text[starts.unsqueeze(1) + torch.arange(length + 1)].long()
+
+
+def train(size: Size, text: Text, seed: int, arm: Arm) -> tuple[float, int]:
+    """Train a model; return its loss on held-out text, nats a byte, and its parameters."""
+    run = RunConfig(
+        seed=seed,
+        model=ModelConfig(
+            architecture="llama",
+            sizes={
+                "hidden_size": size.width,
+                "num_hidden_layers": size.layers,
+                "intermediate_size": size.feed_forward,
+                "num_attention_heads": size.width // 32,
+                "num_key_value_heads": size.width // 32,
+                "initializer_range": 1.0 / sqrt(size.width),
+                "vocab_size": 384,
+                "max_position_embeddings": size.sequence,
+                "tie_word_embeddings": False,
+            },
+        ),
+        pipeline=PipelineConfig(stages=STAGES, sequence_length=size.sequence, codec="float32", subspace=arm.subspace),
+        inner=InnerConfig(beta2=0.99),
+    )
+    layout = model_layout(run)
+    stages = [make_stage(run, layout, number, torch.device("cpu")) for number in range(STAGES)]
+    embedding, *others = stages[0].weights()
+    stages[0].set_weights([arm.embedding * embedding, *others])
+    steps = round(size.steps * arm.times)
+    schedule = Schedule(peak=size.learning_rate, steps=steps, warmup_steps=steps // 10, final_fraction=0.1)
+    source = torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        _microbatch(stages, windows(text.training, size.batch, size.sequence, source), arm)
+        for stage in stages:
+            stage.step(learning_rate(step / steps, schedule), 1)
+    cells = windows(text.held_out, HELD_OUT, size.sequence, torch.Generator().manual_seed(0))
+    hidden = ids = cells[:, :-1]
+    for stage in stages:
+        hidden = stage.infer(hidden, ids)
+    loss = torch.nn.functional.cross_entropy(hidden.flatten(0, 1), cells[:, 1:].flatten())
+    return float(loss), sum(tensor.numel() for stage in stages for tensor in stage.weights())
+
+
+def _microbatch(stages: list[Stage], tokens: Tensor, arm: Arm) -> None:
+    waiting, hidden, targets = [], tokens[:, :-1], tokens if arm.subspace else tokens[:, 1:]
+    for stage in stages[:-1]:
+        waiting.append(stage.forward(hidden, targets))
+        hidden = arm.down(waiting[-1].output)
+    gradient = stages[-1].loss(hidden, targets).hidden
+    for forward in reversed(waiting):
+        assert gradient is not None
+        gradient = forward.backward(arm.back(gradient, forward.output))
+
+
+def compare(size: Size, half: int, seeds: list[int], arms: list[str]) -> None:
+    """Train every arm with every seed, and print losses and their differences to the first arm."""
+    text = Text(half)
+    found: dict[str, list[float]] = {name: [] for name in arms}
+    for seed in seeds:
+        for name in arms:
+            started_s = time.perf_counter()
+            loss, parameters = train(size, text, seed, arm_of(name, size.width))
+            found[name].append(loss)
+            taken_s = time.perf_counter() - started_s
+            print(f"  seed {seed} {name:<12} {loss:.4f} ({parameters:,} parameters, {taken_s:.0f} s)", flush=True)
+    print(f"text {half}, {size}; differences to {arms[0]} in nats a byte, mean and standard deviation over seeds")
+    for name, losses in found.items():
+        bits = arm_of(name, size.width).bits
+        away = [loss - base for loss, base in zip(losses, found[arms[0]], strict=True)]
+        spread = f" +- {stdev(away):.4f}" if len(away) > 1 else ""
+        print(
+            f"{name:<12} {bits:6.2f} bits, 1/{32 / bits:4.1f}  {mean(losses):.4f}  {mean(away):+.4f}{spread}"
+            f"  perplexity {exp(mean(away)) - 1:+.2%}"
+        )
+
+
+def speed(width: int = 2048, tokens: int = 1024) -> None:
+    """Print nanoseconds a value on one core, the least of several passes."""
+    values = torch.randn(1, tokens, width)
+    print(
+        f"torch {torch.__version__}, one thread, {tokens} tokens of {width} values; ns a value, the least of 9 passes"
+    )
+    for name, codec in ACTIVATION_CODECS.items():
+        for way, code in zip(("down", "back"), codec, strict=True):
+            wire = encode(code, values, 1)
+            coding = _least_s(lambda code=code: encode(code, values, 1))  # type: ignore[misc]
+            decoding = _least_s(lambda code=code, wire=wire: decode(code, wire, 1))  # type: ignore[misc]
+            each = 1e9 / values.numel()
+            bits = 8 * wire.nbytes / values.numel()
+            print(f"{name:<10} {way}: {bits:5.2f} bits, encode {each * coding:5.1f}, decode {each * decoding:5.1f}")
+
+
+def _least_s(work: Callable[[], Tensor]) -> float:
+    found = []
+    for _ in range(9):
+        # The processor's own time: whoever else is at work does not count.
+        started_s = time.process_time()
+        work()
+        found.append(time.process_time() - started_s)
+    return min(found)
+
+
+def main() -> None:
+    """Do what is asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--speed", action="store_true", help="Only time the codecs.")
+    parser.add_argument("--size", choices=SIZES, default="tiny", help="Train a model of this size.")
+    parser.add_argument("--text", type=int, choices=(0, 1), default=1, help="Use this half of the text.")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="Start from these seeds.")
+    parser.add_argument(
+        "--arms", nargs="+", default=list(ACTIVATION_CODECS), metavar="ARM", help="Compare these with the first."
+    )
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    if asked.speed:
+        speed()
+    else:
+        compare(SIZES[asked.size], asked.text, asked.seeds, asked.arms)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""What all cells train: a Llama of 0.4 million parameters on the source text of Python's standard library, as bytes.
+
+A cell of the small scale trains one of 0.09 million on shorter sequences, a tenth of the work. The text may also be the
+Python sources of torch: there wherever this runs, disjoint from the library, and no choice was made on it.
+
+Everything is the production's: the text and its held-out part, the model, its cut into stages, the inner optimiser and
+its schedule over the progress of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from noloco_node.data.blocks import SMALLEST_PIECE_BYTES, Blocks, open_blocks
+from noloco_node.data.encoding import open_encoder
+from noloco_node.data.file_documents import FileDocuments, ReadingOrder, TextRange, pieces_of, stdlib_files
+from noloco_node.data.shuffled_blocks import shuffled
+from noloco_node.export.held_out_loss import validation_loss
+from noloco_node.node.replica_context import rate_schedule
+from noloco_node.planning.model_layout import ModelLayout, make_stage
+from noloco_node.run.config import DataConfig, InnerConfig, ModelConfig, OuterConfig, PipelineConfig, RunConfig
+from pipeline.schedule import Schedule
+from pipeline.stage import Stage
+from research.laboratory.experiments.cell import Cell, Corpus
+
+WIDTH, LAYERS = 96, 3
+SEQUENCE_LENGTH = 96
+SEQUENCES_PER_STEP = 8
+WARMUP_SHARE = 0.05
+VALIDATION_BATCHES = 4
+"""Of 32 sequences each."""
+CPU = torch.device("cpu")
+
+
+class Dimensions(NamedTuple):
+    """What a scale decides. `sequence_length` in bytes of text."""
+
+    width: int
+    layers: int
+    intermediate: int
+    heads: int
+    sequence_length: int
+    sequences_per_step: int
+
+
+SMALL = Dimensions(width=48, layers=2, intermediate=128, heads=2, sequence_length=64, sequences_per_step=4)
+
+
+def dimensions(cell: Cell) -> Dimensions:
+    """Return the sizes of a cell's model."""
+    full = Dimensions(WIDTH, LAYERS, 256, 4, SEQUENCE_LENGTH, SEQUENCES_PER_STEP)
+    return full if cell.scale == "full" else SMALL
+
+
+def source(text: Corpus) -> DataConfig:
+    """Return where a text comes from, with its held-out part."""
+    if text == "library":
+        return DataConfig(validation_percent=2.0)
+    modules = Path(torch.__file__).parent / "**" / "*.py"
+    return DataConfig(source="text", path=str(modules), validation_percent=2.0)
+
+
+def run_of(cell: Cell) -> RunConfig:
+    """Return the run file of a cell."""
+    stages, size = 1 if cell.routing is None else 2, dimensions(cell)
+    sizes = {
+        "hidden_size": size.width,
+        "num_hidden_layers": size.layers,
+        "intermediate_size": size.intermediate,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.heads,
+        "initializer_range": 0.1,
+        "vocab_size": 384,
+        "max_position_embeddings": size.sequence_length,
+        "tie_word_embeddings": False,
+    }
+    return RunConfig(
+        seed=cell.seed,
+        model=ModelConfig(architecture="llama", sizes=sizes),
+        pipeline=PipelineConfig(
+            stages=stages,
+            replicas=cell.replicas,
+            sequence_length=size.sequence_length,
+            microbatch_size=cell.batch * size.sequences_per_step // stages,
+            microbatches_per_step=stages,
+            codec="float32",
+        ),
+        data=source(cell.text),
+        inner=InnerConfig(
+            steps=cell.steps,
+            learning_rate=cell.learning_rate,
+            warmup_steps=round(WARMUP_SHARE * cell.steps),
+            beta2=0.99,
+        ),
+        outer=_outer(cell),
+    )
+
+
+def _outer(cell: Cell) -> OuterConfig:
+    """Return the section `outer` that the rounds of the production read; other methods do not look at it."""
+    rule, shortest = cell.rule, min(cell.inner_steps, cell.late_inner_steps or cell.inner_steps)
+    return OuterConfig(
+        inner_steps_per_round=cell.inner_steps,
+        late_inner_steps_per_round=cell.late_inner_steps,
+        dynamic_steps=cell.dynamic,
+        weigh_by_steps=cell.weighed,
+        alpha=rule.alpha,
+        beta=rule.beta,
+        gamma=rule.gamma,
+        momentum_period=rule.period,
+        momentum_spread=rule.spread,
+        codec=cast(Any, cell.codec),  # a run file has fewer
+        overlap_steps=max(1, min(8, shortest)),
+    )
+
+
+def schedule(cell: Cell) -> Schedule:
+    """Return the learning rate's schedule over the progress of the run."""
+    return rate_schedule(run_of(cell))
+
+
+def open_stages(run: RunConfig, plan: ModelLayout) -> list[Stage]:
+    """Return a fresh set of all stages, with the weights of the run's seed."""
+    return [make_stage(run, plan, number, CPU) for number in range(run.pipeline.stages)]
+
+
+class Text:
+    """The training text of one replica: the blocks that a peer of this name would draw.
+
+    `shards`: parts of the library's text, of which this is one, where each is drawn from alone. They are cut in the
+    order of file names, into as many bytes each: packages stay together, so that parts are unlike.
+    """
+
+    def __init__(self, run: RunConfig, number: int, shards: int = 1) -> None:
+        peer = f"replica {number}"
+        length = run.pipeline.sequence_length
+        if shards > 1:
+            documents = FileDocuments(shard(number, shards), ReadingOrder("train", run.seed, peer, True), 2.0)
+            blocks = Blocks(documents, open_encoder(run.data), length, f"shard {number}")
+        else:
+            blocks = open_blocks(run.data, length, run.seed, peer)
+        self._blocks = shuffled(blocks, length, run.seed, peer)
+        self._batch = run.pipeline.microbatch_size
+        self.drawn = 0
+        """Microbatches."""
+
+    def draw(self) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of the next microbatch, int64 [batch, sequence]."""
+        block = self._blocks.next_batch(self._batch)
+        self.drawn += 1
+        return block[:, :-1], block[:, 1:]
+
+
+def shard(number: int, shards: int) -> list[TextRange]:
+    """Return the pieces of one of so many parts of the library's text, alike in bytes."""
+    pieces = pieces_of(stdlib_files(), SMALLEST_PIECE_BYTES)
+    size, before, found = sum(piece.end - piece.start for piece in pieces), 0, []
+    for piece in pieces:
+        if before * shards // size == number:
+            found.append(piece)
+        before += piece.end - piece.start
+    return found
+
+
+@lru_cache(maxsize=1)
+def validation_text(text: Corpus, sequence_length: int) -> tuple[Tensor, ...]:
+    """Return held-out batches, the same for every cell of a text, int64 [32, sequence + 1]."""
+    blocks = open_blocks(source(text), sequence_length, 0, "", "validation")
+    try:
+        every = list(islice(blocks.batches(32), 24))
+    finally:
+        blocks.close()
+    return tuple(every[:: len(every) // VALIDATION_BATCHES][:VALIDATION_BATCHES])
+
+
+def loss_of(cell: Cell, stages: Sequence[Stage]) -> float:
+    """Return the loss of a cell's whole model on its held-out text, nats a token."""
+
+    def model(ids: Tensor) -> Tensor:
+        hidden = ids
+        for stage in stages:
+            hidden = stage.infer(hidden)
+        return hidden
+
+    return validation_loss(model, validation_text(cell.text, dimensions(cell).sequence_length)).mean

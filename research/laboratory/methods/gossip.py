@@ -1,0 +1,128 @@
+"""Asynchronous gossip: the production's rounds, over the production's port, on simulated lines.
+
+Nobody waits for anybody. Each replica trains at its own speed, and `gossip.rounds.rounds.Rounds` opens a round after as
+many inner steps as the run asks of a machine so fast, finds a partner, swaps weights in the run's number format while
+training goes on, and corrects the fast weights at the next pause. Messages take their time on lines of the laboratory's
+rate and latency; what a replica sends is counted by the rounds themselves. What rounds compute takes no time, and what
+is known of the others is never out of date, unless the cell asks for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import torch
+
+from gossip.events import Event, OuterStepTaken
+from gossip.interface import Candidate, Origin, RoundContext, RoundProgress
+from gossip.rounds.rounds import Rounds
+from gossip.rule.outer_step import OuterState, Tensors
+from noloco_node.network.interface import Conversation, PeerNetwork
+from noloco_node.node.replica_context import ReplicaConfig, round_settings
+from noloco_node.run.protocols import GOSSIP, gossip_schema
+from noloco_node.sim.network.link_model import Access, Latency, NetworkConditions
+from noloco_node.sim.network.sim_network import SimNetwork
+from research.laboratory.experiments.hardware_model import LATENCY_S, bytes_per_s, compute_s
+from research.laboratory.experiments.task import run_of
+from research.laboratory.methods.lagging_roster import Crowd
+from research.laboratory.methods.replicas import Replica, Swarm
+from research.laboratory.methods.virtual_trainee import Device
+
+LAST_ROUND_S = 60.0
+
+
+class Gossiper:
+    """One replica with its rounds."""
+
+    def __init__(self, swarm: Swarm, replica: Replica, network: PeerNetwork, crowd: Crowd) -> None:
+        run, peer = run_of(swarm.cell), network.peer_id
+        (stage,) = replica.stages
+        self.replica = replica
+        self._swarm, self._network, self._crowd, self._stage = swarm, network, crowd, stage
+        cell = swarm.cell
+        charged_s = compute_s(cell.codec, swarm.weight_bytes, replica.step_s) if cell.charged or cell.beside else 0.0
+        self._device = Device(charged_s, beside=cell.beside)
+        self.alone = self._device.alone
+        self._schema = gossip_schema(run, stage.shapes)
+        weights = stage.weights()
+        state = OuterState(weights, tuple(torch.zeros_like(tensor) for tensor in weights))
+        compute, partners = self._device.compute, self._partners
+        around = RoundContext(compute=compute, partners=partners, converse=self._converse, record=self._record)
+        post = ReplicaConfig(run=run, run_id="", stage=0, peer=peer)
+        origin = Origin(state, inner_steps=replica.steps)
+        self.rounds = Rounds(peer, round_settings(post, swarm.weight_bytes), origin, self, around)
+        crowd.join(peer, 1.0 / replica.step_s)
+        self.lateness: list[int] = []
+        """Inner steps between each snapshot and its correction."""
+
+    def __repr__(self) -> str:
+        return f"<Gossiper {self._network.peer_id}: {self.rounds!r}>"
+
+    async def snapshot(self) -> Tensors:
+        """Return a copy of the fast weights."""
+        return self._stage.weights()
+
+    async def correct(self, correction: Tensors) -> None:
+        """Add a correction to the fast weights."""
+        self._stage.correct(correction)
+
+    def _partners(self) -> tuple[Candidate, ...]:
+        return self._crowd.others(self._network.peer_id)
+
+    @asynccontextmanager
+    async def _converse(self, peer: str) -> AsyncIterator[Conversation]:
+        async with self._network.talk(peer, GOSSIP, self._schema) as conversation:
+            yield conversation
+
+    def _record(self, event: Event) -> None:
+        if isinstance(event, OuterStepTaken):
+            self._crowd.note(self._network.peer_id, self.rounds.finished)
+            self.replica.rounds += event.partner is not None
+            if event.partner is not None:
+                self.lateness.append(event.staleness)
+
+    async def live(self) -> None:
+        """Train until the swarm's budget is spent, gossip meanwhile, meet once more, and leave."""
+        await self._network.serve(GOSSIP, self._schema, self.rounds.serve)
+        async with asyncio.TaskGroup() as group:
+            gossip = group.create_task(self.rounds.run())
+            await self._train()
+            await self.rounds.last_round(LAST_ROUND_S)
+            self._crowd.leave(self._network.peer_id)
+            await self.rounds.leave()
+            gossip.cancel()
+
+    async def _train(self) -> None:
+        replica, swarm = self.replica, self._swarm
+        while swarm.left > 0:
+            async with self._device.at_work:
+                await swarm.step(replica)
+                await self._device.settle()
+            going = RoundProgress(swarm.course, 1.0 / replica.step_s)
+            await self.rounds.between_steps(replica.steps, replica.step_s, going)
+
+
+async def gossip(swarm: Swarm) -> None:
+    """Let everybody train and gossip until the budget is spent."""
+    cell = swarm.cell
+    rate, latency = bytes_per_s(swarm.weight_bytes) / cell.slower_lines, Latency(mean_s=LATENCY_S)
+    hub = SimNetwork(NetworkConditions(latency=latency), seed=cell.seed)
+    crowd = Crowd(cell.roster_lag_s)
+    everybody: list[Gossiper] = []
+    for replica in swarm.replicas:
+        network = hub.network(f"replica {replica.number}", Access(up_bytes_per_s=rate, down_bytes_per_s=rate))
+        everybody.append(Gossiper(swarm, replica, network, crowd))
+    async with asyncio.TaskGroup() as group:
+        for one in everybody:
+            group.create_task(one.live())
+    if hub.failures:
+        raise hub.failures[0][1]
+    counts = [one.rounds.statistics() for one in everybody]
+    for one, counted in zip(everybody, counts, strict=True):
+        one.replica.sent_bytes += counted["bytes_sent"]
+    for name in ("met", "solo", "deferred", "retaken", "lost"):
+        swarm.notes[name] = sum(counted[name] for counted in counts)
+    late = [steps for one in everybody for steps in one.lateness]
+    swarm.notes["steps_late"] = sum(late) / max(1, len(late))

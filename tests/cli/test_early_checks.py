@@ -1,0 +1,134 @@
+"""Wrong input is refused before torch is loaded, and the options on what is said stand where a person puts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from noloco_node.cli.main import app
+from noloco_node.errors import Exit
+from noloco_node.journal import events
+from noloco_node.journal.writer import Journal
+
+INVITE = "noloco1:" + "a" * 64 + "@/ip4/127.0.0.1/tcp/9/p2p/12D3KooWQYhTNQdmr3ArTeUHRYzFg94BKyTkoWBDWez9kSCVe2Xo"
+REFUSED: list[tuple[list[str], Exit]] = [
+    (["status", "nonsense"], Exit.CONFIG),
+    (["status", "--home", "empty"], Exit.CONFIG),
+    (["status", "nothing.txt"], Exit.CONFIG),
+    (["watch", "nonsense"], Exit.CONFIG),
+    (["watch", "--journal", "nowhere"], Exit.CONFIG),
+    (["doctor", "nonsense"], Exit.CONFIG),
+    (["bootstrap", "--run", "nowhere.toml"], Exit.CONFIG),
+    (["bootstrap", "--run", "broken.toml"], Exit.CONFIG),
+    (["init", "--preset", "nonsense"], Exit.USAGE),
+    (["init", "new.toml", "--from", "nowhere"], Exit.CONFIG),
+    (["init", "new.toml", "--from", "empty"], Exit.CONFIG),
+    (["init", "new.toml", "--gpu", "nonsense"], Exit.USAGE),
+    (["init", "broken.toml"], Exit.USAGE),
+    (["check", "nowhere.toml"], Exit.CONFIG),
+    (["check", "broken.toml"], Exit.CONFIG),
+    (["join", "nonsense"], Exit.CONFIG),
+    (["join", INVITE, "--data", "nowhere"], Exit.CONFIG),
+    (["join", INVITE, "--listen", "nonsense"], Exit.CONFIG),
+    (["join", INVITE, "--max-memory", "nonsense"], Exit.USAGE),
+    (["export", INVITE, "--out", "full"], Exit.USAGE),
+    (["export", "nonsense", "--out", "new"], Exit.CONFIG),
+    (["export", "--out", "new"], Exit.USAGE),
+    (["export", "--from-home", "empty", "--out", "new"], Exit.CONFIG),
+    (["evaluate"], Exit.USAGE),
+    (["evaluate", "nowhere"], Exit.CONFIG),
+    (["evaluate", "--from-home", "empty"], Exit.CONFIG),
+    (["generate", "empty", "--prompt", "x"], Exit.CONFIG),
+    (["me", "--home", "nowhere"], Exit.CONFIG),
+    (["me", "--home", "nothing.txt"], Exit.CONFIG),
+    (["me", "--home", "odd"], Exit.CONFIG),
+    (["members", "list", "--run", "nowhere.toml"], Exit.CONFIG),
+    (["simulate", "nowhere.toml"], Exit.CONFIG),
+    (["simulate", "broken.toml"], Exit.CONFIG),
+    (["journal", "export", "nowhere", "--out", "new.csv"], Exit.CONFIG),
+    (["journal", "export", "nothing.txt", "--out", "new.csv"], Exit.CONFIG),
+]
+RUN_ALL = """
+import json, sys
+from noloco_node.__main__ import main
+codes = []
+for words in json.load(sys.stdin):
+    sys.argv = ["noloco-node", *words]
+    try:
+        main()
+    except SystemExit as left:
+        codes.append(left.code)
+    if "torch" in sys.modules:
+        raise AssertionError(f"torch is loaded by {words}")
+print(json.dumps(codes))
+"""
+
+
+def test_wrong_input_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "odd" / "journal.jsonl").mkdir(parents=True)
+    (tmp_path / "full" / "a").touch()
+    (tmp_path / "nothing.txt").touch()
+    (tmp_path / "broken.toml").write_text("name = [")
+    given = json.dumps([words for words, _ in REFUSED])
+    path = [str(Path(__file__).parents[2])]
+    started = f"import sys; sys.path[:0] = {path}\n{RUN_ALL}"
+    done = subprocess.run(
+        [sys.executable, "-c", started], input=given, capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [code for _, code in REFUSED]
+    assert done.stderr.count("noloco-node: ") == done.stderr.count("\n  why: ") == done.stderr.count("\n  try: ")
+    assert done.stderr.count("\n  why: ") == len(REFUSED)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--log-json", "--log-level", "error", "me"],
+        ["me", "--log-level", "error", "--log-json"],
+        ["me", "--log-json", "--log-level=error"],
+    ],
+)
+def test_options_on_what_is_said_stand_before_or_behind_the_command(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[tuple[str, bool]] = []
+    monkeypatch.setattr("noloco_node.cli.main.configure", lambda least, *, as_json: said.append((str(least), as_json)))
+    with pytest.raises(Exception, match="has given nothing yet"):
+        app([*words, "--home", str(tmp_path)], standalone_mode=False)
+    assert said == [("error", True)]
+
+
+def told(home: Path, out: int | IO[bytes]) -> subprocess.CompletedProcess[bytes]:
+    """Run a command that returns some lines."""
+    words = [sys.executable, "-m", "noloco_node", "me", "--home", str(home)]
+    return subprocess.run(words, stdout=out, stderr=subprocess.PIPE, check=False)
+
+
+def test_a_reader_that_closes_the_pipe_is_no_error(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        journal.write(events.Started(peer="12D3peer", stage=0, run="r", version="0"))
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = told(tmp_path, writing)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (Exit.OK, b"")
+
+
+def test_an_output_that_cannot_be_written_gets_a_message(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        journal.write(events.Started(peer="12D3peer", stage=0, run="r", version="0"))
+    with Path("/dev/full").open("wb") as full:
+        done = told(tmp_path, full)
+    assert done.returncode == Exit.STORAGE, done.stderr
+    assert b"No space left on device" in done.stderr
+    assert b"Traceback" not in done.stderr

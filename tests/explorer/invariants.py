@@ -1,0 +1,289 @@
+"""What must hold in every simulated run, whatever happens to it: the invariants, each with the kind it is reported as.
+
+- `wait`: nobody waits for ever (`liveness_invariants`). While every stage has a replica that can be reached, somebody
+  takes an inner step every now and then; no window that was begun stays; the run ends by itself before `duration_s`;
+  whoever is asked to leave goes, and for that reason; an offer is answered at once, so that no conversation of two
+  replicas that do not meet each other lasts.
+- `meet`: while nothing happens, replicas of a stage that can reach each other meet (`liveness_invariants`).
+- `slot`: each slot and each place in the queue is somebody's whose microbatch is being handled; after the last life
+  every gate is free and no task is left.
+- `batch`: each inner step uses exactly its microbatches, on weights that did not change under them.
+- `finite`: weights and momenta are finite.
+- `pair`, `rule`, `round`: see `round_invariants` and `meetings`.
+- `roster`: when nothing has happened for a record's lifetime and a few refreshes, all rosters show who is there.
+- `bound`: queues, conversations, memory and timers stay within what windows and replicas allow (`bound_invariants`).
+- `ended`: no honest peer takes the run for over that is not, unless it was cut off a moment ago.
+- `distance`: honest weights come no farther from where they should go than they began, and end about as near as
+  without the hostile peers, of which there are a quarter of a stage at most (`distance_invariants`).
+- `failure`: no answer to a call and no node ends with an error that is neither a loss nor the node's own message.
+
+Everything is read from journals, public counters and the little in `introspection`; nothing here touches the run. A
+violation is kept until the next look, for an exception in the middle of a node's work would be that node's. How often
+each invariant was really evaluated is counted: one that is never looked at holds always. Nothing is expected of a
+hostile peer, but that rosters show it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import torch
+
+from gossip.events import OuterStepTaken
+from noloco_node.errors import Exit, user_error_of
+from noloco_node.journal import events
+from noloco_node.run.peer_state import PeerState
+from noloco_node.sim.peer import PeerLife, SimulatedPeer
+from noloco_node.sim.scenario import faults
+from noloco_node.sim.scenario.faults import Fault
+from noloco_node.sim.world import LOOK_S, Watcher, World
+from noloco_node.swarm.membership import LIFETIME_S
+from tests.explorer.bound_invariants import BoundInvariants
+from tests.explorer.distance_invariants import DistanceInvariants
+from tests.explorer.introspection import is_closed, slots
+from tests.explorer.invariant_error import told
+from tests.explorer.life_records import Break, Delays, LifeRecord, begin_record, fast_of
+from tests.explorer.liveness_invariants import LivenessInvariants
+from tests.explorer.meetings import MeetingChecker
+from tests.explorer.observation import CheckerContext
+from tests.explorer.round_invariants import RoundInvariants
+
+SETTLED_S = 60.0
+"""After the end, before what is left counts as left for ever."""
+KEPT_PAUSES = 64
+"""Pauses whose weights are remembered: a snapshot is older only where an exchange takes that many inner steps."""
+
+
+class InvariantChecker(Watcher):
+    """Watches a world. `end` is to be awaited after the run."""
+
+    def __init__(self, world: World) -> None:
+        run = world.setting.run
+        self._world, self._window = world, run.pipeline.microbatches_per_step
+        hostile = frozenset(fault.peer for fault in world.setting.faults if isinstance(fault, faults.Hostile))
+        context = self._context = CheckerContext(world, delays_of(world), hostile=hostile)
+        self._meetings = MeetingChecker(context)
+        self._rounds = RoundInvariants(context, self._meetings)
+        self._liveness, self._bounds = LivenessInvariants(context), BoundInvariants(context)
+        self._distances = DistanceInvariants(context)
+        self._kept_steps = run.outer.inner_steps_per_round + run.outer.overlap_steps + 2
+        self._looked_s = 0.0
+        self._states: dict[str, tuple[int, PeerState]] = {}
+        self._steps = 0
+        self._struck: Counter[str] = Counter()
+        self._moved = 0
+        self._disks: dict[str, None] = {}
+        self._compared: dict[str, float] = {}
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return virtual seconds, inner steps, moves, rounds, faults by kind, whether it was excused from ending, and
+        how often each invariant was evaluated.
+        """
+        struck = {f"struck.{kind}": count for kind, count in self._struck.items()}
+        late = self._looked_s >= self._world.setting.scenario.swarm.duration_s - 2 * LOOK_S
+        excused = int((late or self._world.standstill is not None) and not self._liveness.finished)
+        seen = {"virtual_s": self._looked_s, "inner_steps": self._steps, "moved": self._moved, "excused": excused}
+        seen["deceived"] = self._liveness.deceived
+        return {**seen, **self._compared, **self._rounds.statistics(), **self._context.statistics(), **struck}
+
+    def _raise(self) -> None:
+        if self._context.broken is not None:
+            raise self._context.broken
+
+    # What happens.
+
+    def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
+        """Take note of an event, and check what it tells."""
+        now_s = self._world.now_s
+        record = self._context.lives.get((peer.name, peer.life.number))
+        match event:
+            case events.StateChanged(state=state):
+                self._note_state(peer, state, now_s)
+            case events.Finished() | events.Moved() if record is not None and peer.name in self._context.hostile:
+                record.end(now_s)
+                self._context.disturb()
+            case _ if peer.name in self._context.hostile:
+                pass
+            case events.InnerStep() if record is not None:
+                self._steps += 1
+                record.note_step(now_s, fast_of(peer))
+                record.forget_pauses(KEPT_PAUSES)
+                self._liveness.note_step(record)
+            case OuterStepTaken() if record is not None:
+                self._rounds.hear(record, event)
+                self._check_finite(record)
+                if event.partner is not None:
+                    self._liveness.note_meeting(record.stage)
+            case events.Lost(what="exchange") | events.PeerViolation(topic="gossip") if record is not None:
+                record.breaks.append(Break(now_s, event.peer))
+            case events.Finished() if record is not None:
+                record.end(now_s)
+                self._context.disturb()
+                self._liveness.note_finished(record, event.why)
+            case events.Moved() if record is not None:
+                self._note_moved(record, now_s)
+
+    def _note_moved(self, record: LifeRecord, now_s: float) -> None:
+        """Close the record of a stage that a peer leaves; the other stage begins one of its own, in the same life."""
+        self._moved += 1
+        record.end(now_s)
+        self._context.disturb()
+        self._check_samples(record)
+        lives = self._context.lives
+        lives[record.name, -len(lives)] = lives.pop((record.name, record.life))
+
+    def _note_state(self, peer: SimulatedPeer, state: PeerState, now_s: float) -> None:
+        known = (peer.life.number, state)
+        if self._states.get(peer.name) == known:
+            return
+        self._states[peer.name] = known
+        self._context.disturb()
+        if state is PeerState.TRAINING:
+            record = begin_record(peer, self._kept_steps, now_s)
+            self._context.present[peer.name] = self._context.lives[peer.name, record.life] = record
+
+    def struck(self, fault: Fault) -> None:
+        """Take note of a fault."""
+        self._struck[faults.kind_of(fault)] += 1
+        self._context.disturb(faults.ends_s(fault))
+        match fault:
+            case faults.Tamper():
+                self._context.spoil(fault.peer)
+            case faults.Disk():
+                self._disks[fault.peer] = None
+            case faults.Slow():
+                self._liveness.slowest = max(self._liveness.slowest, fault.factor)
+            case faults.Leave() if fault.peer in self._world.peers:
+                self._liveness.note_leave(self._world.peers[fault.peer])
+
+    # The look around, once a second.
+
+    def look(self) -> None:
+        """Check all that can be seen from outside; raise `InvariantBroken`."""
+        self._looked_s = self._world.now_s
+        self._context.look()
+        self._check_lives()
+        self._check_rosters()
+        self._bounds.look()
+        self._distances.look()
+        self._liveness.look()
+        self._raise()
+
+    def _check_lives(self) -> None:
+        for name, error in self._world.network.failures:
+            if name not in self._context.hostile:
+                self._context.complain("failure", f"{name} failed to answer: {told(error)}")
+        for peer in self._expected():
+            for life in peer.lives:
+                if life.wrong:
+                    self._context.complain("batch", f"{peer.name}: {life.wrong[0]}")
+                self._check_task(peer, life)
+
+    def _expected(self) -> list[SimulatedPeer]:
+        return [peer for name, peer in self._world.peers.items() if name not in self._context.hostile]
+
+    def _check_task(self, peer: SimulatedPeer, life: PeerLife) -> None:
+        task = life.task
+        if task is None or not task.done() or task.cancelled():
+            return
+        self._context.checked["failure"] += 1
+        error = task.exception()
+        trouble = user_error_of(error)
+        refused = trouble is not None and trouble.code is Exit.STORAGE and peer.name in self._disks
+        if error is not None and not refused:
+            self._context.complain("failure", f"{peer.name} ended with an error: {told(error)}")
+
+    def _check_rosters(self) -> None:
+        training, now_s = self._context.training(hostile=True), self._world.now_s
+        roster_s = self._context.delays.roster_s
+        # Who drains before it moves says that it leaves: as long as that is news it may be seen, and then no more.
+        going, gone = set[str](), set[str]()
+        for record, replica in training:
+            moves = record.asked is None and is_closed(replica)
+            record.closed_s = (record.closed_s or now_s) if moves else None
+            if record.closed_s is not None:
+                (gone if now_s - record.closed_s > roster_s else going).add(record.name)
+        if self._context.idle_s <= roster_s or self._context.sent_home:
+            return
+        stages = range(self._world.setting.run.pipeline.stages)
+        truth = {stage: {record.name for record, _ in training if record.stage == stage} for stage in stages}
+        for record, _ in self._context.training():
+            node = record.peer.life.node
+            assert node is not None
+            for stage in sorted({0, record.stage, min(record.stage + 1, stages[-1])}):
+                seen = {entry.peer for entry in node.roster.stage(stage) if entry.state is PeerState.TRAINING}
+                self._context.checked["roster"] += 1
+                if seen - going != truth[stage] - going - gone:
+                    sentence = f"{record.name} sees {sorted(seen)} at stage {stage}, where {sorted(truth[stage])} train"
+                    quiet = f"nothing has happened for {self._context.idle_s:.0f} s"
+                    self._context.complain("roster", f"{sentence}; {quiet}")
+
+    def _check_finite(self, record: LifeRecord) -> None:
+        self._context.checked["finite"] += 1
+        for what, tensors in (("slow weights", record.state.slow), ("momentum", record.state.momentum)):
+            if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+                self._context.complain("finite", f"{record.name}: its {what} are not finite")
+        if not bool(torch.isfinite(record.fast).all()):
+            self._context.complain("finite", f"{record.name}: its fast weights are not finite")
+
+    # The end.
+
+    async def end(self) -> None:
+        """Check what must be so when all lives are over; raise `InvariantBroken`."""
+        await asyncio.sleep(SETTLED_S)
+        self._context.look()
+        self._check_lives()
+        for peer in self._expected():
+            for life in peer.lives:
+                self._check_rest(peer, life)
+        for (name, number), record in self._context.lives.items():
+            if number == record.life and name not in self._context.hostile:
+                self._check_finite(record)
+                self._check_samples(record)
+        self._meetings.end()
+        left = self._world.waits()
+        if left:
+            places = "\n  ".join(left)
+            self._context.complain("slot", f"all lives are over, and these tasks are left:\n  {places}")
+        self._raise()
+
+    def compare(self) -> None:
+        """Compare with the run that this one would have been without attacks, when it is over."""
+        self._compared = self._distances.compare(self._looked_s)
+
+    def _check_rest(self, peer: SimulatedPeer, life: PeerLife) -> None:
+        replica = life.replica
+        self._context.checked["rest"] += 1
+        if replica is not None and (replica.admission.in_flight or replica.admission.queued):
+            sentence = (
+                f"life {life.number} of {peer.name} is over, and not all slots are free: {slots(replica.admission)}"
+            )
+            self._context.complain("slot", sentence)
+        if self._world.network.open_calls(peer.name):
+            calls = self._world.network.open_calls(peer.name)
+            self._context.complain("slot", f"{peer.name} is gone, and has {calls} calls open")
+
+    def _check_samples(self, record: LifeRecord) -> None:
+        """Each microbatch that succeeded is in an inner step, or in the partial window that the last life left."""
+        life = record.peer.lives[record.life]
+        replica = life.replica
+        if life.crashed or replica is None:
+            return
+        succeeded = int(replica.worker.statistics()["succeeded"])
+        used = record.steps * self._window + replica.admission.succeeded
+        self._context.checked["batch"] += 1
+        # The window of the last step may not have been opened again.
+        if succeeded != used and succeeded != used - replica.admission.succeeded:
+            sentence = f"{record.name}: {succeeded} microbatches succeeded and {used} are accounted for"
+            self._context.complain("batch", sentence)
+
+
+def delays_of(world: World) -> Delays:
+    """Return how late news may be in this world's conditions: a record is made every half refresh, published every
+    refresh, and read every refresh.
+    """
+    network, swarm = world.setting.scenario.network, world.setting.scenario.swarm
+    trip_s = 2 * (network.latency.mean_s + 6 * network.latency.std_s) + 2 * (network.late_s if network.late else 0)
+    news_s = 3.3 * swarm.refresh_s + network.roster_lag_s + 3 * trip_s
+    return Delays(news_s=news_s, roster_s=LIFETIME_S + news_s, trip_s=trip_s)

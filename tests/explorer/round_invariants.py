@@ -1,0 +1,145 @@
+"""What must hold of the rounds, as far as journals and the state of both sides show it.
+
+With gamma = beta a step adds u = beta (phi - mean theta) to the momentum, at once or at the end of its period
+(`gossip.rule.outer_step`). So u, and with it the mean that a side applied, mean theta = phi - u / beta, follows
+from its own state before and after the step, and needs no look at the exchange. With another gamma there is a pull in
+it besides, (1 - gamma / beta) / 2 times the distance to the partner's slow weights, with opposite signs on the two
+sides. The snapshot is known too: an outer step says how many inner steps ago it was taken, and the fast weights at the
+end of each pause are remembered. So:
+
+- the two sides of a meeting must have applied the same mean, and it is that of their two snapshots (`meetings`), as
+  far as the run's codec can tell: both decode alike, to less than the weights themselves;
+- the mean of a solo round is one's own fast weights;
+- phi' = phi - u - the momentum's share, always;
+- who was too stale and took its partner's weights has no momentum left;
+- the fast weights have moved by phi' - snapshot, neither more nor less: gossip has its effect, and once.
+
+A step that forgets its momentum shows in both means: the sides of a pair have different momenta as soon as they have
+met different partners.
+
+**Numbers.** Within a life each step's round is above the last one. Who is behind heals: a round is opened at
+
+    1 + min(highest finished, own finished + LIFT_BOUND)
+
+of the roster or above (`matching.heal`), where the roster's numbers are at most `Delays.news_s` old. The step that ends
+a round comes at most H + overlap inner steps after its opening; so the numbers of that moment, less the delay, bound
+the round of every step from below. A replica that fell behind by k rounds is there again within k / (LIFT_BOUND + 1)
+steps, and with the next one where those that it has met are ahead as far.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gossip.events import OuterStepTaken
+from gossip.rule.outer_step import OuterState
+from gossip.rule.staleness import LIFT_BOUND
+from tests.explorer.introspection import clipped
+from tests.explorer.life_records import LifeRecord, fast_of, state_of
+from tests.explorer.meetings import MeetingChecker, MeetingSide
+from tests.explorer.observation import CheckerContext
+
+TOLERANCE = 1e-3
+"""Of a recovered mean, relative to the largest number that it was recovered from: float32, divided by beta."""
+ROUNDING = 1e-5
+"""Of a difference of weights, relative to the largest of them: a few sums in float32."""
+
+
+@dataclass(slots=True, repr=False)
+class RoundInvariants:
+    """Checks every outer step."""
+
+    context: CheckerContext
+    meetings: MeetingChecker
+    met: int = 0
+    solo: int = 0
+    adopted: int = 0
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return outer steps seen with, without and to the weights of a partner, and what the meetings count."""
+        return {"met": self.met, "solo": self.solo, "adopted": self.adopted, **self.meetings.statistics()}
+
+    def hear(self, record: LifeRecord, event: OuterStepTaken) -> None:
+        """Check a step that has just been applied."""
+        context, now_s = self.context, self.context.world.now_s
+        after, fast = state_of(record.peer), fast_of(record.peer)
+        before, before_fast = record.state, record.fast
+        snapshot = before_fast if event.staleness == 0 else record.pauses.get(record.steps - event.staleness)
+        record.state = after
+        record.note_fast(fast)
+        self._check_number(record, event)
+        record.finished.append((now_s, event.round))
+        (phi,), (phi_next,) = before.slow, after.slow
+        m, m_next = (state.momentum[0] if state.momentum else torch.zeros_like(phi) for state in (before, after))
+        scale = max(1.0, *(float(part.abs().max()) for part in (phi, m, m_next, fast)))
+        added = self._added(before, after)
+        if snapshot is None:
+            sentence = f"{record.name} stepped on a snapshot {event.staleness} inner steps old"
+            context.complain("rule", f"{sentence}, of which nothing is known")
+            return
+        self._check_correction(record, fast - before_fast, phi_next - snapshot, scale)
+        if event.adopted:
+            self.adopted += 1
+            record.met_s = now_s
+            context.checked["adopted"] += 1
+            if bool(m_next.any()) or after.meetings:
+                context.complain("rule", f"{record.name} took its partner's weights, and kept its momentum")
+            return
+        if not torch.allclose(phi_next, phi - added - self._share(before) * m, atol=TOLERANCE * scale):
+            context.complain("rule", f"{record.name} moved its slow weights by other than its momentum")
+        mean = phi - added / context.outer.beta
+        if event.partner is not None:
+            self.met += 1
+            record.met_s = now_s
+            side = MeetingSide(record, event, mean, slow=phi, snapshot=snapshot, scale=scale, at_s=now_s)
+            assert record.peer.replica is not None
+            before_clipped, record.clipped = record.clipped, clipped(record.peer.replica)
+            side.clipped = record.clipped > before_clipped
+            self.meetings.hear(side)
+            return
+        self.solo += 1
+        away = float((mean - snapshot).abs().max())
+        if away > TOLERANCE * scale:
+            sentence = f"{record.name} took a solo step for round {event.round} that its own weights do not explain"
+            context.complain("rule", f"{sentence}: the mean that it applied is {away:.3g} off")
+
+    def _share(self, before: OuterState) -> float:
+        """Return how much of the momentum a step from this state moves the slow weights by, alpha included."""
+        period, spread = self.context.outer.momentum_period, self.context.outer.momentum_spread
+        last = before.meetings + 1 >= period
+        return self.context.outer.alpha * (1.0 - (period - 1) * spread if last else spread)
+
+    def _added(self, before: OuterState, after: OuterState) -> Tensor:
+        """Return what a step has added to the momentum, or to what its period has gathered for it."""
+        self.context.checked["rule"] += 1
+        if not after.momentum:
+            return before.slow[0] - after.slow[0]
+        earlier = before.gathered[0] if before.gathered else torch.zeros_like(before.slow[0])
+        if after.gathered:
+            return after.gathered[0] - earlier
+        return after.momentum[0] - self.context.outer.alpha * before.momentum[0] - earlier
+
+    def _check_correction(self, record: LifeRecord, moved: Tensor, due: Tensor, scale: float) -> None:
+        self.context.checked["correction"] += 1
+        away = float((moved - due).abs().max())
+        if not away <= ROUNDING * scale:
+            sentence = f"{record.name} moved its fast weights by other than new slow weights less snapshot"
+            self.context.complain("rule", f"{sentence}: {away:.3g} off, of {float(due.abs().max()):.3g}")
+
+    def _check_number(self, record: LifeRecord, event: OuterStepTaken) -> None:
+        context, last = self.context, record.finished[-1][1]
+        if event.round <= last:
+            context.complain("round", f"{record.name} finished round {event.round} after round {last}")
+        opened_s = record.stepped_s[0] if len(record.stepped_s) == record.stepped_s.maxlen else record.began_s
+        then_s = opened_s - context.delays.news_s
+        if then_s < context.quiet_s + context.delays.roster_s:
+            return
+        others = [o.finished_at(then_s) for o in context.present.values() if o.training and o.stage == record.stage]
+        least = 1 + min(max(others), last + LIFT_BOUND)
+        context.checked["round"] += 1
+        if event.round < least:
+            sentence = f"{record.name} finished round {event.round}, which was behind already when it opened"
+            context.complain("round", f"{sentence}: its stage was at {sorted(others)} at {then_s:.1f} s")

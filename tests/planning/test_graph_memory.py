@@ -1,0 +1,64 @@
+"""What a microbatch keeps of a graph, as planned from small models, against the stages themselves, for every family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.memory.families import FAMILIES, MOST, compared
+from noloco_node.planning import graph_memory
+from noloco_node.planning.graph_memory import extrapolated, graph_bytes
+from noloco_node.planning.model_layout import model_layout
+from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_plan_of_a_family_is_within_a_fifth_of_what_its_stages_keep(family: str) -> None:
+    for ratio in compared(family, length=96, halves=(False,)):
+        assert 1 / MOST <= ratio <= MOST
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+def test_so_it_is_in_bfloat16(family: str) -> None:
+    for ratio in compared(family, length=96, halves=(True,)):
+        assert 1 / MOST <= ratio <= MOST
+
+
+def test_a_polynomial_of_these_degrees_is_met_exactly() -> None:
+    def bytes_of(scale: float, batch: float, length: float) -> float:
+        return 7 + batch * length * (3 * scale + 2) + batch * length**2 + 5 * length**2
+
+    grid = {(s, b, n): bytes_of(s, b, n) for s in (0.25, 0.5) for b in (1.0, 2.0) for n in (8.0, 16.0, 32.0)}
+    assert extrapolated(grid, (1.0, 5.0, 300.0)) == pytest.approx(bytes_of(1.0, 5.0, 300.0))
+
+
+def test_a_family_is_measured_once_and_in_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight billion parameters, in the memory of a few small layers; later stages and windows ask nothing more."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "intermediate_size": 14336,
+        "vocab_size": 384,
+    }
+    run = RunConfig(
+        model=ModelConfig(architecture="mistral", sizes=sizes), pipeline=PipelineConfig(stages=4, sequence_length=1024)
+    )
+    layout, filled = model_layout(run), []
+    zeros = torch.zeros
+
+    def counted(*shape: Any, **others: Any) -> torch.Tensor:
+        tensor: torch.Tensor = zeros(*shape, **others)
+        filled.append(tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(graph_memory.torch, "zeros", counted)
+    monkeypatch.setattr(graph_memory, "_families", {})
+    found = [graph_bytes(run.pipeline, layout, stage, half=True) for stage in range(4)]
+    assert found[1] == found[2] < found[3]
+    assert sum(filled) < 100e6
+    before = len(filled)
+    assert [graph_bytes(run.pipeline, layout, stage, half=True) for stage in range(4)] == found
+    assert len(filled) == before

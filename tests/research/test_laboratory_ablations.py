@@ -1,0 +1,296 @@
+"""What the laboratory changes in a method: its laws, and every change for a few steps of a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from functools import cache
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from gossip.exchange.formats import Format, absolute, wire_bytes
+from gossip.exchange.int4_step import MARGIN, common_steps
+from gossip.interface import RoundSettings
+from gossip.rule.outer_step import Outer, OuterState, outer_step
+from noloco_node.planning.model_layout import model_layout
+from noloco_node.sim import clock
+from research.codec import coding_seconds, margins
+from research.laboratory.experiments.ablations import SLOWER
+from research.laboratory.experiments.cell import Cell, Result, Scale
+from research.laboratory.experiments.grid import at
+from research.laboratory.experiments.hardware_model import PARAMETERS, merge_bytes
+from research.laboratory.experiments.recipes import everything, smoke
+from research.laboratory.experiments.sizes import OURS
+from research.laboratory.experiments.task import open_stages, run_of
+from research.laboratory.methods import synchronous
+from research.laboratory.methods.final_rounds import PLAIN_MEAN, Still, meet
+from research.laboratory.methods.lagging_roster import Crowd
+from research.laboratory.methods.replicas import Swarm
+from research.laboratory.methods.server_rules import Server, ServerState, nesterov
+from research.laboratory.methods.virtual_trainee import Device
+from research.laboratory.running import trial
+
+seeds = st.integers(0, 2**20)
+few = settings(max_examples=25, deadline=None)
+CHANGES = {recipe.name: recipe.beside for recipe in everything().recipes if recipe.beside}
+
+
+def tensors(seed: int) -> tuple[torch.Tensor, ...]:
+    source = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(shape, generator=source) for shape in ((3, 2), (5,)))
+
+
+class TestLaws:
+    @few
+    @given(seeds, st.floats(0.0, 0.9), st.floats(0.1, 1.5))
+    def test_looking_ahead_with_everybody_is_the_servers_nesterov(self, seed: int, alpha: float, beta: float) -> None:
+        slow, momentum, fast = tensors(seed), tensors(seed + 1), tensors(seed + 2)
+        before = OuterState(slow, tuple(beta * m for m in momentum))
+        after = synchronous.ahead(before, outer_step(before, fast, slow, Outer(alpha, beta, beta)), alpha)
+        g = tuple(phi - theta for phi, theta in zip(slow, fast, strict=True))
+        there = nesterov(ServerState(slow, momentum), g, Server(rate=beta, momentum=alpha))
+        for mine, theirs in zip(after.slow, there.weights, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        for mine, theirs in zip(after.momentum, there.momentum, strict=True):
+            torch.testing.assert_close(mine, beta * theirs, rtol=1e-4, atol=1e-5)
+
+    @few
+    @given(
+        st.sampled_from([0.0, 3.0, 30.0]),
+        st.lists(st.tuples(st.floats(0.1, 9.0), st.sampled_from("abc")), max_size=20),
+        st.floats(0.0, 30.0),
+    )
+    def test_a_roster_shows_everybody_as_they_were(
+        self, lag_s: float, course: list[tuple[float, str]], after_s: float
+    ) -> None:
+        async def watched() -> None:
+            crowd, now_s = Crowd(lag_s), 0.0
+            done = {peer: [(-math.inf, 0)] for peer in "abc"}
+            for peer in done:
+                crowd.join(peer, 1.0)
+            for wait_s, peer in [*course, (after_s, "")]:
+                await asyncio.sleep(wait_s)
+                now_s = asyncio.get_running_loop().time()
+                if peer:
+                    done[peer].append((now_s, len(done[peer])))
+                    crowd.note(peer, len(done[peer]) - 1)
+                expected = {
+                    other: max(number for at_s, number in known if at_s <= now_s - lag_s)
+                    for other, known in done.items()
+                }
+                assert {one.peer: one.round for one in crowd.others("me")} == expected
+                assert {one.peer for one in crowd.others("a")} == {"b", "c"}
+            crowd.leave("b")
+            assert ("b" in {one.peer for one in crowd.others("a")}) == (lag_s > 0.0)
+            await asyncio.sleep(lag_s + 0.001)
+            assert [one.peer for one in crowd.others("a")] == ["c"]
+
+        clock.run(watched())
+
+    @given(st.floats(0.0, 1.0), st.floats(0.0, 0.5))
+    def test_rounds_at_the_end_are_as_at_the_beginning(self, share: float, at_end: float) -> None:
+        swarm = Swarm.__new__(Swarm)  # its model takes long to make
+        swarm.cell = replace(OURS, replicas=1, steps=1000, late_inner_steps=40, often_at_end=at_end)
+        swarm.taken = round(share * 1000)
+        is_end = at_end > 0.0 and swarm.share >= 1.0 - at_end
+        assert swarm.course == (0.0 if is_end else swarm.share)
+        assert OURS.inner_steps <= swarm.steps_of_round() <= 40
+        assert not is_end or swarm.steps_of_round() == OURS.inner_steps
+
+    def test_a_last_merge_is_of_the_models_weights(self) -> None:
+        sizes = {}
+        for scale in get_args(Scale):
+            run = run_of(replace(OURS, steps=1, scale=scale))
+            shapes = open_stages(run, model_layout(run))[0].shapes
+            sizes[scale] = sum(map(math.prod, shapes))
+        assert sizes == PARAMETERS
+        run = run_of(replace(OURS, steps=1))
+        shapes = open_stages(run, model_layout(run))[0].shapes
+        for form in Format:
+            exact = wire_bytes(absolute(form), shapes)
+            assert merge_bytes(replace(OURS, codec=form.value)) == pytest.approx(exact, rel=1e-3)
+        assert {merge_bytes(replace(OURS, method=method)) for method in ("parallel", "central", "server")} == {0}
+
+
+class TestMargins:
+    @few
+    @given(seeds, st.sampled_from([margins.gaussian, margins.laplace]))
+    def test_what_is_counted_as_wrapped_is(self, seed: int, draw: margins.Draw) -> None:
+        source = torch.Generator().manual_seed(seed)
+        own = tuple(torch.randn(shape, generator=source) for shape in ((40, 30), (200,)))
+        apart = margins.Apart(own, tuple(0.01 * draw(tuple(w.shape), source) + w for w in own))
+        farthest = max(float((x - y).abs().max()) for x, y in zip(*apart, strict=True))
+        wide = margins.seen(apart, (farthest / 7.4,) * 2)
+        assert wide.wrapped == 0.0
+        narrow = margins.seen(apart, (farthest / 800,) * 2)
+        assert narrow.wrapped > 0.3
+        assert narrow.rounding < 0.1 * wide.rounding
+
+    def test_steps_at_the_margin_are_the_productions(self) -> None:
+        apart = margins.synthetic(margins.unseen_rows, 1)
+        assert margins.steps_at(apart, 1, MARGIN) == common_steps(*margins.probes(apart, 1))
+        still = (apart.own[0] == apart.other[0]).all(dim=1)
+        assert 0.9 < float(still.float().mean()) < 0.96
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """A model and a held-out text small enough for a test, but for the test of how large the model is."""
+    from research.laboratory.experiments import task
+
+    if request.cls is None:
+        for name, size in (("WIDTH", 32), ("LAYERS", 2), ("VALIDATION_BATCHES", 1), ("SEQUENCE_LENGTH", 32)):
+            monkeypatch.setattr(task, name, size)
+    task.validation_text.cache_clear()
+    yield
+    task.validation_text.cache_clear()
+
+
+@cache
+def short(cell: Cell) -> Result:
+    """A run of a few steps."""
+    return trial.run(cell)
+
+
+def ours() -> Cell:
+    return at(smoke().recipe("ours").cell, 1e-2, 0)
+
+
+def test_every_change_is_of_one_thing_and_beside_what_lacks_it() -> None:
+    grid = everything()
+    for name, other in CHANGES.items():
+        mine, theirs = (grid.recipe(one) for one in (name, other))
+        differs = [
+            field for field in Cell.__struct_fields__ if getattr(mine.cell, field) != getattr(theirs.cell, field)
+        ]
+        assert len(differs) == 1
+        assert mine.family == theirs.family
+        assert mine.seeds == (3 if name == "ours_beside" else 1)
+    assert sum(grid.recipe(name).cell.budget for name in CHANGES) <= 42_000
+    assert set(CHANGES) < {recipe.name for recipe in smoke().recipes}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_change_trains(name: str) -> None:
+    result = short(at(smoke().recipe(name).cell, 1e-2, 0))
+    first, last = result.curve[0], result.curve[-1]
+    assert last.merged < first.merged < math.log(384) + 1.0
+    assert last.share >= 1.0
+    assert result.cell.budget <= sum(result.steps_taken) < result.cell.budget + result.cell.replicas
+    assert result.bytes_per_step > 0.0
+    assert 0.0 < result.busy <= 1.0 + 1e-9
+    assert result.notes.get("lost", 0) == 0
+
+
+def test_a_meeting_of_equals_is_weighed_as_ever() -> None:
+    """Up to the second meeting, to which one of the two brings a step more."""
+    plain = replace(ours(), codec="float32", speeds="none", steps=12)
+    before, at_it, after, _ = short(plain).curve
+    assert short(replace(plain, weighed=True)).curve[:3] == (before, at_it, after)
+    assert after.spread < at_it.spread
+    unequal = replace(plain, speeds="very", replicas=4, dynamic=True)
+    assert short(replace(unequal, weighed=True)).merged != short(unequal).merged
+
+
+def test_slower_lines_make_later_corrections() -> None:
+    late = [short(replace(ours(), steps=9, slower_lines=slower)).notes["steps_late"] for slower in (1.0, *SLOWER)]
+    assert late == sorted(late)
+    assert late[0] < late[-1]
+
+
+def test_a_common_start_to_the_end_is_data_parallel_training() -> None:
+    parallel = short(at(smoke().recipe("parallel").cell, 1e-2, 0))
+    whole = short(replace(parallel.cell, method="independent", common_start=1.0))
+    assert [point.merged for point in whole.curve] == [point.merged for point in parallel.curve]
+    assert (whole.bytes_per_step, whole.virtual_s, whole.spread) == (parallel.bytes_per_step, parallel.virtual_s, 0.0)
+
+
+def test_after_a_common_start_all_are_the_same() -> None:
+    async def start() -> Swarm:
+        swarm = Swarm(replace(ours(), common_start=0.5, replicas=3), lambda share: None)
+        await synchronous.common_start(swarm)
+        return swarm
+
+    swarm = clock.run(start())
+    assert swarm.taken == swarm.cell.budget // 2
+    first, *others = (replica.stages[0] for replica in swarm.replicas)
+    for other in others:
+        assert other is not first
+        assert other.optimiser_state().steps == first.optimiser_state().steps == 3
+        held = (*other.weights(), *other.optimiser_state().moments)
+        assert all(map(torch.equal, held, (*first.weights(), *first.optimiser_state().moments)))
+    assert {replica.rounds for replica in swarm.replicas} == {0}
+
+
+@pytest.mark.parametrize("form", Format)
+def test_a_last_meeting_moves_both_to_their_mean(form: Format) -> None:
+    run = run_of(ours())
+    sides = [open_stages(run, model_layout(run))[0] for _ in range(2)]
+    for number, stage in enumerate(sides):
+        source = torch.Generator().manual_seed(number)
+        stage.set_weights([w + 0.01 * torch.randn(w.shape, generator=source) for w in stage.weights()])
+    before = [stage.weights() for stage in sides]
+    still = RoundSettings(seed=0, outer=PLAIN_MEAN, codec=form)
+    sent = clock.run(meet(*(Still(stage).optimiser(still, Device().compute) for stage in sides)))
+    assert sent >= wire_bytes(form, sides[0].shapes)
+    for mine, theirs, one, other in zip(*(stage.weights() for stage in sides), *before, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0.0, atol=1e-6)
+        rounding = {Format.FLOAT32: 1e-6, Format.BFLOAT16: 2.0**-8, Format.INT8: 0.01, Format.INT4: 0.02}[form]
+        torch.testing.assert_close(mine, (one + other) / 2, rtol=0.0, atol=rounding * max(1.0, float(one.abs().max())))
+
+
+def test_last_rounds_bring_replicas_together_and_leave_their_mean() -> None:
+    plain = replace(at(smoke().recipe("independent").cell, 1e-2, 0), replicas=4, codec="float32")
+    apart, near = short(plain), short(replace(plain, last_rounds=6))
+    assert near.merged == pytest.approx(apart.merged, abs=1e-4)
+    assert near.spread < 0.2 * apart.spread
+    assert abs(near.single - near.merged) < abs(apart.single - apart.merged)
+    assert apart.bytes_per_step == 0.0
+    assert near.rounds == 6.0
+    assert near.bytes_per_step >= 6 * 4 * near.rounds  # every meeting is paid for
+    assert near.virtual_s > apart.virtual_s
+
+
+def test_what_rounds_compute_takes_the_devices_time_if_it_is_charged() -> None:
+    free, charged = short(ours()), short(replace(ours(), charged=True))
+    assert free.busy == pytest.approx(1.0)
+    assert charged.busy < free.busy
+
+
+def test_what_rounds_compute_beside_inner_steps_slows_them_and_does_not_wait_for_them() -> None:
+    free, charged, beside = map(short, (ours(), replace(ours(), charged=True), replace(ours(), beside=True)))
+    assert beside.busy < free.busy
+    assert beside.virtual_s > free.virtual_s
+    assert free.notes["steps_late"] <= beside.notes["steps_late"] < charged.notes["steps_late"]
+
+
+@pytest.mark.parametrize(("form", "calls"), [(Format.FLOAT32, 3.0), (Format.INT4, 3.0)])
+def test_what_a_meeting_computes_is_timed(form: Format, calls: float) -> None:
+    times = clock.run(coding_seconds.measure(form, 2))
+    assert times.calls == calls
+    assert len(times.meetings) == 2
+    assert len(times.inner_steps) == 2 * 2 * coding_seconds.APART
+    assert min((*times.meetings, *times.inner_steps)) > 0.0
+
+
+def test_inner_steps_wait_while_something_is_computed() -> None:
+    async def run() -> tuple[float, float]:
+        device, ends = Device(0.5), dict[str, float]()
+
+        async def step() -> None:
+            async with device.at_work:
+                ends["step"] = asyncio.get_running_loop().time()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(device.compute(max, 1, 2))
+            group.create_task(step())
+        assert device.statistics() == {"computed": 1, "compute_s": 0.5}
+        return ends["step"], await Device().compute(max, 1, 2)
+
+    assert clock.run(run()) == (0.5, 2)

@@ -1,0 +1,498 @@
+"""Random schedules keep the invariants, and the invariants can fail: bugs put in on purpose are each found."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from functools import cache
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from limits import LAST_RESORT_S
+from msgspec import structs
+
+import gossip.rounds.meeting
+import gossip.rounds.offers
+import gossip.rounds.outer_optimiser
+import gossip.rounds.piecewise_step
+from benchmarks.structure.source import ROOT
+from gossip.exchange.codec import Coded
+from gossip.exchange.formats import Format
+from gossip.exchange.influence import InfluenceBound
+from gossip.exchange.messages import Declined, DeclineReason, Offer, Received
+from gossip.exchange.swap import Conversation
+from gossip.rounds.matching import AnswerState
+from gossip.rounds.meeting import Meetings
+from gossip.rounds.outer_optimiser import OuterOptimiser
+from gossip.rounds.piecewise_step import Step
+from gossip.rounds.rounds import Rounds
+from gossip.rule.outer_step import OuterState, Tensors
+from noloco_node.node.node import Node
+from noloco_node.node.replica import Replica
+from noloco_node.node.training import Ending, Training
+from noloco_node.sim.hardware.priced_stage import PricedStage
+from noloco_node.sim.scenario import faults
+from noloco_node.sim.scenario.scenario import Scenario, decode_scenario
+from noloco_node.sim.scenario.setup import build_setup
+from noloco_node.sim.scenario.toml_writer import scenario_text
+from noloco_node.swarm.peer_records import PeerTable
+from pipeline.admission_window import Slot
+from research.codec.whole_sets import decode
+from tests.explorer.attack_kinds import KINDS
+from tests.explorer.invariant_error import InvariantBroken
+from tests.explorer.schedule_generator import draw
+from tests.explorer.search import ExploreResult, examine, replay, report, totals
+from tests.explorer.shrink import shrink
+
+pytestmark = pytest.mark.shared
+
+SEEDS = 40
+FEW = 6
+"""Seeds within which a bug must be found."""
+
+
+def first_broken(prepare: Callable[[Scenario], Scenario] = lambda scenario: scenario) -> InvariantBroken:
+    for seed in range(FEW):
+        result = examine(prepare(draw(seed)))
+        if result.broken is not None:
+            return result.broken
+    raise AssertionError(f"not found within {FEW} seeds")
+
+
+def blocking(scenario: Scenario) -> Scenario:
+    return structs.replace(scenario, swarm=structs.replace(scenario.swarm, blocking=True))
+
+
+def with_outer(scenario: Scenario, **fields: Any) -> Scenario:
+    return structs.replace(scenario, swarm=structs.replace(scenario.swarm, **fields))
+
+
+def patient(scenario: Scenario) -> Scenario:
+    return structs.replace(scenario, swarm=structs.replace(scenario.swarm, impatient=False))
+
+
+def on_a_good_network(scenario: Scenario) -> Scenario:
+    """Without lost messages; where meetings break by chance, it takes more of them to complain."""
+    return structs.replace(scenario, network=structs.replace(scenario.network, loss=0.0, duplicate=0.0))
+
+
+# What must hold does.
+
+LEAST = {
+    "checked.adopted": 5,
+    "checked.batch": 250,
+    "checked.bound": 200_000,
+    "checked.correction": 1200,
+    "checked.distance": 5000,
+    "checked.failure": 3000,
+    "checked.finite": 1500,
+    "checked.gone": 20,
+    "checked.left": 8,
+    "checked.meet": 700,
+    "checked.pace": 5000,
+    "checked.pair": 600,
+    "checked.rest": 250,
+    "checked.roster": 50_000,
+    "checked.round": 200,
+    "checked.rule": 1200,
+    "checked.slot": 30_000,
+    "checked.talk": 800,
+    "checked.unmatched": 10,
+}
+"""How often each invariant is really evaluated in all seeds, at least: one that is not looked at always holds.
+
+About half of what there is, for what happens in a seed changes with every detail of a node.
+"""
+
+
+@cache
+def examined(seed: int) -> ExploreResult:
+    return examine(draw(seed))
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 10))
+def test_random_schedules_keep_the_invariants(first: int) -> None:
+    results = [examined(seed) for seed in range(first, first + 10)]
+    assert [str(result.broken) for result in results if result.broken is not None] == []
+
+
+def test_random_schedules_evaluate_every_invariant() -> None:
+    sums = totals(examined(seed) for seed in range(SEEDS))
+    assert {name for name in sums if name.startswith("checked.")} <= LEAST.keys()
+    assert {name: sums.get(name, 0) for name, least in LEAST.items() if sums.get(name, 0) < least} == {}
+
+
+def test_in_some_swarms_replicas_move() -> None:
+    moving = [seed for seed in range(SEEDS) if draw(seed).swarm.moves]
+    assert SEEDS / 10 <= len(moving) <= SEEDS / 2
+    assert sum(examined(seed).counts.get("moved", 0) for seed in moving) >= len(moving) / 2
+
+
+def test_in_some_swarms_a_quarter_of_a_stage_or_less_is_hostile() -> None:
+    hostile = {
+        seed: attackers
+        for seed in range(20 * SEEDS)
+        if (attackers := [fault for fault in draw(seed).fault if isinstance(fault, faults.Hostile)])
+    }
+    assert 4 * SEEDS <= len(hostile) <= 6 * SEEDS
+    assert {fault.how for attackers in hostile.values() for fault in attackers} == KINDS.keys()
+    for seed, attackers in hostile.items():
+        stages = [fault.peer[:2] for fault in attackers]
+        assert len(set(stages)) == len(stages)
+        assert draw(seed).swarm.replicas == 4
+        assert not draw(seed).swarm.moves
+    assert sum(examined(seed).counts["struck.hostile"] for seed in hostile if seed < SEEDS) >= 5
+
+
+def test_every_kind_of_fault_is_drawn() -> None:
+    drawn = {type(fault) for seed in range(SEEDS) for fault in draw(seed).fault}
+    # Churn is nothing but crashes, leaves and returns, which are drawn one by one.
+    assert drawn == set(faults.Fault.__args__) - {faults.Churn}
+
+
+@pytest.mark.parametrize("seed", [483, 3368])
+def test_schedules_that_once_broke_hold(seed: int) -> None:
+    """Sides of a meeting that the watcher did not match; the last two nodes of a run, each waiting for the other."""
+    assert examined(seed).broken is None
+
+
+@given(seed=st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_a_drawn_schedule_is_a_scenario_that_a_file_can_hold(seed: int) -> None:
+    scenario = draw(seed)
+    text = scenario_text(scenario)
+    assert decode_scenario(text, "drawn") == scenario
+    assert build_setup(scenario).peers
+
+
+def test_a_replay_says_what_happened_and_the_same_in_every_process() -> None:
+    other = subprocess.run(
+        [sys.executable, "-m", "tests.explorer", "--replay", "3"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LAST_RESORT_S,
+        check=True,
+    ).stdout
+    said: list[str] = []
+    assert replay(draw(3), said.append) == 0
+    assert "".join(f"{line}\n" for line in said) == other
+    assert decode_scenario(said[0], "replayed") == draw(3)
+    assert said[-1] == "all invariants held"
+    assert any("outer_step" in line for line in said)
+
+
+# What exploring found, and production does on purpose.
+
+UNREACHABLE_DONOR = """
+[swarm]
+stages = 2
+replicas = 2
+rounds = 8
+refresh_s = 2.0
+duration_s = 400.0
+[devices]
+forward_s = 0.3
+[[fault]]
+kind = "line"
+peer = "s1r1"
+dials_only = true
+at_s = 20.0
+[[fault]]
+kind = "silence"
+peer = "s1r1"
+at_s = 20.0
+for_s = 15.0
+[[fault]]
+kind = "crash"
+peer = "s1r0"
+at_s = 40.0
+[[fault]]
+kind = "join"
+peer = "late"
+stage = 1
+at_s = 41.0
+"""
+
+
+def test_a_newcomer_that_waits_for_a_donor_that_nobody_can_dial_is_excused_and_counted() -> None:
+    """s1r1 goes on saying that it lives, and a newcomer rather waits for its weights than bring the first ones.
+
+    Its silence breaks the streams that are open, by which it would be reached without a dial.
+    """
+    result = examine(decode_scenario(UNREACHABLE_DONOR, "here"))
+    assert result.broken is None
+    assert result.counts["excused"] == 1
+
+
+# What must not hold is found.
+
+
+def test_a_slot_that_is_not_given_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Slot, "give_back", lambda slot: None)
+    assert first_broken().kind == "slot"
+
+
+def test_an_answer_that_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody asked while its round is closed answers when it opens the next one."""
+    answered = Rounds.serve
+
+    async def serve(self: Rounds, conversation: Conversation) -> None:
+        while not self.statistics()["open"]:
+            await self._round_state.nap(None)
+        await answered(self, conversation)
+
+    monkeypatch.setattr(Rounds, "serve", serve)
+    broken = first_broken(patient)
+    assert broken.kind == "wait"
+    assert "waited for an answer" in broken.sentence
+
+
+def test_a_gate_shut_while_waiting_for_a_partner_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocking form, but shut from the opening of the round: the partner's window needs what stands before it."""
+    ran = Rounds.run
+
+    def waits(rounds: Rounds) -> bool:
+        statistics = rounds.statistics()
+        return bool(statistics["open"] and not statistics["engaged"])
+
+    async def run(self: Rounds) -> None:
+        async def hold_shut() -> None:
+            replica = self._optimiser._replica
+            assert isinstance(replica, Replica)
+            while True:
+                await self._round_state.nap(None)
+                if waits(self):
+                    async with replica.admission.alone(1.0, math.inf):
+                        await self._round_state.wait_while(lambda: waits(self), math.inf)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(hold_shut())
+            await ran(self)
+
+    monkeypatch.setattr(Rounds, "run", run)
+    broken = first_broken(blocking)
+    assert broken.kind == "wait"
+    assert "has begun a window and not ended it" in broken.sentence or "inner step" in broken.sentence
+
+
+def test_a_momentum_that_is_not_carried_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    move = gossip.rounds.piecewise_step.move
+
+    def forgetful(state: OuterState, *rest: Any) -> OuterState:
+        for momentum in state.momentum:
+            momentum.zero_()
+        return move(state, *rest)
+
+    monkeypatch.setattr(gossip.rounds.piecewise_step, "move", forgetful)
+    assert first_broken(lambda scenario: with_outer(scenario, alpha=0.5, momentum_period=1)).kind == "pair"
+
+
+def test_a_side_that_uses_its_exact_weights_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its partner sees of them is rounded: the two means differ."""
+    correct = OuterOptimiser.correct
+
+    async def exact(self: OuterOptimiser, step: Step) -> None:
+        if step.fast is not None:
+            form, wire, _ = step.fast.theirs
+            theirs = Coded(Format.FLOAT32, decode(form, wire, step.snapshot))
+            step = step._replace(fast=step.fast._replace(theirs=theirs))
+        await correct(self, step)
+
+    monkeypatch.setattr(OuterOptimiser, "correct", exact)
+    assert first_broken(lambda scenario: with_outer(scenario, codec="int8", gamma=None)).kind == "pair"
+
+
+def test_a_momentum_that_survives_adoption_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    adopt = gossip.rounds.piecewise_step._adopt
+
+    def clinging(theirs: Coded, snapshot: Tensors, state: OuterState, longest: int) -> OuterState:
+        momentum = tuple(m.clone() for m in state.momentum)
+        return adopt(theirs, snapshot, state, longest)._replace(momentum=momentum)
+
+    monkeypatch.setattr(gossip.rounds.piecewise_step, "_adopt", clinging)
+    broken = first_broken(lambda scenario: with_outer(scenario, staleness_at_most=1))
+    assert broken.kind == "rule"
+    assert "kept its momentum" in broken.sentence
+
+
+def test_a_roster_that_never_forgets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = PeerTable.take
+
+    def never_forget(self: PeerTable, *news: Any) -> None:
+        before = dict(self._entries)
+        taken(self, *news)
+        self._entries = {
+            peer: msgspec.structs.replace(entry, believed=True) for peer, entry in (before | self._entries).items()
+        }
+        self._believed = None
+
+    monkeypatch.setattr(PeerTable, "take", never_forget)
+    assert first_broken().kind == "roster"
+
+
+def test_a_peer_that_is_deaf_to_leave_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = Node.live
+    monkeypatch.setattr(Node, "live", lambda node, leave: live(node, asyncio.Event()))
+    assert "was asked to leave" in first_broken().sentence
+
+
+def test_a_peer_that_finishes_first_when_asked_to_leave_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no further step, but stays until the others have come to the end."""
+    run = Training.run
+
+    async def stays(self: Training, replica: Replica, leave: asyncio.Event, *rest: Any, moves: bool) -> Ending:
+        async def close() -> None:
+            await leave.wait()
+            replica.admission.close()
+
+        async with asyncio.TaskGroup() as group:
+            closing = group.create_task(close())
+            ending = await run(self, replica, asyncio.Event(), *rest, moves=moves)
+            closing.cancel()
+        return ending
+
+    monkeypatch.setattr(Training, "run", stays)
+    assert "was asked to leave" in first_broken().sentence
+
+
+def test_a_correction_that_is_not_applied_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PricedStage, "correct", lambda stage, delta: None)
+    broken = first_broken()
+    assert broken.kind == "rule"
+    assert "fast weights" in broken.sentence
+
+
+def test_a_last_receipt_that_is_never_sent_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The asked steps and says nothing; the asker gives up and says nothing either."""
+    monkeypatch.setattr(gossip.rounds.meeting, "conclude", _conclude_without_last_word)
+    monkeypatch.setattr(Meetings, "_lose", lambda meetings, *_: meetings._round_state.end_meeting())
+    broken = first_broken()
+    assert broken.kind == "pair"
+    assert "neither stepped nor lost the exchange" in broken.sentence
+
+
+async def _conclude_without_last_word(
+    conversation: Conversation, commit: Callable[[], Awaitable[None]], *, asked: bool
+) -> None:
+    if not asked:
+        await conversation.send(Received())
+    await conversation.receive()
+    await commit()
+
+
+def hopes(standing: AnswerState, sender: str, offer: Offer) -> Declined:
+    return Declined(reason=DeclineReason.HOPING, retry_after_s=1.0, round=standing.round)
+
+
+async def asks_nobody(self: Rounds) -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "bug"),
+    [(gossip.rounds.offers, "answer", hopes), (Rounds, "run", asks_nobody)],
+    ids=["hopes", "silent"],
+)
+def test_a_swarm_in_which_nobody_meets_is_found(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, bug: object
+) -> None:
+    monkeypatch.setattr(owner, name, bug)
+    assert first_broken(on_a_good_network).kind == "meet"
+
+
+# What hostile peers could do is found.
+
+DIRTY = """
+[swarm]
+stages = 2
+replicas = 4
+rounds = 6
+microbatches_per_step = 2
+model = "wide bowl"
+learning_rate = 0.3
+refresh_s = 2.0
+duration_s = 2000.0
+[[fault]]
+kind = "hostile"
+peer = "s1r3"
+how = "{how}"
+at_s = 0.0
+"""
+
+
+def attacked(how: str) -> ExploreResult:
+    return examine(decode_scenario(DIRTY.replace("{how}", how), "here"))
+
+
+def test_weights_that_are_believed_whatever_they_are_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InfluenceBound, "share", lambda *_, **__: 1.0)
+    broken = attacked("flipped").broken
+    assert broken is not None
+    assert broken.kind == "distance"
+
+
+@pytest.mark.parametrize("how", ["ends", "flood", "noise", "not finite", "rounds", "wrong size"])
+def test_a_hostile_replica_of_four_does_bounded_harm(how: str) -> None:
+    result = attacked(how)
+    assert result.broken is None
+    assert result.counts["struck.hostile"] == 1
+    assert result.counts["deceived"] == 0
+
+
+NEWCOMER = """
+[[fault]]
+kind = "join"
+peer = "late1"
+stage = 1
+at_s = 12.0
+"""
+
+
+def test_a_newcomer_replaces_what_a_liar_gave_it_once_and_for_all() -> None:
+    """The loss of its first microbatches tells it: of those that began with these weights, none that came after."""
+    told: list[str] = []
+    text = DIRTY.replace("rounds = 6", "rounds = 8\nblocking = true\ninner_steps_per_round = 3\noverlap_steps = 1")
+    text = text.replace("microbatches_per_step = 2", "microbatches_per_step = 4\nstaleness_at_most = 2") + NEWCOMER
+    result = examine(decode_scenario(text.replace("{how}", "flipped"), "here"), told.append)
+    assert result.broken is None
+    assert any("late1 catch_up: what done" in line and "donor s1r3" in line for line in told)
+    assert sum("late1 disowned" in line for line in told) == 1
+
+
+# What is found is said.
+
+
+def test_a_violation_is_reported_with_a_shorter_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_step = gossip.rounds.outer_optimiser.take_step
+    monkeypatch.setattr(
+        gossip.rounds.outer_optimiser, "take_step", lambda step, *rest: take_step(Step(step.snapshot), *rest)
+    )
+    said: list[str] = []
+    report(examine(draw(1)), said.append)
+    assert "breaks an invariant" in said[0]
+    assert "pair, at" in said[0] or "rule, at" in said[0]
+    shorter = decode_scenario(next(text for text in said if "[swarm]" in text), "reported")
+    assert len(shorter.fault) == 0, "it takes no fault at all to see this one"
+    assert said[-1] == "Replay: python -m tests.explorer --replay 1"
+
+
+def test_shrinking_keeps_what_matters() -> None:
+    drawn = (draw(seed) for seed in range(100))
+    scenario, crash = next(
+        (scenario, fault)
+        for scenario in drawn
+        for fault in scenario.fault
+        if len(scenario.fault) > 8 and isinstance(fault, faults.Crash) and scenario.network.loss
+    )
+    shorter = shrink(scenario, lambda candidate: crash in candidate.fault)
+    assert shorter.fault == (crash,)
+    assert shorter.network.loss == 0.0

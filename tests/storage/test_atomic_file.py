@@ -1,0 +1,75 @@
+"""A file is whole or not there, and whoever writes to a descriptor writes all of it or hears why not."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import noloco_node
+from noloco_node.storage import atomic_file
+
+
+class NearlyFull:
+    """Writes as Linux does on a disk with so many bytes left: a part first, ENOSPC with the next call."""
+
+    def __init__(self, left_bytes: int, true_write: Callable[..., int], at_most: int = 2**20) -> None:
+        self._left_bytes, self._true_write, self._at_most = left_bytes, true_write, at_most
+
+    def __call__(self, descriptor: int, content: memoryview, *at: int) -> int:
+        if not self._left_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = self._true_write(descriptor, content[: min(self._left_bytes, self._at_most)], *at)
+        self._left_bytes -= taken
+        return taken
+
+
+@given(st.binary(max_size=64), st.integers(1, 80), st.integers(1, 16), st.sampled_from([None, 0, 5]))
+def test_all_is_written_or_an_error_is_raised(content: bytes, room: int, at_most: int, at: int | None) -> None:
+    descriptor = os.memfd_create("file")
+    name = "write" if at is None else "pwrite"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, name, NearlyFull(room, getattr(os, name), at_most))
+        try:
+            if room < len(content):
+                with pytest.raises(OSError, match="No space left"):
+                    atomic_file.write_all(descriptor, content, at)
+            else:
+                atomic_file.write_all(descriptor, content, at)
+                assert os.pread(descriptor, 100, at or 0) == content
+        finally:
+            os.close(descriptor)
+
+
+def test_a_disk_that_takes_nothing_and_reports_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwrite", lambda *_: 0)
+    with pytest.raises(OSError, match="takes no more bytes"):
+        atomic_file.write_all(-1, b"content", 0)
+
+
+def test_a_file_stays_as_it_was_where_a_disk_takes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    atomic_file.write(path, b"before")
+    (tmp_path / ".file.aside").write_bytes(b"left by a process that was killed")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", NearlyFull(3, os.write))
+        with pytest.raises(OSError, match="No space left"):
+            atomic_file.write(path, b"after")
+    assert path.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [path]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_only_two_modules_write_to_descriptors_themselves() -> None:
+    """The journal counts the part of a line that the disk took; `__main__` writes to a terminal as it ends."""
+    root = Path(noloco_node.__file__).parent
+    raw = re.compile(r"\bos\.(write|pwrite|writev|pwritev|sendfile|copy_file_range)\(|buffering=0")
+    found = {str(path.relative_to(root)) for path in root.rglob("*.py") if raw.search(path.read_text())}
+    assert found == {"storage/atomic_file.py", "journal/writer.py", "__main__.py"}
