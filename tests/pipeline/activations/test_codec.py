@@ -174,3 +174,10 @@ def test_a_width_that_makes_no_blocks_is_refused() -> None:
         check_width("int5-int3", 33)
     with pytest.raises(ValueError, match="no token takes 45 bytes in 5 bits"):
         ActivationCode(5).width(45)
+
+
+@pytest.mark.parametrize("bits", [32, 16, 8, 4])
+def test_a_row_without_a_value_is_no_row(bits: int) -> None:
+    code = ActivationCode(bits)
+    with pytest.raises(ValueError, match="no token"):
+        code.width(code.row(0))
