@@ -169,3 +169,8 @@ def test_a_run_is_over_when_most_sources_say_so_and_never_by_silence() -> None:
 
 def test_a_fair_share_is_an_equal_part_and_at_least_one() -> None:
     assert [fair_share(8, senders) for senders in (0, 1, 2, 3, 8, 100)] == [8, 8, 4, 2, 1, 1]
+
+
+def test_a_schedule_of_warm_up_alone_ends_at_its_peak() -> None:
+    whole = Schedule(peak=1.0, steps=10, warmup_steps=10, final_fraction=0.1)
+    assert [learning_rate(progress, whole) for progress in (0.0, 0.5, 1.0)] == pytest.approx([0.1, 0.6, 1.0])

@@ -190,3 +190,18 @@ def test_distance() -> None:
     assert distance(TRUE, TRUE) == distance(zero, zero) == 0.0
     assert distance(TRUE, zero) == pytest.approx(1.0)
     assert distance(TRUE, -TRUE) == pytest.approx(2.0)
+
+
+def test_a_gradient_of_another_shape_is_the_callers_to_refuse_and_starts_no_check() -> None:
+    async def main() -> None:
+        def script(peer: str, honest: Gradient) -> Reply:
+            assert honest.hidden is not None
+            return Gradient(hidden=honest.hidden[:, :1], loss=honest.loss, tokens=honest.tokens)
+
+        peers = Peers("abc", script)
+        for _ in range(200):
+            await peers.ask("a")
+        assert len(peers.calls) == 200
+        assert not peers.checks._answered
+
+    run(main())
