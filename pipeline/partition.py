@@ -135,7 +135,7 @@ def _most_even(work: _Work, stages: int) -> list[int]:
     best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
     for stage in range(stages):
         last, following = stage == stages - 1, {}
-        for end in [depth] if last else range(stage + 1, depth - (stages - stage - 1) + 1):
+        for end in [depth] if last else range(stage + 1, depth):
             extra = (work.before if stage == 0 else 0) + (work.after if last else 0)
             choices = []
             for start, (slowest, squares, ends) in best.items():

@@ -29,8 +29,8 @@ from hypothesis import Phase, settings
 from benchmarks.structure.mutations import Mutant, noting
 
 TESTED = ("gossip", "pipeline")
-NEEDED = (*TESTED, "noloco_node", "benchmarks", "docs", "tests", "pyproject.toml", "setup.cfg", "README.md")
-OWN = (*TESTED, "noloco_node", "benchmarks", "docs", "tests")
+NEEDED = (*TESTED, "noloco_node", "benchmarks", "research", "docs", "tests", "pyproject.toml", "setup.cfg", "README.md")
+OWN = (*TESTED, "noloco_node", "benchmarks", "research", "docs", "tests")
 VIRTUAL = "not network and not processes and not wan and not browser and not docker"
 PATIENCE, LEAST_S, WALL_S = 5.0, 10.0, 600.0
 """A test may take so many times what it took, and so many seconds beyond; but no longer by the clock on the wall."""

@@ -38,6 +38,7 @@ that of N = 1, and never exceeds 2.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 _FINENESS = 1.04
@@ -92,10 +93,7 @@ def contracts(momentum: Momentum, gamma: float) -> bool:
 
 def _in_step(momentum: Momentum, gamma: float) -> bool:
     """Solve S = L(S) + I for S at the start of a period, and tell whether it is a covariance."""
-    found = _stationary(_period(momentum, gamma, fed=False), [1.0, 0.0, 1.0])
-    if found is None:
-        return False
-    variance, covariance, of_momentum = found
+    variance, covariance, of_momentum = _stationary(_period(momentum, gamma, fed=False), [1.0, 0.0, 1.0])
     return variance > 0.0 and of_momentum > 0.0 and variance * of_momentum > covariance * covariance
 
 
@@ -109,8 +107,6 @@ def _out_of_step(momentum: Momentum, gamma: float) -> bool:
         return False
     period = _period(momentum, gamma, fed=True)
     start = _stationary(period, [period[row][_ONE] for row in _AT_START])
-    if start is None:
-        return False
     back = period[_SUM][_ONE] + sum(period[_SUM][at] * value for at, value in zip(_AT_START, start, strict=True))
     return back < momentum.period
 
@@ -164,12 +160,12 @@ def _power(matrix: _Matrix, exponent: int) -> _Matrix:
     return result
 
 
-def _stationary(period: _Matrix, source: list[float]) -> list[float] | None:
-    """Return the moments S = L(S) + source at the start of a period, by Cramer's rule; None where there are none."""
+def _stationary(period: _Matrix, source: list[float]) -> list[float]:
+    """Return the moments S = L(S) + source at the start of a period, by Cramer's rule; NaN where there are none."""
     left = [[float(row == column) - period[row][column] for column in _AT_START] for row in _AT_START]
     determinant = _determinant(left)
     if determinant == 0.0:
-        return None
+        return [math.nan] * 3
     return [
         _determinant([[*row[:at], value, *row[at + 1 :]] for row, value in zip(left, source, strict=True)])
         / determinant

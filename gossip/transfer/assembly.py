@@ -126,7 +126,7 @@ class StateAssembly:
         self._right: dict[Key, bytes] = {}
         self._source = self._before = _NOTHING
         self._fresh: set[Key] = set()
-        self._loaded = keep is None
+        self._loaded = False
 
     @property
     def snapshot(self) -> str:

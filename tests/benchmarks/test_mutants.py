@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.structure.mutant_tests import Outcome, Timed, concerned, in_two
+from benchmarks.structure.mutant_tests import NEEDED, OWN, TESTED, Outcome, Timed, concerned, in_two
 from benchmarks.structure.mutants import Equivalent, Results, all_mutants, judged, read_equivalents, report
 from benchmarks.structure.mutations import draw, mutants_of, noting
 from benchmarks.structure.source import ROOT
@@ -155,7 +155,7 @@ def project(tmp_path: Path) -> Path:
     for name, text in files.items():
         (tmp_path / "project" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "project" / name).write_text(text)
-    for name in ("pipeline", "noloco_node", "benchmarks", "docs"):
+    for name in ("pipeline", "noloco_node", "benchmarks", "research", "docs"):
         (tmp_path / "project" / name).mkdir()
     return tmp_path / "project"
 
@@ -216,3 +216,12 @@ def test_every_equivalent_mutant_is_one_of_the_source_with_a_reason() -> None:
     assert [each for each in listed if (each.path, each.was, each.becomes) not in there] == []
     assert all(len(each.why.split()) > 3 for each in listed)
     assert len({(each.path, each.was, each.becomes) for each in listed}) == len(listed)
+
+
+def test_the_copy_holds_every_package_that_the_tests_import() -> None:
+    trees = [ast.parse(path.read_text()) for name in TESTED for path in (ROOT / "tests" / name).rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    ours = {top for top in (name.split(".")[0] for name in names) if (ROOT / top).is_dir()}
+    assert ours <= set(NEEDED) & set(OWN)

@@ -310,6 +310,7 @@ def test_closing_refuses_the_queue_and_lets_what_is_in_flight_end() -> None:
         await settle()
         gate.close()
         assert await queued == Refused(reason=Reason.LEAVING)
+        assert gate.statistics()["refused_leaving"] == 1
         assert await gate.enter("c") == Refused(reason=Reason.LEAVING)
         full = started(gate.full())
         await settle()

@@ -179,6 +179,14 @@ def test_cost_of_a_layer_by_hand() -> None:
     assert forward_flops(config, pieces, 64) == (inner, inner, inner + 2 * 32 * 96)
 
 
+def test_a_projection_of_the_embedding_is_work_of_the_first_stage() -> None:
+    config = prepare(family_config("opt", {**FAMILIES["opt"], "word_embed_proj_dim": 16})).config
+    whole = forward_flops(config, [Cut(0, 4, embeds=True, head=True)], 64)
+    first, inner, last = forward_flops(config, cut(config, 3, (1, 3), 64), 64)
+    assert first >= inner / 2 + 2 * 16 * 32, "of two layers inner has no projection"
+    assert (first + inner + last,) == whole
+
+
 def test_a_token_pays_for_the_experts_that_it_meets() -> None:
     few, many = (
         prepare(family_config("mixtral", {**FAMILIES["mixtral"], "num_local_experts": number})).config
@@ -330,3 +338,34 @@ def test_the_parts_of_a_decoder() -> None:
     assert anatomy.dropouts == ("transformer.drop",)
     with pytest.raises(ValueError, match="no single list of 5 layers"):
         find_decoder_parts(skeleton(config), 5)
+
+
+def test_of_two_lists_of_as_many_layers_the_outer_one_is_cut_and_of_equals_none() -> None:
+    config = prepared("gpt2").config
+    whole = skeleton(config)
+    layers: Any = whole.get_submodule("transformer.h")
+    layers[0].more = nn.ModuleList(nn.Identity() for _ in range(4))
+    assert find_decoder_parts(whole, 4).spine[-1] == "transformer.h"
+    whole.get_submodule("transformer").more = nn.ModuleList(nn.Identity() for _ in range(4))
+    with pytest.raises(NotSliceableError, match="no single list of 4 layers"):
+        find_decoder_parts(whole, 4)
+
+
+def test_what_the_model_itself_holds_comes_along() -> None:
+    whole = nn.Module()
+    whole.register_buffer("scale", torch.ones(2))
+    whole.register_buffer("nothing", None)
+    Slice(whole, Cut(0, 1, embeds=True, head=True), "head").to(torch.float64)
+    assert whole.get_buffer("scale").dtype == torch.float64
+
+
+def test_no_stage_keeps_keys_and_values() -> None:
+    kept: list[bool] = []
+    hidden = ids()
+    for part in slices(prepared("llama"), 3):
+        (whole,) = part._whole
+        whole.base_model.register_forward_pre_hook(
+            lambda _module, _inputs, named: kept.append(named["use_cache"]), with_kwargs=True
+        )
+        hidden = part(hidden)
+    assert kept == [False] * 3

@@ -214,3 +214,9 @@ def test_a_swarm_that_starts_at_once_spreads_evenly() -> None:
         claims = [StageClaim(peer, stage, float(n), False) for n, (peer, stage) in enumerate(stages.items())]
         final = [claim.stage if (s := should_yield(claim.peer, claims, EVEN[:3])) is None else s for claim in claims]
         assert [final.count(stage) for stage in range(3)] == [3, 3, 3]
+
+
+@given(st.integers(0, 3), st.integers(1, 4))
+def test_a_newcomer_alone_stays_for_each_stage_is_as_empty_without_it(stage: int, stages: int) -> None:
+    claims = [StageClaim("a", stage % stages, 10.0, False)]
+    assert should_yield("a", claims, EVEN[:stages]) is None

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.schedule import (
-    MOST_MARKS,
     Mark,
     Progress,
     Schedule,
@@ -51,6 +50,10 @@ def follow(progress: Progress, windows: int, per_s: float, from_s: float = 0.0) 
         now_s = from_s + second
         progress = advance(progress, [per_s * (now_s - lag) for lag in (0.0, 0.1, 0.2, 0.3)], now_s)
     return progress
+
+
+def test_sixteen_marks_are_remembered() -> None:
+    assert len(follow(begin(0.0, 0.0), 500, 1e-3).marks) == 16
 
 
 def test_progress_follows_an_honest_swarm() -> None:
@@ -96,7 +99,7 @@ def test_progress_never_goes_back_leaves_its_range_or_outruns_the_shown_rate(
         before, progress = progress, advance(progress, stamps, now_s)
         allowed = 2.0 * (rate_per_s(before.marks) or 0.0) * (now_s - before.at_s)
         assert before.value <= progress.value <= min(1.0, before.value + allowed + 1e-12)
-        assert len(progress.marks) <= MOST_MARKS
+        assert len(progress.marks) <= 16
 
 
 @given(st.integers(0, 300), st.integers(0, 2), st.integers())
@@ -166,3 +169,8 @@ def test_a_run_is_over_when_most_sources_say_so_and_never_by_silence() -> None:
 
 def test_a_fair_share_is_an_equal_part_and_at_least_one() -> None:
     assert [fair_share(8, senders) for senders in (0, 1, 2, 3, 8, 100)] == [8, 8, 4, 2, 1, 1]
+
+
+def test_a_schedule_of_warm_up_alone_ends_at_its_peak() -> None:
+    whole = Schedule(peak=1.0, steps=10, warmup_steps=10, final_fraction=0.1)
+    assert [learning_rate(progress, whole) for progress in (0.0, 0.5, 1.0)] == pytest.approx([0.1, 0.6, 1.0])

@@ -216,6 +216,17 @@ def test_the_reply_carries_the_gradient_of_the_activations() -> None:
     assert (above - below) / 2e-2 == pytest.approx(reply.hidden.norm().item(), rel=1e-2)
 
 
+def test_each_pass_and_step_is_counted_once() -> None:
+    stages = make_stages("llama", 2)
+    for number, batch in enumerate(batches(2, 3), 1):
+        run_microbatch(stages, batch)
+        for stage in stages:
+            stage.step(1e-2, 1)
+            counts = stage.statistics()
+            assert [counts[name] for name in ("forwards", "backwards", "inner_steps")] == [number] * 3
+            assert [counts[name] for name in ("skipped_steps", "stale_backwards", "recomputed")] == [0] * 3
+
+
 def test_a_window_takes_the_mean_of_its_microbatches() -> None:
     once, twice = make_stages("llama", 1)[0], make_stages("llama", 1)[0]
     batch = batches(2, 1)[0]

@@ -1,5 +1,6 @@
 """What travels in each form, what becomes of it, and that sender and receiver end with the same numbers."""
 
+import contextlib
 import math
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from gossip.exchange.codec import Coded, Feedback, check
 from gossip.exchange.formats import BLOCK, Format, wire_bytes, wire_specs
-from gossip.exchange.int4_step import FAR, FEW, FINEST, common_steps
+from gossip.exchange.int4_step import FAR, FEW, FINEST, STEP_OF_NOTHING, common_steps
 from gossip.exchange.messages import Implausible
 from gossip.exchange.quantise import PIECE
 from gossip.exchange.swap import NORM_RATIO, norm, probe_coordinates
@@ -524,3 +525,12 @@ def test_only_a_code_that_follows_the_distance_lets_replicas_agree(owing: bool) 
 def test_sizes_are_known_without_torch() -> None:
     program = "import sys, gossip.exchange.formats; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=LAST_RESORT_S, check=False).returncode == 0
+
+
+def test_a_probe_of_nothing_or_of_one_coordinate_has_a_step_too() -> None:
+    assert common_steps(torch.empty(0), torch.empty(0), [0]) == (STEP_OF_NOTHING,)
+    own = torch.ones(1)
+    for times, plausible in ((0.9, True), (1.1, False)):
+        theirs = own + times * FAR * NORM_RATIO
+        with contextlib.nullcontext() if plausible else pytest.raises(Implausible, match="from ours"):
+            common_steps(own, theirs, [1])

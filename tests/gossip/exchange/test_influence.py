@@ -257,3 +257,7 @@ def test_every_form_is_measured_as_it_is_decoded(form: Format) -> None:
     deviation = measure(coded, fast, Feedback(form), fast, fast)
     assert deviation.distance == pytest.approx(1.0, rel=0.2)
     assert (deviation.values, deviation.own) == (1100, 0.0)
+
+
+def test_before_anybody_has_moved_a_partner_counts_whole() -> None:
+    assert InfluenceBound().share("b", at(0.5)._replace(own=0.0)) == 1.0

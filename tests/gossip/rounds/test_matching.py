@@ -59,6 +59,17 @@ def test_preferences_list_everybody_once_and_the_partner_first(replicas: set[str
             assert order[0] == partner[me]
 
 
+def test_peers_of_all_versions_draw_the_same_pairs() -> None:
+    """Recorded: a version that draws others has pairs that do not agree, and waits for nobody's offer."""
+    drawn = [partners_of_round(roster(7), 5, round) for round in range(2)]
+    pairs = [sorted(pair for pair in each.items() if pair[0] < pair[1]) for each in drawn]
+    assert pairs == [
+        [("peer000", "peer002"), ("peer001", "peer006"), ("peer004", "peer005")],
+        [("peer000", "peer004"), ("peer001", "peer002"), ("peer003", "peer005")],
+    ]
+    assert preferences("peer000", roster(7), 5, 0) == ("peer002", "peer004", "peer006", "peer005", "peer003", "peer001")
+
+
 def test_every_pair_is_equally_likely_over_the_rounds() -> None:
     replicas = roster(8)
     met = Counter(frozenset(pair) for round in range(2800) for pair in partners_of_round(replicas, 5, round).items())
@@ -229,6 +240,9 @@ def test_cadence_opens_every_h_steps_and_follows_the_roster() -> None:
     assert (round_schedule.round, round_schedule.deferred_in_a_row, round_schedule.healed) == (5, 1, 1)
     round_schedule.adopt(10**6, RoundClaims([4, 4], met=[4, 4]))
     assert round_schedule.round == 5 + LIFT_BOUND
+    assert round_schedule.healed == 2
+    round_schedule.adopt(3, RoundClaims([4, 4], met=[4, 4]))
+    assert (round_schedule.round, round_schedule.healed) == (5 + LIFT_BOUND, 2), "a lower number lifts nobody"
     round_schedule.finish(round_schedule.round)
     assert (round_schedule.finished, round_schedule.deferred_in_a_row) == (6, 0)
 

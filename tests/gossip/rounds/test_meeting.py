@@ -702,6 +702,26 @@ def test_a_swap_is_declined_while_it_makes_no_sense() -> None:
     assert all(isinstance(answer, Declined) for answer in run(main()))
 
 
+def test_a_swap_that_was_declined_is_proposed_again_when_the_partner_says() -> None:
+    async def main() -> int:
+        world, proposed = World(), 0
+
+        async def decline(line: Line) -> None:
+            nonlocal proposed
+            proposed += isinstance(await line.receive(), PrefetchOffer)
+            await line.send(Declined(reason=DeclineReason.ENGAGED, retry_after_s=1.0, round=1))
+
+        world.answerers["b"] = decline
+        toy = Toy(world, "a", replace(SETTINGS, outer=APART))
+        toy.stale_list = (Candidate("b", 0),)
+        runner = asyncio.create_task(toy.rounds.run())
+        await asyncio.sleep(10.0)
+        runner.cancel()
+        return proposed
+
+    assert 8 <= run(main()) <= 10
+
+
 @pytest.mark.parametrize("version", [0, 3])
 @pytest.mark.parametrize("held", [NOTHING, 0, 7])
 @pytest.mark.parametrize("peer", ["b", "c"])

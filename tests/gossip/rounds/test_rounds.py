@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from toy_gossip import CUT, SWALLOW, Toy, ToySettings, World, at_once, live
+from toy_gossip import CUT, SWALLOW, Line, Toy, ToySettings, World, at_once, live
 
 from gossip.events import RoundDeferred
 from gossip.exchange.messages import Accepted, Declined, DeclineReason, Offer, Received, Weights
@@ -134,6 +134,24 @@ def test_a_replica_one_round_behind_or_ahead_heals_and_meets(late: int, ahead: b
     assert all(len(toy.met) == 3 for toy in toys)
     assert len({toy.rounds.finished for toy in toys}) == 1
     assert sum(toy.rounds.statistics()["healed"] for toy in toys) >= 1
+
+
+def test_who_is_declined_learns_the_others_round() -> None:
+    async def main() -> Toy:
+        world = World()
+
+        async def decline(line: Line) -> None:
+            await line.receive()
+            await line.send(Declined(reason=DeclineReason.MET, retry_after_s=5.0, round=2))
+
+        world.answerers["b"] = decline
+        toy = Toy(world, "a", SETTINGS)
+        toy.stale_list = (Candidate("b", 0),)
+        await live([toy], 22)
+        return toy
+
+    statistics = run(main()).rounds.statistics()
+    assert (statistics["round"], statistics["healed"]) == (2, 1)
 
 
 def test_a_liars_round_number_drags_nobody() -> None:

@@ -367,3 +367,9 @@ def test_a_run_file_is_judged_by_the_bound_of_its_period() -> None:
 
 
 MODEL = msgspec.convert({"architecture": "llama", "sizes": {"hidden_size": 8, "num_hidden_layers": 1}}, ModelConfig)
+
+
+@given(st.floats(0.0, 0.01), st.integers(2, 40), st.floats(0.0, 1.0))
+@settings(max_examples=20, deadline=None)
+def test_no_bound_exceeds_two(alpha: float, period: int, share: float) -> None:
+    assert stability_bound(alpha, period, share / period) <= 2.0

@@ -11,7 +11,7 @@ from gossip.exchange.messages import Manifest
 from gossip.rule.staleness import ROUND_BOUND
 from gossip.transfer.assembly import LEAST_SAVING, ROUNDS_APART, mixes
 from gossip.transfer.chunks import listed
-from gossip.transfer.donor_checks import OUTLYING_PROGRESS, OUTLYING_ROUNDS, NormVotes, objection, round_to_start_in
+from gossip.transfer.donor_checks import NormVotes, objection, round_to_start_in
 
 ROW = listed([b"0" * 32])
 MANIFEST = Manifest(
@@ -72,7 +72,7 @@ def test_weights_that_blew_up_are_refused_also_where_two_disagree() -> None:
 def test_round_and_progress_are_compared_with_the_rosters(round: int, progress: float) -> None:
     voices = NormVotes(rounds=[19, 20, 1000], progress=[0.0, 0.5, 0.5])
     found = objection(replace(MANIFEST, round=round, progress=progress), voices)
-    near = abs(round - 20) <= OUTLYING_ROUNDS and abs(progress - 0.5) <= OUTLYING_PROGRESS
+    near = abs(round - 20) <= 16 and abs(progress - 0.5) <= 0.25
     assert (found is None) == near
     assert objection(replace(MANIFEST, round=round, progress=progress), NormVotes()) is None
 

@@ -7,6 +7,7 @@ import gc
 import math
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -47,8 +48,8 @@ from gossip.exchange.messages import (
 )
 from gossip.exchange.swap import norm
 from gossip.transfer import donor as donors_side
-from gossip.transfer.assembly import ChunkArrived, DonorLost, DonorSelected, News
-from gossip.transfer.chunks import cut, tensors_of
+from gossip.transfer.assembly import ChunkArrived, DonorLost, DonorSelected, Key, News, StateAssembly
+from gossip.transfer.chunks import Span, cut, digest, gather, tensors_of
 from gossip.transfer.donor import ABANDONED_S, HOLD_S, RETRY_S, DonorLimits
 from gossip.transfer.donor_checks import check_manifest, check_values
 from gossip.transfer.donor_slots import NEWCOMERS, STREAMS
@@ -121,6 +122,53 @@ def test_a_stream_that_breaks_is_dialled_again_and_nothing_is_fetched_twice(brok
     assert sum(isinstance(news, ChunkArrived) for news in arrived) == 4 * len(SPANS)
     # A break costs the piece under way on each stream at most.
     assert sent <= 4 * len(SPANS) + STREAMS * len(broken)
+
+
+def test_a_line_that_breaks_again_and_again_and_brings_something_each_time_brings_all() -> None:
+    sent = 0
+
+    def cut_every_second(sender: str, receiver: str, message: Any) -> Any:
+        nonlocal sent
+        sent += isinstance(message, Piece)
+        return CUT if isinstance(message, Piece) and sent % 2 == 0 else message
+
+    world = World(tamper=cut_every_second)
+    Giving(world, "donor", WHOLE)
+    assert same(run(copy_from(world, ["donor"])), WHOLE)
+
+
+class Kept:
+    """Has kept the first pieces of a section in an earlier life; counts how often it is read."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.read = count, 0
+
+    def follow(self, manifest: Manifest | None, settled: frozenset[int]) -> None: ...
+
+    def put(self, key: Key, digest: bytes, data: torch.Tensor) -> None: ...
+
+    def pieces(self) -> Iterator[tuple[Key, bytes, torch.Tensor]]:
+        self.read += 1
+        for number, span in enumerate(SPANS[: self.count]):
+            data = gather(tensors_of(WHOLE, Section.SLOW), span)
+            yield Key(Section.SLOW, number), digest(data), data
+
+    def last(self) -> tuple[Manifest | None, frozenset[int]]:
+        return None, frozenset()
+
+    def rest(self) -> None: ...
+
+    def discard(self) -> None: ...
+
+
+def test_what_an_earlier_life_kept_is_read_once_and_not_fetched() -> None:
+    world, heard, kept = World(), Listening(), Kept(5)
+    world.tamper = heard
+    Giving(world, "donor", WHOLE)
+    held = StateAssembly(LIKE, keep=kept)
+    held.load()
+    assert same(run(copy_from(world, ["donor"], held)), WHOLE)
+    assert (kept.read, heard.pieces["donor"]) == (1, 4 * len(SPANS) - kept.count)
 
 
 def dying(world: World, name: str, pieces: int) -> None:
@@ -575,11 +623,12 @@ def test_newcomers_share_a_copy_and_are_served_a_few_at_a_time() -> None:
     async def main() -> None:
         world = World()
         giving = Giving(world, "donor", WHOLE)
-        most = 0
+        most = refused = 0
 
         def listen(sender: str, receiver: str, message: Any) -> Any:
-            nonlocal most
+            nonlocal most, refused
             most = max(most, int(giving.donor.statistics()["visitors"]))
+            refused += isinstance(message, Busy)
             return message
 
         world.tamper = listen
@@ -588,7 +637,7 @@ def test_newcomers_share_a_copy_and_are_served_a_few_at_a_time() -> None:
         assert all(same(task.result(), WHOLE) for task in tasks)
         assert most == NEWCOMERS
         assert giving.made == 1
-        assert giving.donor.statistics()["turned_away"] > 0
+        assert giving.donor.statistics()["turned_away"] == refused > 0
         assert giving.donor.statistics()["visitors"] == 0
 
     run(main())
@@ -642,6 +691,44 @@ def test_who_asks_and_leaves_costs_a_donor_one_copy_in_a_while() -> None:
         assert giving.made == 1
 
     run(main())
+
+
+def test_a_disk_that_gives_nothing_is_told_and_asked_again_later() -> None:
+    async def main() -> None:
+        world = World()
+        giving = Giving(world, "donor", WHOLE)
+        provide, failures = giving.donor._provide, 1
+
+        async def broken_once(parts: Parts) -> ReplicaState:
+            nonlocal failures
+            if parts is Parts.ALL and failures:
+                failures -= 1
+                raise OSError("the disk is gone")
+            return await provide(parts)
+
+        giving.donor._provide = broken_once
+        assert same(await copy_from(world, ["donor"]), WHOLE)
+        statistics = giving.donor.statistics()
+        assert (statistics["refused_by_disk"], statistics["copies"], statistics["held"]) == (1, 1, 1)
+
+    run(main())
+
+
+def test_no_job_hashes_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[int] = []
+    most = 2 * max(span.size_bytes for span in SPANS)
+    monkeypatch.setattr(donors_side, "HASHED_AT_ONCE_BYTES", most)
+
+    async def compute(function: Any, /, *arguments: Any) -> Any:
+        batches = [each for each in arguments if isinstance(each, list) and each and isinstance(each[0], Span)]
+        jobs.extend(sum(span.size_bytes for span in batch) for batch in batches)
+        return await at_once(function, *arguments)
+
+    world = World()
+    Giving(world, "donor", WHOLE).donor._compute = compute
+    assert same(run(copy_from(world, ["donor"])), WHOLE)
+    assert max(jobs) <= most
+    assert sum(jobs) == 4 * sum(span.size_bytes for span in SPANS)
 
 
 def test_an_old_copy_is_given_to_nobody_and_makes_room() -> None:

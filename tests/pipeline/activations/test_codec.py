@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.activations.codec import LARGEST, check, decode, encode, seed_of
+from pipeline.activations.codec import LARGEST, bound_of_norm, check, decode, encode, seed_of
 from pipeline.activations.formats import ACTIVATION_CODECS, BLOCK, TOP_BYTES, ActivationCode, check_width
 
 CODES = tuple(dict.fromkeys(code for codec in ACTIVATION_CODECS.values() for code in codec))
@@ -174,3 +174,19 @@ def test_a_width_that_makes_no_blocks_is_refused() -> None:
         check_width("int5-int3", 33)
     with pytest.raises(ValueError, match="no token takes 45 bytes in 5 bits"):
         ActivationCode(5).width(45)
+
+
+@pytest.mark.parametrize("bits", [32, 16, 8, 4])
+def test_a_row_without_a_value_is_no_row(bits: int) -> None:
+    code = ActivationCode(bits)
+    with pytest.raises(ValueError, match="no token"):
+        code.width(code.row(0))
+
+
+def test_the_bound_of_a_norm_is_the_norm_where_all_channels_are_equally_loud() -> None:
+    """One value a block: the rotation makes all channels of the block as loud."""
+    values = torch.zeros(3, 2 * BLOCK)
+    values[:, ::BLOCK] = 1.0
+    for code in (ActivationCode(8), ActivationCode(8, dithered=True)):
+        norm = float(values.norm())
+        assert norm <= bound_of_norm(code, encode(code, values)) <= 1.02 * norm

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.activations.codec import bound_of_norm, decode, encode, scaled
 from pipeline.activations.formats import ACTIVATION_CODECS, ActivationCode
-from pipeline.activations.influence import LEAST_KNOWN, REFUSE, SCALE, SizeBound
+from pipeline.activations.influence import LEAST_KNOWN, REFUSE, SCALE, SizeBound, UnusualSizeError
 
 CODES = tuple(dict.fromkeys(code for codec in ACTIVATION_CODECS.values() for code in codec))
 PLAIN = ACTIVATION_CODECS["bfloat16"].down
@@ -142,3 +142,16 @@ def test_the_least_size_counts_values_whatever_they_take_on_the_wire(code: Activ
             bound.bounded("liar", encode(code, numbers(1, 1e6)))
         few = encode(code, numbers(1, 1e6)[:, :7])
         assert bound.bounded("liar", few) is few
+
+
+def test_the_first_messages_are_bounded_by_nothing_usual_and_the_next_are() -> None:
+    loud = encode(PLAIN, numbers(9, 2.0 * REFUSE))
+    for known in range(LEAST_KNOWN + 1):
+        bound = SizeBound(PLAIN)
+        for number in range(known):
+            bound.bounded(f"p{number}", encode(PLAIN, numbers(number)))
+        if known < LEAST_KNOWN:
+            assert bound.bounded("loud", loud) is loud
+        else:
+            with pytest.raises(UnusualSizeError):
+                bound.bounded("loud", loud)

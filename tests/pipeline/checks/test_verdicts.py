@@ -19,7 +19,6 @@ from pipeline.checks.verdicts import (
     MOST_COMPARED,
     MOST_KNOWN,
     MOST_PEERS,
-    QUARANTINES_S,
     CheckBudget,
     CheckFinding,
     Verdict,
@@ -141,7 +140,7 @@ def test_quarantines_grow_and_one_strike_ends_a_parole() -> None:
         stage.now_s += lengths[-1]
         assert stage.verdicts.paroled(stage.now_s - 1e-3) == []
         assert stage.verdicts.paroled(stage.now_s) == [Verdict("r0", CheckFinding.PAROLED)]
-    assert lengths == [*QUARANTINES_S, QUARANTINES_S[-1]]
+    assert lengths == [600.0, 3600.0, 6 * 3600.0, 6 * 3600.0]
     apart = {("r0", "r1"): 1.9, ("r0", "r2"): 1.9, ("r1", "r2"): 0.03}
     stage.verdicts.judge(apart, stage.names, stage.now_s)
     late = stage.verdicts.judge(apart, stage.names, stage.now_s)
@@ -236,3 +235,31 @@ def test_a_budget_is_kept_and_some_of_it_is_for_suspects() -> None:
     while budget.allows(suspected=False, drawn=0.0):
         budget.spend()
     assert budget.allows(suspected=True, drawn=1.0)
+
+
+@pytest.mark.parametrize(("spent", "checks", "of_suspects"), [(0, 8, 2), (1, 7, 2)])
+def test_a_check_of_two_calls_never_overdraws_and_two_are_kept_for_suspects(
+    spent: int, checks: int, of_suspects: int
+) -> None:
+    budget, made = CheckBudget(0.001), Counter[bool]()
+    for _ in range(spent):
+        budget.spend()
+    for suspected in (False, True):
+        while budget.allows(suspected=suspected, drawn=0.0):
+            made[suspected] += 1
+            for _ in range(2):
+                budget.spend()
+    assert (made[False], made[True]) == (checks, of_suspects)
+
+
+def test_checks_that_are_passed_take_a_strike_away_part_by_part() -> None:
+    verdicts = Verdicts(deep=False)
+    for _ in range(4):
+        assert not verdicts.judge({("a", "b"): 0.02, ("a", "c"): 0.02, ("b", "c"): 0.02}, "abc", 0.0)
+    (strike,) = verdicts.judge({("a", "b"): 1.9, ("a", "c"): 1.9, ("b", "c"): 0.02}, "abc", 0.0)
+    assert strike.finding is CheckFinding.STRUCK
+    passed = 0
+    while verdicts.suspects("a"):
+        assert verdicts.agree("a", "b", 0.02)
+        passed += 1
+    assert passed == 8, "1.9 in quarters"

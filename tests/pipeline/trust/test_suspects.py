@@ -36,7 +36,7 @@ def test_suspicion_is_bounded_cleared_by_success_and_forgotten() -> None:
     for _ in range(20):
         suspects = suspects.suspect("a", now_s)
         now_s = suspects.suspicions["a"].until_s
-    assert suspects.suspicions["a"].length_s == LONGEST_SUSPICION_S
+    assert suspects.suspicions["a"].length_s == 600.0
     cleared = suspects.clear("a")
     assert not cleared.active(now_s - 1.0)
     assert not cleared.on_trial(now_s)

@@ -15,7 +15,7 @@ from pipeline.messages import Gradient, Microbatch, Reply
 from pipeline.next_stage import NextStage, NextStageClient
 from pipeline.routing import Hop
 from pipeline.trust.suspects import LONGEST_SUSPICION_S
-from pipeline.trust.trials import LATE
+from pipeline.trust.trials import LATE, Late, Trials
 
 HIDDEN = torch.zeros(1, 2, 3)
 MICROBATCH = Microbatch(hidden=HIDDEN, targets=torch.zeros(1, 2, dtype=torch.int64), progress=0.1, budget_s=600.0)
@@ -163,3 +163,26 @@ def test_calls_that_nobody_waits_for_end_with_the_sender_and_with_their_time() -
         assert stage.hanging.total() == 0
 
     run(main())
+
+
+def test_one_who_is_late_when_the_first_reply_comes_is_let_go_at_once() -> None:
+    async def main() -> None:
+        loop, hops = asyncio.get_running_loop(), (Hop("a"), Hop("d"))
+        trials: Trials[Hop] = Trials(lambda: hops)
+        begun_s = loop.time()
+        loop.call_later(10.0, trials.succeed, "a", 1.0)
+        with pytest.raises(Late):
+            await trials.answer("d", asyncio.sleep(DEADLINE_S), begun_s + DEADLINE_S)
+        assert loop.time() - begun_s == pytest.approx(10.0)
+        await trials.aclose()
+
+    run(main())
+
+
+def test_one_who_was_proved_and_is_under_suspicion_is_nobody_to_rely_on() -> None:
+    hops = (Hop("a"), Hop("d"))
+    trials: Trials[Hop] = Trials(lambda: hops)
+    trials.succeed("a", 1.0)
+    assert (trials.favoured(), trials.favoured(but="a")) == (True, False)
+    trials.lose("a", 0.0, 1.0, accused=True, hung=True)
+    assert not trials.favoured()
