@@ -712,7 +712,7 @@ def test_a_swap_that_was_declined_is_proposed_again_when_the_partner_says() -> N
             await line.send(Declined(reason=DeclineReason.ENGAGED, retry_after_s=1.0, round=1))
 
         world.answerers["b"] = decline
-        toy = Toy(world, "a", replace(SETTINGS, outer=APART))
+        toy = Toy(world, "a", replace(SETTINGS, **APART._asdict()))
         toy.stale_list = (Candidate("b", 0),)
         runner = asyncio.create_task(toy.rounds.run())
         await asyncio.sleep(10.0)
