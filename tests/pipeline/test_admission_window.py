@@ -126,6 +126,27 @@ def test_the_queue_is_bounded_and_a_refusal_estimates_from_the_measured_pace() -
     run(main())
 
 
+def test_one_microbatch_at_the_measured_pace_is_the_shortest_estimate() -> None:
+    async def main() -> None:
+        gate = AdmissionWindow(1)
+        for sender in "abab":
+            slot = await slot_of(gate, sender)
+            await asyncio.sleep(3.0)
+            slot.succeed(OUTCOME)
+            await gate.full()
+            gate.next_window()
+        held = await slot_of(gate, "b")
+        queued = started(gate.enter("a"))
+        await settle()
+        refused = await gate.enter("a")
+        assert (gate.queued, gate.in_flight, held.stale) == (1, 1, False)
+        assert isinstance(refused, Refused)
+        assert refused.retry_after_s == pytest.approx(3.0), "though its share of the queue is one"
+        await cancel(queued)
+
+    run(main())
+
+
 def test_senders_take_turns_and_share_the_queue() -> None:
     async def main() -> None:
         gate = AdmissionWindow(4, queue_limit=8)

@@ -284,6 +284,13 @@ def test_unknown_fields_and_families_are_named() -> None:
     assert family_config("gpt2", {"vocab_size": 96}).eos_token_id is None, "outside the vocabulary"
 
 
+def test_a_field_that_is_null_is_unset_also_within_a_table() -> None:
+    config = family_config("mistral", {**LLAMA, "sliding_window": "null"})
+    assert config.sliding_window is None
+    table = {"rope_type": "default", "rope_theta": 5000.0, "note": "null"}
+    assert family_config("llama", {**LLAMA, "rope_parameters": table}).rope_parameters["note"] is None
+
+
 def test_preparing_copies_the_config_and_sets_all_dropout() -> None:
     config = family_config("gpt2", FAMILIES["gpt2"])
     recipe = prepare(config, dropout=0.25)
