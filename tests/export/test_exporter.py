@@ -51,6 +51,8 @@ RUN = recipe(replicas=2)
 PLAN = model_layout(RUN.run)
 BEHIND = RUN.run.outer.staleness_at_most
 
+INVITE = f"noloco1:{'a' * 64}@/ip4/127.0.0.1/tcp/1/p2p/12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
+
 
 def drawn(stage: int, seed: int) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
@@ -345,7 +347,7 @@ def test_a_stage_that_died_comes_from_the_newest_snapshot_and_that_is_said(
         assert {path.name for path in swarm.parts.glob("stage-?.*")} == {"stage-0.safetensors", "stage-1.safetensors"}
         # Also where it is read from a part that an interrupted export has left.
         swarm.asked.clear()
-        told = await export(out, "to the swarm")
+        told = await export(out, INVITE)
         assert swarm.asked == []
         assert not swarm.parts.exists()
         return told

@@ -23,7 +23,7 @@ from gossip.exchange.messages import Parts, ReplicaState
 from gossip.transfer.donor import Donor, DonorLimits
 from noloco_node.journal import events as journal_events
 from noloco_node.machine.interface import Reporter, StageModel
-from noloco_node.run.peer_state import PeerState
+from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.device import VirtualDevice
@@ -384,7 +384,7 @@ def test_a_newcomer_that_can_dial_nobody_says_so_and_keeps_trying() -> None:
         assert "--stage" in lines[-1]
         roster = await watch.peek()
         (record,) = [record for record in roster.stage(1) if record.peer == "peer-late"]
-        assert record.waiting == "a replica of stage 1 that gives its state"
+        assert record.waiting == (Wait(cause=WaitCause.STATE),)
         assert record.state is PeerState.CATCHING_UP
         hub.set_access("peer-old0", Access())
         await until(lambda: bool(late.of(journal_events.Started)))
