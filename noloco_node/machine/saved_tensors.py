@@ -39,7 +39,8 @@ class SavedTensors:
         counts = not (whole.is_leaf and whole.requires_grad) and self._counts(tensor)
         if counts:
             self._change(tensor, 1)
-        return _Saved(tensor, self._change if counts else None)
+        # A node's own result leads back to the node: held as it is, it would keep its graph for ever.
+        return _Saved(tensor.detach(), self._change if counts else None)
 
     def _change(self, tensor: Tensor, holders: int) -> None:
         storage = tensor.untyped_storage()
