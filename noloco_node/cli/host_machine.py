@@ -16,9 +16,8 @@ import torch
 
 from gossip.exchange.messages import ReplicaState
 from noloco_node.cli.join_options import JoinOptions
-from noloco_node.data.background_open import BackgroundOpen
+from noloco_node.data.blocks import BackgroundOpen, TextSource
 from noloco_node.data.encoding import with_tokenizer_in
-from noloco_node.data.text_source import TextSource
 from noloco_node.machine import clocks, memory
 from noloco_node.machine.device import Device
 from noloco_node.planning.bandwidth import bandwidth_seconds, microbatch_bytes

@@ -37,7 +37,7 @@ from gossip.transfer.download import donors as donor_order
 from noloco_node.cli.main import app
 from noloco_node.cli.status import summary as status_summary
 from noloco_node.data.blocks import open_blocks
-from noloco_node.data.shuffled_blocks import shuffled as mixed
+from noloco_node.data.blocks import shuffled as mixed
 from noloco_node.errors import Exit
 from noloco_node.export.exporter import export
 from noloco_node.export.parts import PartsDirectory
