@@ -32,13 +32,13 @@ from noloco_node.data.encoding import Encoder, check_vocabulary, open_encoder
 from noloco_node.data.file_documents import (
     Documents,
     FileDocuments,
+    Part,
     Place,
     ReadingOrder,
     find_files,
     pieces_of,
     stdlib_files,
 )
-from noloco_node.data.held_out import Part
 from noloco_node.errors import config_error
 from noloco_node.run.config import DataConfig, RunConfig
 from noloco_node.run.runfile import with_source
