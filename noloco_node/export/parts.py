@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from noloco_node.export.replica_fetch import FetchedReplica
 from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, ReplicaReader, Shapes
 from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary
-from noloco_node.storage import tensor_file
+from noloco_node.storage import atomic_file
 from noloco_node.storage.checkpoint import Counters, arrays_of, counters_of
 from noloco_node.terminal import say
 
@@ -57,8 +57,8 @@ class PartsDirectory:
         """
         path, shapes = self._of_stage(stage), self._shapes[stage]
         try:
-            part = msgspec.json.decode(tensor_file.about(path) or "", type=StagePart)
-            tensor_file.check(path)
+            part = msgspec.json.decode(atomic_file.about_of(path) or "", type=StagePart)
+            atomic_file.check_tensors(path)
             weights = load_file(path)
         except FileNotFoundError:
             return None
@@ -77,7 +77,7 @@ class PartsDirectory:
         part = StagePart(run_id=self._run_id, stage=stage, taken=taken, left_out=left_out, kept_by=kept_by)
         arrays = arrays_of({"slow": tuple(weights.values())})
         named = [array._replace(name=name) for name, array in zip(weights, arrays, strict=True)]
-        tensor_file.write(self._of_stage(stage), named, msgspec.json.encode(part).decode())
+        atomic_file.write_tensors(self._of_stage(stage), named, msgspec.json.encode(part).decode())
 
     def replicas(self, stage: int, rounds: Sequence[int]) -> list[ReplicaFile]:
         """Return the replicas of a stage that came before an interruption: the files that are whole and fit.
@@ -92,7 +92,7 @@ class PartsDirectory:
                 own = (counters.run_id, counters.stage, self.of_replica(stage, counters.peer))
                 if own != (self._run_id, stage, path) or passed(counters.round, rounds, self._rounds_behind):
                     continue
-                tensor_file.check(path)
+                atomic_file.check_tensors(path)
                 with ReplicaReader([each], self._shapes[stage]):
                     found.append(each)
             except (OSError, ValueError) as error:
@@ -112,7 +112,7 @@ class PartsDirectory:
         found = []
         for path in sorted(self.path.glob(f"stage-{stage}-snapshot-*.safetensors")):
             with suppress(OSError, ValueError):
-                tensor_file.check(path)
+                atomic_file.check_tensors(path)
                 counters = counters_of(path)
                 found.append(ReplicaFile(path, counters.peer, counters))
         return found
@@ -139,7 +139,7 @@ class PartsDirectory:
             peer=copy.peer,
         )
         arrays = arrays_of({"slow": tuple(copy.weights.values())})
-        tensor_file.write(path, arrays, msgspec.json.encode(counters).decode())
+        atomic_file.write_tensors(path, arrays, msgspec.json.encode(counters).decode())
         return ReplicaFile(path, copy.peer, counters)
 
 

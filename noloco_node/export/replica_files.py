@@ -28,7 +28,7 @@ from noloco_node.state_sync.replica_mean import (
     norm_of,
     products_of,
 )
-from noloco_node.storage import tensor_file
+from noloco_node.storage import atomic_file
 from noloco_node.storage.checkpoint import Counters, counters_of, files
 from noloco_node.storage.home import HomePaths
 from noloco_node.terminal import say
@@ -77,7 +77,7 @@ def in_home(home: Path, run_id: str, complain: Callable[[str], None] = say) -> l
                 if counters.run_id != run_id:
                     complain(f"{path} is skipped: it is of the run {counters.run_id[:12]}, not of {run_id[:12]}")
                 elif not known or known.counters.round < counters.round:
-                    tensor_file.check(held.path)
+                    atomic_file.check_tensors(held.path)
                     found[counters.stage, peer] = ReplicaFile(path, peer, counters, held)
             except (OSError, ValueError) as error:
                 # What is read has a number for a name.

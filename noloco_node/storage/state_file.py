@@ -15,8 +15,7 @@ from torch import Tensor
 from gossip.exchange.messages import ReplicaState, Section
 from gossip.exchange.swap import norm
 from gossip.transfer.chunks import Span, held_sections, tensors_of
-from noloco_node.storage.atomic_file import require_room
-from noloco_node.storage.tensor_file import Array, bytes_of
+from noloco_node.storage.atomic_file import Array, bytes_of, require_room
 
 
 class StateFile:

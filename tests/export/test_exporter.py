@@ -42,7 +42,7 @@ from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.manifests import SNAPSHOT, WeightsOf
 from noloco_node.state_sync.replica_mean import ReplicaSummary
 from noloco_node.state_sync.snapshot_choice import AGAIN_S, ATTEMPTS
-from noloco_node.storage import tensor_file
+from noloco_node.storage import atomic_file
 from noloco_node.storage.checkpoint import arrays_of, load
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
@@ -243,7 +243,7 @@ def spoil(path: Path, how: str) -> None:
         slow = (torch.zeros(3), *slow[1:])
     else:
         slow = slow[:-1]
-    tensor_file.write(path, arrays_of({"slow": slow}), msgspec.json.encode(counters).decode())
+    atomic_file.write_tensors(path, arrays_of({"slow": slow}), msgspec.json.encode(counters).decode())
 
 
 @pytest.mark.parametrize(
