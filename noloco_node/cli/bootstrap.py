@@ -44,7 +44,6 @@ from noloco_node.run.permissions import is_public
 from noloco_node.run.runfile import read_run_text
 from noloco_node.state_sync import weight_exchange
 from noloco_node.state_sync.weight_exchange import WeightServer
-from noloco_node.storage import run_directory
 from noloco_node.storage.home import Home
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm import invite as invites
@@ -140,7 +139,7 @@ async def host(options: BootstrapOptions) -> None:
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
             for topic, store in stores.items():
                 await network.serve(topic, weight_exchange.SCHEMA, WeightServer(store, asyncio.to_thread).serve)
-            history = run_history.RunHistory(run_directory.enter(home, recipe.digest).run_history, recipe.digest, say)
+            history = run_history.RunHistory(home.enter(home, recipe.digest).run_history, recipe.digest, say)
             await network.serve(run_history.TOPIC, run_history.SCHEMA, history.serve)
             addresses = await network.addresses()
             invite = invites.format(recipe.digest, addresses, admissions.credential)

@@ -12,7 +12,7 @@ from noloco_node.export.replica_fetch import Look
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.run.config import TRAVELLING, DataConfig
 from noloco_node.state_sync.weight_exchange import TOKENIZER_TOPIC, WeightDownload
-from noloco_node.storage.run_directory import tokenizer_places
+from noloco_node.storage.home import tokenizer_places
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.run_distribution import RunFileText

@@ -53,7 +53,6 @@ from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.replica_mean import FACTOR, ReplicaSummary, drop_outliers
-from noloco_node.storage import run_directory
 from noloco_node.storage.checkpoint import Checkpoint, Counters, save
 from noloco_node.storage.home import Home
 from noloco_node.storage.weight_store import WeightStore
@@ -200,10 +199,10 @@ def test_each_run_of_a_home_is_exported_from_its_own_directory(tmp_path: Path) -
     recipe = recipe_of([home])
     before = of_homes([home], recipe)
     with Home.open(home) as opened:
-        paths = run_directory.enter(opened, recipe.digest)
+        paths = home.enter(opened, recipe.digest)
         paths.keep_run_file(recipe.text)
         opened.keep_run_file(recipe.text.replace('name = "', 'name = "another-'))
-        other = run_directory.enter(opened, "b" * 64)
+        other = home.enter(opened, "b" * 64)
     assert recipe_of([home]).digest != recipe_of([paths.path]).digest == recipe.digest
     for place in (home, paths.path):
         (found,) = of_homes([place], recipe)

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from noloco_node.errors import Exit, UserError
 from noloco_node.storage.checkpoint import KEPT, Checkpoint, Counters, files, load_latest, save
 from noloco_node.storage.checkpoint_store import CheckpointStore, SnapshotDirectory
-from noloco_node.storage.home import Home, RunPaths
-from noloco_node.storage.run_directory import beside, enter, tokenizer_places
+from noloco_node.storage.home import Home, RunPaths, beside, enter, tokenizer_places
 from noloco_node.swarm.run_history import RunHistory
 
 RUNS = ("a" * 64, "b" * 64)
