@@ -29,7 +29,7 @@ from noloco_node.storage.checkpoint import Checkpoint, save
 from noloco_node.storage.checkpoint_store import CheckpointStore, SnapshotDirectory
 from noloco_node.storage.home import RunPaths
 from noloco_node.storage.partial_download import PartialDownloadFile
-from noloco_node.storage.state_file import StateFile
+from noloco_node.storage.transfer_files import StateFile
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
