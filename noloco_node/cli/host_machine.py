@@ -28,8 +28,7 @@ from noloco_node.run.config import RunConfig
 from noloco_node.storage.checkpoint import Checkpoint, save
 from noloco_node.storage.checkpoint_store import CheckpointStore, SnapshotDirectory
 from noloco_node.storage.home import RunPaths
-from noloco_node.storage.partial_download import PartialDownloadFile
-from noloco_node.storage.transfer_files import StateFile
+from noloco_node.storage.transfer_files import PartialDownloadFile, StateFile
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say

@@ -26,7 +26,7 @@ from noloco_node.sim.hardware.device import VirtualDevice
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.download import DownloadLink, StateDownload
 from noloco_node.storage.atomic_file import SPARE_BYTES
-from noloco_node.storage.partial_download import PartialDownloadFile
+from noloco_node.storage.transfer_files import PartialDownloadFile
 
 SECTION_BYTES = sum(4 * tensor.numel() for tensor in LIKE)
 WHOLE = state()
