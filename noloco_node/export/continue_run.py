@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from noloco_node.errors import UserError, config_error
-from noloco_node.export.provenance import NOTES, run_of
+from noloco_node.export.sources import NOTES, run_of
 from noloco_node.run.config import TOKENIZER_FILES, TRAVELLING, DataConfig, RunConfig
 from noloco_node.run.permissions import text_of
 from noloco_node.run.presets import numbers_of, written

@@ -30,12 +30,11 @@ from noloco_node.errors import Exit, UserError, reason_of
 from noloco_node.export.held_out_loss import best_snapshots, without_worse
 from noloco_node.export.huggingface import own_generation, write_checkpoint
 from noloco_node.export.parts import PartsDirectory, parts_beside, passed
-from noloco_node.export.provenance import Provenance, noted, told_of
 from noloco_node.export.replica_fetch import Look, at_work, fetched
 from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, in_home, merged, newest
 from noloco_node.export.run_tokenizer import fetched_tokenizer, reading_with_tokenizer
 from noloco_node.export.snapshot_fetch import fetch_snapshots
-from noloco_node.export.sources import check_export, recipe_of
+from noloco_node.export.sources import Provenance, check_export, noted, recipe_of, told_of
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.model_layout import ModelLayout, model_layout
 from noloco_node.run.config import DataConfig

@@ -27,8 +27,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.export.provenance import NOTES, Provenance
-from noloco_node.export.sources import check_target
+from noloco_node.export.sources import NOTES, Provenance, check_target
 from noloco_node.run.config import DataConfig, ModelConfig
 from noloco_node.storage.atomic_file import flush
 from noloco_node.terminal import say

@@ -25,7 +25,7 @@ from noloco_node.export import held_out_text
 from noloco_node.export.held_out_loss import Loss, _margin, validation_loss
 from noloco_node.export.held_out_text import validation_text
 from noloco_node.export.huggingface import own_generation, write_checkpoint
-from noloco_node.export.provenance import Provenance, read_provenance
+from noloco_node.export.sources import Provenance, read_provenance
 from noloco_node.inference.evaluation import evaluate, open_model, unigram_entropy
 from noloco_node.inference.generation import Sampling, generate
 from noloco_node.run.config import DataConfig, ModelConfig
