@@ -27,7 +27,7 @@ from gossip.rule.staleness import ROUND_BOUND
 from gossip.transfer.donor import Donor, DonorLimits
 from gossip.transfer.download import DonorBusy
 from noloco_node.errors import Exit, UserError
-from noloco_node.export import exporter, replica_fetch, snapshot_fetch
+from noloco_node.export import exporter, replica_fetch
 from noloco_node.export.exporter import SwarmExport, export, merge_files, parts_of
 from noloco_node.export.parts import PartsDirectory, is_kept, parts_beside
 from noloco_node.export.replica_fetch import FetchedReplica
@@ -180,7 +180,7 @@ def swarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Swarm:
         return job(*args)
 
     monkeypatch.setattr(replica_fetch, "fetch_of", watched)
-    monkeypatch.setattr(snapshot_fetch, "fetch_of", watched)
+    monkeypatch.setattr(replica_fetch, "fetch_of", watched)
     monkeypatch.setattr(asyncio, "to_thread", thread)
     made.append(Swarm(parts_beside(tmp_path / "model")))
     return made[0]

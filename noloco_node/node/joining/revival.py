@@ -8,7 +8,7 @@ Where there is neither, the stage starts from the run's first weights: what it h
 loudly as it deserves.
 
 Nobody vouches for a snapshot, so it is believed within bounds, by whoever takes one home too
-(`noloco_node.export.snapshot_fetch`). One that claims far more progress than the run has made is passed over. Rounds
+(`noloco_node.export.replica_fetch`). One that claims far more progress than the run has made is passed over. Rounds
 say less: a stage with a quarter of another's replicas takes four times its steps. Where three or more peers offer one,
 the median norm is the measure. Its first microbatches then show whether it is worth anything
 (`noloco_node.state_sync.starting_loss`); if not, the newcomer comes back here for another one. It carries neither
