@@ -29,7 +29,6 @@ from noloco_node.data.encoding import open_tokenizer
 from noloco_node.errors import Exit, UserError, reason_of
 from noloco_node.export.held_out_loss import best_snapshots, without_worse
 from noloco_node.export.huggingface import own_generation, write_checkpoint
-from noloco_node.export.parts import PartsDirectory, parts_beside, passed
 from noloco_node.export.replica_fetch import (
     Look,
     at_work,
@@ -38,7 +37,16 @@ from noloco_node.export.replica_fetch import (
     fetched_tokenizer,
     reading_with_tokenizer,
 )
-from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, in_home, merged, newest
+from noloco_node.export.replica_files import (
+    MergedReplicas,
+    PartsDirectory,
+    ReplicaFile,
+    in_home,
+    merged,
+    newest,
+    parts_beside,
+    passed,
+)
 from noloco_node.export.sources import Provenance, check_export, noted, recipe_of, told_of
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.model_layout import ModelLayout, model_layout

@@ -29,9 +29,15 @@ from gossip.transfer.download import DonorBusy
 from noloco_node.errors import Exit, UserError
 from noloco_node.export import exporter, replica_fetch
 from noloco_node.export.exporter import SwarmExport, export, merge_files, parts_of
-from noloco_node.export.parts import PartsDirectory, is_kept, parts_beside
 from noloco_node.export.replica_fetch import FetchedReplica
-from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, ReplicaReader
+from noloco_node.export.replica_files import (
+    MergedReplicas,
+    PartsDirectory,
+    ReplicaFile,
+    ReplicaReader,
+    is_kept,
+    parts_beside,
+)
 from noloco_node.export.sources import noted, read_provenance, told_of
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.planning.model_layout import model_layout
