@@ -21,8 +21,7 @@ from torch import Tensor
 
 from noloco_node.errors import UserError, config_error
 from noloco_node.export.exporter import merge_files, of_homes
-from noloco_node.export.held_out_loss import Loss, logits_of, text_loss
-from noloco_node.export.held_out_text import HeldOutText, validation_text
+from noloco_node.export.held_out_loss import HeldOutText, Loss, logits_of, text_loss, validation_text
 from noloco_node.export.huggingface import joined, quiet_unless_watched
 from noloco_node.export.replica_fetch import reading_with_tokenizer
 from noloco_node.export.replica_files import ReplicaReader, newest
