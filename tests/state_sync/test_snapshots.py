@@ -47,7 +47,7 @@ from noloco_node.state_sync.snapshot_choice import (
     verify_snapshot,
 )
 from noloco_node.state_sync.snapshot_keeper import next_stage, possible
-from noloco_node.state_sync.starting_loss import FAR
+from noloco_node.state_sync.starting_state import FAR
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.storage.checkpoint_store import KEPT_SNAPSHOTS, SnapshotDirectory
 from noloco_node.swarm.peer_records import CLOCK_S

@@ -11,7 +11,7 @@ Nobody vouches for a snapshot, so it is believed within bounds, by whoever takes
 (`noloco_node.export.replica_fetch`). One that claims far more progress than the run has made is passed over. Rounds
 say less: a stage with a quarter of another's replicas takes four times its steps. Where three or more peers offer one,
 the median norm is the measure. Its first microbatches then show whether it is worth anything
-(`noloco_node.state_sync.starting_loss`); if not, the newcomer comes back here for another one. It carries neither
+(`noloco_node.state_sync.starting_state`); if not, the newcomer comes back here for another one. It carries neither
 momenta nor the optimiser's memory: those begin at zero, as for the run's first step, in the middle of the schedule.
 """
 
@@ -31,8 +31,7 @@ from noloco_node.node.joining.state_source import SnapshotNotFound
 from noloco_node.run.peer_state import AT_WORK
 from noloco_node.state_sync.manifests import SNAPSHOT, WeightsOf, ask_manifests, copying_s, standings
 from noloco_node.state_sync.snapshot_choice import asked_of, donors, reached, verify_snapshot
-from noloco_node.state_sync.starting_loss import SnapshotTrial
-from noloco_node.state_sync.starting_state import StartingState, from_donor
+from noloco_node.state_sync.starting_state import SnapshotTrial, StartingState, from_donor
 
 
 async def revive(
