@@ -30,7 +30,7 @@ from noloco_node.node.training import AskedToLeave, MoveTo, RetrySnapshot, RunOv
 from noloco_node.run.peer_state import PeerState
 from noloco_node.state_sync import weight_exchange
 from noloco_node.state_sync.manifests import copying_s
-from noloco_node.state_sync.snapshot_server import FormerStageServer
+from noloco_node.state_sync.snapshot_keeper import FormerStageServer
 from noloco_node.state_sync.starting_state import NONE_FAILED, FailedSnapshots
 from noloco_node.storage.checkpoint_store import CheckpointWriter
 from noloco_node.swarm import run_distribution, speed_test

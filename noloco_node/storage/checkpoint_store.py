@@ -3,7 +3,7 @@
 A peer moves to another stage, or is started again and takes another one. Its new checkpoints would push out those of
 the stage that it left, and with them perhaps the last weights of that stage. So they are set aside: renamed, not
 copied, to where snapshots of other stages lie. From there the peer itself goes on if it comes back, momenta and all;
-`noloco_node.state_sync.snapshot_server` gives the slow weights to whoever revives the stage; and an export from homes
+`noloco_node.state_sync.snapshot_keeper` gives the slow weights to whoever revives the stage; and an export from homes
 finds them.
 
 A node may keep snapshots of stages that it never served as well; these lie there with the others.

@@ -2,7 +2,7 @@
 
 A newcomer that finds the run begun and its stage empty asks everybody in the roster for a snapshot of it
 (`noloco_node.state_sync.snapshot_keeper`; most keep none and say so at once). Whoever served the stage before has one
-too (`noloco_node.state_sync.snapshot_server`), also while it is on its way to another stage. The newcomer's own
+too (`noloco_node.state_sync.snapshot_keeper`), also while it is on its way to another stage. The newcomer's own
 checkpoint of the stage, if it has one, comes first unless a snapshot is clearly newer, for it holds the momenta too.
 Where there is neither, the stage starts from the run's first weights: what it had learned is lost, and that is said as
 loudly as it deserves.
