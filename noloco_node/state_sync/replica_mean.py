@@ -18,12 +18,27 @@ replicas of which one lies are beyond any rule.
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from math import prod
+from random import Random
 from statistics import median_high, median_low
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+import torch
+
+from gossip.exchange.messages import Manifest, Parts, Section, StateRequest
+from gossip.rule.staleness import ROUND_BOUND
+from gossip.transfer.chunks import cut
+from gossip.transfer.donor_checks import OUTLYING_PROGRESS
+from gossip.transfer.download import Converse, StateWanted, manifest_of
+from noloco_node.network.interface import PeerNetwork
+from noloco_node.network.schema import Schema
+from noloco_node.run.peer_state import AT_WORK, PeerState
+from noloco_node.run.protocols import state_schema, topic
+from noloco_node.swarm.roster import Roster
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,3 +133,172 @@ def mean_of(replicas: Sequence[Tensor]) -> Tensor:
     for other in replicas[1:]:
         total += other.to("cpu")
     return (total / len(replicas)).float()
+
+
+SNAPSHOT = "snapshot"
+"""The topic of those who keep snapshots of a stage."""
+PATIENCE_S = 10.0
+ASKED_AT_ONCE = 8
+
+
+class WeightsOf(NamedTuple):
+    """A stage whose weights are asked for. `kind`: STATE of its replicas, SNAPSHOT of peers that keep one."""
+
+    number: int
+    shapes: tuple[tuple[int, ...], ...]
+    kind: str
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the slow weights."""
+        return 4 * sum(map(prod, self.shapes))
+
+    @property
+    def schema(self) -> Schema:
+        """What is said about them."""
+        return state_schema(self.shapes)
+
+    def converse(self, network: PeerNetwork) -> Converse:
+        """Return how to talk about them with a peer."""
+        return lambda peer: network.talk(peer, topic(self.kind, self.number), self.schema)
+
+    def wanted(self, deadline_s: float) -> StateWanted:
+        """Return what to ask for: the slow weights alone."""
+        like = tuple(torch.empty(shape, device="meta") for shape in self.shapes)
+        return StateWanted(parts=Parts.SLOW, like=like, deadline_s=deadline_s)
+
+
+def copying_s(weight_bytes: int, slowest_bytes_per_s: float) -> float:
+    """Return how long a whole state may take over the slowest line: five sections, each as large as the weights."""
+    return 60.0 + len(Section) * weight_bytes / slowest_bytes_per_s
+
+
+class ManifestReplies(NamedTuple):
+    """What was said: by those who answered, and by how many that they are busy with others just now."""
+
+    manifests: dict[str, Manifest]
+    busy: int
+
+
+async def ask_manifests(network: PeerNetwork, peers: Iterable[str], subject: WeightsOf) -> ManifestReplies:
+    """Return what each peer says of its weights, round and norm, as far as they answer soon."""
+    turns, pieces = asyncio.Semaphore(ASKED_AT_ONCE), len(cut([4 * prod(shape) for shape in subject.shapes]))
+    converse, told, busy = subject.converse(network), dict[str, Manifest](), list[str]()
+
+    async def ask(peer: str) -> None:
+        async with turns:
+            try:
+                async with asyncio.timeout(PATIENCE_S), converse(peer) as conversation:
+                    reply = await manifest_of(conversation, StateRequest(parts=Parts.OUTLINE), pieces)
+            except (ConnectionError, TimeoutError):
+                return
+            if isinstance(reply, Manifest):
+                told[peer] = reply
+            else:
+                busy.append(peer)
+
+    async with asyncio.TaskGroup() as group:
+        for peer in peers:
+            group.create_task(ask(peer))
+    return ManifestReplies({peer: told[peer] for peer in sorted(told)}, len(busy))
+
+
+def standings(told: Mapping[str, Manifest]) -> list[ReplicaSummary]:
+    """Return what peers said, for a comparison."""
+    return [
+        ReplicaSummary(
+            peer=peer, round=each.round, inner_steps=each.inner_steps, progress=each.progress, norm=each.norm
+        )
+        for peer, each in told.items()
+    ]
+
+
+MOST_ASKED = 256
+"""Of those at work, and a quarter as many of those who are on their way to it."""
+AGAIN_S = 10.0
+"""Before everybody is asked again."""
+ATTEMPTS = 30
+"""Where somebody has a snapshot, or may have."""
+ATTEMPTS_IN_VAIN = 2
+NORM_FACTOR = 4.0
+"""By which the norm of a snapshot may differ from the median of three or more: they are of different rounds."""
+LEAST_FOR_MEDIAN = 3
+"""Offers from which a norm is compared with their median."""
+MOST_TIMES = 64
+"""As many rounds as the furthest of the other stages may a stage have made: it had the fewer replicas."""
+
+
+class RunReach(NamedTuple):
+    """How far the run is, by its stages at work."""
+
+    round: int
+    progress: float
+
+    def allows(self, of: ReplicaSummary | Manifest) -> bool:
+        """Say whether a snapshot of another stage may be so far."""
+        most = MOST_TIMES * (self.round + ROUND_BOUND)
+        return 0 <= of.round <= most and of.progress <= self.progress + OUTLYING_PROGRESS
+
+
+def donors(own_round: int | None, offers: Sequence[ReplicaSummary], run: RunReach) -> tuple[str, ...]:
+    """Return the peers whose snapshot to ask for, the newest first; none where our own checkpoint is as good.
+
+    `own_round`: of our checkpoint of the stage, None without one.
+    """
+    believed = [offer for offer in offers if run.allows(offer)]
+    if len(believed) >= LEAST_FOR_MEDIAN:
+        norm = median_low(offer.norm for offer in believed)
+        believed = [offer for offer in believed if norm / NORM_FACTOR <= offer.norm <= norm * NORM_FACTOR]
+    if own_round is not None:
+        believed = [offer for offer in believed if offer.round > own_round + ROUND_BOUND]
+    return tuple(offer.peer for offer in sorted(believed, key=lambda offer: -offer.round))
+
+
+def verify_snapshot(
+    offers: Sequence[ReplicaSummary], run: RunReach
+) -> Callable[[str, Manifest], Awaitable[str | None]]:
+    """Return what refuses whoever gives another snapshot than the one for which `donors` chose it."""
+    norms = {offer.peer: offer.norm for offer in offers}
+
+    async def objection(peer: str, manifest: Manifest) -> str | None:
+        if not run.allows(manifest):
+            return f"its snapshot is of round {manifest.round} and progress {manifest.progress:.2f}, the run at {run}"
+        if not norms[peer] / NORM_FACTOR <= manifest.norm <= norms[peer] * NORM_FACTOR:
+            return f"its snapshot has the norm {manifest.norm:.4g}, and had {norms[peer]:.4g} a moment ago"
+        return None
+
+    return objection
+
+
+def reached(roster: Roster) -> RunReach:
+    """Return how far the stage is that is furthest, by the medians of its replicas at work.
+
+    Newcomers say round 0, and there may be many of them: they count where nobody else is left.
+    """
+    at_work = [[record for record in records if record.state in AT_WORK] for records in roster.stages]
+    stages = [records for records in (at_work if any(at_work) else roster.stages) if records]
+    return RunReach(
+        max((median_high([record.round for record in records]) for records in stages), default=0),
+        max((median_high([record.progress for record in records]) for records in stages), default=0.0),
+    )
+
+
+def asked_of(roster: Roster, me: str, rng: Random) -> list[str]:
+    """Return the peers that are asked for a snapshot: whoever works, or has left a stage and not yet arrived."""
+    found: list[str] = []
+    for states, most in ((AT_WORK, MOST_ASKED), ((PeerState.CATCHING_UP,), MOST_ASKED // 4)):
+        records = [record for records in roster.stages for record in records if record.state in states]
+        peers = sorted({record.peer for record in records} - {me, *found})
+        found += rng.sample(peers, min(most, len(peers)))
+    return found
+
+
+def asks_again(promised: bool, saved: bool, attempt: int) -> bool:
+    """Say whether to ask everybody again after this attempt, from 0.
+
+    Where somebody has a snapshot, or is busy giving another one, for some minutes: a stage is at stake. Where nobody
+    has, once more if the run's first weights are all that is left, for an answer may have been lost.
+    """
+    if promised:
+        return attempt + 1 < ATTEMPTS
+    return not saved and attempt + 1 < ATTEMPTS_IN_VAIN
