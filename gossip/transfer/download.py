@@ -41,8 +41,8 @@ from gossip.exchange.swap import Compute, Conversation, all_or_failure
 from gossip.rule.outer_step import Tensors
 from gossip.transfer.assembly import ChunkArrived, DonorLost, Key, StateAssembly
 from gossip.transfer.chunks import present
+from gossip.transfer.donor import STREAMS
 from gossip.transfer.donor_checks import OF_ANY_RUN, MomentBounds, check_manifest, check_values
-from gossip.transfer.donor_slots import STREAMS
 
 DIAL_AGAIN_S = 0.5
 """Before a stream that broke is dialled again, doubled each time."""

@@ -19,7 +19,7 @@ from toy_gossip import World
 
 from gossip.exchange.messages import ReplicaState, Section
 from gossip.transfer.assembly import Key, StateAssembly
-from gossip.transfer.donor_slots import STREAMS
+from gossip.transfer.donor import STREAMS
 from noloco_node.machine.interface import Reporter, StageModel
 from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.device import VirtualDevice
