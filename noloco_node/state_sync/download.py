@@ -21,7 +21,7 @@ from torch import Tensor
 from gossip.exchange.messages import Manifest, Parts, ReplicaState, Section, StateRequest
 from gossip.transfer import download
 from gossip.transfer.assembly import ChunkArrived, ChunkStore, DonorLost, DonorSelected, News, StateAssembly
-from gossip.transfer.donor_checks import OF_ANY_RUN, MomentBounds, NormVotes, objection
+from gossip.transfer.download import OF_ANY_RUN, MomentBounds, NormVotes, objection
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter, Runner, StageModel
 from noloco_node.network.interface import PeerNetwork

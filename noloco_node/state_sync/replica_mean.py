@@ -32,8 +32,7 @@ import torch
 from gossip.exchange.messages import Manifest, Parts, Section, StateRequest
 from gossip.rule.staleness import ROUND_BOUND
 from gossip.transfer.chunks import cut
-from gossip.transfer.donor_checks import OUTLYING_PROGRESS
-from gossip.transfer.download import Converse, StateWanted, manifest_of
+from gossip.transfer.download import OUTLYING_PROGRESS, Converse, StateWanted, manifest_of
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.schema import Schema
 from noloco_node.run.peer_state import AT_WORK, PeerState

@@ -27,8 +27,7 @@ from gossip.exchange.messages import Busy, Manifest, Parts, ReplicaState
 from gossip.exchange.swap import norm
 from gossip.transfer.chunks import cut
 from gossip.transfer.donor import Donor, DonorLimits
-from gossip.transfer.donor_checks import OUTLYING_ROUNDS
-from gossip.transfer.download import download_state, piece_s
+from gossip.transfer.download import OUTLYING_ROUNDS, download_state, piece_s
 from noloco_node.machine.interface import Host, Reporter, Runner, SnapshotStore
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.question import patient

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from gossip.exchange.messages import ReplicaState
 from gossip.transfer import download
-from gossip.transfer.donor_checks import MomentBounds
+from gossip.transfer.download import MomentBounds
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.machine.interface import StageModel
