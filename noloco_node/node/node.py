@@ -29,7 +29,7 @@ from noloco_node.node.stage_tenure import StageTenure, TenureEnd, violations_jou
 from noloco_node.node.training import AskedToLeave, MoveTo, RetrySnapshot, RunOver, StageWork
 from noloco_node.run.peer_state import PeerState
 from noloco_node.state_sync import weight_exchange
-from noloco_node.state_sync.manifests import copying_s
+from noloco_node.state_sync.download import copying_s
 from noloco_node.state_sync.snapshot_keeper import FormerStageServer
 from noloco_node.state_sync.starting_state import NONE_FAILED, FailedSnapshots
 from noloco_node.storage.checkpoint_store import CheckpointWriter

@@ -33,7 +33,7 @@ from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.question import patient
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE, topic
-from noloco_node.state_sync.manifests import SNAPSHOT, WeightsOf, ask_manifests, standings
+from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, ask_manifests, standings
 from noloco_node.state_sync.replica_mean import ReplicaSummary, drop_outliers
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import PeerRecord, Roster

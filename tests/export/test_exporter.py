@@ -45,7 +45,7 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
-from noloco_node.state_sync.manifests import SNAPSHOT, WeightsOf
+from noloco_node.state_sync.download import SNAPSHOT, WeightsOf
 from noloco_node.state_sync.replica_mean import ReplicaSummary
 from noloco_node.state_sync.snapshot_choice import AGAIN_S, ATTEMPTS
 from noloco_node.storage import atomic_file

@@ -34,7 +34,7 @@ from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.state_sync import snapshot_keeper
-from noloco_node.state_sync.manifests import SNAPSHOT, WeightsOf, ask_manifests
+from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, ask_manifests
 from noloco_node.state_sync.replica_mean import ReplicaSummary
 from noloco_node.state_sync.snapshot_choice import (
     ATTEMPTS,
