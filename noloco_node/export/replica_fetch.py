@@ -31,7 +31,7 @@ from noloco_node.run.config import TRAVELLING, DataConfig
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE
 from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, ask_manifests, copying_s, standings
-from noloco_node.state_sync.snapshot_choice import AGAIN_S, asked_of, asks_again, donors, reached, verify_snapshot
+from noloco_node.state_sync.starting_state import AGAIN_S, asked_of, asks_again, donors, reached, verify_snapshot
 from noloco_node.state_sync.weight_exchange import TOKENIZER_TOPIC, WeightDownload
 from noloco_node.storage.home import tokenizer_places
 from noloco_node.storage.weight_store import WeightStore

@@ -47,7 +47,7 @@ from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.download import SNAPSHOT, WeightsOf
 from noloco_node.state_sync.replica_mean import ReplicaSummary
-from noloco_node.state_sync.snapshot_choice import AGAIN_S, ATTEMPTS
+from noloco_node.state_sync.starting_state import AGAIN_S, ATTEMPTS
 from noloco_node.storage import atomic_file
 from noloco_node.storage.checkpoint import arrays_of, load
 from noloco_node.swarm.roster import PeerRecord, Roster

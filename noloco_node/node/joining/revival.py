@@ -30,8 +30,15 @@ from noloco_node.node.joining.newcomer import Newcomer
 from noloco_node.node.joining.state_source import SnapshotNotFound
 from noloco_node.run.peer_state import AT_WORK
 from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, ask_manifests, copying_s, standings
-from noloco_node.state_sync.snapshot_choice import asked_of, donors, reached, verify_snapshot
-from noloco_node.state_sync.starting_state import SnapshotTrial, StartingState, from_donor
+from noloco_node.state_sync.starting_state import (
+    SnapshotTrial,
+    StartingState,
+    asked_of,
+    donors,
+    from_donor,
+    reached,
+    verify_snapshot,
+)
 
 
 async def revive(
