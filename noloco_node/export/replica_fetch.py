@@ -33,7 +33,7 @@ from noloco_node.run.protocols import STATE
 from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, ask_manifests, copying_s, standings
 from noloco_node.state_sync.starting_state import AGAIN_S, asked_of, asks_again, donors, reached, verify_snapshot
 from noloco_node.state_sync.weight_exchange import TOKENIZER_TOPIC, WeightDownload
-from noloco_node.storage.home import tokenizer_places
+from noloco_node.storage.home import HomePaths
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.roster import PeerRecord, Roster
@@ -205,7 +205,7 @@ def reading_with_tokenizer(homes: Sequence[Path], recipe: RunFileText) -> DataCo
     data = recipe.run.data
     if data.tokenizer != TRAVELLING:
         return data
-    for place in (place for home in homes for place in tokenizer_places(home, recipe.digest)):
+    for place in (place for home in homes for place in HomePaths(home).tokenizers_of(recipe.digest)):
         store = WeightStore.filling(place, data.tokenizer_files)
         if not store.missing(store.all_pieces()):
             return with_tokenizer_in(data, store.directory)

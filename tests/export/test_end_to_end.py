@@ -197,10 +197,10 @@ def test_each_run_of_a_home_is_exported_from_its_own_directory(tmp_path: Path) -
     recipe = recipe_of([home])
     before = of_homes([home], recipe)
     with Home.open(home) as opened:
-        paths = home.enter(opened, recipe.digest)
+        paths = opened.enter(recipe.digest)
         paths.keep_run_file(recipe.text)
         opened.keep_run_file(recipe.text.replace('name = "', 'name = "another-'))
-        other = home.enter(opened, "b" * 64)
+        other = opened.enter("b" * 64)
     assert recipe_of([home]).digest != recipe_of([paths.path]).digest == recipe.digest
     for place in (home, paths.path):
         (found,) = of_homes([place], recipe)
