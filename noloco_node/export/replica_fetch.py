@@ -16,15 +16,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
-
-from torch import Tensor
 
 from gossip.exchange.messages import Manifest
 from gossip.transfer.download import DonorBusy, download_state
 from noloco_node.data.encoding import with_tokenizer_in
 from noloco_node.errors import Exit, UserError, config_error
-from noloco_node.export.replica_files import ReplicaFile
+from noloco_node.export.replica_files import FetchedReplica, ReplicaFile
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
 from noloco_node.run.config import TRAVELLING, DataConfig
@@ -53,16 +50,6 @@ Look = Callable[[], Awaitable[Roster]]
 """Reads the roster again."""
 Objection = Callable[[str, Manifest], Awaitable[str | None]]
 """Says why what a peer offers is not to be believed, or None."""
-
-
-class FetchedReplica(NamedTuple):
-    """One replica's slow weights by parameter name, and where it stood."""
-
-    peer: str
-    round: int
-    inner_steps: int
-    progress: float
-    weights: dict[str, Tensor]
 
 
 async def fetched(

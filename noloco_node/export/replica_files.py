@@ -23,7 +23,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from noloco_node.errors import Exit, UserError, reason_of
-from noloco_node.export.replica_fetch import FetchedReplica
 from noloco_node.state_sync.replica_mean import (
     LEAST_REPLICAS,
     LeftOut,
@@ -43,6 +42,16 @@ LOOKS = 3
 """At a directory of which all files that were listed have been rotated away."""
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+class FetchedReplica(NamedTuple):
+    """One replica's slow weights by parameter name, and where it stood."""
+
+    peer: str
+    round: int
+    inner_steps: int
+    progress: float
+    weights: dict[str, Tensor]
 
 
 class HeldFile:

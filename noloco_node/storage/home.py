@@ -7,9 +7,9 @@ node never removes the directory of another run; its owner may.
     HOME/run.toml invite                                            of the run that was joined last
     HOME/runs/ID/run.toml checkpoint/ snapshots/ catch-up/ weights/ tokenizer/ reached.json ticket
 
-Two nodes in one home would claim one peer id twice. So a running node locks the file `lock` (the kernel frees it when the
-process ends) and writes there which process it is. The lock file is never removed: two processes could each lock their
-own.
+Two nodes in one home would claim one peer id twice. So a running node locks the file `lock` (the kernel frees it when
+the process ends) and writes there which process it is. The lock file is never removed: two processes could each lock
+their own.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class HomePaths(RunPaths):
         return self, self.run(run_id)
 
     def tokenizers_of(self, run_id: str) -> tuple[Path, ...]:
-        """Return where the tokenizer of a run may lie: here, where an earlier version kept it, or in a run's directory."""
+        """Return where the tokenizer of a run may lie: here, in a home of an earlier version, in a run's directory."""
         own = self.run(run_id)
         return own.tokenizer, self.path / "tokenizer" / own.path.name, self.tokenizer
 

@@ -377,7 +377,7 @@ class Replicas:
     async def look(self) -> Roster:
         return Roster(stages=((), tuple(PeerRecord(peer=n, stage=1, state=PeerState.TRAINING) for n in self.listed)))
 
-    def fetched(self) -> AsyncIterator[replica_fetch.FetchedReplica]:
+    def fetched(self) -> AsyncIterator[replica_files.FetchedReplica]:
         shapes = {f"weight {number}": shape for number, shape in enumerate(SHAPES)}
         return replica_fetch.fetched(self._visitor, self.look, 1, shapes)
 

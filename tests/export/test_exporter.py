@@ -29,8 +29,8 @@ from gossip.transfer.download import DonorBusy
 from noloco_node.errors import Exit, UserError
 from noloco_node.export import exporter, replica_fetch
 from noloco_node.export.exporter import SwarmExport, export, merge_files, parts_of
-from noloco_node.export.replica_fetch import FetchedReplica
 from noloco_node.export.replica_files import (
+    FetchedReplica,
     MergedReplicas,
     PartsDirectory,
     ReplicaFile,
