@@ -36,7 +36,6 @@ from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
 from noloco_node.machine.signals import departure
-from noloco_node.observe.metrics_server import metrics_place
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import short
 from noloco_node.run.config import RunConfig
@@ -56,6 +55,7 @@ from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import SCHEMA, TOPIC, RunFileText
 from noloco_node.tasks import supervised
 from noloco_node.terminal import say, sign, warn
+from noloco_node.web.places import metrics_place
 from noloco_node.web.served_views import views_served
 
 LINE_EVERY_S = 60.0

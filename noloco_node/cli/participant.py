@@ -35,7 +35,6 @@ from noloco_node.node.node_context import NodeOptions
 from noloco_node.node.shift_loop import shift_by_shift
 from noloco_node.node.shifts import Shifts
 from noloco_node.observe.contribution import ledger_of
-from noloco_node.observe.metrics_server import metrics_place
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import short
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_per_s
@@ -53,6 +52,7 @@ from noloco_node.swarm.run_distribution import RunFileText, fetch
 from noloco_node.tasks import background, supervised
 from noloco_node.terminal import Bar, say, sign, warn
 from noloco_node.units import format_bytes
+from noloco_node.web.places import metrics_place
 from noloco_node.web.served_views import ServedViews, views_served
 
 
