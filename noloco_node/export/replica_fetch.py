@@ -27,7 +27,7 @@ from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
 from noloco_node.run.config import TRAVELLING, DataConfig
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE
-from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, ask_manifests, copying_s, standings
+from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, ask_manifests, copying_s
 from noloco_node.state_sync.starting_state import AGAIN_S, asked_of, asks_again, donors, reached, verify_snapshot
 from noloco_node.state_sync.weight_exchange import TOKENIZER_TOPIC, WeightDownload
 from noloco_node.storage.home import HomePaths
@@ -147,7 +147,7 @@ async def fetch_snapshots(
         if attempt == 0:
             say(f"stage {number}: no replica gives its weights; asking {len(asked)} peers for a snapshot of it")
         replies = await ask_manifests(network, [peer for peer in asked if peer not in refused], subject)
-        offers, run, busy = standings(replies.manifests), reached(roster), replies.busy
+        offers, run, busy = replies.offers, reached(roster), replies.busy
         offered |= replies.manifests.keys()
         for peer in donors(own, offers, run):
             if len(came) == COMPARED:
