@@ -125,8 +125,3 @@ def run_over(sources: int, finished: int) -> bool:
     Silence never ends a run, for it takes an announcement; nor does a source that died hold it up for ever.
     """
     return 2 * finished > sources > 0
-
-
-def fair_share(places: int, senders: int) -> int:
-    """Return how many places of a queue one of several senders may take: an equal part, and at least one."""
-    return max(1, places // max(1, senders))

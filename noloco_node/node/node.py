@@ -38,7 +38,7 @@ from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.tasks import background, supervised, until_event
-from pipeline.migration import Move
+from pipeline.placement import Move
 
 LAST_WORD_S = 5.0
 """For telling the others that we leave, where something has failed here."""

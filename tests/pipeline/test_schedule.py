@@ -15,7 +15,6 @@ from pipeline.schedule import (
     Schedule,
     advance,
     begin,
-    fair_share,
     learning_rate,
     rate_per_s,
     run_over,
@@ -165,10 +164,6 @@ def test_a_run_is_over_when_most_sources_say_so_and_never_by_silence() -> None:
     assert [run_over(4, finished) for finished in range(5)] == [False, False, False, True, True]
     assert not run_over(0, 0)
     assert run_over(1, 1)
-
-
-def test_a_fair_share_is_an_equal_part_and_at_least_one() -> None:
-    assert [fair_share(8, senders) for senders in (0, 1, 2, 3, 8, 100)] == [8, 8, 4, 2, 1, 1]
 
 
 def test_a_schedule_of_warm_up_alone_ends_at_its_peak() -> None:

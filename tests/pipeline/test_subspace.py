@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from pipeline.activations.subspace import Subspace, TokenFeatures
+from pipeline.decoder_slice import Subspace, TokenFeatures
 from pipeline.forward_pass import PendingForward
 from pipeline.inner_optimiser import Inner
 from pipeline.model_config import Prepared, family_config, prepare
