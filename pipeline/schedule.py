@@ -119,9 +119,3 @@ def _marked(progress: Progress, mark: Mark) -> tuple[Mark, ...]:
     return (*marks, mark)[-MOST_MARKS:]
 
 
-def run_over(sources: int, finished: int) -> bool:
-    """Say whether a later stage may end: most of the sources at work or finished have announced that they finished.
-
-    Silence never ends a run, for it takes an announcement; nor does a source that died hold it up for ever.
-    """
-    return 2 * finished > sources > 0

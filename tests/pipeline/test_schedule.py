@@ -17,7 +17,6 @@ from pipeline.schedule import (
     begin,
     learning_rate,
     rate_per_s,
-    run_over,
 )
 
 SCHEDULE = Schedule(peak=6e-4, steps=1000, warmup_steps=100, final_fraction=0.1)
@@ -158,12 +157,6 @@ def test_no_rate_without_time_or_marks() -> None:
 def test_marks_cover_minutes_of_a_long_run() -> None:
     progress = follow(begin(0.0, 0.0), 2000, 1e-4)
     assert progress.marks[-1].at_s - progress.marks[0].at_s >= 200.0
-
-
-def test_a_run_is_over_when_most_sources_say_so_and_never_by_silence() -> None:
-    assert [run_over(4, finished) for finished in range(5)] == [False, False, False, True, True]
-    assert not run_over(0, 0)
-    assert run_over(1, 1)
 
 
 def test_a_schedule_of_warm_up_alone_ends_at_its_peak() -> None:

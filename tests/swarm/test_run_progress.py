@@ -105,3 +105,9 @@ def test_a_source_is_at_work_or_finished(state: PeerState, finished: bool, count
 def test_our_own_samples_are_not_those_of_others() -> None:
     roster = make([[]], a=source(8, first=3), me=source(5, first=4))
     assert (roster.run_samples, roster.own_samples, roster.others_samples, roster.first_samples) == (13, 5, 8, 3)
+
+
+def test_a_run_is_over_when_most_sources_say_so_and_never_by_silence() -> None:
+    assert [run_over(4, finished) for finished in range(5)] == [False, False, False, True, True]
+    assert not run_over(0, 0)
+    assert run_over(1, 1)
