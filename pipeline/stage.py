@@ -49,7 +49,7 @@ from pipeline.forward_pass import (
     random_state,
     replayed,
 )
-from pipeline.inner_optimiser import Inner, InnerOptimiser, OptimiserState, StepReport, check_shapes
+from pipeline.inner_step import Inner, InnerOptimiser, OptimiserState, StepReport, check_shapes
 from pipeline.messages import ACTIVATION_CODECS, Gradient
 
 T = TypeVar("T")

@@ -40,10 +40,9 @@ from noloco_node.swarm.roster import Derived, PeerRecord, Roster, speed
 from noloco_node.tasks import loop_s
 from noloco_node.units import is_usable
 from pipeline.admission_window import AdmissionWindow, WindowOutcome
-from pipeline.inner_optimiser import OptimiserState
+from pipeline.inner_step import OptimiserState, Progress, advance, begin, learning_rate
 from pipeline.messages import ACTIVATION_CODECS
 from pipeline.next_stage import NextStage, NextStageClient, Wanted
-from pipeline.schedule import Progress, advance, begin, learning_rate
 from pipeline.spot_checks import CheckFinding, CheckSettings, SpotChecks, Verdict
 from pipeline.worker import Worker, WorkerCompute
 

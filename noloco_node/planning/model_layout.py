@@ -119,7 +119,7 @@ def make_stage(
     `graphs`: how many microbatches that wait for their gradient keep their graph; None for all.
     """
     from noloco_node.machine.device import autocast_dtype
-    from pipeline.inner_optimiser import Inner
+    from pipeline.inner_step import Inner
     from pipeline.stage import Stage, StageSettings
 
     inner = run.inner

@@ -20,7 +20,7 @@ from gossip.transfer.donor_checks import OUTLYING_PROGRESS, round_to_start_in
 from noloco_node.machine.interface import StageModel
 from noloco_node.state_sync.starting_loss import SnapshotTrial
 from noloco_node.storage.checkpoint import Checkpoint
-from pipeline.inner_optimiser import OptimiserState
+from pipeline.inner_step import OptimiserState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,7 @@ from noloco_node.export.held_out_loss import validation_loss
 from noloco_node.node.replica_context import rate_schedule
 from noloco_node.planning.model_layout import ModelLayout, make_stage
 from noloco_node.run.config import DataConfig, InnerConfig, ModelConfig, PipelineConfig, RunConfig
-from pipeline.schedule import Schedule
+from pipeline.inner_step import Schedule
 from pipeline.stage import Stage
 from research.laboratory.experiments.cell import Cell, Corpus
 

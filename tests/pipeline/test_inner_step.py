@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.schedule import (
+from pipeline.inner_step import (
     Mark,
     Progress,
     Schedule,
