@@ -14,7 +14,7 @@ from typing import NamedTuple
 from gossip.exchange.messages import Implausible, Manifest, Parts, ReplicaState, Section
 from gossip.exchange.swap import NORM_RATIO, check_finite, norm
 from gossip.rule.outer_step import Tensors
-from gossip.rule.staleness import ROUND_BOUND
+from gossip.rule.shares import ROUND_BOUND
 from gossip.transfer.chunks import DIGEST_BYTES, present, sections
 
 OUTLYING_ROUNDS = 16

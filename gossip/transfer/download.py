@@ -37,7 +37,8 @@ from gossip.exchange.messages import (
     Section,
     StateRequest,
 )
-from gossip.exchange.swap import Compute, Conversation, all_or_failure
+from gossip.exchange.swap import all_or_failure
+from gossip.interface import Compute, Conversation
 from gossip.rule.outer_step import Tensors
 from gossip.transfer.assembly import ChunkArrived, DonorLost, Key, StateAssembly
 from gossip.transfer.chunks import present

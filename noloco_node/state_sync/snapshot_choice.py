@@ -8,7 +8,7 @@ from statistics import median_high, median_low
 from typing import NamedTuple
 
 from gossip.exchange.messages import Manifest
-from gossip.rule.staleness import ROUND_BOUND
+from gossip.rule.shares import ROUND_BOUND
 from gossip.transfer.donor_checks import OUTLYING_PROGRESS
 from noloco_node.run.peer_state import AT_WORK, PeerState
 from noloco_node.state_sync.replica_mean import ReplicaSummary

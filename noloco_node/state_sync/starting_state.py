@@ -15,7 +15,7 @@ import torch
 from gossip.exchange.messages import ReplicaState
 from gossip.interface import Origin
 from gossip.rule.outer_step import OuterState
-from gossip.rule.staleness import ROUND_BOUND
+from gossip.rule.shares import ROUND_BOUND
 from gossip.transfer.donor_checks import OUTLYING_PROGRESS, round_to_start_in
 from noloco_node.machine.interface import StageModel
 from noloco_node.state_sync.starting_loss import SnapshotTrial

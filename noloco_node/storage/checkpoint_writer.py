@@ -3,7 +3,7 @@
 Every finished round is saved, and without rounds every few minutes; but writing takes a bounded share of the time, so
 that a large replica on a slow disk saves less often instead of doing nothing else. A checkpoint is begun between two
 inner steps, where weights, momentum and optimiser belong together, and is written from the replica's own memory, beside
-the passes of the next window; whatever would move them waits until all is read (`gossip.rounds.weights_lock`).
+the passes of the next window; whatever would move them waits until all is read (`gossip.rounds.outer_optimiser`).
 
 A disk that refuses is said once, with the cause; it is a state (`CheckpointWriter.trouble`) that the roster shows, and
 it is over with the first checkpoint that is written again.

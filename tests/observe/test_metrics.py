@@ -18,7 +18,7 @@ from limits import LAST_RESORT_S
 from repository import ROOT
 from typer.testing import CliRunner
 
-from gossip.events import OuterStepTaken, RoundDeferred
+from gossip.interface import OuterStepTaken, RoundDeferred
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
