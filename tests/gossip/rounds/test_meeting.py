@@ -969,7 +969,7 @@ def test_an_answer_is_awaited_for_as_long_as_the_shell_says() -> None:
         timings = []
         for toy in toys:
             timings.append(Watched(3.0))
-            toy.rounds._meetings._context = replace(toy.rounds._offers._context, answers=timings[-1])
+            toy.rounds._meetings._context = replace(toy.rounds._meetings._context, answers=timings[-1])
         await live(list(toys), 200)
         assert all(toy.met for toy in toys)
         return timings

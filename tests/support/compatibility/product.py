@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from gossip.exchange import codec, swap
+from gossip.exchange import codec
 from gossip.exchange.messages import (
     Accepted,
     Busy,
@@ -27,7 +27,7 @@ from gossip.exchange.messages import (
     Weights,
 )
 from gossip.exchange.messages import PrefetchOffer as Ahead
-from gossip.exchange.swap import probe_coordinates
+from gossip.exchange.swap import common_steps, probe_coordinates
 from gossip.interface import OuterStepTaken, PartnerTooStale, RoundDeferred
 from gossip.rounds.matching import partners_of_round, preferences
 from gossip.settings import Format
