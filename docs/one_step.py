@@ -19,7 +19,7 @@ from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState, Tensors
 from gossip.settings import Format, OuterConfig
 from pipeline.admission_window import AdmissionWindow
-from pipeline.inner_optimiser import Inner
+from pipeline.inner_step import Inner
 from pipeline.messages import Gradient, Microbatch, Reply
 from pipeline.model_config import family_config, prepare
 from pipeline.next_stage import NextStage, NextStageClient

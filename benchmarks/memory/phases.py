@@ -35,8 +35,8 @@ from gossip.transfer.chunks import cut, digest
 from noloco_node.machine.memory import trim
 from noloco_node.planning.message_sizes import gossip_memory
 from noloco_node.storage.checkpoint import Checkpoint, Counters, save
-from noloco_node.storage.state_file import StateFile
-from pipeline.inner_optimiser import Inner
+from noloco_node.storage.transfer_files import StateFile
+from pipeline.inner_step import Inner
 from pipeline.stage import Stage, StageSettings
 
 T = TypeVar("T")

@@ -49,8 +49,18 @@ from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.swarm.run_history import RunHistory
 from noloco_node.swarm.run_progress import RunProgress, SourceRecord
 from noloco_node.swarm.run_samples import believed_samples, is_over_below
-from pipeline.migration import MigrationState, OwnPlacement, StagePace, decide
-from pipeline.placement import StageClaim, capacities, choose_stage, powers, reason, should_yield
+from pipeline.placement import (
+    MigrationState,
+    OwnPlacement,
+    StageClaim,
+    StagePace,
+    capacities,
+    choose_stage,
+    decide,
+    powers,
+    reason,
+    should_yield,
+)
 from pipeline.routing import Bag, Hop, next_hop, quotas
 from tests.explorer.attacks import Attack
 

@@ -29,8 +29,7 @@ from gossip.settings import absolute, wire_specs
 from gossip.transfer.chunks import DIGEST_BYTES, cut
 from noloco_node.network.schema import MessageSpec, OneOf, Schema, TensorSpec
 from noloco_node.run.config import RunConfig
-from pipeline.activations.formats import ACTIVATION_CODECS
-from pipeline.messages import Gradient, Microbatch, Refused
+from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch, Refused
 
 MICROBATCH = "microbatch"
 GOSSIP = "gossip"

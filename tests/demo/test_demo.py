@@ -281,7 +281,7 @@ def test_a_forecast_follows_the_recent_rate() -> None:
 
 def test_routes_are_all_of_them_or_hold_every_replica() -> None:
     from noloco_node.demo.evaluate_swarm import MOST_ROUTES, routes
-    from noloco_node.export.replica_fetch import FetchedReplica
+    from noloco_node.export.replica_files import FetchedReplica
 
     def copies(stage: int, count: int) -> list[FetchedReplica]:
         return [FetchedReplica(f"{stage}.{number}", 1, 10, 1.0, {}) for number in range(count)]

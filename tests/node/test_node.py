@@ -24,8 +24,7 @@ from noloco_node.sim.network.corruption import Corruption
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.peer_network import SimPeerNetwork
 from noloco_node.sim.network.sim_network import SimNetwork
-from noloco_node.state_sync.starting_loss import FAR
-from noloco_node.state_sync.starting_state import from_donor
+from noloco_node.state_sync.starting_state import FAR, from_donor
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.swarm.run_distribution import RunFileText

@@ -23,7 +23,7 @@ from noloco_node.planning.plan_text import describe, report
 from noloco_node.run.config import RunConfig
 from noloco_node.run.presets import PRESETS, run_text
 from noloco_node.run.runfile import decode_run, validate
-from pipeline.inner_optimiser import Inner
+from pipeline.inner_step import Inner
 from pipeline.stage import Stage, StageSettings
 
 T = TypeVar("T")

@@ -21,9 +21,8 @@ from noloco_node.network.wire import FrameDecoder
 from noloco_node.network.wire import encode as frame
 from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.protocols import gossip_schema, microbatch_schema
-from pipeline.activations.codec import encode as encode_activations
-from pipeline.activations.formats import ACTIVATION_CODECS
-from pipeline.messages import Gradient, Microbatch
+from pipeline.activation_codec import encode as encode_activations
+from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch
 from research.codec.whole_sets import Encoded, decode, encode
 
 SHAPES = ((3, 5), (7,), (), (301,))

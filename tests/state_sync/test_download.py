@@ -38,7 +38,7 @@ from noloco_node.state_sync.download import (
     progress_line,
     waiting_line,
 )
-from noloco_node.storage.partial_download import PartialDownloadFile
+from noloco_node.storage.transfer_files import PartialDownloadFile
 from noloco_node.swarm.membership import Membership
 from noloco_node.terminal import Bar, say
 

@@ -12,12 +12,10 @@ import pytest
 import torch
 
 from noloco_node.sim.clock import run
-from pipeline.activations.formats import ACTIVATION_CODECS
-from pipeline.checks.spot_checks import CheckSettings, SpotChecks, distance
-from pipeline.checks.verdicts import FIRST_CHECKS, CheckFinding, Verdict
-from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
+from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch, Reason, Refused, Reply
 from pipeline.next_stage import NextStageClient
 from pipeline.routing import Hop
+from pipeline.spot_checks import FIRST_CHECKS, CheckFinding, CheckSettings, SpotChecks, Verdict, distance
 
 T = TypeVar("T")
 TOKENS, WIDTH = 64, 128

@@ -1,8 +1,9 @@
-"""The page's server, without a browser: who may ask, what is told, and what a reader or a flood may cost."""
+"""The web server, without a browser: who may ask, what is told, and what a reader or a flood may cost."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 from collections.abc import AsyncIterator
@@ -22,11 +23,10 @@ from noloco_node.cli.main import app
 from noloco_node.cli.options import page_place
 from noloco_node.errors import Exit, UserError
 from noloco_node.observe.playback import Playback
-from noloco_node.observe.served_place import ServedPlace
 from noloco_node.tasks import background
-from noloco_node.web import page_server
-from noloco_node.web.page_server import FILES, HEADERS, Page, PagePlace, kept_token, page_served
-from noloco_node.web.page_thread import page_in_thread
+from noloco_node.web import server
+from noloco_node.web.places import PagePlace, ServedPlace, kept_token, metrics_place
+from noloco_node.web.server import FILES, HEADERS, MOST_SCRAPES, Page, metrics_served, page_in_thread, page_served
 
 WHOLE_BYTES = 150_000
 OWN = PagePlace(ServedPlace("127.0.0.1", 0), "0123456789abcdef0123456789abcdef")
@@ -36,8 +36,8 @@ OPEN = PagePlace(ServedPlace("127.0.0.1", 0), "")
 @pytest.fixture(autouse=True)
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    monkeypatch.setattr(page_server, "say", lines.append)
-    monkeypatch.setattr(page_server, "LEAST_PAUSE_S", 0.0)
+    monkeypatch.setattr(server, "say", lines.append)
+    monkeypatch.setattr(server, "LEAST_PAUSE_S", 0.0)
     return lines
 
 
@@ -115,7 +115,7 @@ def test_who_comes_late_sees_the_run_so_far_and_then_what_is_new(said: list[str]
 
 def test_a_flood_of_news_is_told_in_few_frames(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     encoded = []
-    monkeypatch.setattr(page_server, "page_frame", lambda view, _: encoded.append(view) or {"tokens": view.tokens})
+    monkeypatch.setattr(server, "page_frame", lambda view, _: encoded.append(view) or {"tokens": view.tokens})
     view = view_of(2, 2)
 
     async def main() -> None:
@@ -130,7 +130,7 @@ def test_a_flood_of_news_is_told_in_few_frames(said: list[str], monkeypatch: pyt
 
 
 def test_readers_are_few(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_server, "MOST_READERS", 1)
+    monkeypatch.setattr(server, "MOST_READERS", 1)
 
     async def main() -> None:
         async with served(said) as (page, url, session):
@@ -142,9 +142,9 @@ def test_readers_are_few(said: list[str], monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_reader_that_takes_nothing_is_let_go(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_server, "WRITE_S", 0.01)
-    monkeypatch.setattr(page_server, "MOST_READERS", 1)
-    monkeypatch.setattr(page_server, "page_frame", lambda *_: {"large": "x" * 2_000_000})
+    monkeypatch.setattr(server, "WRITE_S", 0.01)
+    monkeypatch.setattr(server, "MOST_READERS", 1)
+    monkeypatch.setattr(server, "page_frame", lambda *_: {"large": "x" * 2_000_000})
     view = view_of(2, 2)
 
     async def show(page: Page) -> None:
@@ -201,6 +201,9 @@ def test_a_taken_port_is_one_sentence(said: list[str]) -> None:
             assert refused.value.code is Exit.PORT_TAKEN
             with pytest.raises(UserError, match="Cannot serve --web"), page_in_thread(PagePlace(place, "")):
                 pass
+            with pytest.raises(UserError, match="Cannot serve --metrics"):
+                async with metrics_served(place, "run"):
+                    pass
 
     asyncio.run(main())
 
@@ -226,7 +229,7 @@ def test_an_address_outlives_its_process_where_a_home_keeps_it(tmp_path: Path) -
     assert len(kept_token(tmp_path / "nowhere" / "token")) == 32
 
 
-def test_a_token_is_left_out_only_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_a_token_is_left_out_only_where_that_is_asked_for() -> None:
     assert page_place(None, is_open=False) is None
     for text in ("8080", "0.0.0.0:8080", "[::]:0"):
         closed, opened = page_place(text, is_open=False), page_place(text, is_open=True)
@@ -235,6 +238,116 @@ def test_a_token_is_left_out_only_where_that_is_asked_for(tmp_path: Path) -> Non
         assert (len(closed.token), opened.token) == (32, "")
     with pytest.raises(UserError, match="no page to open"):
         page_place(None, is_open=True)
-    done = CliRunner().invoke(app, ["join", "noloco1:x", "--home", str(tmp_path / "h"), "--web", "nowhere"])
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("9464", ServedPlace("127.0.0.1", 9464)),
+        ("localhost:1", ServedPlace("localhost", 1)),
+        ("[::1]:9464", ServedPlace("::1", 9464)),
+        ("127.0.0.2:0", ServedPlace("127.0.0.2", 0)),
+    ],
+)
+def test_metrics_at_a_place_of_our_own_need_no_permission(text: str, place: ServedPlace) -> None:
+    assert metrics_place(None, is_open=False) is None
+    assert metrics_place(text, is_open=False) == place
+
+
+@pytest.mark.parametrize("text", ["0.0.0.0:9464", "[::]:9464", "192.168.1.2:9464", "example.org:9464"])
+def test_metrics_in_the_open_are_refused_unless_asked_for(text: str) -> None:
+    with pytest.raises(UserError, match="could be read by others"):
+        metrics_place(text, is_open=False)
+    opened = metrics_place(text, is_open=True)
+    assert opened is not None
+    assert opened.port == 9464
+
+
+@pytest.mark.parametrize("text", ["", "x", "1.2.3.4", "127.0.0.1:", "127.0.0.1:65536", "127.0.0.1:-1", "127.0.0.1:²"])
+def test_a_place_needs_a_port(text: str) -> None:
+    with pytest.raises(UserError, match="no place"):
+        metrics_place(text, is_open=True)
+
+
+@pytest.mark.parametrize("option", [("--metrics", "0.0.0.0:9464"), ("--web", "nowhere")])
+def test_a_wrong_place_is_refused_before_anything_is_begun(tmp_path: Path, option: tuple[str, str]) -> None:
+    done = CliRunner().invoke(app, ["join", "noloco1:x", "--home", str(tmp_path / "h"), *option])
     assert isinstance(done.exception, UserError)
     assert not (tmp_path / "h").exists()
+
+
+@asynccontextmanager
+async def scraped(said: list[str]) -> AsyncIterator[int]:
+    """Serve metrics, and yield their port."""
+    async with metrics_served(ServedPlace("127.0.0.1", 0), "run") as metrics:
+        assert metrics is not None
+        found = re.search(r"http://127\.0\.0\.1:(\d+)/metrics", said[-1])
+        assert found is not None
+        yield int(found[1])
+
+
+async def ask(port: int, request: bytes) -> bytes:
+    """Send bytes; return all that comes until the server closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        async with asyncio.timeout(LAST_RESORT_S):
+            writer.write(request)
+            return await reader.read()
+    except ConnectionError:  # closed before all of the request was read
+        return b""
+    finally:
+        await closed(writer)
+
+
+async def closed(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+def test_metrics_are_there_and_nothing_else(said: list[str]) -> None:
+    async def main() -> None:
+        async with scraped(said) as port:
+            told = await ask(port, b"GET /metrics HTTP/1.1\r\nHost: localhost:1\r\n\r\n")
+            head, _, body = told.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 OK")
+            assert b"version=0.0.4" in head
+            assert b'noloco_run_info{digest="run"} 1.0' in body
+            for request, status in (
+                (b"GET /metrics HTTP/1.1\r\nhost: elsewhere.example\r\n\r\n", b"421"),
+                (b"GET /etc/passwd HTTP/1.0\r\n\r\n", b"404"),
+                (b"POST /metrics HTTP/1.0\r\n\r\n", b"405"),
+                (b"x" * 100_000, b"400"),
+                (b"GET /metrics HTTP/1.1\r\n" + b"x: y\r\n" * 100 + b"\r\n", b"400"),
+            ):
+                assert (await ask(port, request)).partition(b" ")[2].startswith(status)
+
+    asyncio.run(main())
+
+
+def test_connections_are_few(said: list[str]) -> None:
+    async def main() -> None:
+        async with scraped(said) as port:
+            held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MOST_SCRAPES)]
+            assert await ask(port, b"GET /metrics HTTP/1.0\r\n\r\n") == b""
+            for _, writer in held:
+                await closed(writer)
+            async with asyncio.timeout(LAST_RESORT_S):
+                while not await ask(port, b"GET /metrics HTTP/1.0\r\n\r\n"):
+                    pass
+
+    asyncio.run(main())
+
+
+def test_a_request_that_does_not_come_is_not_waited_for(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "REQUEST_S", 0.05)
+
+    async def main() -> None:
+        async with scraped(said) as port, served(said) as (_, url, _session):
+            page_port = int(url.split(":")[2].partition("/")[0])
+            for each in (port, page_port):
+                assert await ask(each, b"GET /metrics HTTP/1.1\r\nHost: loc") == b""
+            body = f"POST /{OWN.token}/key HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx"
+            assert await ask(page_port, body.encode()) == b""
+
+    asyncio.run(main())

@@ -14,8 +14,7 @@ from noloco_node.sim.clock import run
 from pipeline.messages import Gradient, Microbatch, Reply
 from pipeline.next_stage import NextStage, NextStageClient
 from pipeline.routing import Hop
-from pipeline.trust.suspects import LONGEST_SUSPICION_S
-from pipeline.trust.trials import LATE, Late, Trials
+from pipeline.trials import LATE, LONGEST_SUSPICION_S, Late, Trials
 
 HIDDEN = torch.zeros(1, 2, 3)
 MICROBATCH = Microbatch(hidden=HIDDEN, targets=torch.zeros(1, 2, dtype=torch.int64), progress=0.1, budget_s=600.0)

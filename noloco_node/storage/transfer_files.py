@@ -1,20 +1,15 @@
-"""Pieces of a state that is still being copied, on the disk, so that a newcomer that was killed goes on from there.
-
-One file, appended to: each record is its length, a header in MessagePack and, for a piece, its bytes. Nothing is
-flushed. A process that is killed loses what it was just writing, and a machine that loses power perhaps more; a record
-that is torn ends the file, and a piece that is not what its hash says is passed over by whoever reads it
-(`gossip.transfer.assembly`). So the disk is never waited for and never believed.
-
-The file belongs to one run and stage, by its name; those of others are removed. It holds two copies of the state at
-most, and a disk that refuses, or has little room left, ends the noting: the copy itself goes on in memory.
-"""
+"""A replica's state for newcomers, in a file without a name: it takes no memory, and is gone with the process."""
 
 from __future__ import annotations
 
 import os
 import struct
+import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +17,56 @@ import msgspec
 import torch
 from torch import Tensor
 
-from gossip.exchange.messages import Manifest, Section
+from gossip.exchange.messages import Manifest, ReplicaState, Section
+from gossip.exchange.swap import norm
 from gossip.transfer.assembly import Key
-from gossip.transfer.chunks import DIGEST_BYTES, MOST_PIECE_BYTES, present, raw
+from gossip.transfer.chunks import DIGEST_BYTES, MOST_PIECE_BYTES, Span, held_sections, present, raw, tensors_of
 from noloco_node.errors import reason_of
-from noloco_node.storage.atomic_file import require_room, write_all
+from noloco_node.storage.atomic_file import Array, bytes_of, require_room, write_all
+
+
+class StateFile:
+    """Implements `gossip.transfer.chunks.HeldCopy`. The state's tensors are read while this is made, no later.
+
+    Raises `OSError` where the disk refuses.
+    """
+
+    def __init__(self, directory: Path, state: ReplicaState) -> None:
+        self.counters = replace(state, slow=(), momentum=(), optimiser=(), gathered=())
+        self.sections = held_sections(state)
+        self._norm = norm(state.slow)
+        self._starts = [0, *accumulate(4 * tensor.numel() for tensor in state.slow)]
+        directory.mkdir(parents=True, exist_ok=True)
+        require_room(directory, len(self.sections) * self._starts[-1], directory)
+        self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 (it lives as long as this)
+        weakref.finalize(self, self._file.close)
+        for section in self.sections:
+            for tensor in tensors_of(state, section):
+                self._file.writelines(Array("", "F32", tuple(tensor.shape), bytes_of(tensor)).chunks())
+        self._file.flush()
+
+    def norm(self) -> float:
+        """Return the norm of the slow weights."""
+        return self._norm
+
+    def read(self, section: Section, span: Span) -> Tensor:
+        """Return a piece; raise `OSError` where it cannot be read."""
+        before = self.sections.index(section) * self._starts[-1]
+        data = bytearray()
+        for part in span.parts:
+            at, size = before + self._starts[part.tensor] + part.start, part.stop - part.start
+            data += self._bytes(at, size)
+        return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+    def _bytes(self, at: int, size: int) -> bytes:
+        found = os.pread(self._file.fileno(), size, at)
+        while len(found) < size:
+            more = os.pread(self._file.fileno(), size - len(found), at + len(found))
+            if not more:
+                raise OSError(f"a copy of our state ends {size - len(found)} bytes early")
+            found += more
+        return found
+
 
 _PREFIX = struct.Struct(">I")
 _HEADER_BYTES = 2**26

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.trust.suspects import FIRST_SUSPICION_S, LONGEST_SUSPICION_S, SuspectList
+from pipeline.trials import FIRST_SUSPICION_S, LONGEST_SUSPICION_S, SuspectList
 
 
 def test_suspicion_doubles_once_for_each_new_disappointment() -> None:
