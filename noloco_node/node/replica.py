@@ -16,9 +16,8 @@ from random import Random
 from statistics import fmean
 from typing import TypeVar
 
-from gossip.events import Event, MeetingLost, OuterStepTaken
 from gossip.exchange.messages import Parts, ReplicaState
-from gossip.interface import Candidate, RoundContext, RoundProgress
+from gossip.interface import Candidate, Event, MeetingLost, OuterStepTaken, RoundContext, RoundProgress
 from gossip.rounds.outer_optimiser import to_the_end
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import Tensors

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from gossip.exchange.messages import ReplicaState
-from gossip.interface import RoundTimeouts
+from gossip.settings import RoundTimeouts
 from gossip.transfer.chunks import HeldCopy
 from noloco_node.journal import events
 from noloco_node.network.interface import PeerNetwork

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from gossip.exchange.formats import Format, wire_bytes
-from gossip.settings import OuterConfig
+from gossip.settings import Format, OuterConfig, wire_bytes
 from noloco_node.run.config import PipelineConfig
 from pipeline.messages import ACTIVATION_CODECS
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossip.rounds.local_steps import steps_per_round
+from gossip.rounds.round_schedule import steps_per_round
 from noloco_node.errors import Exit, UserError
 from noloco_node.planning.advice import MESSAGES
 from noloco_node.planning.message_sizes import PROBE_BYTES

@@ -13,11 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossip.exchange.formats import Format, absolute, wire_bytes
-from gossip.exchange.int4_step import common_steps
 from gossip.exchange.messages import NOTHING, PrefetchOffer, Probe, Weights
-from gossip.exchange.swap import PROBE, probe_coordinates
-from gossip.settings import OuterConfig
+from gossip.exchange.swap import PROBE, common_steps, probe_coordinates
+from gossip.settings import Format, OuterConfig, absolute, wire_bytes
 from noloco_node.network.schema import Schema, Violation
 from noloco_node.network.wire import FrameDecoder
 from noloco_node.network.wire import encode as frame

@@ -29,7 +29,7 @@ from msgspec import structs
 from process_swarm import LOCAL, TINY_MODEL, host, is_finished
 from processes import Command, Commands
 
-from gossip.events import OuterStepTaken, RoundDeferred
+from gossip.interface import OuterStepTaken, RoundDeferred
 from noloco_node.errors import Exit
 from noloco_node.journal.events import (
     CatchUp,

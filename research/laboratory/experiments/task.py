@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossip.exchange.formats import Format
-from gossip.settings import OuterConfig
+from gossip.settings import Format, OuterConfig
 from noloco_node.data.blocks import SMALLEST_PIECE_BYTES, Blocks, open_blocks, shuffled
 from noloco_node.data.encoding import open_encoder
 from noloco_node.data.file_documents import FileDocuments, ReadingOrder, TextRange, pieces_of, stdlib_files

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from gossip.events import OuterStepTaken, PartnerTooStale, RoundDeferred
-from gossip.exchange import codec, int4_step
-from gossip.exchange.formats import Format
+from gossip.exchange import codec
 from gossip.exchange.messages import (
     Accepted,
     Busy,
@@ -29,8 +27,10 @@ from gossip.exchange.messages import (
     Weights,
 )
 from gossip.exchange.messages import PrefetchOffer as Ahead
-from gossip.exchange.swap import probe_coordinates
+from gossip.exchange.swap import common_steps, probe_coordinates
+from gossip.interface import OuterStepTaken, PartnerTooStale, RoundDeferred
 from gossip.rounds.matching import partners_of_round, preferences
+from gossip.settings import Format
 from gossip.transfer import chunks as pieces
 from gossip.transfer.assembly import Key as PieceKey
 from gossip.transfer.download import donors as donor_order
