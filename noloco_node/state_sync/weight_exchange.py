@@ -24,7 +24,7 @@ from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
 from noloco_node.network.interface import Conversation, PeerNetwork
-from noloco_node.network.question import patient
+from noloco_node.network.interface import patient
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema, Violation
 from noloco_node.storage.weight_store import FilePieceKey, WeightStore, is_held, refused_by_disk
 from noloco_node.tasks import loop_s
