@@ -20,7 +20,7 @@ from noloco_node.errors import Exit, UserError, user_error_of
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, check_announce, check_listen
 from noloco_node.libp2p.endpoint.settings import EVERYWHERE, NetworkSettings
 from noloco_node.libp2p.network import Libp2pNetwork
-from noloco_node.network.interface import PeerNetwork
+from noloco_node.network.interface import HookedNetwork, PeerNetwork
 from noloco_node.network.timeouts import DialTimeouts
 from noloco_node.planning.bandwidth import MicrobatchBytes, microbatch_bytes
 from noloco_node.swarm import invite as invites

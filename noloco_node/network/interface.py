@@ -12,7 +12,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    nullcontext,
+)
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -170,10 +177,13 @@ class HookedNetwork:
     A hooked network around a hooked network is one network with the hooks of both.
     """
 
+    _network: PeerNetwork
+    _hooks: tuple[NetworkHook, ...]
+
     def __init__(self, network: PeerNetwork, *hooks: NetworkHook) -> None:
-        if type(network) is HookedNetwork:
-            network, hooks = network._network, (*hooks, *network._hooks)
         self._network, self._hooks = network, hooks
+        if type(network) is HookedNetwork:
+            self._network, self._hooks = network._network, (*hooks, *network._hooks)
 
     @property
     def peer_id(self) -> str:

@@ -20,8 +20,7 @@ from gossip.transfer.chunks import cut
 from gossip.transfer.donor import Donor, DonorLimits
 from gossip.transfer.download import piece_s
 from noloco_node.machine.interface import Host, Runner
-from noloco_node.network.interface import Conversation, PeerNetwork
-from noloco_node.network.interface import patient
+from noloco_node.network.interface import Conversation, PeerNetwork, patient
 from noloco_node.run.protocols import topic
 from noloco_node.state_sync.manifests import SNAPSHOT, WeightsOf
 from noloco_node.storage.checkpoint import Checkpoint

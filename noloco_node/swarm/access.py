@@ -10,8 +10,8 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission import ticket_service
+from noloco_node.admission.admission_hook import AdmissionHook
 from noloco_node.admission.admission_state import AdmissionState, no_ticket, not_admitted, told
-from noloco_node.admission.admitted_network import AdmissionHook
 from noloco_node.admission.held_ticket import RENEW_S, HeldTicket
 from noloco_node.admission.peer_keys import key_of, read_key
 from noloco_node.admission.ticket import LOOK_S, TICKET_BYTES, InviteCredential, Right, decode

@@ -27,6 +27,7 @@ from noloco_node.network.schema import Buffer, Violation
 _CHUNK_BYTES = 1 << 20
 _IN_MESSAGE = SendState.IN_MESSAGE
 
+
 class ByteCounts:
     """Bytes of one topic."""
 

@@ -157,7 +157,7 @@ class StreamEnd:
 
     async def _admitted(self, pace: Pace, message: Any) -> None:
         """Return when a message may pass, with the bytes that it has over libp2p."""
-        size = sum(map(len, wire.encode(message, self.schema)))
+        size = wire.message_bytes(message, self.schema)
         await pace.admit(size, size)
 
     async def _wait_for_message(self) -> None:
