@@ -43,7 +43,7 @@ from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.world import World, simulate
 from noloco_node.swarm.receipts import ReceiptLedger, Tally
 from noloco_node.swarm.run_samples import RunSamples
-from pipeline.activations.influence import SizeBound
+from pipeline.activation_codec import SizeBound
 
 UNTIL = 2**33
 

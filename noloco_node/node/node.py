@@ -29,16 +29,16 @@ from noloco_node.node.stage_tenure import StageTenure, TenureEnd, violations_jou
 from noloco_node.node.training import AskedToLeave, MoveTo, RetrySnapshot, RunOver, StageWork
 from noloco_node.run.peer_state import PeerState
 from noloco_node.state_sync import weight_exchange
-from noloco_node.state_sync.manifests import copying_s
-from noloco_node.state_sync.snapshot_server import FormerStageServer
-from noloco_node.state_sync.starting_loss import NONE_FAILED, FailedSnapshots
-from noloco_node.storage.checkpoint_writer import CheckpointWriter
+from noloco_node.state_sync.download import copying_s
+from noloco_node.state_sync.snapshot_keeper import FormerStageServer
+from noloco_node.state_sync.starting_state import NONE_FAILED, FailedSnapshots
+from noloco_node.storage.checkpoint_store import CheckpointWriter
 from noloco_node.swarm import run_distribution, speed_test
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.tasks import background, supervised, until_event
-from pipeline.migration import Move
+from pipeline.placement import Move
 
 LAST_WORD_S = 5.0
 """For telling the others that we leave, where something has failed here."""

@@ -30,7 +30,7 @@ from noloco_node.tasks import loop_s
 from noloco_node.units import Count
 
 if TYPE_CHECKING:
-    from gossip.exchange.swap import Compute
+    from gossip.interface import Compute
 
 TOPIC = "weights"
 TOKENIZER_TOPIC = "tokenizer"

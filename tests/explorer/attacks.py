@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from noloco_node.network.schema import Schema
     from noloco_node.sim.network.corruption import Corruption
     from noloco_node.sim.network.sim_network import SimNetwork
-    from pipeline.inner_optimiser import OptimiserState, StepReport
+    from pipeline.inner_step import OptimiserState, StepReport
     from pipeline.worker import WorkerForward
 
 FASTEST_S = 1e-9
