@@ -52,9 +52,9 @@ from noloco_node.libp2p.endpoint.addresses import RELAYS_KEY, relay_record, rela
 from noloco_node.libp2p.endpoint.run_secret import RunSecret
 from noloco_node.libp2p.streams import dialback
 from noloco_node.limits.budget import OwnerLimits as Allowance
-from noloco_node.limits.rate_limit import RateLimitedNetwork as MeteredNetwork
+from noloco_node.limits.rate_limit import LimitHook
 from noloco_node.limits.traffic_ledger import TrafficLedger as Ledger
-from noloco_node.network.interface import NetworkWrapper as Around
+from noloco_node.network.interface import HookedNetwork
 from noloco_node.network.schema import Schema
 from noloco_node.network.wire import FrameDecoder as Intake
 from noloco_node.network.wire import beat, encode, end, error
