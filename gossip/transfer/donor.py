@@ -36,7 +36,8 @@ from gossip.exchange.messages import (
     Section,
     StateRequest,
 )
-from gossip.exchange.swap import Compute, Conversation, norm
+from gossip.exchange.swap import norm
+from gossip.interface import Compute, Conversation
 from gossip.transfer.chunks import CopyInMemory, HeldCopy, Span, cut, digest, listed, name_of, present
 
 NEWCOMERS = 2

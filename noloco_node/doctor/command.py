@@ -20,8 +20,8 @@ from noloco_node.errors import Exit, UserError, user_error_of
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, check_announce, check_listen
 from noloco_node.libp2p.endpoint.settings import EVERYWHERE, NetworkSettings
 from noloco_node.libp2p.network import Libp2pNetwork
-from noloco_node.network.interface import PeerNetwork
-from noloco_node.network.timeouts import AdaptiveTimeoutNetwork
+from noloco_node.network.interface import HookedNetwork, PeerNetwork
+from noloco_node.network.timeouts import DialTimeouts
 from noloco_node.planning.bandwidth import MicrobatchBytes, microbatch_bytes
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.access import RunAccess
@@ -116,7 +116,8 @@ async def _visit(invite: invites.Invite, wish: DoctorRequest) -> tuple[list[Find
     try:
         async with connected(settings) as whole:
             # A peer that does not take calls must not hold the doctor up for long.
-            network, peers = AdaptiveTimeoutNetwork(await access.enter(whole)), [address.peer for address in answering]
+            network = HookedNetwork(await access.enter(whole), DialTimeouts())
+            peers = [address.peer for address in answering]
             found.append(await _clock(network, peers))
             run_file = await fetch(network, peers, digest, wish.local)
             access.pin(run_file.run)

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from noloco_node.doctor.findings import Finding, fail, ok, warn
 from noloco_node.libp2p.streams import dialback
-from noloco_node.network.interface import PeerNetwork
-from noloco_node.network.question import ask
+from noloco_node.network.interface import PeerNetwork, ask
 from noloco_node.planning.bandwidth import NARROW_S, MicrobatchBytes
 from noloco_node.swarm import speed_test
 from noloco_node.swarm.run_distribution import JOINING_CLOCK_ERROR_S, SCHEMA, TOPIC, RunFileReply, RunRequest

@@ -22,9 +22,9 @@ from noloco_node.run.peer_state import AT_WORK
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.peer_records import CLOCK_ERROR_S
 from noloco_node.swarm.roster import Derived, Roster
+from noloco_node.swarm.run_samples import run_over
 from noloco_node.tasks import loop_s
 from noloco_node.units import format_duration
-from pipeline.schedule import run_over
 
 TICK_S = 5.0
 REMIND_S = 300.0

@@ -27,7 +27,7 @@ from noloco_node.storage.checkpoint import Counters
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.run_samples import ALONE_S, RunSamples, is_over_below
 from noloco_node.tasks import loop_s, until_event
-from pipeline.migration import Move
+from pipeline.placement import Move
 
 ASKED = "asked to leave"
 LAST_ROUND_S = 20.0

@@ -28,14 +28,14 @@ import torch
 from gossip.exchange.messages import Manifest, ReplicaState
 from gossip.interface import Origin
 from gossip.rule.outer_step import OuterState
-from gossip.rule.staleness import ROUND_BOUND
+from gossip.rule.shares import ROUND_BOUND
 from gossip.transfer.download import OUTLYING_PROGRESS, round_to_start_in
 from noloco_node.machine.interface import StageModel
 from noloco_node.run.peer_state import AT_WORK, PeerState
 from noloco_node.state_sync.replica_mean import ReplicaSummary
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.swarm.roster import Roster
-from pipeline.inner_optimiser import OptimiserState
+from pipeline.inner_step import OptimiserState
 
 JUDGED = 8
 """Microbatches in one judgement."""

@@ -20,8 +20,8 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.network import Libp2pNetwork
-from noloco_node.network.interface import PeerNetwork
-from noloco_node.network.timeouts import AdaptiveTimeoutNetwork
+from noloco_node.network.interface import HookedNetwork, PeerNetwork
+from noloco_node.network.timeouts import DialTimeouts
 from noloco_node.run.runfile import read_run_text
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.access import RunAccess
@@ -101,7 +101,7 @@ async def visited(invite: str, visitor: Visitor) -> AsyncIterator[tuple[PeerNetw
         accepts=access.accepts,
     )
     async with connected(settings) as whole:
-        network = AdaptiveTimeoutNetwork(await access.enter(whole))
+        network = HookedNetwork(await access.enter(whole), DialTimeouts())
         recipe = await fetch(network, parsed.peers, parsed.digest, visitor.allowed)
         access.pin(recipe.run)
         membership = Membership(network, parsed.digest, recipe.run.pipeline.stages)

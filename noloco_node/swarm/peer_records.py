@@ -14,7 +14,7 @@ time of writing, both against our clock and against the youngest of all records 
 counts from its next record on, ten seconds later if it lives. Two clocks are asked, since one of them may be wrong;
 where all records are old, they are rather believed for a while than a living swarm taken for a dead one. A third clock
 has a part in it, the writer's: what is old by no more than `CLOCK_S` beyond a lifetime may be fresh. Whoever looks at a
-stage only now and then (`pipeline.migration`) sees every record of it for the first time, and would never see such a
+stage only now and then (`pipeline.placement`) sees every record of it for the first time, and would never see such a
 peer.
 
 A record that is still found after its lifetime is remembered, so that it is not taken for news once more.

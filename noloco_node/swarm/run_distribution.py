@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from noloco_node.admission.admission_state import not_admitted, not_for, told
 from noloco_node.errors import Exit, UserError
-from noloco_node.network.interface import Conversation, PeerNetwork
-from noloco_node.network.question import ask, patient
+from noloco_node.network.interface import Conversation, PeerNetwork, ask, patient
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
 from noloco_node.run.config import RunConfig
 from noloco_node.run.permissions import check_paths

@@ -17,8 +17,7 @@ from typing import NoReturn
 import msgspec
 
 from noloco_node.errors import reason_of
-from noloco_node.network.interface import Conversation, PeerNetwork
-from noloco_node.network.question import ask, patient
+from noloco_node.network.interface import Conversation, PeerNetwork, ask, patient
 from noloco_node.network.schema import MessageSpec, Schema
 from noloco_node.storage import atomic_file
 from noloco_node.swarm.membership import Membership

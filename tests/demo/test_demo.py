@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 from typer.testing import CliRunner
 
-from gossip.events import OuterStepTaken, RoundDeferred
+from gossip.interface import OuterStepTaken, RoundDeferred
 from noloco_node.charts import spread
 from noloco_node.cli.main import app
 from noloco_node.demo.child_processes import Children, KillPolicy, bound_sockets, tied_command

@@ -28,8 +28,8 @@ from torch import Tensor
 from toy_gossip import at_once
 from typer.testing import CliRunner
 
-from gossip.events import OuterStepTaken
 from gossip.exchange.messages import Busy, Parts, ReplicaState
+from gossip.interface import OuterStepTaken
 from gossip.transfer.donor import Donor, DonorLimits
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit, UserError

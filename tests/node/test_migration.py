@@ -20,7 +20,7 @@ from limits import LAST_RESORT_S
 from memory_swarms import Peer, recipe, until
 from real_nodes import RealNodes
 
-from gossip.events import OuterStepTaken
+from gossip.interface import OuterStepTaken
 from gossip.rounds.rounds import Rounds
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events

@@ -11,8 +11,8 @@ import torch
 from memory_swarms import Peer, Text, recipe, until
 from torch import Tensor
 
-from gossip.events import OuterStepTaken
 from gossip.exchange.messages import ReplicaState, Weights
+from gossip.interface import OuterStepTaken
 from noloco_node.errors import Exit, user_error_of
 from noloco_node.journal import events
 from noloco_node.network.interface import Conversation

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 from repository import ROOT
 
-from gossip.events import OuterStepTaken, RoundDeferred
+from gossip.interface import OuterStepTaken, RoundDeferred
 from noloco_node.journal import events
 from noloco_node.observe.metrics import MOST_VALUES, NodeMetrics
 from noloco_node.observe.roster_observer import RosterObserver

@@ -18,8 +18,8 @@ from state_copies import LIKE, SHAPES, of_parts, same, state
 from toy_gossip import at_once
 
 from benchmarks.robustness.kill_download import kill_many
-from gossip.events import OuterStepTaken
 from gossip.exchange.messages import Parts, ReplicaState
+from gossip.interface import OuterStepTaken
 from gossip.transfer.donor import Donor, DonorLimits
 from noloco_node.journal import events as journal_events
 from noloco_node.machine.interface import Reporter, StageModel

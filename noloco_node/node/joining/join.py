@@ -45,7 +45,7 @@ from noloco_node.state_sync.starting_state import StartingState, from_checkpoint
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import PeerRecord
 from pipeline.forward_pass import is_shortage
-from pipeline.inner_optimiser import moment_ratio
+from pipeline.inner_step import moment_ratio
 
 LOOKS, LOOK_S = 6, 5.0
 """How often, and after which pauses, a newcomer looks whether somebody comes back to a run that was begun."""

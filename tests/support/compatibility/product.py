@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from gossip.events import OuterStepTaken, PartnerTooStale, RoundDeferred
-from gossip.exchange import codec, int4_step
-from gossip.exchange.formats import Format
+from gossip.exchange import codec
 from gossip.exchange.messages import (
     Accepted,
     Busy,
@@ -29,8 +27,10 @@ from gossip.exchange.messages import (
     Weights,
 )
 from gossip.exchange.messages import PrefetchOffer as Ahead
-from gossip.exchange.swap import probe_coordinates
+from gossip.exchange.swap import common_steps, probe_coordinates
+from gossip.interface import OuterStepTaken, PartnerTooStale, RoundDeferred
 from gossip.rounds.matching import partners_of_round, preferences
+from gossip.settings import Format
 from gossip.transfer import chunks as pieces
 from gossip.transfer.assembly import Key as PieceKey
 from gossip.transfer.download import donors as donor_order
@@ -52,9 +52,9 @@ from noloco_node.libp2p.endpoint.addresses import RELAYS_KEY, relay_record, rela
 from noloco_node.libp2p.endpoint.run_secret import RunSecret
 from noloco_node.libp2p.streams import dialback
 from noloco_node.limits.budget import OwnerLimits as Allowance
-from noloco_node.limits.rate_limit import RateLimitedNetwork as MeteredNetwork
+from noloco_node.limits.rate_limit import LimitHook
 from noloco_node.limits.traffic_ledger import TrafficLedger as Ledger
-from noloco_node.network.interface import NetworkWrapper as Around
+from noloco_node.network.interface import HookedNetwork
 from noloco_node.network.schema import Schema
 from noloco_node.network.wire import FrameDecoder as Intake
 from noloco_node.network.wire import beat, encode, end, error

@@ -12,9 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.activations.codec import bound_of_norm, decode, encode, scaled
-from pipeline.activations.formats import ACTIVATION_CODECS, ActivationCode
-from pipeline.activations.influence import LEAST_KNOWN, REFUSE, SCALE, SizeBound, UnusualSizeError
+from pipeline.activation_codec import (
+    LEAST_KNOWN,
+    REFUSE,
+    SCALE,
+    SizeBound,
+    UnusualSizeError,
+    bound_of_norm,
+    decode,
+    encode,
+    scaled,
+)
+from pipeline.messages import ACTIVATION_CODECS, ActivationCode
 
 CODES = tuple(dict.fromkeys(code for codec in ACTIVATION_CODECS.values() for code in codec))
 PLAIN = ACTIVATION_CODECS["bfloat16"].down
@@ -23,7 +32,7 @@ quick = settings(max_examples=40, deadline=None)
 
 @pytest.fixture(autouse=True, scope="module")
 def enough_is_known() -> Iterator[None]:
-    module = "pipeline.activations.influence"
+    module = "pipeline.activation_codec"
     with mock.patch(f"{module}.CERTAIN", 0), mock.patch(f"{module}.LEAST_VALUES", 256):
         yield
 
@@ -112,7 +121,7 @@ def test_small_messages_of_one_have_nobody_elses_refused() -> None:
 
 
 def test_little_knowledge_bounds_less() -> None:
-    with mock.patch("pipeline.activations.influence.CERTAIN", 32):
+    with mock.patch("pipeline.activation_codec.CERTAIN", 32):
         bound = taught(PLAIN)
         wire = encode(PLAIN, numbers(0, SCALE * 3))
         assert bound.bounded("p0", wire) is wire
@@ -136,7 +145,7 @@ def test_sizes_that_grow_are_followed() -> None:
 
 @pytest.mark.parametrize("code", CODES)
 def test_the_least_size_counts_values_whatever_they_take_on_the_wire(code: ActivationCode) -> None:
-    with mock.patch("pipeline.activations.influence.LEAST_VALUES", 1024):
+    with mock.patch("pipeline.activation_codec.LEAST_VALUES", 1024):
         bound = taught(code)  # of 1,024 values each, in 3 bits no 500 bytes
         with pytest.raises(ValueError, match="of the size"):
             bound.bounded("liar", encode(code, numbers(1, 1e6)))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.checks.verdicts import (
+from pipeline.spot_checks import (
     DOUBT_S,
     FIRST_CHECKS,
     MOST_ACCUSERS,

@@ -1,41 +1,46 @@
-"""Activations and gradients to what travels between two stages, and back, in the codes of `formats`.
+"""The arithmetic of the activation codecs, and how much of a received message counts.
 
-Messages are stateless, for the next microbatch goes to another replica. All that a receiver needs is in the message,
-but for the dither, and that follows from what it has sent itself.
+A message stands alone, because the next microbatch goes to another replica. Only the dither of a gradient follows from
+something else: the activations that its receiver has sent.
 
-**Rotation.** Each block of 32 channels is turned by a Hadamard matrix before it is rounded, and back afterwards. So a
-channel that is louder than its neighbours shares its loudness with them, and the rounding errors of a block are alike.
+- **Rotation.** A Hadamard matrix turns each block of 32 channels before rounding, and back afterwards. So a loud
+  channel shares its magnitude with its neighbours, and the rounding errors of a block are alike.
+- **Scales.** A block's scale is the token's top times the smallest power of 2^(-1/8) that is not below the block's
+  largest magnitude. If the top is finite and at most `LARGEST`, everything else decodes to finite numbers.
+- **Activations** are rounded to the nearest of the middles of 2^bits equal parts of [-scale, scale].
+- **Gradients** are rounded without a bias, so that errors average out over microbatches. The sender adds u, uniform in
+  [0, 1), to value / step and rounds down; the receiver subtracts the same u. So the error is uniform over a step for
+  every value, and its mean square is half that of stochastic rounding. Both sides compute u as a hash (32-bit integers
+  only: the same on every device) of the value's place and a seed, which `seed_of` takes from the activations' bytes.
 
-**Scales.** Each block is rounded in steps of its own largest magnitude: a scale is the top of the token times a power
-of 2^(-1/8), the least that is not below it. Whatever a stranger writes there decodes to a finite number, once the top
-has been found to be finite and no larger than `LARGEST`: that is all there is to check.
+`SizeBound` compares the root mean square of a message with the median of its kind; in a code with scales the scales
+alone bound it.
 
-**Down, to the nearest.** The levels are the middles of 2^bits equal parts of [-scale, scale].
+    up to SCALE medians     the message counts whole, unchanged to the bit
+    up to REFUSE medians    it is scaled down to SCALE medians
+    beyond, or not finite   it is refused
 
-**Back, without a bias.** A rounding to the nearest is a fixed function of the gradient: its error is the same wrong
-gradient in every microbatch, and does not average out. So the gradient is dithered: to value / step a number u, equally
-distributed over [0, 1), is added before it is rounded down, and the receiver takes the same u away again. The error is
-then equally distributed over a step *whatever the value is*: its mean is zero, and its mean square that of rounding to
-the nearest, half of what stochastic rounding has, where the receiver knows no u. Both sides know it: it is a hash of
-the value's place under a seed, and the seed (`seed_of`) is taken from the bytes of the activations that the gradient
-belongs to. These are another microbatch's, another stage's or another run's if anything is; and the same once more if a
-microbatch is sent again, whose reply is then the same to the bit.
-
-Only 2^16 values of u exist, so that the mean of the error is zero to 2^-17 of a step. The hash is of 32-bit integers
-alone: it is the same on any device.
+The median is over peers, of the median of each peer's last messages: each peer has one voice. Of an even number the
+higher middle one counts, so that small messages cannot get honest ones refused. Only the part of a message that counted
+is remembered. Before LEAST_KNOWN messages only impossible sizes are refused, and bounds are wider at first, because
+sizes change most in the first steps of a run. A model that knows its text by heart honestly returns gradients 60 times
+the usual size for a short new microbatch. So an unusual size is no violation, and messages of fewer than LEAST_VALUES
+values need only be finite.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter, deque
 from collections.abc import Iterator
 from functools import lru_cache
 from hashlib import blake2b
+from statistics import median, median_high
 
 import torch
 from torch import Tensor
 
-from pipeline.activations.formats import BLOCK, TOP_BYTES, ActivationCode
+from pipeline.messages import BLOCK, TOP_BYTES, ActivationCode
 
 LARGEST = 2.0**50
 """Of what is let in: the sum of the squares of 65,536 such values is finite."""
@@ -230,3 +235,74 @@ def _pieces(rows: int, width: int, device: torch.device) -> Iterator[tuple[int, 
     step = max(1, (PIECE if device.type == "cpu" else PIECE_ON_A_GPU) // width)
     for first in range(0, rows, step):
         yield first, min(first + step, rows)
+
+
+SCALE = 3.0
+REFUSE = 10.0
+LARGEST_SIZE = 2.0**16
+"""Of what is let in where nothing is known: the values of trained models are smaller by far."""
+LEAST_KNOWN = 4
+CERTAIN = 32
+"""Messages after which bounds are still twice as wide as they will be."""
+LEAST_VALUES = 8192
+MESSAGES, PEERS = 3, 16
+"""How much is remembered: the last messages of each peer, for sizes change with the weights, and the last peers."""
+
+
+class UnusualSizeError(ValueError):
+    """A message is well formed and finite, and much larger than others of its kind."""
+
+
+class SizeBound:
+    """What peers have sent of one kind, and how much of the next message counts."""
+
+    def __init__(self, code: ActivationCode) -> None:
+        self._code = code
+        self._seen: dict[str, deque[float]] = {}
+        self._known = 0
+        self._counts: Counter[str] = Counter()
+
+    def bounded(self, peer: str, wire: Tensor) -> Tensor:
+        """Return what counts of a message, itself where all does.
+
+        Raises `UnusualSizeError` where none does, and another ValueError for what no honest peer sends.
+        """
+        from pipeline.activation_codec import bound_of_norm, check, scaled
+
+        check(self._code, wire)
+        count = self._code.values(wire.shape)
+        size = bound_of_norm(self._code, wire) / math.sqrt(max(1, count))
+        few = count < LEAST_VALUES
+        if not math.isfinite(size) or (size > LARGEST_SIZE and not few):
+            self._counts["refused"] += 1
+            raise ValueError(f"values of the size {size:.3g}")
+        if few:
+            return wire
+        usual = self._usual()
+        most = SCALE * (1.0 + CERTAIN / max(1, self._known)) * usual
+        self._note(peer, min(size, most))
+        if size > most * REFUSE / SCALE:
+            self._counts["refused"] += 1
+            raise UnusualSizeError(f"values of the size {size:.3g}, where {usual:.3g} is usual")
+        if size <= most:
+            return wire
+        self._counts["scaled"] += 1
+        return scaled(self._code, wire, most / size)
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return how many messages were scaled down and refused."""
+        return {name: self._counts[name] for name in ("scaled", "refused")}
+
+    def _usual(self) -> float:
+        """Return the median size; infinite while too little is known, and where all was zero."""
+        if self._known < LEAST_KNOWN:
+            return math.inf
+        return median_high(median(sizes) for sizes in self._seen.values()) or math.inf
+
+    def _note(self, peer: str, size: float) -> None:
+        self._known += 1
+        sizes = self._seen.pop(peer, None)
+        self._seen[peer] = sizes = deque(maxlen=MESSAGES) if sizes is None else sizes
+        sizes.append(size)
+        if len(self._seen) > PEERS:
+            del self._seen[next(iter(self._seen))]

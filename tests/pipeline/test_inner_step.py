@@ -9,16 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.schedule import (
+from pipeline.inner_step import (
     Mark,
     Progress,
     Schedule,
     advance,
     begin,
-    fair_share,
     learning_rate,
     rate_per_s,
-    run_over,
 )
 
 SCHEDULE = Schedule(peak=6e-4, steps=1000, warmup_steps=100, final_fraction=0.1)
@@ -159,16 +157,6 @@ def test_no_rate_without_time_or_marks() -> None:
 def test_marks_cover_minutes_of_a_long_run() -> None:
     progress = follow(begin(0.0, 0.0), 2000, 1e-4)
     assert progress.marks[-1].at_s - progress.marks[0].at_s >= 200.0
-
-
-def test_a_run_is_over_when_most_sources_say_so_and_never_by_silence() -> None:
-    assert [run_over(4, finished) for finished in range(5)] == [False, False, False, True, True]
-    assert not run_over(0, 0)
-    assert run_over(1, 1)
-
-
-def test_a_fair_share_is_an_equal_part_and_at_least_one() -> None:
-    assert [fair_share(8, senders) for senders in (0, 1, 2, 3, 8, 100)] == [8, 8, 4, 2, 1, 1]
 
 
 def test_a_schedule_of_warm_up_alone_ends_at_its_peak() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.activations.codec import LARGEST, bound_of_norm, check, decode, encode, seed_of
-from pipeline.activations.formats import ACTIVATION_CODECS, BLOCK, TOP_BYTES, ActivationCode, check_width
+from pipeline.activation_codec import LARGEST, bound_of_norm, check, decode, encode, seed_of
+from pipeline.messages import ACTIVATION_CODECS, BLOCK, TOP_BYTES, ActivationCode, check_width
 
 CODES = tuple(dict.fromkeys(code for codec in ACTIVATION_CODECS.values() for code in codec))
 CODED = tuple(code for code in CODES if not code.plain)

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from pipeline.activations.subspace import Subspace, TokenFeatures
+from pipeline.decoder_slice import Subspace, TokenFeatures
 from pipeline.forward_pass import PendingForward
-from pipeline.inner_optimiser import Inner
+from pipeline.inner_step import Inner
 from pipeline.model_config import Prepared, family_config, prepare
 from pipeline.partition import build, cut, folded, forward_flops, slice_size, verify_subspace
 from pipeline.stage import Stage, StageSettings

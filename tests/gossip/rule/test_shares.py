@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossip.rule.meeting_shares import EVEN, MOST, shares_by_steps
 from gossip.rule.outer_step import mean
+from gossip.rule.shares import EVEN, MOST, shares_by_steps
 from gossip.rule.stability import stability_bound, weighed_stability_bound
 
 claims = st.integers(0, 2**62)
