@@ -106,7 +106,7 @@ def at_work(roster: Roster, number: int) -> list[PeerRecord]:
 async def fetch_of(
     network: PeerNetwork, peer: str, subject: WeightsOf, names: Iterable[str], objection: Objection | None = None
 ) -> FetchedReplica:
-    """Fetch a peer's slow weights; raise a `ConnectionError`, DonorBusy if it may give them later. `names`: of parameters."""
+    """Fetch a peer's slow weights; raise DonorBusy if not now, else a `ConnectionError`. `names`: of parameters."""
     # A newcomer's patience, who copies five times as much: a line at home may be slow, and nobody waits for us.
     wanted = subject.wanted(copying_s(subject.weight_bytes, SLOWEST_BYTES_PER_S))
     if objection is not None:
