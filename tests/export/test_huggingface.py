@@ -238,16 +238,6 @@ def test_no_model_without_context_beats_the_unigram_entropy(seed: int, values: i
     assert best == pytest.approx(unigram_entropy(batches), abs=1e-5)
 
 
-def test_a_route_through_slices_measures_like_the_checkpoint(tmp_path: Path) -> None:
-    parts = export(tmp_path / "model")
-    model = open_model(tmp_path / "model")
-    batches = [torch.cat([ids(), ids()[:, :1]], dim=1)]
-    route = validation_loss(lambda batch: parts[1](parts[0](batch)), batches)
-    plain = validation_loss(lambda batch: model(batch).logits, batches)
-    assert route.mean == pytest.approx(plain.mean, rel=1e-6)
-    assert route.mean == pytest.approx(math.log(384), rel=0.05), "an untrained model knows nothing"
-
-
 def test_evaluating_a_directory(tmp_path: Path) -> None:
     export(tmp_path / "model")
     text = tmp_path / "text.txt"
