@@ -18,7 +18,6 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from msgspec import structs
@@ -158,7 +157,7 @@ class SwarmExport:
         if came or any(each.peer in living for each in lying):
             return await self._merged(number, candidates)
         own = max((each.counters.round for each in candidates), default=None)
-        shapes, keep = self.layout.shapes[number], partial(self.parts.keep_snapshot, number)
+        shapes, keep = self.layout.shapes[number], self.parts.keep_snapshot
         kept = await fetch_snapshots(self.network, self.recipe, self.look, number, shapes, own, keep)
         if not isinstance(kept, UserError):
             return await self._with_snapshot(number, candidates, kept[0])
@@ -187,8 +186,8 @@ class SwarmExport:
             say(f"stage {number}: {count} from an export that was interrupted")
         here, shapes = [each.peer for each in lying], self.layout.shapes[number]
         came = [
-            await asyncio.to_thread(self.parts.keep_replica, number, copy)
-            async for copy in fetched(self.network, self.look, number, shapes, here)
+            await asyncio.to_thread(self.parts.keep_replica, copy)
+            async for copy in fetched(self.network, self.recipe.digest, self.look, number, shapes, here)
         ]
         return lying, came
 

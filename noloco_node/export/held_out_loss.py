@@ -38,6 +38,12 @@ MOST_READ = 8
 """Times as many sequences are read as are wanted."""
 READ_TOKENS = 2**19
 """At least, where there are so many: few short sequences shall come from many documents too."""
+JUDGED_TOKENS = 4096
+"""By which replicas are judged, one batch at least: all by the same, so few will do."""
+WORSE = 0.1
+"""Share of the best loss of its stage by which a replica may be worse than it."""
+FEW_DOCUMENTS = 5
+Model = Callable[[Tensor], Tensor]
 
 
 class HeldOutText(NamedTuple):
@@ -88,16 +94,6 @@ def validation_text(data: DataConfig, sequence_length: int, seed: int, batches: 
     return HeldOutText(
         [torch.stack([block for block, _ in row]).long() for row in rows], [name for _, name in kept], read, complete
     )
-
-
-JUDGED_TOKENS = 4096
-"""By which replicas are judged, one batch at least: all by the same, so few will do."""
-WORSE = 0.1
-"""Share of the best loss of its stage by which a replica may be worse than it."""
-
-FEW_DOCUMENTS = 5
-
-Model = Callable[[Tensor], Tensor]
 
 
 class Loss(NamedTuple):

@@ -36,6 +36,24 @@ from noloco_node.storage.weight_store import LARGEST_FILE_BYTES, described
 from noloco_node.terminal import say
 from pipeline.partition import skeleton
 
+_MODEL = """\
+[model]
+# The model of a checkpoint, and its files. They are no path: whoever has the checkpoint gives --weights DIR to
+# noloco-node bootstrap, or to join, and the others fetch from there what their stage needs.
+architecture = {architecture}
+# Share of activations zeroed in training; 0 is best as long as no text is seen twice.
+dropout = 0.0
+
+[model.sizes]
+{sizes}
+
+{weights}
+"""
+OWN_TEXT = "your-text/"
+"""Stands in a run file for a text that is still to be named."""
+_NO_SIZE = {"architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "use_cache"}
+"""Of a config: what says nothing of the model's shape, or is the run's to say."""
+
 
 def quiet_unless_watched() -> None:
     """Keep the library's progress bars out of output that is not a terminal."""
@@ -182,25 +200,6 @@ def _lock(aside: Path, directory: Path) -> int:
             if os.path.samestat(os.fstat(lock), os.stat(aside)):
                 return lock
         os.close(lock)  # of a directory that its owner has just removed or renamed
-
-
-_MODEL = """\
-[model]
-# The model of a checkpoint, and its files. They are no path: whoever has the checkpoint gives --weights DIR to
-# noloco-node bootstrap, or to join, and the others fetch from there what their stage needs.
-architecture = {architecture}
-# Share of activations zeroed in training; 0 is best as long as no text is seen twice.
-dropout = 0.0
-
-[model.sizes]
-{sizes}
-
-{weights}
-"""
-OWN_TEXT = "your-text/"
-"""Stands in a run file for a text that is still to be named."""
-_NO_SIZE = {"architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "use_cache"}
-"""Of a config: what says nothing of the model's shape, or is the run's to say."""
 
 
 def continuing_text(directory: Path, preset: str) -> str:

@@ -30,7 +30,6 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.export import exporter, replica_fetch
 from noloco_node.export.exporter import SwarmExport, export, merge_files, parts_of
 from noloco_node.export.replica_files import (
-    FetchedReplica,
     MergedReplicas,
     PartsDirectory,
     ReplicaFile,
@@ -48,9 +47,10 @@ from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.download import SNAPSHOT, WeightsOf
 from noloco_node.state_sync.replica_mean import ReplicaSummary
+from noloco_node.state_sync.snapshot_keeper import snapshot_of
 from noloco_node.state_sync.starting_state import AGAIN_S, ATTEMPTS
 from noloco_node.storage import atomic_file
-from noloco_node.storage.checkpoint import arrays_of, load
+from noloco_node.storage.checkpoint import Checkpoint, arrays_of, load
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
 
@@ -64,6 +64,11 @@ INVITE = f"noloco1:{'a' * 64}@/ip4/127.0.0.1/tcp/1/p2p/12D3KooWALMXjWCsCWroGW8A7
 def drawn(stage: int, seed: int) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randn(shape, generator=generator) for shape in PLAN.shapes[stage].values())
+
+
+def of_state(slow: tuple[Tensor, ...], round: int, progress: float) -> ReplicaState:
+    counters = {"round": round, "inner_steps": 3 * round, "progress": progress, "optimiser_steps": 0}
+    return ReplicaState(slow=slow, momentum=(), optimiser=(), **counters)  # type: ignore[arg-type]
 
 
 class Interrupted(Exception):
@@ -108,8 +113,7 @@ class Swarm:
     async def _give(self, peer: str, stage: int, kind: str, round: int) -> None:
         progress = 0.5 if kind == STATE else 0.25
         slow = drawn(stage, sum(map(ord, peer + kind)))
-        counters = {"round": round, "inner_steps": 3 * round, "progress": progress, "optimiser_steps": 0}
-        self._states[peer, kind] = ReplicaState(slow=slow, momentum=(), optimiser=(), **counters)  # type: ignore[arg-type]
+        self._states[peer, kind] = of_state(slow, round, progress)
 
         async def provide(parts: Parts) -> ReplicaState:
             if parts is Parts.SLOW and (peer, kind) in self.fails:
@@ -174,7 +178,7 @@ def swarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Swarm:
     made: list[Swarm] = []
     fetch_of = replica_fetch.fetch_of
 
-    async def watched(network: Any, peer: str, subject: WeightsOf, *others: Any) -> FetchedReplica:
+    async def watched(network: Any, peer: str, subject: WeightsOf, *others: Any) -> Checkpoint:
         (swarm,) = made
         if len(swarm.asked) >= swarm.interrupted_at:
             raise Interrupted
@@ -214,7 +218,10 @@ def same_stage(one: MergedReplicas, other: MergedReplicas) -> bool:
 
 async def came(swarm: Swarm) -> list[str]:
     """Fetch the replicas of stage 0; return their peers."""
-    return [copy.peer async for copy in replica_fetch.fetched(swarm._network("visitor"), swarm.look, 0, PLAN.shapes[0])]
+    return [
+        copy.counters.peer
+        async for copy in replica_fetch.fetched(swarm._network("visitor"), RUN.digest, swarm.look, 0, PLAN.shapes[0])
+    ]
 
 
 async def several(swarm: Swarm, peers: Iterable[str], **busy_until_s: float) -> float:
@@ -229,10 +236,10 @@ def test_who_died_meanwhile_is_not_asked_and_who_came_is(swarm: Swarm) -> None:
     async def main() -> None:
         await several(swarm, "abcd")
         late, found = swarm.records.pop("d"), []
-        async for copy in replica_fetch.fetched(swarm._network("visitor"), swarm.look, 0, PLAN.shapes[0]):
-            assert same_tensors(tuple(copy.weights.values()), swarm.given(copy.peer))
-            found.append(copy.peer)
-            if copy.peer == "a":
+        async for copy in replica_fetch.fetched(swarm._network("visitor"), RUN.digest, swarm.look, 0, PLAN.shapes[0]):
+            assert same_tensors(copy.tensors["slow"], swarm.given(copy.counters.peer))
+            found.append(copy.counters.peer)
+            if copy.counters.peer == "a":
                 del swarm.records["b"]
                 swarm.records["d"] = late
         assert found == [peer for peer, _ in swarm.asked] == ["a", "c", "d"]
@@ -253,7 +260,10 @@ def test_a_slow_line_at_home_is_waited_for(swarm: Swarm, monkeypatch: pytest.Mon
         slow = swarm.hub.network("slow", Access(up_bytes_per_s=size_bytes / 1500.0))
         await slow.serve(topic(STATE, 0), state_schema(SHAPES), donor.serve)
         swarm.at_work("slow", 0, 40)
-        found = [copy.peer async for copy in replica_fetch.fetched(swarm._network("visitor"), swarm.look, 0, shapes)]
+        found = [
+            copy.counters.peer
+            async for copy in replica_fetch.fetched(swarm._network("visitor"), RUN.digest, swarm.look, 0, shapes)
+        ]
         assert found == ["slow"]
         assert asyncio.get_running_loop().time() > 1400.0
 
@@ -567,10 +577,8 @@ def test_a_snapshot_counts_beside_a_home_where_it_is_clearly_newer(
     async def main() -> None:
         await swarm.replica("a", 0)
         await swarm.keeper("a", 1, round)
-        weights = dict(zip(PLAN.shapes[1], drawn(1, seed=9), strict=True))
-        copy = FetchedReplica("of a home", 10, 30, 0.25, weights)
-        home = PartsDirectory(tmp_path, RUN.digest, PLAN.shapes, BEHIND)
-        filed = home.keep_replica(1, copy)
+        copy = snapshot_of(of_state(drawn(1, seed=9), 10, 0.25), "of a home", 1, RUN.digest)
+        filed = PartsDirectory(tmp_path, RUN.digest, PLAN.shapes, BEHIND).keep_replica(copy)
         found = (await swarm.exported(filed))[1]
         assert peers_of(found) == taken
         assert [each.peer for each in found.left_out] == left_out
