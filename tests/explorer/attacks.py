@@ -18,10 +18,9 @@ import msgspec
 from gossip.exchange.messages import Accepted, Declined, Offer, Probe
 from noloco_node.network.interface import ConversationWrapper, NetworkWrapper
 from noloco_node.run.protocols import GOSSIP, MICROBATCH
-from noloco_node.swarm.peer_records import Published
-from noloco_node.swarm.receipts import ReceiptRecord
+from noloco_node.swarm.receipts import SOURCE_LIFETIME_S, ReceiptRecord, SourceRecord
 from noloco_node.swarm.roster import PeerRecord
-from noloco_node.swarm.run_progress import SOURCE_LIFETIME_S, SourceRecord
+from noloco_node.swarm.stage_records import Published
 from pipeline.messages import Gradient, Reason, Refused
 
 if TYPE_CHECKING:

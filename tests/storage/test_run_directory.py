@@ -15,7 +15,7 @@ from noloco_node.storage.checkpoint import KEPT, Checkpoint, Counters, files, lo
 from noloco_node.storage.checkpoint_store import CheckpointStore, SnapshotDirectory
 from noloco_node.storage.home import Home, RunPaths
 from noloco_node.storage.run_directory import beside, enter, tokenizer_places
-from noloco_node.swarm.run_history import RunHistory
+from noloco_node.swarm.run_distribution import RunHistory
 
 RUNS = ("a" * 64, "b" * 64)
 
