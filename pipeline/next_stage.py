@@ -9,7 +9,7 @@ What a replica answers, and what follows:
 - a loss: another replica, and one attempt less. A peer that could not be reached, or that was given up (silent, or in
   violation), becomes a suspect; a stream that broke accuses nobody who has ever returned a gradient. Suspects are asked
   when there is nobody else, after a pause that doubles with each loss;
-- nothing for long, from who has yet to show that it works (`pipeline.trust`): another replica as well;
+- nothing for long, from who has yet to show that it works (`pipeline.trials`): another replica as well;
 - `Refused(NO_ROUTE)`: another replica, which may know another way, and one attempt less;
 - `Refused(EXPIRED)`: nobody wants the reply any more. Up it goes, and nobody is accused. The budget travels as a
   duration, which a replica counts from when it has it: so its end there is not before ours, and whoever says "expired"
@@ -34,8 +34,7 @@ from typing import NamedTuple, TypeVar
 
 from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
 from pipeline.routing import Bag, Hop, next_hop
-from pipeline.trust.suspects import SuspectList
-from pipeline.trust.trials import Late, Trials
+from pipeline.trials import Late, SuspectList, Trials
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Decides which replica of the next stage gets a microbatch; `pipeline.trust` says who is not to get any.
+"""Decides which replica of the next stage gets a microbatch; `pipeline.trials` says who is not to get any.
 
 A sender draws from a bag without replacement. A full bag holds as many entries as the next stage has replicas, shared
 out in proportion to their speeds (one over the device seconds of a microbatch, as each says in its record) by largest

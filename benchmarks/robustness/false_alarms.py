@@ -19,9 +19,8 @@ from unittest import mock
 import torch
 
 from benchmarks.robustness.training_attacks import outcome, prepared
-from pipeline.checks.spot_checks import SpotChecks
-from pipeline.checks.verdicts import Verdicts
 from pipeline.messages import Gradient, Microbatch, Reply
+from pipeline.spot_checks import SpotChecks, Verdicts
 
 CHECKS, STRETCH = 100_000, 16
 EVERY = 2

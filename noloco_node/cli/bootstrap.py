@@ -36,7 +36,6 @@ from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
 from noloco_node.machine.signals import departure
-from noloco_node.observe.metrics_server import metrics_place
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import short
 from noloco_node.run.config import RunConfig
@@ -44,7 +43,6 @@ from noloco_node.run.permissions import is_public
 from noloco_node.run.runfile import read_run_text
 from noloco_node.state_sync import weight_exchange
 from noloco_node.state_sync.weight_exchange import WeightServer
-from noloco_node.storage import run_directory
 from noloco_node.storage.home import Home
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm import invite as invites
@@ -57,6 +55,7 @@ from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import HISTORY_SCHEMA, HISTORY_TOPIC, SCHEMA, TOPIC, RunFileText, RunHistory
 from noloco_node.tasks import supervised
 from noloco_node.terminal import say, sign, warn
+from noloco_node.web.places import metrics_place
 from noloco_node.web.served_views import views_served
 
 LINE_EVERY_S = 60.0
@@ -140,7 +139,7 @@ async def host(options: BootstrapOptions) -> None:
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
             for topic, store in stores.items():
                 await network.serve(topic, weight_exchange.SCHEMA, WeightServer(store, asyncio.to_thread).serve)
-            history = RunHistory(run_directory.enter(home, recipe.digest).run_history, recipe.digest, say)
+            history = RunHistory(home.enter(recipe.digest).run_history, recipe.digest, say)
             await network.serve(HISTORY_TOPIC, HISTORY_SCHEMA, history.serve)
             addresses = await network.addresses()
             invite = invites.format(recipe.digest, addresses, admissions.credential)

@@ -16,9 +16,8 @@ import torch
 
 from gossip.exchange.messages import ReplicaState
 from noloco_node.cli.join_options import JoinOptions
-from noloco_node.data.background_open import BackgroundOpen
+from noloco_node.data.blocks import BackgroundOpen, TextSource
 from noloco_node.data.encoding import with_tokenizer_in
-from noloco_node.data.text_source import TextSource
 from noloco_node.machine import memory
 from noloco_node.machine.device import Device
 from noloco_node.planning.bandwidth import bandwidth_seconds, microbatch_bytes
@@ -29,8 +28,7 @@ from noloco_node.run.config import RunConfig
 from noloco_node.storage.checkpoint import Checkpoint, save
 from noloco_node.storage.checkpoint_store import CheckpointStore, SnapshotDirectory
 from noloco_node.storage.home import RunPaths
-from noloco_node.storage.partial_download import PartialDownloadFile
-from noloco_node.storage.state_file import StateFile
+from noloco_node.storage.transfer_files import PartialDownloadFile, StateFile
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say

@@ -34,14 +34,12 @@ from noloco_node.node.node_context import NodeOptions
 from noloco_node.node.shift_loop import shift_by_shift
 from noloco_node.node.shifts import Shifts
 from noloco_node.observe.contribution import ledger_of
-from noloco_node.observe.metrics_server import metrics_place
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import short
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_per_s
 from noloco_node.planning.model_layout import ModelLayout, check_download, model_layout
 from noloco_node.run.permissions import check_text, summary
 from noloco_node.run.protocols import GOSSIP
-from noloco_node.storage import run_directory
 from noloco_node.storage.home import Home, RunPaths
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.access import RunAccess, connected
@@ -51,6 +49,7 @@ from noloco_node.swarm.run_distribution import HISTORY_SCHEMA, HISTORY_TOPIC, Ru
 from noloco_node.tasks import background, supervised
 from noloco_node.terminal import Bar, say, sign, warn
 from noloco_node.units import format_bytes
+from noloco_node.web.places import metrics_place
 from noloco_node.web.served_views import ServedViews, views_served
 
 
@@ -62,7 +61,7 @@ async def take_part(invite: invites.Invite, options: JoinOptions) -> None:
         torch.set_num_threads(options.threads)
     directory = options.home or default_home("node")
     with Home.open(directory) as home, Journal(home.journal) as journal, closing(Bar()) as bar:
-        paths = run_directory.enter(home, invite.digest)
+        paths = home.enter(invite.digest)
         _say_other_runs(paths)
         access = RunAccess(invite, MEMBER, home.path)
         settings, known_peers = _network_settings(access, options, home), KnownPeers()
@@ -207,7 +206,7 @@ class _Participant:
 
 def _say_other_runs(paths: RunPaths) -> None:
     """Say what a home keeps of other runs, if anything: no node removes that."""
-    others = run_directory.beside(paths)
+    others = paths.other_runs()
     if others.number:
         size, place = format_bytes(others.size_bytes), paths.path.parent
         say(f"this home keeps {size} of other runs ({others.number}) below {place}; you may remove a directory there")

@@ -46,7 +46,8 @@ from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.tasks import background
 
 if TYPE_CHECKING:
-    from noloco_node.web.page_server import Page, PagePlace
+    from noloco_node.web.places import PagePlace
+    from noloco_node.web.server import Page
 
 DRAW_EVERY_S = 1.0
 PLAY_EVERY_S = 0.1
@@ -291,7 +292,7 @@ async def _page(shown: Shown, *, takes_keys: bool = False) -> AsyncIterator[Page
     if shown.page is None:
         yield None
         return
-    from noloco_node.web.page_server import page_served
+    from noloco_node.web.server import page_served
 
     async with page_served(shown.page, takes_keys=takes_keys) as page:
         yield page

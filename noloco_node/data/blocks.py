@@ -15,28 +15,33 @@ Everything here blocks, on a disk or a network: call it from a thread.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from random import Random
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from noloco_node.data.dataset_documents import RowDocuments, load_rows
-from noloco_node.data.encoding import Encoder, open_encoder
+from noloco_node.data.encoding import Encoder, check_vocabulary, open_encoder
 from noloco_node.data.file_documents import (
     Documents,
     FileDocuments,
+    Part,
     Place,
     ReadingOrder,
     find_files,
     pieces_of,
     stdlib_files,
 )
-from noloco_node.data.held_out import Part
 from noloco_node.errors import config_error
-from noloco_node.run.config import DataConfig
+from noloco_node.run.config import DataConfig, RunConfig
+from noloco_node.run.runfile import with_source
 
 SMALLEST_PIECE_BYTES = 64 * 1024
 """Of a long file that is cut into several documents."""
@@ -177,3 +182,179 @@ def _documents(data: DataConfig, order: ReadingOrder, sequence_length: int) -> D
         pieces = pieces_of(find_files(data.path or ""), max(SMALLEST_PIECE_BYTES, 16 * sequence_length))
         return FileDocuments(pieces, order, data.validation_percent)
     return RowDocuments(data, order, lambda: load_rows(data))
+
+
+CHUNK_TOKENS = 2**19
+"""Tokens in a chunk: some thirty source files, or two megabytes of prose, and four megabytes of memory."""
+
+
+class ShuffledBlocks:
+    """Blocks without end, in a mixed order."""
+
+    def __init__(self, blocks: Blocks, chunk_blocks: int, rng: Callable[[int], Random]) -> None:
+        """Deal out `blocks` by chunks of `chunk_blocks`; `rng`: the generator of one chunk's order, by its number."""
+        self._blocks, self._chunk_blocks, self._rng = blocks, chunk_blocks, rng
+        self._chunk = torch.empty(0, 0, dtype=torch.int64)
+        self._order: list[int] = []
+        self._began: dict[str, Any] = blocks.position()
+        self._number, self._dealt = -1, 0
+
+    def next_batch(self, batch_size: int) -> Tensor:
+        """Return the next blocks, int64 [batch, sequence_length + 1]."""
+        rows = []
+        for _ in range(batch_size):
+            if self._dealt == len(self._order):
+                self._began = self._blocks.position()
+                self._deal(self._number + 1)
+            rows.append(self._chunk[self._order[self._dealt]])
+            self._dealt += 1
+        return torch.stack(rows)
+
+    def position(self) -> dict[str, Any]:
+        """Return where the next block is."""
+        return {"chunk": self._began, "number": self._number, "dealt": self._dealt}
+
+    def restore(self, position: dict[str, Any]) -> bool:
+        """Go on from a position; False, and begin anew, where it is of another source, tokenizer, seed or peer.
+
+        Raises ValueError for what never was a position.
+        """
+        try:
+            number, dealt, began = position["number"], position["dealt"], position["chunk"]
+            possible = number >= -1 and 0 <= dealt <= (self._chunk_blocks if number >= 0 else 0)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{position} is no position") from error
+        if not possible:
+            raise ValueError(f"{position} is no position here")
+        if not self._blocks.restore(began):
+            return False
+        self._began, self._number, self._order, self._dealt = began, number, [], 0
+        if number >= 0:
+            self._deal(number)
+            self._dealt = dealt
+        return True
+
+    def news(self) -> list[str]:
+        """Return what was left out of the text since the last call, in sentences."""
+        return self._blocks.news()
+
+    def close(self) -> None:
+        """Let go of files and connections."""
+        self._blocks.close()
+
+    def _deal(self, number: int) -> None:
+        self._chunk = self._blocks.next_batch(self._chunk_blocks)
+        self._order = list(range(len(self._chunk)))
+        self._rng(number).shuffle(self._order)
+        self._number, self._dealt = number, 0
+
+
+def shuffled(blocks: Blocks, sequence_length: int, seed: int, peer: str) -> ShuffledBlocks:
+    """Return the training blocks of one peer in its own mixed order."""
+    chunk_blocks = max(1, CHUNK_TOKENS // sequence_length)
+    return ShuffledBlocks(blocks, chunk_blocks, lambda number: Random(f"{seed}|mixing|{peer}|{number}"))
+
+
+R = TypeVar("R")
+
+
+class TextSource:
+    """The training text of this peer, read in a thread. To open it may take a while as well.
+
+    `own_source`: another one than the run's, as `with_source` reads it; None takes the run's.
+    """
+
+    def __init__(self, run: RunConfig, own_source: str | None, peer: str, vocabulary: int) -> None:
+        data = run.data if own_source is None else with_source(run.data, own_source)
+        check_vocabulary(data, vocabulary)
+        length = run.pipeline.sequence_length
+        blocks = open_blocks(data, length, run.seed, peer)
+        self._blocks = shuffled(blocks, length, run.seed, peer) if data.shuffle else blocks
+        self._batch = run.pipeline.microbatch_size
+        self._turn = asyncio.Lock()
+        # A thread of its own: the C library keeps for each thread what it once needed, and a chunk needs ten megabytes.
+        # And a read whose reader has gone is over before the next one begins.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="text")
+        self._position = self._blocks.position()
+        """After the last draw: what the thread reads at this moment is not drawn yet."""
+        self._ahead: tuple[Tensor, dict[str, Any]] | None = None
+
+    def read_ahead(self) -> None:
+        """Have the first batch at hand: a whole chunk is read for it."""
+        self._ahead = self._read()
+
+    async def draw(self) -> Tensor:
+        async with self._turn:
+            if self._ahead is not None:
+                (batch, self._position), self._ahead = self._ahead, None
+            else:
+                batch, self._position = await self._in_thread(self._read)
+            return batch
+
+    def position(self) -> dict[str, Any]:
+        return self._position
+
+    async def restore(self, position: Mapping[str, Any]) -> bool:
+        async with self._turn:
+            restored = await self._in_thread(partial(self._blocks.restore, dict(position)))
+            if restored:
+                self._position, self._ahead = dict(position), None
+            return restored
+
+    def news(self) -> list[str]:
+        return self._blocks.news()
+
+    def close(self) -> None:
+        self._blocks.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _read(self) -> tuple[Tensor, dict[str, Any]]:
+        batch = self._blocks.next_batch(self._batch)
+        return batch, self._blocks.position()
+
+    def _in_thread(self, work: Callable[[], R]) -> asyncio.Future[R]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+class BackgroundOpen:
+    """The text that `make` opens in a thread, once; closing this closes it, asked for or not."""
+
+    def __init__(self, make: Callable[[], TextSource]) -> None:
+        self._make = make
+        self._task: asyncio.Task[TextSource] | None = None
+
+    def begin(self) -> None:
+        """Begin to open it and to read ahead, if that was not done before."""
+        self._begun(read_ahead=True)
+
+    async def opened(self) -> TextSource:
+        """Return it once it is open; raise what opening it raised."""
+        # Whoever waits may be cancelled, and the thread works on: it is closed when it is done.
+        return await asyncio.shield(self._begun(read_ahead=False))
+
+    def close(self) -> None:
+        """Close it, now or as soon as it is open."""
+        if self._task is not None and self._task.done():
+            _closed(self._task)
+        elif self._task is not None:
+            self._task.add_done_callback(_closed)
+
+    def _begun(self, *, read_ahead: bool) -> asyncio.Task[TextSource]:
+        if self._task is None:
+            self._task = asyncio.create_task(asyncio.to_thread(self._open, read_ahead), name="opening")
+        return self._task
+
+    def _open(self, read_ahead: bool) -> TextSource:
+        text = self._make()
+        try:
+            if read_ahead:
+                text.read_ahead()
+        except BaseException:
+            text.close()
+            raise
+        return text
+
+
+def _closed(task: asyncio.Task[TextSource]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        task.result().close()

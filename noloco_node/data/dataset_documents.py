@@ -22,10 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from noloco_node.data.file_documents import Document, Place, ReadingOrder, find_files
-from noloco_node.data.held_out import side_of
+from noloco_node.data.file_documents import Document, Place, ReadingOrder, UnreadText, find_files, side_of
 from noloco_node.data.local_rows import BadRow, LocalRows
-from noloco_node.data.unread_text import UnreadText
 from noloco_node.errors import UserError, config_error
 from noloco_node.run.config import DataConfig
 from noloco_node.run.runfile import with_source

@@ -20,14 +20,113 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from random import Random
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
 
-from noloco_node.data.held_out import Part, side_of
-from noloco_node.data.unread_text import UnreadText
 from noloco_node.errors import config_error
+from noloco_node.terminal import warn
+
+_MOST_NEWS = 64
+
+
+class UnreadText:
+    """Files and rows that were left out or changed. A warning comes with the first of a kind, the tenth and so on."""
+
+    def __init__(self, tell: Callable[[str], None] | None = warn) -> None:
+        """`tell`: what becomes of a warning, beside `news`."""
+        self._tell = tell
+        self.counts: dict[str, int] = {}
+        self._told: dict[str, int] = {}
+        self._first: dict[str, str] = {}
+        self._news: deque[str] = deque(maxlen=_MOST_NEWS)
+
+    def note(self, kind: str, where: str, count: int = 1) -> None:
+        """Count what lies at `where`. `kind`: the rest of the sentence, the same for all that are counted together."""
+        before = self.counts.get(kind, 0)
+        self.counts[kind] = before + count
+        self._first.setdefault(kind, where)
+        if before == 0 or len(str(before)) < len(str(before + count)):
+            self._say(kind)
+
+    def end_pass(self) -> None:
+        """Warn of what was counted since it was last said: all of the source has been read once."""
+        for kind, count in self.counts.items():
+            if self._told.get(kind) != count:
+                self._say(kind)
+
+    def _say(self, kind: str) -> None:
+        sentence, self._told[kind] = self._sentence(kind), self.counts[kind]
+        self._news.append(sentence)
+        if self._tell is not None:
+            self._tell(sentence)
+
+    def summary(self) -> list[str]:
+        """Return a sentence for each kind."""
+        return [self._sentence(kind) for kind in self.counts]
+
+    def news(self) -> list[str]:
+        """Return the warnings since the last call."""
+        return [self._news.popleft() for _ in range(len(self._news))]
+
+    def _sentence(self, kind: str) -> str:
+        count = self.counts[kind]
+        more = "" if count == 1 else f" (the first of {count} so far)"
+        return f"text: {self._first[kind]} {kind}{more}"
+
+
+Part = Literal["train", "validation"]
+
+LEAST_CHARACTERS, MOST_CHARACTERS = 2048, 8192
+"""Of a part."""
+_ENDS = 8
+"""Beyond the least length one line in so many ends a part."""
+
+
+def side_of(text: str, part: Part, percent: float) -> tuple[str, ...]:
+    """Return the stretches of a document that are trained on, or those held out; () where it has none."""
+    held_out = part == "validation"
+    if percent <= 0.0 or percent >= 100.0:
+        return (text,) if text and held_out == (percent > 0.0) else ()
+    stretches = groupby(parts_of(text), lambda each: is_held_out(each, percent))
+    return tuple("".join(parts) for out, parts in stretches if out == held_out)
+
+
+def is_held_out(part: str, percent: float) -> bool:
+    """Say whether a part is held out. White space at its ends does not count: the last line may lack its end."""
+    digest = hashlib.sha256(part.strip().encode(errors="replace")).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64 < percent / 100
+
+
+def parts_of(text: str) -> Iterator[str]:
+    """Yield the parts of a text, which join to it."""
+    part: list[str] = []
+    length = 0
+    for line in _lines(text):
+        part.append(line)
+        length += len(line)
+        if length >= LEAST_CHARACTERS and (length >= MOST_CHARACTERS or _ends(line)):
+            yield "".join(part)
+            part, length = [], 0
+    if part:
+        yield "".join(part)
+
+
+def _ends(line: str) -> bool:
+    return zlib.crc32(line.encode(errors="replace")) % _ENDS == 0
+
+
+def _lines(text: str) -> Iterator[str]:
+    for line in text.splitlines(keepends=True):
+        if len(line) <= LEAST_CHARACTERS:
+            yield line
+        else:
+            yield from (line[at : at + LEAST_CHARACTERS] for at in range(0, len(line), LEAST_CHARACTERS))
+
 
 Place = dict[str, Any]
 """Where a document stands in its source's order: small, and JSON can hold it."""

@@ -25,9 +25,8 @@ from noloco_node.libp2p.endpoint.addresses import PeerAddress, check_announce, c
 from noloco_node.libp2p.endpoint.settings import EVERYWHERE, NetworkSettings
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.streams import dialback
-from noloco_node.network.interface import PeerNetwork
-from noloco_node.network.question import ask
-from noloco_node.network.timeouts import AdaptiveTimeoutNetwork
+from noloco_node.network.interface import HookedNetwork, PeerNetwork, ask
+from noloco_node.network.timeouts import DialTimeouts
 from noloco_node.planning.bandwidth import NARROW_S, MicrobatchBytes, microbatch_bytes
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm import speed_test
@@ -135,7 +134,8 @@ async def _visit(invite: invites.Invite, wish: DoctorRequest) -> tuple[list[Find
     try:
         async with connected(settings) as whole:
             # A peer that does not take calls must not hold the doctor up for long.
-            network, peers = AdaptiveTimeoutNetwork(await access.enter(whole)), [address.peer for address in answering]
+            network = HookedNetwork(await access.enter(whole), DialTimeouts())
+            peers = [address.peer for address in answering]
             found.append(await _clock(network, peers))
             run_file = await fetch(network, peers, digest, wish.local)
             access.pin(run_file.run)

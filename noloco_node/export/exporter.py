@@ -3,7 +3,7 @@
 They come from a living swarm (an invite), from the homes of nodes that took part (their checkpoints, and the snapshots
 that they keep of others), or from both; of a replica that is found twice the newer weights count. Each stage is the
 mean of its replicas but for outliers and stragglers (`noloco_node.state_sync.replica_mean`). One of which no replica
-gives its weights comes from a snapshot that a peer of the swarm keeps (`noloco_node.export.snapshot_fetch`), and that
+gives its weights comes from a snapshot that a peer of the swarm keeps (`noloco_node.export.replica_fetch`), and that
 is said.
 
 From a swarm one replica after the other is fetched and laid on the disk, so that memory holds one at a time; when a
@@ -29,13 +29,25 @@ from noloco_node.data.encoding import open_tokenizer
 from noloco_node.errors import Exit, UserError, reason_of
 from noloco_node.export.held_out_loss import best_snapshots, without_worse
 from noloco_node.export.huggingface import own_generation, write_checkpoint
-from noloco_node.export.parts import PartsDirectory, parts_beside, passed
-from noloco_node.export.provenance import Provenance, noted, told_of
-from noloco_node.export.replica_fetch import Look, at_work, fetched
-from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, in_home, merged, newest
-from noloco_node.export.run_tokenizer import fetched_tokenizer, reading_with_tokenizer
-from noloco_node.export.snapshot_fetch import fetch_snapshots
-from noloco_node.export.sources import check_export, recipe_of
+from noloco_node.export.replica_fetch import (
+    Look,
+    at_work,
+    fetch_snapshots,
+    fetched,
+    fetched_tokenizer,
+    reading_with_tokenizer,
+)
+from noloco_node.export.replica_files import (
+    MergedReplicas,
+    PartsDirectory,
+    ReplicaFile,
+    in_home,
+    merged,
+    newest,
+    parts_beside,
+    passed,
+)
+from noloco_node.export.sources import Provenance, check_export, noted, recipe_of, told_of
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.model_layout import ModelLayout, model_layout
 from noloco_node.run.config import DataConfig

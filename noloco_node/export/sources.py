@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median_low
+
+import msgspec
 
 from noloco_node.errors import Exit, UserError, config_error
-from noloco_node.run.runfile import read_run_text
+from noloco_node.run.config import RunConfig
+from noloco_node.run.runfile import decode_run, read_run_text
+from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary
 from noloco_node.storage.home import HomePaths
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.run_distribution import RunFileText
@@ -60,3 +65,121 @@ def recipe_of(homes: Sequence[Path]) -> RunFileText:
                 code=Exit.OTHER_RUN,
             )
     return first
+
+
+NOTES = "noloco.json"
+
+
+class FromSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A stage that nobody served any more: the weights of one replica, as another peer kept them.
+
+    `round` and `progress` are the snapshot's; `others_round` and `others_progress` those of the other stages, their
+    median, None where there is no other.
+    """
+
+    stage: int
+    kept_by: str
+    round: int
+    progress: float
+    others_round: int | None
+    others_progress: float | None
+
+
+class Provenance(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a checkpoint comes from.
+
+    `rounds`: rounds finished, and `replicas`: replicas merged, of each stage. `untied`: embedding and vocabulary head
+    were one tensor in the original config, and are two here. `run_file`: the run file as its author wrote it.
+    `taken` and `left_out`: of each stage, which replicas are in the mean, and which are not and why. `snapshots`: the
+    stages that come from one; `taken` then names who kept it.
+    """
+
+    run_id: str
+    rounds: tuple[int, ...]
+    replicas: tuple[int, ...]
+    untied: bool
+    run_file: str
+    taken: tuple[tuple[ReplicaSummary, ...], ...] = ()
+    left_out: tuple[tuple[LeftOut, ...], ...] = ()
+    snapshots: tuple[FromSnapshot, ...] = ()
+
+
+def read_provenance(directory: Path) -> Provenance:
+    """Read the notes of a checkpoint; raise `UserError` if they are not there."""
+    path = directory / NOTES
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Provenance)
+    except (OSError, msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise config_error(
+            f"{directory} is no checkpoint of a swarm.",
+            why=f"{path}: {error.strerror if isinstance(error, OSError) else error}",
+            hint="a directory that `noloco-node export` or the demo wrote; evaluate takes others with a text, --data",
+        ) from error
+
+
+def run_of(directory: Path) -> RunConfig:
+    """Return the run that a checkpoint came from; raise `UserError` where it does not say."""
+    return decode_run(read_provenance(directory).run_file, str(directory / NOTES))
+
+
+def known_run(directory: Path) -> RunConfig | None:
+    """Return the run that a checkpoint came from, None if from no swarm; raise `UserError` where there is no model."""
+    if not (directory / NOTES).exists() and (directory / "config.json").exists():
+        return None
+    return run_of(directory)
+
+
+def noted(stages: Sequence[Sequence[ReplicaSummary]], kept_by: Mapping[int, str]) -> tuple[FromSnapshot, ...]:
+    """Return what is noted of the stages that come from a snapshot; `stages`: what each was taken from.
+
+    They are compared with the others, and with each other where there are none.
+    """
+    notes = []
+    for number, keeper in sorted(kept_by.items()):
+        (snapshot,) = (each for each in stages[number] if each.peer == keeper)
+        beside = [place for place in range(len(stages)) if place != number]
+        others = [stages[place] for place in [each for each in beside if each not in kept_by] or beside]
+        rounds = [median_low(each.round for each in taken) for taken in others]
+        progress = [median_low(each.progress for each in taken) for taken in others]
+        note = FromSnapshot(
+            stage=number,
+            kept_by=keeper,
+            round=snapshot.round,
+            progress=snapshot.progress,
+            others_round=median_low(rounds) if rounds else None,
+            others_progress=median_low(progress) if progress else None,
+        )
+        notes.append(note)
+    return tuple(notes)
+
+
+def told_of(snapshot: FromSnapshot) -> str:
+    """Say that a stage comes from a snapshot, and how far behind the others it is."""
+    told = (
+        f"No replica of stage {snapshot.stage} gave its weights; in their place is a snapshot of its round "
+        f"{snapshot.round} that {snapshot.kept_by} keeps"
+    )
+    if snapshot.others_round is None or snapshot.others_progress is None:
+        return f"{told}."
+    lag = snapshot.others_round - snapshot.round
+    rounds = f"{abs(lag)} round{'s' if abs(lag) != 1 else ''}"
+    where = f"{rounds} behind" if lag > 0 else f"{rounds} ahead of" if lag < 0 else "in the same round as"
+    return (
+        f"{told}, {where} the other stages (round {snapshot.others_round}); its progress is {snapshot.progress:.1%},"
+        f" theirs {snapshot.others_progress:.1%}."
+    )
+
+
+def check_models(directories: Sequence[Path], homes: Sequence[Path]) -> None:
+    """Raise `UserError` where there is no model, or where directories and homes are both given."""
+    if bool(directories) == bool(homes):
+        raise UserError(
+            "Nothing to evaluate." if not homes else "Directories and homes cannot be evaluated together.",
+            why="a model is an exported directory, or what homes of nodes hold",
+            hint="noloco-node evaluate DIR, or noloco-node evaluate --from-home HOME",
+            code=Exit.USAGE,
+        )
+    for directory in directories:
+        known_run(directory)
+    if homes:
+        recipe_of(homes)

@@ -21,14 +21,11 @@ from torch import Tensor
 
 from noloco_node.errors import UserError, config_error
 from noloco_node.export.exporter import merge_files, of_homes
-from noloco_node.export.held_out_loss import Loss, logits_of, text_loss
-from noloco_node.export.held_out_text import HeldOutText, validation_text
+from noloco_node.export.held_out_loss import HeldOutText, Loss, logits_of, text_loss, validation_text
 from noloco_node.export.huggingface import joined, quiet_unless_watched
-from noloco_node.export.provenance import known_run, run_of
+from noloco_node.export.replica_fetch import reading_with_tokenizer
 from noloco_node.export.replica_files import ReplicaReader, newest
-from noloco_node.export.run_tokenizer import reading_with_tokenizer
-from noloco_node.export.sources import recipe_of
-from noloco_node.inference.models import check_models
+from noloco_node.export.sources import check_models, known_run, recipe_of, run_of
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.run.config import DataConfig, RunConfig
 from noloco_node.run.runfile import with_source

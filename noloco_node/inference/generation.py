@@ -21,7 +21,7 @@ from torch import Tensor
 
 from noloco_node.data.encoding import open_encoder, open_tokenizer
 from noloco_node.errors import Exit, UserError, config_error
-from noloco_node.export.provenance import known_run
+from noloco_node.export.sources import known_run
 from noloco_node.inference.evaluation import open_model, reading_of
 from pipeline.model_config import longest_sequence
 

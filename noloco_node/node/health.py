@@ -26,10 +26,10 @@ from noloco_node.machine.interface import Reporter
 from noloco_node.run.peer_state import AT_WORK
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Derived, Roster
+from noloco_node.swarm.run_samples import run_over
 from noloco_node.swarm.stage_records import CLOCK_ERROR_S
 from noloco_node.tasks import loop_s
 from noloco_node.units import format_duration
-from pipeline.schedule import run_over
 
 LEAST_S = 5.0
 """Of a sleep, or of a change of the clock: what is shorter matters to nobody."""

@@ -15,9 +15,8 @@ from random import Random
 from statistics import fmean
 from typing import TypeVar
 
-from gossip.events import Event, MeetingLost, OuterStepTaken
 from gossip.exchange.messages import Parts, ReplicaState
-from gossip.interface import Candidate, RoundContext, RoundProgress
+from gossip.interface import Candidate, Event, MeetingLost, OuterStepTaken, RoundContext, RoundProgress
 from gossip.rounds.outer_optimiser import to_the_end
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import Tensors
@@ -39,13 +38,11 @@ from noloco_node.swarm.receipts import MOST_BROUGHT
 from noloco_node.swarm.roster import Derived, PeerRecord, Roster, speed
 from noloco_node.tasks import loop_s
 from noloco_node.units import is_usable
-from pipeline.activations.formats import ACTIVATION_CODECS
 from pipeline.admission_window import AdmissionWindow, WindowOutcome
-from pipeline.checks.spot_checks import CheckSettings, SpotChecks
-from pipeline.checks.verdicts import CheckFinding, Verdict
-from pipeline.inner_optimiser import OptimiserState
+from pipeline.inner_step import OptimiserState, Progress, advance, begin, learning_rate
+from pipeline.messages import ACTIVATION_CODECS
 from pipeline.next_stage import NextStage, NextStageClient, Wanted
-from pipeline.schedule import Progress, advance, begin, learning_rate
+from pipeline.spot_checks import CheckFinding, CheckSettings, SpotChecks, Verdict
 from pipeline.worker import Worker, WorkerCompute
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gossip.rule.meeting_shares import MOST
+from gossip.rule.shares import MOST
 from gossip.rule.stability import stability_bound, weighed_stability_bound
 from gossip.settings import OuterConfig
 from noloco_node.run.problem import Problem

@@ -25,7 +25,7 @@ from noloco_node.run.config import (
 from noloco_node.run.outer_validation import outer_problems
 from noloco_node.run.problem import Problem, out_of_bounds, within
 from noloco_node.storage.weight_store import WeightFile
-from pipeline.activations.formats import check_width
+from pipeline.messages import check_width
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _WEIGHT_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors")

@@ -23,15 +23,14 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
-from noloco_node.network.interface import Conversation, PeerNetwork
-from noloco_node.network.question import patient
+from noloco_node.network.interface import Conversation, PeerNetwork, patient
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema, Violation
 from noloco_node.storage.weight_store import FilePieceKey, WeightStore, is_held, refused_by_disk
 from noloco_node.tasks import loop_s
 from noloco_node.units import Count
 
 if TYPE_CHECKING:
-    from gossip.exchange.swap import Compute
+    from gossip.interface import Compute
 
 TOPIC = "weights"
 TOKENIZER_TOPIC = "tokenizer"

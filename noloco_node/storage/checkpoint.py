@@ -1,6 +1,6 @@
 """Checkpoints: one whole file or none, and one whole file always.
 
-A checkpoint is one safetensors file of `noloco_node.storage.tensor_file`: written aside, flushed, renamed, with a
+A checkpoint is one safetensors file of `noloco_node.storage.atomic_file`: written aside, flushed, renamed, with a
 checksum that is compared before it is used. They are numbered in the order in which they were written (the time of day
 may jump), the last few are kept, and the new one is there before the oldest is removed. So a disk that is full or
 read-only costs the new checkpoint and never an earlier one: `save` says so with an `OSError`, and the node carries on;
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from noloco_node.storage import atomic_file, tensor_file
-from noloco_node.storage.tensor_file import bytes_of
+from noloco_node.storage import atomic_file
+from noloco_node.storage.atomic_file import bytes_of
 from noloco_node.units import Count, Fraction
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def save(directory: Path, checkpoint: Checkpoint, keep: int = KEPT) -> Path:
 def store(
     directory: Path,
     counters: Counters,
-    arrays: list[tensor_file.Array],
+    arrays: list[atomic_file.Array],
     keep: int,
     read: Callable[[], None] = lambda: None,
 ) -> Path:
@@ -82,7 +82,7 @@ def store(
     earlier = files(directory)
     path = following(directory, f"{counters.inner_steps:010d}.safetensors")
     try:
-        tensor_file.write(path, arrays, msgspec.json.encode(counters).decode(), read)
+        atomic_file.write_tensors(path, arrays, msgspec.json.encode(counters).decode(), read)
     except OSError as error:
         if earlier:
             beside = f"the {len(earlier)} kept before it {'are' if len(earlier) > 1 else 'is'} untouched"
@@ -101,10 +101,10 @@ def _of_another(path: Path, run_id: str) -> bool:
         return False
 
 
-def arrays_of(tensors: Mapping[str, tuple[Tensor, ...]]) -> list[tensor_file.Array]:
+def arrays_of(tensors: Mapping[str, tuple[Tensor, ...]]) -> list[atomic_file.Array]:
     """Return the tensors of a checkpoint, by group, as they go to the disk."""
     return [
-        tensor_file.Array(f"{group}.{number}", "F32", tuple(tensor.shape), bytes_of(tensor))
+        atomic_file.Array(f"{group}.{number}", "F32", tuple(tensor.shape), bytes_of(tensor))
         for group, members in tensors.items()
         for number, tensor in enumerate(members)
     ]
@@ -141,7 +141,7 @@ def of_run(
 def load_whole(path: Path, complain: Callable[[str], None], *wanted: str) -> Checkpoint | None:
     """Return a checkpoint, or of its groups those `wanted`, if its bytes are the ones that were written."""
     try:
-        tensor_file.check(path)
+        atomic_file.check_tensors(path)
         return load(path, *wanted)
     except (OSError, ValueError) as error:
         complain(_of_no_use(path, error))
@@ -154,7 +154,7 @@ def _of_no_use(path: Path, error: Exception) -> str:
 
 def counters_of(path: Path) -> Counters:
     """Read what a checkpoint says of itself; raise ValueError where it is none, `OSError` where it cannot be read."""
-    told = tensor_file.about(path)
+    told = atomic_file.about_of(path)
     if told is None:
         raise ValueError(f"{path.name} does not say what it is")
     return msgspec.json.decode(told, type=Counters)

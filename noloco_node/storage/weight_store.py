@@ -21,8 +21,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from noloco_node.errors import Exit, UserError, config_error, reason_of
-from noloco_node.storage.atomic_file import require_room, write, write_all
-from noloco_node.storage.tensor_file import LARGEST_HEADER_BYTES, tensor_ranges
+from noloco_node.storage.atomic_file import LARGEST_HEADER_BYTES, require_room, tensor_ranges, write, write_all
 from noloco_node.units import format_bytes
 
 PIECE_BYTES = 2**19

@@ -16,8 +16,8 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission import ticket_service
+from noloco_node.admission.admission_hook import AdmissionHook
 from noloco_node.admission.admission_state import AdmissionState, no_ticket, not_admitted, told
-from noloco_node.admission.admitted_network import AdmittedNetwork
 from noloco_node.admission.held_ticket import RENEW_S, HeldTicket
 from noloco_node.admission.owner_files import key_file, load_key
 from noloco_node.admission.peer_keys import key_of, read_key
@@ -27,9 +27,8 @@ from noloco_node.errors import Exit, UserError, config_error, reason_of
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.network import Libp2pNetwork
-from noloco_node.network.interface import PeerNetwork
-from noloco_node.network.question import ask
-from noloco_node.network.timeouts import AdaptiveTimeoutNetwork
+from noloco_node.network.interface import HookedNetwork, PeerNetwork, ask
+from noloco_node.network.timeouts import DialTimeouts
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import read_run_text
 from noloco_node.storage import atomic_file
@@ -71,8 +70,8 @@ class RunAccess:
         """The work for a ticket, once it is done."""
         self._gave: set[str] = set()
         """Peers that have given us tickets: others are asked first where one of these is refused."""
-        self.held: HeldTicket | None = None
-        """Our ticket in the network that we entered last; None in a run without an owner."""
+        self.admission: AdmissionHook | None = None
+        """Of the network that we entered last, with our ticket; None in a run without an owner."""
 
     @property
     def accepts(self) -> Callable[[str, bytes], bool] | None:
@@ -89,13 +88,11 @@ class RunAccess:
             self._unix_time, lambda: self._own_tickets(me), lambda: self._ask(network), self._keep, self._early_s
         )
         await held.begin()
-        admitted, others = (
-            AdmittedNetwork(network, self._state, held),
-            [each for each in self.invite.peers if each != me],
-        )
+        admission = AdmissionHook(network, self._state, held)
+        others = [each for each in self.invite.peers if each != me]
         while True:
             try:
-                await admitted.enter(others)
+                await admission.enter(others)
             except UserError as refusal:
                 try:
                     await held.another(refusal.why)
@@ -104,13 +101,13 @@ class RunAccess:
                         raise refusal from error
                     raise
             else:
-                self.held = held
-                return admitted
+                self.admission = admission
+                return HookedNetwork(network, admission)
 
     async def renew(self, say: Callable[[str], None]) -> None:
         """Renew our ticket before it expires, by the rule of the run, and say so; without it we would be out."""
-        if self.held is not None:
-            await self.held.renew(say)
+        if self.admission is not None:
+            await self.admission.held.renew(say)
 
     def pin(self, run: RunConfig) -> None:
         """Take from the run file who the owner is, as soon as it is there; `UserError` where the invite is of no run
@@ -290,7 +287,7 @@ async def visited(invite: str, visitor: Visitor) -> AsyncIterator[tuple[PeerNetw
         accepts=access.accepts,
     )
     async with connected(settings) as whole:
-        network = AdaptiveTimeoutNetwork(await access.enter(whole))
+        network = HookedNetwork(await access.enter(whole), DialTimeouts())
         recipe = await fetch(network, parsed.peers, parsed.digest, visitor.allowed)
         access.pin(recipe.run)
         membership = Membership(network, parsed.digest, recipe.run.pipeline.stages)

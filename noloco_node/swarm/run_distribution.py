@@ -21,8 +21,7 @@ import msgspec
 
 from noloco_node.admission.admission_state import not_admitted, not_for, told
 from noloco_node.errors import Exit, UserError, reason_of
-from noloco_node.network.interface import Conversation, PeerNetwork
-from noloco_node.network.question import ask, patient
+from noloco_node.network.interface import Conversation, PeerNetwork, ask, patient
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
 from noloco_node.run.config import RunConfig
 from noloco_node.run.permissions import check_paths

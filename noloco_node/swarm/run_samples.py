@@ -25,7 +25,6 @@ from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.receipts import MetWork, met_work
 from noloco_node.swarm.roster import Derived, Roster
 from noloco_node.tasks import loop_s
-from pipeline.schedule import run_over
 
 NEARLY_OVER, IDLE_S = 0.95, 300.0
 """Progress from which on, and time without any work after which, sources that we have seen do nothing may end a run."""
@@ -38,6 +37,14 @@ UNMET_ROUNDS = 2
 """Of a run of one stage: what each replica may have done that it has brought to no meeting yet."""
 UNMET_TIMES = 2
 """Times the replicas that the run has places for, that names count as, until we have met the first of them."""
+
+
+def run_over(sources: int, finished: int) -> bool:
+    """Say whether a later stage may end: most sources at work or finished have announced that they finished.
+
+    Silence never ends a run; nor does a source that died hold it up for ever.
+    """
+    return 2 * finished > sources > 0
 
 
 class _Credited(NamedTuple):

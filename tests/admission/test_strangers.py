@@ -11,11 +11,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from admission_keys import key
+from admission_keys import admitted, key
 from limits import LAST_RESORT_S, PATIENT
 
 from noloco_node.admission.admission_state import AdmissionState
-from noloco_node.admission.admitted_network import AdmittedNetwork
 from noloco_node.admission.peer_keys import key_of
 from noloco_node.admission.ticket import MEMBER, encode, encode_list, grant, signed_list
 from noloco_node.doctor import command
@@ -69,17 +68,17 @@ async def opened(*doors: str, run: str = RECIPE.digest) -> AsyncIterator[Libp2pN
         yield network
 
 
-def let_in(network: PeerNetwork, clock: Clock, until_s: float = 3600.0) -> tuple[AdmittedNetwork, AdmissionState]:
+def let_in(network: PeerNetwork, clock: Clock, until_s: float = 3600.0) -> tuple[PeerNetwork, AdmissionState]:
     """Return the network of a member, with what it knows."""
     state = AdmissionState(RECIPE.digest, clock)
     state.pin(OWNER, RECIPE.run.admission.rule)
     subject = key_of(network.peer_id)
     assert subject is not None
     ticket = encode((grant(key(0), RECIPE.digest, MEMBER, int(time.time() + until_s), subject),))
-    return AdmittedNetwork(network, state, ticket), state
+    return admitted(network, state, ticket), state
 
 
-async def serve(network: AdmittedNetwork) -> Membership:
+async def serve(network: PeerNetwork) -> Membership:
     """Answer as a node does, and be in the roster."""
     await network.serve(TOPIC, SCHEMA, RECIPE.serve)
     await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)

@@ -25,9 +25,10 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.streams import dialback
 from noloco_node.limits.budget import OwnerLimits
-from noloco_node.limits.rate_limit import RateLimitedNetwork, weigh
+from noloco_node.limits.rate_limit import LimitHook
 from noloco_node.machine.memory import wanted_bytes
-from noloco_node.network.interface import Conversation
+from noloco_node.network.interface import Conversation, HookedNetwork
+from noloco_node.network.wire import message_bytes
 from noloco_node.planning.bandwidth import MicrobatchBytes
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Access
@@ -194,7 +195,7 @@ def test_our_tcp_ports_are_found_in_our_addresses() -> None:
 
 
 def weighed(message: Any, topic: str) -> int:
-    return weigh(message, speed_test.SCHEMA if topic == speed_test.TOPIC else dialback.SCHEMA)
+    return message_bytes(message, speed_test.SCHEMA if topic == speed_test.TOPIC else dialback.SCHEMA)
 
 
 async def at_the_desk(hub: SimNetwork, name: str = "peer") -> speed_test.SpeedTestService:
@@ -223,7 +224,7 @@ def test_the_line_is_measured_both_ways(up: float, down: float) -> None:
 def test_a_peer_with_a_budget_is_measured_within_it() -> None:
     async def main() -> command.Rates | str:
         hub = SimNetwork(size_bytes=weighed)
-        metered = RateLimitedNetwork(hub.network("peer"), OwnerLimits(upload_bytes_per_s=5e5))
+        metered = HookedNetwork(hub.network("peer"), LimitHook(OwnerLimits(upload_bytes_per_s=5e5)))
         await metered.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
         return await command.rates_with(hub.network("us"), "peer")
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from noloco_node.machine.interface import StageModel
-    from pipeline.inner_optimiser import StepReport
+    from pipeline.inner_step import StepReport
 
 HUGE = 2**40
 FLOOD = 3

@@ -26,7 +26,7 @@ from pipeline.next_stage import (
     within,
 )
 from pipeline.routing import Hop
-from pipeline.trust.suspects import TIMES_COST
+from pipeline.trials import TIMES_COST
 
 HIDDEN = torch.zeros(1, 2, 3)
 MICROBATCH = Microbatch(hidden=HIDDEN, targets=torch.zeros(1, 2, dtype=torch.int64), progress=0.1, budget_s=100.0)

@@ -19,14 +19,14 @@ from toy_gossip import World
 
 from gossip.exchange.messages import ReplicaState, Section
 from gossip.transfer.assembly import Key, StateAssembly
-from gossip.transfer.donor_slots import STREAMS
+from gossip.transfer.donor import STREAMS
 from noloco_node.machine.interface import Reporter, StageModel
 from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.device import VirtualDevice
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.download import DownloadLink, StateDownload
 from noloco_node.storage.atomic_file import SPARE_BYTES
-from noloco_node.storage.partial_download import PartialDownloadFile
+from noloco_node.storage.transfer_files import PartialDownloadFile
 
 SECTION_BYTES = sum(4 * tensor.numel() for tensor in LIKE)
 WHOLE = state()

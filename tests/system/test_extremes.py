@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.robustness.extremes import RECIPE, decide_by_draws, history_of_draws, live
-from noloco_node.admission import admitted_network, ticket_service
+from noloco_node.admission import admission_hook, ticket_service
 from noloco_node.libp2p.streams import dialback
 from noloco_node.network import stranger_record
 from noloco_node.network.schema import Schema, Violation, _check_numbers
@@ -34,7 +34,7 @@ SCHEMAS: dict[str, Schema] = {
     "gossip": gossip_schema(RECIPE.run, SHAPES),
     "state": state_schema(SHAPES),
     "microbatch": microbatch_schema(RECIPE.run, 32),
-    "admission": admitted_network.SCHEMA,
+    "admission": admission_hook.SCHEMA,
     "tickets": ticket_service.SCHEMA,
     "dial back": dialback.SCHEMA,
     "weights": weight_exchange.SCHEMA,

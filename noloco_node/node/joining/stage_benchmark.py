@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from noloco_node.machine.interface import Dimensions, StageModel
 from noloco_node.run.config import PipelineConfig
-from pipeline.activations.formats import ACTIVATION_CODECS, ActivationCode
+from pipeline.messages import ACTIVATION_CODECS, ActivationCode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,7 @@ def measure(
     import torch
 
     from noloco_node.machine.memory import SavedTensors
-    from pipeline.activations.codec import encode
+    from pipeline.activation_codec import encode
     from pipeline.stage import LOGITS
 
     generator = torch.Generator().manual_seed(0)

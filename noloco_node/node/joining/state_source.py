@@ -17,8 +17,7 @@ from typing import TypeAlias
 
 from noloco_node.run.peer_state import AT_WORK
 from noloco_node.state_sync.download import pause_s
-from noloco_node.state_sync.snapshot_choice import AGAIN_S, asks_again
-from noloco_node.state_sync.starting_state import is_recent_enough
+from noloco_node.state_sync.starting_state import AGAIN_S, asks_again, is_recent_enough
 from noloco_node.swarm.roster import PeerRecord, Roster
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gossip.exchange.formats import wire_bytes
 from gossip.exchange.messages import Piece, Probe, ReplicaState, Weights
-from gossip.settings import OuterConfig
+from gossip.settings import OuterConfig, wire_bytes
 from noloco_node.planning.message_sizes import PROBE_BYTES, HopBytes, float32_bytes, hop_bytes
 from noloco_node.run.config import PipelineConfig
 from noloco_node.run.protocols import GOSSIP, STATE

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from gossip.exchange.formats import Format
+from gossip.settings import Format
 from noloco_node.errors import config_error
 from noloco_node.run.decode_errors import misfit, short
 from noloco_node.sim.network.link_model import NetworkConditions

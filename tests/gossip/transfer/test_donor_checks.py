@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossip.exchange.messages import Manifest
-from gossip.rule.staleness import ROUND_BOUND
+from gossip.rule.shares import ROUND_BOUND
 from gossip.transfer.assembly import LEAST_SAVING, ROUNDS_APART, mixes
 from gossip.transfer.chunks import listed
-from gossip.transfer.donor_checks import NormVotes, objection, round_to_start_in
+from gossip.transfer.download import NormVotes, objection, round_to_start_in
 
 ROW = listed([b"0" * 32])
 MANIFEST = Manifest(

@@ -13,8 +13,7 @@ from toy_gossip import Line, World
 
 from gossip.exchange.messages import Busy, Manifest, Parts, Piece, PieceRequest, Section, StateRequest
 from gossip.transfer.chunks import cut
-from gossip.transfer.donor import TURNS, DonorLimits
-from gossip.transfer.donor_slots import LEAST_PACE, NEWCOMERS, SETTLING_S, DonorSlot, DonorSlots, overdue
+from gossip.transfer.donor import LEAST_PACE, NEWCOMERS, SETTLING_S, TURNS, DonorLimits, DonorSlot, DonorSlots, overdue
 from noloco_node.sim.clock import run
 
 SPANS = cut([4 * math.prod(shape) for shape in SHAPES])
