@@ -25,9 +25,12 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import msgspec
 
 from noloco_node.network.schema import FLOATS, Buffer, ReceivePlan, Schema, TensorSpec, Violation, all_finite, room
+from noloco_node.units import is_usable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -197,3 +200,28 @@ def error(sentence: str) -> bytes:
     """Return an ERROR frame; a sentence that is too long is cut."""
     text = sentence.encode()[:ERROR_BYTES]
     return _PREFIX.pack(FrameKind.ERROR, len(text), 0) + text
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def decoded(raw: bytes, kind: type[T], most_bytes: int) -> T | None:
+    """Return the value that these bytes hold; None where they are too long, or none of `kind`."""
+    if len(raw) > most_bytes:
+        return None
+    try:
+        found = msgspec.msgpack.decode(raw, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return found if _is_usable(found) else None
+
+
+def _is_usable(found: msgspec.Struct) -> bool:
+    for name in found.__struct_fields__:
+        value = getattr(found, name)
+        if isinstance(value, float):
+            if not is_usable(value):
+                return False
+        elif isinstance(value, msgspec.Struct) and not _is_usable(value):
+            return False
+    return True

@@ -32,7 +32,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from noloco_node.network.stranger_record import decoded
+from noloco_node.network.wire import decoded
 from noloco_node.units import Count
 
 RECEIPT_BYTES = 4096

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from noloco_node.network.stranger_record import decoded
+from noloco_node.network.wire import decoded
 from noloco_node.run.peer_state import AT_WORK, PeerState
 from noloco_node.swarm.peer_records import CLOCK_ERROR_S, MOST_RECORDS, at_most
 from noloco_node.swarm.receipts import ReceiptLedger
