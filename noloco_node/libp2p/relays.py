@@ -25,9 +25,16 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from noloco_node.errors import UserError
-from noloco_node.libp2p.daemon.arguments import RELAY_DATA_BYTES, RELAY_TIME_S, DaemonConfig, relay_arguments
 from noloco_node.libp2p.daemon.control import Control
-from noloco_node.libp2p.daemon.process import MOST_DEATHS, restart_pause_s, start_daemon
+from noloco_node.libp2p.daemon.process import (
+    MOST_DEATHS,
+    RELAY_DATA_BYTES,
+    RELAY_TIME_S,
+    DaemonConfig,
+    relay_arguments,
+    restart_pause_s,
+    start_daemon,
+)
 from noloco_node.libp2p.daemon.relay_grant import Grant
 from noloco_node.libp2p.endpoint.addresses import (
     RELAY_PLACES,

@@ -32,10 +32,15 @@ from sample_messages import Ask
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import session
-from noloco_node.libp2p.daemon.arguments import RELAY_DATA_BYTES, RELAY_TIME_S
-from noloco_node.libp2p.daemon.process import WITHIN_S, restart_pause_s
+from noloco_node.libp2p.daemon.process import (
+    RELAY_DATA_BYTES,
+    RELAY_TIME_S,
+    WITHIN_S,
+    private_directory,
+    remove_stale,
+    restart_pause_s,
+)
 from noloco_node.libp2p.daemon.relay_grant import Grant
-from noloco_node.libp2p.daemon.socket_dir import private_directory, remove_stale
 from noloco_node.libp2p.dht.record_checks import has_our_form
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, beyond_this_machine, parse_peer_address, port_of
 from noloco_node.libp2p.endpoint.settings import Capacity, NetworkSettings, Reachability, TimeoutSettings
@@ -607,7 +612,7 @@ def test_peers_converse_over_ipv6_and_over_quic(listen: str) -> None:
 
 def test_directories_of_dead_processes_are_swept_away_and_no_others(tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys, tempfile; from noloco_node.libp2p.daemon.socket_dir import private_directory\n"
+        "import os, signal, sys, tempfile; from noloco_node.libp2p.daemon.process import private_directory\n"
         "tempfile.tempdir = sys.argv[1]\n"
         "with private_directory(): os.kill(os.getpid(), signal.SIGKILL)"
     )
