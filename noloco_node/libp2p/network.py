@@ -20,8 +20,8 @@ import msgspec
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import relays
+from noloco_node.libp2p.daemon.control import Grant
 from noloco_node.libp2p.daemon.process import MOST_DEATHS, DaemonConfig, private_directory, restart_pause_s
-from noloco_node.libp2p.daemon.relay_grant import Grant
 from noloco_node.libp2p.endpoint.addresses import (
     RELAYS_KEY,
     PeerAddress,

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from noloco_node.errors import UserError
-from noloco_node.libp2p.daemon.control import Control
+from noloco_node.libp2p.daemon.control import Control, Grant
 from noloco_node.libp2p.daemon.process import (
     MOST_DEATHS,
     RELAY_DATA_BYTES,
@@ -35,7 +35,6 @@ from noloco_node.libp2p.daemon.process import (
     restart_pause_s,
     start_daemon,
 )
-from noloco_node.libp2p.daemon.relay_grant import Grant
 from noloco_node.libp2p.endpoint.addresses import (
     RELAY_PLACES,
     PeerAddress,

@@ -32,6 +32,7 @@ from sample_messages import Ask
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import session
+from noloco_node.libp2p.daemon.control import Grant
 from noloco_node.libp2p.daemon.process import (
     RELAY_DATA_BYTES,
     RELAY_TIME_S,
@@ -40,7 +41,6 @@ from noloco_node.libp2p.daemon.process import (
     remove_stale,
     restart_pause_s,
 )
-from noloco_node.libp2p.daemon.relay_grant import Grant
 from noloco_node.libp2p.dht.record_checks import has_our_form
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, beyond_this_machine, parse_peer_address, port_of
 from noloco_node.libp2p.endpoint.settings import Capacity, NetworkSettings, Reachability, TimeoutSettings

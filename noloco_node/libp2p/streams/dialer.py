@@ -13,8 +13,7 @@ import asyncio
 import hmac
 from typing import NamedTuple
 
-from noloco_node.libp2p.daemon.control import Control
-from noloco_node.libp2p.daemon.framing import Preamble, delimited
+from noloco_node.libp2p.daemon.control import Control, Preamble, delimited
 from noloco_node.libp2p.daemon.process import Daemon
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, place_text
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers

@@ -18,7 +18,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
-from noloco_node.libp2p.daemon.framing import Preamble
+from noloco_node.libp2p.daemon.control import Preamble
 from noloco_node.libp2p.streams.frame_protocol import Event, FrameProtocol, MessageReceived, SendState, StreamClosed
 from noloco_node.libp2p.streams.receive_bound import ReceiveBudget, StreamBudget
 from noloco_node.network.interface import Pace
