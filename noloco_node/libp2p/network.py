@@ -24,15 +24,15 @@ from noloco_node.libp2p.daemon.control import Grant
 from noloco_node.libp2p.daemon.process import MOST_DEATHS, DaemonConfig, private_directory, restart_pause_s
 from noloco_node.libp2p.endpoint.addresses import (
     RELAYS_KEY,
+    KnownPeers,
     PeerAddress,
+    bootstrap_address,
     check_announce,
     check_listen,
     relays_of,
     with_ports_chosen,
 )
-from noloco_node.libp2p.endpoint.dial_errors import bootstrap_address
 from noloco_node.libp2p.endpoint.identity import ensure_identity
-from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.run_secret import RunSecret
 from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.hivemind_compat import daemon_trouble, ignore_orphaned_waits, load_hivemind

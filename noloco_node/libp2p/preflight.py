@@ -21,8 +21,13 @@ import msgspec
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.daemon.control import Control
 from noloco_node.libp2p.daemon.process import DaemonConfig, start_daemon
-from noloco_node.libp2p.endpoint.addresses import beyond_this_machine, checked_relays, parse_peer_address, port_of
-from noloco_node.libp2p.endpoint.dial_errors import bootstrap_address
+from noloco_node.libp2p.endpoint.addresses import (
+    beyond_this_machine,
+    bootstrap_address,
+    checked_relays,
+    parse_peer_address,
+    port_of,
+)
 from noloco_node.libp2p.endpoint.identity import ensure_identity, peer_bytes
 from noloco_node.libp2p.endpoint.settings import NetworkSettings, Reachability
 from noloco_node.libp2p.hivemind_compat import HivemindParts, daemon_trouble

@@ -24,14 +24,15 @@ from noloco_node.libp2p.daemon.control import Control, Grant, granted
 from noloco_node.libp2p.daemon.process import Daemon, DaemonConfig, arguments, start_daemon
 from noloco_node.libp2p.dht.records import DhtRecords
 from noloco_node.libp2p.endpoint.addresses import (
+    KnownPeers,
     PeerAddress,
     beyond_this_machine,
     parse_peer_address,
     place_text,
+    plain_cause,
     port_of,
+    unreachable,
 )
-from noloco_node.libp2p.endpoint.dial_errors import plain_cause, unreachable
-from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.settings import NetworkSettings, TimeoutSettings
 from noloco_node.libp2p.hivemind_compat import DaemonClient, HivemindParts, daemon_trouble, disconnect
 from noloco_node.libp2p.streams.dialer import StreamContext, StreamDialer

@@ -15,8 +15,7 @@ from limits import LAST_RESORT_S, PATIENT
 from sample_messages import Ask
 
 from noloco_node.libp2p.daemon.control import Control, delimited, read_delimited
-from noloco_node.libp2p.endpoint.addresses import place_text
-from noloco_node.libp2p.endpoint.known_peers import KnownPeers
+from noloco_node.libp2p.endpoint.addresses import KnownPeers, place_text
 from noloco_node.libp2p.endpoint.run_secret import PROOF_BYTES, RunSecret
 from noloco_node.libp2p.endpoint.settings import Capacity
 from noloco_node.libp2p.hivemind_compat import load_hivemind

@@ -15,6 +15,7 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.daemon.control import Grant, grant_of
 from noloco_node.libp2p.daemon.process import RELAY_DATA_BYTES, RELAY_TIME_S, DaemonConfig, arguments, relay_arguments
 from noloco_node.libp2p.endpoint.addresses import (
+    KnownPeers,
     PeerAddress,
     check_listen,
     checked_relays,
@@ -26,7 +27,6 @@ from noloco_node.libp2p.endpoint.addresses import (
     with_port,
     with_ports_chosen,
 )
-from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.settings import NetworkSettings, Reachability
 from noloco_node.libp2p.preflight import PreflightGoal, choose_daemon_config, preflight_goal
 from noloco_node.libp2p.relays import relay_configs

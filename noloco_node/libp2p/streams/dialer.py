@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from noloco_node.libp2p.daemon.control import Control, Preamble, delimited
 from noloco_node.libp2p.daemon.process import Daemon
-from noloco_node.libp2p.endpoint.addresses import PeerAddress, place_text
-from noloco_node.libp2p.endpoint.known_peers import KnownPeers
+from noloco_node.libp2p.endpoint.addresses import KnownPeers, PeerAddress, place_text
 from noloco_node.libp2p.endpoint.run_secret import PROOF_BYTES, RunSecret
 from noloco_node.libp2p.endpoint.settings import TimeoutSettings
 from noloco_node.libp2p.hivemind_compat import HivemindParts
