@@ -32,9 +32,7 @@ from noloco_node.libp2p.endpoint.addresses import (
     relays_of,
     with_ports_chosen,
 )
-from noloco_node.libp2p.endpoint.identity import ensure_identity
-from noloco_node.libp2p.endpoint.run_secret import RunSecret
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.libp2p.endpoint.settings import NetworkSettings, RunSecret, ensure_identity
 from noloco_node.libp2p.hivemind_compat import daemon_trouble, ignore_orphaned_waits, load_hivemind
 from noloco_node.libp2p.preflight import preflight, preflight_goal
 from noloco_node.libp2p.session import LinkContext, Session

@@ -28,8 +28,7 @@ from noloco_node.libp2p.endpoint.addresses import (
     parse_peer_address,
     port_of,
 )
-from noloco_node.libp2p.endpoint.identity import ensure_identity, peer_bytes
-from noloco_node.libp2p.endpoint.settings import NetworkSettings, Reachability
+from noloco_node.libp2p.endpoint.settings import NetworkSettings, Reachability, ensure_identity, peer_bytes
 from noloco_node.libp2p.hivemind_compat import HivemindParts, daemon_trouble
 from noloco_node.libp2p.session import LinkContext, attached, connect, dialled, places
 from noloco_node.libp2p.streams.dialback import ASK_S, SCHEMA, TOPIC, DialBackReply, DialMe, ReachVerdict, judge

@@ -47,8 +47,7 @@ from noloco_node.libp2p.endpoint.addresses import (
     with_port,
     with_ports_chosen,
 )
-from noloco_node.libp2p.endpoint.identity import ensure_identity
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.libp2p.endpoint.settings import NetworkSettings, ensure_identity
 from noloco_node.libp2p.hivemind_compat import HivemindParts, daemon_trouble
 from noloco_node.libp2p.session import attached, places
 

@@ -30,9 +30,7 @@ from noloco_node.libp2p.dht.record_checks import (
     shorten,
 )
 from noloco_node.libp2p.dht.records import DhtRecords, next_expiry
-from noloco_node.libp2p.endpoint.identity import ensure_identity, peer_bytes
-from noloco_node.libp2p.endpoint.run_secret import RunSecret
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.libp2p.endpoint.settings import NetworkSettings, RunSecret, ensure_identity, peer_bytes
 from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.network import Libp2pNetwork
 

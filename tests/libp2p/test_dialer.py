@@ -16,8 +16,7 @@ from sample_messages import Ask
 
 from noloco_node.libp2p.daemon.control import Control, delimited, read_delimited
 from noloco_node.libp2p.endpoint.addresses import KnownPeers, place_text
-from noloco_node.libp2p.endpoint.run_secret import PROOF_BYTES, RunSecret
-from noloco_node.libp2p.endpoint.settings import Capacity
+from noloco_node.libp2p.endpoint.settings import PROOF_BYTES, Capacity, RunSecret
 from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.streams.dialer import StreamContext, StreamDialer
 from noloco_node.libp2p.streams.stream import Stream

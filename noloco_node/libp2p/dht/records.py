@@ -40,8 +40,7 @@ from noloco_node.libp2p.dht.record_checks import (
     shorten,
 )
 from noloco_node.libp2p.endpoint.addresses import RELAYS_KEY, PeerAddress
-from noloco_node.libp2p.endpoint.run_secret import RunSecret
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.libp2p.endpoint.settings import NetworkSettings, RunSecret
 from noloco_node.libp2p.hivemind_compat import DaemonClient, DhtEntries, DhtNode, HivemindParts, PeerId
 
 _ANSWER_S = 5.0

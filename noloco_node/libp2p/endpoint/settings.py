@@ -5,14 +5,21 @@ What follows from it for the daemon's command line is `daemon.arguments.DaemonCo
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
 import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from noloco_node.admission.peer_keys import ID_HEADER, KEY_HEADER
+from noloco_node.errors import Exit, UserError
 from noloco_node.network.timeouts import TimeoutBounds
+from noloco_node.network.wire import WIRE_VERSION
+from noloco_node.storage import atomic_file
 
 EVERYWHERE = ("/ip4/0.0.0.0/tcp/0",)
 """A free TCP port on all interfaces."""
@@ -99,3 +106,79 @@ class NetworkSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Which records of others we keep, by peer and content; None: all that are signed."""
     timeouts: TimeoutSettings = TimeoutSettings()
     capacity: Capacity = Capacity()
+
+
+PROOF_BYTES = 32
+_TAG_BYTES = 16
+
+
+class RunSecret:
+    """The secret of a run: its id."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self.prefix = f"/noloco/{WIRE_VERSION}/{self._derived('names')[:_TAG_BYTES].hex()}/"
+        """Begins every protocol name."""
+        self._key = self._derived("proofs")
+
+    def __repr__(self) -> str:
+        return f"RunSecret({self.prefix})"
+
+    def key(self, name: str) -> str:
+        """Return a key of the DHT for what the network keeps there itself."""
+        return f"{self._run}/{name}"
+
+    def proof(self, caller: str, callee: str, topic: str) -> bytes:
+        """Return what shows `callee` that `caller` knows the run, in a conversation about `topic`."""
+        return self.code("call", caller.encode(), callee.encode(), topic.encode())
+
+    def code(self, purpose: str, *parts: bytes) -> bytes:
+        """Return a message authentication code; equal ones have equal parts."""
+        told = b"".join(len(part).to_bytes(8) + part for part in (purpose.encode(), *parts))
+        return hmac.digest(self._key, told, "sha256")
+
+    def _derived(self, purpose: str) -> bytes:
+        return hashlib.sha256(f"noloco {purpose}\0{self._run}".encode()).digest()
+
+
+def ensure_identity(path: Path) -> bool:
+    """Create the key file unless it is there, and say whether it was; `UserError` when it cannot be used."""
+    try:
+        if path.exists():
+            _check(path)
+            return True
+        _create(path)
+        return False
+    except OSError as error:
+        raise UserError(
+            "The identity of this peer cannot be read or written.",
+            why=f"{path}: {error.strerror}",
+            hint="choose a home directory on a disk that you may write to",
+            code=Exit.STORAGE,
+        ) from None
+
+
+def peer_bytes(path: Path) -> bytes | None:
+    """Return the peer id that a key file makes, in bytes; None for keys of other types than our own.
+
+    An Ed25519 id is the multihash `identity` of the public key in libp2p's protobuf: the key itself.
+    """
+    key = path.read_bytes()
+    return ID_HEADER + key[-32:] if key.startswith(KEY_HEADER) else None
+
+
+def _check(path: Path) -> None:
+    key = path.read_bytes()
+    if len(key) < 36 or key[:1] != b"\x08" or (key.startswith(KEY_HEADER) and len(key) != 68):
+        raise UserError(
+            "The identity of this peer is damaged.",
+            why=f"{path} holds {len(key)} bytes that are no libp2p private key",
+            hint="restore it from a backup, or delete it to become a new peer",
+            code=Exit.STORAGE,
+        )
+
+
+def _create(path: Path) -> None:
+    key = Ed25519PrivateKey.generate()
+    content = KEY_HEADER + key.private_bytes_raw() + key.public_key().public_bytes_raw()
+    atomic_file.write(path, content)

@@ -16,8 +16,7 @@ from typing import NamedTuple
 from noloco_node.libp2p.daemon.control import Control, Preamble, delimited
 from noloco_node.libp2p.daemon.process import Daemon
 from noloco_node.libp2p.endpoint.addresses import KnownPeers, PeerAddress, place_text
-from noloco_node.libp2p.endpoint.run_secret import PROOF_BYTES, RunSecret
-from noloco_node.libp2p.endpoint.settings import TimeoutSettings
+from noloco_node.libp2p.endpoint.settings import PROOF_BYTES, RunSecret, TimeoutSettings
 from noloco_node.libp2p.hivemind_compat import HivemindParts
 from noloco_node.libp2p.streams.stream import Stream, StreamOpening
 from noloco_node.libp2p.streams.switchboard import Switchboard
