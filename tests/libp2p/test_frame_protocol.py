@@ -17,10 +17,10 @@ from noloco_node.libp2p.streams.frame_protocol import (
     FrameProtocol,
     MessageReceived,
     PeerEnded,
+    PeerLiveness,
     SendState,
     StreamClosed,
 )
-from noloco_node.libp2p.streams.liveness import PeerLiveness
 from noloco_node.network import wire
 from noloco_node.network.schema import Violation
 

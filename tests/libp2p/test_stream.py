@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from sample_messages import Ask, Bulk, schema_of
 
 from noloco_node.libp2p.endpoint.settings import Capacity, TimeoutSettings
-from noloco_node.libp2p.streams.liveness import LivenessTable, PeerLiveness
+from noloco_node.libp2p.streams.frame_protocol import LivenessTable, PeerLiveness
 from noloco_node.libp2p.streams.receive_bound import ReceiveBudget, StreamBudget
 from noloco_node.libp2p.streams.stream import Stream, StreamOpening
 from noloco_node.libp2p.streams.switchboard import Switchboard

@@ -14,8 +14,7 @@ from collections import Counter
 from typing import NoReturn
 
 from noloco_node.libp2p.endpoint.settings import Capacity, TimeoutSettings
-from noloco_node.libp2p.streams.frame_protocol import FrameProtocol
-from noloco_node.libp2p.streams.liveness import LivenessTable
+from noloco_node.libp2p.streams.frame_protocol import FrameProtocol, LivenessTable
 from noloco_node.libp2p.streams.receive_bound import ReceiveBudget
 from noloco_node.libp2p.streams.stream import ByteCounts, Stream
 from noloco_node.network.interface import VIOLATION_GRACE_S, Handler
