@@ -17,8 +17,7 @@ from sample_messages import Ask, Bulk, schema_of
 
 from noloco_node.libp2p.endpoint.settings import Capacity, TimeoutSettings
 from noloco_node.libp2p.streams.frame_protocol import LivenessTable, PeerLiveness
-from noloco_node.libp2p.streams.receive_bound import ReceiveBudget, StreamBudget
-from noloco_node.libp2p.streams.stream import Stream, StreamOpening
+from noloco_node.libp2p.streams.stream import ReceiveBudget, Stream, StreamBudget, StreamOpening
 from noloco_node.libp2p.streams.switchboard import Switchboard
 from noloco_node.limits.budget import LEAST_RATE, full_bucket
 from noloco_node.limits.rate_limit import FairLimiter

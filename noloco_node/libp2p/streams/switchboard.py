@@ -15,8 +15,7 @@ from typing import NoReturn
 
 from noloco_node.libp2p.endpoint.settings import Capacity, TimeoutSettings
 from noloco_node.libp2p.streams.frame_protocol import FrameProtocol, LivenessTable
-from noloco_node.libp2p.streams.receive_bound import ReceiveBudget
-from noloco_node.libp2p.streams.stream import ByteCounts, Stream
+from noloco_node.libp2p.streams.stream import ByteCounts, ReceiveBudget, Stream
 from noloco_node.network.interface import VIOLATION_GRACE_S, Handler
 from noloco_node.network.schema import Schema, Violation
 from noloco_node.tasks import loop_s
