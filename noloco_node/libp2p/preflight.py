@@ -32,7 +32,7 @@ from noloco_node.libp2p.endpoint.settings import NetworkSettings, Reachability, 
 from noloco_node.libp2p.hivemind_compat import HivemindParts, daemon_trouble
 from noloco_node.libp2p.session import LinkContext, attached, connect, dialled, places
 from noloco_node.libp2p.streams.dialback import ASK_S, SCHEMA, TOPIC, DialBackReply, DialMe, ReachVerdict, judge
-from noloco_node.libp2p.streams.dialer import StreamDialer
+from noloco_node.libp2p.streams.switchboard import StreamDialer
 
 _FIND_S = 4.0
 _LOOKS = 10

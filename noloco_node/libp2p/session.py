@@ -35,7 +35,7 @@ from noloco_node.libp2p.endpoint.addresses import (
 )
 from noloco_node.libp2p.endpoint.settings import NetworkSettings, TimeoutSettings
 from noloco_node.libp2p.hivemind_compat import DaemonClient, HivemindParts, daemon_trouble, disconnect
-from noloco_node.libp2p.streams.dialer import StreamContext, StreamDialer
+from noloco_node.libp2p.streams.switchboard import StreamContext, StreamDialer
 
 logger = logging.getLogger(__name__)
 

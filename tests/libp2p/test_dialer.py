@@ -18,9 +18,8 @@ from noloco_node.libp2p.daemon.control import Control, delimited, read_delimited
 from noloco_node.libp2p.endpoint.addresses import KnownPeers, place_text
 from noloco_node.libp2p.endpoint.settings import PROOF_BYTES, Capacity, RunSecret
 from noloco_node.libp2p.hivemind_compat import load_hivemind
-from noloco_node.libp2p.streams.dialer import StreamContext, StreamDialer
 from noloco_node.libp2p.streams.stream import Stream
-from noloco_node.libp2p.streams.switchboard import Switchboard
+from noloco_node.libp2p.streams.switchboard import StreamContext, StreamDialer, Switchboard
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema
 
