@@ -27,7 +27,6 @@ import msgspec
 import torch
 
 from noloco_node.admission import admission_hook, ticket_service
-from noloco_node.libp2p.streams import dialback
 from noloco_node.network import wire
 from noloco_node.network.schema import Layout, Schema, TensorSpec, Violation
 from noloco_node.network.wire import FrameDecoder, FrameKind

@@ -14,7 +14,7 @@ from statistics import median
 from typing import NamedTuple
 
 from noloco_node.doctor.findings import Finding, fail, ok, warn
-from noloco_node.libp2p.streams import dialback
+from noloco_node.libp2p import preflight
 from noloco_node.network.interface import PeerNetwork, ask
 from noloco_node.planning.bandwidth import NARROW_S, MicrobatchBytes
 from noloco_node.swarm import speed_test
@@ -61,24 +61,24 @@ def judge_clock(ahead_s: Sequence[float]) -> Finding:
     return warn(about, says, remedy) if abs(off) > CLOCK_DOUBT_S else ok(about, says)
 
 
-async def dialled_back(network: PeerNetwork, peers: Sequence[str], ports: tuple[int, ...]) -> dialback.ReachVerdict:
+async def dialled_back(network: PeerNetwork, peers: Sequence[str], ports: tuple[int, ...]) -> preflight.ReachVerdict:
     """Ask peers to dial us back at our ports; one that does not answer says nothing."""
 
-    request = dialback.DialMe(ports=ports)
+    request = preflight.DialMe(ports=ports)
 
-    async def reply_of(peer: str) -> dialback.DialBackReply | None:
+    async def reply_of(peer: str) -> preflight.DialBackReply | None:
         try:
             return await ask(
-                network, peer, dialback.TOPIC, dialback.SCHEMA, request, dialback.DialBackReply, dialback.ASK_S
+                network, peer, preflight.TOPIC, preflight.SCHEMA, request, preflight.DialBackReply, preflight.ASK_S
             )
         except ConnectionError:
             return None
 
     answers = await asyncio.gather(*(reply_of(peer) for peer in peers[:MOST_ASKED]))
-    return dialback.judge([answer for answer in answers if answer is not None])
+    return preflight.judge([answer for answer in answers if answer is not None])
 
 
-def judge_reach(verdict: dialback.ReachVerdict, ports: Sequence[int], addresses: Sequence[str]) -> list[Finding]:
+def judge_reach(verdict: preflight.ReachVerdict, ports: Sequence[int], addresses: Sequence[str]) -> list[Finding]:
     """Judge whether others can come to us: directly, or else through a relay. `addresses`: our own."""
     about = "dialled back"
     listed = " and ".join(map(str, ports)) or "none"

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p import relays
+from noloco_node.libp2p import preflight, relays
 from noloco_node.libp2p.daemon.control import Grant
 from noloco_node.libp2p.daemon.process import MOST_DEATHS, DaemonConfig, private_directory, restart_pause_s
 from noloco_node.libp2p.endpoint.addresses import (
@@ -36,7 +36,6 @@ from noloco_node.libp2p.endpoint.settings import NetworkSettings, RunSecret, ens
 from noloco_node.libp2p.hivemind_compat import daemon_trouble, ignore_orphaned_waits, load_hivemind
 from noloco_node.libp2p.preflight import preflight, preflight_goal
 from noloco_node.libp2p.session import LinkContext, Session
-from noloco_node.libp2p.streams import dialback
 from noloco_node.libp2p.streams.stream import Stream
 from noloco_node.libp2p.streams.switchboard import StreamContext, Switchboard
 from noloco_node.network.interface import Handler
@@ -224,7 +223,7 @@ class Libp2pNetwork:
         tasks = {loop.create_task(self._switchboard.run(started), name="switchboard")}
         try:
             await started.wait()
-            self._switchboard.serve(dialback.TOPIC, dialback.SCHEMA, dialback.DialBackService(self._relays).answer)
+            self._switchboard.serve(preflight.TOPIC, preflight.SCHEMA, preflight.DialBackService(self._relays).answer)
             tasks.add(loop.create_task(self._keep(config), name="sessions"))
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

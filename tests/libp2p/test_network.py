@@ -31,7 +31,7 @@ from limits import LAST_RESORT_S, PATIENT, RECORD_S
 from sample_messages import Ask
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p import session
+from noloco_node.libp2p import preflight, session
 from noloco_node.libp2p.daemon.control import Grant
 from noloco_node.libp2p.daemon.process import (
     RELAY_DATA_BYTES,
@@ -46,8 +46,7 @@ from noloco_node.libp2p.endpoint.addresses import PeerAddress, beyond_this_machi
 from noloco_node.libp2p.endpoint.settings import Capacity, NetworkSettings, Reachability, TimeoutSettings
 from noloco_node.libp2p.hivemind_compat import ignore_orphaned_waits
 from noloco_node.libp2p.network import Libp2pNetwork
-from noloco_node.libp2p.streams import dialback
-from noloco_node.libp2p.streams.dialback import DialBackReply, DialMe
+from noloco_node.libp2p.preflight import DialBackReply, DialMe
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema, TensorSpec
 
@@ -546,7 +545,7 @@ def test_whoever_asks_is_dialled_back_and_told_of_relays(tmp_path: Path) -> None
     anywhere = ("/ip4/0.0.0.0/tcp/0",)
 
     async def ask(network: Libp2pNetwork, peer: str, *ports: int) -> DialBackReply:
-        async with network.talk(peer, dialback.TOPIC, dialback.SCHEMA) as conversation:
+        async with network.talk(peer, preflight.TOPIC, preflight.SCHEMA) as conversation:
             await conversation.send(DialMe(ports=ports))
             return cast(DialBackReply, await conversation.receive())
 

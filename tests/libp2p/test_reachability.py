@@ -28,10 +28,17 @@ from noloco_node.libp2p.endpoint.addresses import (
     with_ports_chosen,
 )
 from noloco_node.libp2p.endpoint.settings import NetworkSettings, Reachability
-from noloco_node.libp2p.preflight import PreflightGoal, choose_daemon_config, preflight_goal
+from noloco_node.libp2p.preflight import (
+    DialBackReply,
+    PreflightGoal,
+    ReachVerdict,
+    choose_daemon_config,
+    host_of,
+    judge,
+    preflight_goal,
+)
 from noloco_node.libp2p.relays import relay_configs
 from noloco_node.libp2p.session import dialled
-from noloco_node.libp2p.streams.dialback import DialBackReply, ReachVerdict, host_of, judge
 from noloco_node.sim.clock import run
 
 PEERS = (
