@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from noloco_node.libp2p.daemon.control import Control, Grant, granted
+from noloco_node.libp2p.control import Control, Grant, granted
 from noloco_node.libp2p.daemon.process import DaemonConfig, arguments, relay_arguments, start_daemon
 from noloco_node.libp2p.endpoint.addresses import PeerAddress
 from noloco_node.libp2p.endpoint.settings import Reachability, ensure_identity

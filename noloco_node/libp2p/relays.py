@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from noloco_node.errors import UserError
-from noloco_node.libp2p.daemon.control import Control, Grant
+from noloco_node.libp2p.control import Control, Grant
 from noloco_node.libp2p.daemon.process import (
     MOST_DEATHS,
     RELAY_DATA_BYTES,

@@ -32,7 +32,7 @@ from sample_messages import Ask
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import preflight, session
-from noloco_node.libp2p.daemon.control import Grant
+from noloco_node.libp2p.control import Grant
 from noloco_node.libp2p.daemon.process import (
     RELAY_DATA_BYTES,
     RELAY_TIME_S,

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p.daemon.control import Control
+from noloco_node.libp2p.control import Control
 from noloco_node.libp2p.dht.record_checks import (
     RECORD_BYTES,
     RECORD_LIFETIME_S,
