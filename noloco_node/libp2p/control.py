@@ -14,7 +14,7 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from noloco_node.libp2p.daemon.process import Daemon
+from noloco_node.libp2p.daemon import Daemon
 from noloco_node.libp2p.hivemind_compat import HivemindParts
 from noloco_node.network.schema import Violation
 

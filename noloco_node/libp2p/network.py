@@ -21,7 +21,7 @@ import msgspec
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import preflight, relays
 from noloco_node.libp2p.control import Grant
-from noloco_node.libp2p.daemon.process import MOST_DEATHS, DaemonConfig, private_directory, restart_pause_s
+from noloco_node.libp2p.daemon import MOST_DEATHS, DaemonConfig, private_directory, restart_pause_s
 from noloco_node.libp2p.endpoint.addresses import (
     RELAYS_KEY,
     KnownPeers,

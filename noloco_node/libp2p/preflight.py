@@ -23,7 +23,7 @@ from msgspec import Meta
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.control import Control
-from noloco_node.libp2p.daemon.process import DaemonConfig, start_daemon
+from noloco_node.libp2p.daemon import DaemonConfig, start_daemon
 from noloco_node.libp2p.endpoint.addresses import (
     beyond_this_machine,
     bootstrap_address,

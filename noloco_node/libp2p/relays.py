@@ -26,7 +26,7 @@ from typing import NamedTuple, NoReturn
 
 from noloco_node.errors import UserError
 from noloco_node.libp2p.control import Control, Grant
-from noloco_node.libp2p.daemon.process import (
+from noloco_node.libp2p.daemon import (
     MOST_DEATHS,
     RELAY_DATA_BYTES,
     RELAY_TIME_S,

@@ -21,7 +21,7 @@ from multiaddr import Multiaddr
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.control import Control, Grant, granted
-from noloco_node.libp2p.daemon.process import Daemon, DaemonConfig, arguments, start_daemon
+from noloco_node.libp2p.daemon import Daemon, DaemonConfig, arguments, start_daemon
 from noloco_node.libp2p.dht.records import DhtRecords
 from noloco_node.libp2p.endpoint.addresses import (
     KnownPeers,

@@ -33,7 +33,7 @@ from sample_messages import Ask
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import preflight, session
 from noloco_node.libp2p.control import Grant
-from noloco_node.libp2p.daemon.process import (
+from noloco_node.libp2p.daemon import (
     RELAY_DATA_BYTES,
     RELAY_TIME_S,
     WITHIN_S,
@@ -611,7 +611,7 @@ def test_peers_converse_over_ipv6_and_over_quic(listen: str) -> None:
 
 def test_directories_of_dead_processes_are_swept_away_and_no_others(tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys, tempfile; from noloco_node.libp2p.daemon.process import private_directory\n"
+        "import os, signal, sys, tempfile; from noloco_node.libp2p.daemon import private_directory\n"
         "tempfile.tempdir = sys.argv[1]\n"
         "with private_directory(): os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.control import Grant, grant_of
-from noloco_node.libp2p.daemon.process import RELAY_DATA_BYTES, RELAY_TIME_S, DaemonConfig, arguments, relay_arguments
+from noloco_node.libp2p.daemon import RELAY_DATA_BYTES, RELAY_TIME_S, DaemonConfig, arguments, relay_arguments
 from noloco_node.libp2p.endpoint.addresses import (
     KnownPeers,
     PeerAddress,
