@@ -17,7 +17,7 @@ from noloco_node.admission.ticket import Right
 from noloco_node.doctor import machine_checks, swarm_checks
 from noloco_node.doctor.findings import Finding, Grade, exit_code, fail, line, ok, verdict, warn
 from noloco_node.errors import Exit, UserError, user_error_of
-from noloco_node.libp2p.endpoint.addresses import PeerAddress, check_announce, check_listen
+from noloco_node.libp2p.addresses import PeerAddress, check_announce, check_listen
 from noloco_node.libp2p.endpoint.settings import EVERYWHERE, NetworkSettings
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.network.interface import HookedNetwork, PeerNetwork

@@ -20,9 +20,7 @@ import msgspec
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import preflight, relays
-from noloco_node.libp2p.control import Grant
-from noloco_node.libp2p.daemon import MOST_DEATHS, DaemonConfig, private_directory, restart_pause_s
-from noloco_node.libp2p.endpoint.addresses import (
+from noloco_node.libp2p.addresses import (
     RELAYS_KEY,
     KnownPeers,
     PeerAddress,
@@ -32,6 +30,8 @@ from noloco_node.libp2p.endpoint.addresses import (
     relays_of,
     with_ports_chosen,
 )
+from noloco_node.libp2p.control import Grant
+from noloco_node.libp2p.daemon import MOST_DEATHS, DaemonConfig, private_directory, restart_pause_s
 from noloco_node.libp2p.endpoint.settings import NetworkSettings, RunSecret, ensure_identity
 from noloco_node.libp2p.hivemind_compat import daemon_trouble, ignore_orphaned_waits, load_hivemind
 from noloco_node.libp2p.preflight import preflight, preflight_goal

@@ -22,15 +22,15 @@ import msgspec
 from msgspec import Meta
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p.control import Control
-from noloco_node.libp2p.daemon import DaemonConfig, start_daemon
-from noloco_node.libp2p.endpoint.addresses import (
+from noloco_node.libp2p.addresses import (
     beyond_this_machine,
     bootstrap_address,
     checked_relays,
     parse_peer_address,
     port_of,
 )
+from noloco_node.libp2p.control import Control
+from noloco_node.libp2p.daemon import DaemonConfig, start_daemon
 from noloco_node.libp2p.endpoint.settings import NetworkSettings, Reachability, ensure_identity, peer_bytes
 from noloco_node.libp2p.hivemind_compat import HivemindParts, daemon_trouble
 from noloco_node.libp2p.session import LinkContext, attached, connect, dialled, places

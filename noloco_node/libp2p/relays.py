@@ -25,17 +25,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from noloco_node.errors import UserError
-from noloco_node.libp2p.control import Control, Grant
-from noloco_node.libp2p.daemon import (
-    MOST_DEATHS,
-    RELAY_DATA_BYTES,
-    RELAY_TIME_S,
-    DaemonConfig,
-    relay_arguments,
-    restart_pause_s,
-    start_daemon,
-)
-from noloco_node.libp2p.endpoint.addresses import (
+from noloco_node.libp2p.addresses import (
     RELAY_PLACES,
     PeerAddress,
     beyond_this_machine,
@@ -46,6 +36,16 @@ from noloco_node.libp2p.endpoint.addresses import (
     relay_record,
     with_port,
     with_ports_chosen,
+)
+from noloco_node.libp2p.control import Control, Grant
+from noloco_node.libp2p.daemon import (
+    MOST_DEATHS,
+    RELAY_DATA_BYTES,
+    RELAY_TIME_S,
+    DaemonConfig,
+    relay_arguments,
+    restart_pause_s,
+    start_daemon,
 )
 from noloco_node.libp2p.endpoint.settings import NetworkSettings, ensure_identity
 from noloco_node.libp2p.hivemind_compat import HivemindParts, daemon_trouble

@@ -20,10 +20,7 @@ from typing import NamedTuple, NoReturn
 from multiaddr import Multiaddr
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p.control import Control, Grant, granted
-from noloco_node.libp2p.daemon import Daemon, DaemonConfig, arguments, start_daemon
-from noloco_node.libp2p.dht.records import DhtRecords
-from noloco_node.libp2p.endpoint.addresses import (
+from noloco_node.libp2p.addresses import (
     KnownPeers,
     PeerAddress,
     beyond_this_machine,
@@ -33,6 +30,9 @@ from noloco_node.libp2p.endpoint.addresses import (
     port_of,
     unreachable,
 )
+from noloco_node.libp2p.control import Control, Grant, granted
+from noloco_node.libp2p.daemon import Daemon, DaemonConfig, arguments, start_daemon
+from noloco_node.libp2p.dht.records import DhtRecords
 from noloco_node.libp2p.endpoint.settings import NetworkSettings, TimeoutSettings
 from noloco_node.libp2p.hivemind_compat import DaemonClient, HivemindParts, daemon_trouble, disconnect
 from noloco_node.libp2p.streams.switchboard import StreamContext, StreamDialer

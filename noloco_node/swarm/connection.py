@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from noloco_node.admission.owner_files import key_file, load_key
 from noloco_node.admission.ticket import Right
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p.endpoint.addresses import KnownPeers
+from noloco_node.libp2p.addresses import KnownPeers
 from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.network.interface import HookedNetwork, PeerNetwork

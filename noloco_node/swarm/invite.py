@@ -22,7 +22,7 @@ import msgspec
 
 from noloco_node.admission.ticket import InviteCredential, parse_credential
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p.endpoint.addresses import PeerAddress, parse_peer_address
+from noloco_node.libp2p.addresses import PeerAddress, parse_peer_address
 from noloco_node.storage.home import HomePaths
 
 _SCHEME, _CREDENTIAL_SCHEME = "noloco1:", "noloco2:"

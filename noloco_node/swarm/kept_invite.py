@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from noloco_node.admission.peer_keys import peer_of, read_key
 from noloco_node.errors import reason_of
-from noloco_node.libp2p.endpoint.addresses import PeerAddress, beyond_this_machine
+from noloco_node.libp2p.addresses import PeerAddress, beyond_this_machine
 from noloco_node.storage import atomic_file
 from noloco_node.storage.home import HomePaths
 from noloco_node.swarm.invite import BESIDE, Invite, kept_addresses, widened

@@ -21,7 +21,7 @@ from noloco_node.doctor import swarm_checks
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import network as libp2p_network
 from noloco_node.libp2p import preflight
-from noloco_node.libp2p.endpoint.addresses import parse_peer_address
+from noloco_node.libp2p.addresses import parse_peer_address
 from noloco_node.libp2p.endpoint.settings import NetworkSettings, RunSecret
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.network.interface import PeerNetwork

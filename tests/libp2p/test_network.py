@@ -32,6 +32,7 @@ from sample_messages import Ask
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import preflight, session
+from noloco_node.libp2p.addresses import PeerAddress, beyond_this_machine, parse_peer_address, port_of
 from noloco_node.libp2p.control import Grant
 from noloco_node.libp2p.daemon import (
     RELAY_DATA_BYTES,
@@ -42,7 +43,6 @@ from noloco_node.libp2p.daemon import (
     restart_pause_s,
 )
 from noloco_node.libp2p.dht.record_checks import has_our_form
-from noloco_node.libp2p.endpoint.addresses import PeerAddress, beyond_this_machine, parse_peer_address, port_of
 from noloco_node.libp2p.endpoint.settings import Capacity, NetworkSettings, Reachability, TimeoutSettings
 from noloco_node.libp2p.hivemind_compat import ignore_orphaned_waits
 from noloco_node.libp2p.network import Libp2pNetwork

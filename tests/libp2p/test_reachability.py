@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p.control import Grant, grant_of
-from noloco_node.libp2p.daemon import RELAY_DATA_BYTES, RELAY_TIME_S, DaemonConfig, arguments, relay_arguments
-from noloco_node.libp2p.endpoint.addresses import (
+from noloco_node.libp2p.addresses import (
     KnownPeers,
     PeerAddress,
     check_listen,
@@ -27,6 +25,8 @@ from noloco_node.libp2p.endpoint.addresses import (
     with_port,
     with_ports_chosen,
 )
+from noloco_node.libp2p.control import Grant, grant_of
+from noloco_node.libp2p.daemon import RELAY_DATA_BYTES, RELAY_TIME_S, DaemonConfig, arguments, relay_arguments
 from noloco_node.libp2p.endpoint.settings import NetworkSettings, Reachability
 from noloco_node.libp2p.preflight import (
     DialBackReply,

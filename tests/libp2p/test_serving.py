@@ -13,7 +13,7 @@ import pytest
 from limits import PATIENT
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p.endpoint.addresses import KnownPeers
+from noloco_node.libp2p.addresses import KnownPeers
 from noloco_node.libp2p.endpoint.settings import Capacity, NetworkSettings, Reachability
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.session import LinkContext

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from noloco_node.errors import Exit, UserError
+from noloco_node.libp2p.addresses import RELAYS_KEY, PeerAddress
 from noloco_node.libp2p.control import Control
 from noloco_node.libp2p.dht.record_checks import (
     RECORD_BYTES,
@@ -39,7 +40,6 @@ from noloco_node.libp2p.dht.record_checks import (
     read_signer,
     shorten,
 )
-from noloco_node.libp2p.endpoint.addresses import RELAYS_KEY, PeerAddress
 from noloco_node.libp2p.endpoint.settings import NetworkSettings, RunSecret
 from noloco_node.libp2p.hivemind_compat import DaemonClient, DhtEntries, DhtNode, HivemindParts, PeerId
 

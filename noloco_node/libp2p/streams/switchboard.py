@@ -14,9 +14,9 @@ import logging
 from collections import Counter
 from typing import NamedTuple, NoReturn
 
+from noloco_node.libp2p.addresses import KnownPeers, PeerAddress, place_text
 from noloco_node.libp2p.control import Control, Preamble, delimited
 from noloco_node.libp2p.daemon import Daemon
-from noloco_node.libp2p.endpoint.addresses import KnownPeers, PeerAddress, place_text
 from noloco_node.libp2p.endpoint.settings import PROOF_BYTES, Capacity, RunSecret, TimeoutSettings
 from noloco_node.libp2p.hivemind_compat import HivemindParts
 from noloco_node.libp2p.streams.frame_protocol import FrameProtocol, LivenessTable
