@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import uvloop
 
-from noloco_node.libp2p.endpoint.settings import Capacity, TimeoutSettings
+from noloco_node.libp2p.settings import Capacity, TimeoutSettings
 from noloco_node.libp2p.streams.stream import StreamOpening
 from noloco_node.libp2p.streams.switchboard import Switchboard
 from noloco_node.network.schema import MessageSpec, Schema, TensorSpec

@@ -22,7 +22,7 @@ from noloco_node.journal import events
 from noloco_node.journal.reader import read
 from noloco_node.journal.writer import Journal
 from noloco_node.libp2p.addresses import KnownPeers
-from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
+from noloco_node.libp2p.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.limits.traffic_ledger import TrafficLedger
 from noloco_node.machine.device import choose_device
 from noloco_node.machine.energy import EnergyMeter, energy_meter

@@ -18,8 +18,8 @@ from noloco_node.doctor import machine_checks, swarm_checks
 from noloco_node.doctor.findings import Finding, Grade, exit_code, fail, line, ok, verdict, warn
 from noloco_node.errors import Exit, UserError, user_error_of
 from noloco_node.libp2p.addresses import PeerAddress, check_announce, check_listen
-from noloco_node.libp2p.endpoint.settings import EVERYWHERE, NetworkSettings
 from noloco_node.libp2p.network import Libp2pNetwork
+from noloco_node.libp2p.settings import EVERYWHERE, NetworkSettings
 from noloco_node.network.interface import HookedNetwork, PeerNetwork
 from noloco_node.network.timeouts import DialTimeouts
 from noloco_node.planning.bandwidth import MicrobatchBytes, microbatch_bytes

@@ -33,7 +33,7 @@ import msgspec
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.addresses import beyond_this_machine, parse_peer_address
-from noloco_node.libp2p.endpoint.settings import Reachability
+from noloco_node.libp2p.settings import Reachability
 
 logger = logging.getLogger(__name__)
 

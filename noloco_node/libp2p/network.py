@@ -32,10 +32,10 @@ from noloco_node.libp2p.addresses import (
 )
 from noloco_node.libp2p.control import Grant
 from noloco_node.libp2p.daemon import MOST_DEATHS, DaemonConfig, private_directory, restart_pause_s
-from noloco_node.libp2p.endpoint.settings import NetworkSettings, RunSecret, ensure_identity
 from noloco_node.libp2p.hivemind_compat import daemon_trouble, ignore_orphaned_waits, load_hivemind
 from noloco_node.libp2p.preflight import preflight, preflight_goal
 from noloco_node.libp2p.session import LinkContext, Session
+from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity
 from noloco_node.libp2p.streams.stream import Stream
 from noloco_node.libp2p.streams.switchboard import StreamContext, Switchboard
 from noloco_node.network.interface import Handler

@@ -47,9 +47,9 @@ from noloco_node.libp2p.daemon import (
     restart_pause_s,
     start_daemon,
 )
-from noloco_node.libp2p.endpoint.settings import NetworkSettings, ensure_identity
 from noloco_node.libp2p.hivemind_compat import HivemindParts, daemon_trouble
 from noloco_node.libp2p.session import attached, places
+from noloco_node.libp2p.settings import NetworkSettings, ensure_identity
 
 logger = logging.getLogger(__name__)
 

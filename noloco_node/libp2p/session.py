@@ -33,8 +33,8 @@ from noloco_node.libp2p.addresses import (
 from noloco_node.libp2p.control import Control, Grant, granted
 from noloco_node.libp2p.daemon import Daemon, DaemonConfig, arguments, start_daemon
 from noloco_node.libp2p.dht.records import DhtRecords
-from noloco_node.libp2p.endpoint.settings import NetworkSettings, TimeoutSettings
 from noloco_node.libp2p.hivemind_compat import DaemonClient, HivemindParts, daemon_trouble, disconnect
+from noloco_node.libp2p.settings import NetworkSettings, TimeoutSettings
 from noloco_node.libp2p.streams.switchboard import StreamContext, StreamDialer
 
 logger = logging.getLogger(__name__)

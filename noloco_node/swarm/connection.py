@@ -18,8 +18,8 @@ from noloco_node.admission.owner_files import key_file, load_key
 from noloco_node.admission.ticket import Right
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.addresses import KnownPeers
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.network import Libp2pNetwork
+from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.network.interface import HookedNetwork, PeerNetwork
 from noloco_node.network.timeouts import DialTimeouts
 from noloco_node.run.runfile import read_run_text

@@ -22,8 +22,8 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import network as libp2p_network
 from noloco_node.libp2p import preflight
 from noloco_node.libp2p.addresses import parse_peer_address
-from noloco_node.libp2p.endpoint.settings import NetworkSettings, RunSecret
 from noloco_node.libp2p.network import Libp2pNetwork
+from noloco_node.libp2p.settings import NetworkSettings, RunSecret
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm import speed_test

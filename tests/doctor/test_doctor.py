@@ -24,7 +24,7 @@ from noloco_node.doctor.findings import Finding, Grade, exit_code, line, verdict
 from noloco_node.doctor.machine_checks import Need, Supply
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import preflight
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.limits.budget import OwnerLimits
 from noloco_node.limits.rate_limit import LimitHook
 from noloco_node.machine.memory import wanted_bytes

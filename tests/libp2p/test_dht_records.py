@@ -30,9 +30,9 @@ from noloco_node.libp2p.dht.record_checks import (
     shorten,
 )
 from noloco_node.libp2p.dht.records import DhtRecords, next_expiry
-from noloco_node.libp2p.endpoint.settings import NetworkSettings, RunSecret, ensure_identity, peer_bytes
 from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.network import Libp2pNetwork
+from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity, peer_bytes
 
 KEY = "run/stage/0"
 PLACE = place_of(KEY)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_messages import Ask, Bulk, schema_of
 
-from noloco_node.libp2p.endpoint.settings import TimeoutSettings
+from noloco_node.libp2p.settings import TimeoutSettings
 from noloco_node.libp2p.streams.frame_protocol import (
     MOST_WAITING,
     Event,

@@ -27,7 +27,6 @@ from noloco_node.libp2p.addresses import (
 )
 from noloco_node.libp2p.control import Grant, grant_of
 from noloco_node.libp2p.daemon import RELAY_DATA_BYTES, RELAY_TIME_S, DaemonConfig, arguments, relay_arguments
-from noloco_node.libp2p.endpoint.settings import NetworkSettings, Reachability
 from noloco_node.libp2p.preflight import (
     DialBackReply,
     PreflightGoal,
@@ -39,6 +38,7 @@ from noloco_node.libp2p.preflight import (
 )
 from noloco_node.libp2p.relays import relay_configs
 from noloco_node.libp2p.session import dialled
+from noloco_node.libp2p.settings import NetworkSettings, Reachability
 from noloco_node.sim.clock import run
 
 PEERS = (

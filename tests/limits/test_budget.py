@@ -25,8 +25,8 @@ from torch import Tensor
 from noloco_node.cli.status import picture
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.network import Libp2pNetwork
+from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.limits import budget
 from noloco_node.limits.budget import (
     Hours,

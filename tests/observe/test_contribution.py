@@ -14,7 +14,7 @@ from noloco_node.cli.main import app
 from noloco_node.errors import UserError
 from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
-from noloco_node.libp2p.endpoint.settings import ensure_identity
+from noloco_node.libp2p.settings import ensure_identity
 from noloco_node.observe.contribution import ledger_of, report
 from noloco_node.swarm.roster import Given
 

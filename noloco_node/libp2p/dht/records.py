@@ -40,8 +40,8 @@ from noloco_node.libp2p.dht.record_checks import (
     read_signer,
     shorten,
 )
-from noloco_node.libp2p.endpoint.settings import NetworkSettings, RunSecret
 from noloco_node.libp2p.hivemind_compat import DaemonClient, DhtEntries, DhtNode, HivemindParts, PeerId
+from noloco_node.libp2p.settings import NetworkSettings, RunSecret
 
 _ANSWER_S = 5.0
 """For one node of the DHT to answer one question."""

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
-from noloco_node.libp2p.endpoint.settings import TimeoutSettings
+from noloco_node.libp2p.settings import TimeoutSettings
 from noloco_node.network import wire
 from noloco_node.network.interface import ConversationEnded
 from noloco_node.network.schema import Buffer, Schema, Violation
