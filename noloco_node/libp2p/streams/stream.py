@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 from noloco_node.libp2p.control import Preamble
-from noloco_node.libp2p.streams.frame_protocol import Event, FrameProtocol, MessageReceived, SendState, StreamClosed
+from noloco_node.libp2p.frame_protocol import Event, FrameProtocol, MessageReceived, SendState, StreamClosed
 from noloco_node.network.interface import Pace
 from noloco_node.network.schema import Buffer, Violation
 

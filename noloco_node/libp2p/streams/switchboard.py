@@ -17,9 +17,9 @@ from typing import NamedTuple, NoReturn
 from noloco_node.libp2p.addresses import KnownPeers, PeerAddress, place_text
 from noloco_node.libp2p.control import Control, Preamble, delimited
 from noloco_node.libp2p.daemon import Daemon
+from noloco_node.libp2p.frame_protocol import FrameProtocol, LivenessTable
 from noloco_node.libp2p.hivemind_compat import HivemindParts
 from noloco_node.libp2p.settings import PROOF_BYTES, Capacity, RunSecret, TimeoutSettings
-from noloco_node.libp2p.streams.frame_protocol import FrameProtocol, LivenessTable
 from noloco_node.libp2p.streams.stream import ByteCounts, ReceiveBudget, Stream, StreamOpening
 from noloco_node.network.interface import VIOLATION_GRACE_S, Handler
 from noloco_node.network.schema import Schema, Violation
