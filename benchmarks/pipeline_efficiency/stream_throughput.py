@@ -20,7 +20,7 @@ import torch
 import uvloop
 
 from noloco_node.libp2p.settings import Capacity, TimeoutSettings
-from noloco_node.libp2p.streams.stream import StreamOpening
+from noloco_node.libp2p.stream import StreamOpening
 from noloco_node.libp2p.streams.switchboard import Switchboard
 from noloco_node.network.schema import MessageSpec, Schema, TensorSpec
 

@@ -20,7 +20,7 @@ from noloco_node.libp2p.daemon import Daemon
 from noloco_node.libp2p.frame_protocol import FrameProtocol, LivenessTable
 from noloco_node.libp2p.hivemind_compat import HivemindParts
 from noloco_node.libp2p.settings import PROOF_BYTES, Capacity, RunSecret, TimeoutSettings
-from noloco_node.libp2p.streams.stream import ByteCounts, ReceiveBudget, Stream, StreamOpening
+from noloco_node.libp2p.stream import ByteCounts, ReceiveBudget, Stream, StreamOpening
 from noloco_node.network.interface import VIOLATION_GRACE_S, Handler
 from noloco_node.network.schema import Schema, Violation
 from noloco_node.tasks import loop_s
