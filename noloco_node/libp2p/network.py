@@ -37,7 +37,7 @@ from noloco_node.libp2p.preflight import preflight, preflight_goal
 from noloco_node.libp2p.session import LinkContext, Session
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity
 from noloco_node.libp2p.stream import Stream
-from noloco_node.libp2p.streams.switchboard import StreamContext, Switchboard
+from noloco_node.libp2p.switchboard import StreamContext, Switchboard
 from noloco_node.network.interface import Handler
 from noloco_node.network.schema import Schema
 

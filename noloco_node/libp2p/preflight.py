@@ -34,7 +34,7 @@ from noloco_node.libp2p.daemon import DaemonConfig, start_daemon
 from noloco_node.libp2p.hivemind_compat import HivemindParts, daemon_trouble
 from noloco_node.libp2p.session import LinkContext, attached, connect, dialled, places
 from noloco_node.libp2p.settings import NetworkSettings, Reachability, ensure_identity, peer_bytes
-from noloco_node.libp2p.streams.switchboard import StreamDialer
+from noloco_node.libp2p.switchboard import StreamDialer
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
 

@@ -35,7 +35,7 @@ from noloco_node.libp2p.daemon import Daemon, DaemonConfig, arguments, start_dae
 from noloco_node.libp2p.dht.records import DhtRecords
 from noloco_node.libp2p.hivemind_compat import DaemonClient, HivemindParts, daemon_trouble, disconnect
 from noloco_node.libp2p.settings import NetworkSettings, TimeoutSettings
-from noloco_node.libp2p.streams.switchboard import StreamContext, StreamDialer
+from noloco_node.libp2p.switchboard import StreamContext, StreamDialer
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from noloco_node.libp2p.control import Control, delimited, read_delimited
 from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.settings import PROOF_BYTES, Capacity, RunSecret
 from noloco_node.libp2p.stream import Stream
-from noloco_node.libp2p.streams.switchboard import StreamContext, StreamDialer, Switchboard
+from noloco_node.libp2p.switchboard import StreamContext, StreamDialer, Switchboard
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema
 

@@ -17,7 +17,7 @@ from noloco_node.libp2p.addresses import KnownPeers
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.session import LinkContext
 from noloco_node.libp2p.settings import Capacity, NetworkSettings, Reachability
-from noloco_node.libp2p.streams.switchboard import StreamContext, Switchboard
+from noloco_node.libp2p.switchboard import StreamContext, Switchboard
 from noloco_node.network.interface import Conversation
 from noloco_node.sim.clock import run
 from noloco_node.swarm.run_distribution import SCHEMA

@@ -18,7 +18,7 @@ from sample_messages import Ask, Bulk, schema_of
 from noloco_node.libp2p.frame_protocol import LivenessTable, PeerLiveness
 from noloco_node.libp2p.settings import Capacity, TimeoutSettings
 from noloco_node.libp2p.stream import ReceiveBudget, Stream, StreamBudget, StreamOpening
-from noloco_node.libp2p.streams.switchboard import Switchboard
+from noloco_node.libp2p.switchboard import Switchboard
 from noloco_node.limits.budget import LEAST_RATE, full_bucket
 from noloco_node.limits.rate_limit import FairLimiter
 from noloco_node.network import wire
