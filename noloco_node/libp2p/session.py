@@ -32,7 +32,7 @@ from noloco_node.libp2p.addresses import (
 )
 from noloco_node.libp2p.control import Control, Grant, granted
 from noloco_node.libp2p.daemon import Daemon, DaemonConfig, arguments, start_daemon
-from noloco_node.libp2p.dht.records import DhtRecords
+from noloco_node.libp2p.dht_records import DhtRecords
 from noloco_node.libp2p.hivemind_compat import DaemonClient, HivemindParts, daemon_trouble, disconnect
 from noloco_node.libp2p.settings import NetworkSettings, TimeoutSettings
 from noloco_node.libp2p.switchboard import StreamContext, StreamDialer

@@ -29,7 +29,7 @@ from noloco_node.libp2p.dht.record_checks import (
     read_signer,
     shorten,
 )
-from noloco_node.libp2p.dht.records import DhtRecords, next_expiry
+from noloco_node.libp2p.dht_records import DhtRecords, next_expiry
 from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity, peer_bytes
