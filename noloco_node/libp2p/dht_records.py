@@ -27,7 +27,8 @@ from typing import Any
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.addresses import RELAYS_KEY, PeerAddress
 from noloco_node.libp2p.control import Control
-from noloco_node.libp2p.dht.record_checks import (
+from noloco_node.libp2p.hivemind_compat import DaemonClient, DhtEntries, DhtNode, HivemindParts, PeerId
+from noloco_node.libp2p.record_checks import (
     RECORD_BYTES,
     RECORD_LIFETIME_S,
     SIGNATURE_BYTES,
@@ -40,7 +41,6 @@ from noloco_node.libp2p.dht.record_checks import (
     read_signer,
     shorten,
 )
-from noloco_node.libp2p.hivemind_compat import DaemonClient, DhtEntries, DhtNode, HivemindParts, PeerId
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret
 
 _ANSWER_S = 5.0

@@ -42,10 +42,10 @@ from noloco_node.libp2p.daemon import (
     remove_stale,
     restart_pause_s,
 )
-from noloco_node.libp2p.dht.record_checks import has_our_form
 from noloco_node.libp2p.hivemind_compat import ignore_orphaned_waits
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.preflight import DialBackReply, DialMe
+from noloco_node.libp2p.record_checks import has_our_form
 from noloco_node.libp2p.settings import Capacity, NetworkSettings, Reachability, TimeoutSettings
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema, TensorSpec
