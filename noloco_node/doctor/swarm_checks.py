@@ -14,7 +14,7 @@ from statistics import median
 from typing import NamedTuple
 
 from noloco_node.doctor.findings import Finding, fail, ok, warn
-from noloco_node.libp2p import preflight
+from noloco_node.libp2p import reachability
 from noloco_node.network.interface import PeerNetwork, ask
 from noloco_node.planning.bandwidth import NARROW_S, MicrobatchBytes
 from noloco_node.swarm import speed_test
@@ -61,24 +61,30 @@ def judge_clock(ahead_s: Sequence[float]) -> Finding:
     return warn(about, says, remedy) if abs(off) > CLOCK_DOUBT_S else ok(about, says)
 
 
-async def dialled_back(network: PeerNetwork, peers: Sequence[str], ports: tuple[int, ...]) -> preflight.ReachVerdict:
+async def dialled_back(network: PeerNetwork, peers: Sequence[str], ports: tuple[int, ...]) -> reachability.ReachVerdict:
     """Ask peers to dial us back at our ports; one that does not answer says nothing."""
 
-    request = preflight.DialMe(ports=ports)
+    request = reachability.DialMe(ports=ports)
 
-    async def reply_of(peer: str) -> preflight.DialBackReply | None:
+    async def reply_of(peer: str) -> reachability.DialBackReply | None:
         try:
             return await ask(
-                network, peer, preflight.TOPIC, preflight.SCHEMA, request, preflight.DialBackReply, preflight.ASK_S
+                network,
+                peer,
+                reachability.TOPIC,
+                reachability.SCHEMA,
+                request,
+                reachability.DialBackReply,
+                reachability.ASK_S,
             )
         except ConnectionError:
             return None
 
     answers = await asyncio.gather(*(reply_of(peer) for peer in peers[:MOST_ASKED]))
-    return preflight.judge([answer for answer in answers if answer is not None])
+    return reachability.judge([answer for answer in answers if answer is not None])
 
 
-def judge_reach(verdict: preflight.ReachVerdict, ports: Sequence[int], addresses: Sequence[str]) -> list[Finding]:
+def judge_reach(verdict: reachability.ReachVerdict, ports: Sequence[int], addresses: Sequence[str]) -> list[Finding]:
     """Judge whether others can come to us: directly, or else through a relay. `addresses`: our own."""
     about = "dialled back"
     listed = " and ".join(map(str, ports)) or "none"

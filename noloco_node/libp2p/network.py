@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p import preflight, relays
+from noloco_node.libp2p import reachability, relays
 from noloco_node.libp2p.addresses import (
     RELAYS_KEY,
     KnownPeers,
@@ -33,7 +33,7 @@ from noloco_node.libp2p.addresses import (
 from noloco_node.libp2p.control import Grant
 from noloco_node.libp2p.daemon import MOST_DEATHS, DaemonConfig, private_directory, restart_pause_s
 from noloco_node.libp2p.hivemind_compat import daemon_trouble, ignore_orphaned_waits, load_hivemind
-from noloco_node.libp2p.preflight import preflight, preflight_goal
+from noloco_node.libp2p.reachability import preflight, preflight_goal
 from noloco_node.libp2p.session import LinkContext, Session
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity
 from noloco_node.libp2p.stream import Stream
@@ -223,7 +223,9 @@ class Libp2pNetwork:
         tasks = {loop.create_task(self._switchboard.run(started), name="switchboard")}
         try:
             await started.wait()
-            self._switchboard.serve(preflight.TOPIC, preflight.SCHEMA, preflight.DialBackService(self._relays).answer)
+            self._switchboard.serve(
+                reachability.TOPIC, reachability.SCHEMA, reachability.DialBackService(self._relays).answer
+            )
             tasks.add(loop.create_task(self._keep(config), name="sessions"))
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

@@ -20,7 +20,7 @@ from noloco_node.admission.ticket import MEMBER, encode, encode_list, grant, sig
 from noloco_node.doctor import swarm_checks
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import network as libp2p_network
-from noloco_node.libp2p import preflight
+from noloco_node.libp2p import reachability
 from noloco_node.libp2p.addresses import parse_peer_address
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret
@@ -129,7 +129,7 @@ def test_whoever_only_knows_an_address_gets_nothing(monkeypatch: pytest.MonkeyPa
                 await stranger._session.knock([parse_peer_address(door)])
                 await gets_nothing(stranger, whole.peer_id)
                 verdict = await swarm_checks.dialled_back(stranger, [whole.peer_id], (4001,))
-                assert verdict == preflight.ReachVerdict(None, (), ())
+                assert verdict == reachability.ReachVerdict(None, (), ())
                 assert (await Membership(stranger, RECIPE.digest, 2).peek()).stages == ((), ())
             assert whole.statistics().get("conversations.answered", 0) == 0
 

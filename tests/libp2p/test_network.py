@@ -31,7 +31,7 @@ from limits import LAST_RESORT_S, PATIENT, RECORD_S
 from sample_messages import Ask
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p import preflight, session
+from noloco_node.libp2p import reachability, session
 from noloco_node.libp2p.addresses import PeerAddress, beyond_this_machine, parse_peer_address, port_of
 from noloco_node.libp2p.control import Grant
 from noloco_node.libp2p.daemon import (
@@ -44,7 +44,7 @@ from noloco_node.libp2p.daemon import (
 )
 from noloco_node.libp2p.hivemind_compat import ignore_orphaned_waits
 from noloco_node.libp2p.network import Libp2pNetwork
-from noloco_node.libp2p.preflight import DialBackReply, DialMe
+from noloco_node.libp2p.reachability import DialBackReply, DialMe
 from noloco_node.libp2p.record_checks import has_our_form
 from noloco_node.libp2p.settings import Capacity, NetworkSettings, Reachability, TimeoutSettings
 from noloco_node.network.interface import Conversation
@@ -545,7 +545,7 @@ def test_whoever_asks_is_dialled_back_and_told_of_relays(tmp_path: Path) -> None
     anywhere = ("/ip4/0.0.0.0/tcp/0",)
 
     async def ask(network: Libp2pNetwork, peer: str, *ports: int) -> DialBackReply:
-        async with network.talk(peer, preflight.TOPIC, preflight.SCHEMA) as conversation:
+        async with network.talk(peer, reachability.TOPIC, reachability.SCHEMA) as conversation:
             await conversation.send(DialMe(ports=ports))
             return cast(DialBackReply, await conversation.receive())
 

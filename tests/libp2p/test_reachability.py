@@ -27,7 +27,7 @@ from noloco_node.libp2p.addresses import (
 )
 from noloco_node.libp2p.control import Grant, grant_of
 from noloco_node.libp2p.daemon import RELAY_DATA_BYTES, RELAY_TIME_S, DaemonConfig, arguments, relay_arguments
-from noloco_node.libp2p.preflight import (
+from noloco_node.libp2p.reachability import (
     DialBackReply,
     PreflightGoal,
     ReachVerdict,

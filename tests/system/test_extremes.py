@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks.robustness.extremes import RECIPE, decide_by_draws, history_of_draws, live
 from noloco_node.admission import admission_hook, ticket_service
-from noloco_node.libp2p import preflight
+from noloco_node.libp2p import reachability
 from noloco_node.network import wire
 from noloco_node.network.schema import Schema, Violation, _check_numbers
 from noloco_node.observe.metrics import NodeMetrics
@@ -37,7 +37,7 @@ SCHEMAS: dict[str, Schema] = {
     "microbatch": microbatch_schema(RECIPE.run, 32),
     "admission": admission_hook.SCHEMA,
     "tickets": ticket_service.SCHEMA,
-    "dial back": preflight.SCHEMA,
+    "dial back": reachability.SCHEMA,
     "weights": weight_exchange.SCHEMA,
     "run": run_distribution.SCHEMA,
     "history": run_history.SCHEMA,

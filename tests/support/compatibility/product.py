@@ -46,7 +46,7 @@ from noloco_node.export.replica_files import PartsDirectory, in_home
 from noloco_node.journal import events as journal
 from noloco_node.journal import writer as journal_writer
 from noloco_node.journal.reader import read as read_journal
-from noloco_node.libp2p import preflight, settings
+from noloco_node.libp2p import reachability, settings
 from noloco_node.libp2p import record_checks as signing
 from noloco_node.libp2p.addresses import RELAYS_KEY, relay_record, relays_of
 from noloco_node.libp2p.settings import RunSecret
