@@ -1,10 +1,10 @@
-"""Multiaddrs as a person types them: parsed with py-multiaddr, checked, and tried out before the daemon is started.
+"""Multiaddrs: parsed with py-multiaddr, checked, tried out, remembered, and why one of them cannot be reached.
 
-libp2p's daemon starts without a word on a TCP port that another program holds, and then nobody can reach it; so the
-port is bound here first, for a moment. That is a test and no reservation, which is why the daemon's own answer is
-checked as well.
+libp2p's daemon starts without a word on a TCP port that another program holds, and then nobody can reach it. So we bind
+the port first, for a moment, as a test; the daemon's own answer is checked as well.
 
-Also what records of the DHT say of relays: addresses from strangers, read with care.
+A wrong address, a closed port, an unknown host and a wrong peer id ask for different things to be done. The daemon
+tells them apart in the words of Go's network library; `plain_cause` puts them plainly.
 """
 
 from __future__ import annotations
@@ -29,6 +29,21 @@ _MOST_RELAYS = 16
 _ADDRESS_CHARACTERS = 256
 
 _PLACES = msgspec.msgpack.Decoder(list[str])
+
+
+_MOST_KNOWN = 32
+"""Peers whose last place a `KnownPeers` remembers."""
+
+
+_MEANINGS = {
+    "failed to negotiate security protocol": "whoever answers there is no peer: another program, or a proxy in between",
+    "connection refused": "connection refused: no program listens there",
+    "no good addresses": "the host's name does not resolve, or none of its addresses can be dialled from here",
+    "no such host": "the host's name does not resolve",
+    "i/o timeout": "no answer (is a firewall in between?)",
+    "network is unreachable": "this machine has no route to it",
+    "no route to host": "this machine has no route to it",
+}
 
 
 class PeerAddress(NamedTuple):
@@ -232,17 +247,6 @@ def plain_cause(words: str, address: PeerAddress) -> str:
     return text
 
 
-_MEANINGS = {
-    "failed to negotiate security protocol": "whoever answers there is no peer: another program, or a proxy in between",
-    "connection refused": "connection refused: no program listens there",
-    "no good addresses": "the host's name does not resolve, or none of its addresses can be dialled from here",
-    "no such host": "the host's name does not resolve",
-    "i/o timeout": "no answer (is a firewall in between?)",
-    "network is unreachable": "this machine has no route to it",
-    "no route to host": "this machine has no route to it",
-}
-
-
 def unreachable(causes: Mapping[str, str]) -> UserError:
     """Return the error that names every address that was tried and why it failed."""
     return UserError(
@@ -251,9 +255,6 @@ def unreachable(causes: Mapping[str, str]) -> UserError:
         hint="ask whoever sent the invite whether the bootstrap peer still runs and whether its address is right",
         code=Exit.UNREACHABLE,
     )
-
-
-_MOST = 32
 
 
 class KnownPeers:
@@ -268,7 +269,7 @@ class KnownPeers:
             if "/p2p-circuit" not in address.transport:
                 self._places.pop(address.peer, None)
                 self._places[address.peer] = address
-        for peer in list(self._places)[:-_MOST]:
+        for peer in list(self._places)[:-_MOST_KNOWN]:
             del self._places[peer]
 
     def beside(self, doors: Iterable[PeerAddress]) -> list[PeerAddress]:

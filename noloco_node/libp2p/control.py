@@ -1,7 +1,12 @@
-"""One question, one answer: the control socket of the libp2p daemon.
+"""What we say to the libp2p daemon on its control socket: one protobuf request a connection, one answer in that form.
 
-The daemon takes one protobuf request a connection and answers in the same form.
-Its answers must never keep us waiting: each has a deadline, and the daemon's death ends them all.
+Each message has its length before it, as a varint: `Preamble` collects one where bytes come as they like. The daemon
+must never keep us waiting: each answer has a deadline, and the daemon's death ends the wait.
+
+One question goes through the daemon to a relay: what it grants for each circuit. p2pd sets its relay service up twice,
+with the limits that it was started with and with libp2p's own, and the later one counts: of relays started on a busy
+machine, every fourth ended each circuit after 128 KiB or two minutes. It prints nothing about that. But a peer that
+reserves a place at a relay is told (libp2p's circuit protocol, version 2), so a neighbour reserves one.
 """
 
 from __future__ import annotations
@@ -18,8 +23,16 @@ from noloco_node.libp2p.daemon import Daemon
 from noloco_node.libp2p.hivemind_compat import HivemindParts
 from noloco_node.network.schema import Violation
 
+T = TypeVar("T")
 _ANSWER_BYTES = 1 << 20
 _PREAMBLE_BYTES = 64 * 1024
+
+
+HOP = "/libp2p/circuit/relay/0.2.0/hop"
+_RESERVE = b"\x02\x08\x00"
+"""A message of two bytes: field 1, the kind, is 0."""
+_LIMIT, _STATUS, _OK = 4, 5, 100
+_DURATION, _DATA = 1, 2
 
 
 def delimited(message: Any) -> bytes:
@@ -87,9 +100,6 @@ class Preamble:
         return False
 
 
-T = TypeVar("T")
-
-
 class Control:
     """Asks the daemon; `messages` is the module of its protobuf messages."""
 
@@ -137,13 +147,6 @@ class Control:
             raise ConnectionAbortedError(f"no answer within {wait_s:g} s")
         finally:
             task.cancel()
-
-
-HOP = "/libp2p/circuit/relay/0.2.0/hop"
-_RESERVE = b"\x02\x08\x00"
-"""A message of two bytes: field 1, the kind, is 0."""
-_LIMIT, _STATUS, _OK = 4, 5, 100
-_DURATION, _DATA = 1, 2
 
 
 class Grant(NamedTuple):

@@ -1,14 +1,16 @@
-"""libp2p's daemon (p2pd) as a child process of ours: started, watched, and gone when we go.
+"""libp2p's daemon (p2pd) as a child process of ours: its arguments, its life, and the directory of its sockets.
 
-We start it ourselves and let hivemind connect to it, instead of letting hivemind start it, because of what follows only
-then:
+We start it ourselves and let hivemind connect to it, instead of letting hivemind start it, for three reasons:
 
 - it runs in a session of its own, so that Ctrl-C in a terminal reaches us and not it: a polite leave needs the network;
 - its sockets lie in a directory of ours, which goes away with it, also when the start-up is cancelled half-way;
 - its death is an event. (hivemind does not notice: its `is_alive` stays true and its calls hang.) The end of the
   child's output is that event: the pipe closes with the last process that holds it, and the daemon has no children.
 
-Should we be killed, the daemon ends by itself: it lost its client.
+If we are killed, the daemon ends by itself, because it lost its client. The directory stays, and the next process
+that starts removes it: every directory of our name and user whose mark nobody holds. The mark is a file under the
+kernel's lock, which ends with the process, so no process number can be mistaken, not even across containers that
+share /tmp. We lock it before it gets its name, so a directory that is just being made is never taken for a dead one.
 """
 
 from __future__ import annotations
@@ -48,6 +50,19 @@ _NEWS_S = 0.2
 _END_S = 0.05
 """Between the end of a process's output and its own."""
 _OUTPUT_BYTES = 1 << 16
+
+
+_PREFIX = "noloco-"
+_MARK = "owner"
+_LONGEST_SOCKET_PATH = 100
+"""The kernel's limit for the path of a Unix socket is 108 bytes."""
+
+
+RELAY_TIME_S, RELAY_DATA_BYTES = 24 * 3600, 1 << 40
+"""What our relays grant each circuit."""
+_ENOUGH_RELAYS = 4
+_RELAY_BUFFER_BYTES = 256 * 1024
+"""Each way of each circuit. By default 16 MiB: strangers who open circuits would take the memory."""
 
 
 class Daemon:
@@ -193,12 +208,6 @@ def restart_pause_s(deaths: Iterable[float], now: float) -> float | None:
     return 0.0 if recent <= 1 else min(_LONGEST_PAUSE_S, 2.0 ** (recent - 2))
 
 
-_PREFIX = "noloco-"
-_MARK = "owner"
-_LONGEST_SOCKET_PATH = 100
-"""The kernel's limit for the path of a Unix socket is 108 bytes."""
-
-
 @contextmanager
 def private_directory() -> Iterator[Path]:
     """Make a directory that is ours until the context ends; sweep away what dead processes left beside it."""
@@ -259,13 +268,6 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     relays: tuple[str, ...] = ()
     lends_line: bool = True
     dialable: bool = True
-
-
-RELAY_TIME_S, RELAY_DATA_BYTES = 24 * 3600, 1 << 40
-"""What our relays grant each circuit."""
-_ENOUGH_RELAYS = 4
-_RELAY_BUFFER_BYTES = 256 * 1024
-"""Each way of each circuit. By default 16 MiB: strangers who open circuits would take the memory."""
 
 
 def arguments(config: DaemonConfig, reach: Reachability) -> list[str]:

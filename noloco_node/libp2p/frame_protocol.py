@@ -3,14 +3,19 @@
 The owner fills (part of) `next_buffer()` and says so with `receive_bytes`; writes what `data_to_send` returns after
 each call; and takes messages with `next_message`. Every time is passed in: nothing here waits or looks at a clock.
 
-Liveness. Both sides send a BEAT when they have sent nothing else for `beat_s`. A peer of whom no byte came for longer
-than is borne with on any of our streams is given up (one `PeerLiveness` per peer, not per stream: on a slow link the
-beats of one stream queue up behind the bulk of another). Beats come from the event loop, not from the work, so they
+Liveness. Both sides send a BEAT when they have sent nothing else for `beat_s`. All streams with a peer share one
+`PeerLiveness`, because on a slow link the beats of one stream queue up behind the bulk of another. It notes how far
+apart the peer's bytes come: every gap of half a beat or more. On a good line these gaps are as long as a beat and
+equal, so a dead peer is noticed after some five of them; on an uneven line a longer silence is tolerated
+(`noloco_node.network.timeouts`). While nothing is known, `TimeoutSettings.silence_s` counts. A gap counts only where we
+listened, not after our own sleep or while we had stopped reading. But a peer that we gave up and that comes back soon
+was there all the time, so that silence is a gap like others. Beats come from the event loop, not from the work, so they
 vouch for the peer, not for its progress; the caller's deadline bounds that.
 
 Ends. Leaving politely sends END: the other's handler may finish what it does. Everything else that closes a stream
-breaks it and cancels the handler: a caller that was cancelled or killed wants nothing any more. Whoever ended politely
-keeps the socket open until the other has ended as well, for libp2p drops what is under way when one side closes early.
+breaks it and cancels the handler: a caller that was cancelled or killed wants nothing any more. The side that ended
+politely keeps the socket open until the other has ended as well, for libp2p drops what is under way when one side
+closes early.
 
 Memory. At most `MOST_WAITING` messages wait to be received while the owner stops reading at `is_full`, and one more is
 under way; `held_bytes` counts both.
@@ -28,6 +33,8 @@ from noloco_node.network import wire
 from noloco_node.network.interface import ConversationEnded
 from noloco_node.network.schema import Buffer, Schema, Violation
 from noloco_node.network.timeouts import MOST_PEERS, RttEstimate, deadline_s, observed
+
+MOST_WAITING = 2
 
 
 class PeerLiveness:
@@ -108,9 +115,6 @@ class LivenessTable:
     def end(self, peer: str) -> None:
         """Note that a stream with a peer is over."""
         self._peers[peer].streams -= 1
-
-
-MOST_WAITING = 2
 
 
 class SendState(Enum):

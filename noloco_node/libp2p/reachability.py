@@ -1,11 +1,17 @@
-"""A passing daemon that looks about before ours starts: is our identity in use, can others dial us, and where, and
-which relays are there?
+"""What only others can tell before our daemon starts: is our identity in use, can others dial us, where, and through
+which relays?
 
-Each of these can be told only by others, and each decides how our daemon must be started; and as long as our own peer
-id is not in the swarm, whoever answers to it is somebody else (a home that was copied to a second machine, say: two
-peers of one id take each other's streams, and no error says why). So a daemon with a passing identity goes first, on
-the ports that will be ours, for a second. Where nothing is to be found out it does not go: on a machine by itself, or
-with an announced address and a new identity.
+Each answer decides how our daemon must be started. And as long as our own peer id is not in the swarm, a peer that
+answers to it is somebody else (a home that was copied to a second machine, say: two peers of one id take each other's
+streams, and no error says why). So a daemon with a temporary identity goes first, on the ports that will be ours, for a
+second. It does not go where nothing is to be found out: on a machine by itself, or with an announced address and a new
+identity.
+
+Each peer answers the topic `reach`: it names the relays that it knows, dials the asker back at the address that the
+asker comes from, on the TCP ports that the asker listens on, and says whether a libp2p program greeted it there. It
+dials nobody but the asker itself, so it cannot be used to knock at the doors of others. Over a relay it cannot tell,
+and says that. libp2p has such a service too (AutoNAT). It takes half a minute, asks for several peers, and its daemon
+keeps the result to itself.
 """
 
 from __future__ import annotations
@@ -51,6 +57,10 @@ _MOST_DIALS = 8
 """Attempts at the same time, on behalf of all who ask."""
 
 
+_FIND_S = 4.0
+_SEARCHES = 10
+_SEARCH_PAUSE_S = 0.2
+_MOST_ASKED = 3
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
 
 
@@ -163,12 +173,6 @@ async def _greets(host: str, port: int) -> bool:
         return False
 
 
-_FIND_S = 4.0
-_LOOKS = 10
-_LOOK_S = 0.2
-_MOST_ASKED = 3
-
-
 class PreflightGoal(NamedTuple):
     """What is to be found out: whether the identity is in use, and how others reach us."""
 
@@ -235,7 +239,7 @@ async def _check_identity(parts: HivemindParts, control: Control, identity: Path
         return
     pb = parts.messages
     wanted = pb.Request(type=pb.Request.CONNECT, connect=pb.ConnectRequest(peer=ours, addrs=[]))
-    for _ in range(_LOOKS):
+    for _ in range(_SEARCHES):
         try:
             await control.ask(wanted, _FIND_S)
             break
@@ -243,7 +247,7 @@ async def _check_identity(parts: HivemindParts, control: Control, identity: Path
             # Just connected, the daemon has not yet learned that its neighbours know others.
             if "any peer in table" not in str(error):
                 return
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_SEARCH_PAUSE_S)
     else:
         return
     raise UserError(

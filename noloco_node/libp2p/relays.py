@@ -7,10 +7,10 @@ daemon with a key and a port of its own, and pays for them with memory alone whi
 What passes through a relay is bounded by no bandwidth budget: the daemon knows a most of bytes and of hours for each
 circuit, and a circuit that has ended is opened again; it knows no rate.
 
-A relay that grants less than it was told to is started again (`relay_grant`).
+A relay that grants less than it was told to is started again.
 
 They are told of in the DHT, in one record of each bootstrap peer, not in the invite: invites stay short, and every peer
-can read it for a newcomer who asks (`dialback`). A rogue record can only lead to a relay that does not relay: what
+can read it for a newcomer who asks (`reachability`). A rogue record can only lead to a relay that does not relay: what
 passes through a relay is encrypted and authenticated between its two ends.
 """
 

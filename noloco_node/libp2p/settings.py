@@ -1,6 +1,12 @@
-"""What one peer's network needs to know: what the shell asks for, and stays as it is.
+"""What one peer's network is opened with: its settings, the key that makes its peer id, the secret of its run.
 
-What follows from it for the daemon's command line is `daemon.arguments.DaemonConfig`.
+**Identity**: an Ed25519 key in a file that holds libp2p's `PrivateKey` protobuf (key type, then seed and public key),
+which the daemon reads. Files of other key types, such as the RSA ones that hivemind writes, work as well. The file is
+created once, readable by its owner alone, whole or not at all, so the peer id survives restarts.
+
+**Secret**: libp2p tells every caller which protocols a peer speaks. So their names follow from the run's id one way:
+they keep runs apart, and open nothing. A caller proves that it knows the id, with a code for this caller, callee and
+topic (libp2p authenticates both ids, so nobody can use another's), and every request of the DHT carries a code as well.
 """
 
 from __future__ import annotations
@@ -23,6 +29,10 @@ from noloco_node.storage import atomic_file
 
 EVERYWHERE = ("/ip4/0.0.0.0/tcp/0",)
 """A free TCP port on all interfaces."""
+
+
+PROOF_BYTES = 32
+_TAG_BYTES = 16
 
 
 class TimeoutSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +99,7 @@ class NetworkSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What one peer's network needs to know. Addresses are multiaddrs."""
 
     run: str
-    """The id of the run, which opens it (`run_secret`). Peers of another run cannot converse with us."""
+    """The id of the run, which opens it (`RunSecret`). Peers of another run cannot converse with us."""
     identity: Path | None = None
     """The key file, created when absent; None for a passing identity."""
     listen: tuple[str, ...] = EVERYWHERE
@@ -106,10 +116,6 @@ class NetworkSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Which records of others we keep, by peer and content; None: all that are signed."""
     timeouts: TimeoutSettings = TimeoutSettings()
     capacity: Capacity = Capacity()
-
-
-PROOF_BYTES = 32
-_TAG_BYTES = 16
 
 
 class RunSecret:

@@ -19,6 +19,9 @@ The decoder does no I/O (the way of h11 and aioquic): `FrameDecoder.wants()` say
 `FrameDecoder.got(n)` takes note of them, so that a socket receives into a tensor with no copy in between.
 
 Nothing here loads torch before a tensor is really handled: a bootstrap peer never does.
+
+`decoded` does the same for records that strangers published: the bounds of their numbers stand with the types
+(`noloco_node.units`), and what no type can say is checked for all: a number too near to zero has no finite reciprocal.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from noloco_node.units import is_usable
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T", bound=msgspec.Struct)
 WIRE_VERSION = 4
 """Part of every protocol name and of the run's digest."""
 
@@ -200,9 +204,6 @@ def error(sentence: str) -> bytes:
     """Return an ERROR frame; a sentence that is too long is cut."""
     text = sentence.encode()[:ERROR_BYTES]
     return _PREFIX.pack(FrameKind.ERROR, len(text), 0) + text
-
-
-T = TypeVar("T", bound=msgspec.Struct)
 
 
 def decoded(raw: bytes, kind: type[T], most_bytes: int) -> T | None:
