@@ -18,9 +18,9 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.journal.throttle import JournalThrottle
 from noloco_node.machine.interface import Dimensions, Host, Reporter
-from noloco_node.network.bans import BanningNetwork
-from noloco_node.network.interface import PeerNetwork
-from noloco_node.network.timeouts import AdaptiveTimeoutNetwork
+from noloco_node.network.bans import BanHook
+from noloco_node.network.interface import HookedNetwork, PeerNetwork
+from noloco_node.network.timeouts import DialTimeouts
 from noloco_node.node.health import HealthMonitor
 from noloco_node.node.joining.join import Start, join
 from noloco_node.node.node_context import NodeContext, NodeOptions
@@ -68,11 +68,11 @@ class Node:
             name=options.name,
             given=options.given,
         )
-        bans = BanningNetwork(network)
+        bans = BanHook()
         context = self._context = NodeContext(
             run_file=run_file,
             dimensions=dimensions,
-            network=AdaptiveTimeoutNetwork(bans),
+            network=HookedNetwork(network, DialTimeouts(), bans),
             host=host,
             options=options,
             reporter=reporter,

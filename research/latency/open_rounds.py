@@ -2,8 +2,8 @@
 
 Replicas with the inner-step times of `blocking` gossip through the production's `gossip.rounds.rounds.Rounds` over the
 production's port, in virtual time, on lines without latency. An *open* round never stops training: partners are asked
-meanwhile, and a replica without one at its next opening skips the round. The *blocking* form, the paper's, stops both once a
-partner has accepted: the one that is free waits until the other's inner step has ended, not until its m steps have.
+meanwhile, and a replica without one at its next opening skips the round. The *blocking* form (the paper's) stops both
+once a partner has accepted: the free one waits until the other's inner step has ended, not until its m steps have.
 
 Measured: how long a replica took for its inner steps, over the time that these steps take by themselves (1 is no
 waiting at all), and which share of its openings met a partner. The paper's pairs meet every time, for they wait.

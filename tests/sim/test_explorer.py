@@ -39,7 +39,7 @@ from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.scenario import Scenario, decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.scenario.toml_writer import scenario_text
-from noloco_node.swarm.peer_records import PeerTable
+from noloco_node.swarm.stage_records import PeerTable
 from pipeline.admission_window import Slot
 from research.codec.whole_sets import decode
 from tests.explorer.attack_kinds import KINDS

@@ -52,9 +52,9 @@ from noloco_node.libp2p.endpoint.addresses import RELAYS_KEY, relay_record, rela
 from noloco_node.libp2p.endpoint.run_secret import RunSecret
 from noloco_node.libp2p.streams import dialback
 from noloco_node.limits.budget import OwnerLimits as Allowance
-from noloco_node.limits.rate_limit import RateLimitedNetwork as MeteredNetwork
+from noloco_node.limits.rate_limit import LimitHook
 from noloco_node.limits.traffic_ledger import TrafficLedger as Ledger
-from noloco_node.network.interface import NetworkWrapper as Around
+from noloco_node.network.interface import HookedNetwork
 from noloco_node.network.schema import Schema
 from noloco_node.network.wire import FrameDecoder as Intake
 from noloco_node.network.wire import beat, encode, end, error
@@ -87,14 +87,14 @@ from noloco_node.storage.transfer_files import PartialDownloadFile as Partial
 from noloco_node.swarm import speed_test as measuring
 from noloco_node.swarm.invite import format as format_invite
 from noloco_node.swarm.invite import parse as parse_invite
-from noloco_node.swarm.peer_records import Published, decode_record
+from noloco_node.swarm.receipts import SourceRecord, decode_source
 from noloco_node.swarm.roster import Given, PeerRecord, Roster
 from noloco_node.swarm.run_distribution import SCHEMA as RUN_SCHEMA
 from noloco_node.swarm.run_distribution import TOPIC as RUN_TOPIC
 from noloco_node.swarm.run_distribution import RunFileReply as RunFile
 from noloco_node.swarm.run_distribution import RunFileText as Recipe
 from noloco_node.swarm.run_distribution import RunRequest
-from noloco_node.swarm.run_progress import SourceRecord, decode_source
+from noloco_node.swarm.stage_records import Published, decode_record
 from pipeline.messages import Gradient, Microbatch, Reason, Refused
 from tests.explorer.schedule_generator import draw as drawn_scenario
 

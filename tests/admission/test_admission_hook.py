@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import pytest
 from admission_keys import NOW_S, OWNER, RUN, key, member, public
 
+from noloco_node.admission.admission_hook import LIST_LIFETIME_S, AdmissionHook
 from noloco_node.admission.admission_state import AdmissionState
-from noloco_node.admission.admitted_network import LIST_LIFETIME_S, AdmittedNetwork
 from noloco_node.admission.peer_keys import peer_of
 from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, encode, encode_list, grant, signed_list
 from noloco_node.errors import Exit, UserError
-from noloco_node.network.interface import Conversation, PeerNetwork
+from noloco_node.network.interface import Conversation, HookedNetwork, PeerNetwork
 from noloco_node.network.schema import MessageSpec, Schema
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
@@ -39,17 +39,20 @@ class Swarm:
         self.hub, self.rule = SimNetwork(), rule
         self.heard: list[str] = []
         self.states: dict[str, AdmissionState] = {}
+        self.hooks: dict[str, AdmissionHook] = {}
 
     def unix_time(self) -> float:
         return NOW_S + asyncio.get_running_loop().time()
 
-    def network(self, number: int, ticket: bytes) -> AdmittedNetwork:
+    def network(self, number: int, ticket: bytes) -> PeerNetwork:
         peer = peer_of(public(number))
         state = self.states[peer] = AdmissionState(RUN, self.unix_time)
         state.pin(OWNER, self.rule)
-        return AdmittedNetwork(self.hub.network(peer), state, ticket)
+        bare = self.hub.network(peer)
+        hook = self.hooks[peer] = AdmissionHook(bare, state, ticket)
+        return HookedNetwork(bare, hook)
 
-    async def server(self, number: int) -> AdmittedNetwork:
+    async def server(self, number: int) -> PeerNetwork:
         """A member that answers about everything."""
         network = self.network(number, member(number))
 
@@ -64,7 +67,7 @@ class Swarm:
         return network
 
 
-async def asked(network: PeerNetwork, server: AdmittedNetwork, topic: str, text: str = "hello") -> str:
+async def asked(network: PeerNetwork, server: PeerNetwork, topic: str, text: str = "hello") -> str:
     async with network.talk(server.peer_id, topic, SCHEMA) as conversation:
         await conversation.send(Word(text=text))
         return str((await conversation.receive()).text)
@@ -120,7 +123,7 @@ def test_whoever_has_no_good_ticket_gets_nothing(made: Callable[[int], bytes]) -
         with pytest.raises(ConnectionError):
             await asked(bare, server, "run")
         with pytest.raises(UserError) as caught:
-            await stranger.enter([server.peer_id])
+            await swarm.hooks[stranger.peer_id].enter([server.peer_id])
         assert caught.value.code is Exit.NOT_ADMITTED
         await stranger.publish("roster", stranger.peer_id, b"I am here", 60.0)
         await bare.publish("roster", bare.peer_id, b"I am here", 60.0)
@@ -166,7 +169,7 @@ def test_whoever_is_revoked_is_out_everywhere_within_a_minute() -> None:
         victim = swarm.network(5, member(5))
         assert [await asked(victim, server, "gossip/0") for server in servers] == ["hello"] * 3
 
-        async def live(network: AdmittedNetwork) -> None:
+        async def live(network: PeerNetwork) -> None:
             while True:
                 await network.publish("roster", network.peer_id, b"I am here", 60.0)
                 await network.read_all(["roster"])
@@ -176,7 +179,7 @@ def test_whoever_is_revoked_is_out_everywhere_within_a_minute() -> None:
         await asyncio.sleep(1.0)
         owner = swarm.network(6, encode((grant(key(0), RUN, Right.LOOK, NOW_S + 999, public(6)),)))
         swarm.states[owner.peer_id].take_revocations(revoked(1, 5))
-        await owner.enter([servers[0].peer_id])
+        await swarm.hooks[owner.peer_id].enter([servers[0].peer_id])
         begun_s = asyncio.get_running_loop().time()
         await asyncio.sleep(2 * REFRESH_S)
         tasks[0].cancel()
@@ -215,7 +218,7 @@ def test_an_invitation_is_for_whoever_shows_it_first() -> None:
         link = grant(key(0), RUN, MEMBER | Right.ONCE, NOW_S + 999, public(8))
         invitation = InviteCredential((link,), (8).to_bytes(32))
 
-        def holder(number: int, rights: Right) -> AdmittedNetwork:
+        def holder(number: int, rights: Right) -> PeerNetwork:
             ticket = invitation.ticket(RUN, peer_of(public(number)), rights, NOW_S, None)
             return swarm.network(number, ticket or b"")
 

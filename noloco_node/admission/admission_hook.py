@@ -1,17 +1,16 @@
-"""The network of a run that has an owner: whoever talks with us, or whose records we read, has shown a ticket.
+"""What a run with an owner adds to the network: peers that talk with us, or whose records we read, have shown a ticket.
 
-Before the first conversation with a peer we show ours (topic `admit`); it is remembered there, and checked before a
-handler runs and at every message. Every record carries its peer's ticket, and those without a good one are not read.
-The list of revocations goes along with both: whoever has a later one hands it on.
+Before the first conversation with a peer we show ours (topic `admit`). The peer remembers it, and checks it before a
+handler runs and at every message. Every record carries its peer's ticket, and records without a good one are not read.
+The list of revocations goes along with both: a peer that has a later one hands it on.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 from noloco_node.admission.admission_state import (
     EXPIRED,
@@ -27,8 +26,7 @@ from noloco_node.admission.admission_state import (
 from noloco_node.admission.held_ticket import HeldTicket
 from noloco_node.admission.ticket import LIST_BYTES, TICKET_BYTES, Right
 from noloco_node.errors import Exit, UserError
-from noloco_node.network.interface import Conversation, ConversationWrapper, Handler, NetworkWrapper, PeerNetwork
-from noloco_node.network.question import patient
+from noloco_node.network.interface import Conversation, ConversationHook, NetworkHook, PeerNetwork, Records, patient
 from noloco_node.network.schema import MessageSpec, Schema, Violation
 
 TOPIC = "admit"
@@ -64,13 +62,15 @@ class TicketVerdict:
 SCHEMA = Schema({ShowTicket: MessageSpec("ShowTicket"), TicketVerdict: MessageSpec("TicketVerdict")})
 
 
-class AdmittedNetwork(NetworkWrapper):
-    """The network of one member, or of somebody who looks; `ticket`: its own, or one that is never replaced."""
+class AdmissionHook(NetworkHook):
+    """The tickets of one member, or of somebody who looks.
+
+    `network`: on which tickets are shown. `ticket`: our own, or one that is never replaced.
+    """
 
     def __init__(self, network: PeerNetwork, state: AdmissionState, ticket: HeldTicket | bytes) -> None:
-        super().__init__(network)
-        self._state = state
-        self._held = HeldTicket.fixed(ticket) if isinstance(ticket, bytes) else ticket
+        self._network, self._state = network, state
+        self.held = HeldTicket.fixed(ticket) if isinstance(ticket, bytes) else ticket
         self._welcomes: dict[str, bytes] = {}
         """Which ticket of ours each peer has taken last; another one is shown anew."""
         self._answers = False
@@ -94,18 +94,29 @@ class AdmittedNetwork(NetworkWrapper):
             raise not_admitted(told(refusals))
 
     @asynccontextmanager
-    async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Conversation]:
-        """Show our ticket where that was not done, and open a conversation; see `PeerNetwork.talk`."""
-        if why := self.objection(peer):
-            raise ConnectionRefusedError(f"{peer} is no member: {why}")
+    async def calling(self, peer: str) -> AsyncIterator[None]:
+        """Show our ticket where that was not done."""
+        self.check(peer)
         await self.introduce(peer)
         try:
-            async with self._network.talk(peer, topic, schema) as conversation:
-                yield _OpenedConversation(conversation, self)
+            yield
         except ConnectionError:
-            # It may have started anew, and know us no more.
-            self._welcomes.pop(peer, None)
+            self.lost(peer)
             raise
+
+    def lost(self, peer: str) -> None:
+        """Show our ticket again before the next call: the peer may have started anew, and know us no more."""
+        self._welcomes.pop(peer, None)
+
+    def opened(self, conversation: Conversation, topic: str) -> ConversationHook:
+        """Check the peer of a conversation that we opened, and keep our ticket known to it."""
+        return _Opened(conversation.peer, self)
+
+    def check(self, peer: str, *, expiry: bool = True) -> None:
+        """Raise ConnectionRefusedError where we do not talk with a peer. `expiry`: nor when its ticket has expired."""
+        why = self.objection(peer)
+        if why and (expiry or why != EXPIRED):
+            raise ConnectionRefusedError(f"{peer} is no member: {why}")
 
     def objection(self, peer: str) -> str:
         """Say why we do not talk with a peer; empty where we do, also with one whose ticket we have not seen."""
@@ -115,45 +126,43 @@ class AdmittedNetwork(NetworkWrapper):
 
     async def introduce(self, peer: str) -> None:
         """Have a peer know a good ticket of ours; ConnectionRefusedError where it does not let us in."""
-        if self._held.is_expired:
+        if self.held.is_expired:
             with suppress(UserError):  # which the next reading of records raises
-                await self._held.another(addressed(EXPIRED))
-        if self._welcomes.get(peer) == self._held.raw:
+                await self.held.another(addressed(EXPIRED))
+        if self._welcomes.get(peer) == self.held.raw:
             return
         try:
             await self._show(peer)
         except PermissionError as refusal:
             raise ConnectionRefusedError(f"{peer} does not let us in: {refusal}") from None
 
-    async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
-        """Answer who may ask about `topic`; see `PeerNetwork.serve`."""
+    async def before_serve(self) -> None:
+        """Let others show their tickets, before they ask anything."""
         if not self._answers:
             self._answers = True
             await self._network.serve(TOPIC, SCHEMA, self._admit)
+
+    @contextmanager
+    def answering(self, conversation: Conversation, topic: str) -> Iterator[ConversationHook]:
+        """Answer peers that may ask about the topic."""
         right = Right.LOOK if topic.partition("/")[0] in FOR_LOOKERS else Right.TRAIN
+        checked = _Answered(conversation.peer, self._state, right)
+        checked.check()
+        yield checked
 
-        async def guarded(conversation: Conversation) -> None:
-            checked = _CheckedConversation(conversation, self._state, right)
-            checked.check()
-            await handler(checked)
+    def stamped(self, value: bytes) -> bytes:
+        """Return a record's value with our ticket before it."""
+        return stamped(self.held.raw, value)
 
-        await self._network.serve(topic, schema, guarded)
-
-    async def serve_all(self, topic: str, schema: Schema, handler: Handler) -> None:
-        """Answer everybody who knows the run, tickets or not."""
-        await self._network.serve(topic, schema, handler)
-
-    async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
-        """Store a record with our ticket before it."""
-        return await self._network.publish(key, subkey, stamped(self._held.raw, value), lifetime_s)
-
-    async def read_all(self, keys: Sequence[str]) -> list[Mapping[str, bytes] | None]:
+    async def read(
+        self, read_all: Callable[[Sequence[str]], Awaitable[Sequence[Records]]], keys: Sequence[str]
+    ) -> list[Records]:
         """Return the records of members alone; `UserError` where we are a member no more."""
-        *found, lists = await self._network.read_all([*keys, self._list_key])
+        *found, lists = await read_all([*keys, self._list_key])
         copies = 0
-        for raw in [] if lists is None else lists.values():
-            self._state.take_revocations(raw)
         if lists is not None:
+            for raw in lists.values():
+                self._state.take_revocations(raw)
             copies = sum(raw == self._state.raw_revocations for raw in lists.values())
         await self._tell_list(copies)
         await self._remain_member()
@@ -165,12 +174,12 @@ class AdmittedNetwork(NetworkWrapper):
         An expired ticket harms nobody but us. So where no signing peer answers, as after a sleep, we wait for one.
         """
         for _ in range(MOST_TRIES):
-            why = self._state.show(self.peer_id, self._held.raw) if self._state.is_pinned else ""
+            why = self._state.show(self._network.peer_id, self.held.raw) if self._state.is_pinned else ""
             if not why:
                 self._expired_since_s = None
                 return
             try:
-                await self._held.another(addressed(why))
+                await self.held.another(addressed(why))
             except UserError as error:
                 if error.code is not Exit.UNREACHABLE:
                     raise
@@ -201,7 +210,7 @@ class AdmittedNetwork(NetworkWrapper):
         due = raw != told or now_s - told_s > LIST_LIFETIME_S / 2
         if raw and self._state.is_pinned and due and copies < ENOUGH_COPIES:
             self._list_told = raw, now_s
-            await self._network.publish(self._list_key, self.peer_id, raw, LIST_LIFETIME_S)
+            await self._network.publish(self._list_key, self._network.peer_id, raw, LIST_LIFETIME_S)
 
     async def list_known_to(self, peer: str) -> int:
         """Hand a peer the list of revocations that we know, and return the number of the list that it has then.
@@ -212,7 +221,7 @@ class AdmittedNetwork(NetworkWrapper):
 
     async def _show(self, peer: str) -> bytes:
         """Show our ticket to a peer; return the list that it knows. PermissionError where it lets us not in."""
-        shown = self._held.raw
+        shown = self.held.raw
         async with self._network.talk(peer, TOPIC, SCHEMA) as conversation:
             await conversation.send(ShowTicket(ticket=shown, revocations=self._state.raw_revocations))
             answer = await conversation.receive()
@@ -239,62 +248,45 @@ class AdmittedNetwork(NetworkWrapper):
             await conversation.send(TicketVerdict(refusal=why, revocations=known))
 
 
-class _CheckedConversation(ConversationWrapper):
-    """A conversation that ends when its peer is shut out, or its ticket expires."""
+class _Answered(ConversationHook):
+    """Ends a conversation that we answer when its peer is shut out, or its ticket expires."""
 
-    __slots__ = ("_right", "_state")
+    __slots__ = ("_peer", "_right", "_state")
 
-    def __init__(self, conversation: Conversation, state: AdmissionState, right: Right) -> None:
-        super().__init__(conversation)
-        self._state, self._right = state, right
+    def __init__(self, peer: str, state: AdmissionState, right: Right) -> None:
+        self._peer, self._state, self._right = peer, state, right
 
     def check(self) -> None:
-        if self._right not in self._state.rights(self.peer):
-            why = self._state.refusal(self.peer) or f"its ticket does not let it {self._right.name}".lower()
-            raise ConnectionRefusedError(not_for(self.peer) + why)
+        if self._right not in self._state.rights(self._peer):
+            why = self._state.refusal(self._peer) or f"its ticket does not let it {self._right.name}".lower()
+            raise ConnectionRefusedError(not_for(self._peer) + why)
 
-    async def send(self, message: Any) -> None:
+    async def before_send(self) -> None:
         self.check()
-        await super().send(message)
 
-    async def receive(self) -> Any:
-        message = await super().receive()
+    async def after_receive(self) -> None:
         self.check()
-        return message
 
 
-class _OpenedConversation(ConversationWrapper):
-    """A conversation that we opened: it ends when the owner shuts its peer out, and goes on when our ticket changes.
+class _Opened(ConversationHook):
+    """Ends a conversation that we opened when the owner shuts its peer out; it goes on when our ticket changes.
 
     That a ticket of the peer has expired does not end it: the peer may have another one, of which we have not read yet.
     """
 
-    __slots__ = ("_admitted",)
+    __slots__ = ("_admission", "_peer")
 
-    def __init__(self, conversation: Conversation, admitted: AdmittedNetwork) -> None:
-        super().__init__(conversation)
-        self._admitted = admitted
+    def __init__(self, peer: str, admission: AdmissionHook) -> None:
+        self._peer, self._admission = peer, admission
 
-    @property
-    def is_quiet(self) -> bool:
-        return super().is_quiet and not self._objection()
+    def objects(self) -> bool:
+        return self._admission.objection(self._peer) not in ("", EXPIRED)
 
-    async def send(self, message: Any) -> None:
-        self._check()
-        await self._admitted.introduce(self.peer)
-        await super().send(message)
+    async def before_send(self) -> None:
+        self._admission.check(self._peer, expiry=False)
+        await self._admission.introduce(self._peer)
 
-    async def receive(self) -> Any:
-        message = await super().receive()
-        self._check()
+    async def after_receive(self) -> None:
+        self._admission.check(self._peer, expiry=False)
         with suppress(ConnectionError):  # the message is there; the next one will show whether the peer is
-            await self._admitted.introduce(self.peer)
-        return message
-
-    def _check(self) -> None:
-        if why := self._objection():
-            raise ConnectionRefusedError(f"{self.peer} is no member: {why}")
-
-    def _objection(self) -> str:
-        why = self._admitted.objection(self.peer)
-        return "" if why == EXPIRED else why
+            await self._admission.introduce(self._peer)
