@@ -33,8 +33,8 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipeline.activation_codec import LEAST_VALUES
-from pipeline.messages import ActivationCodec, Gradient, Microbatch, Reply
-from pipeline.next_stage import NextStageClient
+from pipeline.messages import ActivationCodec, Gradient, Microbatch
+from pipeline.next_stage import NextStageClient, check_gradient
 from pipeline.routing import Hop
 from pipeline.worker import Run
 
@@ -54,17 +54,17 @@ LIMIT, PASSED = 3.5, 1 / 4
 DEEP_LIMIT, DEEP_PASSED = 16.0, 2.0
 """The same where stages lie behind it."""
 PAROLE = 0.5
-"""What is missing to the limit then."""
+"""Score that is missing to the limit after a quarantine."""
 QUARANTINES_S = (600.0, 3600.0, 6 * 3600.0)
 DOUBT_S = 600.0
 FIRST_CHECKS = 20.0
 """Calls that a sender may spend on checks at its beginning, when it knows nobody; it is also the most that it saves."""
 KEPT = 4.0
-"""What is kept of it for microbatches of who is suspected."""
+"""Calls of it that are kept for suspected replicas."""
 FULL_CHECK = 2.0
 """Calls of a check at most."""
 DRAWN = 1 / 4
-"""Chance of a microbatch to be checked where there is enough for it."""
+"""The chance of a microbatch to be checked while the budget allows it."""
 
 
 class CheckFinding(StrEnum):
@@ -110,7 +110,7 @@ class CheckBudget:
 
 
 class _Standing(NamedTuple):
-    """Of one replica. `accusers`: the last ones, each once. `until_s`: end of its quarantine, 0 where it is in none."""
+    """Of one replica. `accusers`: the last ones, each once. `until_s`: the end of its quarantine; 0: it is in none."""
 
     score: float = 0.0
     accusers: tuple[str, ...] = ()
@@ -136,11 +136,11 @@ class Verdicts:
         return median(median(each) for each in self._distances.values()) if self._known >= LEAST_KNOWN else math.nan
 
     def suspects(self, peer: str) -> bool:
-        """Say whether there is anything against a replica."""
+        """Say whether a replica has a score."""
         return peer in self._standings and self._standings[peer].score > 0.0
 
     def agree(self, one: str, other: str, distance: float) -> bool:
-        """Take what a pair answered; say whether it agrees. Where it does not, a third is to be asked."""
+        """Note the distance of a pair; say whether it agrees. If not, a third replica is to be asked."""
         if not distance <= TIMES * self.usual:
             return False
         self._note((one, other), distance)
@@ -149,9 +149,9 @@ class Verdicts:
         return True
 
     def judge(self, apart: dict[tuple[str, str], float], replicas: Collection[str], now_s: float) -> list[Verdict]:
-        """Take the three distances between three answers; return what follows, first who was the odd one.
+        """Judge by the distances between three answers; return the verdicts, that on the odd one first.
 
-        `replicas`: all that work for us, with those in quarantine or without.
+        `replicas`: all that work for us; those in quarantine may be among them.
         """
         (pair, near), (wider, far), _ = sorted(apart.items(), key=lambda item: item[1])
         (odd,) = {peer for each in apart for peer in each} - set(pair)
@@ -164,7 +164,7 @@ class Verdicts:
             self._pass(peer)
         verdicts = [Verdict(odd, CheckFinding.STRUCK, far, usual)]
         if odd in self.quarantined:
-            return verdicts  # what was under way when it was found out
+            return verdicts  # this check was under way when the quarantine began
         standing = self._strike(odd, far, pair)
         others = set(replicas) - self.quarantined - {odd}
         accusers = others.intersection(standing.accusers)
@@ -184,7 +184,7 @@ class Verdicts:
         return [*verdicts, Verdict(odd, CheckFinding.QUARANTINED, far, usual, for_s)]
 
     def paroled(self, now_s: float) -> list[Verdict]:
-        """Let those go whose quarantine is over."""
+        """End the quarantines that are over."""
         over = [peer for peer in self.quarantined if self._standings[peer].until_s <= now_s]
         self.quarantined -= set(over)
         return [Verdict(peer, CheckFinding.PAROLED) for peer in sorted(over)]
@@ -212,7 +212,7 @@ class Verdicts:
         )
         self._standings[peer] = standing
         while len(self._standings) > MOST_PEERS:
-            # Who has least against it goes first, of these whose strike is oldest.
+            # The replica with the least score goes first, of these the one with the oldest strike.
             least = min(self._standings, key=lambda each: (each in self.quarantined, self._standings[each].score))
             self.quarantined -= {least}
             del self._standings[least]
@@ -241,7 +241,10 @@ class CheckSettings:
 
 
 class SpotChecks:
-    """Checks what replicas of the next stage return. `record`: takes verdicts; `compute`: runs arithmetic."""
+    """Checks gradients of the next stage, between a `NextStage` and the client that calls its replicas.
+
+    `record`: takes verdicts. `compute`: runs arithmetic.
+    """
 
     def __init__(
         self,
@@ -256,7 +259,7 @@ class SpotChecks:
         self._budget = CheckBudget(settings.rate)
         self._verdicts = Verdicts(deep=settings.stage + 2 < settings.stages)
         self._answered: dict[str, None] = {}
-        """Who has returned a gradient to us: names alone are no majority."""
+        """Replicas that have returned a gradient to us, the last one last: names alone are no majority."""
         self._counts: Counter[str] = Counter()
 
     def hops(self) -> Sequence[Hop]:
@@ -268,12 +271,8 @@ class SpotChecks:
             self._note(verdict)
         return tuple([hop for hop in hops if hop.peer not in self._verdicts.quarantined])
 
-    async def call(self, peer: str, microbatch: Microbatch) -> Reply:
-        """Call a replica, and now and then a second and a third with the same; raises what the first call does."""
-        deadline_s = _now_s() + microbatch.budget_s
-        reply = await self._ways.call(peer, microbatch)
-        if not isinstance(reply, Gradient) or not _fits(reply, microbatch):
-            return reply
+    async def check(self, peer: str, microbatch: Microbatch, reply: Gradient, deadline_s: float) -> Gradient:
+        """Now and then call a second and a third replica too; return the gradient to use for a microbatch."""
         if self._codec.down.values(microbatch.hidden.shape) < LEAST_VALUES:
             return reply
         self._answered.pop(peer, None)
@@ -301,7 +300,7 @@ class SpotChecks:
         return {str(name): self._counts[name] for name in names}
 
     async def _checked(self, peer: str, reply: Gradient, microbatch: Microbatch, others: Sequence[str]) -> Gradient:
-        """Ask others what they make of a microbatch; return what is to be taken for its gradient."""
+        """Ask other replicas too; return the gradient to use for the microbatch."""
         answers, apart = {peer: reply}, dict[tuple[str, str], float]()
         for other in others[:MOST_ASKED]:
             answer = await self._ask(other, microbatch)
@@ -325,7 +324,7 @@ class SpotChecks:
         reply = answers.pop(peer)
         if verdicts and verdicts[0].peer == peer:
             believed = next(iter(answers.values()))
-            # Who computed the loss of the first has signed for it.
+            # The receipt still goes to the peer that computed the loss for the first.
             reply = replace(reply, hidden=believed.hidden, loss=believed.loss)
         return reply
 
@@ -334,9 +333,12 @@ class SpotChecks:
         self._counts["calls"] += 1
         try:
             reply = await self._ways.call(peer, microbatch)
+            if not isinstance(reply, Gradient):
+                return None
+            check_gradient(reply, microbatch)
         except ConnectionError:
-            return None  # the caller of a replica that it needs finds out more
-        return reply if isinstance(reply, Gradient) and _fits(reply, microbatch) else None
+            return None  # the next microbatch that needs this replica finds out more
+        return reply
 
     def _distance(self, one: Gradient, other: Gradient, microbatch: Microbatch) -> float:
         from pipeline.activation_codec import decode
@@ -360,10 +362,6 @@ def distance(one: Tensor, other: Tensor) -> float:
     """
     both = float(one.square().sum() + other.square().sum())
     return float((one - other).square().sum()) / both if both > 0.0 else 0.0
-
-
-def _fits(reply: Gradient, microbatch: Microbatch) -> bool:
-    return reply.hidden is not None and reply.hidden.shape[:-1] == microbatch.hidden.shape[:-1]
 
 
 def _now_s() -> float:

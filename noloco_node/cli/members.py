@@ -35,8 +35,7 @@ from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.run.runfile import read_run_text
 from noloco_node.swarm import invite as invites
-from noloco_node.swarm.access import RunAccess
-from noloco_node.swarm.connection import connected
+from noloco_node.swarm.access import RunAccess, connected
 from noloco_node.swarm.run_distribution import RunFileText
 
 DAY_S = 86400

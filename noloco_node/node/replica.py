@@ -11,6 +11,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from random import Random
 from statistics import fmean
 from typing import TypeVar
@@ -102,16 +103,17 @@ class Replica:
         rng = Random(f"{run.seed}|routing|{config.peer}")
         turns = SendTurns(config.run.pipeline.replicas)
         self._client = MicrobatchClient(config, context, turns)
+        ways = NextStageClient(hops=Derived(context.roster, self._client.hops), call=self._client.call)
         self._checks = SpotChecks(
-            NextStageClient(hops=Derived(context.roster, self._client.hops), call=self._client.call),
+            ways,
             ACTIVATION_CODECS[run.pipeline.codec],
             CheckSettings(share=run.pipeline.check_share, stage=config.stage, stages=run.pipeline.stages),
             device.beside,
             self._heed,
             Random(f"{run.seed}|checks|{config.peer}"),
         )
-        next_stage = NextStageClient(hops=self._checks.hops, call=self._checks.call)
-        self.next_stage = None if config.last else NextStage(next_stage, rng)
+        checked = replace(ways, hops=self._checks.hops, check=self._checks.check)
+        self.next_stage = None if config.last else NextStage(checked, rng)
         self.worker = Worker(
             stage,
             self.admission,

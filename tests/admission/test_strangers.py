@@ -17,7 +17,7 @@ from limits import LAST_RESORT_S, PATIENT
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.peer_keys import key_of
 from noloco_node.admission.ticket import MEMBER, encode, encode_list, grant, signed_list
-from noloco_node.doctor import swarm_checks
+from noloco_node.doctor import command
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import network as libp2p_network
 from noloco_node.libp2p import reachability
@@ -91,8 +91,8 @@ async def gets_nothing(network: PeerNetwork, server: str) -> None:
     with pytest.raises(UserError, match=r"does not let us in|No peer of the invite serves"):
         await fetch(network, [server], RECIPE.digest)
     with pytest.raises(ConnectionError):
-        await swarm_checks.clock_of(network, server)
-    assert isinstance(await swarm_checks.rates_with(network, server), str)
+        await command.clock_of(network, server)
+    assert isinstance(await command.rates_with(network, server), str)
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -128,7 +128,7 @@ def test_whoever_only_knows_an_address_gets_nothing(monkeypatch: pytest.MonkeyPa
                 assert stranger._session is not None
                 await stranger._session.knock([parse_peer_address(door)])
                 await gets_nothing(stranger, whole.peer_id)
-                verdict = await swarm_checks.dialled_back(stranger, [whole.peer_id], (4001,))
+                verdict = await command.dialled_back(stranger, [whole.peer_id], (4001,))
                 assert verdict == reachability.ReachVerdict(None, (), ())
                 assert (await Membership(stranger, RECIPE.digest, 2).peek()).stages == ((), ())
             assert whole.statistics().get("conversations.answered", 0) == 0

@@ -12,9 +12,8 @@ import torch
 
 from noloco_node.sim.clock import run
 from pipeline.messages import Gradient, Microbatch, Reply
-from pipeline.next_stage import NextStage, NextStageClient
-from pipeline.routing import Hop
-from pipeline.trials import LATE, LONGEST_SUSPICION_S, Late, Trials
+from pipeline.next_stage import LATE, NextStage, NextStageClient
+from pipeline.routing import LONGEST_SUSPICION_S, Hop
 
 HIDDEN = torch.zeros(1, 2, 3)
 MICROBATCH = Microbatch(hidden=HIDDEN, targets=torch.zeros(1, 2, dtype=torch.int64), progress=0.1, budget_s=600.0)
@@ -142,7 +141,7 @@ def test_who_works_in_between_only_to_hang_anew_is_left_alone_for_longer_each_ti
             honest = False
             while not stage.next_stage.suspects:
                 await stage.ask()
-            until_s, length_s, _ = stage.next_stage._trials.suspects.suspicions["d"]
+            until_s, length_s, _ = stage.next_stage._standing.suspicions["d"]
             lengths.append(length_s)
             await asyncio.sleep(until_s - asyncio.get_running_loop().time())
             honest = True
@@ -166,22 +165,12 @@ def test_calls_that_nobody_waits_for_end_with_the_sender_and_with_their_time() -
 
 def test_one_who_is_late_when_the_first_reply_comes_is_let_go_at_once() -> None:
     async def main() -> None:
-        loop, hops = asyncio.get_running_loop(), (Hop("a"), Hop("d"))
-        trials: Trials[Hop] = Trials(lambda: hops)
-        begun_s = loop.time()
-        loop.call_later(10.0, trials.succeed, "a", 1.0)
-        with pytest.raises(Late):
-            await trials.answer("d", asyncio.sleep(DEADLINE_S), begun_s + DEADLINE_S)
-        assert loop.time() - begun_s == pytest.approx(10.0)
-        await trials.aclose()
+        stage = Stage(["d"], lambda peer: "hangs" if peer == "d" else "answers")
+        first = asyncio.create_task(stage.ask())
+        await asyncio.sleep(10.0)
+        stage.hops = (Hop("d"), Hop("a"))
+        assert await stage.ask() == pytest.approx(REPLY_S)
+        assert await first == pytest.approx(10.0 + 2 * REPLY_S)
+        await stage.next_stage.aclose()
 
     run(main())
-
-
-def test_one_who_was_proved_and_is_under_suspicion_is_nobody_to_rely_on() -> None:
-    hops = (Hop("a"), Hop("d"))
-    trials: Trials[Hop] = Trials(lambda: hops)
-    trials.succeed("a", 1.0)
-    assert (trials.favoured(), trials.favoured(but="a")) == (True, False)
-    trials.lose("a", 0.0, 1.0, accused=True, hung=True)
-    assert not trials.favoured()

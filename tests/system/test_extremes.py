@@ -23,11 +23,10 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import gossip_schema, microbatch_schema, state_schema
 from noloco_node.state_sync import weight_exchange
 from noloco_node.storage.checkpoint import Counters
-from noloco_node.swarm import run_distribution, run_history, speed_test
-from noloco_node.swarm.peer_records import Published, decode_record
-from noloco_node.swarm.receipts import ReceiptRecord
+from noloco_node.swarm import run_distribution, speed_test
+from noloco_node.swarm.receipts import ReceiptRecord, SourceRecord
 from noloco_node.swarm.roster import PeerRecord
-from noloco_node.swarm.run_progress import SourceRecord
+from noloco_node.swarm.stage_records import Published, decode_record
 from noloco_node.units import LARGEST, LEAST
 
 SHAPES = ((3, 5), (7,))
@@ -40,7 +39,7 @@ SCHEMAS: dict[str, Schema] = {
     "dial back": reachability.SCHEMA,
     "weights": weight_exchange.SCHEMA,
     "run": run_distribution.SCHEMA,
-    "history": run_history.SCHEMA,
+    "history": run_distribution.HISTORY_SCHEMA,
     "speed": speed_test.SCHEMA,
 }
 RECORDS = (Published, PeerRecord, SourceRecord, ReceiptRecord, Counters)
@@ -97,7 +96,7 @@ def test_no_decision_and_no_view_fails_by_what_strangers_say(seed: int) -> None:
 METRICS = NodeMetrics("run")
 
 
-class _History(run_history.RunHistory):
+class _History(run_distribution.RunHistory):
     """One that writes nothing."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ from noloco_node.machine.interface import StageModel
 from noloco_node.node.joining.newcomer import Newcomer
 from noloco_node.node.joining.state_source import SnapshotNotFound
 from noloco_node.run.peer_state import AT_WORK
-from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, ask_manifests, copying_s, standings
+from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, ask_manifests, copying_s
 from noloco_node.state_sync.starting_state import (
     SnapshotTrial,
     StartingState,
@@ -61,7 +61,7 @@ async def revive(
         say(f"no replica of stage {number} lives: asking {len(asked)} peers for a snapshot of it")
     subject = WeightsOf(number, tuple(tuple(shape) for shape in stage.shapes), SNAPSHOT)
     replies = await ask_manifests(newcomer.network, asked, subject)
-    offers, run = standings(replies.manifests), reached(newcomer.membership.roster)
+    offers, run = replies.offers, reached(newcomer.membership.roster)
     order = untried(newcomer, donors(saved_round, offers, run), saved_round)
     if not order:
         return SnapshotNotFound(promised=replies.busy > 0)

@@ -6,8 +6,8 @@ than begin with them. Where nobody lives, it is a snapshot that somebody keeps, 
 a run that has not begun, it is the run's first weights: its seed's, or those of the model that it continues.
 
 A run of which nobody is here may still have been begun: bootstrap peers and homes remember how far it had come
-(`noloco_node.swarm.run_history`). Its weights are then with peers that are away, and a newcomer waits for them a while.
-It begins anew only where its owner says so, or beside others that have.
+(`noloco_node.swarm.run_distribution`). Its weights are then with peers that are away, and a newcomer waits for them a
+while. It begins anew only where its owner says so, or beside others that have.
 """
 
 from __future__ import annotations

@@ -10,25 +10,25 @@ from types import SimpleNamespace
 
 from gossip.exchange import codec
 from gossip.exchange.messages import (
-    Accepted,
+    Accept,
+    Acknowledge,
     Busy,
-    Declined,
+    Decline,
     DeclineReason,
     Gone,
     Manifest,
-    Offer,
     Parts,
     Piece,
     PieceRequest,
     Probe,
-    Received,
+    Propose,
+    ProposePrefetch,
     Section,
     StateRequest,
     Weights,
 )
-from gossip.exchange.messages import PrefetchOffer as Ahead
 from gossip.exchange.swap import common_steps, probe_coordinates
-from gossip.interface import OuterStepTaken, PartnerTooStale, RoundDeferred
+from gossip.interface import OuterStepTaken, PartnerTooStale, RoundSkipped
 from gossip.rounds.matching import partners_of_round, preferences
 from gossip.settings import Format
 from gossip.transfer import chunks as pieces
@@ -86,14 +86,14 @@ from noloco_node.storage.transfer_files import PartialDownloadFile as Partial
 from noloco_node.swarm import speed_test as measuring
 from noloco_node.swarm.invite import format as format_invite
 from noloco_node.swarm.invite import parse as parse_invite
-from noloco_node.swarm.peer_records import Published, decode_record
+from noloco_node.swarm.receipts import SourceRecord, decode_source
 from noloco_node.swarm.roster import Given, PeerRecord, Roster
 from noloco_node.swarm.run_distribution import SCHEMA as RUN_SCHEMA
 from noloco_node.swarm.run_distribution import TOPIC as RUN_TOPIC
 from noloco_node.swarm.run_distribution import RunFileReply as RunFile
 from noloco_node.swarm.run_distribution import RunFileText as Recipe
 from noloco_node.swarm.run_distribution import RunRequest
-from noloco_node.swarm.run_progress import SourceRecord, decode_source
+from noloco_node.swarm.stage_records import Published, decode_record
 from pipeline.messages import Gradient, Microbatch, Reason, Refused
 from tests.explorer.schedule_generator import draw as drawn_scenario
 
