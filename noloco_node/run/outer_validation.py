@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from gossip.rule.meeting_shares import MOST
 from gossip.rule.stability import stability_bound, weighed_stability_bound
 from gossip.settings import OuterConfig
-from noloco_node.run.problem import Problem
+from noloco_node.run.fields import Problem
 
 _LONGEST_PERIOD = 1000
 _LEAST_SHARE = 0.01

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from noloco_node.errors import config_error
 from noloco_node.run.config import TRAVELLING, DataConfig, RunConfig
-from noloco_node.run.decode_errors import short
+from noloco_node.run.fields import short
 from noloco_node.units import format_bytes
 
 

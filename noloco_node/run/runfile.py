@@ -27,9 +27,7 @@ import msgspec
 from noloco_node.errors import config_error
 from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.run.config import TRAVELLING, DataConfig, RunConfig
-from noloco_node.run.decode_errors import misfit, short
-from noloco_node.run.problem import Problem, out_of_bounds
-from noloco_node.run.sections import fields_of, is_section, unknown_field
+from noloco_node.run.fields import Problem, fields_of, is_section, misfit, out_of_bounds, short, unknown_field
 from noloco_node.run.validation import problems
 
 RUN_TEXT_BYTES = 256 * 1024

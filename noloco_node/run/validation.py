@@ -22,8 +22,8 @@ from noloco_node.run.config import (
     PipelineConfig,
     RunConfig,
 )
+from noloco_node.run.fields import Problem, out_of_bounds, within
 from noloco_node.run.outer_validation import outer_problems
-from noloco_node.run.problem import Problem, out_of_bounds, within
 from noloco_node.storage.weight_store import WeightFile
 from pipeline.activations.formats import check_width
 

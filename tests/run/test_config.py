@@ -24,6 +24,7 @@ from noloco_node.cli.join_options import JoinOptions
 from noloco_node.errors import Exit, UserError
 from noloco_node.run import runfile
 from noloco_node.run.config import DataConfig, ModelConfig, RunConfig
+from noloco_node.run.fields import fields_of
 from noloco_node.run.presets import PRESETS, demo_run_text, run_text, write_text
 from noloco_node.run.runfile import (
     RUN_TEXT_BYTES,
@@ -36,7 +37,6 @@ from noloco_node.run.runfile import (
     validate,
     with_source,
 )
-from noloco_node.run.sections import fields_of
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_layers = 4}\n'

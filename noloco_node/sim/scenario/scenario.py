@@ -20,7 +20,7 @@ import msgspec
 
 from gossip.exchange.formats import Format
 from noloco_node.errors import config_error
-from noloco_node.run.decode_errors import misfit, short
+from noloco_node.run.fields import misfit, short
 from noloco_node.sim.network.link_model import NetworkConditions
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault, Join

@@ -1,22 +1,102 @@
-"""What does not fit the declared fields of a file, said to a person: which field, what is there, what would be right.
-
-msgspec checks and says where (`Expected ... - at `$.section.field``); the declared types say what belongs there, and
-which name was probably meant.
-"""
+"""The fields of a section of a run file or scenario, whether a struct declares it or a dataclass of `gossip`."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import re
 import types
+from collections.abc import Iterator
 from enum import Enum
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, Union, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from noloco_node.errors import UserError, config_error
-from noloco_node.run.sections import fields_of, is_section
+
+REQUIRED = object()
+"""Stands for the default of a field that has none."""
+
+
+class Field(NamedTuple):
+    """One declared field. `default`: REQUIRED if it has none."""
+
+    name: str
+    type: Any
+    default: Any
+
+
+def is_section(annotation: Any) -> TypeGuard[type]:
+    """Say whether a declared type has fields of its own."""
+    return isinstance(annotation, type) and (
+        issubclass(annotation, msgspec.Struct) or dataclasses.is_dataclass(annotation)
+    )
+
+
+def fields_of(section: type) -> tuple[Field, ...]:
+    """Return the fields of a section in their order."""
+    if not issubclass(section, msgspec.Struct):
+        hints = get_type_hints(section, include_extras=True)
+        return tuple(
+            Field(each.name, hints[each.name], REQUIRED if each.default is dataclasses.MISSING else each.default)
+            for each in dataclasses.fields(cast(Any, section))
+        )
+    return tuple(Field(each.name, each.type, _default(each)) for each in msgspec.structs.fields(section))
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    if field.required:
+        return REQUIRED
+    return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+
+
+def unknown_field(table: dict[str, Any], section: type) -> str | None:
+    """Return a complaint about the first field of a decoded table that its dataclass does not have.
+
+    msgspec complains so about the fields of structs, and passes over those of dataclasses.
+    """
+    for each in fields_of(section):
+        given = table.get(each.name)
+        if is_section(each.type) and not issubclass(each.type, msgspec.Struct) and isinstance(given, dict):
+            known = [field.name for field in fields_of(each.type)]
+            for name in given:
+                if name not in known:
+                    return f"Object contains unknown field `{name}` - at `$.{each.name}`"
+    return None
+
+
+class Problem(NamedTuple):
+    """One broken rule. `field`: its path in the run file; `value`: as given; `hint`: what would be right."""
+
+    field: str
+    value: str
+    why: str
+    hint: str
+
+
+def within(field: str, value: float, low: float, high: float) -> Iterator[Problem]:
+    """Yield a problem unless low <= value <= high, which neither NaN nor an infinity ever is."""
+    if not low <= value <= high:
+        bounds = " to ".join(f"{bound:,}" if isinstance(bound, int) else f"{bound:,g}" for bound in (low, high))
+        yield Problem(field, repr(value), f"it is outside {bounds}", f"a value from {bounds}")
+
+
+def out_of_bounds(value: Any, kind: Any, field: str = "") -> Iterator[Problem]:
+    """Yield every number in a decoded table that is outside of what its field is declared with in the type `kind`."""
+    if isinstance(value, dict) and is_section(kind):
+        for each in fields_of(kind):
+            if each.name in value:
+                yield from out_of_bounds(value[each.name], each.type, f"{field}.{each.name}".lstrip("."))
+    elif get_origin(kind) is Annotated and isinstance(value, int | float) and not isinstance(value, bool):
+        said = kind.__metadata__[0]
+        yield from within(field, value, *((said.ge, said.le) if isinstance(said, msgspec.Meta) else said))
+    elif get_origin(kind) is tuple and isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from out_of_bounds(item, get_args(kind)[0], f"{field}.{number}")
+    elif get_origin(kind) is not Annotated:
+        for part in get_args(kind):
+            yield from out_of_bounds(value, part, field)
 
 
 def misfit(complaint: str, file: type[msgspec.Struct], origin: str) -> UserError:
