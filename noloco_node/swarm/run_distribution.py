@@ -16,8 +16,7 @@ from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.question import ask, patient
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
 from noloco_node.run.config import RunConfig
-from noloco_node.run.permissions import check_paths
-from noloco_node.run.runfile import content_hashes, decode_run, run_digest
+from noloco_node.run.runfile import check_paths, content_hashes, decode_run, run_digest
 from noloco_node.units import UnixSeconds
 
 TOPIC = "run"

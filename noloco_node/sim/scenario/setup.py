@@ -27,7 +27,7 @@ from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.scenario.message_sizes import BOWL_BYTES, MessageSizes
-from noloco_node.sim.scenario.scenario import MOST_PEERS, Scenario, SwarmConfig, planned
+from noloco_node.sim.scenario.scenario import MOST_PEERS, RUN_FIELDS, Scenario, SwarmConfig, planned
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.units import format_bytes
 
@@ -160,47 +160,23 @@ def _line_seconds(scenario: Scenario, run: RunConfig, plan: ModelLayout) -> tupl
 
 
 def _run(start: RunConfig, swarm: SwarmConfig, seed: int) -> RunConfig:
-    def given(**fields: Any) -> dict[str, Any]:
-        return {name: value for name, value in fields.items() if value is not None}
-
-    pipeline = structs.replace(
-        start.pipeline,
-        **given(
-            stages=swarm.stages,
-            replicas=swarm.replicas,
-            microbatches_per_step=swarm.microbatches_per_step,
-            windows_in_flight=swarm.windows_in_flight,
-            budget_s=swarm.budget_s,
-        ),
-    )
-    if swarm.stages is not None and start.pipeline.boundaries is not None:
-        pipeline = structs.replace(pipeline, boundaries=None)
-    per_round = swarm.inner_steps_per_round or start.outer.inner_steps_per_round
-    late = swarm.late_inner_steps_per_round or start.outer.late_inner_steps_per_round
-    overlap = swarm.overlap_steps
-    if overlap is None:  # a default is made to fit between any two rounds
-        overlap = min(start.outer.overlap_steps, (late or per_round) - 1)
-    outer = replace(
-        start.outer,
-        inner_steps_per_round=per_round,
-        late_inner_steps_per_round=late,
-        overlap_steps=min(overlap, per_round - 1),
-        **given(
-            dynamic_steps=swarm.dynamic_steps,
-            weigh_by_steps=swarm.weigh_by_steps,
-            blocking=swarm.blocking,
-            codec=swarm.codec,
-            line_share=swarm.line_share,
-            alpha=swarm.alpha,
-            beta=swarm.beta,
-            gamma=swarm.gamma,
-            momentum_period=swarm.momentum_period,
-            staleness_at_most=swarm.staleness_at_most,
-        ),
-    )
-    steps = None if swarm.rounds is None else math.ceil(swarm.rounds * mean_steps_per_round(outer))
-    inner = structs.replace(start.inner, **given(steps=steps, learning_rate=swarm.learning_rate))
+    """Return the run with what the scenario changes of it."""
+    given: dict[str, dict[str, Any]] = {"pipeline": {}, "inner": {}, "outer": {}}
+    for name, (section, _) in RUN_FIELDS.items():
+        if (value := getattr(swarm, name)) is not None:
+            given[section][name] = value
+    if swarm.stages is not None:
+        given["pipeline"].setdefault("boundaries", None)
+    outer = replace(start.outer, **given["outer"])
+    early, late = outer.inner_steps_per_round, outer.late_inner_steps_per_round
+    # A default is made to fit between any two rounds.
+    overlap = outer.overlap_steps if swarm.overlap_steps is not None else min(outer.overlap_steps, (late or early) - 1)
+    outer = replace(outer, overlap_steps=min(overlap, early - 1))
+    inner = structs.replace(start.inner, **given["inner"])
+    if swarm.rounds is not None:
+        inner = structs.replace(inner, steps=math.ceil(swarm.rounds * mean_steps_per_round(outer)))
     inner = structs.replace(inner, warmup_steps=min(inner.warmup_steps, inner.steps - 1))
+    pipeline = structs.replace(start.pipeline, **given["pipeline"])
     return structs.replace(start, seed=seed, pipeline=pipeline, inner=inner, outer=outer)
 
 
