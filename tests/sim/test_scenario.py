@@ -27,9 +27,9 @@ from noloco_node.sim.scenario.scenario import (
     SwarmConfig,
     decode_scenario,
     load_scenario,
+    scenario_text,
 )
 from noloco_node.sim.scenario.setup import FOREVER_S, base, build_setup
-from noloco_node.sim.scenario.toml_writer import scenario_text
 from pipeline.messages import Gradient, Microbatch
 
 SMALL = "[swarm]\nstages = 2\nreplicas = 2\n"

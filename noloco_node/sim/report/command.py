@@ -160,7 +160,9 @@ def complete(scenario: Scenario, path: Path | None) -> SimSetup:
         inner_steps_per_round=setting.run.outer.inner_steps_per_round,
         late_inner_steps_per_round=setting.run.outer.late_inner_steps_per_round,
     )
-    origin, line = ("the flags", no_line) if path is None else (str(path), partial(line_of, path.read_text("utf-8-sig")))
+    origin, line = (
+        ("the flags", no_line) if path is None else (str(path), partial(line_of, path.read_text("utf-8-sig")))
+    )
     refuse(problems(structs.replace(scenario, swarm=swarm)), origin, line)
     return setting
 
