@@ -26,16 +26,19 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-from pipeline.activations.subspace import Subspace, TokenFeatures, constrain, widened
 from pipeline.decoder_slice import (
     Cut,
     NotSliceableError,
     Slice,
+    Subspace,
+    TokenFeatures,
+    constrain,
     find_decoder_parts,
     initialise,
     layers_return_tuples,
     multiplied_weights,
     slice_decoder,
+    widened,
 )
 from pipeline.model_config import Config, Prepared, longest_sequence, prepare, tiny_config
 

@@ -28,7 +28,7 @@ TOP_ORDER = """
     demo | cli | __main__
 """
 INNER_ORDERS = {
-    "gossip": "events rule | exchange | settings | interface | rounds transfer",
+    "gossip": "rule settings | interface | exchange | rounds transfer",
     "noloco_node.libp2p": "endpoint hivemind_compat | daemon | streams dht | session | relays preflight | network",
     "noloco_node.sim": "clock hardware network | scenario | peer | stall fault_injection | world | report",
 }

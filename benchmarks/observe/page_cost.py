@@ -33,14 +33,14 @@ from torch import nn
 from noloco_node.journal import events
 from noloco_node.observe.metrics import NodeMetrics
 from noloco_node.observe.peer_history import PeerHistory
-from noloco_node.observe.served_place import ServedPlace
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.run.presets import demo_run_text
 from noloco_node.swarm.roster import HOP_LETTERS, MOST_HOPS, Given, PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.tasks import background
-from noloco_node.web.page_server import Page, PagePlace, page_served
+from noloco_node.web.places import PagePlace, ServedPlace
 from noloco_node.web.served_views import ServedViews
+from noloco_node.web.server import Page, page_served
 
 STAGES, WIDTH, TOKENS = 5, 128, 64
 READER = """

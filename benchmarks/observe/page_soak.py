@@ -21,12 +21,12 @@ from msgspec import structs
 
 from benchmarks.observe.page_cost import STAGES, membership_of
 from noloco_node.observe.roster_observer import RosterObserver
-from noloco_node.observe.served_place import ServedPlace
 from noloco_node.observe.swarm_view import Route, SwarmView
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
-from noloco_node.web import page_server
-from noloco_node.web.page_server import PagePlace, page_served
+from noloco_node.web import server
+from noloco_node.web.places import PagePlace, ServedPlace
+from noloco_node.web.server import page_served
 
 LOOKS = 6
 
@@ -47,7 +47,7 @@ async def soak(peers: int, frames: int, pause_s: float) -> None:
     # Of the extra `browser`, which a check of types and a collection of tests do without.
     from playwright.async_api import async_playwright
 
-    page_server.LEAST_PAUSE_S = 0.0
+    server.LEAST_PAUSE_S = 0.0
     run = decode_run(demo_run_text(stages=STAGES, replicas=20, steps=10_000, seed=0), "a benchmark's run file")
     observer, membership, ours = RosterObserver(run, "0" * 64), membership_of(peers), psutil.Process()
     place = PagePlace(ServedPlace("127.0.0.1", 0), "x" * 32)

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gossip.events import OuterStepTaken, RoundDeferred
+from gossip.interface import OuterStepTaken, RoundDeferred
 
 HERE = Path(__file__).resolve()
 PARTS = {

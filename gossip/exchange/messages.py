@@ -92,7 +92,7 @@ class Probe:
     """What both must know before weights travel, and is small.
 
     `round`: the one that the sender is in; `last_met`: the one in which its weights last met anybody's, -1 where the
-    sender has disowned them (`staleness`).
+    sender has disowned them (`gossip.rule.shares`).
     `version`: a number for the slow weights, another one after every outer step. `holds`: the version of the other's
     slow weights that the sender holds, NOTHING if none.
     `slow`: float32 [k], the slow weights at coordinates that both sides know, with what a lossy codec still owes of

@@ -16,14 +16,13 @@ import asyncio
 from collections import Counter
 from typing import NamedTuple
 
-from gossip.events import MeetingLost
 from gossip.exchange.codec import Sides
 from gossip.exchange.messages import NOTHING, Accepted, Declined, DeclineReason, Implausible, Probe, Received, Weights
 from gossip.exchange.messages import PrefetchOffer as Proposal
-from gossip.exchange.swap import Conversation, check_own, check_probe, size_bytes, swap
-from gossip.interface import RoundContext
+from gossip.exchange.swap import check_own, check_probe, size_bytes, swap
+from gossip.interface import Conversation, MeetingLost, RoundContext
+from gossip.rounds.matching import SLACK_S
 from gossip.rounds.outer_optimiser import OuterOptimiser
-from gossip.rounds.partners import SLACK_S
 from gossip.rounds.round_state import RoundState, now
 
 SWAPS_AT_MOST = 2
@@ -183,7 +182,7 @@ class SlowWeightPrefetcher:
         optimiser, version = self._optimiser, self._optimiser.version
         # Two copies are one too many; and a meeting that begins meanwhile must not count on what this swap replaces.
         self._prefetched = None
-        round, last_met = self._round_state.met
+        round, last_met = self._round_state.weight_age
         mine = Probe(
             round=round, last_met=last_met, version=version, holds=NOTHING, slow=optimiser.slow_probe(), fast=None
         )

@@ -14,12 +14,12 @@ same facts, and the correction is added at the next pause between inner steps. N
   flight, then take their snapshots, exchange and correct, under one deadline. To refuse them before, while still
   waiting for a partner, can deadlock across stages: the partner's step may need the very microbatches that are refused.
 - A replica that has met nobody for more than `staleness_at_most` rounds contributes nothing when it meets somebody
-  again: it goes on from the partner's weights, and the partner's round stays open (`staleness`).
+  again: it goes on from the partner's weights, and the partner's round stays open (`shares`).
 - The last round of a run does not wait for H steps. Who finds no partner steps alone then: work that is in no slow
   weights would be in no export either.
 
-Who is asked, and how an offer is answered: `offers`. A meeting from its agreement to its end: `meeting`. What happens
-between rounds where slow weights travel: `prefetch`. What all of them know of each other: `round_state`.
+`meeting` asks, answers and meets; `prefetch` swaps slow weights between rounds; `round_state` holds what all of them
+share.
 
 Weights and snapshots change under one lock, `RoundState.pause`; a replica is drained before the lock is taken.
 """
@@ -31,19 +31,23 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
 
-from gossip.events import OuterStepTaken, RoundDeferred
 from gossip.exchange.messages import Offer
 from gossip.exchange.messages import PrefetchOffer as Proposal
-from gossip.exchange.swap import Conversation
-from gossip.interface import UNKNOWN, GossipReplica, Origin, RoundContext, RoundProgress
-from gossip.rounds.local_steps import local_step_count
-from gossip.rounds.meeting import Meetings
-from gossip.rounds.offers import Offers
-from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, to_the_end
-from gossip.rounds.piecewise_step import Step
+from gossip.interface import (
+    UNKNOWN,
+    Conversation,
+    GossipReplica,
+    Origin,
+    OuterStepTaken,
+    RoundContext,
+    RoundDeferred,
+    RoundProgress,
+)
+from gossip.rounds.meeting import MeetingProtocol
+from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, Step, WeightsLock, to_the_end
 from gossip.rounds.prefetch import SlowWeightPrefetcher
+from gossip.rounds.round_schedule import local_step_count
 from gossip.rounds.round_state import PendingStep, RoundState, now
-from gossip.rounds.weights_lock import WeightsLock
 from gossip.rule.outer_step import OuterState
 from gossip.settings import OuterConfig
 
@@ -78,8 +82,9 @@ class Rounds:
             partners=context.partners,
         )
         self._prefetcher = SlowWeightPrefetcher(self._round_state, self._optimiser, context)
-        meetings = Meetings(self._round_state, self._optimiser, self._prefetcher, replica, context, self._apply)
-        self._offers = Offers(self._round_state, context, meetings.meet)
+        self._meetings = MeetingProtocol(
+            self._round_state, self._optimiser, self._prefetcher, replica, context, self._apply
+        )
         self._gathered = origin.inner_steps if origin.gathered else NOT_KNOWN
         """The inner steps that the slow weights hold."""
 
@@ -144,7 +149,8 @@ class Rounds:
         """
         round_state = self._round_state
         async with round_state.pause:
-            next_steps = local_step_count(self._settings, going, round_state.partners.speeds)
+            speeds = [candidate.speed for candidate in round_state.partners.candidates]
+            next_steps = local_step_count(self._settings, going, speeds)
             self._schedule.tick(inner_steps, seconds_per_step, next_steps)
             await self._apply_pending()
             if round_state.is_free:
@@ -158,10 +164,10 @@ class Rounds:
     async def run(self) -> None:
         """Ask partners while a round is open, and prepare the next one where that helps, until cancelled."""
         if not self._optimiser.needs_slow:
-            await self._offers.run()
+            await self._meetings.run()
             return
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._offers.run(), name="offers")
+            group.create_task(self._meetings.run(), name="meetings")
             group.create_task(self._prefetcher.run(), name="ahead")
 
     async def serve(self, conversation: Conversation) -> None:
@@ -173,7 +179,7 @@ class Rounds:
             async with asyncio.timeout(self._context.timeouts.answer_s) as deadline:
                 first = await conversation.receive()
                 if isinstance(first, Offer):
-                    await self._offers.answer_one(conversation, first, deadline)
+                    await self._meetings.answer_one(conversation, first, deadline)
                 elif isinstance(first, Proposal):
                     await self._prefetcher.answer_one(conversation, deadline)
                 else:
@@ -290,6 +296,6 @@ class Rounds:
         self._counts["bytes_sent"] += event.bytes_sent
         self._counts["bytes_received"] += event.bytes_received
         if event.partner is not None:
-            self._round_state.met_at = pending.snapshot_step
+            self._round_state.steps_when_met = pending.snapshot_step
         self._round_state.finish(event.round, pending.last_met, adopted=event.adopted)
         self._context.record(event)

@@ -3,7 +3,7 @@
 A ticket comes from what its holder has (its invite, its home, a key) or from a peer that signs tickets. A good one is
 renewed before it expires (`renew`). A refused one is given up at once (`another`): because it expired in a sleep, or
 because the owner revoked it or the delegate that had signed it. What the holder has is tried first, then a signing peer
-is asked. The network that shows the ticket (`noloco_node.admission.admitted_network`) calls `another` whenever a use of
+is asked. The network that shows the ticket (`noloco_node.admission.admission_hook`) calls `another` whenever a use of
 it finds the ticket refused, so no command has to remember that.
 """
 

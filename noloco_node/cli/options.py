@@ -11,17 +11,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from noloco_node.errors import Exit, UserError, config_error
-from noloco_node.observe.served_place import parse_place
 from noloco_node.storage.home import HomePaths
 from noloco_node.terminal import warn
-
-if TYPE_CHECKING:
-    from noloco_node.web.page_server import PagePlace
+from noloco_node.web.places import PagePlace, kept_token, new_token, parse_place
 
 INVITE_VARIABLE = "NOLOCO_INVITE"
 TYPED_SECRET = (
@@ -206,8 +203,6 @@ def page_place(web: str | None, *, is_open: bool, home: HomePaths | None = None)
             )
         return None
     place = parse_place(web, "--web")
-    from noloco_node.web.page_server import PagePlace, kept_token, new_token
-
     if is_open:
         return PagePlace(place, "")
     return PagePlace(place, new_token() if home is None else kept_token(home.page_token))

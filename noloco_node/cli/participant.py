@@ -24,8 +24,7 @@ from noloco_node.journal.writer import Journal
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.limits.traffic_ledger import TrafficLedger
-from noloco_node.machine.device import choose_device
-from noloco_node.machine.energy import EnergyMeter, energy_meter
+from noloco_node.machine.device import EnergyMeter, choose_device, energy_meter
 from noloco_node.machine.interface import Reporter
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
 from noloco_node.machine.signals import Departure, departure
@@ -35,25 +34,22 @@ from noloco_node.node.node_context import NodeOptions
 from noloco_node.node.shift_loop import shift_by_shift
 from noloco_node.node.shifts import Shifts
 from noloco_node.observe.contribution import ledger_of
-from noloco_node.observe.metrics_server import metrics_place
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import short
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_per_s
 from noloco_node.planning.model_layout import ModelLayout, check_download, model_layout
 from noloco_node.run.protocols import GOSSIP
 from noloco_node.run.runfile import check_text, summary
-from noloco_node.storage import run_directory
 from noloco_node.storage.home import Home, RunPaths
 from noloco_node.swarm import invite as invites
-from noloco_node.swarm import run_history
-from noloco_node.swarm.access import RunAccess
-from noloco_node.swarm.connection import connected
-from noloco_node.swarm.kept_invite import KeptInvite, met_before, not_ours
+from noloco_node.swarm.access import RunAccess, connected
+from noloco_node.swarm.invite import KeptInvite, met_before, not_ours
 from noloco_node.swarm.roster import checked_name
-from noloco_node.swarm.run_distribution import RunFileText, fetch
+from noloco_node.swarm.run_distribution import HISTORY_SCHEMA, HISTORY_TOPIC, RunFileText, RunHistory, fetch, reached
 from noloco_node.tasks import background, supervised
 from noloco_node.terminal import Bar, say, sign, warn
 from noloco_node.units import format_bytes
+from noloco_node.web.places import metrics_place
 from noloco_node.web.served_views import ServedViews, views_served
 
 
@@ -65,7 +61,7 @@ async def take_part(invite: invites.Invite, options: JoinOptions) -> None:
         torch.set_num_threads(options.threads)
     directory = options.home or default_home("node")
     with Home.open(directory) as home, Journal(home.journal) as journal, closing(Bar()) as bar:
-        paths = run_directory.enter(home, invite.digest)
+        paths = home.enter(invite.digest)
         _say_other_runs(paths)
         access = RunAccess(invite, MEMBER, home.path)
         settings, known_peers = _network_settings(access, options, home), KnownPeers()
@@ -144,11 +140,11 @@ class _Participant:
         self._run = self._run or await self._fetch_run(network)
         recipe, layout, checkpoint = self._run
         self._shifts.share_with_rounds(GOSSIP, recipe.run.outer.line_share)
-        history = run_history.RunHistory(self._paths.run_history, recipe.digest, say)
+        history = RunHistory(self._paths.run_history, recipe.digest, say)
         host = HostMachine(self._options, self._paths, self._torch_device, recipe, layout, checkpoint, network.peer_id)
         with closing(host):
-            reached = await self._reached(network, history)
-            options = self._node_options(reached, self._asked(network))
+            known = await self._reached(network, history)
+            options = self._node_options(known, self._asked(network))
             node = Node(recipe, layout, network, host, options, self._reporter)
             self._leaving.polite = True
             kept = KeptInvite(self._home.invite, self._access.invite, await network.addresses(), say)
@@ -163,10 +159,10 @@ class _Participant:
                 await stack.enter_async_context(background(following))
                 await node.live(leave)
 
-    async def _reached(self, network: PeerNetwork, history: run_history.RunHistory) -> float:
+    async def _reached(self, network: PeerNetwork, history: RunHistory) -> float:
         """Return how far the run had come, as far as we or the peers of the invite know; from now on, tell others."""
-        await network.serve(run_history.TOPIC, run_history.SCHEMA, history.serve)
-        return max(history.progress, await run_history.reached(network, self._asked(network)))
+        await network.serve(HISTORY_TOPIC, HISTORY_SCHEMA, history.serve)
+        return max(history.progress, await reached(network, self._asked(network)))
 
     def _node_options(self, reached: float, bootstrap_peers: list[str]) -> NodeOptions:
         options = self._options
@@ -210,7 +206,7 @@ class _Participant:
 
 def _say_other_runs(paths: RunPaths) -> None:
     """Say what a home keeps of other runs, if anything: no node removes that."""
-    others = run_directory.beside(paths)
+    others = paths.other_runs()
     if others.number:
         size, place = format_bytes(others.size_bytes), paths.path.parent
         say(f"this home keeps {size} of other runs ({others.number}) below {place}; you may remove a directory there")

@@ -40,13 +40,14 @@ from noloco_node.observe.roster_observer import RosterObserver
 from noloco_node.observe.screen import lines, time_left
 from noloco_node.observe.swarm_view import SwarmView, plain, short
 from noloco_node.swarm import invite as invites
-from noloco_node.swarm.connection import Visitor, visited
+from noloco_node.swarm.access import Visitor, visited
 from noloco_node.swarm.roster import PeerRecord, Roster, shown_name, some_addresses
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.tasks import background
 
 if TYPE_CHECKING:
-    from noloco_node.web.page_server import Page, PagePlace
+    from noloco_node.web.places import PagePlace
+    from noloco_node.web.server import Page
 
 DRAW_EVERY_S = 1.0
 PLAY_EVERY_S = 0.1
@@ -291,7 +292,7 @@ async def _page(shown: Shown, *, takes_keys: bool = False) -> AsyncIterator[Page
     if shown.page is None:
         yield None
         return
-    from noloco_node.web.page_server import page_served
+    from noloco_node.web.server import page_served
 
     async with page_served(shown.page, takes_keys=takes_keys) as page:
         yield page

@@ -23,14 +23,13 @@ from torch import Tensor
 from noloco_node.demo.summary import ModelScores
 from noloco_node.errors import COMPLAINT, UserError, user_error_of
 from noloco_node.export.exporter import SwarmExport, merge_files, parts_of, write
-from noloco_node.export.held_out_loss import logits_of, text_loss
-from noloco_node.export.held_out_text import validation_text
+from noloco_node.export.held_out_loss import logits_of, text_loss, validation_text
 from noloco_node.export.replica_files import ReplicaFile, ReplicaReader
 from noloco_node.inference.evaluation import open_model, unigram_entropy
 from noloco_node.inference.generation import Sampling, generate
 from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
 from noloco_node.run.config import RunConfig
-from noloco_node.swarm.connection import Visitor, visited
+from noloco_node.swarm.access import Visitor, visited
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
 

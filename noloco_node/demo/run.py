@@ -37,7 +37,8 @@ from noloco_node.run.runfile import decode_run
 from noloco_node.storage.atomic_file import write_whole
 from noloco_node.storage.home import Home, HomePaths
 from noloco_node.units import format_bytes, format_clock
-from noloco_node.web.page_server import Page, PagePlace, page_served
+from noloco_node.web.places import PagePlace
+from noloco_node.web.server import Page, page_served
 
 SHOW_EVERY_S = 0.25
 LATE_S = 60.0

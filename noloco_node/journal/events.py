@@ -12,7 +12,7 @@ from dataclasses import replace
 import msgspec
 from msgspec import structs
 
-from gossip.events import OuterStepTaken, PartnerTooStale, RoundDeferred
+from gossip.interface import OuterStepTaken, PartnerTooStale, RoundDeferred
 from noloco_node.run.peer_state import LONGEST_DETAIL, PeerState, Wait, WaitCause
 
 RUN_OVER = "the run is over"

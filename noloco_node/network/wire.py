@@ -178,6 +178,11 @@ def encode(message: Any, schema: Schema) -> list[Buffer]:
     return [_PREFIX.pack(FrameKind.MESSAGE, len(header), sum(map(len, body))) + header, *body]
 
 
+def message_bytes(message: Any, schema: Schema) -> int:
+    """Return the size of the MESSAGE frame of `message`."""
+    return sum(map(len, encode(message, schema)))
+
+
 def beat() -> bytes:
     """Return a BEAT frame."""
     return _PREFIX.pack(FrameKind.BEAT, 0, 0)

@@ -19,9 +19,8 @@ from noloco_node.run.protocols import MICROBATCH, topic
 from noloco_node.swarm.receipts import Tally
 from noloco_node.swarm.roster import Roster
 from noloco_node.tasks import loop_s
-from pipeline.activations.formats import ACTIVATION_CODECS
-from pipeline.activations.influence import SizeBound, UnusualSizeError
-from pipeline.messages import Gradient, Microbatch, Refused, Reply
+from pipeline.activation_codec import SizeBound, UnusualSizeError
+from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch, Refused, Reply
 from pipeline.routing import Hop
 from pipeline.worker import Worker
 

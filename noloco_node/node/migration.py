@@ -1,7 +1,7 @@
 """Watches, beside the training, whether our replica is needed at another stage, and says when it is time to go.
 
 A replica reads only the stages that it has to do with. So every few refreshes it looks at all of them for once, and
-`pipeline.migration` judges what it sees. Nothing here asks anybody: what we would do, and what we are about to do,
+`pipeline.placement` judges what it sees. Nothing here asks anybody: what we would do, and what we are about to do,
 stands in our record (`may_serve`, `moves_to`), and everybody reads it. A reading that the DHT did not fully answer is
 none.
 
@@ -21,7 +21,7 @@ from noloco_node.node.joining.stage_claim import claims_of, fitting_stages, free
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.tasks import loop_s
-from pipeline.migration import MigrationState, Move, OwnPlacement, StagePace, decide, may_move
+from pipeline.placement import MigrationState, Move, OwnPlacement, StagePace, decide, may_move
 
 
 class MigrationWatcher:

@@ -18,9 +18,9 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.journal.throttle import JournalThrottle
 from noloco_node.machine.interface import Dimensions, Host, Reporter
-from noloco_node.network.bans import BanningNetwork
-from noloco_node.network.interface import PeerNetwork
-from noloco_node.network.timeouts import AdaptiveTimeoutNetwork
+from noloco_node.network.bans import BanHook
+from noloco_node.network.interface import HookedNetwork, PeerNetwork
+from noloco_node.network.timeouts import DialTimeouts
 from noloco_node.node.health import HealthMonitor
 from noloco_node.node.joining.join import Start, join
 from noloco_node.node.node_context import NodeContext, NodeOptions
@@ -29,16 +29,16 @@ from noloco_node.node.stage_tenure import StageTenure, TenureEnd, violations_jou
 from noloco_node.node.training import AskedToLeave, MoveTo, RetrySnapshot, RunOver, StageWork
 from noloco_node.run.peer_state import PeerState
 from noloco_node.state_sync import weight_exchange
-from noloco_node.state_sync.manifests import copying_s
-from noloco_node.state_sync.snapshot_server import FormerStageServer
-from noloco_node.state_sync.starting_loss import NONE_FAILED, FailedSnapshots
-from noloco_node.storage.checkpoint_writer import CheckpointWriter
+from noloco_node.state_sync.download import copying_s
+from noloco_node.state_sync.snapshot_keeper import FormerStageServer
+from noloco_node.state_sync.starting_state import NONE_FAILED, FailedSnapshots
+from noloco_node.storage.checkpoint_store import CheckpointWriter
 from noloco_node.swarm import run_distribution, speed_test
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.tasks import background, supervised, until_event
-from pipeline.migration import Move
+from pipeline.placement import Move
 
 LAST_WORD_S = 5.0
 """For telling the others that we leave, where something has failed here."""
@@ -68,11 +68,11 @@ class Node:
             name=options.name,
             given=options.given,
         )
-        bans = BanningNetwork(network)
+        bans = BanHook()
         context = self._context = NodeContext(
             run_file=run_file,
             dimensions=dimensions,
-            network=AdaptiveTimeoutNetwork(bans),
+            network=HookedNetwork(network, DialTimeouts(), bans),
             host=host,
             options=options,
             reporter=reporter,

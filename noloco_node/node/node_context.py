@@ -11,8 +11,8 @@ from noloco_node.node.health import HealthMonitor
 from noloco_node.node.joining.newcomer import Newcomer
 from noloco_node.node.training import StageWork
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
-from noloco_node.state_sync.starting_loss import NONE_FAILED, FailedSnapshots
-from noloco_node.storage.checkpoint_writer import CheckpointWriter
+from noloco_node.state_sync.starting_state import NONE_FAILED, FailedSnapshots
+from noloco_node.storage.checkpoint_store import CheckpointWriter
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Given
 from noloco_node.swarm.run_distribution import RunFileText

@@ -16,9 +16,9 @@ from datetime import datetime
 from typing import NamedTuple
 
 from noloco_node.limits.budget import MonthUsage, OwnerLimits, in_hours, is_spent, next_month_s
-from noloco_node.limits.rate_limit import RateLimitedNetwork
+from noloco_node.limits.rate_limit import LimitHook
 from noloco_node.limits.traffic_ledger import TrafficLedger
-from noloco_node.network.interface import PeerNetwork
+from noloco_node.network.interface import HookedNetwork, PeerNetwork
 from noloco_node.tasks import loop_s
 from noloco_node.units import format_bytes
 
@@ -55,14 +55,14 @@ class Shifts:
     ) -> None:
         self._limits, self._ledger, self._now, self._say = limits, ledger, now, say
         self._ended_for: OffReason | None = None
-        self._metered: RateLimitedNetwork | None = None
+        self._hook: LimitHook | None = None
         self._line_share: tuple[str, float] | None = None
 
     def share_with_rounds(self, kind: str, share: float) -> None:
         """In this shift and later ones give rounds, conversations about this kind of topic, that share of the line."""
         self._line_share = kind, share
-        if self._metered is not None:
-            self._metered.share_with_rounds(kind, share)
+        if self._hook is not None:
+            self._hook.share_with_rounds(kind, share)
 
     async def begin(self) -> None:
         """Wait until the node may work; say why it waits, and until when."""
@@ -105,16 +105,18 @@ class Shifts:
         if self._limits == OwnerLimits():
             yield network, asked
             return
-        metered = self._metered = RateLimitedNetwork(network, self._limits) if self._limits.is_limited else None
-        if metered is not None and self._line_share is not None:
-            metered.share_with_rounds(*self._line_share)
+        hook = self._hook = LimitHook(self._limits) if self._limits.is_limited else None
+        if hook is not None:
+            network = HookedNetwork(network, hook)
+            if self._line_share is not None:
+                hook.share_with_rounds(*self._line_share)
         async with asyncio.TaskGroup() as group:
             watching = [
                 group.create_task(self._close(asked, over), name="end of the shift"),
-                group.create_task(self._count(metered), name="traffic of the month"),
+                group.create_task(self._count(network, hook), name="traffic of the month"),
             ]
             try:
-                yield metered or network, over
+                yield network, over
             finally:
                 for task in watching:
                     task.cancel()
@@ -140,15 +142,15 @@ class Shifts:
                 continue
         over.set()
 
-    async def _count(self, network: RateLimitedNetwork | None) -> None:
-        """Note what passes in the ledger, and in the network what the ledger says."""
-        if network is None:
+    async def _count(self, network: PeerNetwork, hook: LimitHook | None) -> None:
+        """Note what passes in the ledger, and in the hook what the ledger says."""
+        if hook is None:
             return
         sent = received = 0
         kept_s = loop_s()
         try:
             while True:
-                network.month_bytes = self._ledger.spent.total_bytes
+                hook.month_bytes = self._ledger.spent.total_bytes
                 await asyncio.sleep(COUNT_EVERY_S)
                 sent, received = self._note(network, sent, received)
                 if loop_s() - kept_s >= LOOK_EVERY_S:
@@ -158,7 +160,7 @@ class Shifts:
             self._note(network, sent, received)
             self._ledger.keep()
 
-    def _note(self, network: RateLimitedNetwork, sent: int, received: int) -> tuple[int, int]:
+    def _note(self, network: PeerNetwork, sent: int, received: int) -> tuple[int, int]:
         """Add to the ledger what the network counted beyond `sent` and `received`; return its counts."""
         counts = network.statistics()
         now_sent = int(sum(count for name, count in counts.items() if name.startswith("bytes.sent.")))

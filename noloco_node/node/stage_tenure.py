@@ -31,9 +31,8 @@ from noloco_node.node.reporting import ProgressReporter
 from noloco_node.node.training import Ending, MoveTo, RetrySnapshot, RunOver, Training
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.run.protocols import GOSSIP, MICROBATCH, STATE, gossip_schema, microbatch_schema, state_schema, topic
-from noloco_node.state_sync.manifests import copying_s
-from noloco_node.state_sync.snapshot_keeper import SnapshotKeeper, SnapshotKeeperConfig
-from noloco_node.state_sync.snapshot_server import turn_away
+from noloco_node.state_sync.download import copying_s
+from noloco_node.state_sync.snapshot_keeper import SnapshotKeeper, SnapshotKeeperConfig, turn_away
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.swarm.roster import MOST_WAITS
 from noloco_node.tasks import background, supervised

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from gossip.rounds.rounds import Rounds
-from noloco_node.state_sync.starting_loss import SnapshotTrial, StartingLoss
-from noloco_node.state_sync.starting_state import StartingState
+from noloco_node.state_sync.starting_state import SnapshotTrial, StartingLoss, StartingState
 
 
 class StartingWeights:

@@ -22,12 +22,12 @@ from noloco_node.node.migration import MigrationWatcher
 from noloco_node.node.replica import Replica
 from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import PeerState
-from noloco_node.state_sync.starting_loss import SnapshotTrial
+from noloco_node.state_sync.starting_state import SnapshotTrial
 from noloco_node.storage.checkpoint import Counters
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.run_samples import ALONE_S, RunSamples, is_over_below
 from noloco_node.tasks import loop_s, until_event
-from pipeline.migration import Move
+from pipeline.placement import Move
 
 ASKED = "asked to leave"
 LAST_ROUND_S = 20.0

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
 
-from gossip.events import OuterStepTaken, PartnerTooStale, RoundDeferred
+from gossip.interface import OuterStepTaken, PartnerTooStale, RoundDeferred
 from noloco_node import __version__
 from noloco_node.journal import events
 from noloco_node.observe.bottleneck import CAUSES

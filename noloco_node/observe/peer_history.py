@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
-from gossip.events import OuterStepTaken, RoundDeferred
+from gossip.interface import OuterStepTaken, RoundDeferred
 from noloco_node.journal import events
 from noloco_node.observe.contribution import Contribution, ContributionLedger
 from noloco_node.observe.swarm_view import Thinned

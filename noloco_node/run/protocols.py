@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from gossip.exchange.formats import absolute, wire_specs
 from gossip.exchange.messages import (
     Accepted,
     Busy,
@@ -26,11 +25,11 @@ from gossip.exchange.messages import (
     Weights,
 )
 from gossip.exchange.swap import PROBE
+from gossip.settings import absolute, wire_specs
 from gossip.transfer.chunks import DIGEST_BYTES, cut
 from noloco_node.network.schema import MessageSpec, OneOf, Schema, TensorSpec
 from noloco_node.run.config import RunConfig
-from pipeline.activations.formats import ACTIVATION_CODECS
-from pipeline.messages import Gradient, Microbatch, Refused
+from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch, Refused
 
 MICROBATCH = "microbatch"
 GOSSIP = "gossip"

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from gossip.rule.meeting_shares import MOST
+from gossip.rule.shares import MOST
 from gossip.rule.stability import stability_bound, weighed_stability_bound
 from gossip.settings import OuterConfig
 from noloco_node.run.config import (
@@ -27,7 +27,7 @@ from noloco_node.run.config import (
 )
 from noloco_node.run.fields import Problem, out_of_bounds, within
 from noloco_node.storage.weight_store import WeightFile
-from pipeline.activations.formats import check_width
+from pipeline.messages import check_width
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _WEIGHT_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors")

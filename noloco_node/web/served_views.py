@@ -6,25 +6,24 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from noloco_node.journal import events
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.observe.journal_observer import change_text
-from noloco_node.observe.metrics_server import metrics_served
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.roster_observer import RosterObserver
-from noloco_node.observe.served_place import ServedPlace
 from noloco_node.observe.swarm_view import MOST_CHANGES, short
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.tasks import supervised
 from noloco_node.terminal import warn
+from noloco_node.web.places import PagePlace, ServedPlace
 
 if TYPE_CHECKING:
     from noloco_node.observe.metrics import NodeMetrics
-    from noloco_node.web.page_server import Page, PagePlace
+    from noloco_node.web.server import Page
 
 LOOK_EVERY_S = 5.0
 PAGE_EVERY_S = 1.0
@@ -84,11 +83,10 @@ async def views_served(
     metrics_at: ServedPlace | None, page_at: PagePlace | None, run_id: str, own: PeerHistory
 ) -> AsyncIterator[ServedViews]:
     """Serve what was asked for, as long as the body runs."""
-    async with AsyncExitStack() as stack:
-        metrics = await stack.enter_async_context(metrics_served(metrics_at, run_id))
-        page = None
-        if page_at is not None:
-            from noloco_node.web.page_server import page_served
+    if metrics_at is None and page_at is None:
+        yield ServedViews(None, None, own)
+        return
+    from noloco_node.web.server import metrics_served, page_served  # aiohttp takes a third of a second
 
-            page = await stack.enter_async_context(page_served(page_at))
+    async with metrics_served(metrics_at, run_id) as metrics, page_served(page_at) as page:
         yield ServedViews(metrics, page, own)

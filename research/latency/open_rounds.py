@@ -18,13 +18,11 @@ from typing import NamedTuple
 
 import torch
 
-from gossip.events import Event
-from gossip.exchange.formats import Format
 from gossip.exchange.messages import Accepted, Declined, Offer, Probe, Received, Weights
-from gossip.interface import Candidate, Origin, RoundContext
+from gossip.interface import Candidate, Event, Origin, RoundContext
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState, Tensors
-from gossip.settings import OuterConfig
+from gossip.settings import Format, OuterConfig
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.schema import MessageSpec, OneOf, Schema, TensorSpec
 from noloco_node.sim import clock

@@ -20,7 +20,7 @@ from noloco_node.cli import status
 from noloco_node.cli.status import picture
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.swarm import invite as invites
-from noloco_node.swarm.connection import Visitor
+from noloco_node.swarm.access import Visitor
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
 

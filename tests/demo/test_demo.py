@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 from typer.testing import CliRunner
 
-from gossip.events import OuterStepTaken, RoundDeferred
+from gossip.interface import OuterStepTaken, RoundDeferred
 from noloco_node.charts import spread
 from noloco_node.cli.main import app
 from noloco_node.demo.child_processes import Children, KillPolicy, bound_sockets, tied_command
@@ -281,7 +281,7 @@ def test_a_forecast_follows_the_recent_rate() -> None:
 
 def test_routes_are_all_of_them_or_hold_every_replica() -> None:
     from noloco_node.demo.evaluate_swarm import MOST_ROUTES, routes
-    from noloco_node.export.replica_fetch import FetchedReplica
+    from noloco_node.export.replica_files import FetchedReplica
 
     def copies(stage: int, count: int) -> list[FetchedReplica]:
         return [FetchedReplica(f"{stage}.{number}", 1, 10, 1.0, {}) for number in range(count)]

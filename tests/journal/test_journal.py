@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossip.events import OuterStepTaken, RoundDeferred
+from gossip.interface import OuterStepTaken, RoundDeferred
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal.events import ROUND_EVENTS, Hops, InnerStep, NodeEvent, StateChanged, decode, fields_of
 from noloco_node.journal.reader import Tail, read

@@ -17,7 +17,7 @@ from process_swarm import host, join, look, run_file, steps
 from process_swarm import peer as peer_id
 from processes import Command, Commands
 
-from gossip.events import OuterStepTaken
+from gossip.interface import OuterStepTaken
 from noloco_node.errors import Exit, user_error_of
 from noloco_node.journal import events
 from noloco_node.machine.signals import departure

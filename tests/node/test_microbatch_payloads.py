@@ -16,9 +16,8 @@ from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.protocols import gossip_schema, microbatch_schema
 from noloco_node.sim import clock
 from noloco_node.swarm.roster import Roster
-from pipeline.activations.codec import encode
-from pipeline.activations.formats import ACTIVATION_CODECS
-from pipeline.messages import Gradient, Microbatch
+from pipeline.activation_codec import encode
+from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch
 
 RUN = RunConfig(
     model=ModelConfig(architecture="llama"),

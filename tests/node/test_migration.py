@@ -20,7 +20,7 @@ from limits import LAST_RESORT_S
 from memory_swarms import Peer, recipe, until
 from real_nodes import RealNodes
 
-from gossip.events import OuterStepTaken
+from gossip.interface import OuterStepTaken
 from gossip.rounds.rounds import Rounds
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
@@ -35,7 +35,7 @@ from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
-from noloco_node.state_sync.snapshot_choice import MOST_ASKED, asked_of
+from noloco_node.state_sync.starting_state import MOST_ASKED, asked_of
 from noloco_node.storage.checkpoint import Checkpoint, Counters, files, save
 from noloco_node.storage.checkpoint_store import KEPT, CheckpointStore
 from noloco_node.swarm.roster import PeerRecord, Roster

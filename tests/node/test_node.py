@@ -11,8 +11,8 @@ import torch
 from memory_swarms import Peer, Text, recipe, until
 from torch import Tensor
 
-from gossip.events import OuterStepTaken
 from gossip.exchange.messages import ReplicaState, Weights
+from gossip.interface import OuterStepTaken
 from noloco_node.errors import Exit, user_error_of
 from noloco_node.journal import events
 from noloco_node.network.interface import Conversation
@@ -24,8 +24,7 @@ from noloco_node.sim.network.corruption import Corruption
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.peer_network import SimPeerNetwork
 from noloco_node.sim.network.sim_network import SimNetwork
-from noloco_node.state_sync.starting_loss import FAR
-from noloco_node.state_sync.starting_state import from_donor
+from noloco_node.state_sync.starting_state import FAR, from_donor
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.swarm.run_distribution import RunFileText

@@ -37,7 +37,7 @@ from noloco_node.node.shift_loop import (
 from noloco_node.node.shifts import Shifts
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
-from noloco_node.swarm import connection
+from noloco_node.swarm import access
 
 HOUR_S = 3600.0
 PASSING = (Exit.UNREACHABLE, Exit.DAEMON, Exit.PORT_TAKEN, Exit.CONFIG)
@@ -404,10 +404,10 @@ INVITED = NetworkSettings(run="run", bootstrap=(place(0),))
 
 def entered(monkeypatch: pytest.MonkeyPatch, opens: Opens, met: KnownPeers | None) -> list[tuple[str, ...]]:
     async def main() -> None:
-        async with connection.connected(INVITED, met):
+        async with access.connected(INVITED, met):
             pass
 
-    monkeypatch.setattr(connection, "Libp2pNetwork", opens)
+    monkeypatch.setattr(access, "Libp2pNetwork", opens)
     run(main())
     return opens.tried
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from gossip.events import OuterStepTaken
+from gossip.interface import OuterStepTaken
 from noloco_node.admission.peer_keys import peer_of_file
 from noloco_node.cli.main import app
 from noloco_node.errors import UserError

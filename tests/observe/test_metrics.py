@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
@@ -16,20 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 from repository import ROOT
-from typer.testing import CliRunner
 
-from gossip.events import OuterStepTaken, RoundDeferred
-from noloco_node.cli.main import app
-from noloco_node.errors import Exit, UserError
+from gossip.interface import OuterStepTaken, RoundDeferred
 from noloco_node.journal import events
 from noloco_node.observe.metrics import MOST_VALUES, NodeMetrics
-from noloco_node.observe.metrics_server import MOST_REQUESTS, metrics_place, metrics_served
 from noloco_node.observe.roster_observer import RosterObserver
-from noloco_node.observe.served_place import ServedPlace
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
 from noloco_node.swarm.roster import PeerRecord, Roster
+from noloco_node.web.places import ServedPlace
 
 MONITORING = ROOT / "docker" / "monitoring"
 OWN = ServedPlace("127.0.0.1", 0)
@@ -109,87 +102,6 @@ def test_labels_are_bounded_whatever_is_said(reasons: list[str]) -> None:
         metrics.take(events.RefusedMicrobatch(peer="p", reason=reason), 0.0)
     series = [line for line in metrics.text().decode().splitlines() if line.startswith("noloco_refusals_total{")]
     assert len(series) <= MOST_VALUES + 1
-
-
-@pytest.mark.parametrize(
-    ("text", "place"),
-    [
-        ("9464", ServedPlace("127.0.0.1", 9464)),
-        ("localhost:1", ServedPlace("localhost", 1)),
-        ("[::1]:9464", ServedPlace("::1", 9464)),
-        ("127.0.0.2:0", ServedPlace("127.0.0.2", 0)),
-    ],
-)
-def test_a_place_of_our_own_needs_no_leave(text: str, place: ServedPlace) -> None:
-    assert metrics_place(None, is_open=False) is None
-    assert metrics_place(text, is_open=False) == place
-
-
-@pytest.mark.parametrize("text", ["0.0.0.0:9464", "[::]:9464", "192.168.1.2:9464", "example.org:9464"])
-def test_a_place_in_the_open_is_refused_unless_asked_for(text: str) -> None:
-    with pytest.raises(UserError, match="could be read by others"):
-        metrics_place(text, is_open=False)
-    opened = metrics_place(text, is_open=True)
-    assert opened is not None
-    assert opened.port == 9464
-
-
-@pytest.mark.parametrize("text", ["", "x", "1.2.3.4", "127.0.0.1:", "127.0.0.1:65536", "127.0.0.1:-1", "127.0.0.1:²"])
-def test_what_is_no_place_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="no place"):
-        metrics_place(text, is_open=True)
-
-
-def test_a_wrong_place_is_refused_before_anything_is_begun(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["join", "noloco1:x", "--home", str(tmp_path / "h"), "--metrics", "0.0.0.0:9464"])
-    assert isinstance(done.exception, UserError)
-    assert not (tmp_path / "h").exists()
-
-
-async def _ask(port: int, request: bytes) -> bytes:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        writer.write(request)
-        return await reader.read()
-    except ConnectionError:  # closed before all of the request was read
-        return b""
-    finally:
-        await _closed(writer)
-
-
-async def _closed(writer: asyncio.StreamWriter) -> None:
-    writer.close()
-    with contextlib.suppress(ConnectionError):
-        await writer.wait_closed()
-
-
-def test_only_one_page_is_there_and_a_taken_port_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    async def main() -> None:
-        async with metrics_served(OWN, "run") as metrics:
-            assert metrics is not None
-            found = re.search(r"http://127\.0\.0\.1:(\d+)/metrics", capsys.readouterr().err)
-            assert found is not None
-            port = int(found[1])
-            head, _, body = (await _ask(port, b"GET /metrics HTTP/1.1\r\nHost: localhost:1\r\n\r\n")).partition(
-                b"\r\n\r\n"
-            )
-            assert head.startswith(b"HTTP/1.1 200 OK")
-            assert b"version=0.0.4" in head
-            assert b'noloco_run_info{digest="run"} 1.0' in body
-            assert b"421" in await _ask(port, b"GET /metrics HTTP/1.1\r\nhost: elsewhere.example\r\n\r\n")
-            assert b"404" in await _ask(port, b"GET /etc/passwd HTTP/1.1\r\n\r\n")
-            assert b"405" in await _ask(port, b"POST /metrics HTTP/1.1\r\n\r\n")
-            assert await _ask(port, b"x" * 100_000) == b""
-            held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MOST_REQUESTS)]
-            assert await _ask(port, b"GET /metrics HTTP/1.1\r\n\r\n") == b""
-            for _, writer in held:
-                await _closed(writer)
-            with pytest.raises(UserError, match="Cannot serve") as refused:
-                async with metrics_served(ServedPlace("127.0.0.1", port), "run"):
-                    pass
-            assert refused.value.code is Exit.PORT_TAKEN
-
-    asyncio.run(main())
 
 
 def test_dashboard_and_alerts_ask_for_nothing_that_is_not_there() -> None:

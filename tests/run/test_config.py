@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossip.rule.meeting_shares import MOST
+from gossip.rule.shares import MOST
 from gossip.rule.stability import stability_bound, weighed_stability_bound
 from gossip.settings import OuterConfig
 from noloco_node.cli.join_options import JoinOptions

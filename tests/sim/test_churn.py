@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from repository import ROOT
 
-from gossip.events import OuterStepTaken
+from gossip.interface import OuterStepTaken
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.sim.peer import SimulatedPeer

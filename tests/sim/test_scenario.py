@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from gossip.exchange.formats import Format
 from gossip.exchange.messages import Offer, Weights
+from gossip.settings import Format
 from noloco_node.errors import Exit, UserError
 from noloco_node.planning.plan import mean_steps_per_round
 from noloco_node.planning.throughput import CODING_FLOPS

@@ -14,12 +14,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from gossip.events import Event, MeetingLost, OuterStepTaken
-from gossip.exchange.formats import Format
-from gossip.interface import Candidate, Origin, RoundContext, RoundTimeouts
+from gossip.interface import Candidate, Event, MeetingLost, Origin, OuterStepTaken, RoundContext
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState, Tensors
-from gossip.settings import OuterConfig
+from gossip.settings import Format, OuterConfig, RoundTimeouts
 
 T = TypeVar("T")
 

@@ -25,8 +25,8 @@ import torch
 from memory_swarms import until
 from overheard import Cast, Heard, nothing_is_held
 
-from gossip.events import OuterStepTaken
 from gossip.exchange.messages import Offer, Received, Weights
+from gossip.interface import OuterStepTaken
 from noloco_node.journal import events
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Access

@@ -23,7 +23,7 @@ from process_swarm import LOCAL, host, is_finished, join, look, peer, run_file, 
 from processes import Command, Commands
 from typer.testing import CliRunner
 
-from gossip.events import OuterStepTaken
+from gossip.interface import OuterStepTaken
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit
 from noloco_node.journal.events import Finished, Hops, InnerStep, Lost, Started, Traffic

@@ -19,9 +19,9 @@ from limits import LAST_RESORT_S
 from page_frames import HOSTILE, view_of, with_course
 
 from noloco_node.observe.playback import Playback
-from noloco_node.observe.served_place import ServedPlace
-from noloco_node.web import page_server
-from noloco_node.web.page_server import PagePlace, page_served
+from noloco_node.web import server
+from noloco_node.web.places import PagePlace, ServedPlace
+from noloco_node.web.server import page_served
 
 if TYPE_CHECKING:
     from playwright.async_api import Page as Tab
@@ -69,8 +69,8 @@ async def shows(tab: Tab, selector: str, text: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_server, "say", lambda _: None)
-    monkeypatch.setattr(page_server, "LEAST_PAUSE_S", 0.0)
+    monkeypatch.setattr(server, "say", lambda _: None)
+    monkeypatch.setattr(server, "LEAST_PAUSE_S", 0.0)
 
 
 def test_it_fills_follows_and_survives_a_restart_of_the_node() -> None:

@@ -18,15 +18,14 @@ from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
 from noloco_node.observe.metrics import NodeMetrics
 from noloco_node.observe.peer_history import PeerHistory
-from noloco_node.observe.served_place import ServedPlace
 from noloco_node.observe.swarm_view import MOST_CHANGES, SwarmView
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.presets import demo_run_text
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.tasks import background
-from noloco_node.web import page_server
-from noloco_node.web.page_server import PagePlace
+from noloco_node.web import server
+from noloco_node.web.places import PagePlace, ServedPlace
 from noloco_node.web.served_views import ServedViews
 
 RECIPE = RunFileText(demo_run_text(stages=2, replicas=2, steps=100, seed=0), "a test's run file")
@@ -119,7 +118,7 @@ def test_journals_are_played_on_the_page_forward_and_back(tmp_path: Path, monkey
     async def main() -> None:
         shown = Shown(False, False, PagePlace(ServedPlace("127.0.0.1", 0), "t" * 32))
         said: asyncio.Queue[str] = asyncio.Queue()
-        monkeypatch.setattr(page_server, "say", said.put_nowait)
+        monkeypatch.setattr(server, "say", said.put_nowait)
         playing = asyncio.create_task(replay([tmp_path], shown))
         url = (await said.get()).partition(": ")[2]
         async with aiohttp.ClientSession() as session, session.get(f"{url}events") as response:

@@ -15,19 +15,17 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 from noloco_node.libp2p.daemon.framing import Preamble
 from noloco_node.libp2p.streams.frame_protocol import Event, FrameProtocol, MessageReceived, SendState, StreamClosed
 from noloco_node.libp2p.streams.receive_bound import ReceiveBudget, StreamBudget
+from noloco_node.network.interface import Pace
 from noloco_node.network.schema import Buffer, Violation
 
 _CHUNK_BYTES = 1 << 20
 _IN_MESSAGE = SendState.IN_MESSAGE
-
-Admit: TypeAlias = Callable[[int, int], Awaitable[None]]
-"""Returns when so many bytes may pass, which are (a piece of) a message of so many."""
 
 
 class ByteCounts:
@@ -107,6 +105,8 @@ class Stream(asyncio.BufferedProtocol):
         self._transport, self._protocol, self._traffic, self._lost = transport, protocol, traffic, lost
         self.origin = origin
         """The multiaddr from which the other side came to us; empty for a stream that we opened."""
+        self._up: Pace | None = None
+        self._down: Pace | None = None
         self._next_buffer = protocol.next_buffer
         self._time = asyncio.get_running_loop().time
         self._budget = None if receive_budget is None else StreamBudget(receive_budget, protocol.peer, self._evict)
@@ -127,23 +127,20 @@ class Stream(asyncio.BufferedProtocol):
         """Whether both ends are open, and no message waits or is under way to us."""
         return self._protocol.is_quiet
 
+    def limit(self, up: Pace | None, down: Pace | None) -> None:
+        """See `Conversation.limit`."""
+        self._up, self._down = up, down
+
     async def send(self, message: Any) -> None:
-        """Send one message; return when the kernel has taken all of it."""
-        await self._send(message, _CHUNK_BYTES, None)
-
-    async def send_paced(self, message: Any, piece_bytes: int, admit: Admit) -> None:
-        """Send one message in pieces of at most `piece_bytes`, each when `admit` lets it pass."""
-        await self._send(message, piece_bytes, admit)
-
-    async def _send(self, message: Any, piece_bytes: int, admit: Admit | None) -> None:
-        protocol = self._protocol
+        """Send one message, in pieces where a pace was set; return when the kernel has taken all of it."""
+        protocol, pace = self._protocol, self._up
         buffers = protocol.encode(message)
         message_bytes = sum(map(len, buffers))
         async with self._sending:
             try:
-                for piece in _pieces(buffers, piece_bytes):
-                    if admit is not None:
-                        await admit(len(piece), message_bytes)
+                for piece in _pieces(buffers, _CHUNK_BYTES if pace is None else pace.piece_bytes):
+                    if pace is not None:
+                        await pace.admit(len(piece), message_bytes)
                     protocol.start_piece(self._time())
                     self._write(piece)
                     await self._writable.wait()
@@ -155,14 +152,10 @@ class Stream(asyncio.BufferedProtocol):
 
     async def receive(self) -> Any:
         """Return the next message; a `ConnectionError` when none can come any more."""
-        await self._wait_for_message()
-        return self._next_message()
-
-    async def receive_paced(self, admit: Admit) -> Any:
-        """Return the next message when `admit` lets it pass; until then it counts as not received."""
         size = await self._wait_for_message()
-        await admit(size, size)
-        await self._wait_for_message()  # it may be gone with the stream
+        if self._down is not None:
+            await self._down.admit(size, size)
+            await self._wait_for_message()  # it may be gone with the stream
         return self._next_message()
 
     async def _wait_for_message(self) -> int:

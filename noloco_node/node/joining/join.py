@@ -16,7 +16,7 @@ from msgspec import structs
 
 from gossip.exchange.messages import ReplicaState
 from gossip.transfer import download
-from gossip.transfer.donor_checks import MomentBounds
+from gossip.transfer.download import MomentBounds
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.machine.interface import StageModel
@@ -40,13 +40,12 @@ from noloco_node.node.joining.state_source import (
     living_replicas,
 )
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
-from noloco_node.state_sync.download import COPY_AGAIN_S, DownloadLink, StateDownload, waiting_line
-from noloco_node.state_sync.manifests import copying_s
+from noloco_node.state_sync.download import COPY_AGAIN_S, DownloadLink, StateDownload, copying_s, waiting_line
 from noloco_node.state_sync.starting_state import StartingState, from_checkpoint, from_donor, from_seed, started
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import PeerRecord
 from pipeline.forward_pass import is_shortage
-from pipeline.inner_optimiser import moment_ratio
+from pipeline.inner_step import moment_ratio
 
 LOOKS, LOOK_S = 6, 5.0
 """How often, and after which pauses, a newcomer looks whether somebody comes back to a run that was begun."""

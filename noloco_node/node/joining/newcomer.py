@@ -10,7 +10,7 @@ from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
 from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import PeerState
-from noloco_node.state_sync.starting_loss import NONE_FAILED, FailedSnapshots
+from noloco_node.state_sync.starting_state import NONE_FAILED, FailedSnapshots
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.swarm.run_distribution import RunFileText

@@ -2,16 +2,16 @@
 
 A newcomer that finds the run begun and its stage empty asks everybody in the roster for a snapshot of it
 (`noloco_node.state_sync.snapshot_keeper`; most keep none and say so at once). Whoever served the stage before has one
-too (`noloco_node.state_sync.snapshot_server`), also while it is on its way to another stage. The newcomer's own
+too (`noloco_node.state_sync.snapshot_keeper`), also while it is on its way to another stage. The newcomer's own
 checkpoint of the stage, if it has one, comes first unless a snapshot is clearly newer, for it holds the momenta too.
 Where there is neither, the stage starts from the run's first weights: what it had learned is lost, and that is said as
 loudly as it deserves.
 
 Nobody vouches for a snapshot, so it is believed within bounds, by whoever takes one home too
-(`noloco_node.export.snapshot_fetch`). One that claims far more progress than the run has made is passed over. Rounds
+(`noloco_node.export.replica_fetch`). One that claims far more progress than the run has made is passed over. Rounds
 say less: a stage with a quarter of another's replicas takes four times its steps. Where three or more peers offer one,
 the median norm is the measure. Its first microbatches then show whether it is worth anything
-(`noloco_node.state_sync.starting_loss`); if not, the newcomer comes back here for another one. It carries neither
+(`noloco_node.state_sync.starting_state`); if not, the newcomer comes back here for another one. It carries neither
 momenta nor the optimiser's memory: those begin at zero, as for the run's first step, in the middle of the schedule.
 """
 
@@ -29,10 +29,16 @@ from noloco_node.machine.interface import StageModel
 from noloco_node.node.joining.newcomer import Newcomer
 from noloco_node.node.joining.state_source import SnapshotNotFound
 from noloco_node.run.peer_state import AT_WORK
-from noloco_node.state_sync.manifests import SNAPSHOT, WeightsOf, ask_manifests, copying_s, standings
-from noloco_node.state_sync.snapshot_choice import asked_of, donors, reached, verify_snapshot
-from noloco_node.state_sync.starting_loss import SnapshotTrial
-from noloco_node.state_sync.starting_state import StartingState, from_donor
+from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, ask_manifests, copying_s
+from noloco_node.state_sync.starting_state import (
+    SnapshotTrial,
+    StartingState,
+    asked_of,
+    donors,
+    from_donor,
+    reached,
+    verify_snapshot,
+)
 
 
 async def revive(
@@ -55,7 +61,7 @@ async def revive(
         say(f"no replica of stage {number} lives: asking {len(asked)} peers for a snapshot of it")
     subject = WeightsOf(number, tuple(tuple(shape) for shape in stage.shapes), SNAPSHOT)
     replies = await ask_manifests(newcomer.network, asked, subject)
-    offers, run = standings(replies.manifests), reached(newcomer.membership.roster)
+    offers, run = replies.offers, reached(newcomer.membership.roster)
     order = untried(newcomer, donors(saved_round, offers, run), saved_round)
     if not order:
         return SnapshotNotFound(promised=replies.busy > 0)

@@ -6,7 +6,7 @@ device does once (memory, kernels, caches). The gradients are thrown away.
 A GPU is only known to have done its work when a number comes back from it. A source's backward pass returns none, so
 time is taken from one output to the next: that is a backward and a forward pass, in whatever order.
 
-What a forward pass keeps for the backward one is counted, the first time (`noloco_node.machine.saved_tensors`).
+What a forward pass keeps for the backward one is counted, the first time (`noloco_node.machine.memory`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from noloco_node.machine.interface import Dimensions, StageModel
 from noloco_node.run.config import PipelineConfig
-from pipeline.activations.formats import ACTIVATION_CODECS, ActivationCode
+from pipeline.messages import ACTIVATION_CODECS, ActivationCode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,8 +44,8 @@ def measure(
     """Return what a microbatch takes at stage `number`; a job of the device's thread, as is `clock`."""
     import torch
 
-    from noloco_node.machine.saved_tensors import SavedTensors
-    from pipeline.activations.codec import encode
+    from noloco_node.machine.memory import SavedTensors
+    from pipeline.activation_codec import encode
     from pipeline.stage import LOGITS
 
     generator = torch.Generator().manual_seed(0)

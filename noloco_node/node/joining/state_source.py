@@ -6,8 +6,8 @@ than begin with them. Where nobody lives, it is a snapshot that somebody keeps, 
 a run that has not begun, it is the run's first weights: its seed's, or those of the model that it continues.
 
 A run of which nobody is here may still have been begun: bootstrap peers and homes remember how far it had come
-(`noloco_node.swarm.run_history`). Its weights are then with peers that are away, and a newcomer waits for them a while.
-It begins anew only where its owner says so, or beside others that have.
+(`noloco_node.swarm.run_distribution`). Its weights are then with peers that are away, and a newcomer waits for them a
+while. It begins anew only where its owner says so, or beside others that have.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import TypeAlias
 
 from noloco_node.run.peer_state import AT_WORK
 from noloco_node.state_sync.download import pause_s
-from noloco_node.state_sync.snapshot_choice import AGAIN_S, asks_again
-from noloco_node.state_sync.starting_state import is_recent_enough
+from noloco_node.state_sync.starting_state import AGAIN_S, asks_again, is_recent_enough
 from noloco_node.swarm.roster import PeerRecord, Roster
 
 

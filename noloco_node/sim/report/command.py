@@ -36,8 +36,8 @@ from noloco_node.sim.scenario.setup import SimSetup, base, build_setup
 from noloco_node.sim.world import Stuck, Watcher, World, simulate
 from noloco_node.storage.atomic_file import write_whole
 from noloco_node.terminal import Bar
-from noloco_node.web.page_server import Page, PagePlace
-from noloco_node.web.page_thread import page_in_thread
+from noloco_node.web.places import PagePlace
+from noloco_node.web.server import Page, page_in_thread
 
 DEFAULT_OUT = Path("noloco-simulation")
 Say = Callable[[str], None]

@@ -15,7 +15,7 @@ from noloco_node.sim.report.text import fault_words
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.world import Watcher, World
-from noloco_node.web.page_server import Page
+from noloco_node.web.server import Page
 
 SHOW_EVERY_S = 0.1
 

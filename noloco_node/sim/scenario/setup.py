@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from msgspec import structs
 
-from gossip.exchange.formats import wire_bytes
 from gossip.exchange.messages import Piece, Probe, ReplicaState, Weights
-from gossip.settings import OuterConfig
+from gossip.settings import OuterConfig, wire_bytes
 from noloco_node.errors import config_error
 from noloco_node.limits.budget import OwnerLimits
 from noloco_node.machine.interface import Dimensions, StageModel

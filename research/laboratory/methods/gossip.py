@@ -15,8 +15,7 @@ from contextlib import asynccontextmanager
 
 import torch
 
-from gossip.events import Event, OuterStepTaken
-from gossip.interface import Candidate, Origin, RoundContext, RoundProgress
+from gossip.interface import Candidate, Event, Origin, OuterStepTaken, RoundContext, RoundProgress
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState, Tensors
 from noloco_node.network.interface import Conversation, PeerNetwork

@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 from torch import Tensor
 
-from gossip.exchange.codec import Coded, Feedback, check
-from gossip.exchange.formats import BLOCK, Format, wire_bytes, wire_specs
-from gossip.exchange.int4_step import FAR, FEW, FINEST, STEP_OF_NOTHING, common_steps
+from gossip.exchange.codec import PIECE, Coded, Feedback, check
 from gossip.exchange.messages import Implausible
-from gossip.exchange.quantise import PIECE
-from gossip.exchange.swap import NORM_RATIO, norm, probe_coordinates
+from gossip.exchange.swap import FAR, FEW, FINEST, NORM_RATIO, STEP_OF_NOTHING, common_steps, norm, probe_coordinates
 from gossip.rule.outer_step import Tensors, mean
+from gossip.settings import BLOCK, Format, wire_bytes, wire_specs
 from noloco_node.network.schema import TensorSpec
 from research.codec.whole_sets import decode, encode, meant_by, settle
 
@@ -523,7 +521,7 @@ def test_only_a_code_that_follows_the_distance_lets_replicas_agree(owing: bool) 
 
 
 def test_sizes_are_known_without_torch() -> None:
-    program = "import sys, gossip.exchange.formats; sys.exit('torch' in sys.modules)"
+    program = "import sys, gossip.settings; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=LAST_RESORT_S, check=False).returncode == 0
 
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossip.exchange.quantise import restore_both_int4, restore_int4, round_int4
+from gossip.exchange.codec import restore_both_int4, restore_int4, round_int4
 
 steps = st.tuples(st.integers(128, 255), st.integers(-100, 60)).map(lambda each: each[0] * 2.0 ** each[1])
 """As `common_steps` makes them: numbers of 8 significant bits."""

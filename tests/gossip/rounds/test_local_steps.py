@@ -15,17 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_gossip import Toy, ToySettings, World
 
-from gossip.events import OuterStepTaken, RoundDeferred
-from gossip.interface import UNKNOWN, Candidate, RoundProgress
-from gossip.rounds.local_steps import (
+from gossip.interface import UNKNOWN, Candidate, OuterStepTaken, RoundDeferred, RoundProgress
+from gossip.rounds.round_schedule import (
     LARGEST_MULTIPLE,
     TOLERANCE,
+    RoundClaims,
+    RoundSchedule,
     dynamic_steps,
     fastest,
     local_step_count,
     steps_per_round,
 )
-from gossip.rounds.round_schedule import RoundClaims, RoundSchedule
 from gossip.rule.outer_step import Outer
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events

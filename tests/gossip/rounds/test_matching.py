@@ -12,20 +12,21 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from gossip.exchange.messages import Accepted, Declined, DeclineReason, Offer
-from gossip.interface import RoundTimeouts
 from gossip.rounds import matching
 from gossip.rounds.matching import (
+    ASKED_AT_MOST,
     PICKY_SHARE,
     AnswerState,
+    PartnerQueue,
     answer,
     good_enough_at,
     heal,
     partners_of_round,
     preferences,
 )
-from gossip.rounds.partners import ASKED_AT_MOST, PartnerQueue
 from gossip.rounds.round_schedule import RoundClaims, RoundSchedule
-from gossip.rule.staleness import LIFT_BOUND
+from gossip.rule.shares import LIFT_BOUND
+from gossip.settings import RoundTimeouts
 
 names = st.sets(st.text("abcdefgh", min_size=1, max_size=4), min_size=1, max_size=25)
 few = settings(max_examples=60, deadline=None)
@@ -238,10 +239,10 @@ def test_cadence_opens_every_h_steps_and_follows_the_roster() -> None:
     round_schedule.defer()
     round_schedule.open(RoundClaims([4, 4]))
     assert (round_schedule.round, round_schedule.deferred_in_a_row, round_schedule.healed) == (5, 1, 1)
-    round_schedule.adopt(10**6, RoundClaims([4, 4], met=[4, 4]))
+    round_schedule.adopt(10**6, RoundClaims([4, 4], of_partners=[4, 4]))
     assert round_schedule.round == 5 + LIFT_BOUND
     assert round_schedule.healed == 2
-    round_schedule.adopt(3, RoundClaims([4, 4], met=[4, 4]))
+    round_schedule.adopt(3, RoundClaims([4, 4], of_partners=[4, 4]))
     assert (round_schedule.round, round_schedule.healed) == (5 + LIFT_BOUND, 2), "a lower number lifts nobody"
     round_schedule.finish(round_schedule.round)
     assert (round_schedule.finished, round_schedule.deferred_in_a_row) == (6, 0)
@@ -262,10 +263,10 @@ def test_claims_lift_by_one_an_opening_and_who_was_met_by_the_median(
 
 def test_names_that_were_never_met_are_no_majority() -> None:
     round_schedule = RoundSchedule(10, rounds=10, inner_steps=0, unknown_s=20.0)
-    round_schedule.open(RoundClaims([2**40] * 100 + [10, 10, 2**40], met=[10, 10, 2**40]))
+    round_schedule.open(RoundClaims([2**40] * 100 + [10, 10, 2**40], of_partners=[10, 10, 2**40]))
     assert round_schedule.round == 11 + LIFT_BOUND
     straggler = RoundSchedule(10, rounds=10, inner_steps=0, unknown_s=20.0)
-    straggler.open(RoundClaims([40, 41, 42], met=[40, 41, 42]))
+    straggler.open(RoundClaims([40, 41, 42], of_partners=[40, 41, 42]))
     assert straggler.round == 42
 
 

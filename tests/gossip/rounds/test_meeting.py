@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from toy_gossip import CUT, SWALLOW, Line, Toy, ToySettings, World, honest, live
 
-from gossip.events import PartnerTooStale, RoundDeferred
 from gossip.exchange.codec import Coded, Sides
-from gossip.exchange.formats import Format, absolute, wire_bytes
 from gossip.exchange.messages import (
     NOTHING,
     Accepted,
@@ -30,11 +28,12 @@ from gossip.exchange.messages import (
     Received,
     Weights,
 )
-from gossip.interface import Candidate, Origin, RoundTimeouts
-from gossip.rounds.piecewise_step import Step
+from gossip.interface import Candidate, Origin, PartnerTooStale, RoundDeferred
+from gossip.rounds.outer_optimiser import Step
 from gossip.rounds.prefetch import SWAPS_AT_MOST, Prefetched
 from gossip.rounds.round_state import VAIN_AT_MOST
 from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors, outer_step
+from gossip.settings import Format, RoundTimeouts, absolute, wire_bytes
 from noloco_node.sim.clock import run
 
 REFERENCE = Outer(alpha=0.5, beta=0.7, gamma=0.7)
@@ -970,7 +969,7 @@ def test_an_answer_is_awaited_for_as_long_as_the_shell_says() -> None:
         timings = []
         for toy in toys:
             timings.append(Watched(3.0))
-            toy.rounds._offers._context = replace(toy.rounds._offers._context, answers=timings[-1])
+            toy.rounds._meetings._context = replace(toy.rounds._meetings._context, answers=timings[-1])
         await live(list(toys), 200)
         assert all(toy.met for toy in toys)
         return timings

@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from toy_gossip import ToySettings, at_once
 
-from gossip.exchange.codec import OWED, Encoded, Feedback, Sides, encode
-from gossip.exchange.formats import BLOCK, Format
+from gossip.exchange.codec import OWED, PIECE, Encoded, Feedback, Sides, encode
 from gossip.exchange.messages import Implausible
-from gossip.exchange.quantise import PIECE
-from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot
-from gossip.rounds.piecewise_step import Owed, Rule, Step, take_step
-from gossip.rule.meeting_shares import EVEN, Shares, shares_by_steps
+from gossip.rounds.outer_optimiser import OuterOptimiser, Owed, Rule, Snapshot, Step, take_step
 from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors, pseudo_gradient, step_alone, step_pair
+from gossip.rule.shares import EVEN, Shares, shares_by_steps
+from gossip.settings import BLOCK, Format
 from research.codec.whole_sets import decode, meant_by
 
 SHAPES = ((3, 700), (), (0,), (2 * BLOCK + 5,), (1,))

@@ -10,10 +10,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from toy_gossip import ToySettings, at_once
 
-from gossip.events import OuterStepTaken
-from gossip.interface import Candidate, Origin, RoundContext
-from gossip.rounds.outer_optimiser import Snapshot
-from gossip.rounds.piecewise_step import Step
+from gossip.interface import Candidate, Origin, OuterStepTaken, RoundContext
+from gossip.rounds.outer_optimiser import Snapshot, Step
 from gossip.rounds.round_state import Closed, InMeeting, Open, PendingStep, Phase, RoundState
 from gossip.rule.outer_step import OuterState
 from noloco_node.sim.clock import run

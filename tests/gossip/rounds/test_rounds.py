@@ -12,11 +12,11 @@ import pytest
 import torch
 from toy_gossip import CUT, SWALLOW, Line, Toy, ToySettings, World, at_once, live
 
-from gossip.events import RoundDeferred
 from gossip.exchange.messages import Accepted, Declined, DeclineReason, Offer, Received, Weights
-from gossip.interface import Candidate, Origin, RoundContext, RoundTimeouts
+from gossip.interface import Candidate, Origin, RoundContext, RoundDeferred
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import Outer, OuterState, Tensors
+from gossip.settings import RoundTimeouts
 from noloco_node.sim.clock import run
 
 REFERENCE = Outer(alpha=0.5, beta=0.7, gamma=0.7)

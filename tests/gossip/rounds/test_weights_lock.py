@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from gossip.rounds.weights_lock import WeightsLock
+from gossip.rounds.outer_optimiser import WeightsLock
 from noloco_node.sim.clock import run
 
 

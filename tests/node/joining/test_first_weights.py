@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from admission_keys import NOW_S, OWNER, key, public
+from admission_keys import NOW_S, OWNER, admitted, key, public
 from checkpoints import listed, weights_section, write_model
 from memory_swarms import Peer, recipe, until
 from toy_gossip import at_once
 
 from noloco_node.admission.admission_state import AdmissionState
-from noloco_node.admission.admitted_network import AdmittedNetwork
 from noloco_node.admission.peer_keys import key_of, peer_of
 from noloco_node.admission.ticket import MEMBER, Right, encode, grant
 from noloco_node.journal import events
+from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.planning.run_weights import RunWeights
 from noloco_node.run.config import AdmissionRule
@@ -188,11 +188,11 @@ def test_a_download_that_was_cut_is_resumed_from_another(made: Continued) -> Non
 
 def test_members_alone_are_given_the_weights_of_a_run_with_an_owner(made: Continued) -> None:
     async def main() -> None:
-        def network(number: int, rights: Right) -> AdmittedNetwork:
+        def network(number: int, rights: Right) -> PeerNetwork:
             state, peer = AdmissionState(made.recipe.digest, lambda: NOW_S), peer_of(public(number))
             state.pin(OWNER, AdmissionRule.OPEN)
             link = grant(key(0), made.recipe.digest, rights, NOW_S + 10**6, key_of(peer) or b"")
-            return AdmittedNetwork(made.hub.network(peer), state, encode((link,)))
+            return admitted(made.hub.network(peer), state, encode((link,)))
 
         owner, member, looker = network(1, MEMBER), network(2, MEMBER), network(3, Right.LOOK)
         await owner.serve(weight_exchange.TOPIC, weight_exchange.SCHEMA, WeightServer(made.whole(), at_once).serve)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from noloco_node.node.joining.revival import untried
-from noloco_node.state_sync.starting_loss import NONE_FAILED, FailedSnapshots, SnapshotTrial
+from noloco_node.state_sync.starting_state import NONE_FAILED, FailedSnapshots, SnapshotTrial
 
 GUESS = math.log(32)
 

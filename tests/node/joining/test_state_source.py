@@ -23,7 +23,7 @@ from noloco_node.node.joining.state_source import (
 )
 from noloco_node.run.peer_state import PeerState
 from noloco_node.state_sync.download import COPY_AGAIN_S
-from noloco_node.state_sync.snapshot_choice import AGAIN_S, ATTEMPTS, ATTEMPTS_IN_VAIN
+from noloco_node.state_sync.starting_state import AGAIN_S, ATTEMPTS, ATTEMPTS_IN_VAIN
 from noloco_node.swarm.roster import PeerRecord, Roster
 
 STALENESS = 4

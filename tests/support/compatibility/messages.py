@@ -108,7 +108,7 @@ def weights(first: int) -> tuple[Tensor, ...]:
 def steps() -> tuple[float, ...]:
     """Return the steps of int4 that two sides agree on without a word."""
     sizes = list(map(prod, SHAPES))
-    return product.int4_step.common_steps(numbers((sum(sizes),)), numbers((sum(sizes),), 5), sizes)
+    return product.common_steps(numbers((sum(sizes),)), numbers((sum(sizes),), 5), sizes)
 
 
 def _states() -> Iterator[tuple[str, Said]]:

@@ -1,0 +1,113 @@
+"""Where a node serves its page and its metrics: addresses and ports that its owner names, and the page's token."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import secrets
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from noloco_node.errors import Exit, UserError, reason_of
+from noloco_node.storage.atomic_file import write_whole
+
+OWN_HOST = "127.0.0.1"
+
+
+class ServedPlace(NamedTuple):
+    """An address and a port; port 0 is any that is free."""
+
+    host: str
+    port: int
+
+    @property
+    def is_own(self) -> bool:
+        """Whether only this machine reaches it."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    def is_meant(self, host: str) -> bool:
+        """Say whether a request's `Host` is an address or our own name, and no foreign name that leads to us.
+
+        A page of another host in the same browser could make the browser ask us under a name of that host.
+        """
+        name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+        if name in ("localhost", self.host):
+            return True
+        try:
+            ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+        except ValueError:
+            return False
+        return True
+
+    def url(self, port: int) -> str:
+        """Return its address with the port that was found."""
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
+
+    def refused(self, option: str, error: OSError) -> UserError:
+        """Return the error of a place at which nothing can be served."""
+        return UserError(
+            f"Cannot serve {option} at {self.host}:{self.port}.",
+            why="another program listens there" if error.errno == errno.EADDRINUSE else reason_of(error),
+            hint=f"give another port with {option}, or 0 for any that is free",
+            code=Exit.PORT_TAKEN,
+        )
+
+
+class PagePlace(NamedTuple):
+    """Where a page is served. `token`: part of its address; "" for a page that anybody may see."""
+
+    place: ServedPlace
+    token: str
+
+
+def parse_place(text: str, option: str) -> ServedPlace:
+    """Return the place that HOST:PORT, or PORT alone, names; raise `UserError` for none. `option`: that takes it."""
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") or OWN_HOST
+    if not (port.isascii() and port.isdigit() and int(port) < 2**16):
+        raise UserError(
+            f"{text!r} is no place to serve {option} at.",
+            why="it has no port between 0 and 65535",
+            hint=f"give a port, such as {option} 9464, or an address and a port",
+            code=Exit.USAGE,
+        )
+    return ServedPlace(host, int(port))
+
+
+def metrics_place(text: str | None, *, is_open: bool) -> ServedPlace | None:
+    """Return where `--metrics` asks for metrics (HOST:PORT, or PORT alone); None without it.
+
+    Raises `UserError` for what is no place, and for one that others reach unless `is_open`.
+    """
+    if text is None:
+        return None
+    place = parse_place(text, "--metrics")
+    if not is_open and not place.is_own:
+        raise UserError(
+            f"Metrics at {place.host} could be read by others.",
+            why="they are served without a password, and say what this machine does and when",
+            hint="leave the address out, or add --metrics-open where a firewall or a container keeps others away",
+            code=Exit.USAGE,
+        )
+    return place
+
+
+def kept_token(path: Path) -> str:
+    """Return the token that a home keeps, or keep a new one: so the address outlives the process."""
+    with suppress(OSError, UnicodeDecodeError):
+        found = path.read_text().strip()
+        if found.isascii() and found.isalnum() and len(found) >= 32:
+            return found
+    token = new_token()
+    with suppress(UserError):
+        write_whole(path, token.encode())
+    return token
+
+
+def new_token() -> str:
+    """Return a token that nobody can guess."""
+    return secrets.token_hex(16)

@@ -1,0 +1,327 @@
+"""The web server: one page about a swarm, and metrics for Prometheus; both only to be read.
+
+A reader of the page sees the newest frame (`observe.page_frame`), whole, and none that it was too slow for: so the
+server's work depends neither on how often somebody shows something nor on how slowly anybody reads. The page's address
+holds a random token: other users of the machine, and pages of other hosts in the same browser, cannot guess it.
+Such pages could make the browser ask under a name of their host, so a request has to name an address, or the name that
+the owner gave. Connections are few, and a request and its answer take a few seconds at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from threading import Thread
+
+import msgspec
+from aiohttp import web
+
+from noloco_node.observe.metrics import NodeMetrics
+from noloco_node.observe.page_frame import page_frame
+from noloco_node.observe.playback import KEYS, PlaybackState
+from noloco_node.observe.swarm_view import SwarmView
+from noloco_node.terminal import say
+from noloco_node.web.places import PagePlace, ServedPlace
+
+METRICS_PATH = "/metrics"
+FILES = {
+    "": ("page.html", "text/html"),
+    "page.css": ("page.css", "text/css"),
+    "page.js": ("page.js", "text/javascript"),
+}
+LEAST_PAUSE_S = 0.25
+"""Between two frames to one reader."""
+SIGN_OF_LIFE_S = 10.0
+WRITE_S = 30.0
+"""For which a reader may take none of what it asked for."""
+REQUEST_S = 5.0
+"""For which a request may take to arrive, and its answer to leave; the page's stream of frames excepted."""
+REQUEST_BYTES, MOST_HEADERS = 8190, 64
+"""Of a request's first line, and of each of its headers, which are so many."""
+MOST_SCRAPES, MOST_READERS, MOST_PAGE_CONNECTIONS = 16, 32, 128
+"""At once. A connection beyond them is closed unanswered."""
+MOST_KEYS = 64
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class _Refused(asyncio.Protocol):
+    """A connection beyond those that are allowed."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
+
+
+@asynccontextmanager
+async def _listening(
+    answer: Callable[[web.Request], Awaitable[web.StreamResponse]], place: ServedPlace, option: str, most: int
+) -> AsyncIterator[str]:
+    """Answer requests on at most so many connections for as long as the body runs; yield the address."""
+    logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # or strangers could fill the log
+
+    async def bounded(request: web.Request) -> web.StreamResponse:
+        try:
+            return await answer(request)
+        except web.HTTPException as refusal:
+            refusal.force_close()
+            raise
+        except (OSError, TimeoutError):
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response()
+
+    async def guard(_: web.Request, response: web.StreamResponse) -> None:
+        response.headers.update(HEADERS)
+
+    application = web.Application(client_max_size=1024)
+    application.router.add_route("*", "/{path:.*}", bounded)
+    application.on_response_prepare.append(guard)
+    runner = web.AppRunner(
+        application,
+        access_log=None,
+        shutdown_timeout=1.0,
+        keepalive_timeout=REQUEST_S,  # which begins with the connection: so a request must arrive within it
+        max_line_size=REQUEST_BYTES,
+        max_field_size=REQUEST_BYTES,
+        max_headers=MOST_HEADERS,
+    )
+    await runner.setup()
+    try:
+        server = runner.server
+        assert server is not None
+        try:
+            listener = await asyncio.get_running_loop().create_server(
+                lambda: server() if len(server.connections) < most else _Refused(), place.host, place.port
+            )
+        except OSError as error:
+            raise place.refused(option, error) from error
+        try:
+            yield place.url(listener.sockets[0].getsockname()[1])
+        finally:
+            listener.close()
+    finally:
+        await runner.cleanup()
+
+
+async def _send(request: web.Request, response: web.Response) -> web.StreamResponse:
+    """Send a response; raise `TimeoutError` where the other side does not take it in time."""
+    async with asyncio.timeout(REQUEST_S):
+        await response.prepare(request)
+        await response.write_eof()
+    return response
+
+
+# Metrics.
+
+
+@asynccontextmanager
+async def metrics_served(place: ServedPlace | None, run_id: str) -> AsyncIterator[NodeMetrics | None]:
+    """Serve metrics for as long as the body runs, and say their address; None where nobody asked for any."""
+    if place is None:
+        yield None
+        return
+    metrics = NodeMetrics(run_id)
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        # Metrics that are open to others have a name that others gave them, and nothing to hide.
+        if place.is_own and not all(map(place.is_meant, request.headers.getall("Host", ()))):
+            raise web.HTTPMisdirectedRequest(text="Ask by an address.\n")
+        if request.path != METRICS_PATH:
+            raise web.HTTPNotFound(text=f"There is {METRICS_PATH} here.\n")
+        if request.method != "GET":
+            raise web.HTTPMethodNotAllowed(request.method, ["GET"])
+        response = web.Response(
+            body=metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
+        response.force_close()
+        return await _send(request, response)
+
+    async with _listening(answer, place, "--metrics", MOST_SCRAPES) as address:
+        say(f"metrics for Prometheus: {address}{METRICS_PATH}")
+        yield metrics
+
+
+# The page.
+
+
+class Page:
+    """What is to be seen at present. Everything may be called from any thread."""
+
+    def __init__(self, *, takes_keys: bool) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._content: tuple[SwarmView, PlaybackState | None] | None = None
+        self._number = 0
+        self._encoded: tuple[int, bytes] = (0, b"")
+        self._changed = asyncio.Event()
+        self._keys: deque[str] = deque(maxlen=MOST_KEYS)
+        self.takes_keys, self.closed, self.address = takes_keys, False, ""
+
+    def show(self, view: SwarmView, playback: PlaybackState | None = None) -> None:
+        """Show this from now on."""
+        with suppress(RuntimeError):  # the loop is gone, and so are its readers
+            self._loop.call_soon_threadsafe(self._take, view, playback)
+
+    def pressed(self) -> list[str]:
+        """Return what was pressed on the page since the last call, each by its meaning."""
+        return [self._keys.popleft() for _ in range(len(self._keys))]
+
+    def press(self, key: str) -> bool:
+        """Take a key; return whether it means anything: of `playback.KEYS`, or a share of the recording to go to."""
+        with suppress(ValueError):
+            if 0.0 <= float(key) <= 1.0:
+                self._keys.append(key)
+                return True
+        if key == "quit" or key not in KEYS.values():
+            return False
+        self._keys.append(key)
+        return True
+
+    def close(self) -> None:
+        """Let all readers go."""
+        self.closed = True
+        self._changed.set()
+
+    async def newer(self, seen: int) -> tuple[int, bytes]:
+        """Wait for something newer than `seen`; return its number and bytes, no bytes where nothing came for long."""
+        if self._number <= seen:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SIGN_OF_LIFE_S):
+                    await self._changed.wait()
+        if self._number <= seen or self._content is None:
+            return seen, b""
+        if self._encoded[0] != self._number:  # once for all readers, and only where there is one
+            self._encoded = (self._number, msgspec.json.encode(page_frame(*self._content)))
+        return self._encoded
+
+    def _take(self, view: SwarmView, playback: PlaybackState | None) -> None:
+        self._content, self._number = (view, playback), self._number + 1
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+@asynccontextmanager
+async def page_served(where: PagePlace | None, *, takes_keys: bool = False) -> AsyncIterator[Page | None]:
+    """Serve a page for as long as the body runs, and say its address; None where nobody asked for any.
+
+    `takes_keys`: a reader may steer the recording that is played, unless the page is open to all.
+    """
+    if where is None:
+        yield None
+        return
+    page = Page(takes_keys=takes_keys and bool(where.token))
+    async with _listening(_page_answers(page, where), where.place, "--web", MOST_PAGE_CONNECTIONS) as address:
+        page.address = f"{address}/{where.token}/" if where.token else f"{address}/"
+        say(f"the swarm in a browser: {page.address}")
+        try:
+            yield page
+        finally:
+            page.close()
+
+
+def _page_answers(page: Page, where: PagePlace) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    files = {name: ((Path(__file__).parent / file).read_bytes(), kind) for name, (file, kind) in FILES.items()}
+    readers = 0
+
+    async def events(request: web.Request) -> web.StreamResponse:
+        nonlocal readers
+        if readers >= MOST_READERS:
+            raise web.HTTPServiceUnavailable(text="Too many read this page already.\n")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        readers += 1
+        try:
+            await response.prepare(request)
+            await response.write(b"retry: 2000\n\n")
+            await _stream(page, response)
+        finally:
+            readers -= 1
+        return response
+
+    async def key(request: web.Request) -> web.StreamResponse:
+        async with asyncio.timeout(REQUEST_S):
+            pressed = await request.read()
+        if not page.takes_keys or not page.press(pressed[:32].decode(errors="replace")):
+            raise web.HTTPBadRequest(text="That key means nothing here.\n")
+        return web.Response(status=204)
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if not where.place.is_meant(request.host):
+            raise web.HTTPMisdirectedRequest(text="Ask by an address.\n")
+        name = _behind(request.path, where.token)
+        if request.method == "POST" and name == "key":
+            return await key(request)
+        if request.method != "GET" or name is None or (name != "events" and name not in files):
+            raise web.HTTPNotFound(text="There is nothing here.\n")
+        if name == "events":
+            return await events(request)
+        body, kind = files[name]
+        return await _send(request, web.Response(body=body, content_type=kind, charset="utf-8"))
+
+    return answer
+
+
+async def _stream(page: Page, response: web.StreamResponse) -> None:
+    """Write the newest frame again and again, at the pace of the reader."""
+    seen = 0
+    while not page.closed:
+        seen, frame = await page.newer(seen)
+        async with asyncio.timeout(WRITE_S):
+            await response.write(b"data: %b\n\n" % frame if frame else b":\n\n")
+        await asyncio.sleep(LEAST_PAUSE_S)
+
+
+def _behind(path: str, token: str) -> str | None:
+    """Return what of the page a path asks for; None where it does not know the token."""
+    if not token:
+        return path.removeprefix("/")
+    given, slash, name = path.removeprefix("/").partition("/")
+    return name if slash and hmac.compare_digest(given.encode(), token.encode()) else None
+
+
+@contextmanager
+def page_in_thread(where: PagePlace | None) -> Iterator[Page | None]:
+    """Serve a page from a thread for as long as the body runs; None where nobody asked for any.
+
+    A simulation needs this: its own loop has virtual time, and no room beside its work.
+    """
+    if where is None:
+        yield None
+        return
+    started: Future[tuple[Page, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def serve() -> None:
+        over = asyncio.Event()
+        async with page_served(where) as page:
+            assert page is not None
+            started.set_result((page, asyncio.get_running_loop(), over))
+            await over.wait()
+
+    def main() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+
+    thread = Thread(target=main, name="page", daemon=True)
+    thread.start()
+    page, loop, over = started.result()
+    try:
+        yield page
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join()
