@@ -37,7 +37,7 @@ class Format(StrEnum):
 
 # The least and the most that a number may be; `noloco_node.run.fields` holds a run file to them.
 StepCount = Annotated[int, (1, 10**6)]
-DeferralCount = Annotated[int, (1, 10_000)]
+SkipCount = Annotated[int, (1, 10_000)]
 StepPeriod = Annotated[int, (1, 1000)]
 LineShare = Annotated[float, (0.01, 0.99)]
 
@@ -74,7 +74,7 @@ class OuterConfig:
     """The paper's form: admit nothing, drain, then exchange. Otherwise training goes on until the partner is there."""
     overlap_steps: int = 8
     """A snapshot older than this many inner steps is retaken while the round stays open."""
-    deferrals_before_solo: DeferralCount = 4
+    skips_before_solo: SkipCount = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -159,7 +159,7 @@ def test_it_loads_without_torch_or_transformers() -> None:
         (MODEL + "[outer]\nbeta = 3.0\n", "outer.beta", "0.7"),
         (MODEL + "[outer]\ninner_steps_per_round = 8\n", "outer.overlap_steps = 8", "below"),
         (MODEL + "[outer]\noverlap_steps = 0\n", "outer.overlap_steps", "outer.blocking"),
-        (MODEL + "[outer]\ndeferrals_before_solo = 0\n", "outer.deferrals_before_solo", ""),
+        (MODEL + "[outer]\nskips_before_solo = 0\n", "outer.skips_before_solo", ""),
         (MODEL + "[admission]\nrule = 'listed'\n", "admission.rule", "`noloco-node init --admission RULE`"),
         (MODEL + "[admission]\nowner = 'x'\n", "admission.owner", "`noloco-node init --admission RULE`"),
         ("name = ''\n" + MODEL, "name", "letters"),

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from gossip.exchange.messages import Offer, Weights
+from gossip.exchange.messages import Propose, Weights
 from gossip.settings import Format
 from noloco_node.errors import Exit, UserError
 from noloco_node.planning.plan import mean_steps_per_round
@@ -226,7 +226,7 @@ def test_without_a_run_file_the_scenario_says_what_things_cost() -> None:
     assert setting.access().down_bytes_per_s == math.inf
     microbatch = Microbatch.__new__(Microbatch)
     assert setting.sizes.size_bytes(microbatch, "microbatch/1") == 1100
-    assert setting.sizes.size_bytes(Offer(round=1), "gossip/0") == 100
+    assert setting.sizes.size_bytes(Propose(round=1), "gossip/0") == 100
 
 
 @given(

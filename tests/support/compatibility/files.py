@@ -150,7 +150,7 @@ def events() -> list[Any]:
         ),
         product.OuterStepTaken(round=2, seconds=0.0),
         product.PartnerTooStale(round=3, partner=DONOR, partner_staleness=17, bytes_sent=900, bytes_received=100),
-        product.RoundDeferred(round=4, in_a_row=2),
+        product.RoundSkipped(round=4, in_a_row=2),
         journal.Hops(counts={DONOR: 40, KEPT_OF: 2}),
         journal.Traffic(sent={"gossip": 2468, "microbatch": 9}, received={"state": 70_000}),
         journal.Budget(bytes={"upload.allowed": 250_000.0, "upload.used": 1234.5}),

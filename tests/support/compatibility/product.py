@@ -10,25 +10,25 @@ from types import SimpleNamespace
 
 from gossip.exchange import codec
 from gossip.exchange.messages import (
-    Accepted,
+    Accept,
+    Acknowledge,
     Busy,
-    Declined,
+    Decline,
     DeclineReason,
     Gone,
     Manifest,
-    Offer,
     Parts,
     Piece,
     PieceRequest,
     Probe,
-    Received,
+    Propose,
+    ProposePrefetch,
     Section,
     StateRequest,
     Weights,
 )
-from gossip.exchange.messages import PrefetchOffer as Ahead
 from gossip.exchange.swap import common_steps, probe_coordinates
-from gossip.interface import OuterStepTaken, PartnerTooStale, RoundDeferred
+from gossip.interface import OuterStepTaken, PartnerTooStale, RoundSkipped
 from gossip.rounds.matching import partners_of_round, preferences
 from gossip.settings import Format
 from gossip.transfer import chunks as pieces
