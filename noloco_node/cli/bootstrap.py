@@ -38,8 +38,7 @@ from noloco_node.machine.signals import departure
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import short
 from noloco_node.run.config import RunConfig
-from noloco_node.run.permissions import is_public
-from noloco_node.run.runfile import read_run_text
+from noloco_node.run.runfile import is_public, read_run_text
 from noloco_node.state_sync import weight_exchange
 from noloco_node.state_sync.weight_exchange import WeightServer
 from noloco_node.storage.home import Home

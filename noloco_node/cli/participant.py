@@ -38,8 +38,8 @@ from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import short
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_per_s
 from noloco_node.planning.model_layout import ModelLayout, check_download, model_layout
-from noloco_node.run.permissions import check_text, summary
 from noloco_node.run.protocols import GOSSIP
+from noloco_node.run.runfile import check_text, summary
 from noloco_node.storage.home import Home, RunPaths
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.access import RunAccess, connected

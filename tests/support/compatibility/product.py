@@ -71,7 +71,7 @@ from noloco_node.sim.report.command import complete, put_together
 from noloco_node.sim.report.figures import Report, make_report
 from noloco_node.sim.report.trace import EventTrace as Trace
 from noloco_node.sim.report.trace import trace_file
-from noloco_node.sim.scenario.toml_writer import scenario_text
+from noloco_node.sim.scenario.scenario import scenario_text
 from noloco_node.sim.world import Watcher, World, simulate
 from noloco_node.state_sync.download import SNAPSHOT
 from noloco_node.state_sync.replica_mean import LeftOut
