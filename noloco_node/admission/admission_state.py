@@ -14,8 +14,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-from noloco_node.admission.peer_keys import key_of
-from noloco_node.admission.ticket import TICKET_BYTES, RevocationList, Right, TicketFacts, decode, decode_list, facts_of
+from noloco_node.admission.ticket import (
+    TICKET_BYTES,
+    RevocationList,
+    Right,
+    TicketFacts,
+    decode,
+    decode_list,
+    facts_of,
+    key_of,
+)
 from noloco_node.errors import Exit, UserError
 
 MOST_SHOWN = 8192

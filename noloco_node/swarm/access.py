@@ -20,8 +20,7 @@ from noloco_node.admission.admission_hook import AdmissionHook
 from noloco_node.admission.admission_state import AdmissionState, no_ticket, not_admitted, told
 from noloco_node.admission.held_ticket import RENEW_S, HeldTicket
 from noloco_node.admission.owner_files import key_file, load_key
-from noloco_node.admission.peer_keys import key_of, read_key
-from noloco_node.admission.ticket import LOOK_S, TICKET_BYTES, InviteCredential, Right, decode
+from noloco_node.admission.ticket import LOOK_S, TICKET_BYTES, InviteCredential, Right, decode, key_of, read_key
 from noloco_node.admission.ticket_service import LOOK_BITS, TicketReply, TicketRequest, TicketSigner, work
 from noloco_node.errors import Exit, UserError, config_error, reason_of
 from noloco_node.libp2p.addresses import KnownPeers

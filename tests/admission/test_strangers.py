@@ -15,8 +15,7 @@ from admission_keys import admitted, key
 from limits import LAST_RESORT_S, PATIENT
 
 from noloco_node.admission.admission_state import AdmissionState
-from noloco_node.admission.peer_keys import key_of
-from noloco_node.admission.ticket import MEMBER, encode, encode_list, grant, signed_list
+from noloco_node.admission.ticket import MEMBER, encode, encode_list, grant, key_of, signed_list
 from noloco_node.doctor import command
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import network as libp2p_network

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from processes import Commands
 from typer.testing import CliRunner
 
-from noloco_node.admission.peer_keys import peer_of_file
+from noloco_node.admission.ticket import peer_of_file
 from noloco_node.cli.main import app
 from noloco_node.doctor import command, machine_checks
 from noloco_node.doctor.machine_checks import Finding, Grade, Need, Supply, exit_code, line, verdict

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gossip.interface import OuterStepTaken
-from noloco_node.admission.peer_keys import peer_of_file
+from noloco_node.admission.ticket import peer_of_file
 from noloco_node.cli.main import app
 from noloco_node.errors import UserError
 from noloco_node.journal import events
