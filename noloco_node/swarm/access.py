@@ -17,8 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_hook import AdmissionHook
-from noloco_node.admission.admission_state import AdmissionState, no_ticket, not_admitted, told
-from noloco_node.admission.held_ticket import RENEW_S, HeldTicket
+from noloco_node.admission.admission_state import RENEW_S, AdmissionState, HeldTicket, no_ticket, not_admitted, told
 from noloco_node.admission.owner_files import key_file, load_key
 from noloco_node.admission.ticket import LOOK_S, TICKET_BYTES, InviteCredential, Right, decode, key_of, read_key
 from noloco_node.admission.ticket_service import LOOK_BITS, TicketReply, TicketRequest, TicketSigner, work
