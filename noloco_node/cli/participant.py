@@ -23,7 +23,7 @@ from noloco_node.journal.reader import read
 from noloco_node.journal.writer import Journal
 from noloco_node.libp2p.addresses import KnownPeers
 from noloco_node.libp2p.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
-from noloco_node.limits.traffic_ledger import TrafficLedger
+from noloco_node.limits.budget import TrafficLedger
 from noloco_node.machine.device import EnergyMeter, choose_device, energy_meter
 from noloco_node.machine.interface import Reporter
 from noloco_node.machine.memory import machine_free_bytes, share_arenas

@@ -19,13 +19,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import date, datetime, time, timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from noloco_node.errors import Exit, UserError
+from noloco_node.storage import atomic_file
 from noloco_node.units import parse_bytes, parse_rate
 
 LEAST_RATE = 16_000.0
@@ -238,3 +240,54 @@ def next_month_s(now: datetime) -> float:
     """Return the seconds until the next calendar month."""
     year, month = divmod(now.year * 12 + now.month, 12)
     return datetime(year, month + 1, 1, tzinfo=now.tzinfo).timestamp() - now.timestamp()
+
+
+class TrafficLedger:
+    """The count of one home. `now`: the time of day here, as the calendar has it."""
+
+    def __init__(self, path: Path, now: Callable[[], datetime], say: Callable[[str], None]) -> None:
+        self._path, self._now, self._say = path, now, say
+        self._spent = self._read()
+        self._written, self._refused = self._spent, False
+
+    @property
+    def spent(self) -> MonthUsage:
+        """What was spent this month."""
+        return spend(self._spent, self._now(), 0, 0)
+
+    def add(self, sent_bytes: int, received_bytes: int) -> None:
+        """Count so many bytes."""
+        self._spent = spend(self._spent, self._now(), sent_bytes, received_bytes)
+
+    def keep(self) -> None:
+        """Write the file if anything is new; a disk that refuses is said once."""
+        if self._spent == self._written:
+            return
+        try:
+            atomic_file.write(self._path, msgspec.json.encode(self._spent))
+        except OSError as error:
+            if not self._refused:
+                self._say(
+                    f"cannot note the traffic of this month in {self._path}: {error.strerror}; a restart forgets it"
+                )
+            self._refused = True
+        else:
+            self._written, self._refused = self._spent, False
+
+    def _read(self) -> MonthUsage:
+        nothing = MonthUsage(month=month_of(self._now()))
+        try:
+            found = msgspec.json.decode(self._path.read_bytes(), type=MonthUsage)
+        except FileNotFoundError:
+            return nothing
+        except OSError as error:
+            raise UserError(
+                f"cannot read {self._path}",
+                why=error.strerror or str(error),
+                hint="repair its permissions, or give another directory with --home",
+                code=Exit.STORAGE,
+            ) from error
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            self._say(f"{self._path} is garbled: counting this month's traffic from zero")
+            return nothing
+        return found if min(found.sent_bytes, found.received_bytes) >= 0 else nothing

@@ -32,13 +32,13 @@ from noloco_node.limits.budget import (
     Hours,
     MonthUsage,
     OwnerLimits,
+    TrafficLedger,
     read_hours,
     read_owner_limits,
     read_rate,
     read_size,
 )
 from noloco_node.limits.rate_limit import FairLimiter, LimitHook, spending
-from noloco_node.limits.traffic_ledger import TrafficLedger
 from noloco_node.network.interface import Conversation, HookedNetwork, PeerNetwork
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema, TensorSpec
 from noloco_node.network.wire import message_bytes

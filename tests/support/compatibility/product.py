@@ -51,8 +51,8 @@ from noloco_node.libp2p import record_checks as signing
 from noloco_node.libp2p.addresses import RELAYS_KEY, relay_record, relays_of
 from noloco_node.libp2p.settings import RunSecret
 from noloco_node.limits.budget import OwnerLimits as Allowance
+from noloco_node.limits.budget import TrafficLedger as Ledger
 from noloco_node.limits.rate_limit import LimitHook
-from noloco_node.limits.traffic_ledger import TrafficLedger as Ledger
 from noloco_node.network.interface import HookedNetwork
 from noloco_node.network.schema import Schema
 from noloco_node.network.wire import FrameDecoder as Intake
