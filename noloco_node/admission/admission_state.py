@@ -1,10 +1,16 @@
-"""What one peer knows of who may take part: tickets that were shown, the latest list of revocations, and the time.
+"""What one peer knows of who may take part, and the ticket that it holds itself.
 
-No I/O: a network asks it before a handler runs, before a record counts, and at every message of a conversation, so that
-whoever is shut out or whose ticket expires is out at once.
+**Others** (`AdmissionState`, no I/O): tickets that were shown, the latest list of revocations, and the time. A network
+asks it before a handler runs, before a record counts, and at every message of a conversation, so a peer that is revoked
+or whose ticket expires is out at once. An invitation is for the peer that shows it first, as each peer remembers for
+itself; where a peer sees two at once that hold it, the smaller id stays. The owner sees both in `members list` and can
+revoke it.
 
-An invitation is for whoever shows it first. Who that was each peer remembers for itself; where somebody sees two at
-once that both hold it, the smaller id stays, and its owner sees both in `members list` and can revoke it.
+**Our own** (`HeldTicket`): a node's, a visitor's, or a bootstrap peer's; nothing else replaces it. It comes from what
+its holder has (an invite, a home, a key) or from a peer that signs tickets. A good one is renewed before it expires
+(`renew`). A refused one is given up at once (`another`): it expired in a sleep, or the owner revoked it or the delegate
+that had signed it. What the holder has is tried first, then a signing peer is asked. The hook that shows the ticket
+calls `another` whenever a use of it finds the ticket refused, so no command has to remember that.
 
 Also how a peer that has no right to something is told so, and how that is said to a person.
 """
@@ -40,6 +46,14 @@ FOREIGN = "its ticket is not one of this run's owner"
 SHUT_OUT = "the owner of the run has shut it out"
 _TO_US = (("it has", "you have"), ("its", "your"), ("it", "you"))
 """A refusal as others say it, and as we say it to a person."""
+RENEW_S = 86400.0
+"""A ticket is renewed when it has no longer to live."""
+MOST_PAUSE_S, LEAST_PAUSE_S = 3600.0, 30.0
+"""Between two looks at how long ours still lives, or two requests for another: a quarter of what is left of it."""
+SILENCE_S = 10.0
+"""For which no signing peer is asked again after none has answered."""
+SAID_AGAIN = 0.5
+"""A warning is repeated when only this share is left of the time that the last one named."""
 
 
 class AdmissionState:
@@ -216,16 +230,6 @@ def addressed(refusal: str) -> str:
 def told(refusals: Iterable[str]) -> str:
     """Return in one line what bootstrap peers say about us, each sentence once."""
     return "; ".join(f"the bootstrap peer says: {each}" for each in dict.fromkeys(map(addressed, refusals)))
-
-
-RENEW_S = 86400.0
-"""A ticket is renewed when it has no longer to live."""
-MOST_PAUSE_S, LEAST_PAUSE_S = 3600.0, 30.0
-"""Between two looks at how long ours still lives, or two requests for another: a quarter of what is left of it."""
-SILENCE_S = 10.0
-"""For which no signing peer is asked again after none has answered."""
-SAID_AGAIN = 0.5
-"""A warning is repeated when only this share is left of the time that the last one named."""
 
 
 class HeldTicket:

@@ -15,6 +15,9 @@ invitation, or a ticket. As text it begins with a letter that says which:
 rises, and everybody believes the latest. It names keys: of peers, of invitations, of delegates; whatever depends on one
 of them is shut out with it, until the time that stands beside it. What has expired is dropped when the next list is
 signed, so it stays short.
+
+An Ed25519 peer id is the key itself, wrapped: in base 58 a multihash `identity` of libp2p's protobuf of the key. So a
+signature for a peer id needs no authority that says which key belongs to whom.
 """
 
 from __future__ import annotations

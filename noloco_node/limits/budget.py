@@ -1,18 +1,20 @@
-"""What a peer may spend of its line, and when: rates, a monthly cap, hours of the day. Pure; `rate_limit` acts on it.
+"""What a peer may spend of its line, and when: rates, a monthly cap, hours of the day; what it has spent this month.
 
-Amounts are read as people write them, and what can be read in two ways is refused rather than guessed. Rates are bits
-with `bit` (20mbit, 20 Mbit/s, 20mbps) and bytes with a capital B and a time (2.5MB/s, 1MiB/s); sizes are bytes (300GB,
-1TiB). k, M, G, T are powers of 1000, Ki, Mi, Gi, Ti of 1024.
+Amounts are read as people write them, and an amount that can be read in two ways is refused rather than guessed. Rates
+are bits with `bit` (20mbit, 20 Mbit/s, 20mbps) and bytes with a capital B and a time (2.5MB/s, 1MiB/s); sizes are bytes
+(300GB, 1TiB). k, M, G, T are powers of 1000, Ki, Mi, Gi, Ti of 1024.
 
 A rate is kept by a **token bucket**: it fills at the rate up to the burst, and nothing leaves that it does not hold. So
-over any stretch of t seconds no more is granted than rate * t + burst. Whoever needs more than a slice is granted one
-slice after the other, in turn with the others, so that a large copy takes its share of the line and no more; small
-messages (offers, answers, requests) come before all of them and wait for one slice at most.
+over any stretch of t seconds no more is granted than rate * t + burst.
 
 **Hours** are times of day on this machine's clock, "22-08" from ten in the evening until eight in the morning; equal
 ones are the whole day. A day's stretch is two instants, worked out from the dates: so on a day on which the clock is
 put forward or back it begins and ends once, an hour longer or shorter, and a time of day that the clock leaves out
 counts as the instant that it would have been.
+
+The **ledger** is a small file in a home, written once a minute while anything moves and when a shift ends, so a node
+that is killed forgets a minute at most. A file that cannot be decoded counts as nothing spent, and a disk that refuses
+costs the counting and not the training: both are said.
 """
 
 from __future__ import annotations
