@@ -20,9 +20,8 @@ from datetime import datetime
 from typing import NamedTuple, TypeAlias
 
 from noloco_node.errors import Exit, UserError, causes, user_error_of
-from noloco_node.limits.budget import MonthUsage, OwnerLimits, in_hours, is_spent, next_month_s
+from noloco_node.limits.budget import MonthUsage, OwnerLimits, TrafficLedger, in_hours, is_spent, next_month_s
 from noloco_node.limits.rate_limit import LimitHook
-from noloco_node.limits.traffic_ledger import TrafficLedger
 from noloco_node.machine.signals import Departure
 from noloco_node.network.interface import HookedNetwork, PeerNetwork
 from noloco_node.tasks import loop_s, until_event

@@ -19,16 +19,16 @@ from toy_gossip import CUT, SWALLOW, Line, Toy, ToySettings, World, honest, live
 from gossip.exchange.codec import Coded, Sides
 from gossip.exchange.messages import (
     NOTHING,
-    Accepted,
-    Declined,
+    Accept,
+    Acknowledge,
+    Decline,
     DeclineReason,
-    Offer,
-    PrefetchOffer,
     Probe,
-    Received,
+    Propose,
+    ProposePrefetch,
     Weights,
 )
-from gossip.interface import Candidate, Origin, PartnerTooStale, RoundDeferred
+from gossip.interface import Candidate, Origin, PartnerTooStale, RoundSkipped
 from gossip.rounds.outer_optimiser import Step
 from gossip.rounds.prefetch import SWAPS_AT_MOST, Prefetched
 from gossip.rounds.round_state import VAIN_AT_MOST
@@ -203,7 +203,7 @@ def test_codes_that_cannot_be_right_change_nothing(what: str) -> None:
         return message
 
     async def main() -> Toy:
-        a, b = pair(replace(SETTINGS, codec=codec, deferrals_before_solo=100), World(tamper=tamper))
+        a, b = pair(replace(SETTINGS, codec=codec, skips_before_solo=100), World(tamper=tamper))
         await live([a, b], 45)
         return a
 
@@ -277,7 +277,7 @@ def test_rounds_apply_the_joint_rule(period: int, share: float) -> None:
 def test_solo_rounds_without_a_meeting_are_counted_and_a_meeting_ends_them() -> None:
     async def main() -> tuple[Toy, list[float]]:
         world = World()
-        toy, late = (Toy(world, name, replace(SETTINGS, deferrals_before_solo=2)) for name in ("a", "late"))
+        toy, late = (Toy(world, name, replace(SETTINGS, skips_before_solo=2)) for name in ("a", "late"))
         late.listed, seen = False, []
         toy.stale_list = (Candidate("ghost", 0),)
         runners = [asyncio.create_task(each.rounds.run()) for each in (toy, late)]
@@ -291,10 +291,10 @@ def test_solo_rounds_without_a_meeting_are_counted_and_a_meeting_ends_them() -> 
         return toy, seen
 
     toy, seen = run(main())
-    # Each opening finds the one before unmet: two deferrals in a round of one number, then a solo round, ...
+    # Each opening finds the one before unmet: two skipped rounds in a round of one number, then a solo round, ...
     assert seen == [1, 1, 1, 2, 2, 2, 3, 3, 3]
     assert [step.staleness_rounds for step in toy.solo] == [1, 2, 3][: len(toy.solo)]
-    assert sum(isinstance(event, RoundDeferred) for event in toy.events) + len(toy.solo) >= 8
+    assert sum(isinstance(event, RoundSkipped) for event in toy.events) + len(toy.solo) >= 8
     (met,) = toy.met
     # Neither has ever met anybody.
     assert met.staleness_rounds == met.partner_staleness > 1
@@ -521,7 +521,7 @@ def test_whoever_had_meetings_enough_in_this_round_has_no_other(breaks: bool, bl
 
     async def main() -> tuple[Toy, int, list[DeclineReason]]:
         world, said, accepted = World(), [], 0
-        settings = replace(SETTINGS, staleness_at_most=3, deferrals_before_solo=100, blocking=blocking)
+        settings = replace(SETTINGS, staleness_at_most=3, skips_before_solo=100, blocking=blocking)
         toy = Toy(world, "a", settings, origin=aged(drawn(1), 1))
         toy.stale_list = (Candidate("stranger", 20),)
         claim = Probe(round=20, last_met=0, version=0, holds=NOTHING, slow=drawn(1), fast=None)
@@ -531,13 +531,13 @@ def test_whoever_had_meetings_enough_in_this_round_has_no_other(breaks: bool, bl
             while True:
                 with suppress(ConnectionError, TimeoutError):
                     async with asyncio.timeout(5.0), world.conversing("stranger")("a") as line:
-                        await line.send(Offer(round=20))
+                        await line.send(Propose(round=20))
                         reply = await line.receive()
-                        if isinstance(reply, Declined):
+                        if isinstance(reply, Decline):
                             said.append(reply.reason)
                         elif not breaks:
                             accepted += 1
-                            for message in (claim, Weights(fast=(), slow=()), Received()):
+                            for message in (claim, Weights(fast=(), slow=()), Acknowledge()):
                                 await line.send(message)
                                 await line.receive()
                         else:
@@ -585,7 +585,7 @@ def test_slow_weights_travel_ahead_and_not_again(codec: Format) -> None:
         return run(main())
 
     with_it = lived(honest)
-    without = lived(lambda sender, receiver, message: SWALLOW if isinstance(message, PrefetchOffer) else message)
+    without = lived(lambda sender, receiver, message: SWALLOW if isinstance(message, ProposePrefetch) else message)
     coded = wire_bytes(codec, [(SIZE,)])
     for toy in with_it:
         statistics = toy.rounds.statistics()
@@ -649,7 +649,7 @@ def test_a_meeting_does_not_count_on_what_a_swap_under_way_replaces() -> None:
 
     def tamper(sender: str, receiver: str, message: Any) -> Any:
         nonlocal asked, swaps
-        if isinstance(message, Accepted) and message.round == 0:
+        if isinstance(message, Accept) and message.round == 0:
             asked, swaps = sender, swaps + 1
         elif isinstance(message, Probe) and message.round == 1:
             held.append(message.holds)
@@ -671,7 +671,7 @@ def test_a_meeting_does_not_count_on_what_a_swap_under_way_replaces() -> None:
 
 def test_somebody_who_says_that_it_holds_what_it_does_not_harms_itself_only() -> None:
     def tamper(sender: str, receiver: str, message: Any) -> Any:
-        if isinstance(message, PrefetchOffer):
+        if isinstance(message, ProposePrefetch):
             return SWALLOW
         return replace(message, holds=0) if sender == "b" and isinstance(message, Probe) else message
 
@@ -694,11 +694,11 @@ def test_a_swap_is_declined_while_it_makes_no_sense() -> None:
         toys[0].stale_list = (Candidate("somebody", 0),)
         for name in ("a", "b"):
             async with world.conversing("stranger")(name) as line:
-                await line.send(PrefetchOffer())
+                await line.send(ProposePrefetch())
                 said.append(await line.receive())
         return said
 
-    assert all(isinstance(answer, Declined) for answer in run(main()))
+    assert all(isinstance(answer, Decline) for answer in run(main()))
 
 
 def test_a_swap_that_was_declined_is_proposed_again_when_the_partner_says() -> None:
@@ -707,8 +707,8 @@ def test_a_swap_that_was_declined_is_proposed_again_when_the_partner_says() -> N
 
         async def decline(line: Line) -> None:
             nonlocal proposed
-            proposed += isinstance(await line.receive(), PrefetchOffer)
-            await line.send(Declined(reason=DeclineReason.ENGAGED, retry_after_s=1.0, round=1))
+            proposed += isinstance(await line.receive(), ProposePrefetch)
+            await line.send(Decline(reason=DeclineReason.ENGAGED, retry_after_s=1.0, round=1))
 
         world.answerers["b"] = decline
         toy = Toy(world, "a", replace(SETTINGS, **APART._asdict()))
@@ -746,7 +746,7 @@ def test_slow_weights_are_spared_only_where_the_partner_holds_the_present_ones(
     run(main())
 
 
-def test_an_offer_is_answered_while_a_swap_lasts() -> None:
+def test_a_proposal_is_answered_while_a_swap_lasts() -> None:
     async def main() -> object:
         world = World(tamper=lambda s, r, m: SWALLOW if isinstance(m, Weights) else m)
         toys = pair(replace(SETTINGS, **APART._asdict()), world, apart=0.1)
@@ -754,19 +754,19 @@ def test_an_offer_is_answered_while_a_swap_lasts() -> None:
         await asyncio.sleep(1.0)
         assert toys[0].rounds.view.prefetch_partner == "b"
         async with world.conversing("stranger")("a") as line:
-            await line.send(Offer(round=1))
+            await line.send(Propose(round=1))
             answer = await line.receive()
         for runner in runners:
             runner.cancel()
         return answer
 
-    assert isinstance(run(main()), Declined)
+    assert isinstance(run(main()), Decline)
 
 
 async def swap_in_vain(line: Line, probe: Probe) -> None:
     """Agree on a swap ahead of time, take what comes, and give nothing."""
-    await line.send(PrefetchOffer())
-    if isinstance(await line.receive(), Accepted):
+    await line.send(ProposePrefetch())
+    if isinstance(await line.receive(), Accept):
         await line.send(probe)
         await line.receive()
         await line.receive()
@@ -782,7 +782,7 @@ def test_a_stranger_is_given_slow_weights_twice_at_most_and_it_is_counted() -> N
             return message
 
         world.tamper = tamper
-        toy = Toy(world, "a", replace(SETTINGS, **APART._asdict(), deferrals_before_solo=1), origin=origin(drawn(1)))
+        toy = Toy(world, "a", replace(SETTINGS, **APART._asdict(), skips_before_solo=1), origin=origin(drawn(1)))
         toy.stale_list = (Candidate("stranger", 0),)
         probe = Probe(round=0, last_met=0, version=0, holds=NOTHING, slow=drawn(1), fast=None)
 

@@ -1,4 +1,4 @@
-"""Rounds: everybody meets, nobody hangs, and whatever goes wrong costs one deferral and changes no weights."""
+"""Rounds: everybody meets, nobody hangs, and whatever goes wrong costs one skipped round and changes no weights."""
 
 import asyncio
 from collections import Counter
@@ -12,8 +12,8 @@ import pytest
 import torch
 from toy_gossip import CUT, SWALLOW, Line, Toy, ToySettings, World, at_once, live
 
-from gossip.exchange.messages import Accepted, Declined, DeclineReason, Offer, Received, Weights
-from gossip.interface import Candidate, Origin, RoundContext, RoundDeferred
+from gossip.exchange.messages import Accept, Acknowledge, Decline, DeclineReason, Propose, Weights
+from gossip.interface import Candidate, Origin, RoundContext, RoundSkipped
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import Outer, OuterState, Tensors
 from gossip.settings import RoundTimeouts
@@ -105,19 +105,19 @@ def test_the_same_seeds_give_the_same_events() -> None:
     assert history() == history()
 
 
-def test_with_an_odd_number_one_defers_each_round() -> None:
+def test_with_an_odd_number_one_skips_each_round() -> None:
     async def main() -> list[Toy]:
         toys = swarm(World(), 3)
-        # The last meeting needs a moment after the opening at step 200, the last deferral comes at step 220.
+        # The last meeting needs a moment after the opening at step 200, the last skipped round is at step 220.
         await live(toys, 220)
         return toys
 
     toys = run(main())
-    deferrals = [toy.rounds.statistics()["deferred"] for toy in toys]
-    assert sum(deferrals) == 10
-    assert max(deferrals) <= 6
+    skipped = [toy.rounds.statistics()["skipped"] for toy in toys]
+    assert sum(skipped) == 10
+    assert max(skipped) <= 6
     assert sum(len(toy.met) for toy in toys) == 20
-    # Deferred replicas catch up with the numbers of the others.
+    # Skipped replicas catch up with the numbers of the others.
     assert [toy.rounds.finished for toy in toys].count(10) >= 2
 
 
@@ -142,7 +142,7 @@ def test_who_is_declined_learns_the_others_round() -> None:
 
         async def decline(line: Line) -> None:
             await line.receive()
-            await line.send(Declined(reason=DeclineReason.MET, retry_after_s=5.0, round=2))
+            await line.send(Decline(reason=DeclineReason.MET, retry_after_s=5.0, round=2))
 
         world.answerers["b"] = decline
         toy = Toy(world, "a", SETTINGS)
@@ -159,7 +159,7 @@ def test_a_liars_round_number_drags_nobody() -> None:
         world = World(
             tamper=lambda sender, receiver, message: (
                 replace(message, round=10**12)
-                if sender == "p3" and isinstance(message, Offer | Accepted | Declined)
+                if sender == "p3" and isinstance(message, Propose | Accept | Decline)
                 else message
             )
         )
@@ -193,12 +193,12 @@ def test_rosters_may_disagree() -> None:
 
 
 @both_forms
-def test_crossed_offers_meet_exactly_once(settings: ToySettings) -> None:
-    offers: list[str] = []
+def test_crossed_proposals_meet_exactly_once(settings: ToySettings) -> None:
+    proposals: list[str] = []
 
     def listen(sender: str, receiver: str, message: Any) -> Any:
-        if isinstance(message, Offer):
-            offers.append(sender)
+        if isinstance(message, Propose):
+            proposals.append(sender)
         return message
 
     async def main() -> list[Toy]:
@@ -207,7 +207,7 @@ def test_crossed_offers_meet_exactly_once(settings: ToySettings) -> None:
         return toys
 
     first, second = run(main())
-    assert sorted(offers) == ["p00", "p01"]
+    assert sorted(proposals) == ["p00", "p01"]
     assert [step.partner for step in first.met] == ["p01"]
     assert [step.partner for step in second.met] == ["p00"]
     assert first.rounds.statistics()["declined"] + second.rounds.statistics()["declined"] == 1
@@ -241,7 +241,7 @@ def test_snapshots_are_kept_while_the_exchange_lasts_longer_than_a_round() -> No
     toys = run(main())
     mean = fmean(trained(20.0, toy.optimum, 20) for toy in toys)
     for toy in toys:
-        # Opened at step 20, agreed 10 and 15 s later, over after 40, when the next round was due: nothing is deferred.
+        # Opened at step 20, agreed 10 and 15 s later, over after 40, when the next round was due: nothing is skipped.
         (step,) = toy.events
         assert step is toy.met[0]
         assert step.staleness >= 20
@@ -267,7 +267,7 @@ def test_both_apply_the_rule_to_the_same_facts() -> None:
         assert (step.round, step.staleness, step.gap) == (1, 1, 0.0)
         # 4 fast weights and 4 probed ones.
         assert step.bytes_sent == step.bytes_received == 4 * (4 + 4)
-        # Acceptance, probes, weights, receipt: each of them a trip.
+        # Acceptance, probes, weights, acknowledgement: each of them a trip.
         assert step.seconds == pytest.approx(0.04)
 
 
@@ -377,7 +377,7 @@ def broken_meeting(spoil: str, fate: object, settings: ToySettings = SETTINGS, b
 @both_forms
 @pytest.mark.parametrize("fate", [CUT, SWALLOW], ids=["cut", "swallowed"])
 @pytest.mark.parametrize(
-    ("spoil", "by"), [("Offer", "b"), ("Declined", "b"), ("Accepted", "a"), ("Weights", "a"), ("Weights", "b")]
+    ("spoil", "by"), [("Propose", "b"), ("Decline", "b"), ("Accept", "a"), ("Weights", "a"), ("Weights", "b")]
 )
 def test_a_line_lost_before_or_during_the_swap_changes_nothing(
     settings: ToySettings, fate: object, spoil: str, by: str
@@ -393,17 +393,17 @@ def test_a_line_lost_before_or_during_the_swap_changes_nothing(
 
 
 @both_forms
-def test_a_lost_last_receipt_leaves_one_deferred_and_the_other_fine(settings: ToySettings) -> None:
+def test_a_lost_last_acknowledgement_leaves_one_skipped_and_the_other_fine(settings: ToySettings) -> None:
     asked_by_whom: list[str] = []
-    receipts = 0
+    acknowledgements = 0
 
     def tamper(sender: str, receiver: str, message: Any) -> Any:
-        nonlocal receipts
-        if isinstance(message, Accepted):
+        nonlocal acknowledgements
+        if isinstance(message, Accept):
             asked_by_whom.append(sender)
-        if isinstance(message, Received):
-            receipts += 1
-            return CUT if receipts == 2 else message
+        if isinstance(message, Acknowledge):
+            acknowledgements += 1
+            return CUT if acknowledgements == 2 else message
         return message
 
     async def main() -> list[Toy]:
@@ -440,16 +440,16 @@ def test_after_a_loss_the_next_round_is_met(settings: ToySettings) -> None:
 
     for toy in run(main()):
         assert len(toy.lost) == 1
-        # At once again in the same round where the refusal of a crossed offer said so, else in the next one.
-        assert len(toy.met) + toy.rounds.statistics()["deferred"] == 3
+        # At once again in the same round where the refusal of a crossed proposal said so, else in the next one.
+        assert len(toy.met) + toy.rounds.statistics()["skipped"] == 3
         assert len(toy.met) >= 2
 
 
 @both_forms
-@pytest.mark.parametrize("kind", [Offer, Weights, Received])
+@pytest.mark.parametrize("kind", [Propose, Weights, Acknowledge])
 def test_a_silent_partner_costs_only_the_deadline(settings: ToySettings, kind: type) -> None:
     def tamper(sender: str, receiver: str, message: Any) -> Any:
-        silent = sender == "silent" or (receiver == "silent" and kind is Offer)
+        silent = sender == "silent" or (receiver == "silent" and kind is Propose)
         return SWALLOW if silent and isinstance(message, kind) else message
 
     async def main() -> list[Toy]:
@@ -464,7 +464,7 @@ def test_a_silent_partner_costs_only_the_deadline(settings: ToySettings, kind: t
     for toy, other in ((a, "b"), (b, "a")):
         assert len([step for step in toy.met if step.partner == other]) >= 4
         assert toy.idle_s < 1e-6
-    if kind is not Received:
+    if kind is not Acknowledge:
         assert silent.met == []
 
 
@@ -485,7 +485,7 @@ def test_implausible_weights_change_nothing(settings: ToySettings, what: str) ->
 
     async def main() -> Toy:
         world = World(tamper=tamper)
-        patient = replace(settings, deferrals_before_solo=100)
+        patient = replace(settings, skips_before_solo=100)
         toys = [Toy(world, name, patient) for name in ("honest", "liar")]
         await live(toys, 90)
         return toys[0]
@@ -501,10 +501,10 @@ def test_implausible_weights_change_nothing(settings: ToySettings, what: str) ->
 
 
 @both_forms
-@pytest.mark.parametrize("nonsense", [None, 7, Received(), "Accepted"])
-def test_nonsense_instead_of_an_answer_or_an_offer_is_survived(settings: ToySettings, nonsense: object) -> None:
+@pytest.mark.parametrize("nonsense", [None, 7, Acknowledge(), "Accept"])
+def test_nonsense_instead_of_an_answer_or_a_proposal_is_survived(settings: ToySettings, nonsense: object) -> None:
     def tamper(sender: str, receiver: str, message: Any) -> Any:
-        return nonsense if sender == "fool" and isinstance(message, Offer | Accepted | Declined) else message
+        return nonsense if sender == "fool" and isinstance(message, Propose | Accept | Decline) else message
 
     async def main() -> list[Toy]:
         toys = [Toy(World(tamper=tamper), "a", settings)]
@@ -517,7 +517,7 @@ def test_nonsense_instead_of_an_answer_or_an_offer_is_survived(settings: ToySett
     assert len(a.met) == len(b.met) >= 3
 
 
-# Alone, deferred, solo.
+# Alone, skipped, solo.
 
 
 def test_alone_every_round_is_solo_at_once() -> None:
@@ -529,7 +529,7 @@ def test_alone_every_round_is_solo_at_once() -> None:
     toy = run(main())
     assert [step.round for step in toy.solo] == [1, 2, 3]
     assert all(step.staleness == 0 and step.gap is None and step.bytes_sent == 0 for step in toy.solo)
-    assert toy.rounds.statistics()["deferred"] == 0
+    assert toy.rounds.statistics()["skipped"] == 0
     # Round 1 from no momentum: the slow weights go 0.7 of the way to the fast ones, and theta <- phi.
     slow = fast = 20.0
     momentum = 0.0
@@ -541,18 +541,18 @@ def test_alone_every_round_is_solo_at_once() -> None:
     assert float(toy.fast[0]) == pytest.approx(slow, rel=1e-5)
 
 
-def test_nobody_answers_defer_a_few_times_then_solo() -> None:
+def test_nobody_answers_skip_a_few_times_then_solo() -> None:
     async def main() -> Toy:
-        (toy,) = swarm(World(), 1, replace(SETTINGS, deferrals_before_solo=3))
+        (toy,) = swarm(World(), 1, replace(SETTINGS, skips_before_solo=3))
         toy.stale_list = (Candidate("ghost", 0),)
         await live([toy], 20 * 10)
         return toy
 
     toy = run(main())
-    kinds = ["deferred" if isinstance(event, RoundDeferred) else "solo" for event in toy.events]
-    # Openings at 20, 40, ...: each deferral is known when the next opening is due.
-    assert kinds == ["deferred"] * 3 + ["solo"] + ["deferred"] * 3 + ["solo"] + ["deferred"]
-    assert [event.in_a_row for event in toy.events if isinstance(event, RoundDeferred)] == [1, 2, 3, 1, 2, 3, 1]
+    kinds = ["skipped" if isinstance(event, RoundSkipped) else "solo" for event in toy.events]
+    # Openings at 20, 40, ...: each skipped round is known when the next opening is due.
+    assert kinds == ["skipped"] * 3 + ["solo"] + ["skipped"] * 3 + ["solo"] + ["skipped"]
+    assert [event.in_a_row for event in toy.events if isinstance(event, RoundSkipped)] == [1, 2, 3, 1, 2, 3, 1]
     assert toy.rounds.statistics()["unanswered"] > 0
 
 
@@ -657,17 +657,17 @@ def test_the_one_left_over_does_not_wait_for_leavers() -> None:
     assert all(toy.rounds.statistics()["open"] == 0 for toy in toys)
 
 
-def test_after_the_last_round_every_offer_is_declined() -> None:
+def test_after_the_last_round_every_proposal_is_declined() -> None:
     async def main() -> object:
         world = World()
         (toy,) = swarm(world, 1)
         await live([toy], 10, end_politely)
         async with world.conversing("late")("p00") as line:
-            await line.send(Offer(round=1))
+            await line.send(Propose(round=1))
             return await line.receive()
 
     answer = run(main())
-    assert isinstance(answer, Declined)
+    assert isinstance(answer, Decline)
     assert answer.reason is DeclineReason.LEAVING
 
 
