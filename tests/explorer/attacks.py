@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from gossip.exchange.messages import Accepted, Declined, Offer, Probe
+from gossip.exchange.messages import Accept, Decline, Probe, Propose
 from noloco_node.network.interface import HookedConversation, HookedNetwork
 from noloco_node.run.protocols import GOSSIP, MICROBATCH
 from noloco_node.swarm.receipts import SOURCE_LIFETIME_S, ReceiptRecord, SourceRecord
@@ -270,7 +270,7 @@ def in_round(number: int) -> Callable[[Any], Any]:
         match message:
             case Probe():
                 return replace(message, round=number, last_met=number)
-            case Offer() | Accepted() | Declined():
+            case Propose() | Accept() | Decline():
                 return replace(message, round=number)
         return message
 

@@ -23,7 +23,7 @@ import gossip.rounds.outer_optimiser
 from benchmarks.structure.source import ROOT
 from gossip.exchange.codec import Coded
 from gossip.exchange.influence import InfluenceBound
-from gossip.exchange.messages import Declined, DeclineReason, Offer, Received
+from gossip.exchange.messages import Acknowledge, Decline, DeclineReason, Propose
 from gossip.interface import Conversation
 from gossip.rounds.matching import AnswerState
 from gossip.rounds.meeting import MeetingProtocol
@@ -36,9 +36,8 @@ from noloco_node.node.replica import Replica
 from noloco_node.node.training import Ending, Training
 from noloco_node.sim.hardware.priced_stage import PricedStage
 from noloco_node.sim.scenario import faults
-from noloco_node.sim.scenario.scenario import Scenario, decode_scenario
+from noloco_node.sim.scenario.scenario import Scenario, decode_scenario, scenario_text
 from noloco_node.sim.scenario.setup import build_setup
-from noloco_node.sim.scenario.toml_writer import scenario_text
 from noloco_node.swarm.stage_records import PeerTable
 from pipeline.admission_window import Slot
 from research.codec.whole_sets import decode
@@ -381,13 +380,13 @@ async def _conclude_without_last_word(
     conversation: Conversation, commit: Callable[[], Awaitable[None]], *, asked: bool
 ) -> None:
     if not asked:
-        await conversation.send(Received())
+        await conversation.send(Acknowledge())
     await conversation.receive()
     await commit()
 
 
-def hopes(standing: AnswerState, sender: str, offer: Offer) -> Declined:
-    return Declined(reason=DeclineReason.HOPING, retry_after_s=1.0, round=standing.round)
+def hopes(standing: AnswerState, sender: str, offer: Propose) -> Decline:
+    return Decline(reason=DeclineReason.HOPING, retry_after_s=1.0, round=standing.round)
 
 
 async def asks_nobody(self: Rounds) -> None:
