@@ -175,8 +175,8 @@ class Peers:
 
     async def network(self) -> Any:
         """Return the network of another peer, as a node has it."""
-        from noloco_node.libp2p.settings import NetworkSettings
         from noloco_node.libp2p.network import Libp2pNetwork
+        from noloco_node.libp2p.settings import NetworkSettings
         from noloco_node.network.bans import BanHook
         from noloco_node.network.interface import HookedNetwork
         from noloco_node.network.timeouts import DialTimeouts
