@@ -49,7 +49,7 @@ from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.model_layout import ModelLayout, model_layout
 from noloco_node.run.config import DataConfig
 from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary
-from noloco_node.swarm.connection import Visitor, visited
+from noloco_node.swarm.access import Visitor, visited
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
 

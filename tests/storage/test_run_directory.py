@@ -15,7 +15,7 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.storage.checkpoint import KEPT, Checkpoint, Counters, files, load_latest, save
 from noloco_node.storage.checkpoint_store import CheckpointStore, SnapshotDirectory
 from noloco_node.storage.home import Home, HomePaths, RunPaths
-from noloco_node.swarm.run_history import RunHistory
+from noloco_node.swarm.run_distribution import RunHistory
 
 RUNS = ("a" * 64, "b" * 64)
 
