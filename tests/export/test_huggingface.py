@@ -34,27 +34,19 @@ from pipeline.decoder_slice import Slice
 from pipeline.model_config import Prepared, family_config, prepare
 from pipeline.partition import build, cut
 
+LLAMA = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 384,
+    "max_position_embeddings": 128,
+}
 SIZES: dict[str, dict[str, Any]] = {
-    "llama": {
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 48,
-        "vocab_size": 384,
-        "max_position_embeddings": 128,
-    },
+    "llama": LLAMA,
     "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 384, "n_positions": 128},
-    "mixtral": {
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 48,
-        "num_local_experts": 4,
-        "vocab_size": 384,
-        "max_position_embeddings": 128,
-    },
+    "mixtral": {**LLAMA, "num_local_experts": 4},
 }
 NOTES = Provenance(
     run_id="ab" * 32,
@@ -277,18 +269,13 @@ def test_a_sample_follows_its_seed_and_leaves_the_generator_alone(tmp_path: Path
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (
-            lambda at: at.joinpath("model.safetensors").write_bytes(
-                at.joinpath("model.safetensors").read_bytes()[:5000]
-            ),
-            "",
-        ),
+        (lambda at: os.truncate(at / "model.safetensors", 5000), ""),
         (
             lambda at: save_file({"model.norm.weight": torch.ones(32)}, at / "model.safetensors", {"format": "pt"}),
             "lack",
         ),
-        (lambda at: at.joinpath("model.safetensors").write_bytes(b"no header"), ""),
-        (lambda at: at.joinpath("config.json").write_text("{"), ""),
+        (lambda at: (at / "model.safetensors").write_bytes(b"no header"), ""),
+        (lambda at: (at / "config.json").write_text("{"), ""),
     ],
 )
 def test_a_checkpoint_that_was_cut_short_is_one_clear_message(
