@@ -31,16 +31,14 @@ from noloco_node.cli.options import (
     taking,
 )
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p.endpoint.addresses import parse_peer_address
-from noloco_node.libp2p.endpoint.known_peers import KnownPeers
-from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
+from noloco_node.libp2p.addresses import KnownPeers, parse_peer_address
+from noloco_node.libp2p.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
 from noloco_node.machine.signals import departure
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import short
 from noloco_node.run.config import RunConfig
-from noloco_node.run.permissions import is_public
-from noloco_node.run.runfile import read_run_text
+from noloco_node.run.runfile import is_public, read_run_text
 from noloco_node.state_sync import weight_exchange
 from noloco_node.state_sync.weight_exchange import WeightServer
 from noloco_node.storage.home import Home

@@ -21,9 +21,9 @@ from noloco_node.doctor.machine_checks import require_disk
 from noloco_node.journal import events
 from noloco_node.journal.reader import read
 from noloco_node.journal.writer import Journal
-from noloco_node.libp2p.endpoint.known_peers import KnownPeers
-from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
-from noloco_node.limits.traffic_ledger import TrafficLedger
+from noloco_node.libp2p.addresses import KnownPeers
+from noloco_node.libp2p.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
+from noloco_node.limits.budget import TrafficLedger
 from noloco_node.machine.device import EnergyMeter, choose_device, energy_meter
 from noloco_node.machine.interface import Reporter
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
@@ -38,8 +38,8 @@ from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import short
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_per_s
 from noloco_node.planning.model_layout import ModelLayout, check_download, model_layout
-from noloco_node.run.permissions import check_text, summary
 from noloco_node.run.protocols import GOSSIP
+from noloco_node.run.runfile import check_text, summary
 from noloco_node.storage.home import Home, RunPaths
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.access import RunAccess, connected

@@ -29,8 +29,8 @@ from transformers.utils import logging
 from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.export.sources import NOTES, Provenance, check_target, run_of
 from noloco_node.run.config import TOKENIZER_FILES, TRAVELLING, DataConfig, ModelConfig, RunConfig
-from noloco_node.run.permissions import text_of
 from noloco_node.run.presets import numbers_of, written
+from noloco_node.run.runfile import text_of
 from noloco_node.storage.atomic_file import flush
 from noloco_node.storage.weight_store import LARGEST_FILE_BYTES, described
 from noloco_node.terminal import say

@@ -15,9 +15,8 @@ from contextlib import asynccontextmanager
 from datetime import datetime
 from typing import NamedTuple
 
-from noloco_node.limits.budget import MonthUsage, OwnerLimits, in_hours, is_spent, next_month_s
+from noloco_node.limits.budget import MonthUsage, OwnerLimits, TrafficLedger, in_hours, is_spent, next_month_s
 from noloco_node.limits.rate_limit import LimitHook
-from noloco_node.limits.traffic_ledger import TrafficLedger
 from noloco_node.network.interface import HookedNetwork, PeerNetwork
 from noloco_node.tasks import loop_s
 from noloco_node.units import format_bytes

@@ -24,8 +24,7 @@ from noloco_node.errors import Exit, UserError, reason_of
 from noloco_node.network.interface import Conversation, PeerNetwork, ask, patient
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
 from noloco_node.run.config import RunConfig
-from noloco_node.run.permissions import check_paths
-from noloco_node.run.runfile import content_hashes, decode_run, run_digest
+from noloco_node.run.runfile import check_paths, content_hashes, decode_run, run_digest
 from noloco_node.storage import atomic_file
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster

@@ -25,20 +25,20 @@ from torch import Tensor
 from noloco_node.cli.status import picture
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.network import Libp2pNetwork
+from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.limits import budget
 from noloco_node.limits.budget import (
     Hours,
     MonthUsage,
     OwnerLimits,
+    TrafficLedger,
     read_hours,
     read_owner_limits,
     read_rate,
     read_size,
 )
 from noloco_node.limits.rate_limit import FairLimiter, LimitHook, spending
-from noloco_node.limits.traffic_ledger import TrafficLedger
 from noloco_node.network.interface import Conversation, HookedNetwork, PeerNetwork
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema, TensorSpec
 from noloco_node.network.wire import message_bytes

@@ -15,11 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_node.errors import Exit, UserError, user_error_of
-from noloco_node.libp2p.endpoint.addresses import PeerAddress, parse_peer_address
-from noloco_node.libp2p.endpoint.known_peers import KnownPeers
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
-from noloco_node.limits.budget import OwnerLimits, read_hours
-from noloco_node.limits.traffic_ledger import TrafficLedger
+from noloco_node.libp2p.addresses import KnownPeers, PeerAddress, parse_peer_address
+from noloco_node.libp2p.settings import NetworkSettings
+from noloco_node.limits.budget import OwnerLimits, TrafficLedger, read_hours
 from noloco_node.machine.signals import Departure
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.node import shifts

@@ -24,6 +24,7 @@ from noloco_node.cli.join_options import JoinOptions
 from noloco_node.errors import Exit, UserError
 from noloco_node.run import runfile
 from noloco_node.run.config import DataConfig, ModelConfig, RunConfig
+from noloco_node.run.fields import fields_of
 from noloco_node.run.presets import PRESETS, demo_run_text, run_text, write_text
 from noloco_node.run.runfile import (
     RUN_TEXT_BYTES,
@@ -36,7 +37,6 @@ from noloco_node.run.runfile import (
     validate,
     with_source,
 )
-from noloco_node.run.sections import fields_of
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_layers = 4}\n'
@@ -237,9 +237,9 @@ def test_all_wrong_fields_are_mentioned() -> None:
     outside = refused(MODEL + "[pipeline]\nreplicas = 0\n[inner]\nsteps = 0\n[outer]\nstaleness_at_most = 0\n")
     assert "pipeline.replicas" in outside.what
     assert "inner.steps, outer.staleness_at_most" in outside.what
-    broken = refused(MODEL + "[inner]\nbeta1 = -1.0\nbeta2 = 2.0\n[outer]\nalpha = -1\n")
-    assert "inner.beta1" in broken.what
-    assert "inner.beta2, outer.alpha" in broken.what
+    broken = refused(MODEL + "[inner]\nwarmup_steps = -1\n[outer]\nalpha = -1\noverlap_steps = 0\n")
+    assert "inner.warmup_steps" in broken.what
+    assert "outer.overlap_steps, outer.alpha" in broken.what
 
 
 def test_the_blocking_form_may_meet_after_every_step() -> None:

@@ -36,9 +36,8 @@ from noloco_node.node.replica import Replica
 from noloco_node.node.training import Ending, Training
 from noloco_node.sim.hardware.priced_stage import PricedStage
 from noloco_node.sim.scenario import faults
-from noloco_node.sim.scenario.scenario import Scenario, decode_scenario
+from noloco_node.sim.scenario.scenario import Scenario, decode_scenario, scenario_text
 from noloco_node.sim.scenario.setup import build_setup
-from noloco_node.sim.scenario.toml_writer import scenario_text
 from noloco_node.swarm.stage_records import PeerTable
 from pipeline.admission_window import Slot
 from research.codec.whole_sets import decode

@@ -14,8 +14,7 @@ from memory_swarms import Peer, recipe, until
 from toy_gossip import at_once
 
 from noloco_node.admission.admission_state import AdmissionState
-from noloco_node.admission.peer_keys import key_of, peer_of
-from noloco_node.admission.ticket import MEMBER, Right, encode, grant
+from noloco_node.admission.ticket import MEMBER, Right, encode, grant, key_of, peer_of
 from noloco_node.journal import events
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.model_layout import model_layout

@@ -26,7 +26,7 @@ from typing import Any, Final
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from noloco_node.admission.peer_keys import is_signed_by, key_of, read_key
+from noloco_node.admission.ticket import is_signed_by, key_of, read_key
 from noloco_node.libp2p.hivemind_compat import DhtEntries, LocalStorage, forget_ghosts
 
 RECORD_BYTES = 8 * 1024

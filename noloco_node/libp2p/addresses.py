@@ -1,10 +1,10 @@
-"""Multiaddrs as a person types them: parsed with py-multiaddr, checked, and tried out before the daemon is started.
+"""Multiaddrs: parsed with py-multiaddr, checked, tried out, remembered, and why one of them cannot be reached.
 
-libp2p's daemon starts without a word on a TCP port that another program holds, and then nobody can reach it; so the
-port is bound here first, for a moment. That is a test and no reservation, which is why the daemon's own answer is
-checked as well.
+libp2p's daemon starts without a word on a TCP port that another program holds, and then nobody can reach it. So we bind
+the port first, for a moment, as a test; the daemon's own answer is checked as well.
 
-Also what records of the DHT say of relays: addresses from strangers, read with care.
+A wrong address, a closed port, an unknown host and a wrong peer id ask for different things to be done. The daemon
+tells them apart in the words of Go's network library; `plain_cause` puts them plainly.
 """
 
 from __future__ import annotations
@@ -29,6 +29,21 @@ _MOST_RELAYS = 16
 _ADDRESS_CHARACTERS = 256
 
 _PLACES = msgspec.msgpack.Decoder(list[str])
+
+
+_MOST_KNOWN = 32
+"""Peers whose last place a `KnownPeers` remembers."""
+
+
+_MEANINGS = {
+    "failed to negotiate security protocol": "whoever answers there is no peer: another program, or a proxy in between",
+    "connection refused": "connection refused: no program listens there",
+    "no good addresses": "the host's name does not resolve, or none of its addresses can be dialled from here",
+    "no such host": "the host's name does not resolve",
+    "i/o timeout": "no answer (is a firewall in between?)",
+    "network is unreachable": "this machine has no route to it",
+    "no route to host": "this machine has no route to it",
+}
 
 
 class PeerAddress(NamedTuple):
@@ -201,3 +216,76 @@ def _try_port(text: str, kinds: Sequence[str], host: str, port: int) -> None:
                 "listen on an address that this machine has, or on all: /ip4/0.0.0.0/tcp/4001 (ports below 1024 are "
                 "root's); the one that others dial, a router's, belongs to --announce",
             ) from None
+
+
+def bootstrap_address(text: str) -> PeerAddress:
+    """Parse the address of a bootstrap peer; `UserError` when it is wrong."""
+    try:
+        return parse_peer_address(text)
+    except ValueError as error:
+        raise UserError(
+            "The address of a bootstrap peer is wrong.",
+            why=str(error),
+            hint="copy it from the line that `noloco-node bootstrap` printed",
+            code=Exit.CONFIG,
+        ) from None
+
+
+def plain_cause(words: str, address: PeerAddress) -> str:
+    """Return in plain words why the daemon did not reach an address."""
+    mine = [line for line in words.splitlines() if f"[{address.transport}" in line]
+    if mine:
+        text = mine[0].split("] ", 1)[-1]
+    else:
+        # A name that does not resolve leaves no line of its own, and other addresses of that peer may have left theirs.
+        text = "no good addresses" if address.transport.startswith("/dns") else words
+    if "remote key matches " in text:
+        return f"another peer answers there: {text.rsplit(' ', 1)[-1]}"
+    for sign, meaning in _MEANINGS.items():
+        if sign in text:
+            return meaning
+    return text
+
+
+def unreachable(causes: Mapping[str, str]) -> UserError:
+    """Return the error that names every address that was tried and why it failed."""
+    return UserError(
+        "No bootstrap peer could be reached.",
+        why="\n       ".join(f"{address}: {cause}" for address, cause in causes.items()),
+        hint="ask whoever sent the invite whether the bootstrap peer still runs and whether its address is right",
+        code=Exit.UNREACHABLE,
+    )
+
+
+class KnownPeers:
+    """The last peers met, at most 32, each with the place where it was met last."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, PeerAddress] = {}
+
+    def note(self, addresses: Iterable[PeerAddress]) -> None:
+        """Remember these as the latest. Who was met through a relay alone is not at a place that can be dialled."""
+        for address in addresses:
+            if "/p2p-circuit" not in address.transport:
+                self._places.pop(address.peer, None)
+                self._places[address.peer] = address
+        for peer in list(self._places)[:-_MOST_KNOWN]:
+            del self._places[peer]
+
+    def beside(self, doors: Iterable[PeerAddress]) -> list[PeerAddress]:
+        """Return `doors`, then all others that we remember, the latest first."""
+        first = list(doors)
+        return [*first, *(address for address in reversed(self._places.values()) if address not in first)]
+
+    def doors(self) -> tuple[str, ...]:
+        """Return as text where they can be dialled, the latest first."""
+        return tuple(text for text in map(str, self.beside(())) if _reads(text))
+
+
+def _reads(text: str) -> bool:
+    """Say whether an address is one that a person could have typed; what daemons tell of may be of newer kinds."""
+    try:
+        parse_peer_address(text)
+    except ValueError:
+        return False
+    return True

@@ -25,8 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p.daemon.control import Control
-from noloco_node.libp2p.dht.record_checks import (
+from noloco_node.libp2p.addresses import RELAYS_KEY, PeerAddress
+from noloco_node.libp2p.control import Control
+from noloco_node.libp2p.hivemind_compat import DaemonClient, DhtEntries, DhtNode, HivemindParts, PeerId
+from noloco_node.libp2p.record_checks import (
     RECORD_BYTES,
     RECORD_LIFETIME_S,
     SIGNATURE_BYTES,
@@ -39,10 +41,7 @@ from noloco_node.libp2p.dht.record_checks import (
     read_signer,
     shorten,
 )
-from noloco_node.libp2p.endpoint.addresses import RELAYS_KEY, PeerAddress
-from noloco_node.libp2p.endpoint.run_secret import RunSecret
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
-from noloco_node.libp2p.hivemind_compat import DaemonClient, DhtEntries, DhtNode, HivemindParts, PeerId
+from noloco_node.libp2p.settings import NetworkSettings, RunSecret
 
 _ANSWER_S = 5.0
 """For one node of the DHT to answer one question."""

@@ -1,31 +1,91 @@
-"""One conversation over one socket: `FrameProtocol` on asyncio.
+"""One conversation over one socket: `FrameProtocol` on asyncio, and the bytes that all of them may hold.
 
 The socket leads to the libp2p daemon, which sends one message of its own first (whom this stream connects with, or why
 it does not) and then the raw bytes of the stream. `StreamOpening` waits for the former; `Stream` is made when it is
-there. Both are asyncio's `BufferedProtocol`, so the kernel writes received bytes straight to where the decoder wants
-them: into the tensor itself.
+there. Both are asyncio's `BufferedProtocol`, so the kernel writes received bytes straight into the tensor.
 
-Flow. Reading pauses while two messages wait to be received (for the bytes of all streams see `receive_bound`); writing
-waits until the kernel has taken every byte, so that a sent tensor may be changed when `send` returns. `send_paced` asks
-before each piece of a message whether it may pass. No beat fits between the pieces, so they must come oftener than
-beats would; until the first one, beats go on.
+Flow. Reading pauses while two messages wait to be received; writing waits until the kernel has taken every byte, so
+that a sent tensor may be changed when `send` returns. A stream with a pace asks before each piece of a message whether
+it may pass. No beat fits between the pieces, so they must come oftener than beats would; until the first, beats go on.
+
+Memory. Each message is checked against its schema before memory is taken for it, but a stranger may open many streams
+and send something good on each, faster than handlers take it, or never to its end. So `ReceiveBudget` bounds the bytes
+that came on streams that we answer and that nobody has received, for each peer and in all. Beyond the bound we break
+the stream that has held some the longest: nobody waits for room, so nobody can keep others waiting by holding it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
-from noloco_node.libp2p.daemon.framing import Preamble
-from noloco_node.libp2p.streams.frame_protocol import Event, FrameProtocol, MessageReceived, SendState, StreamClosed
-from noloco_node.libp2p.streams.receive_bound import ReceiveBudget, StreamBudget
+from noloco_node.libp2p.control import Preamble
+from noloco_node.libp2p.frame_protocol import Event, FrameProtocol, MessageReceived, SendState, StreamClosed
 from noloco_node.network.interface import Pace
 from noloco_node.network.schema import Buffer, Violation
 
+logger = logging.getLogger(__name__)
+
+
 _CHUNK_BYTES = 1 << 20
 _IN_MESSAGE = SendState.IN_MESSAGE
+
+
+class ReceiveBudget:
+    """The bytes of all streams that we answer: so many in all, half of them of one peer; one stream may have more."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._streams: dict[Stream, int] = {}
+        """Bytes by stream, in the order in which they began to hold some."""
+        self._peers: Counter[str] = Counter()
+        self.evicted = 0
+        """Streams broken off for their bytes."""
+
+    @property
+    def held_bytes(self) -> int:
+        return self._peers.total()
+
+    def expect(self, message_bytes: int) -> None:
+        """Have room for two peers who each have two messages of this size on a stream, whatever the bound was."""
+        self._most_bytes = max(self._most_bytes, 4 * message_bytes)
+
+    def hold(self, stream: Stream, size: int) -> None:
+        """Note that a stream holds so many bytes from now on; streams may be broken off for them, this one as well."""
+        peer, before = stream.peer, self._streams.get(stream, 0)
+        if size:
+            self._streams[stream] = size
+        else:
+            self._streams.pop(stream, None)
+        self._peers[peer] += size - before
+        if not self._peers[peer]:
+            del self._peers[peer]
+        if size > before:
+            if self._is_greedy(peer):
+                self._evict([each for each in self._streams if each.peer == peer], lambda: self._is_greedy(peer))
+            if self._is_full():
+                self._evict(list(self._streams), self._is_full)
+
+    def _is_full(self) -> bool:
+        return self.held_bytes > self._most_bytes
+
+    def _is_greedy(self, peer: str) -> bool:
+        return self._peers[peer] > self._most_bytes / 2
+
+    def _evict(self, streams: list[Stream], too_many: Callable[[], bool]) -> None:
+        """Break off streams, all but the youngest at most."""
+        for stream in streams[:-1]:
+            if not too_many():
+                return
+            self.evicted += 1
+            size = self._streams.get(stream, 0)
+            logger.info("Breaking a stream with %s off: %d bytes wait on it to be received", stream.peer, size)
+            stream.evict()
+            self.hold(stream, 0)
 
 
 class ByteCounts:
@@ -109,7 +169,7 @@ class Stream(asyncio.BufferedProtocol):
         self._down: Pace | None = None
         self._next_buffer = protocol.next_buffer
         self._time = asyncio.get_running_loop().time
-        self._budget = None if receive_budget is None else StreamBudget(receive_budget, protocol.peer, self._evict)
+        self._budget = receive_budget
         self._news, self._writable, self._sending = asyncio.Event(), asyncio.Event(), asyncio.Lock()
         self._writable.set()
         transport.set_protocol(self)
@@ -170,8 +230,7 @@ class Stream(asyncio.BufferedProtocol):
         protocol = self._protocol
         was_full = protocol.is_full
         message = protocol.next_message(self._time())
-        if self._budget is not None:
-            self._budget.hold(protocol.held_bytes)
+        self._count_held()
         if was_full and not protocol.is_full:
             self._transport.resume_reading()
         return message
@@ -195,6 +254,11 @@ class Stream(asyncio.BufferedProtocol):
         """Break the stream at once, whatever is under way."""
         self._react(self._protocol.break_off(error))
 
+    def evict(self) -> None:
+        """Break the stream for what it holds."""
+        self._protocol.discard()
+        self.break_off(ConnectionResetError("too much waits here to be received, and this has waited longest"))
+
     def discard(self) -> None:
         """Drop what came and was not received: nobody will ask for it."""
         self._protocol.discard()
@@ -215,8 +279,7 @@ class Stream(asyncio.BufferedProtocol):
         self._traffic.received_bytes += nbytes
         protocol = self._protocol
         event = protocol.receive_bytes(nbytes, self._time())
-        if self._budget is not None:
-            self._budget.hold(protocol.held_bytes)
+        self._count_held()
         if type(event) is MessageReceived:
             self._news.set()
             if protocol.is_full:
@@ -273,11 +336,7 @@ class Stream(asyncio.BufferedProtocol):
 
     def _count_held(self) -> None:
         if self._budget is not None:
-            self._budget.hold(self._protocol.held_bytes)
-
-    def _evict(self) -> None:
-        self._protocol.discard()
-        self.break_off(ConnectionResetError("too much waits here to be received, and this has waited longest"))
+            self._budget.hold(self, self._protocol.held_bytes)
 
 
 def _pieces(buffers: Sequence[Buffer], most_bytes: int) -> Iterator[memoryview]:

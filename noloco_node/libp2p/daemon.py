@@ -1,33 +1,41 @@
-"""libp2p's daemon (p2pd) as a child process of ours: started, watched, and gone when we go.
+"""libp2p's daemon (p2pd) as a child process of ours: its arguments, its life, and the directory of its sockets.
 
-We start it ourselves and let hivemind connect to it, instead of letting hivemind start it, because of what follows only
-then:
+We start it ourselves and let hivemind connect to it, instead of letting hivemind start it, for three reasons:
 
 - it runs in a session of its own, so that Ctrl-C in a terminal reaches us and not it: a polite leave needs the network;
 - its sockets lie in a directory of ours, which goes away with it, also when the start-up is cancelled half-way;
 - its death is an event. (hivemind does not notice: its `is_alive` stays true and its calls hang.) The end of the
   child's output is that event: the pipe closes with the last process that holds it, and the daemon has no children.
 
-Should we be killed, the daemon ends by itself: it lost its client.
+If we are killed, the daemon ends by itself, because it lost its client. The directory stays, and the next process
+that starts removes it: every directory of our name and user whose mark nobody holds. The mark is a file under the
+kernel's lock, which ends with the process, so no process number can be mistaken, not even across containers that
+share /tmp. We lock it before it gets its name, so a directory that is just being made is never taken for a dead one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import logging
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+import msgspec
+
 from noloco_node.errors import Exit, UserError
+from noloco_node.libp2p.addresses import beyond_this_machine, parse_peer_address
+from noloco_node.libp2p.settings import Reachability
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +50,19 @@ _NEWS_S = 0.2
 _END_S = 0.05
 """Between the end of a process's output and its own."""
 _OUTPUT_BYTES = 1 << 16
+
+
+_PREFIX = "noloco-"
+_MARK = "owner"
+_LONGEST_SOCKET_PATH = 100
+"""The kernel's limit for the path of a Unix socket is 108 bytes."""
+
+
+RELAY_TIME_S, RELAY_DATA_BYTES = 24 * 3600, 1 << 40
+"""What our relays grant each circuit."""
+_ENOUGH_RELAYS = 4
+_RELAY_BUFFER_BYTES = 256 * 1024
+"""Each way of each circuit. By default 16 MiB: strangers who open circuits would take the memory."""
 
 
 class Daemon:
@@ -185,3 +206,120 @@ def restart_pause_s(deaths: Iterable[float], now: float) -> float | None:
     if recent > MOST_DEATHS:
         return None
     return 0.0 if recent <= 1 else min(_LONGEST_PAUSE_S, 2.0 ** (recent - 2))
+
+
+@contextmanager
+def private_directory() -> Iterator[Path]:
+    """Make a directory that is ours until the context ends; sweep away what dead processes left beside it."""
+    parent = tempfile.gettempdir()
+    if len(parent) > _LONGEST_SOCKET_PATH - len("/noloco-12345678/12345678/control.sock"):
+        parent = "/tmp"
+    remove_stale(Path(parent))
+    directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    try:
+        mark = os.open(directory / "new", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (directory / "new").rename(directory / _MARK)
+            yield directory
+        finally:
+            os.close(mark)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def remove_stale(parent: Path) -> list[Path]:
+    """Remove the marked directories in `parent` whose owners are dead; return them. What cannot be removed stays."""
+    removed: list[Path] = []
+    with contextlib.suppress(OSError):
+        for path in sorted(parent.glob(_PREFIX + "*")):
+            with contextlib.suppress(OSError):
+                if _is_ours(path) and _is_abandoned(path / _MARK):
+                    shutil.rmtree(path)
+                    removed.append(path)
+    return removed
+
+
+def _is_ours(path: Path) -> bool:
+    """Say whether this is a directory, no link to one, that belongs to our user alone."""
+    found = path.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+def _is_abandoned(mark: Path) -> bool:
+    file = os.open(mark, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(file)
+    return True
+
+
+class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How the daemon is started. `relays`: not empty if others reach us through these alone. `lends_line`: as in
+    `Settings`. `dialable`: whether others reach us at all, as far as is known.
+    """
+
+    identity: Path
+    listen: tuple[str, ...]
+    announce: tuple[str, ...] = ()
+    relays: tuple[str, ...] = ()
+    lends_line: bool = True
+    dialable: bool = True
+
+
+def arguments(config: DaemonConfig, reach: Reachability) -> list[str]:
+    """Return what p2pd is started with: a full member of libp2p's DHT, where peers find each other's addresses.
+
+    A peer that is known to sit behind a router says so itself: libp2p would take half a minute to find out. Relays it
+    looks for until it knows four, for three minutes, in which it takes no place at any. So where we know fewer, it is
+    told that these are all; where there are enough, it may look for others should these end.
+    """
+    chosen = [
+        *_common(config),
+        "-dhtServer=1",
+        f"-relayService={int(config.lends_line)}",
+        f"-natPortMap={int(bool(beyond_this_machine(config.listen)))}",
+    ]
+    if config.relays:
+        chosen += ["-autoRelay=1", "-forceReachabilityPrivate=1", f"-trustedRelays={','.join(config.relays)}"]
+        if len({parse_peer_address(relay).peer for relay in config.relays}) < _ENOUGH_RELAYS:
+            chosen.append("-relayDiscovery=0")
+    elif reach is Reachability.OPEN:
+        chosen.append("-forceReachabilityPublic=1")
+    return chosen
+
+
+def relay_arguments(config: DaemonConfig) -> list[str]:
+    """Return what p2pd is started with to relay and do nothing else.
+
+    libp2p ends a relayed connection after half an hour or four gibibytes by default. Peers behind routers train for
+    days; a circuit that breaks costs them a microbatch or a round, so these limits only keep a relay from being a
+    stranger's for ever.
+    """
+    return [
+        *_common(config),
+        "-connHi=2048",
+        "-connLo=1024",
+        "-relayService=1",
+        f"-relayTimeLimit={RELAY_TIME_S}s",
+        f"-relayDataLimit={RELAY_DATA_BYTES}",
+        "-relayMaxCircuits=128",
+        "-forceReachabilityPublic=1",
+    ]
+
+
+def _common(config: DaemonConfig) -> list[str]:
+    chosen = [
+        f"-id={config.identity}",
+        f"-hostAddrs={','.join(config.listen)}",
+        "-tls=1",
+        "-autonat=1",
+        "-connManager=1",
+        "-relay=1",
+        f"-relayBufferSize={_RELAY_BUFFER_BYTES}",
+        "-idleTimeout=30s",
+    ]
+    return [*chosen, f"-announceAddrs={','.join(config.announce)}"] if config.announce else chosen
