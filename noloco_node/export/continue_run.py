@@ -13,8 +13,8 @@ import msgspec
 from noloco_node.errors import UserError, config_error
 from noloco_node.export.sources import NOTES, run_of
 from noloco_node.run.config import TOKENIZER_FILES, TRAVELLING, DataConfig, RunConfig
-from noloco_node.run.permissions import text_of
 from noloco_node.run.presets import numbers_of, written
+from noloco_node.run.runfile import text_of
 from noloco_node.storage.weight_store import LARGEST_FILE_BYTES, described
 from noloco_node.terminal import say
 
