@@ -36,7 +36,6 @@ _DURATION, _DATA = 1, 2
 
 
 def delimited(message: Any) -> bytes:
-    """Return a protobuf message with its length before it, as a varint."""
     content: bytes = message.SerializeToString()
     length, prefix = len(content), bytearray()
     while length >= 0x80:
@@ -72,7 +71,6 @@ class Preamble:
         self._view = memoryview(self.content)
 
     def wants(self) -> memoryview:
-        """Return where the next bytes belong."""
         return self._view
 
     def got(self, count: int) -> bool:
@@ -156,7 +154,6 @@ class Grant(NamedTuple):
     data_bytes: int
 
     def covers(self, wanted: Grant) -> bool:
-        """Say whether it is no less than what is wanted."""
         return all(given == 0 or 0 < least <= given for given, least in zip(self, wanted, strict=True))
 
 
@@ -197,7 +194,6 @@ def grant_of(raw: bytes) -> Grant:
 
 
 def _fields(raw: bytes) -> dict[int, Any]:
-    """Return the fields of a protobuf message by their numbers, of several of one number the last."""
     try:
         message = Empty.FromString(raw)
     except DecodeError:

@@ -91,7 +91,6 @@ class Libp2pNetwork:
 
     @property
     def peer_id(self) -> str:
-        """Our own peer id in base 58."""
         return self._peer_id
 
     @property
@@ -101,7 +100,6 @@ class Libp2pNetwork:
 
     @asynccontextmanager
     async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Stream]:
-        """Open a conversation; see `interface.PeerNetwork.talk`."""
         session = await self._now()
         try:
             stream = await session.dialer.dial(peer, topic, schema)
@@ -133,7 +131,6 @@ class Libp2pNetwork:
             raise daemon_trouble(str(error)) from None
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
-        """Store a record; see `interface.PeerNetwork.publish`."""
         try:
             session = await self._now()
         except ConnectionResetError:
@@ -141,12 +138,9 @@ class Libp2pNetwork:
         return await session.records.publish(key, subkey, value, lifetime_s)
 
     async def read(self, key: str) -> Mapping[str, bytes]:
-        """Return the live records under `key`; ConnectionAbortedError when the DHT does not answer in time."""
         return await (await self._now()).records.read(key)
 
     async def read_all(self, keys: Sequence[str]) -> list[Mapping[str, bytes] | None]:
-        """Read several keys at a time; see `interface.PeerNetwork.read_all`."""
-
         async def read(key: str) -> Mapping[str, bytes] | None:
             with suppress(ConnectionError):
                 return await self.read(key)
@@ -189,7 +183,6 @@ class Libp2pNetwork:
                 telling.cancel()
 
     def statistics(self) -> dict[str, int | float]:
-        """Return counts since the start: conversations, bytes by topic, violations, failures of our own."""
         session = self._session
         records = {} if session is None else {"publish.failed": session.records.unpublished}
         rejoined = self._rejoined + (0 if session is None else session.rejoined)
@@ -199,7 +192,6 @@ class Libp2pNetwork:
     # One session after another.
 
     async def _begin(self, identity: Path) -> None:
-        """Start the service, and return when the first session is there; `UserError` when it cannot be."""
         settings = self._settings
         goal = preflight_goal(settings, identity_is_old=ensure_identity(identity))
         config = DaemonConfig(
@@ -307,7 +299,6 @@ class Libp2pNetwork:
         return self._session
 
     async def _wait_for_session(self, service: asyncio.Task[None], wait_s: float | None) -> None:
-        """Wait until a session is there, or none can come any more, or for so long."""
         present = asyncio.get_running_loop().create_task(self._present.wait())
         ends: set[asyncio.Future[Any]] = {present, service}
         try:
@@ -326,7 +317,6 @@ class Libp2pNetwork:
             return ()
 
     async def _close(self) -> None:
-        """Break all streams, then end the service and its daemon."""
         self._switchboard.close()
         if self._service is not None:
             self._service.cancel()

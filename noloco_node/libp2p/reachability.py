@@ -116,7 +116,6 @@ def is_place(text: str) -> bool:
 
 
 def host_of(origin: str) -> tuple[str, str] | None:
-    """Return kind and host of the address that a peer comes from; None when it comes through a relay."""
     parts = origin.split("/")
     if len(parts) < 3 or parts[1] not in ("ip4", "ip6") or "p2p-circuit" in parts:
         return None
@@ -131,7 +130,6 @@ class DialBackService:
         self._turns = asyncio.Semaphore(_MOST_DIALS)
 
     async def answer(self, conversation: Conversation) -> None:
-        """Answer one question."""
         try:
             async with asyncio.timeout(ASK_S):
                 question = await conversation.receive()
@@ -143,7 +141,6 @@ class DialBackService:
             raise ConnectionAbortedError(f"{conversation.peer} took too long") from None
 
     async def _dial(self, home: tuple[str, str] | None, ports: Sequence[int]) -> str:
-        """Return the first place where the asker greets us; empty if there is none."""
         if home is None:
             return ""
         kind, host = home
@@ -161,7 +158,6 @@ class DialBackService:
 
 
 async def _greets(host: str, port: int) -> bool:
-    """Say whether a libp2p program greets whoever dials this address."""
     try:
         async with asyncio.timeout(_DIAL_S):
             reader, writer = await asyncio.open_connection(host, port)

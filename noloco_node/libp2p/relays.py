@@ -164,7 +164,6 @@ async def _keep(pool: RelayPool, config: DaemonConfig, ready: asyncio.Future[tup
 
 
 async def _grants_enough(pool: RelayPool, config: DaemonConfig, peer: str) -> bool:
-    """Say whether a relay grants what it was told to; also yes where that cannot be found out."""
     # Not at the announced address: whether we reach ourselves there is up to our router.
     doors = [PeerAddress(place, peer) for place in from_this_machine(config.listen)]
     for _ in range(_LOOKS):

@@ -165,12 +165,10 @@ class Session:
         return [address for address, cause in causes.items() if cause is None]
 
     async def granted(self, doors: Sequence[PeerAddress]) -> Grant:
-        """Return what a relay grants that is reached at one of `doors`; `UserError` or ConnectionError if it is not."""
         await self.knock(doors)
         return await granted(self._parts, self._control, self.daemon, doors[0].peer, self._timeouts.reach_s)
 
     async def connect(self, address: PeerAddress) -> str | None:
-        """Connect the daemon to one address; return None, or the cause of the failure."""
         return await connect(self._control, self._parts, address, self._timeouts.reach_s)
 
     # Inside.
@@ -235,7 +233,6 @@ async def places(parts: HivemindParts, control: Control, wait_s: float) -> list[
 
 
 async def connect(control: Control, parts: HivemindParts, address: PeerAddress, wait_s: float) -> str | None:
-    """Connect a daemon to one address; return None, or in plain words the cause of the failure."""
     pb = parts.messages
     wanted = pb.ConnectRequest(peer=parts.peer_bytes(address.peer), addrs=[Multiaddr(address.transport).to_bytes()])
     try:

@@ -60,11 +60,9 @@ class Switchboard:
 
     @property
     def topics(self) -> tuple[str, ...]:
-        """What is served here."""
         return tuple(self._topics)
 
     def statistics(self) -> dict[str, int | float]:
-        """Return counts since the start: conversations, losses by kind, bytes by topic, violations by peer."""
         counts: dict[str, int | float] = dict(self._counts)
         for topic, traffic in self._traffic.items():
             counts[f"bytes.sent.{topic}"] = traffic.sent_bytes
@@ -75,7 +73,6 @@ class Switchboard:
         return counts | {"conversations.now": len(self._streams)}
 
     def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
-        """Answer streams about `topic` from now on."""
         self._receive_budget.expect(schema.body_bytes)
         self._topics[topic] = (schema, handler)
 
@@ -99,14 +96,12 @@ class Switchboard:
                 self._answers = False
 
     def call(self, transport: asyncio.Transport, peer: str, topic: str, schema: Schema) -> Stream:
-        """Make a stream of a connection that we opened."""
         self._counts["conversations.opened"] += 1
         stream = Stream(transport, self._protocol(peer, schema), self._topic_traffic(topic), self.lost)
         self._streams[stream] = None
         return stream
 
     def unopened(self) -> None:
-        """Count a stream that we could not open."""
         self._counts["conversations.unopened"] += 1
 
     def answer(self, transport: asyncio.Transport, peer: str, topic: str, origin: str = "") -> Stream:
@@ -157,7 +152,6 @@ class Switchboard:
             task.cancel()
 
     def close(self) -> None:
-        """Break every stream and answer no more."""
         self._answers = False
         for stream in list(self._streams):
             stream.break_off(ConnectionResetError("the network was closed"))
@@ -224,7 +218,6 @@ class StreamDialer:
         self._offered: set[str] = set()
 
     async def listen(self) -> None:
-        """Accept streams for the topics that the daemon is told of."""
         self._server = await asyncio.get_running_loop().create_unix_server(self._opening, self._daemon.stream_path)
 
     def _opening(self) -> StreamOpening:
@@ -301,12 +294,10 @@ class StreamDialer:
         return stream
 
     def close(self) -> None:
-        """Accept no more streams."""
         if self._server is not None:
             self._server.close()
 
     def _answer(self, transport: asyncio.Transport, preamble: Preamble) -> None:
-        """Pass on a stream that a peer has opened, who knows the run."""
         arrival = self._parts.messages.StreamInfo.FromString(bytes(preamble.content))
         origin, peer = place_text(arrival.addr), self._parts.peer_text(arrival.peer)
         secret = self._exchange.secret
