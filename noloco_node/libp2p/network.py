@@ -34,10 +34,10 @@ from noloco_node.libp2p.control import Grant
 from noloco_node.libp2p.daemon import MOST_DEATHS, DaemonConfig, private_directory, restart_pause_s
 from noloco_node.libp2p.hivemind_compat import daemon_trouble, ignore_orphaned_waits, load_hivemind
 from noloco_node.libp2p.reachability import preflight, preflight_goal
-from noloco_node.libp2p.session import LinkContext, Session
+from noloco_node.libp2p.session import Session
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity
 from noloco_node.libp2p.stream import Stream
-from noloco_node.libp2p.switchboard import StreamContext, Switchboard
+from noloco_node.libp2p.switchboard import PeerContext, Switchboard
 from noloco_node.network.interface import Handler
 from noloco_node.network.schema import Schema
 
@@ -49,9 +49,10 @@ _ATTEMPTS = 3
 class Libp2pNetwork:
     """Implements `interface.PeerNetwork`; made by `Libp2pNetwork.open`."""
 
-    def __init__(self, settings: NetworkSettings, context: LinkContext, tell: Callable[[str], None]) -> None:
-        self._settings, self._context, self._tell = settings, context, tell
-        self._switchboard = context.exchange.switchboard
+    def __init__(self, context: PeerContext, tell: Callable[[str], None]) -> None:
+        self._settings, self._context, self._tell = context.settings, context, tell
+        settings = context.settings
+        self._switchboard = context.switchboard
         self._doors = [bootstrap_address(text) for text in settings.bootstrap]
         self._peer_id, self._dialable = "", True
         self._session: Session | None = None
@@ -79,8 +80,9 @@ class Libp2pNetwork:
         ignore_orphaned_waits(asyncio.get_running_loop())
         switchboard = Switchboard(settings.timeouts, settings.capacity)
         with private_directory() as directory:
-            exchange = StreamContext(switchboard, met or KnownPeers(), RunSecret(settings.run), settings.timeouts)
-            network = cls(settings, LinkContext(parts, directory, exchange, settings), tell)
+            secret = RunSecret(settings.run)
+            context = PeerContext(parts, directory, settings, secret, switchboard, met or KnownPeers())
+            network = cls(context, tell)
             try:
                 await network._begin(settings.identity or directory / "identity.key")
                 yield network
@@ -173,7 +175,7 @@ class Libp2pNetwork:
         start_s = self._settings.timeouts.start_s
         pool = relays.RelayPool(self._context.parts, self._context.directory, start_s, self._tell, self._granted)
         async with relays.relaying(pool, chosen) as places, asyncio.TaskGroup() as group:
-            key = self._context.exchange.secret.key(RELAYS_KEY)
+            key = self._context.secret.key(RELAYS_KEY)
             telling = group.create_task(
                 relays.tell(places, lambda raw, lifetime_s: self.publish(key, self.peer_id, raw, lifetime_s))
             )
@@ -201,7 +203,7 @@ class Libp2pNetwork:
             lends_line=settings.lends_line,
         )
         if any(goal):
-            config = await preflight(self._context, settings, config, goal, self._tell)
+            config = await preflight(self._context, config, goal, self._tell)
         self._dialable = config.dialable
         self._service = asyncio.get_running_loop().create_task(self._serve(config), name="network")
         await self._wait_for_session(self._service, None)
@@ -258,7 +260,7 @@ class Libp2pNetwork:
     async def _live(self, config: DaemonConfig) -> str:
         """Run one session until its daemon dies, and return the daemon's last words."""
         again = bool(self._peer_id)
-        met = self._context.exchange.known_peers
+        met = self._context.known_peers
         doors = met.beside(self._doors) if again else self._doors
         async with Session.open(self._context, config, doors, alone=again) as session:
             try:
@@ -312,7 +314,7 @@ class Libp2pNetwork:
     async def _relays(self) -> tuple[str, ...]:
         """Return the relays that the swarm tells of, as far as we can find out now."""
         try:
-            return relays_of(await self.read(self._context.exchange.secret.key(RELAYS_KEY)))
+            return relays_of(await self.read(self._context.secret.key(RELAYS_KEY)))
         except ConnectionError:
             return ()
 

@@ -16,14 +16,14 @@ import asyncio
 import hmac
 import logging
 from collections import Counter
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from noloco_node.libp2p.addresses import KnownPeers, PeerAddress, place_text
 from noloco_node.libp2p.control import Control, Preamble, delimited
-from noloco_node.libp2p.daemon import Daemon
 from noloco_node.libp2p.frame_protocol import FrameProtocol, LivenessTable
 from noloco_node.libp2p.hivemind_compat import HivemindParts
-from noloco_node.libp2p.settings import PROOF_BYTES, Capacity, RunSecret, TimeoutSettings
+from noloco_node.libp2p.settings import PROOF_BYTES, Capacity, NetworkSettings, RunSecret, TimeoutSettings
 from noloco_node.libp2p.stream import ByteCounts, ReceiveBudget, Stream, StreamOpening
 from noloco_node.network.interface import VIOLATION_GRACE_S, Handler
 from noloco_node.network.schema import Schema, Violation
@@ -196,22 +196,25 @@ class Switchboard:
             del self._answering[peer]
 
 
-class StreamContext(NamedTuple):
-    """What outlives a daemon: streams and topics of this peer, whom it has met, the run's secret, how long to wait."""
+class PeerContext(NamedTuple):
+    """What outlives a daemon of this peer: hivemind's parts, a directory for sockets, settings and the run's secret,
+    streams and topics, and whom it has met."""
 
+    parts: HivemindParts
+    directory: Path
+    settings: NetworkSettings
+    secret: RunSecret
     switchboard: Switchboard
     known_peers: KnownPeers
-    secret: RunSecret
-    timeouts: TimeoutSettings
 
 
 class StreamDialer:
     """Opens and accepts streams as long as one daemon lives, under the peer id `me`."""
 
-    def __init__(
-        self, parts: HivemindParts, control: Control, daemon: Daemon, exchange: StreamContext, me: str
-    ) -> None:
-        self._parts, self._control, self._daemon, self._exchange, self._me = parts, control, daemon, exchange, me
+    def __init__(self, control: Control, context: PeerContext, me: str) -> None:
+        self._control, self._context, self._me = control, context, me
+        self._parts, self._daemon, self._secret = control.parts, control.daemon, context.secret
+        self._timeouts = context.settings.timeouts
         self._unproven: dict[StreamOpening, asyncio.TimerHandle] = {}
         """Streams of others until they have proved that they know the run, each with its deadline."""
         self._server: asyncio.Server | None = None
@@ -246,14 +249,14 @@ class StreamDialer:
         pb = self._parts.messages
         # hivemind's Multiaddr, for it encodes the path of a Unix socket as the daemon reads it.
         place = self._parts.Multiaddr(f"/unix{self._daemon.stream_path}").to_bytes()
-        wanted = pb.StreamHandlerRequest(addr=place, proto=[self._exchange.secret.prefix + topic], balanced=False)
+        wanted = pb.StreamHandlerRequest(addr=place, proto=[self._secret.prefix + topic], balanced=False)
         request = pb.Request(type=pb.Request.STREAM_HANDLER, streamHandler=wanted)
-        await self._control.ask(request, self._exchange.timeouts.dht_s)
+        await self._control.ask(request, self._timeouts.dht_s)
         self._offered.add(topic)
 
     async def dial(self, peer: str, topic: str, schema: Schema) -> Stream:
         """Open a stream; ConnectionRefusedError when that cannot be, ConnectionResetError without a daemon."""
-        pb, loop, timeouts = self._parts.messages, asyncio.get_running_loop(), self._exchange.timeouts
+        pb, loop, timeouts = self._parts.messages, asyncio.get_running_loop(), self._timeouts
         opened: asyncio.Future[Stream] = loop.create_future()
         connection: StreamOpening | Stream
 
@@ -262,8 +265,8 @@ class StreamDialer:
             answer = pb.Response.FromString(bytes(preamble.content))
             if answer.type == pb.Response.ERROR:
                 raise _refused(peer, topic, answer.error.msg)
-            transport.write(self._exchange.secret.proof(self._me, peer, topic))
-            connection = self._exchange.switchboard.call(transport, peer, topic, schema)
+            transport.write(self._secret.proof(self._me, peer, topic))
+            connection = self._context.switchboard.call(transport, peer, topic, schema)
             if not opened.done():
                 opened.set_result(connection)
 
@@ -273,7 +276,7 @@ class StreamDialer:
 
         connection = opening = StreamOpening(introduce, lost)
         is_open = False
-        wanted = pb.StreamOpenRequest(peer=self._parts.peer_bytes(peer), proto=[self._exchange.secret.prefix + topic])
+        wanted = pb.StreamOpenRequest(peer=self._parts.peer_bytes(peer), proto=[self._secret.prefix + topic])
         try:
             async with asyncio.timeout(timeouts.open_s):
                 connecting = loop.create_unix_connection(lambda: opening, self._daemon.control_path)
@@ -290,7 +293,7 @@ class StreamDialer:
             if not is_open:
                 # Also where it opened in the very moment in which we were cancelled.
                 connection.break_off(ConnectionResetError("the stream was not opened"))
-                self._exchange.switchboard.unopened()
+                self._context.switchboard.unopened()
         return stream
 
     def close(self) -> None:
@@ -300,13 +303,12 @@ class StreamDialer:
     def _answer(self, transport: asyncio.Transport, preamble: Preamble) -> None:
         arrival = self._parts.messages.StreamInfo.FromString(bytes(preamble.content))
         origin, peer = place_text(arrival.addr), self._parts.peer_text(arrival.peer)
-        secret = self._exchange.secret
-        topic = str(arrival.proto).removeprefix(secret.prefix)
-        if not hmac.compare_digest(preamble.proof, secret.proof(peer, self._me, topic)):
+        topic = str(arrival.proto).removeprefix(self._secret.prefix)
+        if not hmac.compare_digest(preamble.proof, self._secret.proof(peer, self._me, topic)):
             raise ConnectionRefusedError(f"{peer} does not know the run")
         if origin:
-            self._exchange.known_peers.note([PeerAddress(origin, peer)])
-        self._exchange.switchboard.answer(transport, peer, topic, origin)
+            self._context.known_peers.note([PeerAddress(origin, peer)])
+        self._context.switchboard.answer(transport, peer, topic, origin)
 
 
 def _refused(peer: str, topic: str, words: str) -> ConnectionRefusedError:
