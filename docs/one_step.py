@@ -14,14 +14,12 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from gossip.events import Event, OuterStepTaken
-from gossip.exchange.formats import Format
-from gossip.interface import Candidate, Origin, RoundContext
+from gossip.interface import Candidate, Event, Origin, OuterStepTaken, RoundContext
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState, Tensors
-from gossip.settings import OuterConfig
+from gossip.settings import Format, OuterConfig
 from pipeline.admission_window import AdmissionWindow
-from pipeline.inner_optimiser import Inner
+from pipeline.inner_step import Inner
 from pipeline.messages import Gradient, Microbatch, Reply
 from pipeline.model_config import family_config, prepare
 from pipeline.next_stage import NextStage, NextStageClient

@@ -1,20 +1,105 @@
-"""What a replica's rounds need of the world, and what they tell it.
+"""What a replica's rounds need of the node, and the events that they report.
 
-The shell hands a `GossipReplica` (the weights) and a `RoundContext` (the partners, a way to talk to them, a thread for
-arithmetic, a journal); the rounds also take the settings of the run (`gossip.settings`). The shell gets events back.
-Nothing of the pipeline, the network or the disk is known here.
+The node hands `Rounds` a `GossipReplica` (the weights), a `RoundContext` (partners, conversations, a thread for
+arithmetic) and the settings of the run (`gossip.settings`). The rounds report events, which the node's journal mostly
+writes as they are, fields in this order; `at` (unix seconds) is set by the journal. Nothing here loads torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
-from gossip.events import Event
-from gossip.exchange.swap import Compute, Conversation
-from gossip.rule.outer_step import OuterState, Tensors
+from gossip.settings import RoundTimeouts
+
+if TYPE_CHECKING:
+    from gossip.rule.outer_step import OuterState, Tensors
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OuterStepTaken:
+    """One outer step.
+
+    `partner`: id of the replica met, None in a solo round. `staleness`: inner steps between snapshot and correction.
+    `gap`: norm of own minus mean slow weights over the norm of the mean; None where there was nobody to compare with.
+    `staleness_rounds`: rounds since these weights last met anybody's, 1 where in the one before; `partner_staleness`:
+    rounds since the partner's did. `adopted`: ours were too stale to count, and the partner's were taken over.
+    `seconds`: from the acceptance of the proposal to the partner's acknowledgement.
+    """
+
+    round: int
+    partner: str | None = None
+    gap: float | None = None
+    staleness: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds: float
+    staleness_rounds: int = 0
+    partner_staleness: int = 0
+    adopted: bool = False
+    at: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartnerTooStale:
+    """A partner had met nobody for too many rounds to count: it took our weights, and our round stays open.
+
+    `partner_staleness`: for how many rounds.
+    """
+
+    round: int
+    partner: str
+    partner_staleness: int
+    bytes_sent: int
+    bytes_received: int
+    at: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundSkipped:
+    """No partner came before the next round was due. `in_a_row`: rounds skipped since the last outer step."""
+
+    round: int
+    in_a_row: int
+    at: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeetingLost:
+    """A meeting that had been agreed came to nothing. `implausible`: the partner's weights could not be right."""
+
+    round: int
+    partner: str
+    why: str
+    implausible: bool
+
+
+Event = OuterStepTaken | PartnerTooStale | RoundSkipped | MeetingLost
+
+
+class Conversation(Protocol):
+    """One ordered stream of typed messages between us and a peer whom the transport has authenticated."""
+
+    @property
+    def peer(self) -> str:
+        """The other's peer id."""
+
+    async def send(self, message: object) -> None:
+        """Send one message."""
+
+    async def receive(self) -> object:
+        """Return the next message. Raises a `ConnectionError` where none will come."""
+
+
+class Compute(Protocol):
+    """Runs a function where heavy arithmetic belongs: the device's thread."""
+
+    def __call__(self, function: Callable[..., T], /, *args: object) -> Awaitable[T]:
+        """Return what `function(*args)` returns, raise what it raises."""
 
 
 class GossipReplica(Protocol):
@@ -55,7 +140,7 @@ UNKNOWN = RoundProgress()
 
 
 class Timing(Protocol):
-    """How long to wait for each partner's answer to an offer, dial included; it learns from what it is told."""
+    """How long to wait for each partner's answer to a proposal, dial included; it learns from what it is told."""
 
     def deadline_s(self, peer: str, /) -> float:
         """Return how long to wait for a peer."""
@@ -65,21 +150,6 @@ class Timing(Protocol):
 
     def record_timeout(self, peer: str, begun_s: float, now_s: float, /) -> None:
         """Note a wait that ended at its deadline (loop seconds)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoundTimeouts:
-    """How long to wait, in seconds.
-
-    `answer_s`: for a dial and an answer. `exchange_s`: from acceptance to the end; in the blocking form work stands
-    still for so long at worst, in the overlapped one exchanges that ran out of it have more time next. `sleep_s`:
-    longest sleep before partners are asked again. `jitter_s`: spread of asking.
-    """
-
-    answer_s: float = 5.0
-    exchange_s: float = 120.0
-    sleep_s: float = 20.0
-    jitter_s: float = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +168,7 @@ class RoundContext:
     converse: Callable[[str], AbstractAsyncContextManager[Conversation]]
     record: Callable[[Event], None]
     fixed: frozenset[int] = frozenset()
-    timeouts: RoundTimeouts = RoundTimeouts()
+    timeouts: RoundTimeouts = field(default_factory=RoundTimeouts)
     answers: Timing | None = None
     saw: Callable[[str, int, int], None] = lambda partner, theirs, ours: None
 

@@ -1,27 +1,28 @@
-"""The window of microbatches of an inner step, and the gate in front of it.
+"""The gate in front of a stage: which microbatches are in flight, and which inner step each gradient belongs to.
 
-With one window in flight it admits exactly as many microbatches as an inner step takes: those in flight and those that
-succeeded never add up to more, and one that fails gives its slot back to the next. So the batch of every inner step is
-exact, and no weights change under a living graph: the step is taken when the window is full, when nothing is in flight
-and nothing is let in.
+With one window in flight, microbatches in flight and succeeded ones together never exceed what an inner step takes, and
+one that fails gives its slot back. So every batch is exact, and nothing is in flight when weights change.
 
-With two windows in flight twice as many are let in. Then the step leaves the younger half of them in flight: their
-gradients belong to the next window, whose turn they wait for before their backward passes begin
-(`pipeline.window_turns`).
+With two windows twice as many are admitted: forward passes of the next window fill the time in which the last gradients
+come back. Before its backward pass a microbatch waits for a **turn**; a window has exactly as many as its step takes.
 
-What comes while there is no room queues, two windows' worth by default, in turn by sender. A sender may take a
-fair share of the queue, counted over the senders heard of in this window and the last, the refused ones too: so whoever
-finds the queue taken by another has a place in it one window later. Beyond that the answer is `Refused(FULL)`, at once,
-with an estimate of when half of the queue will have moved on; to wait longer would let the queue run dry.
+- A turn is kept for each microbatch that was admitted before the last step; younger ones share the rest. So at most one
+  step lies between a forward and its backward pass, and one that fails gives its turn back to its window.
+- Only a microbatch with its reply waits for a turn, and only for the device, the step, or older microbatches here,
+  which wait for later stages alone. So no stages wait for each other in a circle.
+- From the end of the last turn until the next window no backward pass runs, so gradients of two windows never mix.
 
-Three things change who is let in:
+Arrivals without room queue, in turn by sender. A sender gets a fair share of the queue among the senders heard of in
+this window and the last, refused ones too: if it finds the queue full, it has a place one window later. Other arrivals
+get `Refused(FULL)` at once, with an estimate of when half of the queue will have moved on.
 
-- the step: from `full()` until `next_window()`. Arrivals queue;
-- `alone()`: the blocking form of a gossip round. Everything is refused at once, the queue too, what is in flight ends
-  (of two windows the first still takes its step, else the second could not end), and the body runs with nothing in
-  flight and no step being taken. It works in the middle of a window, whose count goes on afterwards. It must not be
-  opened by whoever holds the step: that would wait for itself, until its deadline;
-- `close()`: we are leaving. Everything is refused from now on, what is in flight ends.
+Admission stops in three cases:
+
+- the step, from `full()` until `next_window()`: arrivals queue;
+- `alone()`, the blocking form of a gossip round: the gate refuses everything, the queue too, waits until nothing is in
+  flight (of two windows the first still takes its step), and runs the body. The window's count goes on afterwards. The
+  holder of the step must not call it: it would wait for itself;
+- `close()`, before leaving: the gate refuses everything from now on, and the microbatches in flight end.
 
 All methods belong to the event loop's thread.
 """
@@ -36,19 +37,101 @@ from types import TracebackType
 from typing import NamedTuple
 
 from pipeline.messages import Reason, Refused
-from pipeline.schedule import fair_share
-from pipeline.window_turns import GradientTurns
 
 UNKNOWN_PACE_S = 0.25
 """Seconds a microbatch to assume before one has been measured."""
 LONGEST_RETRY_S = 30.0
 
 
-class WindowOutcome(NamedTuple):
-    """What a microbatch that succeeded leaves behind for the inner step.
+class TurnClaim:
+    """A microbatch's right to a turn. `step`: inner steps that had been taken when it was admitted."""
 
-    `stale`: whether a step was taken between its forward and its backward pass.
-    """
+    __slots__ = ("granted", "step")
+
+    def __init__(self, step: int) -> None:
+        self.step, self.granted = step, False
+
+
+class GradientTurns:
+    """The turns of the present window, and who waits for one. With one window in flight a turn is always free."""
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self.steps = 0
+        """Windows that have ended."""
+        self.deferred = 0
+        """Microbatches that had to wait for their turn, since the start."""
+        self._given = 0
+        self._kept = 0
+        """For microbatches that were admitted before the last step and have not had their turn."""
+        self._waiting: dict[TurnClaim, asyncio.Future[bool]] = {}
+        """The first to ask first."""
+        self._ended = False
+
+    @property
+    def waiting(self) -> int:
+        """Microbatches that wait for their turn now."""
+        return len(self._waiting)
+
+    def claim(self) -> TurnClaim:
+        """Return the claim of a microbatch that is admitted now."""
+        return TurnClaim(self.steps)
+
+    def take(self, claim: TurnClaim) -> bool:
+        """Grant a claim if there is a turn for it; at once."""
+        if claim.granted:
+            return True
+        if claim.step < self.steps:
+            self._kept -= 1
+        elif self._given + self._kept >= self.window:
+            return False
+        self._given += 1
+        claim.granted = True
+        return True
+
+    async def wait(self, claim: TurnClaim) -> bool:
+        """Wait until a claim is granted; False if no further window will take it.
+
+        The claim may be granted in the moment in which the wait is cancelled; `release` looks.
+        """
+        if self.take(claim) or self._ended:
+            return claim.granted
+        self.deferred += 1
+        waiting: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiting[claim] = waiting
+        try:
+            return await waiting
+        finally:
+            del self._waiting[claim]
+
+    def release(self, claim: TurnClaim) -> None:
+        """Take back the turn, given or kept, of a microbatch that failed."""
+        if claim.granted:
+            self._given -= 1
+        elif claim.step < self.steps:
+            self._kept -= 1
+
+    def grant(self) -> None:
+        """Grant the waiting claims for which there is a turn by now."""
+        for claim, waiting in self._waiting.items():
+            if not waiting.done() and self.take(claim):
+                waiting.set_result(True)
+
+    def next_window(self, in_flight: int) -> None:
+        """Begin a window; a turn is kept for each that is in flight."""
+        self.steps += 1
+        self._given, self._kept = 0, in_flight
+
+    def end(self) -> None:
+        """Begin no window any more: all waits end in vain."""
+        self._ended = True
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_result(False)
+
+
+class WindowOutcome(NamedTuple):
+    """What an inner step is told of a microbatch. `stale`: a step was taken between its forward and backward pass."""
 
     progress: float
     loss: float | None
@@ -65,11 +148,11 @@ class Slot:
 
     @property
     def stale(self) -> bool:
-        """Whether an inner step has been taken since it was let in."""
+        """Whether an inner step has been taken since it was admitted."""
         return self._gate is not None and self._claim.step < self._gate.steps
 
     def take_turn(self) -> bool:
-        """Take a turn in the window that is under way if there is one for us; at once."""
+        """Take a turn in the present window at once; False if none is free for us."""
         return self._gate is not None and self._gate.turns.take(self._claim)
 
     async def turn(self) -> bool:
@@ -147,10 +230,7 @@ class AdmissionWindow:
         return sum(len(places) for places in self._queue.values())
 
     async def enter(self, sender: str) -> Slot | Refused:
-        """Wait for a place in the window, or be refused at once.
-
-        A wait that is cancelled leaves no trace. Those who wait are refused as well when the gate is shut or closed.
-        """
+        """Wait for a place in the window, or be refused; a wait that is cancelled leaves no trace."""
         slot = self.enter_at_once(sender)
         if slot is not None:
             return slot
@@ -175,15 +255,14 @@ class AdmissionWindow:
         """Take a place if there is room; None where `enter` would have to wait or would be refused."""
         if self._room() <= 0:
             return None
-        # Whoever queues has been let in as soon as there was room: nobody is overtaken here.
+        # Where there is room nobody queues, so nobody is overtaken here.
         self._hear(sender)
         return self._admit()
 
     async def full(self) -> tuple[WindowOutcome, ...] | None:
-        """Wait until the window is complete; return what it is made of: the step is ours.
+        """Wait until the window is complete; return its outcomes, or None if the gate was closed before.
 
-        Until `next_window` nobody is let in, no backward pass begins, and `alone` waits; with one window in flight
-        nothing is in flight either. None: the gate was closed, this window stays partial.
+        The caller holds the step until `next_window`: no microbatch enters, no backward pass begins, `alone` waits.
         """
         await self._until(self._due)
         if not self._complete():
@@ -192,7 +271,7 @@ class AdmissionWindow:
         return tuple(self._outcomes)
 
     def next_window(self) -> tuple[WindowOutcome, ...]:
-        """Open the next window after the step; return what the finished one was made of."""
+        """Open the next window after the step; return the outcomes of the finished one."""
         if not self._stepping:
             raise RuntimeError("a window ends with a step: await full() first")
         outcomes, self._outcomes = tuple(self._outcomes), []
@@ -206,8 +285,8 @@ class AdmissionWindow:
     async def alone(self, retry_after_s: float, deadline_s: float) -> AsyncIterator[None]:
         """Shut the gate and run the body with nothing in flight and no step being taken.
 
-        `retry_after_s`: how long the gate will be shut, as the refused are told. `deadline_s`: seconds until everything
-        must have drained, else TimeoutError, and the gate is open again.
+        `retry_after_s`: how long the gate will be shut, for refusals. If something is still in flight after
+        `deadline_s` seconds, raises TimeoutError and opens the gate again.
         """
         async with asyncio.timeout(deadline_s) as limit:
             async with self._shutter:
@@ -228,7 +307,7 @@ class AdmissionWindow:
         self._changed()
 
     def statistics(self) -> dict[str, int | float]:
-        """Return what is where now, and totals since the start."""
+        """Return the present counts, and totals since the start."""
         return {
             "window": self.window,
             "in_flight": self.in_flight,
@@ -267,7 +346,7 @@ class AdmissionWindow:
         self._hear(sender)
         heard, before = self._heard
         queued = self.queued
-        share = fair_share(self.queue_limit, len(heard | before))
+        share = max(1, self.queue_limit // max(1, len(heard | before)))
         if queued < self.queue_limit and len(self._queue.get(sender, ())) < share:
             return None
         pace_s = self._pace_s or UNKNOWN_PACE_S
@@ -276,7 +355,7 @@ class AdmissionWindow:
     def _hear(self, sender: str) -> None:
         heard, _ = self._heard
         if len(heard) < self.queue_limit:
-            # With as many senders as places a share is one place; counting further would change nothing.
+            # With as many senders as places a share is one place already.
             heard.add(sender)
 
     def _admit(self) -> Slot:
@@ -301,7 +380,7 @@ class AdmissionWindow:
         self._changed()
 
     def _changed(self) -> None:
-        """Give turns, let in whoever there is room for, and wake those who wait for the gate itself."""
+        """Grant turns, admit from the queue while there is room, and wake the watchers of the gate."""
         self.turns.grant()
         while self._queue and self._room() > 0:
             sender, places = self._queue.popitem(last=False)

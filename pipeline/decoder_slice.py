@@ -1,29 +1,115 @@
 """The parts of a decoder, found by walking its module tree, and a slice of it that keeps only some of them.
 
-Every decoder of transformers has one list of layers. On the way from the whole model down to that list hang a few side
-modules: what has weights and is registered before the list feeds the first layer (embeddings), what comes after reads
-the last (final norm, vocabulary head), even without weights; what has buffers alone serves all layers (rotary
-frequencies). No name of any family is needed for this, only that a final norm registered early is called so.
+Every decoder of transformers has one list of layers. A side module with weights that is registered before that list
+feeds the first layer (embeddings). One registered after it reads the last layer (final norm, vocabulary head), even
+without weights. One with buffers alone serves all layers (rotary frequencies). This needs no name of any family, except
+that a final norm registered early is called so.
 
-A slice is the whole model in which every foreign part is replaced by one that lets its input through (or adds nothing,
-for position embeddings). So a parameter keeps the name that it has in the whole model, layers keep their numbers, and
-an export is a union of dictionaries.
+A slice is the whole model with every foreign part replaced by one that passes its input through (or adds nothing, for
+position embeddings). So parameters and layers keep the names of the whole model. Initial weights depend on (seed,
+module name) alone: the family's own rule initialises each module under its own generator, on the CPU on any device.
 
-Initial weights depend on (seed, module name) alone, not on the cut: each module is initialised by the family's own
-rule under a generator of its own. They are drawn on the CPU whatever the device, since all replicas must agree.
+With a subspace, stages send each other only the first k channels of a token, and nothing is lost. Every layer below the
+last boundary adds to these channels alone, and only these channels of the embedding are learnt. All other channels hold
+fixed features of the token, which every stage computes from the ids that travel anyway: products of one row of each of
+two tables of signs, drawn from a hash. Layers that read the stream are free to rotate it, so that channels span the
+subspace restricts nothing. Matrices that write into the stream have k rows; an export fills them up with zeros, and the
+embedding with the features. The last stage writes to all channels.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import shake_256
 from itertools import pairwise
+from math import isqrt
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from pipeline.activations.subspace import Subspace, TokenFeatures, constrain
+WRITERS = frozenset(
+    {"o_proj", "out_proj", "dense", "wo", "down_proj", "dense_4h_to_h", "c_proj", "fc2", "fc_out", "w2"}
+)
+"""What families call the linear layers that write into the residual stream: of attention, and of the feed-forward."""
+
+
+class Subspace(NamedTuple):
+    """`numbers`: what travels of a token. `seed`: the run's."""
+
+    numbers: int
+    seed: int
+
+
+class TokenFeatures(nn.Module):
+    """The channels of the embedding that are not learnt: [..., width - k] of ids [...]."""
+
+    def __init__(self, config: Any, subspace: Subspace) -> None:
+        super().__init__()
+        self._columns = isqrt(config.vocab_size - 1) + 1
+        channels = config.hidden_size - subspace.numbers
+        for name in ("_first", "_second"):
+            signs = _signs(self._columns, channels, f"{subspace.seed}|fixed features|{name}")
+            self.register_buffer(name, signs, persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up what is fixed of these tokens."""
+        first: Tensor = self._first[ids // self._columns]  # type: ignore[index]
+        return first * self._second[ids % self._columns]  # type: ignore[index]
+
+
+class NarrowEmbedding(nn.Embedding):
+    """An embedding of which the first k channels are learnt, and the others fixed."""
+
+    def __init__(self, whole: nn.Embedding, config: Any, subspace: Subspace) -> None:
+        super().__init__(whole.num_embeddings, subspace.numbers, whole.padding_idx, device="meta")
+        self.fixed = TokenFeatures(config, subspace)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return all channels."""
+        return torch.cat((super().forward(ids), self.fixed(ids)), -1)
+
+
+class NarrowLinear(nn.Linear):
+    """A linear layer that writes into the first k channels alone."""
+
+    def __init__(self, whole: nn.Linear, subspace: Subspace) -> None:
+        super().__init__(whole.in_features, subspace.numbers, whole.bias is not None, device="meta")
+        self._rest = whole.out_features - subspace.numbers
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return all channels, the others zero."""
+        return functional.pad(super().forward(hidden), (0, self._rest))
+
+
+def constrain(whole: nn.Module, embedding: str, layers: str, config: Any, subspace: Subspace) -> None:
+    """Narrow the embedding of a model without weights, and what writes into the stream in its layers."""
+    table = whole.get_submodule(embedding)
+    assert isinstance(table, nn.Embedding)
+    whole.set_submodule(embedding, NarrowEmbedding(table, config, subspace))
+    for name, part in list(whole.get_submodule(layers).named_modules()):
+        writes = name.rpartition(".")[2] in WRITERS and isinstance(part, nn.Linear)
+        if writes and part.out_features == config.hidden_size:
+            whole.set_submodule(f"{layers}.{name}", NarrowLinear(part, subspace))
+
+
+def widened(weight: Tensor, expected: tuple[int, ...], features: TokenFeatures | None) -> Tensor:
+    """Return a parameter in the `expected` shape of an ordinary checkpoint. `features`: of the embedding."""
+    if weight.shape == expected:
+        return weight
+    if features is not None:
+        return torch.cat((weight, features(torch.arange(len(weight))).to(weight.dtype)), 1)
+    return functional.pad(weight, (0, 0) * (weight.ndim - 1) + (0, expected[0] - len(weight)))
+
+
+def _signs(rows: int, columns: int, name: str) -> Tensor:
+    drawn = bytearray(shake_256(name.encode()).digest(-(-rows * columns // 8)))
+    bits = torch.frombuffer(drawn, dtype=torch.uint8).unsqueeze(1) >> torch.arange(8, dtype=torch.uint8) & 1
+    return bits.flatten()[: rows * columns].view(rows, columns).float().mul_(2.0).sub_(1.0)
 
 
 class NotSliceableError(ValueError):
@@ -225,6 +311,20 @@ def slice_decoder(whole: Any, anatomy: DecoderParts, cut: Cut) -> Slice:
     return Slice(whole, cut, anatomy.head)
 
 
+_PROCESS_STATE = threading.RLock()
+
+
+@contextmanager
+def alone_in_process() -> Iterator[None]:
+    """Build a model while no other thread builds one, and leave the default generator as it was.
+
+    Hooks on registered parameters and the default generator belong to the process, not to a thread: two threads that
+    build at the same time would break each other's hooks and draw each other's initial weights.
+    """
+    with _PROCESS_STATE, torch.random.fork_rng(devices=[]):
+        yield
+
+
 def _materialise(module: nn.Module) -> None:
     """Give every weight memory on the CPU, filled with NaN so that one that no rule fills is found.
 
@@ -251,7 +351,7 @@ def initialise(whole: Any, anatomy: DecoderParts, seed: int, tied_to: nn.Module 
     `tied_to`: the token embedding (part of the slice or not) of which the vocabulary head starts as a copy, or None.
     """
     _materialise(whole)
-    with torch.random.fork_rng(devices=[]):
+    with alone_in_process():
         # A part after what it contains: a family may rescale its parts' weights (GPT-2 does).
         for name, module in reversed(list(whole.named_modules())):
             if name not in anatomy.spine and next(module.parameters(), None) is not None:

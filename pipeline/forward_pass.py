@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeline.activations.codec import decode, encode, seed_of
-from pipeline.activations.formats import ActivationCodec
+from pipeline.activation_codec import decode, encode, seed_of
+from pipeline.messages import ActivationCodec
 
 T = TypeVar("T")
 Masters = Mapping[str, nn.Parameter]

@@ -1,24 +1,21 @@
 """The next stage as one microbatch sees it: ask a replica, and another, until one has returned the gradient.
 
-What a replica answers, and what follows:
+What follows from an answer:
 
-- a gradient: done, and the replica is above suspicion;
-- `Refused` (full, gossiping, leaving): another replica takes it, for the sender still holds the output. It uses up no
-  attempt, and all microbatches of this sender leave the one that refused in peace until the time that it named. If all
-  refuse, we sleep until the earliest of these times, jittered;
-- a loss: another replica, and one attempt less. A peer that could not be reached, or that was given up (silent, or in
-  violation), becomes a suspect; a stream that broke accuses nobody who has ever returned a gradient. Suspects are asked
-  when there is nobody else, after a pause that doubles with each loss;
-- nothing for long, from who has yet to show that it works (`pipeline.trust`): another replica as well;
+- a gradient: it is checked (`NextStageClient.check`) and returned, and the replica is no suspect any more;
+- `Refused` (full, gossiping, leaving): another replica is asked, for the sender still holds the output. This uses up no
+  attempt. All microbatches of this sender leave the replica alone for the time that it named. If all refuse, the
+  microbatch sleeps until the earliest of these times, jittered;
+- a loss: another replica, and one attempt less. The lost replica becomes a suspect; only a broken stream accuses no
+  proved replica. If all are suspects they are asked, after a pause that doubles with each loss;
+- nothing for three times the usual time, from a replica on trial: another replica is asked, and the call goes on
+  without this microbatch. A slow replica is not accused for that;
 - `Refused(NO_ROUTE)`: another replica, which may know another way, and one attempt less;
-- `Refused(EXPIRED)`: nobody wants the reply any more. Up it goes, and nobody is accused. The budget travels as a
-  duration, which a replica counts from when it has it: so its end there is not before ours, and whoever says "expired"
-  while much is left is treated as given up.
+- `Refused(EXPIRED)`: it is returned, and nobody is accused. The budget travels as a duration that starts at the
+  receiver, so it cannot end there before it ends here: a replica that says "expired" while much is left is lost.
 
-With no attempt left, or no replica in the roster for long, the answer is `Refused(NO_ROUTE)`.
-
-When it was ourselves who were away (the machine slept, say), everybody seems to have been silent: `forgive` clears all
-suspicions, and those that the next seconds would bring.
+With no attempt left, or no replica in the roster for long, the answer is `Refused(NO_ROUTE)`. If this machine was away
+itself (it slept, say), all replicas seem to have been silent: `forgive` clears all suspicions.
 """
 
 from __future__ import annotations
@@ -30,20 +27,19 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from random import Random
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
-from pipeline.routing import Bag, Hop, next_hop
-from pipeline.trust.suspects import SuspectList
-from pipeline.trust.trials import Late, Trials
+from pipeline.routing import Bag, Hop, HopTotals, Standing, next_hop
 
 T = TypeVar("T")
 
-MOST_HOPS_COUNTED = 1024
+LATE = 3.0
+"""Times the usual reply: a call of a replica on trial is late then."""
 SHORTEST_REST_S = 0.1
 LONGEST_REST_S = 30.0
 LEAVING_REST_S = 10.0
-"""How long one that leaves is not asked again: rosters take about as long to notice."""
+"""For this long a replica that leaves is not asked again: rosters take about as long to notice."""
 NO_ROUTE_REST_S = 2.0
 FIRST_BACKOFF_S = 0.5
 SHORTEST_SLEEP_S = 0.001
@@ -74,27 +70,26 @@ async def within(deadline_s: float, work: Awaitable[T]) -> T:
         raise
 
 
+async def _unchecked(_peer: str, _microbatch: Microbatch, gradient: Gradient, _deadline_s: float) -> Gradient:
+    return gradient
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NextStageClient:
-    """Who serves the next stage now, and how to call one of them.
+    """Who serves the next stage now, how to call one of them, and how to check a gradient.
 
-    `call` raises a `ConnectionError` for a loss, as `pipeline.messages` says, and for a gradient that is not as the
-    run's codec has it.
+    `call` raises a `ConnectionError` for a loss, as `pipeline.messages` says, and for a gradient that does not fit the
+    run's codec. `check` takes a replica, what was sent to it, what it returned and a deadline in loop seconds; it
+    returns the gradient to use, and takes no part of the time that counts for the replica.
     """
 
     hops: Callable[[], Sequence[Hop]]
     call: Callable[[str, Microbatch], Awaitable[Reply]]
-
-
-class HopTotals(NamedTuple):
-    """Calls to one replica of the next stage: begun, and answered with a gradient."""
-
-    attempted: int = 0
-    succeeded: int = 0
+    check: Callable[[str, Microbatch, Gradient, float], Awaitable[Gradient]] = _unchecked
 
 
 class Wanted(StrEnum):
-    """What a microbatch may wait for of the next stage: a replica that the roster has, room at one, or an answer."""
+    """What a microbatch may wait for: a replica in the roster, room at one, or an answer."""
 
     REPLICA = "replica"
     ROOM = "room"
@@ -102,7 +97,7 @@ class Wanted(StrEnum):
 
 
 class Waiting(NamedTuple):
-    """What a microbatch waits for, and since when (loop seconds). `detail`: of how many replicas, in words.
+    """What a microbatch waits for since when (loop seconds), and of how many replicas, in words (`detail`).
 
     `will_pass`: a healthy replica is merely busy, and takes it before long.
     """
@@ -132,12 +127,12 @@ class NextStage:
     def __init__(self, ways: NextStageClient, rng: Random) -> None:
         self._ways, self._rng = ways, rng
         self._bag = Bag()
-        self._trials = Trials(ways.hops)
+        self._standing = Standing(ways.hops)
+        self._first: asyncio.Future[None] | None = None
+        """Done once any replica has returned a gradient."""
+        self._late: set[asyncio.Task[Reply | None]] = set()
+        """Calls that no microbatch waits for any more."""
         self._forgiving_until_s = -math.inf
-        self._resting: dict[str, float] = {}
-        self._busy: set[str] = set()
-        """Replicas whose last refusal was that they are full or gossiping."""
-        self._totals: dict[str, HopTotals] = {}
         self._waits: dict[_Search, Waiting] = {}
         self._empty_since_s: float | None = None
         """Since when microbatches have found nobody in the roster: longer than one of them looks."""
@@ -156,17 +151,16 @@ class NextStage:
     @property
     def hop_totals(self) -> dict[str, HopTotals]:
         """Calls by replica, those of the last 1024 replicas."""
-        return dict(self._totals)
+        return dict(self._standing.totals)
 
     @property
     def suspects(self) -> frozenset[str]:
         """The replicas that are under suspicion now."""
-        suspects = self._trials.suspects
-        return suspects.active(_now_s()) if suspects.suspicions else frozenset()
+        return self._standing.suspects(_now_s()) if self._standing.suspicions else frozenset()
 
     def forgive(self, for_s: float) -> None:
         """Clear all suspicions, and accuse nobody for so long: the silence was ours."""
-        self._trials.suspects = SuspectList()
+        self._standing.forgive()
         self._forgiving_until_s = _now_s() + for_s
 
     async def ask(self, microbatch: Microbatch, deadline_s: float) -> Reply:
@@ -176,9 +170,9 @@ class NextStage:
         the caller, who has other work under the same deadline (`within`).
         """
         search = _Search(deadline_s=deadline_s)
-        if self._trials.favoured() and (tried := self._draw_unproved(search)) is not None:
-            self._count_call(tried, succeeded=0)
-            self._trials.attempt(tried, self._call(tried, microbatch, _Search(deadline_s=deadline_s)), deadline_s)
+        if self._standing.favoured() and (tried := self._draw_unproved(search)) is not None:
+            # For what the call shows of the replica: nobody waits for the reply.
+            self._leave(self._begin(tried, microbatch, _Search(deadline_s=deadline_s)), deadline_s)
         while search.losses < ATTEMPTS and not self._given_up(search):
             peer = self._choose(search)
             reply = None if peer is None else await self._ask_one(peer, microbatch, search)
@@ -190,7 +184,10 @@ class NextStage:
 
     async def aclose(self) -> None:
         """End the calls that nobody waits for any more."""
-        await self._trials.aclose()
+        for task in self._late:
+            task.cancel()
+        if self._late:
+            await asyncio.wait(self._late)
 
     def statistics(self) -> dict[str, int | float]:
         """Return totals since the start: gradients, refusals and losses met at the next stage."""
@@ -211,29 +208,61 @@ class NextStage:
         return _now_s() - search.empty_since_s >= PATIENCE_S
 
     def _choose(self, search: _Search) -> str | None:
-        avoid = self._resting_now()
+        avoid = self._standing.resting(_now_s())
         if not search.forgiving:
             avoid |= self._out_of_favour(search)
-            if not self._trials.favoured() and (tried := self._draw_unproved(search)) is not None:
+            if not self._standing.favoured() and (tried := self._draw_unproved(search)) is not None:
                 return tried
-        peer, self._bag = next_hop(self._bag, self._trials.bag_hops(), avoid, self._rng, self._trials.reply_s)
+        peer, self._bag = next_hop(self._bag, self._standing.bag_hops(), avoid, self._rng, self._standing.reply_s)
         return peer
 
     def _draw_unproved(self, search: _Search) -> str | None:
-        return self._trials.draw(self._resting_now() | self._out_of_favour(search), self._rng)
+        avoid = self._standing.resting(_now_s()) | self._out_of_favour(search)
+        return self._standing.draw_unproved(avoid, self._rng)
 
     def _out_of_favour(self, search: _Search) -> set[str]:
-        return self._trials.occupied(_now_s()) | self.suspects | search.lost
+        return self._standing.occupied(_now_s()) | self.suspects | search.lost
 
     async def _ask_one(self, peer: str, microbatch: Microbatch, search: _Search) -> Reply | None:
-        """Call one replica; return what goes up, None when another is to be asked."""
+        """Call one replica; return its answer, None when another is to be asked."""
         search.forgiving = False
-        self._count_call(peer, succeeded=0)
+        task, standing = self._begin(peer, microbatch, search), self._standing
         try:
-            return await self._trials.answer(peer, self._call(peer, microbatch, search), search.deadline_s)
-        except Late:
-            search.lost.add(peer)
-            return None
+            if not standing.proved(peer):
+                await self._wait(task)
+            if not task.done() and not standing.proved(peer) and standing.favoured(but=peer):
+                self._leave(task, search.deadline_s)
+                search.lost.add(peer)
+                return None
+            return await task
+        finally:
+            if task not in self._late and not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+
+    def _begin(self, peer: str, microbatch: Microbatch, search: _Search) -> asyncio.Task[Reply | None]:
+        self._standing.begin(peer)
+        task = asyncio.create_task(self._call(peer, microbatch, search))
+        task.add_done_callback(lambda _: self._standing.end(peer))
+        return task
+
+    def _leave(self, task: asyncio.Task[Reply | None], deadline_s: float) -> None:
+        """Let a call go on until a deadline without the microbatch that began it."""
+        end = asyncio.get_running_loop().call_at(deadline_s, task.cancel)
+        self._late.add(task)
+        task.add_done_callback(self._late.discard)
+        task.add_done_callback(lambda _: end.cancel())
+
+    async def _wait(self, task: asyncio.Task[Reply | None]) -> None:
+        """Wait until a call is done or late."""
+        begun_s = _now_s()
+        if not self._standing.usual_s:
+            if self._first is None:
+                self._first = asyncio.get_running_loop().create_future()
+            either: list[asyncio.Future[Any]] = [task, self._first]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            await asyncio.wait([task], timeout=max(0.0, begun_s + LATE * self._standing.usual_s - _now_s()))
 
     async def _call(self, peer: str, microbatch: Microbatch, search: _Search) -> Reply | None:
         begun_s = _now_s()
@@ -241,15 +270,16 @@ class NextStage:
         try:
             reply = await self._ways.call(peer, sent)
             if isinstance(reply, Gradient):
-                _check(reply, microbatch)
+                check_gradient(reply, microbatch)
         except ConnectionError as error:
             self._lose(peer, error, search, _now_s() - begun_s)
             return None
         if isinstance(reply, Gradient):
             self._counts["gradients"] += 1
-            self._count_call(peer, succeeded=1)
-            self._trials.succeed(peer, _now_s() - begun_s)
-            return reply
+            self._standing.succeed(peer, _now_s() - begun_s)
+            if self._first is not None and not self._first.done():
+                self._first.set_result(None)
+            return await self._ways.check(peer, sent, reply, search.deadline_s)
         self._counts[f"refused_{reply.reason.name.lower()}"] += 1
         if reply.reason is Reason.EXPIRED:
             left_s = search.deadline_s - _now_s()
@@ -269,29 +299,20 @@ class NextStage:
         unreachable, hung = isinstance(error, ConnectionRefusedError), isinstance(error, ConnectionAbortedError)
         self._counts["lost_unreachable" if unreachable else "lost_given_up" if hung else "lost_broken"] += 1
         if _now_s() >= self._forgiving_until_s:
-            self._trials.lose(peer, _now_s(), cost_s, accused=unreachable or hung, hung=hung)
+            self._standing.lose(peer, _now_s(), cost_s, accused=unreachable or hung, hung=hung)
 
     def _rest(self, peer: str, refusal: Refused) -> None:
         least_s = LEAVING_REST_S if refusal.reason is Reason.LEAVING else SHORTEST_REST_S
         # The estimate is a stranger's: not a number reads as the least.
         rest_s = min(max(least_s, refusal.retry_after_s), LONGEST_REST_S)
-        now_s = _now_s()
-        self._resting = {other: until_s for other, until_s in self._resting.items() if until_s > now_s}
-        self._resting[peer] = now_s + rest_s
-        self._busy = (self._busy - {peer}) & self._resting.keys()
-        if refusal.reason in BUSY:
-            self._busy.add(peer)
-
-    def _resting_now(self) -> set[str]:
-        now_s = _now_s()
-        return {peer for peer, until_s in self._resting.items() if until_s > now_s}
+        self._standing.refuse(peer, _now_s(), rest_s, busy=refusal.reason in BUSY)
 
     async def _pause(self, search: _Search) -> None:
-        """Sleep until somebody can be asked, or the first of those that there are may be asked again."""
-        peers = [hop.peer for hop in self._trials.bag_hops()]
+        """Sleep until a replica may be there, or the first of those that are there may be asked again."""
+        peers = [hop.peer for hop in self._standing.bag_hops()]
         out_of_favour = self._out_of_favour(search)
         good = [peer for peer in peers if peer not in out_of_favour]
-        resting = [self._resting.get(peer, 0.0) for peer in (good or peers)]
+        resting = [self._standing.refused_until_s(peer) for peer in (good or peers)]
         if not peers:
             wanted, detail, pause_s = Wanted.REPLICA, "", POLL_S
         elif good:
@@ -308,25 +329,16 @@ class NextStage:
         since_s = search.waits_since_s
         if self._empty_since_s is not None:
             since_s = min(self._empty_since_s, since_s)
-        will_pass = not self._busy.isdisjoint(good)
-        self._waits[search] = Waiting(wanted, detail, since_s, will_pass)
-        # Jitter, so that all who were refused together do not come back together; never early.
+        self._waits[search] = Waiting(wanted, detail, since_s, self._standing.any_busy(good))
+        # Jitter, so that microbatches that were refused together do not come back together; never early.
         sleep_s = max(SHORTEST_SLEEP_S, pause_s) * self._rng.uniform(1.0, 1.25)
         try:
             await asyncio.sleep(sleep_s)
         finally:
             del self._waits[search]
 
-    def _count_call(self, peer: str, *, succeeded: int) -> None:
-        before = self._totals.pop(peer, HopTotals())
-        self._totals[peer] = HopTotals(before.attempted + 1 - succeeded, before.succeeded + succeeded)
-        if len(self._totals) > MOST_HOPS_COUNTED:
-            forgotten = next(iter(self._totals))
-            del self._totals[forgotten]
-            self._trials.reply_s.pop(forgotten, None)
 
-
-def _check(reply: Gradient, microbatch: Microbatch) -> None:
+def check_gradient(reply: Gradient, microbatch: Microbatch) -> None:
     """Raise ConnectionAbortedError for a gradient that no replica may return."""
     # A gradient's rows may be of another length: its codec may be another one.
     if reply.hidden is None or reply.hidden.shape[:-1] != microbatch.hidden.shape[:-1]:

@@ -1,25 +1,33 @@
-"""Decides which replica of the next stage gets a microbatch; `pipeline.trust` says who is not to get any.
+"""Decides which replica of the next stage gets a microbatch: by standing first, then by chance.
 
-A sender draws from a bag without replacement. A full bag holds as many entries as the next stage has replicas, shared
-out in proportion to their speeds (one over the device seconds of a microbatch, as each says in its record) by largest
-remainder; what rounding took from a replica, or gave it, is carried to the next bag. So routes are random, as NoLoCo
-(arXiv 2506.10911) wants them for mixing, and the load is even over every few draws, not only in the limit. In a closed
-queueing model of two senders with 8 microbatches in flight each and 6 replicas whose speeds differ fourfold, throughput
-was 1.00 of capacity against 0.86 with independent draws of the same proportions and 0.40 with uniform ones (with 4 in
-flight 0.89, 0.71 and 0.39). Larger bags are lumpier (four entries a replica: 0.97 and 0.79).
+**Standing.** A replica is proved once it has returned a gradient to this sender: names cost nothing, work does.
 
-Speeds are what strangers say of themselves, so they are read with care: what is not a positive number counts as unknown
-and takes the median of the known; speeds within a tenth of each other count as equal, so that noise does not bias
-routes; nobody's share falls below about a ninth of an equal one, so that a replica which was measured in a bad moment
-is asked again; and on its word alone nobody counts as more than a quarter faster than two thirds of the others. Beyond
-that its gradients must have come as much sooner than the others' (`bounded`). Of two replicas neither is the others, so
-both are believed.
+- A replica that could not be reached, fell silent or sent what no peer may send is a suspect. It is left alone for four
+  seconds, or for ten times what its loss cost; twice as long after each further loss, up to ten minutes, unless it has
+  worked in between for as long as it was left alone. Losses while it is a suspect count as one.
+- On trial are suspects whose time is over and, where others are proved, the unproved. Each has one call at a time.
+- Once an unproved replica was lost, the others may be names alone, as many as somebody likes. Then only the proved are
+  in the bag, and one unproved at a time, first those that never were tried, gets a microbatch that a proved one gets as
+  well. So names delay nothing, and an honest newcomer is proved after one call. If no proved replica is in favour, all
+  are asked.
+
+**The bag.** A sender draws without replacement from a bag with as many entries as the next stage has replicas, shared
+out in proportion to their speeds by largest remainder; the rounding is carried to the next bag. So routes are random,
+as NoLoCo (arXiv 2506.10911) wants them for mixing, and the load is even over every few draws. In a closed queueing
+model of two senders with 8 microbatches in flight each and 6 replicas whose speeds differ fourfold, throughput was 1.00
+of capacity, against 0.86 with independent draws and 0.40 with uniform ones.
+
+Speeds are what strangers say of themselves. An impossible one counts as the median of the others, and speeds within a
+tenth of each other as equal. No share falls below about a ninth of an equal one, so that a replica measured in a bad
+moment is asked again. On its word a replica counts as at most a quarter faster than two thirds of the others, and
+beyond that as far as its gradients have come as much sooner than theirs (`bounded`); of two replicas both are believed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from random import Random
 from statistics import fmean, median
 from types import MappingProxyType
@@ -158,3 +166,174 @@ def _device_times(hops: Sequence[Hop]) -> dict[str, float]:
             group = []
         group.append((device_s, peer))
     return times
+
+
+MOST_KNOWN = 1024
+"""Replicas whose calls are remembered."""
+FIRST_SUSPICION_S = 4.0
+TIMES_COST = 10.0
+"""A suspect is left alone for so many times what its loss cost: it may take a tenth of a sender's time at most."""
+LONGEST_SUSPICION_S = 600.0
+USUAL_WEIGHT = 1 / 8
+SOONER_WEIGHT, LATER_WEIGHT = 1 / 2, 1 / 32
+"""Of the newest reply in a replica's usual shortest, by whether it came sooner: what a device takes when none waits."""
+
+
+class HopTotals(NamedTuple):
+    """Calls to one replica of the next stage: begun, and answered with a gradient."""
+
+    attempted: int = 0
+    succeeded: int = 0
+
+
+class Suspicion(NamedTuple):
+    """Until when a lost replica is left alone (loop seconds), for how long in all; `cleared`: by a success."""
+
+    until_s: float
+    length_s: float
+    cleared: bool = False
+
+
+class Standing:
+    """What one sender knows of the replicas of its next stage, and so which of them may get a microbatch.
+
+    Each reason to leave a replica alone has its own end: a refusal, and a loss. `hops`: the replicas in the roster.
+    """
+
+    def __init__(self, hops: Callable[[], Sequence[Hop]]) -> None:
+        self._hops = hops
+        self.reply_s: dict[str, float] = {}
+        """Of each proved replica: the seconds in which its gradients come while none of them waits."""
+        self.usual_s = 0.0
+        """Seconds that a reply usually takes; 0 before the first."""
+        self.totals: dict[str, HopTotals] = {}
+        self.suspicions: dict[str, Suspicion] = {}
+        self._refusals: dict[str, float] = {}
+        """When each replica that refused may be asked again (loop seconds)."""
+        self._busy: set[str] = set()
+        self._in_hand: Counter[str] = Counter()
+        self._parted: tuple[Sequence[Hop], int, tuple[Hop, ...], tuple[str, ...]] = ((), 0, (), ())
+        """The proved and the unproved of these hops, when so many had been proved; the newest names come last."""
+
+    # What happens to calls.
+
+    def begin(self, peer: str) -> None:
+        """Count a call that begins."""
+        self._in_hand[peer] += 1
+        self._count(peer, attempted=1)
+
+    def end(self, peer: str) -> None:
+        """Count a call that has ended in any way."""
+        self._in_hand[peer] -= 1
+        if not self._in_hand[peer]:
+            del self._in_hand[peer]
+
+    def succeed(self, peer: str, took_s: float) -> None:
+        """Note a gradient."""
+        self._count(peer, succeeded=1)
+        if (suspicion := self.suspicions.get(peer)) is not None:
+            self.suspicions[peer] = suspicion._replace(cleared=True)
+        before_s = self.reply_s.setdefault(peer, took_s)
+        self.reply_s[peer] += (SOONER_WEIGHT if took_s < before_s else LATER_WEIGHT) * (took_s - before_s)
+        self.usual_s += USUAL_WEIGHT * (took_s - self.usual_s) if self.usual_s else took_s
+
+    def lose(self, peer: str, now_s: float, cost_s: float, *, accused: bool, hung: bool) -> None:
+        """Note a loss. A broken stream accuses no proved replica, and none while nobody is proved."""
+        unproved = peer not in self.reply_s and bool(self._part()[0])
+        if accused or unproved:
+            self._suspect(peer, now_s, cost_s if hung else 0.0)
+
+    def refuse(self, peer: str, now_s: float, rest_s: float, *, busy: bool) -> None:
+        """Note a refusal for so long. `busy`: the replica is healthy, and takes a microbatch before long."""
+        self._refusals = {other: until_s for other, until_s in self._refusals.items() if until_s > now_s}
+        self._refusals[peer] = now_s + rest_s
+        self._busy = (self._busy - {peer}) & self._refusals.keys()
+        if busy:
+            self._busy.add(peer)
+
+    def forgive(self) -> None:
+        """Forget all losses."""
+        self.suspicions = {}
+
+    # Which replicas may be asked.
+
+    def suspects(self, now_s: float) -> frozenset[str]:
+        """Return the replicas that are left alone for a loss."""
+        return frozenset(p for p, each in self.suspicions.items() if now_s < each.until_s and not each.cleared)
+
+    def resting(self, now_s: float) -> set[str]:
+        """Return the replicas that are left alone for a refusal."""
+        return {peer for peer, until_s in self._refusals.items() if until_s > now_s}
+
+    def refused_until_s(self, peer: str) -> float:
+        """Return when a replica that refused may be asked again; 0 if it has not refused."""
+        return self._refusals.get(peer, 0.0)
+
+    def any_busy(self, peers: Collection[str]) -> bool:
+        """Say whether one of these is merely full or gossiping."""
+        return not self._busy.isdisjoint(peers)
+
+    def occupied(self, now_s: float) -> set[str]:
+        """Return the replicas on trial that have their one call in hand."""
+        proved, unproved = self._part()
+        on_trial = {peer for peer, each in self.suspicions.items() if now_s >= each.until_s and not each.cleared}
+        return (on_trial.union(unproved) if proved else on_trial) & self._in_hand.keys()
+
+    def bag_hops(self) -> Sequence[Hop]:
+        """Return the replicas that the bag is for: only the proved once an unproved one was lost."""
+        proved, unproved = self._part()
+        wary = proved and not self.suspicions.keys().isdisjoint(unproved)
+        return proved if wary else self._hops()
+
+    def draw_unproved(self, avoid: Collection[str], rng: Random) -> str | None:
+        """Return an unproved replica that is to be tried out of the bag's turn, if there is one."""
+        proved, unproved = self._part()
+        if not unproved or self.bag_hops() is not proved:
+            return None
+        if self.favoured() and not self._in_hand.keys().isdisjoint(unproved):
+            return None
+        free = [peer for peer in unproved if peer not in avoid]
+        fresh = [peer for peer in free if peer not in self.suspicions]
+        # The newest every other time: neither many old names nor many new ones keep a replica waiting.
+        return rng.choice([fresh[-1], rng.choice(fresh)]) if fresh else rng.choice(free) if free else None
+
+    def favoured(self, but: str = "") -> bool:
+        """Say whether a replica other than `but` is proved and not under suspicion."""
+        return any(hop.peer != but and self.proved(hop.peer) for hop in self._part()[0])
+
+    def proved(self, peer: str) -> bool:
+        """Say whether a replica has returned a gradient, and was not lost since."""
+        suspicion = self.suspicions.get(peer)
+        return peer in self.reply_s and (suspicion is None or suspicion.cleared)
+
+    def _count(self, peer: str, attempted: int = 0, succeeded: int = 0) -> None:
+        before = self.totals.pop(peer, HopTotals())
+        self.totals[peer] = HopTotals(before.attempted + attempted, before.succeeded + succeeded)
+        if len(self.totals) > MOST_KNOWN:
+            forgotten = next(iter(self.totals))
+            del self.totals[forgotten]
+            self.reply_s.pop(forgotten, None)
+
+    def _suspect(self, peer: str, now_s: float, cost_s: float) -> None:
+        """Leave a replica alone from now on; a suspect stays one for as long as was said."""
+        previous = self.suspicions.get(peer)
+        if previous is not None and now_s < previous.until_s and not previous.cleared:
+            return
+        # A replica that works for as long as it was left alone is forgiven; a success alone would be cheap.
+        counts = previous is not None and (not previous.cleared or now_s < previous.until_s + previous.length_s)
+        before_s = previous.length_s if previous is not None and counts else 0.0
+        length_s = min(LONGEST_SUSPICION_S, max(FIRST_SUSPICION_S, TIMES_COST * cost_s, 2.0 * before_s))
+        # A replica of which nothing was heard for so long is most likely gone.
+        self.suspicions = {
+            other: each for other, each in self.suspicions.items() if now_s < each.until_s + LONGEST_SUSPICION_S
+        }
+        self.suspicions[peer] = Suspicion(now_s + length_s, length_s)
+
+    def _part(self) -> tuple[tuple[Hop, ...], tuple[str, ...]]:
+        hops, (known, count, proved, unproved) = self._hops(), self._parted
+        if hops is not known or count != len(self.reply_s):
+            proved = tuple([hop for hop in hops if hop.peer in self.reply_s])
+            names = {hop.peer: None for hop in hops if hop.peer not in self.reply_s}
+            unproved = tuple(dict.fromkeys([peer for peer in unproved if peer in names]) | names)
+            self._parted = (hops, len(self.reply_s), proved, unproved)
+        return proved, unproved

@@ -9,7 +9,7 @@ training of the whole model, step for step.
 With two windows in flight an inner step, and a correction after it, come while passes of the next window wait for their
 gradients. Then the masters move on to a copy, and the old set of weights stays with the passes and dies with them: each
 backward runs on the very weights of its forward. What it adds, it adds to the window under way, as all do
-(`pipeline.window_turns` decides who is in it). If nothing waits, nothing is copied.
+(`pipeline.admission_window` decides who is in it). If nothing waits, nothing is copied.
 
 Where memory runs out, all graphs are let go, and none is kept any more. A forward pass is tried again. A backward pass
 may have added a part of its gradient: then the step of its window is skipped, like one whose gradient is not finite.
@@ -34,8 +34,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from pipeline.activations.codec import decode
-from pipeline.activations.formats import ACTIVATION_CODECS
+from pipeline.activation_codec import decode
 from pipeline.decoder_slice import Slice, multiplied_weights
 from pipeline.forward_pass import (
     Graph,
@@ -50,8 +49,8 @@ from pipeline.forward_pass import (
     random_state,
     replayed,
 )
-from pipeline.inner_optimiser import Inner, InnerOptimiser, OptimiserState, StepReport, check_shapes
-from pipeline.messages import Gradient
+from pipeline.inner_step import Inner, InnerOptimiser, OptimiserState, StepReport, check_shapes
+from pipeline.messages import ACTIVATION_CODECS, Gradient
 
 T = TypeVar("T")
 _COUNTED = (

@@ -27,18 +27,16 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gossip.exchange.formats import Format
 from gossip.exchange.messages import ReplicaState
-from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot
-from gossip.rounds.piecewise_step import Step
+from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, Step
 from gossip.rule.outer_step import OuterState, Tensors
-from gossip.settings import OuterConfig
+from gossip.settings import Format, OuterConfig
 from gossip.transfer.chunks import cut, digest
 from noloco_node.machine.memory import trim
 from noloco_node.planning.message_sizes import gossip_memory
 from noloco_node.storage.checkpoint import Checkpoint, Counters, save
-from noloco_node.storage.state_file import StateFile
-from pipeline.inner_optimiser import Inner
+from noloco_node.storage.transfer_files import StateFile
+from pipeline.inner_step import Inner
 from pipeline.stage import Stage, StageSettings
 
 T = TypeVar("T")

@@ -41,7 +41,7 @@ from noloco_node.demo.swarm_processes import READY_S
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal.events import InnerStep
 from noloco_node.journal.reader import Tail
-from pipeline.activations.formats import ACTIVATION_CODECS
+from pipeline.messages import ACTIVATION_CODECS
 
 CODECS = ("bfloat16", "int5-int3")
 STAGES, REPLICAS = 2, 2

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from gossip.events import OuterStepTaken
+from gossip.interface import OuterStepTaken
 from noloco_node.journal import events
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.peer import SimulatedPeer

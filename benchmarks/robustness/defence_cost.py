@@ -32,18 +32,18 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.robustness.training_attacks import SMALL, Shape, prepared
 from gossip.rounds.outer_optimiser import OuterOptimiser
+from noloco_node.admission.admission_hook import AdmissionHook, _Answered
 from noloco_node.admission.admission_state import AdmissionState
-from noloco_node.admission.admitted_network import AdmittedNetwork, _CheckedConversation
 from noloco_node.admission.ticket import MEMBER
 from noloco_node.admission.ticket_service import TicketSigner
-from noloco_node.network.bans import BanList, BanningNetwork
-from noloco_node.network.interface import NetworkWrapper, PeerNetwork
+from noloco_node.network.bans import BanHook, BanList
+from noloco_node.network.interface import HookedNetwork, NetworkHook, PeerNetwork
 from noloco_node.sim.network.peer_network import SimPeerNetwork
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.world import World, simulate
 from noloco_node.swarm.receipts import ReceiptLedger, Tally
 from noloco_node.swarm.run_samples import RunSamples
-from pipeline.activations.influence import SizeBound
+from pipeline.activation_codec import SizeBound
 
 UNTIL = 2**33
 
@@ -93,7 +93,9 @@ def without_receipts() -> Iterator[None]:
 @contextmanager
 def without_bans() -> Iterator[None]:
     """Forget violations."""
-    with mock.patch.multiple(BanningNetwork, talk=NetworkWrapper.talk, serve=NetworkWrapper.serve):
+    with mock.patch.multiple(
+        BanHook, calling=NetworkHook.calling, opened=NetworkHook.opened, answering=NetworkHook.answering
+    ):
         yield
 
 
@@ -114,7 +116,8 @@ def with_admission() -> Iterator[None]:
     def member(hub: SimNetwork, peer: str, access: Any = None) -> PeerNetwork:
         state = AdmissionState("run", time.time)
         state.pin(_public("owner"), "open")
-        return AdmittedNetwork(opened(hub, peer, access), state, owner.ticket("run", peer, MEMBER, UNTIL))
+        network = opened(hub, peer, access)
+        return HookedNetwork(network, AdmissionHook(network, state, owner.ticket("run", peer, MEMBER, UNTIL)))
 
     with (
         mock.patch("noloco_node.admission.admission_state.key_of", _public),
@@ -131,13 +134,13 @@ PARTS: dict[str, tuple[tuple[type, str], ...]] = {
         *((Tally, name) for name in ("add", "raw")),
         (RunSamples, "_covered"),
     ),
-    "bans": ((BanningNetwork, "_refuse_banned"), (BanList, "note")),
+    "bans": ((BanHook, "_refuse_banned"), (BanList, "note")),
     "admission": (
         *(
             (AdmissionState, name)
             for name in ("show", "rights", "refusal", "accepts", "was_member", "take_revocations")
         ),
-        (_CheckedConversation, "check"),
+        (_Answered, "check"),
     ),
 }
 

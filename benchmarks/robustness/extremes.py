@@ -29,8 +29,8 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 from rich.console import Console
 
-from gossip.rounds.local_steps import dynamic_steps
 from gossip.rounds.matching import heal
+from gossip.rounds.round_schedule import dynamic_steps
 from noloco_node.cli import status
 from noloco_node.observe.metrics import NodeMetrics
 from noloco_node.observe.page_frame import page_frame
@@ -42,15 +42,23 @@ from noloco_node.run.presets import demo_run_text
 from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import Watcher, World, simulate
-from noloco_node.swarm.peer_records import Published, decode_record
-from noloco_node.swarm.receipts import ReceiptRecord, Tally, met_work
+from noloco_node.swarm.receipts import ReceiptRecord, RunProgress, SourceRecord, Tally, met_work
 from noloco_node.swarm.roster import PeerRecord, Roster
-from noloco_node.swarm.run_distribution import RunFileText
-from noloco_node.swarm.run_history import RunHistory
-from noloco_node.swarm.run_progress import RunProgress, SourceRecord
+from noloco_node.swarm.run_distribution import RunFileText, RunHistory
 from noloco_node.swarm.run_samples import believed_samples, is_over_below
-from pipeline.migration import MigrationState, OwnPlacement, StagePace, decide
-from pipeline.placement import StageClaim, capacities, choose_stage, powers, reason, should_yield
+from noloco_node.swarm.stage_records import Published, decode_record
+from pipeline.placement import (
+    MigrationState,
+    OwnPlacement,
+    StageClaim,
+    StagePace,
+    capacities,
+    choose_stage,
+    decide,
+    powers,
+    reason,
+    should_yield,
+)
 from pipeline.routing import Bag, Hop, next_hop, quotas
 from tests.explorer.attacks import Attack
 

@@ -19,9 +19,8 @@ from unittest import mock
 import torch
 
 from benchmarks.robustness.training_attacks import outcome, prepared
-from pipeline.checks.spot_checks import SpotChecks
-from pipeline.checks.verdicts import Verdicts
-from pipeline.messages import Gradient, Microbatch, Reply
+from pipeline.messages import Gradient, Microbatch
+from pipeline.spot_checks import SpotChecks, Verdicts
 
 CHECKS, STRETCH = 100_000, 16
 EVERY = 2
@@ -34,10 +33,9 @@ def recorded(seed: int) -> list[Apart]:
     found: list[Apart] = []
     calls: Counter[SpotChecks] = Counter()
 
-    async def call(checks: SpotChecks, peer: str, microbatch: Microbatch) -> Reply:
-        reply = await checks._ways.call(peer, microbatch)
+    async def check(checks: SpotChecks, peer: str, microbatch: Microbatch, reply: Gradient, _: float) -> Gradient:
         calls[checks] += 1
-        if isinstance(reply, Gradient) and calls[checks] % EVERY == 0:
+        if calls[checks] % EVERY == 0:
             others = [hop.peer for hop in checks._ways.hops() if hop.peer != peer]
             answers = {peer: reply}
             for other in checks._rng.sample(others, min(2, len(others))):
@@ -49,7 +47,7 @@ def recorded(seed: int) -> list[Apart]:
                 found.append({(a, b): checks._distance(answers[a], answers[b], microbatch) for a, b in pairs})
         return reply
 
-    with mock.patch.object(SpotChecks, "call", call):
+    with mock.patch.object(SpotChecks, "check", check):
         outcome(prepared(seed))
     return found
 

@@ -21,8 +21,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from noloco_node.storage.atomic_file import Array
 from noloco_node.storage.checkpoint import KEPT, Counters, counters_of, files, load_latest, store
-from noloco_node.storage.tensor_file import Array
 
 RUN = "0" * 64
 MEASURED = 5

@@ -37,7 +37,7 @@ from noloco_node.network import wire
 from noloco_node.network.schema import Schema
 from noloco_node.run.protocols import state_schema
 from noloco_node.state_sync.download import DownloadLink, StateDownload
-from noloco_node.storage.partial_download import PartialDownloadFile
+from noloco_node.storage.transfer_files import PartialDownloadFile
 
 STARTS_S = 1800.0
 """Guards against waiting for ever; a child loads torch before it begins."""

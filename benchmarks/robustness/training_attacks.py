@@ -41,8 +41,8 @@ from noloco_node.sim.scenario.scenario import DevicesConfig, Scenario, SwarmConf
 from noloco_node.sim.scenario.setup import SimSetup, build_setup
 from noloco_node.sim.world import Watcher, World, simulate
 from noloco_node.state_sync.replica_mean import mean_of
-from pipeline.activations.influence import SizeBound
-from pipeline.inner_optimiser import StepReport
+from pipeline.activation_codec import SizeBound
+from pipeline.inner_step import StepReport
 from pipeline.messages import Gradient
 from pipeline.stage import Stage
 from tests.explorer.attack_kinds import ScaledSteps, first_weights, gradients, like, weights

@@ -39,9 +39,8 @@ from typing import NamedTuple
 
 import torch
 
-from gossip.exchange.codec import Coded, Feedback, Reader
+from gossip.exchange.codec import Coded, Feedback, Reader, pieces, scratch
 from gossip.exchange.messages import Implausible
-from gossip.exchange.quantise import pieces, scratch
 from gossip.rule.outer_step import Tensors
 
 CLIP = 4.0

@@ -1,32 +1,31 @@
-"""Who meets whom: a hint that everybody computes alike, and an answer that decides at once.
+"""Who meets whom: an order of partners that all replicas compute alike, and an answer that decides at once.
 
-**The hint.** All pairs of a stage's replicas are ordered by a hash of (seed, round, pair) and taken greedily: whoever
-sees the same roster sees the same pairs, with no message, and a roster that differs by one replica changes few of them
-(rendezvous hashing applied to pairs). Of an odd number one sits out, each in turn: left to chance, one of three may be
-idle in seven rounds of ten. Beyond `GREEDY_AT_MOST` replicas the quadratic list costs more than it saves:
-there each follows its own preferences. One's own preferences are the same hashes. The hash of a pair is the same for
-both, so preferences cannot form a cycle (a likes b best, who likes c best, who likes a best): some pair always agrees.
+**Order.** All pairs of a stage's replicas are ordered by a hash of (seed, round, pair) and matched greedily, so equal
+rosters give equal pairs without a message, and a roster that differs by one replica changes few of them (rendezvous
+hashing of pairs). Of an odd number one sits out, each in turn. Beyond `GREEDY_AT_MOST` replicas the quadratic list
+costs too much; there each replica follows its own preferences, by the same hashes. The hash of a pair is the same for
+both, so preferences cannot form a cycle.
 
-**How long to hope.** Waiting costs nothing, training goes on; but whoever meets just anybody that happens to be open
-meets, among replicas of equal speed, the same one for ever: openings keep their distance in time, and the swarm falls
-apart into fixed pairs (simulated: 4 or 8 replicas in random phases, each with one single partner in 60 rounds). So a
-young round is picky. At its opening only the first preference will do, and the others become good enough one by one,
-all by `PICKY_SHARE` of the time to the next opening. Replicas in step find their greedy partner at once all the same.
+**Young rounds are selective.** If a replica met whoever happens to be open, replicas of equal speed would fall into
+fixed pairs: their openings keep their distance in time (simulated: 4 or 8 replicas, one single partner each in 60
+rounds). So at its opening a round accepts only its first preference; the others become good enough one by one, all by
+`PICKY_SHARE` of the time to the next opening. Waiting costs nothing, training goes on.
 
-**The answer.** `answer` is a pure function of what the asked is doing, and comes at once: nobody holds anybody while
-asking somebody else, so there is no cycle of waiting. The asked does not care for the other's round number. When two
-offers cross, the offer of the lower peer id goes first: its owner declines the other's, and the other accepts although
-it is still waiting for an answer (which will be that very refusal).
+**Answers.** `answer` is a pure function of what the asked is doing. The asked ignores the other's round number. When
+two proposals cross, that of the lower peer id goes first: its owner declines the other's, and the other accepts.
 
-**The number of the round** is only a seed for the hint, and heals: the lower side adopts the higher, but never more
-than a bound beyond the median of those that it has really met, so that neither one liar's number drags anybody nor that
-of many names.
+**Round numbers** only seed the order, and heal: the lower side adopts the higher number, within a bound beyond the
+median of those that it has really met, so neither a liar's number nor many names drag a replica along.
+
+**Asking.** `PartnerView` holds the roster's candidates and their order, `PartnerQueue` when to ask each of them again.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+import math
+import random
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median_low
@@ -34,27 +33,32 @@ from statistics import median_low
 import torch
 from torch import Tensor
 
-from gossip.exchange.messages import Accepted, Declined, DeclineReason, Offer
+from gossip.exchange.messages import Accept, Decline, DeclineReason, Propose
+from gossip.interface import Candidate
+from gossip.settings import RoundTimeouts
 
 GREEDY_AT_MOST = 200
 """Replicas of a stage up to which the whole greedy matching is computed (19 900 pairs)."""
 PICKY_SHARE = 0.5
 """Share of the time between two openings after which anybody will do."""
 _LOW_31 = 2**31 - 1
-"""What a shift of 64 bits by 33 leaves; tensors are signed, and shift copies of the sign into the rest."""
+"""The bits that a shift of 64 bits by 33 leaves; a signed shift copies the sign into the rest."""
 _SIGN = -(2**63)
 SOON_S = 0.25
-"""When to ask again somebody who is only waiting for an answer."""
+"""When to ask a peer again that is only waiting for an answer."""
+ASKED_AT_MOST = 32
+"""Preferences that are followed in one round; the others may still ask us."""
+SLACK_S = 1e-3
+"""Times nearer than this are equal: a timer may fire a little early."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerState:
-    """What a replica is doing at the moment of an offer.
+    """What a replica is doing at the moment of a proposal.
 
-    `round`: the round that it opened last, 0 before the first. `asking`: whose answer it waits for. `had`: whether the
-    sender has had meetings enough with us in this round of which nothing came for us.
-    `preference_delay_s`: for how long the sender is still not good enough, 0 if it is. `ready_in_s`: estimate of the
-    time to the next opening.
+    `round`: the round that it opened last, 0 before the first. `asking`: the peer whose answer it waits for. `had`: the
+    sender has had enough meetings in this round that came to nothing for us. `preference_delay_s`: the time until the
+    sender is good enough, 0 if it is. `ready_in_s`: estimate of the time to the next opening.
     """
 
     me: str
@@ -68,32 +72,32 @@ class AnswerState:
     ready_in_s: float
 
 
-def answer(state: AnswerState, sender: str, offer: Offer) -> Accepted | Declined:
+def answer(state: AnswerState, sender: str, proposal: Propose) -> Accept | Decline:
     """Decide at once whether to meet `sender`."""
     if state.leaving:
         return _declined(state, DeclineReason.LEAVING, state.ready_in_s)
     if state.engaged:
         return _declined(state, DeclineReason.ENGAGED, state.ready_in_s)
     if not state.open:
-        done = offer.round <= state.round
+        done = proposal.round <= state.round
         return _declined(state, DeclineReason.MET if done else DeclineReason.NOT_OPEN, state.ready_in_s)
     if state.had:
         # Once a round: otherwise somebody could have our weights sent again and again.
         return _declined(state, DeclineReason.MET, state.ready_in_s)
     if state.asking == sender:
-        # We have just offered the same ourselves.
+        # We have just proposed the same ourselves.
         if sender < state.me:
-            return Accepted(round=state.round)
+            return Accept(round=state.round)
         return _declined(state, DeclineReason.YIELD, SOON_S)
     if state.preference_delay_s > 0.0:
         return _declined(state, DeclineReason.HOPING, state.preference_delay_s)
     if state.asking is not None:
         return _declined(state, DeclineReason.ASKING, SOON_S)
-    return Accepted(round=state.round)
+    return Accept(round=state.round)
 
 
-def _declined(state: AnswerState, reason: DeclineReason, retry_after_s: float) -> Declined:
-    return Declined(reason=reason, retry_after_s=retry_after_s, round=state.round)
+def _declined(state: AnswerState, reason: DeclineReason, retry_after_s: float) -> Decline:
+    return Decline(reason=reason, retry_after_s=retry_after_s, round=state.round)
 
 
 def partners_of_round(replicas: Collection[str], seed: int, round: int) -> Mapping[str, str]:
@@ -187,3 +191,84 @@ def heal(own_round: int, seen_rounds: Iterable[int], roster_rounds: Collection[i
         return own_round
     ceiling = (median_low(roster_rounds) if roster_rounds else own_round) + bound
     return max(own_round, min(highest, ceiling))
+
+
+class PartnerView:
+    """The other replicas of our stage as the roster has them, and our order of preference.
+
+    Asked at every proposal, computed anew only where the roster or the round is another one: an order costs a hash per
+    replica. `partners` returns the same tuple until the roster changes.
+    """
+
+    def __init__(self, me: str, seed: int, partners: Callable[[], tuple[Candidate, ...]]) -> None:
+        self._me, self._seed, self._partners = me, seed, partners
+        self._candidates: tuple[Candidate, ...] = ()
+        self._peers: tuple[str, ...] = ()
+        self._order: tuple[str, ...] = ()
+        self._order_of: tuple[tuple[str, ...], int] | None = None
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The candidates of the last roster."""
+        candidates = self._partners()
+        if candidates is not self._candidates:
+            self._candidates = candidates
+            peers = tuple([candidate.peer for candidate in candidates])
+            if peers != self._peers:
+                self._peers = peers
+        return self._candidates
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Their names; the same tuple while nobody comes or goes."""
+        return self._peers if self.candidates else ()  # `candidates` brings the names up to date
+
+    def order(self, round: int) -> tuple[str, ...]:
+        """Return them in the order in which we would meet them in this round."""
+        peers = self.peers
+        if self._order_of != (peers, round):
+            self._order = preferences(self._me, peers, self._seed, round)
+            self._order_of = (peers, round)
+        return self._order
+
+
+class PartnerQueue:
+    """When to ask each partner of one open round again."""
+
+    def __init__(self, patience: RoundTimeouts, rng: random.Random) -> None:
+        self._patience = patience
+        self._rng = rng
+        self._not_before: dict[str, float] = {}
+
+    @property
+    def put_off_count(self) -> int:
+        """The number of partners that are asked later, or not at all."""
+        return len(self._not_before)
+
+    def clear(self) -> None:
+        """Forget everything: a new round."""
+        self._not_before.clear()
+
+    def next(self, order: Sequence[str], now: float) -> tuple[str | None, float]:
+        """Return the peer to ask now, or None and how many seconds to wait at most."""
+        order = order[:ASKED_AT_MOST]
+        for peer in order:
+            if self._not_before.get(peer, now) <= now + SLACK_S:
+                return peer, 0.0
+        return None, min([self._patience.sleep_s, *(self._not_before[peer] - now for peer in order)])
+
+    def declined(self, peer: str, declined: Decline, now: float) -> None:
+        """Learn from a refusal."""
+        if declined.reason is DeclineReason.LEAVING:
+            self._not_before[peer] = math.inf
+        else:
+            self.put_off(peer, declined.retry_after_s, now)
+
+    def put_off(self, peer: str, seconds: float, now: float) -> None:
+        """Ask this peer again only after so long, `sleep_s` at most, and a jitter."""
+        bounded_s = seconds if 0.0 <= seconds <= self._patience.sleep_s else self._patience.sleep_s
+        self._not_before[peer] = now + bounded_s + self._rng.uniform(0.5, 1.5) * self._patience.jitter_s
+
+    def nobody_left(self, peers: Iterable[str]) -> bool:
+        """Say whether all of these have told us that they are leaving; true where there are none."""
+        return all(self._not_before.get(peer) == math.inf for peer in peers)

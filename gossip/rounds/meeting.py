@@ -1,27 +1,60 @@
-"""A meeting from its agreement to its end: snapshot, exchange, receipts; then a step waits, or nothing has changed.
+"""A meeting, from the first proposal to a step that waits: partners are asked and answered, weights are exchanged.
 
-Whatever breaks it is a loss: counted, journalled, and the partner is put off for a while; our round stays open, or
-defers. In the overlapped form the snapshot is the one that was taken when the round opened. In the blocking form the
-replica is quiesced first, and the step is applied before it takes in microbatches again.
+**Proposals.** While a round is open, a replica asks possible partners one after the other, in this round's order, as
+soon as each is good enough (`matching`), and answers incoming proposals at once. The first agreement binds both. A
+replica binds itself to nobody while it asks, so no cycle of waiting can form.
+
+**Exchange.** Both sides send probes first. From the probes both derive the same decisions: whose weights count, how
+weights are coded, and whether slow weights need to travel. Usually both count. A side whose weights are too stale
+(`gossip.rule.shares`) sends none and adopts its partner's, which travel in an absolute format; the partner takes no
+step and keeps its round open. The acknowledgements of `swap.conclude` end the exchange.
+
+A meeting that breaks is a loss: counted, recorded, and the partner is put off for a while. Nothing moves then, and our
+round stays open. The overlapped form exchanges the snapshot that was taken when the round opened. The blocking form
+first drains the replica, and applies the step before it admits microbatches again.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from itertools import takewhile
+from typing import NamedTuple
 
-from gossip.events import MeetingLost, OuterStepTaken, PartnerTooStale
-from gossip.exchange.messages import Accepted, Implausible
-from gossip.exchange.swap import Conversation, conclude
-from gossip.interface import GossipReplica, RoundContext
-from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot
+from gossip.exchange.codec import Sides
+from gossip.exchange.messages import Accept, Decline, Implausible, Probe, Propose, Weights
+from gossip.exchange.swap import check_own, check_probe, conclude, gap, size_bytes, swap
+from gossip.interface import (
+    Conversation,
+    GossipReplica,
+    MeetingLost,
+    OuterStepTaken,
+    PartnerTooStale,
+    RoundContext,
+)
+from gossip.rounds.matching import ASKED_AT_MOST, answer
+from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, Step
 from gossip.rounds.prefetch import SlowWeightPrefetcher
 from gossip.rounds.round_state import Meeting, PendingStep, RoundState, now
-from gossip.rounds.weight_exchange import ExchangeResult, exchange_weights
+from gossip.rule.shares import (
+    DISOWNED,
+    WeightAge,
+    WhoseWeights,
+    clock,
+    last_met_after,
+    staleness,
+    whose_weights_count,
+)
+
+NO_WEIGHTS = Weights(fast=(), slow=())
 
 
-class Meetings:
-    """The meetings of one replica, one at a time; `apply` applies a step that is agreed, in a pause."""
+class MeetingProtocol:
+    """One replica's meetings, one at a time: `run` asks in the background, `answer_one` answers each incoming proposal.
+
+    `apply` applies an agreed step in a pause.
+    """
 
     def __init__(
         self,
@@ -36,8 +69,97 @@ class Meetings:
         self._replica, self._context, self._apply = replica, context, apply
         self._blocked_s = 1.0
 
-    async def meet(self, conversation: Conversation, meeting: Meeting, accepted: Accepted | None) -> None:
-        """Exchange and step, once agreed. `accepted`: our answer, still to be sent, where we are the asked."""
+    async def run(self) -> None:
+        """Ask partners while a round is open, until cancelled."""
+        round_state, jitter_s = self._round_state, self._round_state.timeouts.jitter_s
+        while True:
+            peer, wait_s = self._next_to_ask()
+            if peer is None:
+                await round_state.nap(wait_s)
+                continue
+            await self._ask(peer)
+            if round_state.is_free:
+                await round_state.nap(round_state.rng.uniform(0.0, jitter_s))
+
+    async def answer_one(self, conversation: Conversation, proposal: Propose, deadline: asyncio.Timeout) -> None:
+        """Answer a proposal at once; if it is accepted, move the deadline to that of a meeting, and meet."""
+        round_state, peer = self._round_state, conversation.peer
+        round_state.counts["proposals_received"] += 1
+        reply = answer(round_state.answer_state(peer), peer, proposal)
+        if isinstance(reply, Decline):
+            await conversation.send(reply)
+            return
+        meeting = round_state.engage(peer, proposal.round)
+        await self._meet_until(conversation, meeting, reply, deadline)
+
+    def _next_to_ask(self) -> tuple[str | None, float | None]:
+        """Return the peer to ask now, or None and how long to wait (None: until something changes)."""
+        round_state = self._round_state
+        if not round_state.is_free:
+            return None, None
+        order = round_state.partners.order(round_state.schedule.round)
+        places = range(min(len(order), ASKED_AT_MOST))
+        # Later preferences wait longer, so the good enough are the first ones.
+        good_enough = list(
+            takewhile(lambda place: not round_state.schedule.preference_delay_s(place, len(order)), places)
+        )
+        return round_state.queue.next(order[: len(good_enough)], now())
+
+    async def _ask(self, peer: str) -> None:
+        round_state, patience = self._round_state, self._round_state.timeouts
+        answers, asked_s = self._context.answers, now()
+        round_state.ask(peer)
+        meeting = None
+        try:
+            async with (
+                asyncio.timeout(answers.deadline_s(peer) if answers else patience.answer_s) as deadline,
+                self._context.converse(peer) as conversation,
+            ):
+                await conversation.send(Propose(round=round_state.schedule.round))
+                reply = await conversation.receive()
+                round_state.note_answer()
+                if answers:
+                    answers.took(peer, now() - asked_s)
+                if isinstance(reply, Decline):
+                    self._note_refusal(peer, reply)
+                elif not isinstance(reply, Accept):
+                    raise ConnectionAbortedError(f"expected an answer, got {type(reply).__name__}")
+                elif round_state.is_free:
+                    meeting = round_state.engage(peer, reply.round)
+                    await self._meet_until(conversation, meeting, None, deadline)
+        except (ConnectionError, TimeoutError) as loss:
+            if answers and round_state.asking is not None and isinstance(loss, TimeoutError):
+                answers.record_timeout(peer, asked_s, now())
+            if meeting is None:
+                round_state.counts["unanswered"] += 1
+                round_state.queue.put_off(peer, patience.sleep_s, now())
+        finally:
+            round_state.note_answer()
+
+    def _note_refusal(self, peer: str, reply: Decline) -> None:
+        round_state = self._round_state
+        round_state.counts["declined"] += 1
+        if round_state.is_open:
+            round_state.schedule.adopt(reply.round, round_state.claims)
+        round_state.queue.declined(peer, reply, now())
+
+    async def _meet_until(
+        self, conversation: Conversation, meeting: Meeting, accepted: Accept | None, deadline: asyncio.Timeout
+    ) -> None:
+        """Meet within the time that a meeting may take, and note whether that was enough.
+
+        `accepted`: our answer, still to be sent, where we are the asked.
+        """
+        deadline.reschedule(now() + self._round_state.exchange_s)
+        try:
+            await self._meet(conversation, meeting, accepted)
+        except asyncio.CancelledError:
+            if deadline.expired():
+                self._round_state.note_exchange(late=True)
+            raise
+        self._round_state.note_exchange(late=False)
+
+    async def _meet(self, conversation: Conversation, meeting: Meeting, accepted: Accept | None) -> None:
         round_state = self._round_state
         why, implausible = "the partner was silent or went away", False
         try:
@@ -45,7 +167,7 @@ class Meetings:
                 await conversation.send(accepted)
             if round_state.settings.blocking:
                 started_s = now()
-                async with self._quiesced(), round_state.pause:
+                async with self._drained(), round_state.pause:
                     taken = await self._optimiser.snapshot(round_state.schedule.inner_steps)
                     await self._exchange(conversation, meeting, taken, asked=accepted is not None)
                 self._blocked_s = now() - started_s
@@ -63,8 +185,8 @@ class Meetings:
                 self._lose(meeting, why, implausible)
 
     @asynccontextmanager
-    async def _quiesced(self) -> AsyncIterator[None]:
-        """Take in no microbatch in the body. Raises ConnectionAbortedError if those in flight do not come back."""
+    async def _drained(self) -> AsyncIterator[None]:
+        """Admit no microbatch in the body. Raises ConnectionAbortedError if those in flight do not come back."""
         drained = False
         try:
             async with self._replica.alone(self._blocked_s):
@@ -88,22 +210,33 @@ class Meetings:
     async def _exchange(self, conversation: Conversation, meeting: Meeting, snapshot: Snapshot, *, asked: bool) -> None:
         round_state = self._round_state
         at_most = round_state.settings.staleness_at_most
-        brings = snapshot.inner_steps - round_state.met_at
+        brings = snapshot.inner_steps - round_state.steps_when_met
         result = await exchange_weights(
-            conversation, snapshot, self._optimiser, self._prefetcher, round_state.met, brings, at_most
+            conversation, snapshot, self._optimiser, self._prefetcher, round_state.weight_age, brings, at_most
         )
 
         async def commit() -> None:
             if round_state.meeting is not meeting:
                 raise ConnectionAbortedError("the round was given up meanwhile")
             round_state.counts["spared"] += result.spared
-            round_state.counts["clipped"] += result.clipped
             if result.step is None:
                 self._note_too_stale(meeting.partner, result)
                 return
+            round_state.counts["clipped"] += result.step.clipped
             if not result.adopted:
                 self._context.saw(meeting.partner, result.partner_steps, brings)
-            pending = PendingStep(result.step, snapshot.inner_steps, self._event(meeting, result), result.last_met)
+            event = OuterStepTaken(
+                round=round_state.schedule.round,
+                seconds=now() - meeting.since_s,
+                partner=meeting.partner,
+                gap=result.gap,
+                staleness_rounds=result.staleness,
+                partner_staleness=result.partner_staleness,
+                adopted=result.adopted,
+                bytes_sent=result.bytes_sent,
+                bytes_received=result.bytes_received,
+            )
+            pending = PendingStep(result.step, snapshot.inner_steps, event, result.last_met)
             if round_state.settings.blocking:
                 round_state.close()
                 round_state.note_met(meeting.partner)
@@ -112,19 +245,6 @@ class Meetings:
                 round_state.step(pending)
 
         await conclude(conversation, commit, asked=asked)
-
-    def _event(self, meeting: Meeting, result: ExchangeResult) -> OuterStepTaken:
-        return OuterStepTaken(
-            round=self._round_state.schedule.round,
-            seconds=now() - meeting.since_s,
-            partner=meeting.partner,
-            gap=result.gap,
-            staleness_rounds=result.staleness,
-            partner_staleness=result.partner_staleness,
-            adopted=result.adopted,
-            bytes_sent=result.bytes_sent,
-            bytes_received=result.bytes_received,
-        )
 
     def _note_too_stale(self, partner: str, result: ExchangeResult) -> None:
         """Go on with our open round: the partner has ended its own with our weights."""
@@ -143,3 +263,145 @@ class Meetings:
                 bytes_received=result.bytes_received,
             )
         )
+
+
+class ExchangeResult(NamedTuple):
+    """The outcome of an exchange. `step`: None where the partner's weights are too stale to count.
+
+    `last_met`: of our weights after the step. `partner_steps`: inner steps that the partner says it brings. `spared`:
+    whether slow weights that had travelled ahead did not have to travel again.
+    """
+
+    step: Step | None
+    gap: float
+    staleness: int
+    partner_staleness: int
+    last_met: int
+    bytes_sent: int
+    bytes_received: int
+    adopted: bool
+    spared: bool
+    partner_steps: int
+
+
+class _Swapped(NamedTuple):
+    """The step that follows from a swap of weights, both messages, and whether slow weights were spared."""
+
+    step: Step | None
+    sent: Weights
+    came: Weights
+    spared: bool = False
+
+
+class _Exchange(NamedTuple):
+    """An exchange after both probes."""
+
+    conversation: Conversation
+    snapshot: Snapshot
+    optimiser: OuterOptimiser
+    mine: Probe
+    theirs: Probe
+
+
+async def exchange_weights(
+    conversation: Conversation,
+    snapshot: Snapshot,
+    optimiser: OuterOptimiser,
+    prefetcher: SlowWeightPrefetcher,
+    own: WeightAge,
+    brings: int,
+    staleness_at_most: int,
+) -> ExchangeResult:
+    """Exchange probes and weights, and return the step; nothing moves yet.
+
+    `own`: the age of our weights; `brings`: inner steps since they last met anybody's. Raises Implausible where the
+    partner's messages cannot be right, another `ConnectionError` where they do not come or our own weights are not
+    finite.
+    """
+    mine = Probe(
+        round=own.round,
+        last_met=own.last_met,
+        version=optimiser.version,
+        holds=prefetcher.version_held(conversation.peer),
+        slow=optimiser.slow_probe(),
+        fast=optimiser.fast_probe(snapshot),
+        inner_steps=brings,
+    )
+    check_own(mine)
+    theirs = await swap(conversation, mine)
+    check_probe(theirs, mine)
+    exchange = _Exchange(conversation, snapshot, optimiser, mine, theirs)
+    partner = WeightAge(theirs.round, theirs.last_met)
+    own_staleness, their_staleness = (staleness(side, clock(own, partner)) for side in (own, partner))
+    whose = whose_weights_count(own, partner, staleness_at_most)
+    if whose is WhoseWeights.BOTH:
+        swapped = await _average(exchange, prefetcher)
+    elif whose is WhoseWeights.MINE:
+        swapped = await _lend(exchange)
+    else:
+        swapped = await _adopt(exchange, alike=own.last_met != DISOWNED)
+    adopted = whose is WhoseWeights.THEIRS
+    return ExchangeResult(
+        step=swapped.step,
+        gap=gap(mine.slow, theirs.slow),
+        staleness=own_staleness,
+        partner_staleness=their_staleness,
+        last_met=last_met_after(own, partner, adopted=adopted),
+        bytes_sent=size_bytes(mine, swapped.sent),
+        bytes_received=size_bytes(theirs, swapped.came),
+        adopted=adopted,
+        spared=swapped.spared,
+        partner_steps=theirs.inner_steps,
+    )
+
+
+async def _average(exchange: _Exchange, prefetcher: SlowWeightPrefetcher) -> _Swapped:
+    """Swap weights in the run's codec; both sides use what both decode."""
+    conversation, snapshot, optimiser, mine, theirs = exchange
+    fast_steps = optimiser.steps(mine.fast, theirs.fast)
+    # The steps of slow weights that travel now; ours that have travelled ahead have other steps.
+    slow_steps = optimiser.steps(mine.slow, theirs.slow) if optimiser.needs_slow else ()
+    prefetched = prefetcher.of(conversation.peer)
+    given = prefetched if prefetched is not None and theirs.holds == prefetched.version == mine.version else None
+
+    fast = await optimiser.encode_fast(snapshot, fast_steps)
+    slow = await optimiser.encode_slow(slow_steps) if optimiser.needs_slow and given is None else None
+    sent = Weights(fast=fast.coded.wire, slow=() if slow is None else slow.coded.wire)
+    came = await swap(conversation, sent)
+
+    heard = await optimiser.hear_fast(came.fast, snapshot, fast)
+    sides = await optimiser.bound_fast(conversation.peer, heard, snapshot)
+    slow_sides: Sides | None = None
+    if optimiser.needs_slow:
+        # Each side's slow weights have come now, or ahead of time; both decode the ones that the other holds.
+        if came.slow:
+            slow_sides = await optimiser.hear_slow(came.slow, slow or await optimiser.encode_slow(slow_steps))
+        elif prefetched is not None and prefetched.their_version == theirs.version:
+            slow_sides = prefetched.slow
+        else:
+            raise Implausible("no slow weights, and we hold none of this version")
+        ours = slow.coded if slow is not None else slow_sides.mine if given is None else given.slow.mine
+        slow_sides = await optimiser.bound_slow(conversation.peer, slow_sides._replace(mine=ours), snapshot)
+    elif came.slow:
+        raise Implausible("slow weights, which gamma = beta does not need")
+    step = Step(snapshot.fast, sides, slow_sides, shares=optimiser.shares(mine.inner_steps, theirs.inner_steps))
+    return _Swapped(step, sent, came, spared=given is not None)
+
+
+async def _lend(exchange: _Exchange) -> _Swapped:
+    """Send the weights that the partner adopts; its own do not count."""
+    wire = (await exchange.optimiser.encode_absolute(exchange.snapshot)).coded.wire
+    sent = Weights(fast=(), slow=wire) if exchange.optimiser.needs_slow else Weights(fast=wire, slow=())
+    came = await swap(exchange.conversation, sent)
+    if came.fast or came.slow:
+        raise Implausible("weights that are too stale to count")
+    return _Swapped(None, sent, came)
+
+
+async def _adopt(exchange: _Exchange, *, alike: bool) -> _Swapped:
+    """Go on from the partner's weights. `alike`: they have to be like ours."""
+    came = await swap(exchange.conversation, NO_WEIGHTS)
+    wire, surplus = (came.slow, came.fast) if exchange.optimiser.needs_slow else (came.fast, came.slow)
+    if surplus:
+        raise Implausible("two sets of weights to adopt")
+    return _Swapped(await exchange.optimiser.adopting(wire, exchange.snapshot, alike=alike), NO_WEIGHTS, came)

@@ -1,31 +1,38 @@
-"""The outer step of one replica's slow weights: what it says of its weights, and the step that follows from a meeting.
+"""The outer step of one replica's slow weights: what it says of its weights, what it hears, and the step in place.
 
-Applies the rule of `outer_step` to a replica that trains on meanwhile. The heavy arithmetic runs where the shell wants
-it. What came in a meeting is checked and kept as it came; nothing moves, and the step may still be thrown away.
-`correct` then moves the slow weights and what the codec owes, in place (`piecewise_step`), and the fast ones. Whoever
-may be cancelled calls it through `to_the_end`: all move, or nothing.
+`OuterOptimiser` applies the rule of `gossip.rule.outer_step` to a replica that trains on meanwhile; heavy arithmetic
+runs on the node's thread. What a partner sent is checked and kept as it came. Nothing moves, and the step may still be
+thrown away, until `correct` moves the slow weights and what the codec owes, and adds the correction to the fast ones.
+A caller that may be cancelled wraps it in `to_the_end`.
+
+**In place.** `take_step` moves slow weights, momentum, residuals and the snapshot a piece at a time, and decodes what
+both sent anew for each piece: it needs the memory of some pieces, and cannot fail half-way for what a partner has sent.
+The snapshot becomes the correction. Each value goes through the same operations in the same order as in
+`outer_step.step_pair`, and none looks at another value, so the pieces may be of any size.
+
+With a lossy codec means and pull are taken over what *both* decode, or a pair that meets would drift apart. But the
+slow weights move from where they really are, and the correction starts at the real snapshot. Where a partner counts in
+part (`influence`), ours count as they are, and nothing is noted as sent: in int4 a partner's probe sets how coarsely
+ours were rounded, and must not do what its weights may not.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sized
+from collections.abc import AsyncIterator, Callable, Coroutine, Sized
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gossip.exchange.codec import Coded, Encoded, Feedback, Sides, check, encode
-from gossip.exchange.formats import absolute
+from gossip.exchange.codec import PIECE, Coded, Encoded, Feedback, Reader, Sides, check, encode, pieces, scratch
 from gossip.exchange.influence import InfluenceBound, check_alike, measure
-from gossip.exchange.int4_step import common_steps
-from gossip.exchange.swap import Compute, norm, probe_coordinates
-from gossip.interface import GossipReplica
-from gossip.rounds.piecewise_step import Owed, Rule, Step, take_step
-from gossip.rounds.weights_lock import WeightsLock
-from gossip.rule.meeting_shares import EVEN, Shares, shares_by_steps
-from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors
-from gossip.settings import OuterConfig
+from gossip.exchange.swap import common_steps, norm, probe_coordinates
+from gossip.interface import Compute, GossipReplica
+from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors, mean_into, move
+from gossip.rule.shares import EVEN, Shares, shares_by_steps
+from gossip.settings import Format, OuterConfig, absolute
 
 Steps = tuple[float, ...]
 """Of int4, one a parameter; empty in other codecs."""
@@ -38,12 +45,46 @@ class Snapshot(NamedTuple):
     inner_steps: int
 
 
-class OuterOptimiser:
-    """Slow weights and momentum of one replica, and what may be done with them.
+class Step(NamedTuple):
+    """A step that may still be thrown away. `snapshot`: of the fast weights, which it uses up.
 
-    `version`: the number of outer steps taken here, so another one whenever the slow weights are others. `weights`: the
-    lock under which they move. `seed`: of the run. `fixed`: numbers of the tensors that no round moves. `partners`: the
-    other replicas.
+    `fast`: what both sides have sent; None where nobody was met. `slow`: likewise, None where the rule needs the fast
+    ones only. `adopts`: the partner's weights, where ours were too stale to count; the others are None then.
+    `shares`: what the two sides count in the means.
+    """
+
+    snapshot: Tensors
+    fast: Sides | None = None
+    slow: Sides | None = None
+    adopts: Coded | None = None
+    shares: Shares = EVEN
+
+    @property
+    def clipped(self) -> bool:
+        """Whether less than all of what a partner sent counts."""
+        return any(sides is not None and sides.share != 1.0 for sides in (self.fast, self.slow))
+
+
+class Owed(NamedTuple):
+    """What a codec has left out of the fast and of the slow weights."""
+
+    fast: Feedback
+    slow: Feedback
+
+
+class Rule(NamedTuple):
+    """The outer rule of a run. `fixed`: numbers of the tensors that it leaves exactly as they are."""
+
+    outer: Outer
+    delay: Delay
+    fixed: frozenset[int] = frozenset()
+
+
+class OuterOptimiser:
+    """Slow weights and momentum of one replica.
+
+    `version`: the number of outer steps taken here; it changes with the slow weights. `weights`: the lock under which
+    they move. `seed`: of the run. `fixed`: numbers of the tensors that no round moves. `partners`: the other replicas.
     """
 
     def __init__(
@@ -88,7 +129,7 @@ class OuterOptimiser:
         """Copy the fast weights, in a pause."""
         return Snapshot(_contiguous(await self._replica.snapshot()), inner_steps)
 
-    # What is said.
+    # What we send.
 
     def slow_probe(self) -> Tensor:
         """Return the slow weights, with what is owed of them, at the coordinates that both sides know."""
@@ -119,14 +160,14 @@ class OuterOptimiser:
         return await self._compute(encode, self._codec, self.state.slow, self._owed.slow.residual, steps)
 
     async def encode_absolute(self, snapshot: Snapshot) -> Encoded:
-        """Return what somebody who adopts our weights gets: of its form, without what is owed."""
+        """Return what a partner that adopts our weights gets: in the absolute form, without what is owed."""
         return await self._compute(encode, absolute(self._codec), self._adopted(snapshot))
 
     def _adopted(self, snapshot: Snapshot) -> Tensors:
-        """Return which of our weights are adopted, or replaced: the slow ones where they travel, else the fast ones."""
+        """Return the weights that are adopted or replaced: the slow ones where they travel, else the fast ones."""
         return self.state.slow if self.needs_slow else snapshot.fast
 
-    # What is heard. All raise Implausible where it cannot be right.
+    # What the partner sent. All raise Implausible where it cannot be right.
 
     async def hear_fast(self, wire: Tensors, snapshot: Snapshot, mine: Encoded) -> Sides:
         """Check the partner's fast weights, given what we have sent of ours."""
@@ -142,7 +183,7 @@ class OuterOptimiser:
         return Sides(mine.coded, theirs)
 
     async def bound_fast(self, partner: str, sides: Sides, snapshot: Snapshot) -> Sides:
-        """Return what was heard with the part of it that counts; raise Implausible where none does."""
+        """Return both sides with the share of the partner's that counts; raise Implausible where none does."""
         owed, bound = self._owed.fast, self._fast_bound
         return await self._compute(self._bounded, bound, partner, sides, (snapshot.fast, owed), snapshot)
 
@@ -163,7 +204,7 @@ class OuterOptimiser:
         await self._compute(_check_absolute, theirs, self._adopted(snapshot), alike)
         return Step(snapshot.fast, adopts=theirs)
 
-    # What follows from it.
+    # The step.
 
     async def correct(self, step: Step) -> None:
         """Take a step, in a pause: move the slow weights, and add the correction to the fast ones."""
@@ -194,6 +235,167 @@ def _of_rule(state: OuterState, alpha: float) -> OuterState:
 
 def _contiguous(tensors: Tensors) -> Tensors:
     return tuple([tensor.detach().contiguous() for tensor in tensors])
+
+
+def take_step(step: Step, state: OuterState, owed: Owed, rule: Rule, longest: int = PIECE) -> OuterState:
+    """Take a step; return the state after it, in the same tensors. The snapshot holds the correction then.
+
+    `longest`: values of a piece, a whole number of blocks.
+    """
+    if step.adopts is not None:
+        return _adopt(step.adopts, step.snapshot, state, rule.fixed, longest)
+    if step.fast is not None:
+        owed.fast.begin(step.snapshot)
+    if step.slow is not None:
+        owed.slow.begin(state.slow)
+    form = Format.FLOAT32 if step.fast is None else step.fast.theirs.form
+    work, after = _Work(step, state, owed, rule, longest), state
+    for number, slow in enumerate(state.slow):
+        if number in rule.fixed:
+            step.snapshot[number].zero_()
+            continue
+        for at in pieces(form, slow.numel(), longest):
+            after = work.move(number, at)
+    gathered = (state.gathered or work.gathered) if after.gathered else ()
+    return OuterState(state.slow, state.momentum, gathered, after.meetings)
+
+
+def _adopt(theirs: Coded, snapshot: Tensors, state: OuterState, fixed: frozenset[int], longest: int) -> OuterState:
+    """Go on from the partner's weights. The momentum starts at zero: it spoke of weights that are left behind."""
+    reader, memory = Reader(theirs, state.slow), scratch(state.slow, longest)
+    for number, slow in enumerate(state.slow):
+        if number in fixed:
+            snapshot[number].zero_()
+            continue
+        for at in pieces(theirs.form, slow.numel(), longest):
+            phi, fast = slow.view(-1)[at], snapshot[number].view(-1)[at]
+            phi.copy_(reader.read(number, at, phi, memory))
+            torch.sub(phi, fast, out=fast)
+    for momentum in state.momentum:
+        momentum.zero_()
+    return OuterState(state.slow, state.momentum)
+
+
+class _Work:
+    """One step under way. `gathered`: what a momentum period gathers, where it has just begun."""
+
+    def __init__(self, step: Step, state: OuterState, owed: Owed, rule: Rule, longest: int) -> None:
+        self._step, self._state, self._owed, self._rule = step, state, owed, rule
+        self._fast, self._slow = (None if sides is None else _Seen(sides, state.slow) for sides in step[1:3])
+        self._near, self._own, self._fast_mean, self._slow_mean = (scratch(state.slow, longest) for _ in range(4))
+        self.gathered: Tensors = ()
+        if rule.delay.period > 1 and state.momentum and not state.gathered:
+            self.gathered = tuple([torch.zeros_like(slow) for slow in state.slow])
+
+    def move(self, number: int, at: slice) -> OuterState:
+        """Move one piece; return its state."""
+        slow, momentum, gathered, meetings = self._state
+        fast, phi = self._step.snapshot[number].view(-1)[at], slow[number].view(-1)[at]
+        before = OuterState((phi,), _part(momentum, number, at), _part(gathered, number, at), meetings)
+        fast_mean, _ = self._mean(self._fast, self._owed.fast, self._step.snapshot, number, at, self._fast_mean)
+        if self._slow is None:
+            # Alone the mean is over one; in a pair the partner's slow weights cancel, or there would be some.
+            alone = self._step.fast is None and self._rule.outer.gamma != self._rule.outer.beta
+            slow_mean = (self._slow_mean[: len(phi)].copy_(phi),) if alone else None
+            after = move(before, (fast_mean,), slow_mean, self._rule.outer, self._rule.delay)
+        else:
+            pair_mean, decoded = self._mean(self._slow, self._owed.slow, slow, number, at, self._slow_mean)
+            seen = decoded.clone() if self._slow.lossy else phi
+            after = move(before._replace(slow=(seen,)), (fast_mean,), (pair_mean,), self._rule.outer, self._rule.delay)
+            if self._slow.lossy:
+                phi.add_(seen).sub_(decoded)
+        if after.gathered and self.gathered:
+            self.gathered[number].view(-1)[at].copy_(after.gathered[0])
+        torch.sub(phi, fast, out=fast)
+        return after
+
+    def _mean(
+        self, seen: _Seen | None, owed: Feedback, weights: Tensors, number: int, at: slice, out: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the mean of what both decode of a piece of one set of weights, and what both decode of ours.
+
+        Notes the rounding error that ours then owes. `seen` None: there is no partner, and both are our own piece.
+        """
+        out = out[: at.stop - at.start]
+        if seen is None:
+            return out.copy_(weights[number].view(-1)[at]), out
+        meant = owed.meant(weights, number, at, self._near)
+        own, theirs = seen.read(number, at, meant, self._own, out)
+        if seen.share != 1.0:
+            own = self._own[: len(meant)].copy_(weights[number].view(-1)[at])
+            theirs = torch.sub(theirs, meant, out=out).mul_(seen.share).add_(own)
+        else:
+            owed.settle(number, at, meant, own)
+        mean_into(out, own, theirs, self._step.shares)
+        return out, own
+
+
+class _Seen:
+    """Both sides' weights as both see them. Not `lossy`: ours are exact."""
+
+    def __init__(self, sides: Sides, own: Tensors) -> None:
+        form = sides.theirs.form
+        self.lossy, self._modular, self.share = form is not Format.FLOAT32, form.is_modular, sides.share
+        self._mine = Reader(sides.mine, own) if self.lossy else None
+        self._theirs = Reader(sides.theirs, own)
+
+    def read(self, number: int, at: slice, meant: Tensor, own: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a piece of ours and of the partner's; `meant`: what ours were encoded from."""
+        if self._modular:
+            return self._theirs.read_both(number, at, meant, own, theirs)
+        mine = meant if self._mine is None else self._mine.read(number, at, meant, own)
+        return mine, self._theirs.read(number, at, meant, theirs)
+
+
+def _part(tensors: Tensors, number: int, at: slice) -> Tensors:
+    return (tensors[number].view(-1)[at],) if tensors else ()
+
+
+class WeightsLock:
+    """Lets any number of readers use a replica's weights without a copy, or one step move them.
+
+    Checkpoints and copies for newcomers read from the replica's own memory; passes go on meanwhile, inner and outer
+    steps wait. All have their turn in the order in which they came, so readers cannot keep a step waiting for ever.
+    """
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._readers = 0
+        self._unread = asyncio.Event()
+        self._unread.set()
+
+    @asynccontextmanager
+    async def moving(self) -> AsyncIterator[None]:
+        """Wait until nobody reads, and keep readers out."""
+        async with self._turn:
+            await self._unread.wait()
+            yield
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[None]:
+        """Keep the weights as they are."""
+        release = await self.read()
+        try:
+            yield
+        finally:
+            release()
+
+    async def read(self) -> Callable[[], None]:
+        """Keep the weights as they are until what is returned has been called; to call it again does nothing."""
+        async with self._turn:
+            self._readers += 1
+            self._unread.clear()
+        released = False
+
+        def release() -> None:
+            nonlocal released
+            if not released:
+                released = True
+                self._readers -= 1
+                if not self._readers:
+                    self._unread.set()
+
+        return release
 
 
 async def to_the_end(work: Coroutine[None, None, None]) -> None:

@@ -1,30 +1,51 @@
-"""When a replica's next round is due, what number it has, and when an unmet replica stops deferring.
+"""When a replica's next round is due, what number it has, and how many inner steps it takes.
 
-A round is due H own inner steps after the last opening, met or not. H may be another one from round to round
-(`local_steps`): it is settled when a round is opened, so that an open round knows its end; until the first opening it
-follows what becomes known, for a replica that has just begun knows neither its own speed nor the others'. A round's
-number follows the last finished one and heals (`matching.heal`): from the roster when it opens, from offers and answers
-while it is open. A deferred round is not finished: the others' numbers go on, and the next opening catches up with
-them.
+A round is due H own inner steps after the last opening, met or not. H is settled when a round opens, so that an open
+round knows its end; before the first opening it follows what becomes known of speeds. A round's number follows the last
+finished one and heals (`matching.heal`): from the roster at the opening, from proposals and answers while it is open. A
+skipped round is not finished; the next opening catches up with the others' numbers.
 
-Plain bookkeeping: no tensors, no time, no I/O.
+**Dynamic local updates** (Asynchronous Local-SGD, arXiv 2401.09135, equation 6). With speed v, and v_max that of the
+stage's fastest replica, a replica takes
+
+    steps = max(1, floor(v / v_max * H))
+
+inner steps, so that all reach their rounds together. Speeds need only a unit in common. Two bounds are ours:
+
+- *Measured speeds* of equal machines differ by a few per cent, and a bare floor would cost all but the fastest a step.
+  So a speed counts as up to `TOLERANCE` more than measured, and never as more than v_max.
+- *Speeds are claims*: one replica that claims a thousandfold speed would reduce all others to one step. So v_max is at
+  most `LARGEST_MULTIPLE` times the lower median of the known speeds, and what is no positive, finite number is ignored.
+
+**H over the run** grows geometrically from `early` to `late`: replicas drift apart fast while the learning rate is
+high.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import median_low
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gossip.rounds.matching import good_enough_at, heal
-from gossip.rule.staleness import LIFT_BOUND
+from gossip.rule.shares import LIFT_BOUND
+
+if TYPE_CHECKING:
+    from gossip.interface import RoundProgress
+    from gossip.settings import OuterConfig
+
+TOLERANCE = 0.1
+"""Share of a measured speed within which two speeds count as equal."""
+LARGEST_MULTIPLE = 8.0
+"""How many times the stage's median the highest speed may be that is believed."""
 
 
 class RoundClaims(NamedTuple):
-    """The rounds that others say they have finished: all of `listed` in the roster, and of these who was `met`."""
+    """The rounds that others say they have finished: all in the roster, and those `of_partners` that we have met."""
 
     listed: Sequence[int] = ()
-    met: Sequence[int] = ()
+    of_partners: Sequence[int] = ()
 
 
 class RoundSchedule:
@@ -42,7 +63,7 @@ class RoundSchedule:
         self._seconds_per_step: float | None = None
         self.inner_steps = inner_steps
         self.round = self.finished = rounds
-        self.deferred_in_a_row = 0
+        self.skipped_in_a_row = 0
         self.healed = 0
         self._last = False
 
@@ -73,7 +94,7 @@ class RoundSchedule:
 
         Whoever found nobody last time, or will open no further round, is not picky.
         """
-        if self._last or self.deferred_in_a_row:
+        if self._last or self.skipped_in_a_row:
             return 0.0
         steps = good_enough_at(place, count) * self.steps - (self.inner_steps - self._opened_at)
         return max(0.0, steps) * (self._unknown_s if self._seconds_per_step is None else self._seconds_per_step)
@@ -83,8 +104,8 @@ class RoundSchedule:
         return max(self.round, 1 + heal(self.finished, claims.listed, (self._shown(claims),), LIFT_BOUND))
 
     def _shown(self, claims: RoundClaims) -> int:
-        """Return the round that our own eyes have seen finished: ours, or the median of those that we have met."""
-        return max(self.finished, median_low((self.finished, *claims.met)))
+        """Return the last round finished by our own evidence: ours, or the median of ours and our partners'."""
+        return max(self.finished, median_low((self.finished, *claims.of_partners)))
 
     def open(self, claims: RoundClaims, *, last: bool = False) -> None:
         """Begin the next round."""
@@ -96,16 +117,59 @@ class RoundSchedule:
         self.steps = self._next_steps
 
     def adopt(self, seen_round: int, claims: RoundClaims) -> None:
-        """Move up to a partner's number, as far as those that we have met make it believable."""
+        """Move up to a partner's number, within a bound on what the partners we have met claim."""
         healed = heal(self.round, (seen_round,), (1 + self._shown(claims),), LIFT_BOUND)
         self.healed += healed > self.round
         self.round = healed
 
-    def defer(self) -> None:
+    def skip(self) -> None:
         """Count a round without a partner."""
-        self.deferred_in_a_row += 1
+        self.skipped_in_a_row += 1
 
     def finish(self, round: int) -> None:
         """Count an outer step."""
         self.finished = round
-        self.deferred_in_a_row = 0
+        self.skipped_in_a_row = 0
+
+
+def fastest(speed: float, others: Sequence[float]) -> float:
+    """Return the highest speed that is believed in a stage: our own, a positive number, at least.
+
+    `others`: what the others claim, in the same unit; what is not a positive, finite number is unknown.
+    """
+    known = [speed, *(claim for claim in others if _is_speed(claim))]
+    return max(speed, min(max(known), LARGEST_MULTIPLE * median_low(known)))
+
+
+def dynamic_steps(speed: float, others: Sequence[float], steps: int) -> int:
+    """Return how many of the `steps` of the fastest replica one of this `speed` takes: from 1 to `steps`.
+
+    `others`: the speeds that the stage's other replicas claim. A speed of our own that is unknown leaves all `steps`.
+    """
+    if not _is_speed(speed):
+        return steps
+    # The ratio first: no product of two large speeds, and exactly 1 between equals.
+    share = min(1.0, speed / fastest(speed, others) * (1.0 + TOLERANCE))
+    return max(1, math.floor(share * steps))
+
+
+def steps_per_round(progress: float, early: int, late: int | None) -> int:
+    """Return H at this progress of the run: `early` at 0, `late` at 1, a geometric course between, whole numbers.
+
+    `progress` outside 0 to 1 counts as the nearer end. `late` None: constant.
+    """
+    if late is None:
+        return early
+    # Rounded to whole steps, both ends are exact: a power of 0 and of 1 is.
+    course = round(early * math.pow(late / early, min(1.0, max(0.0, progress))))
+    return min(max(course, min(early, late)), max(early, late))
+
+
+def local_step_count(settings: OuterConfig, going: RoundProgress, others: Sequence[float]) -> int:
+    """Return the inner steps from this replica's next round to the one after, as the run's settings have it."""
+    steps = steps_per_round(going.progress, settings.inner_steps_per_round, settings.late_inner_steps_per_round)
+    return dynamic_steps(going.speed, others, steps) if settings.dynamic_steps else steps
+
+
+def _is_speed(claim: float) -> bool:
+    return math.isfinite(claim) and claim > 0.0

@@ -1,8 +1,7 @@
-"""Where a replica's gossip stands: its round, whom it asks, whom it meets, and what waits for the next pause.
+"""Where a replica's gossip stands: the phase of its round, its partners, and the step that waits for the next pause.
 
-One object that the parts of a replica's gossip share: `Rounds` opens and ends rounds, `Offers` asks and answers,
-`Meetings` meets, `SlowWeightPrefetcher` works between two rounds. Whoever waits for a change wakes at each transition
-and looks again, so none is missed.
+The parts of a replica's gossip share this object: `Rounds` opens and ends rounds, `MeetingProtocol` meets,
+`SlowWeightPrefetcher` works between rounds. Each transition wakes those that wait for a change, so none is missed.
 """
 
 from __future__ import annotations
@@ -14,14 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gossip.events import OuterStepTaken
-from gossip.interface import Origin, RoundContext
-from gossip.rounds.matching import AnswerState
-from gossip.rounds.outer_optimiser import Snapshot
-from gossip.rounds.partners import SLACK_S, PartnerQueue, PartnerView
-from gossip.rounds.piecewise_step import Step
+from gossip.interface import Origin, OuterStepTaken, RoundContext
+from gossip.rounds.matching import SLACK_S, AnswerState, PartnerQueue, PartnerView
+from gossip.rounds.outer_optimiser import Snapshot, Step
 from gossip.rounds.round_schedule import RoundClaims, RoundSchedule
-from gossip.rule.staleness import DISOWNED, Met, staleness
+from gossip.rule.shares import DISOWNED, WeightAge, staleness
 from gossip.settings import OuterConfig
 
 POLL_S = 1.0
@@ -29,13 +25,13 @@ POLL_S = 1.0
 LATE_AT_MOST = 4
 """Exchanges in a row that ran out of time, each of which doubles the time of the next."""
 VAIN_AT_MOST = 3
-"""Meetings without a step of ours that one partner may have in a round: weather, beyond it mischief."""
+"""Meetings without a step of ours that one partner may have in a round; more are no accident."""
 MOST_MET = 256
 """Partners that are remembered to have been met."""
 COUNTED = (
-    *("met", "solo", "deferred", "lost", "implausible", "clipped", "retaken"),
+    *("met", "solo", "skipped", "lost", "implausible", "clipped", "retaken"),
     *("adopted", "too_stale", "sent_ahead", "spared"),
-    *("offers_sent", "offers_received", "declined", "unanswered", "bytes_sent", "bytes_received"),
+    *("proposals_sent", "proposals_received", "declined", "unanswered", "bytes_sent", "bytes_received"),
 )
 
 
@@ -80,7 +76,7 @@ class InMeeting:
 
 
 Phase = Closed | Open | InMeeting | PendingStep
-"""What a replica's round is at:
+"""The phases of a round and their transitions:
 
     Closed    -> Open (open)
     Open      -> Open (open, with another snapshot), InMeeting (engage), Closed (close, leave)
@@ -93,11 +89,11 @@ CLOSED = Closed()
 class RoundState:
     """One replica's round: its phase, and what the parts of its gossip know in common.
 
-    The phase changes by the methods under "Transitions" alone, which wake whoever waits, unless they say why not. One
-    that the phase does not allow raises RuntimeError. `leaving`: no further round will be met; it lies across the
-    phases, and a step that waits is still applied. `asking`: whose answer we wait for, which may outlast the round in
-    which it was asked. `last_met`: the round in which our weights last met anybody's, 0 if in none, DISOWNED until we
-    have adopted others. `met_at`: the inner steps of the snapshot with which they did, or with which they began here.
+    The phase changes only by the methods under "Transitions"; one that the phase does not allow raises RuntimeError.
+    They wake those who wait, unless they say why not. `leaving`: no further round will be met, but a step that waits is
+    still applied. `asking`: the peer whose answer we wait for, which may outlast the round. `last_met`: the round in
+    which our weights last met anybody's, 0 if in none, DISOWNED until we have adopted others. `steps_when_met`: the
+    inner steps of the snapshot of that meeting, or with which the weights began here.
     """
 
     def __init__(self, me: str, settings: OuterConfig, origin: Origin, context: RoundContext) -> None:
@@ -113,18 +109,18 @@ class RoundState:
         self._phase: Phase = CLOSED
         self.leaving = False
         self.asking: str | None = None
-        self.last_met, self.met_at = origin.last_met, origin.inner_steps
+        self.last_met, self.steps_when_met = origin.last_met, origin.inner_steps
         self.met_partners: dict[str, None] = {}
-        """With whom a meeting has ended in a step of ours, the last of them last."""
+        """The partners of meetings that ended in a step of ours, the latest last."""
         self._vain_meetings: Counter[str] = Counter()
-        """With whom how many meetings of this round have ended without a step of ours."""
+        """By partner, the meetings of this round that ended without a step of ours."""
         self._late = 0
-        """Exchanges that ran out of time of late, less those that did not."""
+        """Recent exchanges that ran out of time, less those that did not."""
         self._changed = asyncio.Event()
 
     @property
     def phase(self) -> Phase:
-        """What the round is at."""
+        """The phase of the round."""
         return self._phase
 
     @property
@@ -153,9 +149,9 @@ class RoundState:
         return isinstance(self._phase, Closed) and not self.leaving
 
     @property
-    def met(self) -> Met:
-        """What we say of our weights in a meeting."""
-        return Met(self.schedule.round, self.last_met)
+    def weight_age(self) -> WeightAge:
+        """The age of our weights, as we state it in a meeting."""
+        return WeightAge(self.schedule.round, self.last_met)
 
     @property
     def owns(self) -> bool:
@@ -169,7 +165,7 @@ class RoundState:
     @property
     def staleness(self) -> int:
         """Rounds since our weights last met anybody's, by our own number."""
-        return staleness(self.met, self.schedule.round)
+        return staleness(self.weight_age, self.schedule.round)
 
     @property
     def next_round(self) -> int:
@@ -178,15 +174,15 @@ class RoundState:
 
     @property
     def claims(self) -> RoundClaims:
-        """What the others say of their rounds."""
-        return RoundClaims(self.partners.rounds, self.partners.rounds_of(self.met_partners))
+        """The rounds that the others claim to have finished."""
+        listed = self.partners.candidates
+        return RoundClaims(
+            [each.round for each in listed], [each.round for each in listed if each.peer in self.met_partners]
+        )
 
     @property
     def exchange_s(self) -> float:
-        """How long a meeting may take. Nothing stands still for it, so a slow line is given more time each time.
-
-        In the blocking form work does stand still, and the time stays as it is.
-        """
+        """How long a meeting may take: longer after each that ran out of time, but not in the blocking form."""
         return self.timeouts.exchange_s * (1.0 if self.settings.blocking else 2.0**self._late)
 
     def note_exchange(self, *, late: bool) -> None:
@@ -194,7 +190,7 @@ class RoundState:
         self._late = min(LATE_AT_MOST, self._late + 1) if late else max(0, self._late - 1)
 
     def answer_state(self, sender: str) -> AnswerState:
-        """Return what an offer of `sender` is answered by."""
+        """Return the facts that decide on a proposal of `sender`."""
         order = self.partners.order(self.schedule.round) if self.is_open else ()
         place = order.index(sender) if sender in order else len(order)
         return AnswerState(
@@ -220,7 +216,7 @@ class RoundState:
             "round": self.schedule.round,
             "finished": self.schedule.finished,
             "healed": self.schedule.healed,
-            "deferred_in_a_row": self.schedule.deferred_in_a_row,
+            "skipped_in_a_row": self.schedule.skipped_in_a_row,
             "last_met": max(0, self.last_met),
             "staleness": self.staleness,
             "open": int(self.is_open),
@@ -230,7 +226,7 @@ class RoundState:
     # Transitions.
 
     def open(self, snapshot: Snapshot | None) -> None:
-        """Let the round be met. One that is open goes on with this snapshot, and so does a meeting in it."""
+        """Let the round be met. A round that is open goes on with this snapshot, and so does a meeting in it."""
         if isinstance(self._phase, PendingStep) or self.leaving:
             raise self._illegal("open")
         self._phase = Open(snapshot) if self.meeting is None else InMeeting(snapshot, self.meeting)
@@ -262,7 +258,7 @@ class RoundState:
         self.ring()
 
     def take_step(self) -> PendingStep | None:
-        """Return the step that waits, to be applied now: `finish` wakes those who wait."""
+        """Return the step that waits, to be applied now. `finish` wakes those who wait."""
         if not isinstance(self._phase, PendingStep):
             return None
         pending, self._phase = self._phase, CLOSED
@@ -287,8 +283,8 @@ class RoundState:
             self.last_met = last_met
         self.ring()
 
-    def refuse_offers(self) -> None:
-        """Accept nobody any more. Wakes nobody: no wait depends on it."""
+    def refuse_proposals(self) -> None:
+        """Decline all proposals from now on. Wakes nobody: no wait depends on it."""
         self.leaving = True
 
     def leave(self) -> None:
@@ -310,21 +306,21 @@ class RoundState:
         self._vain_meetings.clear()
 
     def ask(self, peer: str) -> None:
-        """Note that an offer is on its way."""
+        """Note that a proposal is on its way."""
         self.asking = peer
-        self.counts["offers_sent"] += 1
+        self.counts["proposals_sent"] += 1
 
     def note_answer(self) -> None:
         """Note that no answer is waited for any more."""
         self.asking = None
 
     def note_vain_meeting(self, partner: str) -> None:
-        """Ask this partner later, if at all, and do not let it have as many meetings in this round as it likes."""
+        """Put this partner off, and count the meeting against its bound for this round."""
         self._vain_meetings[partner] += 1
         self.queue.put_off(partner, self.timeouts.sleep_s, now())
 
     def note_met(self, partner: str) -> None:
-        """Note that a partner has brought weights that we could use: it has done what no name alone can."""
+        """Note that a partner has brought weights that we could use."""
         self.met_partners.pop(partner, None)
         self.met_partners[partner] = None
         if len(self.met_partners) > MOST_MET:
@@ -333,7 +329,7 @@ class RoundState:
     # Waking up.
 
     def ring(self) -> None:
-        """Wake everybody who waits: for a transition, or where what is waited for has changed without one."""
+        """Wake all that wait; also called where a condition changed without a transition."""
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -1,27 +1,25 @@
-"""One replica's gossip rounds: when to open one, whom to ask, what to do when nobody is there.
+"""One replica's gossip rounds: when a round opens, who is asked, what follows if nobody comes.
 
-Every H own inner steps the replica copies its fast weights (the **snapshot**) and *opens* a round, and trains on. While
-the round is open a background task asks possible partners in this round's order, and incoming offers are answered at
-once; whichever comes first. The two exchange their snapshots while both train on, each applies the outer rule to the
-same facts, and the correction is added at the next pause between inner steps. No work stands still for lack of one.
+Every H own inner steps the replica copies its fast weights (the **snapshot**), *opens* a round, and trains on. A
+background task asks possible partners in this round's order, and incoming proposals are answered at once. The first
+agreement counts: the two exchange snapshots while both train on, each applies the outer rule to the same facts, and the
+correction is added at the next pause between inner steps.
 
-- A snapshot older than `overlap_steps` is retaken while the round stays open, so a correction is late by that and the
-  time of the exchange at most.
-- No partner by the time the next round is due: **defer**. No outer step is taken and the pseudo-gradient keeps growing;
-  solo steps instead would narrow the stable range of gamma and raise the floor of the disagreement. After several
-  deferrals in a row comes a **solo round**, the same rule with a mean over one. Alone in the roster: solo at once.
+- A snapshot older than `overlap_steps` is retaken while the round stays open, so a correction is late by at most that
+  and the time of the exchange.
+- Without a partner by the time the next round is due, the round is **skipped**: no outer step is taken and the
+  pseudo-gradient keeps growing. Solo steps instead would narrow the stable range of gamma. After `skips_before_solo`
+  skipped rounds in a row comes a **solo round**, the same rule with a mean over one; alone in the roster, at once.
 - The **blocking form** (the paper's) refuses microbatches only when a partner has accepted: both drain what is in
-  flight, then take their snapshots, exchange and correct, under one deadline. To refuse them before, while still
-  waiting for a partner, can deadlock across stages: the partner's step may need the very microbatches that are refused.
-- A replica that has met nobody for more than `staleness_at_most` rounds contributes nothing when it meets somebody
-  again: it goes on from the partner's weights, and the partner's round stays open (`staleness`).
-- The last round of a run does not wait for H steps. Who finds no partner steps alone then: work that is in no slow
-  weights would be in no export either.
+  flight, take their snapshots, exchange and correct, under one deadline. Refusing them while still waiting for a
+  partner can deadlock across stages: the partner's step may need the very microbatches that are refused.
+- A replica that has met nobody for more than `staleness_at_most` rounds adopts its next partner's weights, and the
+  partner's round stays open (`shares`).
+- The last round of a run does not wait for H steps, and without a partner the replica steps alone: work that is in no
+  slow weights would be in no export.
 
-Who is asked, and how an offer is answered: `offers`. A meeting from its agreement to its end: `meeting`. What happens
-between rounds where slow weights travel: `prefetch`. What all of them know of each other: `round_state`.
-
-Weights and snapshots change under one lock, `RoundState.pause`; a replica is drained before the lock is taken.
+`meeting` asks, answers and meets; `prefetch` swaps slow weights between rounds; `round_state` holds what all of them
+share. Weights and snapshots change under one lock, `RoundState.pause`; a replica is drained before the lock is taken.
 """
 
 from __future__ import annotations
@@ -31,19 +29,22 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
 
-from gossip.events import OuterStepTaken, RoundDeferred
-from gossip.exchange.messages import Offer
-from gossip.exchange.messages import PrefetchOffer as Proposal
-from gossip.exchange.swap import Conversation
-from gossip.interface import UNKNOWN, GossipReplica, Origin, RoundContext, RoundProgress
-from gossip.rounds.local_steps import local_step_count
-from gossip.rounds.meeting import Meetings
-from gossip.rounds.offers import Offers
-from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, to_the_end
-from gossip.rounds.piecewise_step import Step
+from gossip.exchange.messages import Propose, ProposePrefetch
+from gossip.interface import (
+    UNKNOWN,
+    Conversation,
+    GossipReplica,
+    Origin,
+    OuterStepTaken,
+    RoundContext,
+    RoundProgress,
+    RoundSkipped,
+)
+from gossip.rounds.meeting import MeetingProtocol
+from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, Step, WeightsLock, to_the_end
 from gossip.rounds.prefetch import SlowWeightPrefetcher
+from gossip.rounds.round_schedule import local_step_count
 from gossip.rounds.round_state import PendingStep, RoundState, now
-from gossip.rounds.weights_lock import WeightsLock
 from gossip.rule.outer_step import OuterState
 from gossip.settings import OuterConfig
 
@@ -78,8 +79,9 @@ class Rounds:
             partners=context.partners,
         )
         self._prefetcher = SlowWeightPrefetcher(self._round_state, self._optimiser, context)
-        meetings = Meetings(self._round_state, self._optimiser, self._prefetcher, replica, context, self._apply)
-        self._offers = Offers(self._round_state, context, meetings.meet)
+        self._meetings = MeetingProtocol(
+            self._round_state, self._optimiser, self._prefetcher, replica, context, self._apply
+        )
         self._gathered = origin.inner_steps if origin.gathered else NOT_KNOWN
         """The inner steps that the slow weights hold."""
 
@@ -144,7 +146,8 @@ class Rounds:
         """
         round_state = self._round_state
         async with round_state.pause:
-            next_steps = local_step_count(self._settings, going, round_state.partners.speeds)
+            speeds = [candidate.speed for candidate in round_state.partners.candidates]
+            next_steps = local_step_count(self._settings, going, speeds)
             self._schedule.tick(inner_steps, seconds_per_step, next_steps)
             await self._apply_pending()
             if round_state.is_free:
@@ -158,34 +161,34 @@ class Rounds:
     async def run(self) -> None:
         """Ask partners while a round is open, and prepare the next one where that helps, until cancelled."""
         if not self._optimiser.needs_slow:
-            await self._offers.run()
+            await self._meetings.run()
             return
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._offers.run(), name="offers")
+            group.create_task(self._meetings.run(), name="meetings")
             group.create_task(self._prefetcher.run(), name="ahead")
 
     async def serve(self, conversation: Conversation) -> None:
-        """Answer one incoming offer or proposal at once, and do what was agreed.
+        """Answer one incoming proposal at once, and do what was agreed.
 
         Raises a `ConnectionError` where that breaks.
         """
         try:
             async with asyncio.timeout(self._context.timeouts.answer_s) as deadline:
                 first = await conversation.receive()
-                if isinstance(first, Offer):
-                    await self._offers.answer_one(conversation, first, deadline)
-                elif isinstance(first, Proposal):
+                if isinstance(first, Propose):
+                    await self._meetings.answer_one(conversation, first, deadline)
+                elif isinstance(first, ProposePrefetch):
                     await self._prefetcher.answer_one(conversation, deadline)
                 else:
-                    raise ConnectionAbortedError(f"expected an offer, got {type(first).__name__}")
+                    raise ConnectionAbortedError(f"expected a proposal, got {type(first).__name__}")
         except TimeoutError as silence:
             raise ConnectionAbortedError(f"{conversation.peer} was silent") from silence
 
     async def last_round(self, deadline_s: float) -> None:
         """End the gossip: open a round now, meet a partner if one is found within `deadline_s`, else step alone.
 
-        Called in a pause that lasts, with `run` still running. Offers are declined from then on. Where the slow weights
-        hold all inner steps already, there is nothing to bring: a round more would be momentum alone.
+        Called in a pause that lasts, with `run` still running. Proposals are declined from then on. Where the slow
+        weights hold all inner steps already, no round follows: its step would be momentum alone.
         """
         round_state = self._round_state
         await self._meeting_over()
@@ -197,7 +200,7 @@ class Rounds:
             await self._open_round(last=True)
         await round_state.wait_while(round_state.hopeful, now() + deadline_s)
         await self._meeting_over()
-        round_state.refuse_offers()
+        round_state.refuse_proposals()
         async with round_state.pause:
             if not await self._apply_pending() and round_state.is_open:
                 await self._step_alone()
@@ -227,8 +230,8 @@ class Rounds:
         if round_state.queue.nobody_left(round_state.partners.peers):
             await self._step_alone()
         elif self._schedule.due:
-            if self._schedule.deferred_in_a_row < self._settings.deferrals_before_solo:
-                self._defer()
+            if self._schedule.skipped_in_a_row < self._settings.skips_before_solo:
+                self._skip()
             else:
                 await self._step_alone()
         elif round_state.snapshot is not None:
@@ -237,11 +240,11 @@ class Rounds:
                 round_state.open(await self._take_snapshot())
                 self._counts["retaken"] += 1
 
-    def _defer(self) -> None:
+    def _skip(self) -> None:
         self._round_state.close()
-        self._schedule.defer()
-        self._counts["deferred"] += 1
-        self._context.record(RoundDeferred(round=self._schedule.round, in_a_row=self._schedule.deferred_in_a_row))
+        self._schedule.skip()
+        self._counts["skipped"] += 1
+        self._context.record(RoundSkipped(round=self._schedule.round, in_a_row=self._schedule.skipped_in_a_row))
 
     async def _take_snapshot(self) -> Snapshot:
         return await self._optimiser.snapshot(self._schedule.inner_steps)
@@ -290,6 +293,6 @@ class Rounds:
         self._counts["bytes_sent"] += event.bytes_sent
         self._counts["bytes_received"] += event.bytes_received
         if event.partner is not None:
-            self._round_state.met_at = pending.snapshot_step
+            self._round_state.steps_when_met = pending.snapshot_step
         self._round_state.finish(event.round, pending.last_met, adopted=event.adopted)
         self._context.record(event)

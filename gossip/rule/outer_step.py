@@ -1,7 +1,7 @@
 """The outer rule: how a replica's slow weights move when it has met a partner, or nobody; and how weights are adopted.
 
 With fast weights theta, slow weights phi, outer momentum m, and the mean taken over the two replicas of a pair, weighed
-where the run says so (`meeting_shares`):
+where the run says so (`shares`):
 
     u = beta (mean(phi) - mean(theta)) + gamma (phi - mean(phi))
     m <- alpha m + u;    phi <- phi - m;    theta <- phi
@@ -44,7 +44,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossip.rule.meeting_shares import EVEN, Shares
+from gossip.rule.shares import EVEN, Shares
 
 Tensors = tuple[Tensor, ...]
 
@@ -173,7 +173,7 @@ def step_pair(
 ) -> Stepped:
     """Step after a meeting: `own` and `other` are the snapshots of fast weights, `other_slow` the partner's slow ones.
 
-    A replica does the same in place, of weights that are still coded: `gossip.rounds.piecewise_step`.
+    A replica does the same in place, of weights that are still coded: `gossip.rounds.outer_optimiser`.
     """
     slow_mean = None if other_slow is None else mean(state.slow, other_slow, shares)
     after = outer_step(state, mean(own, other, shares), slow_mean, outer, delay)

@@ -15,7 +15,6 @@ import msgspec
 import typer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from noloco_node.admission.admitted_network import AdmittedNetwork
 from noloco_node.admission.owner_files import (
     IssuedEntry,
     MemberList,
@@ -26,18 +25,16 @@ from noloco_node.admission.owner_files import (
     save_members,
     with_revoked,
 )
-from noloco_node.admission.peer_keys import key_of, peer_of
-from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, grant
+from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, grant, key_of, peer_of
 from noloco_node.admission.ticket_service import OPEN_DAYS
 from noloco_node.cli.event_loop import run
 from noloco_node.cli.options import default_home, invite_text, taking
 from noloco_node.errors import Exit, UserError, config_error, user_error_of
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.run.runfile import read_run_text
 from noloco_node.swarm import invite as invites
-from noloco_node.swarm.access import RunAccess
-from noloco_node.swarm.connection import connected
+from noloco_node.swarm.access import RunAccess, connected
 from noloco_node.swarm.run_distribution import RunFileText
 
 DAY_S = 86400
@@ -243,12 +240,12 @@ async def confirmation(access: RunAccess, network: PeerNetwork, options: MemberO
     """Hand the owner's list to the bootstrap peers of the invite, and say what they answer."""
     members = load_members(options.run)
     access.take_revocations(members.signed)
-    admitted = await access.enter(network)
-    assert isinstance(admitted, AdmittedNetwork)
+    await access.enter(network)
+    assert access.admission is not None
     reasons: list[str] = []
     for peer in dict.fromkeys(access.invite.peers):
         try:
-            number = await admitted.list_known_to(peer)
+            number = await access.admission.list_known_to(peer)
         except (ConnectionError, PermissionError, TimeoutError) as error:
             reasons.append(str(error).replace(peer, f"...{peer[-8:]}"))
             continue

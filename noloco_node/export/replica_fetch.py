@@ -1,31 +1,41 @@
-"""Fetching the slow weights of a living swarm's replicas, one at a time.
+"""What an export fetches from a swarm: slow weights of replicas, snapshots of a dead stage, and the tokenizer.
 
-A replica that does not answer is left out and named; a stage of which nobody answers is an error, for half a model is
-none. What to do with the weights is for the caller (`noloco_node.export.exporter` lays each replica on the disk).
+A large model takes hours, and the swarm changes meanwhile. So the roster is read again before each replica is asked: a
+peer that has died is not waited for, and a new one is asked too. A replica that serves others is asked again after all
+others, for some minutes, or longer if the stage has no other. A replica that does not answer is left out and named.
 
-A large model takes hours, and a swarm does not stand still meanwhile. So the roster is read again before each replica
-is asked: whoever has died or moved is not waited for, and whoever has come is asked too. A replica that serves others
-just now is asked again when all others have been, for some minutes; for longer where the stage has nobody else.
+If no replica of a stage gives its weights, the export asks all peers at work for a snapshot of it, and believes the
+same ones as a newcomer that revives a stage (`noloco_node.node.join`). It fetches the newest; loss decides
+among them once all stages are there. A snapshot is one replica's weights of an earlier round, which the export notes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
-
-from torch import Tensor
+from pathlib import Path
+from random import Random
 
 from gossip.exchange.messages import Manifest
 from gossip.transfer.download import DonorBusy, download_state
+from noloco_node.data.encoding import with_tokenizer_in
+from noloco_node.errors import Exit, UserError, config_error
+from noloco_node.export.replica_files import FetchedReplica, ReplicaFile
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
+from noloco_node.run.config import TRAVELLING, DataConfig
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE
-from noloco_node.state_sync.manifests import WeightsOf, copying_s
+from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, ask_manifests, copying_s
+from noloco_node.state_sync.starting_state import AGAIN_S, asked_of, asks_again, donors, reached, verify_snapshot
+from noloco_node.state_sync.weight_exchange import TOKENIZER_TOPIC, WeightDownload
+from noloco_node.storage.home import HomePaths
+from noloco_node.storage.weight_store import WeightStore
+from noloco_node.swarm import invite as invites
 from noloco_node.swarm.roster import PeerRecord, Roster
+from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
 
 BUSY_S = 900.0
@@ -43,22 +53,12 @@ Objection = Callable[[str, Manifest], Awaitable[str | None]]
 """Says why what a peer offers is not to be believed, or None."""
 
 
-class FetchedReplica(NamedTuple):
-    """One replica's slow weights by parameter name, and where it stood."""
-
-    peer: str
-    round: int
-    inner_steps: int
-    progress: float
-    weights: dict[str, Tensor]
-
-
 async def fetched(
     network: PeerNetwork, look: Look, number: int, shapes: Mapping[str, tuple[int, ...]], here: Collection[str] = ()
 ) -> AsyncIterator[FetchedReplica]:
     """Yield one replica of a stage after the other, as many as answer, `MOST_GIVEN` at most.
 
-    `here`: peers whose weights need not be asked for any more; they count among those that have given.
+    `here`: peers whose weights are here already; they count among those that have given.
     """
     loop, subject = asyncio.get_running_loop(), WeightsOf(number, tuple(shapes.values()), STATE)
     begun_s, given = loop.time(), len(here)
@@ -93,23 +93,20 @@ async def fetched(
 
 
 def next_to_ask(listed: Collection[str], again_s: Mapping[str, float]) -> str | None:
-    """Return whom to ask next: who was not asked yet, or of the busy the one that is free first; None for nobody."""
+    """Return a replica that was not asked yet, or the busy one that is free first; None if none is left."""
     left = [peer for peer in listed if again_s.get(peer, 0.0) < math.inf]
     return min(left, key=lambda peer: (again_s.get(peer, -math.inf), peer), default=None)
 
 
 def at_work(roster: Roster, number: int) -> list[PeerRecord]:
-    """Return the replicas of a stage that may give weights: whoever is only on its way to it has none."""
+    """Return the replicas of a stage that may give weights: newcomers have none."""
     return [record for record in roster.stage(number) if record.state in (PeerState.TRAINING, PeerState.FINISHED)]
 
 
 async def fetch_of(
     network: PeerNetwork, peer: str, subject: WeightsOf, names: Iterable[str], objection: Objection | None = None
 ) -> FetchedReplica:
-    """Fetch what a peer has of a subject; raise a `ConnectionError` where it gives none, `DonorBusy` if not now.
-
-    `names`: of the parameters.
-    """
+    """Fetch a peer's slow weights; raise DonorBusy if not now, else a `ConnectionError`. `names`: of parameters."""
     # A newcomer's patience, who copies five times as much: a line at home may be slow, and nobody waits for us.
     wanted = subject.wanted(copying_s(subject.weight_bytes, SLOWEST_BYTES_PER_S))
     if objection is not None:
@@ -118,3 +115,110 @@ async def fetch_of(
     return FetchedReplica(
         peer, state.round, state.inner_steps, state.progress, dict(zip(names, state.slow, strict=True))
     )
+
+
+COMPARED = 3
+"""Snapshots that are fetched of a stage."""
+
+
+async def fetch_snapshots(
+    network: PeerNetwork,
+    recipe: RunFileText,
+    look: Look,
+    number: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    own: int | None,
+    keep: Callable[[FetchedReplica], ReplicaFile],
+) -> list[ReplicaFile] | UserError:
+    """Fetch the newest snapshots of a stage that are believed; the `peer` of each is its keeper.
+
+    Returns an error if none came, for a caller without other weights. `keep`: writes a snapshot to the disk. `own`: the
+    newest round that is here already, or None; only clearly newer snapshots are fetched.
+    """
+    came: list[ReplicaFile] = []
+    subject, refused, offered = WeightsOf(number, tuple(shapes.values()), SNAPSHOT), set[str](), set[str]()
+    attempt = 0
+    while True:
+        roster = await look()
+        rng = Random(f"{recipe.run.seed}|exporting|{network.peer_id}|{number}|{attempt}")
+        asked = asked_of(roster, network.peer_id, rng)
+        if attempt == 0:
+            say(f"stage {number}: no replica gives its weights; asking {len(asked)} peers for a snapshot of it")
+        replies = await ask_manifests(network, [peer for peer in asked if peer not in refused], subject)
+        offers, run, busy = replies.offers, reached(roster), replies.busy
+        offered |= replies.manifests.keys()
+        for peer in donors(own, offers, run):
+            if len(came) == COMPARED:
+                break
+            say(f"stage {number}: fetching the snapshot of round {replies.manifests[peer].round} that {peer} keeps")
+            try:
+                copy = await fetch_of(network, peer, subject, shapes, verify_snapshot(offers, run))
+                came.append(await asyncio.to_thread(keep, copy))
+            except DonorBusy as error:
+                busy += 1
+                say(f"not now: {error}")
+            except ConnectionError as error:
+                refused.add(peer)
+                say(f"left out: {error}")
+        if came:
+            return came
+        if not asks_again(busy > 0, own is not None, attempt):
+            tries = f"of {len(asked)} peers that were asked for a snapshot {len(offered)} offered one, {busy} were busy"
+            return _lost(recipe, roster, number, tries, any_came=bool(offered or busy))
+        if busy and attempt == 0:
+            say(f"stage {number}: {busy} peers are busy; asking all again for some minutes")
+        await asyncio.sleep(AGAIN_S)
+        attempt += 1
+
+
+def _lost(recipe: RunFileText, roster: Roster, number: int, tries: str, *, any_came: bool) -> UserError:
+    """Return the error of a stage that no peer serves or keeps."""
+    replicas = len(roster.stage(number))
+    serves = f"Nobody gave the weights of stage {number}" if replicas else f"Nobody serves stage {number}"
+    keeps = "no snapshot of it could be fetched and believed" if any_came else "nobody keeps a snapshot of it"
+    return UserError(
+        f"{serves}, and {keeps}.",
+        why=f"the roster of the run {recipe.digest[:12]} lists {replicas} replicas of it; {tries} to the end",
+        hint="add homes of peers that served it, or kept snapshots of it, with --from-home DIR; or try again when "
+        "`noloco-node status` shows a replica of the stage. Finished stages are kept",
+        code=Exit.UNREACHABLE,
+    )
+
+
+def reading_with_tokenizer(homes: Sequence[Path], recipe: RunFileText) -> DataConfig:
+    """Return the run's data with the tokenizer that a home keeps; raise `UserError` (CONFIG) if none has it."""
+    data = recipe.run.data
+    if data.tokenizer != TRAVELLING:
+        return data
+    for place in (place for home in homes for place in HomePaths(home).tokenizers_of(recipe.digest)):
+        store = WeightStore.filling(place, data.tokenizer_files)
+        if not store.missing(store.all_pieces()):
+            return with_tokenizer_in(data, store.directory)
+    raise config_error(
+        "None of these homes holds the run's tokenizer.",
+        why="a node fetches it when it has claimed a stage, and these were not so far, or files are damaged",
+        hint="one more home of the run with --from-home, or an invite",
+    )
+
+
+async def fetched_tokenizer(
+    network: PeerNetwork, recipe: RunFileText, look: Look, invite: str, directory: Path
+) -> DataConfig:
+    """Return the run's data with its tokenizer, fetched into a directory; raise `UserError` if no peer has it.
+
+    `look`: reads the roster; the peers of the invite are asked as well.
+    """
+    data = recipe.run.data
+    if data.tokenizer != TRAVELLING:
+        return data
+    roster = [record.peer for records in (await look()).stages for record in records]
+    peers = list(dict.fromkeys((*roster, *invites.parse(invite).peers)))
+    store = WeightStore.filling(directory, data.tokenizer_files)
+    if not await WeightDownload(network, store, asyncio.to_thread, topic=TOKENIZER_TOPIC).everything(peers):
+        raise UserError(
+            "Nobody who was reached has the run's tokenizer.",
+            why=f"{len(peers)} peers were asked for the files that the run file lists",
+            hint="try again when the nodes of the run are there",
+            code=Exit.UNREACHABLE,
+        )
+    return with_tokenizer_in(data, directory)

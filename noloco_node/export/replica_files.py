@@ -1,20 +1,25 @@
-"""Slow weights of single replicas on a disk, whoever put them there, one tensor in memory at a time.
+"""Slow weights of single replicas on a disk, read one tensor at a time, and the parts of an unfinished export.
 
-A replica's weights lie in three kinds of files, all in the form of `noloco_node.storage.checkpoint`: the checkpoints of
-a node's own home (below `checkpoint`), the snapshots that a home keeps of other peers (below `snapshots/STAGE`), and
-what an export from a living swarm has fetched so far. Each says which run, stage, peer and round it is of.
+All files have the form of `noloco_node.storage.checkpoint` and say of which run, stage, peer and round they are: the
+checkpoints of a home, its snapshots of other stages, and replicas that an export has fetched. An export keeps these,
+and each finished stage as one file, beside its target, so that the next try goes on from there.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from statistics import median_low
 from typing import NamedTuple, Self
 
+import msgspec
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from noloco_node.errors import Exit, UserError, reason_of
@@ -28,8 +33,8 @@ from noloco_node.state_sync.replica_mean import (
     norm_of,
     products_of,
 )
-from noloco_node.storage import tensor_file
-from noloco_node.storage.checkpoint import Counters, counters_of, files
+from noloco_node.storage import atomic_file
+from noloco_node.storage.checkpoint import Counters, arrays_of, counters_of, files
 from noloco_node.storage.home import HomePaths
 from noloco_node.terminal import say
 
@@ -39,8 +44,18 @@ LOOKS = 3
 Shapes = Mapping[str, tuple[int, ...]]
 
 
+class FetchedReplica(NamedTuple):
+    """One replica's slow weights by parameter name, and its counters."""
+
+    peer: str
+    round: int
+    inner_steps: int
+    progress: float
+    weights: dict[str, Tensor]
+
+
 class HeldFile:
-    """A file that can be read as long as this lives, also once a running node has rotated it away."""
+    """A file that stays readable as long as this lives, also once a running node has rotated it away."""
 
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY)
@@ -49,9 +64,7 @@ class HeldFile:
 
 
 class ReplicaFile(NamedTuple):
-    """One replica's file. `peer`: whose it is; the directory's name where that is not noted. `held`: where it may be
-    rotated away meanwhile.
-    """
+    """One replica's file. `peer`: or the directory's name, if it is not noted. `held`: if it may be rotated away."""
 
     path: Path
     peer: str
@@ -60,12 +73,12 @@ class ReplicaFile(NamedTuple):
 
     @property
     def readable(self) -> Path:
-        """Where to read it."""
+        """Return where to read the file."""
         return self.path if self.held is None else self.held.path
 
 
 def in_home(home: Path, run_id: str, complain: Callable[[str], None] = say) -> list[ReplicaFile]:
-    """Return what a home holds of a run: of each stage and peer the newest file that is whole; `complain` of others."""
+    """Return the newest whole file of each stage and peer that a home holds of a run; `complain` of others."""
     found: dict[tuple[int, str], ReplicaFile] = {}
     places = HomePaths(home).places_of(run_id)
     for directory in (each for paths in places for each in (paths.checkpoint, *sorted(paths.snapshots.glob("[0-9]*")))):
@@ -77,7 +90,7 @@ def in_home(home: Path, run_id: str, complain: Callable[[str], None] = say) -> l
                 if counters.run_id != run_id:
                     complain(f"{path} is skipped: it is of the run {counters.run_id[:12]}, not of {run_id[:12]}")
                 elif not known or known.counters.round < counters.round:
-                    tensor_file.check(held.path)
+                    atomic_file.check_tensors(held.path)
                     found[counters.stage, peer] = ReplicaFile(path, peer, counters, held)
             except (OSError, ValueError) as error:
                 # What is read has a number for a name.
@@ -86,7 +99,7 @@ def in_home(home: Path, run_id: str, complain: Callable[[str], None] = say) -> l
 
 
 def _held(directory: Path, complain: Callable[[str], None]) -> list[tuple[Path, HeldFile]]:
-    """Return the files of a directory, the newest first, those that a running node writes meanwhile included."""
+    """Return the files of a directory, the newest first, including those that a running node writes meanwhile."""
     for _ in range(LOOKS):
         held, listed = [], files(directory)
         for path in reversed(listed):
@@ -114,7 +127,7 @@ class ReplicaReader:
     """The slow weights of one stage's replicas, read tensor by tensor. A context."""
 
     def __init__(self, filed: Sequence[ReplicaFile], shapes: Shapes) -> None:
-        """Open `filed`; raise ValueError where a file does not hold tensors of these shapes."""
+        """Open `filed`; raise ValueError if a file does not hold tensors of these shapes."""
         self._names, self._open = list(shapes), ExitStack()
         self.filed, self._files = tuple(filed), []
         try:
@@ -129,7 +142,7 @@ class ReplicaReader:
             raise ValueError(f"{each.path} cannot be read: {error}") from error
 
     def standing(self, place: int) -> ReplicaSummary:
-        """Return where a replica stood, and the norm of its weights."""
+        """Return the counters of a replica and the norm of its weights."""
         counters, file = self.filed[place].counters, self._files[place]
         return ReplicaSummary(
             peer=self.filed[place].peer,
@@ -144,14 +157,14 @@ class ReplicaReader:
         return {name: self._files[place].get_tensor(f"slow.{number}") for number, name in enumerate(self._names)}
 
     def alike(self, places: Sequence[int]) -> tuple[list[int], dict[int, float]]:
-        """Return which of these replicas have as much in common as replicas of a stage do, and who has not."""
+        """Return which of these replicas are alike, and the cosines of the others."""
         if len(places) < LEAST_REPLICAS:
             return list(places), {}
         tensors = ([file.get_tensor(f"slow.{number}") for file in self._files] for number in range(len(self._names)))
         return drop_strangers(products_of(tensors), places)
 
     def mean(self, places: Sequence[int]) -> dict[str, Tensor]:
-        """Return the mean of some replicas by name: in memory are it and one tensor of each."""
+        """Return the mean of some replicas by name; memory holds it and one tensor of each."""
         return {
             name: mean_of([self._files[place].get_tensor(f"slow.{number}") for place in places])
             for number, name in enumerate(self._names)
@@ -166,9 +179,9 @@ class ReplicaReader:
 
 
 class MergedReplicas(NamedTuple):
-    """One stage: the mean of its replicas by name, who is in it, and who is not.
+    """One stage: the mean of its replicas by name, the replicas in it, and those left out.
 
-    `kept_by`: who keeps the snapshot that is in the mean; None if none is.
+    `kept_by`: the keeper of a snapshot in the mean, or None.
     """
 
     weights: dict[str, Tensor]
@@ -178,7 +191,7 @@ class MergedReplicas(NamedTuple):
 
 
 def merged(stage: int, filed: Sequence[ReplicaFile], shapes: Shapes, rounds_behind: int) -> MergedReplicas:
-    """Merge the replicas of a stage that lie in these files; raise `UserError` where none is of use."""
+    """Merge the replicas of a stage in these files; raise `UserError` if none is of use."""
     try:
         with ReplicaReader(filed, shapes) as opened:
             standings = [opened.standing(place) for place in range(len(filed))]
@@ -199,3 +212,133 @@ def merged(stage: int, filed: Sequence[ReplicaFile], shapes: Shapes, rounds_behi
         hint="more homes that took part in the run, or a living swarm (an invite)",
         code=Exit.UNREACHABLE,
     )
+
+
+class StagePart(msgspec.Struct, frozen=True, kw_only=True):
+    """What the file of a finished stage says of it, as in `MergedReplicas`."""
+
+    run_id: str
+    stage: int
+    taken: tuple[ReplicaSummary, ...]
+    left_out: tuple[LeftOut, ...]
+    kept_by: str | None = None
+
+
+class PartsDirectory:
+    """The parts of one run's export. `shapes`: of each stage. `rounds_behind`: that weights may be."""
+
+    def __init__(self, path: Path, run_id: str, shapes: Sequence[Shapes], rounds_behind: int) -> None:
+        self.path = path
+        self._run_id, self._shapes, self._rounds_behind = run_id, shapes, rounds_behind
+
+    def make(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def finished(self, stage: int, rounds: Sequence[int]) -> MergedReplicas | None:
+        """Return a finished stage whose replicas are in `rounds` now.
+
+        None if it is not there, damaged, or not to be kept.
+        """
+        path, shapes = self._of_stage(stage), self._shapes[stage]
+        try:
+            part = msgspec.json.decode(atomic_file.about_of(path) or "", type=StagePart)
+            atomic_file.check_tensors(path)
+            weights = load_file(path)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, SafetensorError) as error:
+            say(f"{path} is skipped: {error}")
+            return None
+        fits = {name: tuple(weight.shape) for name, weight in weights.items()} == dict(shapes)
+        if part.run_id != self._run_id or part.stage != stage or not fits:
+            return None
+        found = MergedReplicas({name: weights[name] for name in shapes}, part.taken, part.left_out, part.kept_by)
+        return found if is_kept(found, rounds, self._rounds_behind) else None
+
+    def finish(self, stage: int, found: MergedReplicas) -> None:
+        """Write a finished stage; its replicas stay, to be judged by their loss."""
+        weights, taken, left_out, kept_by = found
+        part = StagePart(run_id=self._run_id, stage=stage, taken=taken, left_out=left_out, kept_by=kept_by)
+        arrays = arrays_of({"slow": tuple(weights.values())})
+        named = [array._replace(name=name) for name, array in zip(weights, arrays, strict=True)]
+        atomic_file.write_tensors(self._of_stage(stage), named, msgspec.json.encode(part).decode())
+
+    def replicas(self, stage: int, rounds: Sequence[int]) -> list[ReplicaFile]:
+        """Return the whole files of a stage whose replicas are in `rounds` now, without those left far behind."""
+        found = []
+        for path in self._of_replicas(stage):
+            try:
+                counters = counters_of(path)
+                each = ReplicaFile(path, counters.peer, counters)
+                own = (counters.run_id, counters.stage, self.of_replica(stage, counters.peer))
+                if own != (self._run_id, stage, path) or passed(counters.round, rounds, self._rounds_behind):
+                    continue
+                atomic_file.check_tensors(path)
+                with ReplicaReader([each], self._shapes[stage]):
+                    found.append(each)
+            except (OSError, ValueError) as error:
+                say(f"{path} is skipped: {error}")
+        return found
+
+    def keep_replica(self, stage: int, copy: FetchedReplica) -> ReplicaFile:
+        """Keep a replica until the export is complete."""
+        return self._write(self.of_replica(stage, copy.peer), stage, copy)
+
+    def keep_snapshot(self, stage: int, copy: FetchedReplica) -> ReplicaFile:
+        """Keep a snapshot likewise, under its keeper's name."""
+        return self._write(self.of_replica(stage, copy.peer, "snapshot-"), stage, copy)
+
+    def snapshots(self, stage: int) -> list[ReplicaFile]:
+        """Return the whole files of snapshots of a stage."""
+        found = []
+        for path in sorted(self.path.glob(f"stage-{stage}-snapshot-*.safetensors")):
+            with suppress(OSError, ValueError):
+                atomic_file.check_tensors(path)
+                counters = counters_of(path)
+                found.append(ReplicaFile(path, counters.peer, counters))
+        return found
+
+    def of_replica(self, stage: int, peer: str, kind: str = "") -> Path:
+        """Return the path of a replica, or of a snapshot that a peer keeps."""
+        return self.path / f"stage-{stage}-{kind}{hashlib.sha256(peer.encode()).hexdigest()[:16]}.safetensors"
+
+    def _of_stage(self, stage: int) -> Path:
+        return self.path / f"stage-{stage}.safetensors"
+
+    def _of_replicas(self, stage: int) -> list[Path]:
+        return sorted(self.path.glob(f"stage-{stage}-*.safetensors"))
+
+    def _write(self, path: Path, stage: int, copy: FetchedReplica) -> ReplicaFile:
+        counters = Counters(
+            run_id=self._run_id,
+            stage=stage,
+            round=copy.round,
+            inner_steps=copy.inner_steps,
+            progress=copy.progress,
+            samples=0,
+            optimiser_steps=0,
+            peer=copy.peer,
+        )
+        arrays = arrays_of({"slow": tuple(copy.weights.values())})
+        atomic_file.write_tensors(path, arrays, msgspec.json.encode(counters).decode())
+        return ReplicaFile(path, copy.peer, counters)
+
+
+def parts_beside(out: Path) -> Path:
+    """Return the directory of the parts of an export to `out`."""
+    return out.absolute().parent / f".{out.name}.parts"
+
+
+def is_kept(part: MergedReplicas, rounds: Sequence[int], rounds_behind: int) -> bool:
+    """Say whether a finished stage whose replicas are in `rounds` now is kept; a snapshot only while it is dead."""
+    if part.kept_by is not None and rounds:
+        return False
+    return not passed(max(each.round for each in part.taken), rounds, rounds_behind)
+
+
+def passed(round: int, rounds: Sequence[int], rounds_behind: int) -> bool:
+    """Say whether a stage whose replicas are in `rounds` now has left weights of `round` too far behind."""
+    return bool(rounds) and round < median_low(rounds) - rounds_behind

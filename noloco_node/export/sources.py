@@ -1,19 +1,24 @@
-"""What an export reads from and writes to, checked before torch is loaded: a refusal comes at once."""
+"""Where an export comes from and what a checkpoint says of it (noloco.json), checked before torch is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median_low
+
+import msgspec
 
 from noloco_node.errors import Exit, UserError, config_error
-from noloco_node.run.runfile import read_run_text
+from noloco_node.run.config import RunConfig
+from noloco_node.run.runfile import decode_run, read_run_text
+from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary
 from noloco_node.storage.home import HomePaths
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.run_distribution import RunFileText
 
 
 def check_export(out: Path, invite: str | None, homes: Sequence[Path]) -> None:
-    """Raise `UserError` where there is nothing to export from, or something at `out` already, or the invite is none."""
+    """Raise `UserError` if there is nothing to export from, `out` is not empty, or the invite is none."""
     check_target(out)
     if homes:
         recipe_of(homes)
@@ -29,7 +34,7 @@ def check_export(out: Path, invite: str | None, homes: Sequence[Path]) -> None:
 
 
 def check_target(directory: Path) -> None:
-    """Raise `UserError` if there is anything at the place where a checkpoint is to be written."""
+    """Raise `UserError` if the place of a checkpoint is not empty."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(
             f"{directory} is there already, and not empty.",
@@ -40,7 +45,7 @@ def check_target(directory: Path) -> None:
 
 
 def recipe_of(homes: Sequence[Path]) -> RunFileText:
-    """Return the run that these homes took part in; raise `UserError` where they name none, or several."""
+    """Return the run of these homes; raise `UserError` if they name none, or several."""
     for home in homes:
         if not HomePaths(home).run_file.is_file():
             raise config_error(
@@ -60,3 +65,120 @@ def recipe_of(homes: Sequence[Path]) -> RunFileText:
                 code=Exit.OTHER_RUN,
             )
     return first
+
+
+NOTES = "noloco.json"
+
+
+class FromSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A stage without replicas, from a snapshot: one replica's weights, kept by another peer.
+
+    `others_round` and `others_progress`: the medians of the other stages, None if there is no other.
+    """
+
+    stage: int
+    kept_by: str
+    round: int
+    progress: float
+    others_round: int | None
+    others_progress: float | None
+
+
+class Provenance(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a checkpoint comes from.
+
+    `rounds`: finished, and `replicas`: merged, of each stage. `untied`: embedding and vocabulary head were one tensor
+    in the original config, and are two here. `run_file`: as its author wrote it. `taken` and `left_out`: the replicas
+    in the mean of each stage, and the others with the reason. `snapshots`: the stages from one; `taken` then names its
+    keeper.
+    """
+
+    run_id: str
+    rounds: tuple[int, ...]
+    replicas: tuple[int, ...]
+    untied: bool
+    run_file: str
+    taken: tuple[tuple[ReplicaSummary, ...], ...] = ()
+    left_out: tuple[tuple[LeftOut, ...], ...] = ()
+    snapshots: tuple[FromSnapshot, ...] = ()
+
+
+def read_provenance(directory: Path) -> Provenance:
+    """Read the notes of a checkpoint; raise `UserError` if they are not there."""
+    path = directory / NOTES
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Provenance)
+    except (OSError, msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise config_error(
+            f"{directory} is no checkpoint of a swarm.",
+            why=f"{path}: {error.strerror if isinstance(error, OSError) else error}",
+            hint="a directory that `noloco-node export` or the demo wrote; evaluate takes others with a text, --data",
+        ) from error
+
+
+def run_of(directory: Path) -> RunConfig:
+    """Return the run of a checkpoint; raise `UserError` if it does not say."""
+    return decode_run(read_provenance(directory).run_file, str(directory / NOTES))
+
+
+def known_run(directory: Path) -> RunConfig | None:
+    """Return the run of a checkpoint, None if it comes from no swarm; raise `UserError` if there is no model."""
+    if not (directory / NOTES).exists() and (directory / "config.json").exists():
+        return None
+    return run_of(directory)
+
+
+def noted(stages: Sequence[Sequence[ReplicaSummary]], kept_by: Mapping[int, str]) -> tuple[FromSnapshot, ...]:
+    """Return the notes on stages from a snapshot; `stages`: the replicas in each.
+
+    They are compared with the other stages, or with each other if there are none.
+    """
+    notes = []
+    for number, keeper in sorted(kept_by.items()):
+        (snapshot,) = (each for each in stages[number] if each.peer == keeper)
+        beside = [place for place in range(len(stages)) if place != number]
+        others = [stages[place] for place in [each for each in beside if each not in kept_by] or beside]
+        rounds = [median_low(each.round for each in taken) for taken in others]
+        progress = [median_low(each.progress for each in taken) for taken in others]
+        note = FromSnapshot(
+            stage=number,
+            kept_by=keeper,
+            round=snapshot.round,
+            progress=snapshot.progress,
+            others_round=median_low(rounds) if rounds else None,
+            others_progress=median_low(progress) if progress else None,
+        )
+        notes.append(note)
+    return tuple(notes)
+
+
+def told_of(snapshot: FromSnapshot) -> str:
+    """Return a sentence on a stage from a snapshot and how far it is behind."""
+    told = (
+        f"No replica of stage {snapshot.stage} gave its weights; in their place is a snapshot of its round "
+        f"{snapshot.round} that {snapshot.kept_by} keeps"
+    )
+    if snapshot.others_round is None or snapshot.others_progress is None:
+        return f"{told}."
+    lag = snapshot.others_round - snapshot.round
+    rounds = f"{abs(lag)} round{'s' if abs(lag) != 1 else ''}"
+    where = f"{rounds} behind" if lag > 0 else f"{rounds} ahead of" if lag < 0 else "in the same round as"
+    return (
+        f"{told}, {where} the other stages (round {snapshot.others_round}); its progress is {snapshot.progress:.1%},"
+        f" theirs {snapshot.others_progress:.1%}."
+    )
+
+
+def check_models(directories: Sequence[Path], homes: Sequence[Path]) -> None:
+    """Raise `UserError` if there is no model, or directories and homes are both given."""
+    if bool(directories) == bool(homes):
+        raise UserError(
+            "Nothing to evaluate." if not homes else "Directories and homes cannot be evaluated together.",
+            why="a model is an exported directory, or what homes of nodes hold",
+            hint="noloco-node evaluate DIR, or noloco-node evaluate --from-home HOME",
+            code=Exit.USAGE,
+        )
+    for directory in directories:
+        known_run(directory)
+    if homes:
+        recipe_of(homes)

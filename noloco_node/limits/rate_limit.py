@@ -1,4 +1,4 @@
-"""A network that keeps to a budget: `network.interface.PeerNetwork` over another one, over libp2p or in memory alike.
+"""What keeps a network to a budget, over libp2p and in memory alike.
 
 Each direction has one `FairLimiter` for all conversations. **Upload** is paced within a message: the stream asks for
 each piece of it, a slice of the rate, so that over any stretch of t seconds no more leaves than rate * t + burst. Where
@@ -20,34 +20,17 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
 
 from noloco_node.limits.budget import SMALL_BYTES, OwnerLimits, full_bucket, give_back, take
-from noloco_node.network.interface import Conversation, ConversationWrapper, Handler, NetworkWrapper, PeerNetwork
-from noloco_node.network.schema import Schema
+from noloco_node.network.interface import NO_HOOK, Conversation, ConversationHook, NetworkHook, Pace
 from noloco_node.tasks import loop_s
 from noloco_node.units import format_bytes, format_rate
 
-FRAME_BYTES = 13
-"""Of a frame's kind and lengths."""
 MEMORY_S = 30.0
 """Over about how long the rate in use is a mean."""
-
-
-@runtime_checkable
-class Paced(Protocol):
-    """A conversation whose messages can be sent piece by piece, and be held back where they came in, as streams of
-    libp2p do.
-    """
-
-    async def send_paced(self, message: Any, piece_bytes: int, admit: Callable[[int, int], Awaitable[None]]) -> None:
-        """Send one message; `admit` is asked before each piece, with its size and that of the whole message."""
-
-    async def receive_paced(self, admit: Callable[[int, int], Awaitable[None]]) -> Any:
-        """Return the next message when `admit` lets all of it pass; until then it is the stream's to count."""
 
 
 class _Wanted:
@@ -84,10 +67,9 @@ class FairLimiter:
         """The rate that passed lately, a mean that forgets."""
         return self._faded(loop_s())
 
-    @property
-    def piece_bytes(self) -> int:
-        """How much is granted at once."""
-        return SMALL_BYTES if self._bucket is None else self._bucket.slice_bytes
+    def pace(self, *, in_round: bool = False) -> Pace | None:
+        """Return the pace of one conversation; None where nothing is limited. `in_round`: it is a round's."""
+        return None if self._bucket is None else Pace(self._bucket.slice_bytes, partial(self.admit, in_round=in_round))
 
     @property
     def waiting_bytes(self) -> int:
@@ -157,11 +139,10 @@ class FairLimiter:
         return self._used_per_s * math.exp((self._used_at_s - now_s) / MEMORY_S)
 
 
-class RateLimitedNetwork(NetworkWrapper):
-    """Implements `network.interface.PeerNetwork` over another network, within an allowance."""
+class LimitHook(NetworkHook):
+    """Keeps all conversations of a network together to what the owner allows."""
 
-    def __init__(self, network: PeerNetwork, allowance: OwnerLimits) -> None:
-        super().__init__(network)
+    def __init__(self, allowance: OwnerLimits) -> None:
         self.allowance = allowance
         self.up = FairLimiter(allowance.upload_bytes_per_s)
         self.down = FairLimiter(allowance.download_bytes_per_s)
@@ -174,27 +155,20 @@ class RateLimitedNetwork(NetworkWrapper):
         self._round_topic = kind
         self.up.round_share = self.down.round_share = share
 
-    @asynccontextmanager
-    async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Conversation]:
-        """Open a conversation; see `network.interface.PeerNetwork.talk`."""
-        async with self._network.talk(peer, topic, schema) as conversation:
-            yield self._limited(conversation, topic, schema)
-
-    async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
-        """Answer conversations about `topic`; see `network.interface.PeerNetwork.serve`."""
-
-        async def metered(conversation: Conversation) -> None:
-            await handler(self._limited(conversation, topic, schema))
-
-        await self._network.serve(topic, schema, metered)
-
-    def _limited(self, conversation: Conversation, topic: str, schema: Schema) -> RateLimitedConversation:
+    def opened(self, conversation: Conversation, topic: str) -> ConversationHook:
+        """Limit a conversation."""
         in_round = topic.partition("/")[0] == self._round_topic
-        return RateLimitedConversation(conversation, schema, self.up, self.down, in_round=in_round)
+        conversation.limit(self.up.pace(in_round=in_round), self.down.pace(in_round=in_round))
+        return NO_HOOK
+
+    @contextmanager
+    def answering(self, conversation: Conversation, topic: str) -> Iterator[ConversationHook]:
+        """Limit a conversation that another peer opened as well."""
+        yield self.opened(conversation, topic)
 
     def statistics(self) -> dict[str, int | float]:
-        """Return the network's counts, and under `budget.` what is allowed and used, in bytes (a second)."""
-        counts = super().statistics()
+        """Return under `budget.` what is allowed and used, in bytes (a second)."""
+        counts: dict[str, int | float] = {}
         for name, limiter in (("upload", self.up), ("download", self.down)):
             if limiter.bytes_per_s is not None:
                 counts[f"budget.{name}.allowed"] = limiter.bytes_per_s
@@ -204,50 +178,6 @@ class RateLimitedNetwork(NetworkWrapper):
             counts["budget.month.allowed"] = self.allowance.monthly_cap_bytes
             counts["budget.month.used"] = self.month_bytes
         return counts
-
-
-class RateLimitedConversation(ConversationWrapper):
-    """A conversation whose messages wait for their bytes. `in_round`: they are a round's."""
-
-    def __init__(
-        self, conversation: Conversation, schema: Schema, up: FairLimiter, down: FairLimiter, *, in_round: bool = False
-    ) -> None:
-        super().__init__(conversation)
-        self._schema, self._up, self._down = schema, up, down
-        self._admit_up, self._admit_down = (partial(each.admit, in_round=in_round) for each in (up, down))
-        self._come: deque[Any] = deque()
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether both ends are open, and no message waits."""
-        return not self._come and super().is_quiet
-
-    async def send(self, message: Any) -> None:
-        """Send one message as the budget has room for it."""
-        if self._up.bytes_per_s is None:
-            await self._conversation.send(message)
-        elif isinstance(self._conversation, Paced):
-            await self._conversation.send_paced(message, self._up.piece_bytes, self._admit_up)
-        else:
-            await self._admit_up(weigh(message, self._schema))
-            await self._conversation.send(message)
-
-    async def receive(self) -> Any:
-        """Return the next message once the budget has room for it; one that came stays for the next who asks."""
-        if self._down.bytes_per_s is None:
-            return await self._conversation.receive()
-        if isinstance(self._conversation, Paced):
-            return await self._conversation.receive_paced(self._admit_down)
-        if not self._come:
-            self._come.append(await self._conversation.receive())
-        await self._admit_down(weigh(self._come[0], self._schema))
-        return self._come.popleft()
-
-
-def weigh(message: Any, schema: Schema) -> int:
-    """Return the bytes of a message on the wire."""
-    header, body = schema.pack(message)
-    return FRAME_BYTES + len(header) + sum(map(len, body))
 
 
 def spending(counts: Mapping[str, int | float]) -> str | None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gossip.exchange.messages import ReplicaState
     from gossip.transfer.assembly import ChunkStore
     from gossip.transfer.chunks import HeldCopy
-    from pipeline.inner_optimiser import OptimiserState, StepReport
+    from pipeline.inner_step import OptimiserState, StepReport
 
 T = TypeVar("T")
 

@@ -8,16 +8,16 @@ leaves several answers half sent.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from noloco_node.network.interface import Conversation, ConversationWrapper, Handler, NetworkWrapper, PeerNetwork
-from noloco_node.network.schema import Schema, Violation
+from noloco_node.network.interface import NO_HOOK, Conversation, ConversationHook, NetworkHook
+from noloco_node.network.schema import Violation
+from noloco_node.tasks import loop_s
 
 MOST_VIOLATIONS = 5.0
 """Of an identity, until it is shut out."""
@@ -94,55 +94,53 @@ class BanList:
             ]
 
 
-class BanningNetwork(NetworkWrapper):
-    """A network that neither serves nor calls who is shut out."""
+class BanHook(NetworkHook):
+    """Neither serves nor calls who is shut out."""
 
-    def __init__(self, network: PeerNetwork) -> None:
-        super().__init__(network)
+    def __init__(self) -> None:
         self._bans = BanList()
         self._counts: Counter[str] = Counter()
         self._answering: Counter[str] = Counter()
         """Conversations by address prefix."""
 
-    @asynccontextmanager
-    async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Conversation]:
-        """Open a conversation; see `PeerNetwork.talk`. ConnectionRefusedError for who is shut out."""
+    def calling(self, peer: str) -> AbstractAsyncContextManager[None]:
+        """Refuse to call who is shut out."""
         self._refuse_banned(peer)
-        async with self._network.talk(peer, topic, schema) as conversation:
-            yield _WatchedConversation(conversation, self)
+        return super().calling(peer)
 
-    async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
-        """Answer conversations about `topic` with who is not shut out; see `PeerNetwork.serve`."""
+    def opened(self, conversation: Conversation, topic: str) -> ConversationHook:
+        """Note violations in a conversation that we opened."""
+        return _Watch(conversation.peer, self)
 
-        async def guarded(conversation: Conversation) -> None:
-            place = address_prefix(conversation.origin)
-            prefix = str(place) if place is not None and place.is_global else ""
-            self._refuse_banned(conversation.peer)
-            if prefix:
-                self._refuse_banned(prefix)
-                if self._answering[prefix] >= MOST_AT_ONCE:
-                    self._counts["bans.crowded"] += 1
-                    raise ConnectionRefusedError(f"busy with {MOST_AT_ONCE} conversations from {prefix}")
-            self._answering[prefix] += 1
-            try:
-                await handler(conversation)
-            except Violation:
-                self.note(conversation.peer, prefix)
-                raise
-            finally:
-                self._answering[prefix] -= 1
-                if not self._answering[prefix]:
-                    del self._answering[prefix]
-
-        await self._network.serve(topic, schema, guarded)
+    @contextmanager
+    def answering(self, conversation: Conversation, topic: str) -> Iterator[ConversationHook]:
+        """Refuse to answer who is shut out; note violations."""
+        place = address_prefix(conversation.origin)
+        prefix = str(place) if place is not None and place.is_global else ""
+        self._refuse_banned(conversation.peer)
+        if prefix:
+            self._refuse_banned(prefix)
+            if self._answering[prefix] >= MOST_AT_ONCE:
+                self._counts["bans.crowded"] += 1
+                raise ConnectionRefusedError(f"busy with {MOST_AT_ONCE} conversations from {prefix}")
+        self._answering[prefix] += 1
+        try:
+            yield NO_HOOK
+        except Violation:
+            self.note(conversation.peer, prefix)
+            raise
+        finally:
+            self._answering[prefix] -= 1
+            if not self._answering[prefix]:
+                del self._answering[prefix]
 
     def statistics(self) -> dict[str, int | float]:
-        """Return the network's counts, and those of bans, and of calls that these refused."""
-        return super().statistics() | self._counts
+        """Return the counts of bans, and of conversations that these refused."""
+        return dict(self._counts)
 
     def note(self, peer: str, prefix: str = "") -> None:
         """Count a violation against a peer, and the public prefix that it came from."""
-        now_s = asyncio.get_running_loop().time()
+        now_s = loop_s()
         banned = self._bans.note(peer, now_s) > 0.0
         if prefix:
             banned |= self._bans.note(prefix, now_s, MOST_OF_PREFIX) > 0.0
@@ -150,30 +148,25 @@ class BanningNetwork(NetworkWrapper):
 
     def shut_out(self, peer: str, for_s: float) -> None:
         """Neither serve nor call a peer for so long, for what others found of it; 0 ends that."""
-        self._bans.shut_out(peer, asyncio.get_running_loop().time(), for_s)
+        self._bans.shut_out(peer, loop_s(), for_s)
 
     def _refuse_banned(self, who: str) -> None:
-        left_s = self._bans.left_s(who, asyncio.get_running_loop().time())
+        left_s = self._bans.left_s(who, loop_s())
         if left_s > 0.0:
             self._counts["bans.refused"] += 1
             raise ConnectionRefusedError(f"{who} sent what no peer may send, and is shut out for {left_s:.0f} s more")
 
 
-class _WatchedConversation(ConversationWrapper):
-    """A conversation that we opened; a violation in it is noted."""
+class _Watch(ConversationHook):
+    """Notes violations in a conversation that we opened."""
 
-    __slots__ = ("_network",)
+    __slots__ = ("_bans", "_peer")
 
-    def __init__(self, conversation: Conversation, network: BanningNetwork) -> None:
-        super().__init__(conversation)
-        self._network = network
+    def __init__(self, peer: str, bans: BanHook) -> None:
+        self._peer, self._bans = peer, bans
 
-    async def receive(self) -> Any:
-        try:
-            return await super().receive()
-        except Violation:
-            self._network.note(self.peer)
-            raise
+    def violated(self) -> None:
+        self._bans.note(self._peer)
 
 
 def address_prefix(origin: str) -> IPv4Network | IPv6Network | None:

@@ -1,7 +1,7 @@
-"""The network as the rest of the shell sees it: conversations of typed messages, and records that expire.
+"""The network as the rest of the product sees it: conversations of typed messages, and records that expire.
 
-`noloco_node.libp2p.network` implements it over libp2p. Another implementation may run it in memory and virtual time:
-whoever depends only on this module cannot tell the difference.
+`noloco_node.libp2p.network` implements it over libp2p, `noloco_node.sim.network` in memory and virtual time. A
+`HookedNetwork` adds concerns to either, one `NetworkHook` each: tickets, bans, limits of the line, timeouts.
 
 Losses are the standard library's: `ConnectionRefusedError` when the peer cannot be reached, `ConnectionAbortedError`
 when we give it up (silent for longer than its line explains, or a `schema.Violation`), `ConnectionResetError` when the
@@ -10,18 +10,40 @@ stream breaks or ends without its end mark.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    nullcontext,
+)
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from noloco_node.network.schema import Schema
+from noloco_node.network.schema import Schema, Violation
+
+T = TypeVar("T")
 
 VIOLATION_GRACE_S = 1.0
-"""A handler whose caller violated the protocol is told so where it waits; whoever does not end then is cancelled."""
+"""A handler whose caller violated the protocol is told so where it waits, and cancelled if it has not ended by then."""
 
 
 class ConversationEnded(ConnectionResetError):
     """The other side ended politely, before it sent what was waited for."""
+
+
+class Pace(NamedTuple):
+    """How fast messages may pass in one direction.
+
+    `admit` takes the size of a piece of a message, at most `piece_bytes`, and that of the whole message, and returns
+    when the piece may pass. A network in memory takes messages whole.
+    """
+
+    piece_bytes: int
+    admit: Callable[[int, int], Awaitable[None]]
 
 
 class Conversation(Protocol):
@@ -38,6 +60,9 @@ class Conversation(Protocol):
     @property
     def is_quiet(self) -> bool:
         """Whether both ends are open, as far as is known here, and all that has come was received."""
+
+    def limit(self, up: Pace | None, down: Pace | None) -> None:
+        """Keep to these paces from now on; a message that came counts as not received until `down` has admitted it."""
 
     async def send(self, message: Any) -> None:
         """Send one message that the conversation's schema knows; return when it has been handed to the transport."""
@@ -84,74 +109,196 @@ class PeerNetwork(Protocol):
         """Return counts since the start, among them `bytes.sent.TOPIC` and `bytes.received.TOPIC`."""
 
 
-class NetworkWrapper:
-    """A network around another one, `network`: a subclass changes some of what that does, and leaves the rest."""
+Records = Mapping[str, bytes] | None
+"""The records under one key, by subkey; None where nobody answered."""
 
-    def __init__(self, network: PeerNetwork) -> None:
-        self._network = network
+
+class ConversationHook:
+    """What a `NetworkHook` adds to one conversation; this one adds nothing."""
+
+    __slots__ = ()
+
+    async def before_send(self) -> None:
+        """Raise a `ConnectionError` where the conversation must not go on."""
+
+    async def after_receive(self) -> None:
+        """Raise a `ConnectionError` where the message that came must not be handed out."""
+
+    def violated(self) -> None:
+        """Note that the peer sent what no peer may send."""
+
+    def objects(self) -> bool:
+        """Say whether the conversation must not be kept for another call."""
+        return False
+
+
+NO_HOOK = ConversationHook()
+
+
+class NetworkHook:
+    """One concern of a `HookedNetwork`; this one adds nothing."""
+
+    def calling(self, peer: str) -> AbstractAsyncContextManager[None]:
+        """Return a context to hold while we open a conversation; ConnectionRefusedError where we must not."""
+        return nullcontext()
+
+    def opened(self, conversation: Conversation, topic: str) -> ConversationHook:
+        """Return the hook of a conversation that we have opened."""
+        return NO_HOOK
+
+    def lost(self, peer: str) -> None:
+        """Note that a conversation that we opened has failed."""
+
+    async def before_serve(self) -> None:
+        """Prepare for conversations that others open."""
+
+    def answering(self, conversation: Conversation, topic: str) -> AbstractContextManager[ConversationHook]:
+        """Return a context to hold while a handler answers; ConnectionRefusedError where it must not."""
+        return nullcontext(NO_HOOK)
+
+    def stamped(self, value: bytes) -> bytes:
+        """Return what we publish for a record's value."""
+        return value
+
+    async def read(
+        self, read_all: Callable[[Sequence[str]], Awaitable[Sequence[Records]]], keys: Sequence[str]
+    ) -> Sequence[Records]:
+        """Return the records under these keys that count."""
+        return await read_all(keys)
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return the hook's counts."""
+        return {}
+
+
+class HookedNetwork:
+    """A network with hooks; those that come first act first on what leaves, and last on what comes.
+
+    A hooked network around a hooked network is one network with the hooks of both.
+    """
+
+    _network: PeerNetwork
+    _hooks: tuple[NetworkHook, ...]
+
+    def __init__(self, network: PeerNetwork, *hooks: NetworkHook) -> None:
+        self._network, self._hooks = network, hooks
+        if type(network) is HookedNetwork:
+            self._network, self._hooks = network._network, (*hooks, *network._hooks)
 
     @property
     def peer_id(self) -> str:
-        """Our own peer id."""
         return self._network.peer_id
 
     @property
     def dialable(self) -> bool:
-        """Whether others can dial us."""
         return self._network.dialable
 
     async def addresses(self) -> tuple[str, ...]:
-        """See `PeerNetwork.addresses`."""
         return await self._network.addresses()
 
-    def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
-        """See `PeerNetwork.talk`."""
-        return self._network.talk(peer, topic, schema)
+    @asynccontextmanager
+    async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Conversation]:
+        async with AsyncExitStack() as talking:
+            async with AsyncExitStack() as calling:
+                for hook in self._hooks:
+                    await calling.enter_async_context(hook.calling(peer))
+                conversation = await talking.enter_async_context(self._network.talk(peer, topic, schema))
+            try:
+                yield HookedConversation(conversation, [hook.opened(conversation, topic) for hook in self._hooks])
+            except ConnectionError:
+                for hook in self._hooks:
+                    hook.lost(peer)
+                raise
 
     async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
-        """See `PeerNetwork.serve`."""
-        await self._network.serve(topic, schema, handler)
+        for hook in self._hooks:
+            await hook.before_serve()
+
+        async def answer(conversation: Conversation) -> None:
+            with ExitStack() as answering:
+                hooks = [answering.enter_context(hook.answering(conversation, topic)) for hook in self._hooks]
+                await handler(HookedConversation(conversation, hooks))
+
+        await self._network.serve(topic, schema, answer)
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
-        """See `PeerNetwork.publish`."""
+        for hook in self._hooks:
+            value = hook.stamped(value)
         return await self._network.publish(key, subkey, value, lifetime_s)
 
-    async def read_all(self, keys: Sequence[str]) -> Sequence[Mapping[str, bytes] | None]:
-        """See `PeerNetwork.read_all`."""
-        return await self._network.read_all(keys)
+    async def read_all(self, keys: Sequence[str]) -> Sequence[Records]:
+        read = self._network.read_all
+        for hook in reversed(self._hooks):
+            read = partial(hook.read, read)
+        return await read(keys)
 
     def statistics(self) -> dict[str, int | float]:
-        """See `PeerNetwork.statistics`."""
-        return self._network.statistics()
+        counts = self._network.statistics()
+        for hook in self._hooks:
+            counts |= hook.statistics()
+        return counts
 
 
-class ConversationWrapper:
-    """A conversation around another one, in the same way."""
+class HookedConversation:
+    """A conversation with the hooks of its network."""
 
-    __slots__ = ("_conversation",)
+    __slots__ = ("_conversation", "_hooks")
 
-    def __init__(self, conversation: Conversation) -> None:
-        self._conversation = conversation
+    def __init__(self, conversation: Conversation, hooks: Sequence[ConversationHook] = ()) -> None:
+        self._conversation, self._hooks = conversation, [hook for hook in hooks if hook is not NO_HOOK]
 
     @property
     def peer(self) -> str:
-        """The other's peer id."""
         return self._conversation.peer
 
     @property
     def origin(self) -> str:
-        """See `Conversation.origin`."""
         return self._conversation.origin
 
     @property
     def is_quiet(self) -> bool:
-        """See `Conversation.is_quiet`."""
-        return self._conversation.is_quiet
+        return self._conversation.is_quiet and not any(hook.objects() for hook in self._hooks)
+
+    def limit(self, up: Pace | None, down: Pace | None) -> None:
+        self._conversation.limit(up, down)
 
     async def send(self, message: Any) -> None:
-        """See `Conversation.send`."""
+        for hook in self._hooks:
+            await hook.before_send()
         await self._conversation.send(message)
 
     async def receive(self) -> Any:
-        """See `Conversation.receive`."""
-        return await self._conversation.receive()
+        try:
+            message = await self._conversation.receive()
+        except Violation:
+            for hook in self._hooks:
+                hook.violated()
+            raise
+        for hook in reversed(self._hooks):
+            await hook.after_receive()
+        return message
+
+
+async def ask(
+    network: PeerNetwork, peer: str, topic: str, schema: Schema, question: Any, expected: type[T], patience_s: float
+) -> T:
+    """Return a peer's answer to one question; raise a `ConnectionError` where none comes, or another than expected."""
+    try:
+        async with asyncio.timeout(patience_s), network.talk(peer, topic, schema) as conversation:
+            await conversation.send(question)
+            answer = await conversation.receive()
+            if not isinstance(answer, expected):
+                raise ConnectionAbortedError(f"expected a {expected.__name__}, got {type(answer).__name__}")
+            return answer
+    except TimeoutError as silence:
+        raise ConnectionAbortedError(f"no answer within {patience_s:g} s") from silence
+
+
+@asynccontextmanager
+async def patient(conversation: Conversation, patience_s: float) -> AsyncIterator[None]:
+    """Answer in the body; raise ConnectionAbortedError where the caller takes longer than `patience_s` seconds."""
+    try:
+        async with asyncio.timeout(patience_s):
+            yield
+    except TimeoutError as silence:
+        raise ConnectionAbortedError(f"{conversation.peer} took longer than {patience_s:g} s") from silence

@@ -1,4 +1,4 @@
-"""How long to wait for a peer to take a call, or to answer an offer: as long as it usually takes, and a good deal more.
+"""How long to wait for a peer to take a call or to answer a proposal: as long as usual, and a good deal more.
 
 One fixed number is wrong both ways. Twenty seconds for a dial let one silent peer hold up everybody who has a
 microbatch for it; two seconds would cut off whoever has a slow line. So each wait is bounded by what was observed, as
@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-from noloco_node.network.interface import Conversation, NetworkWrapper, PeerNetwork
-from noloco_node.network.schema import Schema
+from noloco_node.network.interface import NetworkHook
+from noloco_node.tasks import loop_s
 
 MEAN_WEIGHT, DEVIATION_WEIGHT, DEVIATIONS = 1 / 8, 1 / 4, 4.0
 MOST_PEERS = 1024
@@ -45,7 +45,7 @@ class TimeoutBounds(NamedTuple):
 
 DIALS = TimeoutBounds(least_s=2.0, most_s=60.0, unknown_s=10.0)
 ANSWERS = TimeoutBounds(least_s=4.0, most_s=120.0, unknown_s=12.0)
-"""Of an offer, its dial included."""
+"""Of a proposal, its dial included."""
 
 
 def observed(before: RttEstimate | None, took_s: float) -> RttEstimate:
@@ -107,39 +107,28 @@ class AdaptiveTimeout:
             del self._peers[next(iter(self._peers))]
 
 
-class AdaptiveTimeoutNetwork(NetworkWrapper):
-    """A network whose dials are given up when they take much longer than usual; all else is that of `network`."""
+class DialTimeouts(NetworkHook):
+    """Gives dials up that take much longer than usual."""
 
-    def __init__(self, network: PeerNetwork) -> None:
-        super().__init__(network)
+    def __init__(self) -> None:
         self._timing = AdaptiveTimeout(DIALS)
         self._given_up = 0
 
     @asynccontextmanager
-    async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Conversation]:
-        """Open a conversation; see `PeerNetwork.talk`. ConnectionRefusedError too when the peer takes too long."""
-        opening = self._network.talk(peer, topic, schema)
-        conversation = await self._dial(peer, opening)
-        async with AsyncExitStack() as stack:
-            stack.push_async_exit(opening)
-            yield conversation
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return the network's counts, and how many dials were given up for taking too long."""
-        return super().statistics() | {"dials.given_up": self._given_up}
-
-    async def _dial(self, peer: str, opening: AbstractAsyncContextManager[Conversation]) -> Conversation:
-        """Enter `opening` within what is usual for the peer, and learn from what it took."""
-        loop = asyncio.get_running_loop()
-        begun_s, limit_s = loop.time(), self._timing.deadline_s(peer)
+    async def calling(self, peer: str) -> AsyncIterator[None]:
+        """Open a conversation within what is usual for the peer, and learn from what it took."""
+        begun_s, limit_s = loop_s(), self._timing.deadline_s(peer)
         try:
             async with asyncio.timeout(limit_s) as limit:
-                conversation = await opening.__aenter__()
+                yield
         except TimeoutError:
             if not limit.expired():
                 raise
-            self._timing.record_timeout(peer, begun_s, loop.time())
+            self._timing.record_timeout(peer, begun_s, loop_s())
             self._given_up += 1
             raise ConnectionRefusedError(f"{peer} did not take a call within {limit_s:.1f} s") from None
-        self._timing.took(peer, loop.time() - begun_s)
-        return conversation
+        self._timing.took(peer, loop_s() - begun_s)
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return how many dials were given up for taking too long."""
+        return {"dials.given_up": self._given_up}

@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from noloco_node.journal import events
-from noloco_node.network.conversation_pool import IDLE_S, ConversationPool
+from noloco_node.network.conversation_pool import IDLE_S, ConversationPool, SendTurns
 from noloco_node.network.interface import Conversation, ConversationEnded
 from noloco_node.network.schema import Violation
-from noloco_node.network.send_turns import SendTurns
 from noloco_node.network.timeouts import AdaptiveTimeout, TimeoutBounds
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
 from noloco_node.run.peer_state import PeerState
@@ -19,9 +18,8 @@ from noloco_node.run.protocols import MICROBATCH, topic
 from noloco_node.swarm.receipts import Tally
 from noloco_node.swarm.roster import Roster
 from noloco_node.tasks import loop_s
-from pipeline.activations.formats import ACTIVATION_CODECS
-from pipeline.activations.influence import SizeBound, UnusualSizeError
-from pipeline.messages import Gradient, Microbatch, Refused, Reply
+from pipeline.activation_codec import SizeBound, UnusualSizeError
+from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch, Refused, Reply
 from pipeline.routing import Hop
 from pipeline.worker import Worker
 

@@ -11,13 +11,13 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from random import Random
 from statistics import fmean
 from typing import TypeVar
 
-from gossip.events import Event, MeetingLost, OuterStepTaken
 from gossip.exchange.messages import Parts, ReplicaState
-from gossip.interface import Candidate, RoundContext, RoundProgress
+from gossip.interface import Candidate, Event, MeetingLost, OuterStepTaken, RoundContext, RoundProgress
 from gossip.rounds.outer_optimiser import to_the_end
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import Tensors
@@ -25,27 +25,24 @@ from gossip.transfer.chunks import HeldCopy
 from noloco_node import __version__
 from noloco_node.journal import events
 from noloco_node.machine.interface import DeviceLost, Runner, StageModel
+from noloco_node.network.conversation_pool import SendTurns
 from noloco_node.network.interface import Conversation
-from noloco_node.network.send_turns import SendTurns
 from noloco_node.network.timeouts import ANSWERS, AdaptiveTimeout
 from noloco_node.node.microbatch_calls import MicrobatchClient, MicrobatchServer
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext, rate_schedule, round_timeouts
-from noloco_node.node.starting_weights import StartingWeights
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.run.protocols import GOSSIP, topic
-from noloco_node.state_sync.starting_state import StartingState
+from noloco_node.state_sync.starting_state import StartingState, StartingWeights
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.receipts import MOST_BROUGHT
 from noloco_node.swarm.roster import Derived, PeerRecord, Roster, speed
 from noloco_node.tasks import loop_s
 from noloco_node.units import is_usable
-from pipeline.activations.formats import ACTIVATION_CODECS
 from pipeline.admission_window import AdmissionWindow, WindowOutcome
-from pipeline.checks.spot_checks import CheckSettings, SpotChecks
-from pipeline.checks.verdicts import CheckFinding, Verdict
-from pipeline.inner_optimiser import OptimiserState
+from pipeline.inner_step import OptimiserState, Progress, advance, begin, learning_rate
+from pipeline.messages import ACTIVATION_CODECS
 from pipeline.next_stage import NextStage, NextStageClient, Wanted
-from pipeline.schedule import Progress, advance, begin, learning_rate
+from pipeline.spot_checks import CheckFinding, CheckSettings, SpotChecks, Verdict
 from pipeline.worker import Worker, WorkerCompute
 
 T = TypeVar("T")
@@ -105,16 +102,17 @@ class Replica:
         rng = Random(f"{run.seed}|routing|{config.peer}")
         turns = SendTurns(config.run.pipeline.replicas)
         self._client = MicrobatchClient(config, context, turns)
+        ways = NextStageClient(hops=Derived(context.roster, self._client.hops), call=self._client.call)
         self._checks = SpotChecks(
-            NextStageClient(hops=Derived(context.roster, self._client.hops), call=self._client.call),
+            ways,
             ACTIVATION_CODECS[run.pipeline.codec],
             CheckSettings(share=run.pipeline.check_share, stage=config.stage, stages=run.pipeline.stages),
             device.beside,
             self._heed,
             Random(f"{run.seed}|checks|{config.peer}"),
         )
-        next_stage = NextStageClient(hops=self._checks.hops, call=self._checks.call)
-        self.next_stage = None if config.last else NextStage(next_stage, rng)
+        checked = replace(ways, hops=self._checks.hops, check=self._checks.check)
+        self.next_stage = None if config.last else NextStage(checked, rng)
         self.worker = Worker(
             stage,
             self.admission,

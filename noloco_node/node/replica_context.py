@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from gossip.exchange.messages import ReplicaState
-from gossip.interface import RoundTimeouts
+from gossip.settings import RoundTimeouts
 from gossip.transfer.chunks import HeldCopy
 from noloco_node.journal import events
 from noloco_node.network.interface import PeerNetwork
@@ -17,10 +17,10 @@ from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
 from noloco_node.planning.message_sizes import sets
 from noloco_node.run.config import RunConfig
 from noloco_node.swarm.roster import Roster
-from pipeline.schedule import Schedule
+from pipeline.inner_step import Schedule
 
 HEARING_S = 30.0
-"""For what an asker has to say, and for an answer to a proposal: nobody waits for either. What an offer's answer may
+"""For what an asker has to say, and for an answer to a proposal: nobody waits for either. What a proposal's answer may
 take follows from what it took before."""
 
 

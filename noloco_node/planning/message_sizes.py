@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from gossip.exchange.formats import Format, wire_bytes
-from gossip.settings import OuterConfig
+from gossip.settings import Format, OuterConfig, wire_bytes
 from noloco_node.run.config import PipelineConfig
-from pipeline.activations.formats import ACTIVATION_CODECS
+from pipeline.messages import ACTIVATION_CODECS
 
 PROBE_BYTES = 4 * 4096
 """A sample of weights that goes with an exchange (`gossip.exchange.swap.PROBE`), at most."""

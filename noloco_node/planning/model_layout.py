@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.run.config import ModelConfig, RunConfig
 from noloco_node.units import format_bytes
-from pipeline.activations.formats import check_width
-from pipeline.activations.subspace import Subspace
-from pipeline.decoder_slice import NotSliceableError
+from pipeline.decoder_slice import NotSliceableError, Subspace
+from pipeline.messages import check_width
 from pipeline.model_config import Prepared, family_config, prepare
 from pipeline.partition import cut, family_notes, folded, forward_flops, slice_size, verify_family, verify_subspace
 
@@ -120,7 +119,7 @@ def make_stage(
     `graphs`: how many microbatches that wait for their gradient keep their graph; None for all.
     """
     from noloco_node.machine.device import autocast_dtype
-    from pipeline.inner_optimiser import Inner
+    from pipeline.inner_step import Inner
     from pipeline.stage import Stage, StageSettings
 
     inner = run.inner

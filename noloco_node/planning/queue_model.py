@@ -4,7 +4,7 @@ The unit of time is the caller's. A microbatch takes a forward pass at every sta
 twice the work, on its way up; the last stage does both at once. Senders share microbatches out as production does
 (`pipeline.routing`). A replica admits a window of microbatches between two inner steps, or two, the others queue; with
 two a gradient may have to wait for its turn, since those let in before the last step have one kept
-(`pipeline.window_turns`). The last stage has one window whatever the others have.
+(`pipeline.admission_window`). The last stage has one window whatever the others have.
 
 Refusals, inner steps, rounds, bandwidth and faults are left out. `tests/planning/test_windows.py` holds the model
 against production nodes.

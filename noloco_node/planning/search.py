@@ -25,7 +25,7 @@ from noloco_node.planning.plan import LEAST_ROUNDS, LEAST_STEPS, Memory
 from noloco_node.planning.throughput import Machines, Throughput, fits, forecast, gpu_memories, missing
 from noloco_node.run.config import PipelineConfig, RunConfig
 from noloco_node.units import format_bytes
-from pipeline.activations.formats import ACTIVATION_CODECS, check_width
+from pipeline.messages import ACTIVATION_CODECS, check_width
 
 MOST_TOKENS = 2**20
 """Of an inner step of all peers together: the paper trains on half of that to twice."""

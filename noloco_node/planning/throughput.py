@@ -26,7 +26,7 @@ from noloco_node.planning.plan import Memory, graphs_that_fit, in_flight, memori
 from noloco_node.planning.windows import MicrobatchSeconds, seconds_each, way_seconds
 from noloco_node.run.config import RunConfig
 from noloco_node.units import format_bytes
-from pipeline.activations.formats import ACTIVATION_CODECS
+from pipeline.messages import ACTIVATION_CODECS
 
 CODING_FLOPS = 10_000.0
 """Of a value coded or decoded, where its code has fewer than 16 bits. On a CPU it takes some 7 ns, worth 300 in a

@@ -20,7 +20,7 @@ from dataclasses import replace
 from random import Random
 from typing import TypeVar
 
-from gossip.events import OuterStepTaken
+from gossip.interface import OuterStepTaken
 from noloco_node.errors import user_error_of
 from noloco_node.journal import events
 from noloco_node.run.protocols import GOSSIP

@@ -1,33 +1,111 @@
-"""Where a replica begins: with the run's first weights, with a donor's state, or with its own checkpoint.
+"""Where a replica starts: from first weights, a donor's state or its own checkpoint, and which snapshot to believe.
 
-A checkpoint that is a few rounds behind the swarm is gone on from: its replica is then a straggler like any other, and
-keeps the steps that it took alone. One that is further behind would bring weights that others have left long ago.
+A checkpoint a few rounds behind its stage is taken: its replica is a straggler like any other and keeps the steps that
+it took alone. An older one would bring weights that others left long ago.
+
+Loss shows whether given weights are worth anything, because a donor only claims it. The first microbatches of a
+newcomer, on real routes, are compared with the losses that most replicas of the run report. Medians count on both
+sides: a bad replica of another stage is in few of our routes, and a liar is one record of many. A replica whose weights
+fail says in its next meeting that they have met nobody's, and adopts the partner's.
+
+A snapshot that revives a stage has no partner, and soon every loss is that of a route through it. So it is compared
+with losses from before, and if it fails, the newcomer asks for another one. If all fail, it takes the best if that
+knows more than a guess.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median_low
+from random import Random
+from statistics import median, median_high, median_low
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
-from gossip.exchange.messages import ReplicaState
+from gossip.exchange.messages import Manifest, ReplicaState
 from gossip.interface import Origin
+from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState
-from gossip.rule.staleness import ROUND_BOUND
-from gossip.transfer.donor_checks import OUTLYING_PROGRESS, round_to_start_in
+from gossip.rule.shares import ROUND_BOUND
+from gossip.transfer.download import OUTLYING_PROGRESS, round_to_start_in
 from noloco_node.machine.interface import StageModel
-from noloco_node.state_sync.starting_loss import SnapshotTrial
+from noloco_node.run.peer_state import AT_WORK, PeerState
+from noloco_node.state_sync.replica_mean import ReplicaSummary
 from noloco_node.storage.checkpoint import Checkpoint
-from pipeline.inner_optimiser import OptimiserState
+from noloco_node.swarm.roster import Roster
+from pipeline.inner_step import OptimiserState
+
+JUDGED = 8
+"""Microbatches in one judgement."""
+JUDGEMENTS = 3
+"""A replica's weights may fail so many. If all fail, the cause is not the weights."""
+LEAST_OTHERS = 3
+"""Replicas whose loss must be known."""
+FAR = 1.5
+"""Times the loss of others. Honest replicas and routes differ by less."""
+
+
+class SnapshotTrial(NamedTuple):
+    """The trial of a snapshot that revived a stage. `keeper`: its peer. `usual`: the losses of others by then."""
+
+    keeper: str
+    usual: tuple[float, ...]
+
+
+class FailedSnapshots(NamedTuple):
+    """Snapshots of one stage that failed. `losses`: of each, by its keeper. `usual`: the losses of others before."""
+
+    losses: Mapping[str, float] = MappingProxyType({})
+    usual: tuple[float, ...] = ()
+
+    def with_one(self, trial: SnapshotTrial, loss: float) -> FailedSnapshots:
+        return FailedSnapshots({**self.losses, trial.keeper: loss}, self.usual or trial.usual)
+
+
+NONE_FAILED = FailedSnapshots()
+
+
+class StartingLoss:
+    """The first losses of a replica. `judges`: whether another replica gave it its weights."""
+
+    def __init__(self, *, judges: bool, trial: SnapshotTrial | None = None) -> None:
+        self._left = JUDGEMENTS if judges else 0
+        self._losses: list[float] = []
+        self._usual: tuple[float, ...] = ()
+        if trial is not None:
+            self._left, self._usual = int(len(trial.usual) >= LEAST_OTHERS), trial.usual
+
+    @property
+    def judges(self) -> bool:
+        """Say whether the weights are still to be judged."""
+        return self._left > 0
+
+    def failed(self, losses: Iterable[float], others: Iterable[float]) -> tuple[float, float] | None:
+        """Note losses of microbatches; return our median and the others' once ours is far above theirs."""
+        if not self._left:
+            return None
+        self._losses += [loss if math.isfinite(loss) else math.inf for loss in losses]
+        known = self._usual or list(others)
+        if len(self._losses) < JUDGED or len(known) < LEAST_OTHERS:
+            return None
+        ours, theirs = median(self._losses), median_low(known)
+        self._losses.clear()
+        if ours <= FAR * theirs:
+            self._left = 0
+            return None
+        self._left -= 1
+        return ours, theirs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartingState:
-    """Where a replica starts, its stage being there already: the outer state, its counters, the run's progress.
+    """The outer state, counters and progress from which a replica starts; the stage has its weights already.
 
-    `given`: by another peer, whose word it is that the weights are worth anything. `trial`: of a snapshot.
+    `given`: whether another peer gave the weights, which have yet to prove themselves. `trial`: of a snapshot.
     """
 
     origin: Origin
@@ -37,12 +115,11 @@ class StartingState:
 
 
 def from_seed(stage: StageModel) -> StartingState:
-    """Return the beginning of a replica that starts from the run's initial weights."""
     return StartingState(origin=Origin(OuterState(stage.weights())))
 
 
 def from_donor(stage: StageModel, state: ReplicaState) -> StartingState:
-    """Put a donor's state into the stage and return the beginning that follows from it."""
+    """Put a donor's state into the stage and return the starting state."""
     stage.set_weights(state.slow)
     if state.optimiser:
         stage.load_optimiser_state(OptimiserState(state.optimiser_steps, state.optimiser))
@@ -62,15 +139,15 @@ def from_donor(stage: StageModel, state: ReplicaState) -> StartingState:
 def is_recent_enough(own_round: int, rounds: Sequence[int], staleness_at_most: int) -> bool:
     """Say whether a checkpoint of `own_round` will do in a stage whose living replicas are in `rounds`.
 
-    It may be as far behind as numbers of rounds heal at once, and as weights may be and still count in a meeting.
+    It may be behind as far as a meeting still counts its weights, and as far as rounds catch up at once.
     """
     return own_round >= median_low(rounds) - min(ROUND_BOUND, staleness_at_most)
 
 
 def started(beginning: StartingState, rounds: Sequence[int], progress: float) -> StartingState:
-    """Return the beginning of a newcomer that is as far as its stage: `rounds` of its replicas, median `progress`.
+    """Return a starting state that is as far as its stage: `rounds` of its replicas, median `progress`.
 
-    Where the stage says quite another progress than the donor, most of it may be names: the donor has shown a state.
+    If the stage's progress is far from the donor's, the donor's counts: only the donor has shown a state.
     """
     if abs(progress - beginning.progress) > OUTLYING_PROGRESS:
         progress = beginning.progress
@@ -81,9 +158,9 @@ def started(beginning: StartingState, rounds: Sequence[int], progress: float) ->
 
 
 def from_checkpoint(stage: StageModel, checkpoint: Checkpoint) -> StartingState:
-    """Put a checkpoint into the stage and return the beginning that follows from it.
+    """Put a checkpoint into the stage and return the starting state.
 
-    One that was saved when the device was lost has slow weights alone: the inner optimiser begins anew.
+    A checkpoint saved after the device was lost has slow weights alone: the inner optimiser begins anew.
     """
     counters, tensors = checkpoint.counters, checkpoint.tensors
     slow = tensors["slow"]
@@ -96,10 +173,144 @@ def from_checkpoint(stage: StageModel, checkpoint: Checkpoint) -> StartingState:
             OuterState(slow, tensors.get("momentum", ()), tensors.get("gathered", ()), counters.meetings),
             rounds=counters.round,
             inner_steps=counters.inner_steps,
-            # One from before this was noted: as fresh as can be.
+            # A checkpoint of an earlier version does not say: as fresh as can be.
             last_met=counters.round if counters.last_met is None else counters.last_met,
-            # Steps since the last round are in the fast weights alone, and must not be lost with the last one.
+            # The steps since the last round are in the fast weights alone.
             gathered=all(map(torch.equal, fast, slow)),
         ),
         progress=counters.progress,
     )
+
+
+MOST_ASKED = 256
+"""Peers at work, and a quarter as many that are on their way to a stage."""
+AGAIN_S = 10.0
+"""Before all peers are asked again."""
+ATTEMPTS = 30
+"""If a peer has a snapshot, or may have."""
+ATTEMPTS_IN_VAIN = 2
+NORM_FACTOR = 4.0
+"""A norm may differ by this factor from the median of three or more: snapshots are of different rounds."""
+LEAST_FOR_MEDIAN = 3
+"""Offers without which no median is taken."""
+MOST_TIMES = 64
+"""Times the rounds of the furthest other stage: a stage with fewer replicas takes more rounds."""
+
+
+class RunReach(NamedTuple):
+    """How far the run is, by its stages at work."""
+
+    round: int
+    progress: float
+
+    def allows(self, of: ReplicaSummary | Manifest) -> bool:
+        most = MOST_TIMES * (self.round + ROUND_BOUND)
+        return 0 <= of.round <= most and of.progress <= self.progress + OUTLYING_PROGRESS
+
+
+def donors(own_round: int | None, offers: Sequence[ReplicaSummary], run: RunReach) -> tuple[str, ...]:
+    """Return the peers whose snapshot to ask for, the newest first; none if our own checkpoint is as good.
+
+    `own_round`: of our checkpoint of the stage, None without one.
+    """
+    believed = [offer for offer in offers if run.allows(offer)]
+    if len(believed) >= LEAST_FOR_MEDIAN:
+        norm = median_low(offer.norm for offer in believed)
+        believed = [offer for offer in believed if norm / NORM_FACTOR <= offer.norm <= norm * NORM_FACTOR]
+    if own_round is not None:
+        believed = [offer for offer in believed if offer.round > own_round + ROUND_BOUND]
+    return tuple(offer.peer for offer in sorted(believed, key=lambda offer: -offer.round))
+
+
+def verify_snapshot(
+    offers: Sequence[ReplicaSummary], run: RunReach
+) -> Callable[[str, Manifest], Awaitable[str | None]]:
+    """Return the objection to a peer that gives another snapshot than it offered."""
+    norms = {offer.peer: offer.norm for offer in offers}
+
+    async def objection(peer: str, manifest: Manifest) -> str | None:
+        if not run.allows(manifest):
+            return f"its snapshot is of round {manifest.round} and progress {manifest.progress:.2f}, the run at {run}"
+        if not norms[peer] / NORM_FACTOR <= manifest.norm <= norms[peer] * NORM_FACTOR:
+            return f"its snapshot has the norm {manifest.norm:.4g}, and had {norms[peer]:.4g} a moment ago"
+        return None
+
+    return objection
+
+
+def reached(roster: Roster) -> RunReach:
+    """Return how far the furthest stage is, by the medians of its replicas at work.
+
+    Newcomers, which say round 0, count only if no other replica is left.
+    """
+    at_work = [[record for record in records if record.state in AT_WORK] for records in roster.stages]
+    stages = [records for records in (at_work if any(at_work) else roster.stages) if records]
+    return RunReach(
+        max((median_high([record.round for record in records]) for records in stages), default=0),
+        max((median_high([record.progress for record in records]) for records in stages), default=0.0),
+    )
+
+
+def asked_of(roster: Roster, me: str, rng: Random) -> list[str]:
+    """Return the peers to ask for a snapshot: those at work, and those on their way to another stage."""
+    found: list[str] = []
+    for states, most in ((AT_WORK, MOST_ASKED), ((PeerState.CATCHING_UP,), MOST_ASKED // 4)):
+        records = [record for records in roster.stages for record in records if record.state in states]
+        peers = sorted({record.peer for record in records} - {me, *found})
+        found += rng.sample(peers, min(most, len(peers)))
+    return found
+
+
+def asks_again(promised: bool, saved: bool, attempt: int) -> bool:
+    """Say whether to ask all peers again after this attempt, from 0.
+
+    If a peer has a snapshot or is busy, for some minutes: a stage is at stake. If none has, once more when only the
+    run's first weights are left, because an answer may have been lost.
+    """
+    if promised:
+        return attempt + 1 < ATTEMPTS
+    return not saved and attempt + 1 < ATTEMPTS_IN_VAIN
+
+
+class StartingWeights:
+    """The weights that a replica began with, judged by its first microbatches.
+
+    Those of a donor are disowned: the rounds go on from a partner's. A snapshot that revived the stage has no partner:
+    `failed_snapshot` is set, and the replica gives the stage up.
+    """
+
+    def __init__(self, starting_state: StartingState, rounds: Rounds) -> None:
+        self._trial, self._rounds = starting_state.trial, rounds
+        self._loss = StartingLoss(judges=starting_state.given, trial=self._trial)
+        self.failed_snapshot: asyncio.Future[tuple[SnapshotTrial, float]] = asyncio.get_running_loop().create_future()
+        """The snapshot that we began with, and what it loses: once that is far too much."""
+        self._disowned = False
+        """Whether our weights were disowned when the window began."""
+
+    @property
+    def judged(self) -> bool:
+        """Whether the judgement is over, or none was needed."""
+        return not self._loss.judges
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether our weights are a snapshot that has not been found to be worth anything."""
+        return self._trial is not None and (not self.judged or self.failed_snapshot.done())
+
+    def failed(self, losses: Sequence[float], known: Sequence[float]) -> tuple[float, float] | None:
+        """Judge by the losses of a window, beside those `known` of others; return ours and theirs if ours is far more.
+
+        Then the weights are disowned, or `failed_snapshot` is set.
+        """
+        waited, self._disowned = self._disowned, self._rounds.disowned
+        if waited or self._disowned:
+            return None  # this window began with weights that have been replaced since, or will be
+        failed = self._loss.failed(losses, known)
+        if failed is None:
+            return None
+        if self._trial is not None:
+            self.failed_snapshot.set_result((self._trial, failed[0]))
+        else:
+            self._rounds.disown()
+            self._disowned = True
+        return failed

@@ -1,12 +1,17 @@
-"""A node's own checkpoints: the last few of the stage that it serves, and the last of those that it served before.
+"""A node's own checkpoints: when a replica saves itself, and where checkpoints of each stage lie.
 
-A peer moves to another stage, or is started again and takes another one. Its new checkpoints would push out those of
-the stage that it left, and with them perhaps the last weights of that stage. So they are set aside: renamed, not
-copied, to where snapshots of other stages lie. From there the peer itself goes on if it comes back, momenta and all;
-`noloco_node.state_sync.snapshot_server` gives the slow weights to whoever revives the stage; and an export from homes
-finds them.
+New checkpoints would push out those of a stage that the peer left, perhaps its last weights. So these are set aside:
+renamed to where snapshots of other stages lie. The peer goes on from there if it comes back, momenta included; the slow
+weights are served to a peer that revives the stage (`noloco_node.state_sync.snapshot_keeper`); and an export finds
+them.
 
-A node may keep snapshots of stages that it never served as well; these lie there with the others.
+A replica saves itself after each round, and without rounds every few minutes. Writing takes a bounded share of the
+time: a large replica on a slow disk saves less often. A checkpoint begins between two inner steps, where weights,
+momentum and optimiser belong together, and is written from the replica's memory beside the passes of the next window; a
+step waits until all is read (`gossip.rounds.weights_lock`).
+
+A disk that refuses is said once, with the cause. The roster shows it (`CheckpointWriter.trouble`) until a checkpoint is
+written again.
 """
 
 from __future__ import annotations
@@ -15,73 +20,81 @@ import asyncio
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from functools import wraps
 from pathlib import Path
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+from noloco_node.errors import reason_of
 from noloco_node.storage import atomic_file
 from noloco_node.storage.checkpoint import Checkpoint, Counters, files, following, load_latest, load_whole, of_run, save
+from noloco_node.tasks import loop_s
 from noloco_node.units import format_bytes
 
 KEPT = 2
 """Files of a stage that is served no more."""
 KEPT_SNAPSHOTS = 2
-"""Of a stage on the disk."""
+"""Of each stage."""
 SNAPSHOT_ROOM = 4
-"""Times its own size that a snapshot must find free: the checkpoints of this node come first."""
+"""A snapshot must find so many times its size free: the checkpoints of this node come first."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_thread(work: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
+    """Return `work` as a coroutine function that runs in a thread."""
+
+    @wraps(work)
+    async def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        return await asyncio.to_thread(work, *args, **kwargs)
+
+    return run
 
 
 class CheckpointStore:
     """The checkpoints of one node and run; implements `machine.interface.ArchivedStages`.
 
-    `present`: where those of the stage that is served are written. `former`: below it a directory for each other stage.
+    `present`: the directory of the stage that is served. `former`: holds a directory for each other stage.
     """
 
     def __init__(self, present: Path, former: Path, run_id: str, peer: str, complain: Callable[[str], None]) -> None:
         self._present, self._former = present, former
         self._run_id, self._peer, self._complain = run_id, peer, complain
 
-    async def served(self) -> int | None:
+    @in_thread
+    def served(self) -> int | None:
         """Return the stage of the last checkpoint; None without one."""
-        return await asyncio.to_thread(self._served)
-
-    async def load(self, stage: int) -> Checkpoint | None:
-        """Return our last whole checkpoint of a stage, or None."""
-        return await asyncio.to_thread(self._load, stage)
-
-    async def set_aside(self, own: int) -> None:
-        """Keep what is there of other stages than `own` from being pushed out by its checkpoints."""
-        await asyncio.to_thread(self._set_aside, own)
-
-    async def stages(self) -> tuple[int, ...]:
-        """Return the stages of which something lies aside."""
-        return await asyncio.to_thread(self._stages)
-
-    async def slow(self, stage: int) -> Checkpoint | None:
-        """Return the slow weights of a stage that lie aside, ours or a snapshot; None where no whole ones do."""
-        return await asyncio.to_thread(self._slow, stage)
-
-    def _served(self) -> int | None:
         return next((counters.stage for _, counters in self._of_run(self._present)), None)
 
-    def _load(self, stage: int) -> Checkpoint | None:
+    @in_thread
+    def load(self, stage: int) -> Checkpoint | None:
+        """Return our last whole checkpoint of a stage, or None."""
         for directory in (self._present, self._former / str(stage)):
             for path, counters in self._of_run(directory):
-                # Of another's weights there are no momenta.
+                # Another peer's weights come without momenta.
                 if counters.stage == stage and (directory == self._present or counters.peer == self._peer):
                     found = load_whole(path, self._complain)
                     if found is not None:
                         return found
         return None
 
-    def _slow(self, stage: int) -> Checkpoint | None:
+    @in_thread
+    def slow(self, stage: int) -> Checkpoint | None:
+        """Return the slow weights of a former stage, ours or a snapshot; None if no whole ones are there."""
         paths = [path for path, counters in self._of_run(self._former / str(stage)) if counters.stage == stage]
         return next((found for path in paths if (found := load_whole(path, self._complain, "slow")) is not None), None)
 
-    def _stages(self) -> tuple[int, ...]:
+    @in_thread
+    def stages(self) -> tuple[int, ...]:
+        """Return the stages with files set aside."""
         numbers = [int(path.name) for path in self._former.glob("[0-9]*") if path.name.isdecimal()]
         return tuple(sorted(stage for stage in numbers if any(self._of_run(self._former / str(stage)))))
 
-    def _set_aside(self, own: int) -> None:
+    @in_thread
+    def set_aside(self, own: int) -> None:
+        """Move checkpoints of other stages than `own` to where its new checkpoints do not push them out."""
         try:
             left = [(path, each.stage) for path, each in self._of_run(self._present) if each.stage != own]
             for path, stage in reversed(left):
@@ -106,11 +119,9 @@ class SnapshotDirectory:
     def __init__(self, directory: Path, run_id: str) -> None:
         self._directory, self._run_id = directory, run_id
 
-    async def keep(self, checkpoint: Checkpoint) -> None:
-        """Write a snapshot and drop all but the last few; raise `OSError` where the disk has not room to spare."""
-        await asyncio.to_thread(self._keep, checkpoint)
-
-    def _keep(self, checkpoint: Checkpoint) -> None:
+    @in_thread
+    def keep(self, checkpoint: Checkpoint) -> None:
+        """Write a snapshot and remove all but the last few; raise `OSError` if the disk has no room to spare."""
         directory = self._directory / str(checkpoint.counters.stage)
         atomic_file.make_directory(directory)
         needed = SNAPSHOT_ROOM * sum(tensor.nbytes for tensors in checkpoint.tensors.values() for tensor in tensors)
@@ -119,7 +130,119 @@ class SnapshotDirectory:
             raise OSError(errno.ENOSPC, f"{format_bytes(free)} are free, {format_bytes(needed)} should be")
         save(directory, checkpoint, KEPT_SNAPSHOTS)
 
-    async def newest(self, stage: int) -> Checkpoint | None:
+    @in_thread
+    def newest(self, stage: int) -> Checkpoint | None:
         """Return the slow weights of the last whole snapshot of a stage, or None."""
-        # A checkpoint of ours may lie there from a stage that we served, with momenta that nobody asks a snapshot for.
-        return await asyncio.to_thread(load_latest, self._directory / str(stage), self._run_id, wanted=("slow",))
+        # A checkpoint of a former stage, with its momenta, may lie there too.
+        return load_latest(self._directory / str(stage), self._run_id, wanted=("slow",))
+
+
+SHARE = 0.05
+"""Of the time at most is spent on writing."""
+SAY_EVERY_S = 300.0
+"""Between two lines on checkpoints that were written as usual."""
+
+
+class LastCheckpoint(NamedTuple):
+    """The last attempt: its round, when it ended (loop seconds), and how long it took."""
+
+    round: int
+    ended_s: float
+    took_s: float
+
+
+class DiskTrouble(NamedTuple):
+    """Why the disk takes no checkpoint, and for how many seconds it has taken none."""
+
+    why: str
+    seconds: float
+
+
+def checkpoint_due(now_s: float, round: int, last: LastCheckpoint, every_s: float) -> bool:
+    """Say whether to save now: a round ended since, or `every_s` went by, and the share of time allows it."""
+    since_s = now_s - last.ended_s
+    return since_s >= last.took_s * (1.0 - SHARE) / SHARE and (round != last.round or since_s >= every_s)
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one replica; the caller awaits `run` as long as the replica trains."""
+
+    def __init__(
+        self,
+        save: Callable[[Checkpoint], Awaitable[str]],
+        say: Callable[[str], None],
+        warn: Callable[[str], None],
+        every_s: float,
+        note: Callable[[str, bool], None] = lambda *_: None,
+    ) -> None:
+        """`note`: is told why the disk refuses when that begins, and when it is over (True)."""
+        self._save, self._say, self._warn, self._every_s, self._note = save, say, warn, every_s, note
+        self._waiting: Checkpoint | None = None
+        self._wake = asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._last = LastCheckpoint(0, loop_s(), 0.0)
+        self._saved_s = self._said_s = loop_s()
+        self._said_once = False
+        self._trouble: str | None = None
+
+    @property
+    def trouble(self) -> DiskTrouble | None:
+        """Return why the disk takes no checkpoint; None while it takes them."""
+        return None if self._trouble is None else DiskTrouble(self._trouble[:80], loop_s() - self._saved_s)
+
+    def due(self, round: int) -> bool:
+        """Say whether a checkpoint is due after so many rounds; never while one is being written."""
+        return (
+            self._waiting is None
+            and not self._turn.locked()
+            and checkpoint_due(loop_s(), round, self._last, self._every_s)
+        )
+
+    def holds(self, round: int) -> bool:
+        """Say whether the disk has a checkpoint with `round` rounds finished."""
+        return self._trouble is None and self._last.round == round
+
+    def begin(self, checkpoint: Checkpoint) -> None:
+        """Have `run` write a checkpoint."""
+        self._waiting = checkpoint
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Write the checkpoints given to `begin`, until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            checkpoint, self._waiting = self._waiting, None
+            if checkpoint is not None:
+                await self._write(checkpoint, last=False)
+
+    async def finish(self, checkpoint: Checkpoint) -> bool:
+        """Write the last checkpoint, after the one that is being written; say whether the disk took it."""
+        if self._waiting is not None:
+            self._waiting.read()
+            self._waiting = None
+        return await self._write(checkpoint, last=True)
+
+    async def _write(self, checkpoint: Checkpoint, *, last: bool) -> bool:
+        async with self._turn:
+            began_s, cause = loop_s(), None
+            try:
+                where = await self._save(checkpoint)
+            except OSError as error:
+                cause = " ".join(reason_of(error).split())
+            checkpoint.read()  # where this is cancelled, a thread may still read
+            self._last = LastCheckpoint(checkpoint.counters.round, loop_s(), loop_s() - began_s)
+        if cause is not None:
+            if last or self._trouble is None:
+                self._warn(f"could not save: {cause}; free some space, earlier checkpoints are kept")
+            if self._trouble is None:
+                self._note(f"could not save: {cause}", False)
+            self._trouble = cause
+            return False
+        again, self._trouble, self._saved_s = self._trouble is not None, None, loop_s()
+        if again:
+            self._note("checkpoints are saved again", True)
+        if last or again or not self._said_once or loop_s() - self._said_s >= SAY_EVERY_S:
+            self._said_once, self._said_s = True, loop_s()
+            self._say(f"saved {where}" + (", after all" if again else ""))
+        return True

@@ -1,22 +1,19 @@
-"""A home: the one directory of one running node.
+"""A home: the directory of one running node.
 
-Identity, journal and traffic of a peer lie together. What belongs to a run lies below `runs`, in a directory with the
-run's id: a home takes part in one run after the other, and none may push out what another keeps. A node never removes
-the directory of another run; its owner may.
+The files of a run lie below `runs`, in a directory with the run's id, so that no run pushes out what another keeps. A
+node never removes the directory of another run; its owner may.
 
     HOME/identity.key journal.jsonl traffic.json web-token lock     the peer's, whatever the run
     HOME/run.toml invite                                            of the run that was joined last
     HOME/runs/ID/run.toml checkpoint/ snapshots/ catch-up/ weights/ tokenizer/ reached.json ticket
 
-Two nodes in one home would write over each other and claim one peer id twice. So a running node holds a lock on the
-file `lock` (the kernel's: it ends with the process, however that ends), and writes there who it is, for the one that
-finds the door shut. The lock file is never removed: a file that is unlinked while somebody waits for it would be locked
-twice.
+Two nodes in one home would claim one peer id twice. So a running node locks the file `lock` (the kernel frees it when
+the process ends) and writes there which process it is. The lock file is never removed: two processes could each lock
+their own.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -24,14 +21,17 @@ import re
 import shlex
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
 
 from noloco_node.errors import Exit, UserError, reason_of
 from noloco_node.storage import atomic_file
+from noloco_node.storage.checkpoint import counters_of, files, following
 
 JOURNAL = "journal.jsonl"
 RUNS = "runs"
@@ -40,15 +40,22 @@ RUN_ID_SHOWN = 32
 
 
 class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds a home. `since`: unix seconds."""
+    """The process that holds a home. `since`: unix seconds."""
 
     pid: int
     since: float
     command: str
 
 
+class OtherRuns(NamedTuple):
+    """How many other runs a home keeps files of, and how many bytes of the disk these take."""
+
+    number: int
+    size_bytes: int
+
+
 class RunPaths:
-    """What a home holds of one run, and where; it may be another process's."""
+    """The files of one run in a home, which may be another process's."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -70,8 +77,7 @@ class RunPaths:
         """The run's tokenizer, if its files travel."""
 
     def keep_run_file(self, text: str) -> None:
-        """Have the run file as it was fetched; raise `UserError` (STORAGE) where it is not there and the disk
-        refuses."""
+        """Write the run file as it was fetched, unless it is there; raise `UserError` (STORAGE) if the disk refuses."""
         content = text.encode()
         try:
             if not (self.run_file.is_file() and self.run_file.read_bytes() == content):
@@ -79,12 +85,18 @@ class RunPaths:
         except OSError as error:
             raise unusable(self.path, error) from error
 
+    def other_runs(self) -> OtherRuns:
+        """Return what the home keeps of other runs than this one."""
+        others = [path for path in self.path.parent.glob("*") if path != self.path]
+        sizes = [sum(path.stat().st_size for path in other.rglob("*") if path.is_file()) for other in others]
+        return OtherRuns(sum(map(bool, sizes)), sum(sizes))
+
 
 class HomePaths(RunPaths):
-    """What lies in a home, and where; it may be another process's.
+    """The files of a home, which may be another process's.
 
-    An earlier version kept the files of its runs beside the home's own: so a home is read as such a place too. Its
-    `run_file` is the one of the run that was joined last.
+    An earlier version kept the files of its runs beside the home's own, so a home is a `RunPaths` too. Its `run_file`
+    is the one of the run that was joined last.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,22 +108,51 @@ class HomePaths(RunPaths):
         self.invite = path / "invite"
         """An invite to the run that was joined last, by which this peer, and others that it met, are found."""
         self.traffic = path / "traffic.json"
-        """Bytes of this month (`noloco_node.limits.traffic_ledger`)."""
+        """Bytes of this month (`noloco_node.limits.budget`)."""
         self.page_token = path / "web-token"
         """The token of the page in a browser."""
 
     def relay_key(self, number: int) -> Path:
-        """Return where the identity of a bootstrap peer's relay lies."""
         return self.path / f"relay-{number}.key"
 
     def run(self, run_id: str) -> RunPaths:
-        """Return where the files of a run lie."""
         return RunPaths(self.path / RUNS / run_id[:RUN_ID_SHOWN])
 
     def places_of(self, run_id: str) -> tuple[RunPaths, ...]:
-        """Return where files of a run may lie: in the directory of the run, or as an earlier version left them."""
+        """Return where files of a run may lie: where an earlier version left them, or in its directory."""
         # In this order a file is found also where a node moves it meanwhile.
         return self, self.run(run_id)
+
+    def tokenizers_of(self, run_id: str) -> tuple[Path, ...]:
+        """Return where the tokenizer of a run may lie: here, in a home of an earlier version, in a run's directory."""
+        own = self.run(run_id)
+        return own.tokenizer, self.path / "tokenizer" / own.path.name, self.tokenizer
+
+    def enter(self, run_id: str) -> RunPaths:
+        """Return the directory of a run, made if it is missing; move what an earlier version kept elsewhere first.
+
+        The home is ours alone. Raises `UserError` (STORAGE) if the disk refuses.
+
+        Up to version 0.1 all runs of a home shared `checkpoint`, `snapshots` and the like, and one run removed the
+        weights of another. A file that does not say of which run it is stays where it is.
+        """
+        paths = self.run(run_id)
+        shared = (self.checkpoint, self.snapshots, self.partial_download, self.weights, self.tokenizer)
+        try:
+            atomic_file.make_directory(paths.path, mode=0o700)
+            for old, new in _misplaced(self):
+                if new.exists():
+                    continue
+                atomic_file.make_directory(new.parent)
+                os.replace(old, new)
+                for directory in (new.parent, old.parent):
+                    atomic_file.flush(directory)
+            for left in (*self.snapshots.glob("*"), *shared):
+                with suppress(OSError):  # it is not there, or still holds something else
+                    left.rmdir()
+        except OSError as error:
+            raise unusable(self.path, error) from error
+        return paths
 
 
 class Home(HomePaths):
@@ -123,9 +164,9 @@ class Home(HomePaths):
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Create the directory where it is missing and lock it; it is for its owner alone (mode 0700).
+        """Create the directory if it is missing, for its owner alone (mode 0700), and lock it.
 
-        Raises `UserError`: HOME_IN_USE where another node holds it, STORAGE where it cannot be written.
+        Raises `UserError`: HOME_IN_USE if another node holds it, STORAGE if it cannot be written.
         """
         path = path.expanduser().absolute()
         lock = -1
@@ -143,7 +184,7 @@ class Home(HomePaths):
         return cls(path, lock)
 
     def close(self) -> None:
-        """Give the directory free; closing twice is harmless."""
+        """Release the directory; closing twice is harmless."""
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
@@ -156,7 +197,7 @@ class Home(HomePaths):
 
 
 def holder(path: Path) -> LockHolder | None:
-    """Return who signed the lock of a home last, running or not; None where nobody legible did."""
+    """Return the process that last signed the lock of a home, running or not; None if it cannot be read."""
     try:
         return msgspec.json.decode((path / "lock").read_bytes(), type=LockHolder)
     except (OSError, msgspec.DecodeError):
@@ -164,7 +205,7 @@ def holder(path: Path) -> LockHolder | None:
 
 
 def _close_to_others(path: Path) -> None:
-    """Let nobody else read a home, also where an earlier version, or a person, made it for everybody to read.
+    """Let no other user read a home, also if an earlier version or a person made it readable.
 
     A directory that holds other things than a home stays as it is; its secrets are closed all the same.
     """
@@ -174,12 +215,12 @@ def _close_to_others(path: Path) -> None:
     secrets += path.glob(f"{RUNS}/*/ticket")
     for each, mode in [*([(path, 0o700)] if is_home else []), *((secret, 0o600) for secret in secrets)]:
         if each.exists() and each.stat().st_mode & 0o077:
-            with contextlib.suppress(PermissionError):  # it belongs to somebody else, who let us write there
+            with suppress(PermissionError):  # it belongs to somebody else, who let us write there
                 each.chmod(mode)
 
 
 def without_secrets(command: str) -> str:
-    """Return a command line without what stands behind the # of an invite: that lets its holder in."""
+    """Return a command line without the part of an invite behind #, which lets its holder in."""
     return re.sub(r"(noloco\d+:[^\s#]*)#[^\s'\"]+", r"\1#...", command)
 
 
@@ -209,10 +250,35 @@ def _in_use(path: Path, lock: int) -> UserError:
 
 
 def unusable(path: Path, error: OSError) -> UserError:
-    """Return the error of a home that the disk does not let us write to."""
+    """Return the error of a home to which the disk does not let us write."""
     return UserError(
         f"cannot use the home {path}",
         why=reason_of(error),
         hint="free some space, repair its permissions, or give another directory with --home",
         code=Exit.STORAGE,
     )
+
+
+def _misplaced(home: HomePaths) -> Iterator[tuple[Path, Path]]:
+    """Yield what an earlier version kept beside the home, one by one, and where each file belongs now."""
+    for directory in (home.checkpoint, *home.snapshots.glob("[0-9]*")):
+        for path in files(directory):
+            with suppress(OSError, ValueError):
+                place = _place(home, counters_of(path).run_id).path / directory.relative_to(home.path)
+                yield path, following(place, path.name.split("-")[-1])
+    for path in (*home.partial_download.glob("*.pieces"), *home.weights.glob("*"), *home.tokenizer.glob("*")):
+        run_id, _, stage = path.name.partition("-")
+        with suppress(ValueError):
+            yield path, _place(home, run_id).path / path.parent.name / (path.name if stage else "")
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        noted = msgspec.json.decode(home.run_history.read_bytes())["run_id"]
+        yield home.run_history, _place(home, noted).run_history
+    with suppress(OSError, ValueError):
+        held = home.ticket.read_bytes().partition(b"\n")[0].decode()
+        yield home.ticket, _place(home, held).ticket
+
+
+def _place(home: HomePaths, run_id: str) -> RunPaths:
+    if not (run_id.isascii() and run_id.isalnum()):
+        raise ValueError(f"{run_id!r} is the id of no run")
+    return home.run(run_id)

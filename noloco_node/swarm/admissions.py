@@ -12,15 +12,13 @@ from typing import NamedTuple, NoReturn
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission import ticket_service
-from noloco_node.admission.admission_state import AdmissionState
-from noloco_node.admission.admitted_network import AdmittedNetwork
-from noloco_node.admission.held_ticket import HeldTicket
+from noloco_node.admission.admission_hook import AdmissionHook
+from noloco_node.admission.admission_state import AdmissionState, HeldTicket
 from noloco_node.admission.owner_files import key_file, load_key, load_members, members_file, public_half
-from noloco_node.admission.peer_keys import read_key
-from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, decode
+from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, decode, read_key
 from noloco_node.admission.ticket_service import SignsTickets, TicketService, TicketSigner
 from noloco_node.errors import UserError, config_error
-from noloco_node.network.interface import PeerNetwork
+from noloco_node.network.interface import HookedNetwork, PeerNetwork
 from noloco_node.swarm.access import RunAccess
 from noloco_node.swarm.invite import Invite
 from noloco_node.swarm.run_distribution import RunFileText
@@ -93,14 +91,15 @@ class HostedAdmissions:
         if key_file(self._run_file).is_file():
             owner = TicketSigner(await asyncio.to_thread(self._owner_key))
             ticket = owner.ticket(self._recipe.digest, network.peer_id, MEMBER, int(time.time()) + HOST_S)
-            admitted, signer = AdmittedNetwork(network, self._state, ticket), owner
+            admitted: PeerNetwork = HookedNetwork(network, AdmissionHook(network, self._state, ticket))
+            signer = owner
             signs_until = self._signs_until
         else:
             admitted, signer = await self._as_delegate(network)
         if signer is not None:
             named = None if self._admission.rule == "open" else self._named_until
             service = TicketService(self._state, signer, time.time, named, signs_until)
-            await admitted.serve_all(ticket_service.TOPIC, ticket_service.SCHEMA, service.answer)
+            await network.serve(ticket_service.TOPIC, ticket_service.SCHEMA, service.answer)
         return admitted
 
     def _named_until(self, key: bytes) -> int:
@@ -149,7 +148,7 @@ class HostedAdmissions:
             )
         return key
 
-    async def _as_delegate(self, network: PeerNetwork) -> tuple[AdmittedNetwork, SignsTickets | None]:
+    async def _as_delegate(self, network: PeerNetwork) -> tuple[PeerNetwork, SignsTickets | None]:
         """Come in by the ticket of our invite, as a node does; `UserError` where it brings none."""
         own_key = await asyncio.to_thread(read_key, self._identity)
         if self._invite is None or self._invite.credential is None or not self._invite.credential.chain or not own_key:
@@ -162,9 +161,10 @@ class HostedAdmissions:
         self._access = RunAccess(
             self._invite, MEMBER, self._identity.parent, time.time, state=self._state, early_s=DELEGATE_EARLY_S
         )
-        admitted, held = await self._access.enter(network), self._access.held
-        assert isinstance(admitted, AdmittedNetwork)
-        return admitted, DelegateSigner(own_key, held) if held is not None and Right.SIGN & held.rights else None
+        admitted, admission = await self._access.enter(network), self._access.admission
+        assert admission is not None
+        held = admission.held
+        return admitted, DelegateSigner(own_key, held) if Right.SIGN & held.rights else None
 
 
 class DelegateSigner(NamedTuple):

@@ -70,7 +70,7 @@ class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What it uses of its bandwidth budget, in words; None without one."""
     addresses: tuple[str, ...] = ()
     may_serve: tuple[Count, ...] = ()
-    """Stages that it would move to if it were needed there (`pipeline.migration`)."""
+    """Stages that it would move to if it were needed there (`pipeline.placement`)."""
     moves_to: Count | None = None
     """The stage that it is about to move to."""
     version: str = ""

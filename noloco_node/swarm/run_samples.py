@@ -1,7 +1,7 @@
 """Which samples of a run count, and when it is over by them: for a source, a later stage, and whoever looks on.
 
 To a source count its own samples, those of every other source that it has heard of, as these claim them
-(`noloco_node.swarm.run_progress`), and the unlisted ones: what the run had reached beyond these when it began. They are
+(`noloco_node.swarm.receipts`), and the unlisted ones: what the run had reached beyond these when it began. They are
 those of sources that the DHT had forgotten. One that is heard of later brings along what it had done before, and as
 many fewer are unlisted.
 
@@ -25,7 +25,6 @@ from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.receipts import MetWork, met_work
 from noloco_node.swarm.roster import Derived, Roster
 from noloco_node.tasks import loop_s
-from pipeline.schedule import run_over
 
 NEARLY_OVER, IDLE_S = 0.95, 300.0
 """Progress from which on, and time without any work after which, sources that we have seen do nothing may end a run."""
@@ -38,6 +37,14 @@ UNMET_ROUNDS = 2
 """Of a run of one stage: what each replica may have done that it has brought to no meeting yet."""
 UNMET_TIMES = 2
 """Times the replicas that the run has places for, that names count as, until we have met the first of them."""
+
+
+def run_over(sources: int, finished: int) -> bool:
+    """Say whether a later stage may end: most sources at work or finished have announced that they finished.
+
+    Silence never ends a run; nor does a source that died hold it up for ever.
+    """
+    return 2 * finished > sources > 0
 
 
 class _Credited(NamedTuple):

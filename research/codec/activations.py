@@ -36,9 +36,9 @@ from torch import Tensor
 
 from noloco_node.planning.model_layout import make_stage, model_layout
 from noloco_node.run.config import InnerConfig, ModelConfig, PipelineConfig, RunConfig
-from pipeline.activations.codec import decode, encode, seed_of
-from pipeline.activations.formats import ACTIVATION_CODECS
-from pipeline.schedule import Schedule, learning_rate
+from pipeline.activation_codec import decode, encode, seed_of
+from pipeline.inner_step import Schedule, learning_rate
+from pipeline.messages import ACTIVATION_CODECS
 from pipeline.stage import Stage
 
 STAGES = 4

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from gossip.exchange.formats import Format
+from gossip.settings import Format
 from noloco_node.sim import clock
 from research.laboratory.experiments.cell import Cell
 from research.laboratory.methods.final_rounds import Still, meet, plain_mean

@@ -1,4 +1,4 @@
-"""How many values wrap in the 4-bit code, and how coarse it is: the figures in `gossip/exchange/int4_step.py`.
+"""How many values wrap in the 4-bit code, and how coarse it is: the figures in `gossip/exchange/swap.py`.
 
     python -m research.codec.margins [--draws 24] [--steps 50]
 
@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from gossip.exchange.codec import Feedback
-from gossip.exchange.formats import Format
-from gossip.exchange.int4_step import FEW, MARGIN, common_steps
-from gossip.exchange.swap import probe_coordinates
+from gossip.exchange.swap import FEW, MARGIN, common_steps, probe_coordinates
 from gossip.rule.outer_step import Tensors, mean
+from gossip.settings import Format
 from research.codec.whole_sets import decode, encode, settle
 from research.laboratory.experiments.cell import Cell
 from research.laboratory.methods.replicas import Swarm

@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 
 from gossip.exchange import codec
-from gossip.exchange.codec import Coded, Feedback, Reader
-from gossip.exchange.formats import Format
-from gossip.exchange.quantise import PIECE, pieces
+from gossip.exchange.codec import PIECE, Coded, Feedback, Reader, pieces
 from gossip.rule.outer_step import Tensors
+from gossip.settings import Format
 
 
 class Encoded(NamedTuple):

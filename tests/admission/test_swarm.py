@@ -7,14 +7,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from admission_keys import NOW_S, OWNER, key, public
+from admission_keys import NOW_S, OWNER, admitted, key, public
 from memory_swarms import Peer, recipe, until
 
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_state import AdmissionState
-from noloco_node.admission.admitted_network import AdmittedNetwork
-from noloco_node.admission.peer_keys import key_of, peer_of
-from noloco_node.admission.ticket import MEMBER, InviteCredential, encode, encode_list, grant, signed_list
+from noloco_node.admission.ticket import (
+    MEMBER,
+    InviteCredential,
+    encode,
+    encode_list,
+    grant,
+    key_of,
+    peer_of,
+    signed_list,
+)
 from noloco_node.admission.ticket_service import TicketService, TicketSigner
 from noloco_node.errors import Exit, user_error_of
 from noloco_node.journal import events
@@ -39,7 +46,7 @@ class AdmittedHub:
         state = self.states[peer] = AdmissionState(RECIPE.digest, lambda: NOW_S)
         state.pin(OWNER, "listed")
         ticket = encode((grant(key(0), RECIPE.digest, MEMBER, NOW_S + 10**6, key_of(peer) or b""),))
-        return AdmittedNetwork(self.hub.network(peer), state, ticket)
+        return admitted(self.hub.network(peer), state, ticket)
 
 
 def test_a_swarm_of_members_trains_and_goes_on_without_who_is_shut_out() -> None:
@@ -83,13 +90,12 @@ class Renewed:
         """Begin the bootstrap peer."""
         state, signer = AdmissionState(self.run, self.now_s), TicketSigner(key(0))
         state.pin(OWNER, self.rule)
-        whole = AdmittedNetwork(
-            self.hub.network(self.door), state, signer.ticket(self.run, self.door, MEMBER, NOW_S + 10**7)
-        )
+        bare = self.hub.network(self.door)
+        whole = admitted(bare, state, signer.ticket(self.run, self.door, MEMBER, NOW_S + 10**7))
         named = None if self.rule == "open" else lambda key: self.named.get(key, 0)
         service = TicketService(state, signer, self.now_s, named)
         await whole.serve(TOPIC, SCHEMA, self.recipe.serve)
-        await whole.serve_all(ticket_service.TOPIC, ticket_service.SCHEMA, service.answer)
+        await bare.serve(ticket_service.TOPIC, ticket_service.SCHEMA, service.answer)
 
     async def join(self, number: int, until: int) -> Peer:
         """Begin a node with a ticket of the owner's that is good until then."""

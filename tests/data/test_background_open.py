@@ -13,11 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 
-from noloco_node.data import shuffled_blocks
-from noloco_node.data.background_open import BackgroundOpen
-from noloco_node.data.blocks import Blocks
-from noloco_node.data.shuffled_blocks import ShuffledBlocks
-from noloco_node.data.text_source import TextSource
+from noloco_node.data import blocks
+from noloco_node.data.blocks import BackgroundOpen, Blocks, ShuffledBlocks, TextSource
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
 from noloco_node.sim.clock import run
@@ -158,7 +155,7 @@ def test_a_position_that_is_asked_for_while_the_thread_reads_is_of_before(
     own_source = str(tmp_path / "text.txt")
     run_file = decode_run(TEXT, "the test's run file")
     length, batch = run_file.pipeline.sequence_length, run_file.pipeline.microbatch_size
-    monkeypatch.setattr(shuffled_blocks, "CHUNK_TOKENS", 3 * batch * length)
+    monkeypatch.setattr(blocks, "CHUNK_TOKENS", 3 * batch * length)
     text, again = (TextSource(run_file, own_source, "peer", 384) for _ in range(2))
     reading, go_on = threading.Event(), threading.Event()
     read = Blocks.next_batch

@@ -35,13 +35,16 @@ from noloco_node.data.dataset_documents import RowDocuments, check_source, load_
 from noloco_node.data.encoding import check_vocabulary, encode_bytes, open_encoder, open_tokenizer, vocab_size
 from noloco_node.data.file_documents import (
     FileDocuments,
+    Part,
     ReadingOrder,
     TextRange,
     _text_of,
+    is_held_out,
+    parts_of,
     pieces_of,
+    side_of,
     stdlib_files,
 )
-from noloco_node.data.held_out import Part, is_held_out, parts_of, side_of
 from noloco_node.errors import Exit, UserError
 from noloco_node.run.config import DataConfig
 from noloco_node.run.runfile import with_source

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noloco_node.data.blocks import open_blocks
-from noloco_node.data.shuffled_blocks import ShuffledBlocks
+from noloco_node.data.blocks import ShuffledBlocks, open_blocks
 from noloco_node.run.config import DataConfig
 
 

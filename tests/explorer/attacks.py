@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from gossip.exchange.messages import Accepted, Declined, Offer, Probe
-from noloco_node.network.interface import ConversationWrapper, NetworkWrapper
+from gossip.exchange.messages import Accept, Decline, Probe, Propose
+from noloco_node.network.interface import HookedConversation, HookedNetwork
 from noloco_node.run.protocols import GOSSIP, MICROBATCH
-from noloco_node.swarm.peer_records import Published
-from noloco_node.swarm.receipts import ReceiptRecord
+from noloco_node.swarm.receipts import SOURCE_LIFETIME_S, ReceiptRecord, SourceRecord
 from noloco_node.swarm.roster import PeerRecord
-from noloco_node.swarm.run_progress import SOURCE_LIFETIME_S, SourceRecord
+from noloco_node.swarm.stage_records import Published
 from pipeline.messages import Gradient, Reason, Refused
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from noloco_node.network.schema import Schema
     from noloco_node.sim.network.corruption import Corruption
     from noloco_node.sim.network.sim_network import SimNetwork
-    from pipeline.inner_optimiser import OptimiserState, StepReport
+    from pipeline.inner_step import OptimiserState, StepReport
     from pipeline.worker import WorkerForward
 
 FASTEST_S = 1e-9
@@ -70,7 +69,7 @@ class Attack:
         return stage if self.arithmetic is None else self.arithmetic(stage)
 
 
-class HostileNetwork(NetworkWrapper):
+class HostileNetwork(HookedNetwork):
     """The network of a node that attacks."""
 
     def __init__(self, network: PeerNetwork, attack: Attack) -> None:
@@ -125,25 +124,19 @@ class HostileNetwork(NetworkWrapper):
             handler = lying
         await super().serve(topic, schema, handler)
 
-    def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
+    @asynccontextmanager
+    async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Conversation]:
         """Talk as the attack does."""
-        talk, say = super().talk(peer, topic, schema), self._said(topic)
-        return talk if say is None else _opened(talk, say)
+        say = self._said(topic)
+        async with super().talk(peer, topic, schema) as conversation:
+            yield conversation if say is None else _Lying(conversation, say)
 
     def _said(self, topic: str) -> Callable[[Any], Any] | None:
         """Return what becomes of what is said about a topic; None where it stays as it is."""
         return self._attack.tell or (self._attack.say if topic.startswith(GOSSIP) else None)
 
 
-@asynccontextmanager
-async def _opened(
-    talk: AbstractAsyncContextManager[Conversation], say: Callable[[Any], Any]
-) -> AsyncIterator[Conversation]:
-    async with talk as conversation:
-        yield _Lying(conversation, say)
-
-
-class _Lying(ConversationWrapper):
+class _Lying(HookedConversation):
     """A conversation in which what is sent is another thing than was meant."""
 
     def __init__(self, conversation: Conversation, say: Callable[[Any], Any]) -> None:
@@ -277,7 +270,7 @@ def in_round(number: int) -> Callable[[Any], Any]:
         match message:
             case Probe():
                 return replace(message, round=number, last_met=number)
-            case Offer() | Accepted() | Declined():
+            case Propose() | Accept() | Decline():
                 return replace(message, round=number)
         return message
 

@@ -3,7 +3,7 @@
 A wide bowl's weights begin at a distance of 1 and go to about 0, whatever happens; noise of microbatches keeps them
 from it. The distance is the root mean square over a stage's weights, in units of that at the start.
 
-A newcomer can only tell by their loss what a donor's weights are worth (`noloco_node.state_sync.starting_loss`). Until
+A newcomer can only tell by their loss what a donor's weights are worth (`noloco_node.state_sync.starting_state`). Until
 it has, and has taken others where they are worth nothing, they may lie anywhere. How its stage ends counts in any case.
 """
 

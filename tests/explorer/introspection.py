@@ -37,6 +37,6 @@ def sizes(replica: Replica) -> Iterator[tuple[str, int, int]]:
     stage = replica.config.stage
     yield "prospects", stage, replica.rounds.view.put_off
     if replica.next_stage is not None:
-        yield "replicas of the next stage that rest", stage + 1, len(replica.next_stage._resting)
+        yield "replicas of the next stage that rest", stage + 1, len(replica.next_stage._standing._refusals)
         yield "replicas of the next stage that were called", stage + 1, len(replica.next_stage.hop_totals)
         yield "suspects", stage + 1, len(replica.next_stage.suspects)

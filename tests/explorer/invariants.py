@@ -30,7 +30,7 @@ from collections import Counter
 
 import torch
 
-from gossip.events import OuterStepTaken
+from gossip.interface import OuterStepTaken
 from noloco_node.errors import Exit, user_error_of
 from noloco_node.journal import events
 from noloco_node.run.peer_state import PeerState

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from gossip.events import OuterStepTaken
-from gossip.exchange.formats import Format
+from gossip.interface import OuterStepTaken
+from gossip.settings import Format
 from tests.explorer.life_records import LifeRecord
 from tests.explorer.observation import CheckerContext
 

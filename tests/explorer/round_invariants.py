@@ -34,9 +34,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossip.events import OuterStepTaken
+from gossip.interface import OuterStepTaken
 from gossip.rule.outer_step import OuterState
-from gossip.rule.staleness import LIFT_BOUND
+from gossip.rule.shares import LIFT_BOUND
 from tests.explorer.introspection import clipped
 from tests.explorer.life_records import LifeRecord, fast_of, state_of
 from tests.explorer.meetings import MeetingChecker, MeetingSide

@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 
 from msgspec import structs
 
-from gossip.exchange.formats import Format
+from gossip.settings import Format
 from noloco_node.sim.network.link_model import Latency
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault

@@ -28,18 +28,16 @@ from torch import Tensor
 from toy_gossip import at_once
 from typer.testing import CliRunner
 
-from gossip.events import OuterStepTaken
 from gossip.exchange.messages import Busy, Parts, ReplicaState
+from gossip.interface import OuterStepTaken
 from gossip.transfer.donor import Donor, DonorLimits
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit, UserError
 from noloco_node.export import exporter, replica_fetch, replica_files
-from noloco_node.export.continue_run import continuing_text
 from noloco_node.export.exporter import SwarmExport, export, merge_files, of_homes, parts_of
-from noloco_node.export.parts import is_kept
-from noloco_node.export.provenance import read_provenance
-from noloco_node.export.replica_files import MergedReplicas, ReplicaReader, in_home, newest
-from noloco_node.export.sources import recipe_of
+from noloco_node.export.huggingface import continuing_text
+from noloco_node.export.replica_files import MergedReplicas, ReplicaReader, in_home, is_kept, newest
+from noloco_node.export.sources import read_provenance, recipe_of
 from noloco_node.inference.evaluation import _text, evaluate
 from noloco_node.inference.generation import Sampling, generate
 from noloco_node.network.interface import Conversation
@@ -53,7 +51,6 @@ from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.replica_mean import FACTOR, ReplicaSummary, drop_outliers
-from noloco_node.storage import run_directory
 from noloco_node.storage.checkpoint import Checkpoint, Counters, save
 from noloco_node.storage.home import Home
 from noloco_node.storage.weight_store import WeightStore
@@ -200,10 +197,10 @@ def test_each_run_of_a_home_is_exported_from_its_own_directory(tmp_path: Path) -
     recipe = recipe_of([home])
     before = of_homes([home], recipe)
     with Home.open(home) as opened:
-        paths = run_directory.enter(opened, recipe.digest)
+        paths = opened.enter(recipe.digest)
         paths.keep_run_file(recipe.text)
         opened.keep_run_file(recipe.text.replace('name = "', 'name = "another-'))
-        other = run_directory.enter(opened, "b" * 64)
+        other = opened.enter("b" * 64)
     assert recipe_of([home]).digest != recipe_of([paths.path]).digest == recipe.digest
     for place in (home, paths.path):
         (found,) = of_homes([place], recipe)
@@ -380,7 +377,7 @@ class Replicas:
     async def look(self) -> Roster:
         return Roster(stages=((), tuple(PeerRecord(peer=n, stage=1, state=PeerState.TRAINING) for n in self.listed)))
 
-    def fetched(self) -> AsyncIterator[replica_fetch.FetchedReplica]:
+    def fetched(self) -> AsyncIterator[replica_files.FetchedReplica]:
         shapes = {f"weight {number}": shape for number, shape in enumerate(SHAPES)}
         return replica_fetch.fetched(self._visitor, self.look, 1, shapes)
 

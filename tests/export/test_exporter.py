@@ -23,26 +23,32 @@ from torch import Tensor
 from toy_gossip import at_once
 
 from gossip.exchange.messages import Busy, Parts, ReplicaState
-from gossip.rule.staleness import ROUND_BOUND
+from gossip.rule.shares import ROUND_BOUND
 from gossip.transfer.donor import Donor, DonorLimits
 from gossip.transfer.download import DonorBusy
 from noloco_node.errors import Exit, UserError
-from noloco_node.export import exporter, replica_fetch, snapshot_fetch
+from noloco_node.export import exporter, replica_fetch
 from noloco_node.export.exporter import SwarmExport, export, merge_files, parts_of
-from noloco_node.export.parts import PartsDirectory, is_kept, parts_beside
-from noloco_node.export.provenance import noted, read_provenance, told_of
-from noloco_node.export.replica_fetch import FetchedReplica
-from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, ReplicaReader
+from noloco_node.export.replica_files import (
+    FetchedReplica,
+    MergedReplicas,
+    PartsDirectory,
+    ReplicaFile,
+    ReplicaReader,
+    is_kept,
+    parts_beside,
+)
+from noloco_node.export.sources import noted, read_provenance, told_of
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
-from noloco_node.state_sync.manifests import SNAPSHOT, WeightsOf
+from noloco_node.state_sync.download import SNAPSHOT, WeightsOf
 from noloco_node.state_sync.replica_mean import ReplicaSummary
-from noloco_node.state_sync.snapshot_choice import AGAIN_S, ATTEMPTS
-from noloco_node.storage import tensor_file
+from noloco_node.state_sync.starting_state import AGAIN_S, ATTEMPTS
+from noloco_node.storage import atomic_file
 from noloco_node.storage.checkpoint import arrays_of, load
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
@@ -180,7 +186,7 @@ def swarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Swarm:
         return job(*args)
 
     monkeypatch.setattr(replica_fetch, "fetch_of", watched)
-    monkeypatch.setattr(snapshot_fetch, "fetch_of", watched)
+    monkeypatch.setattr(replica_fetch, "fetch_of", watched)
     monkeypatch.setattr(asyncio, "to_thread", thread)
     made.append(Swarm(parts_beside(tmp_path / "model")))
     return made[0]
@@ -243,7 +249,7 @@ def spoil(path: Path, how: str) -> None:
         slow = (torch.zeros(3), *slow[1:])
     else:
         slow = slow[:-1]
-    tensor_file.write(path, arrays_of({"slow": slow}), msgspec.json.encode(counters).decode())
+    atomic_file.write_tensors(path, arrays_of({"slow": slow}), msgspec.json.encode(counters).decode())
 
 
 @pytest.mark.parametrize(

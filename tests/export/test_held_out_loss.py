@@ -20,7 +20,7 @@ from noloco_node.export.held_out_loss import best_snapshots, without_worse
 from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, newest
 from noloco_node.planning.model_layout import build_stage, model_layout
 from noloco_node.run.presets import demo_run_text
-from noloco_node.storage import tensor_file
+from noloco_node.storage import atomic_file
 from noloco_node.storage.checkpoint import Counters, arrays_of
 from noloco_node.swarm.run_distribution import RunFileText
 
@@ -65,7 +65,7 @@ def lay(folder: Path, stage: int, peer: str, weights: Sequence[Tensor]) -> Repli
         run_id=RUN.digest, stage=stage, round=9, inner_steps=9, progress=0.1, samples=0, optimiser_steps=0, peer=peer
     )
     path = folder / f"{stage}-{peer}.safetensors"
-    tensor_file.write(path, arrays_of({"slow": tuple(weights)}), msgspec.json.encode(counters).decode())
+    atomic_file.write_tensors(path, arrays_of({"slow": tuple(weights)}), msgspec.json.encode(counters).decode())
     return ReplicaFile(path, peer, counters)
 
 

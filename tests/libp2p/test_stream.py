@@ -15,15 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_messages import Ask, Bulk, schema_of
 
-from noloco_node.libp2p.endpoint.settings import Capacity, TimeoutSettings
-from noloco_node.libp2p.streams.liveness import LivenessTable, PeerLiveness
-from noloco_node.libp2p.streams.receive_bound import ReceiveBudget, StreamBudget
-from noloco_node.libp2p.streams.stream import Stream, StreamOpening
-from noloco_node.libp2p.streams.switchboard import Switchboard
+from noloco_node.libp2p.frame_protocol import LivenessTable, PeerLiveness
+from noloco_node.libp2p.settings import Capacity, TimeoutSettings
+from noloco_node.libp2p.stream import ReceiveBudget, Stream, StreamOpening
+from noloco_node.libp2p.switchboard import Switchboard
 from noloco_node.limits.budget import LEAST_RATE, full_bucket
-from noloco_node.limits.rate_limit import FairLimiter, RateLimitedConversation
+from noloco_node.limits.rate_limit import FairLimiter
 from noloco_node.network import wire
-from noloco_node.network.interface import Conversation, Handler
+from noloco_node.network.interface import Conversation, Handler, Pace
 from noloco_node.network.schema import Violation
 from noloco_node.network.timeouts import MOST_PEERS
 from noloco_node.sim.clock import run
@@ -662,10 +661,11 @@ def test_what_a_budget_holds_back_still_counts() -> None:
 
     async def held(conversation: Conversation) -> None:
         assert isinstance(conversation, Stream)
-        first = asyncio.create_task(conversation.receive_paced(admit))
+        conversation.limit(None, Pace(1000, admit))
+        first = asyncio.create_task(conversation.receive())
         await asyncio.sleep(5)
         first.cancel()
-        await conversation.receive_paced(admit)
+        await conversation.receive()
         await conversation.send(Ask(text="done"))
 
     async def play(line: Line) -> None:
@@ -683,23 +683,28 @@ def test_what_a_budget_holds_back_still_counts() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 40), st.booleans()), max_size=60))
 def test_room_is_counted_to_the_byte(acts: list[tuple[int, int, bool]]) -> None:
-    unread, gone = ReceiveBudget(100), set[int]()
-    rooms = [StreamBudget(unread, "abc"[number % 3], lambda number=number: gone.add(number)) for number in range(8)]
+    class Room:
+        """What stands for a stream."""
+
+        def __init__(self, peer: str) -> None:
+            self.peer, self.held = peer, 0
+
+        def evict(self) -> None:
+            self.held = 0
+
+    unread: Any = ReceiveBudget(100)
+    rooms = [Room("abc"[number % 3]) for number in range(8)]
     for number, size, takes in acts:
         room = rooms[number]
-        if takes:
-            room.hold(room.held + size)
-        else:
-            room.hold(room.held - min(size, room.held))
+        room.held += size if takes else -min(size, room.held)
+        unread.hold(room, room.held)
         for peers in ({"a"}, {"b"}, {"c"}, set("abc")):
             held = [each.held for each in rooms if each.peer in peers and each.held]
             assert sum(held) <= (50 if len(peers) == 1 else 100) or len(held) == 1
         assert unread.held_bytes == sum(each.held for each in rooms)
-        assert all(rooms[each].held == 0 for each in gone)
-        gone.clear()
     for room in rooms:
-        room.hold(0)
-    assert not unread._held
+        unread.hold(room, 0)
+    assert unread.held_bytes == 0
     assert not unread._streams
 
 
@@ -715,8 +720,9 @@ def test_what_is_paced_never_leaves_faster_than_the_rate(rate: float, count: int
         await asyncio.sleep(pause_s)
         begun = now()
         line.written.clear()
-        conversations = [RateLimitedConversation(stream, SCHEMA, valve, FairLimiter(None)) for stream in streams]
-        await asyncio.gather(*[each.send(Bulk(numbers=torch.zeros(BIG))) for each in conversations])
+        for stream in streams:
+            stream.limit(valve.pace(), None)
+        await asyncio.gather(*[each.send(Bulk(numbers=torch.zeros(BIG))) for each in streams])
         bucket = full_bucket(rate, 0.0)
         total = sum(size for _, size in line.written)
         assert total >= count * 4 * BIG
@@ -744,9 +750,8 @@ def test_what_is_paced_never_leaves_faster_than_the_rate(rate: float, count: int
 def test_whoever_has_no_budget_writes_as_much_at_once_as_ever() -> None:
     async def play(line: Line) -> None:
         stream = line.call()
-        await RateLimitedConversation(stream, SCHEMA, FairLimiter(None), FairLimiter(None)).send(
-            Bulk(numbers=torch.zeros(BIG))
-        )
+        stream.limit(FairLimiter(None).pace(), None)
+        await stream.send(Bulk(numbers=torch.zeros(BIG)))
         assert [size for _, size in line.written if size > 1000] == [4 * BIG]
 
     scene(echo, play, rate=1e9)
@@ -759,11 +764,13 @@ def test_a_message_that_waits_for_its_turn_holds_up_no_beat_and_may_be_taken_bac
         async def admit(size: int, message_bytes: int) -> None:
             await never.wait()
 
-        sending = asyncio.create_task(stream.send_paced(Bulk(numbers=torch.zeros(BIG)), 1000, admit))
+        stream.limit(Pace(1000, admit), None)
+        sending = asyncio.create_task(stream.send(Bulk(numbers=torch.zeros(BIG))))
         await asyncio.sleep(30)
         assert sum(size == 13 for _, size in line.written) >= 25
         sending.cancel()
         await asyncio.wait([sending])
+        stream.limit(None, None)
         await stream.send(Ask(text="still there?"))
         assert (await stream.receive()).text == "still there?"
 
@@ -779,9 +786,10 @@ def test_a_paced_message_that_is_cut_breaks_its_stream() -> None:
             assert message_bytes > 4 * BIG
             await passed.acquire()
 
+        stream.limit(Pace(1000, admit), None)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1):
-                await stream.send_paced(Bulk(numbers=torch.zeros(BIG)), 1000, admit)
+                await stream.send(Bulk(numbers=torch.zeros(BIG)))
         with pytest.raises(ConnectionResetError):
             await stream.send(Ask(text="still there?"))
 

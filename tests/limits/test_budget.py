@@ -25,23 +25,24 @@ from torch import Tensor
 from noloco_node.cli.status import picture
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.network import Libp2pNetwork
+from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.limits import budget
 from noloco_node.limits.budget import (
     Hours,
     MonthUsage,
     OwnerLimits,
+    TrafficLedger,
     read_hours,
     read_owner_limits,
     read_rate,
     read_size,
 )
-from noloco_node.limits.rate_limit import FairLimiter, RateLimitedNetwork, spending, weigh
-from noloco_node.limits.traffic_ledger import TrafficLedger
-from noloco_node.network.interface import Conversation
+from noloco_node.limits.rate_limit import FairLimiter, LimitHook, spending
+from noloco_node.network.interface import Conversation, HookedNetwork, PeerNetwork
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema, TensorSpec
-from noloco_node.node.shifts import Shifts
+from noloco_node.network.wire import message_bytes
+from noloco_node.node.sessions import Sessions
 from noloco_node.planning.bandwidth import (
     MicrobatchBytes,
     bandwidth_seconds,
@@ -338,10 +339,11 @@ def test_rounds_have_their_share_however_many_others_wait_and_all_of_it_alone(ot
         limiter, over = FairLimiter(RATE, 0.2), asyncio.Event()
 
         async def send(in_round: bool) -> int:
-            sent = 0
+            sent, pace = 0, limiter.pace(in_round=in_round)
+            assert pace is not None
             while not over.is_set():
-                await limiter.admit(limiter.piece_bytes, 10**9, in_round=in_round)
-                sent += limiter.piece_bytes
+                await pace.admit(pace.piece_bytes, 10**9)
+                sent += pace.piece_bytes
             return sent
 
         rounds = asyncio.create_task(send(in_round=True))
@@ -399,22 +401,17 @@ async def take_all(conversation: Conversation) -> None:
         await conversation.send(Took(count=len(load.content)))
 
 
-def conversing(
-    allowance: OwnerLimits, work: Callable[[RateLimitedNetwork, RateLimitedNetwork], Awaitable[None]]
-) -> tuple[RateLimitedNetwork, RateLimitedNetwork]:
-    """Let a peer within an allowance work with one that has none; return both networks."""
+def conversing(allowance: OwnerLimits, work: Callable[[PeerNetwork, PeerNetwork], Awaitable[None]]) -> LimitHook:
+    """Let a peer within an allowance work with one that has none; return its limits."""
 
-    async def main() -> tuple[RateLimitedNetwork, RateLimitedNetwork]:
-        hub = SimNetwork()
-        ours, theirs = (
-            RateLimitedNetwork(hub.network("us"), allowance),
-            RateLimitedNetwork(hub.network("them"), OwnerLimits()),
-        )
+    async def main() -> LimitHook:
+        hub, limits = SimNetwork(), LimitHook(allowance)
+        ours, theirs = HookedNetwork(hub.network("us"), limits), hub.network("them")
         for network in (ours, theirs):
             await network.serve("load", SCHEMA, take_all)
         await work(ours, theirs)
         assert not hub.failures
-        return ours, theirs
+        return limits
 
     return run(main())
 
@@ -422,7 +419,7 @@ def conversing(
 LOAD = Load(content=bytes(500_000))
 
 
-async def carry(network: RateLimitedNetwork, peer: str, count: int) -> None:
+async def carry(network: PeerNetwork, peer: str, count: int) -> None:
     async with network.talk(peer, "load", SCHEMA) as conversation:
         for _ in range(count):
             await conversation.send(LOAD)
@@ -430,22 +427,22 @@ async def carry(network: RateLimitedNetwork, peer: str, count: int) -> None:
 
 
 def test_uploads_of_all_conversations_share_one_budget() -> None:
-    async def work(ours: RateLimitedNetwork, theirs: RateLimitedNetwork) -> None:
+    async def work(ours: PeerNetwork, theirs: PeerNetwork) -> None:
         await asyncio.gather(*[carry(ours, "them", 5) for _ in range(4)])
-        assert now() == pytest.approx(20 * weigh(LOAD, SCHEMA) / RATE - 1.0, rel=0.03)
+        assert now() == pytest.approx(20 * message_bytes(LOAD, SCHEMA) / RATE - 1.0, rel=0.03)
         # What they send is none of our upload's business.
         begun = now()
         await carry(theirs, "us", 5)
         assert now() - begun < 2.0
 
-    ours, _ = conversing(OwnerLimits(upload_bytes_per_s=RATE), work)
-    assert 20 * 500_000 < ours.up.passed_bytes < 20 * 500_000 + 30 * 200
+    limits = conversing(OwnerLimits(upload_bytes_per_s=RATE), work)
+    assert 20 * 500_000 < limits.up.passed_bytes < 20 * 500_000 + 30 * 200
 
 
 def test_what_others_send_waits_for_our_download_budget() -> None:
-    async def work(_: RateLimitedNetwork, theirs: RateLimitedNetwork) -> None:
+    async def work(_: PeerNetwork, theirs: PeerNetwork) -> None:
         await asyncio.gather(*[carry(theirs, "us", 5) for _ in range(4)])
-        assert now() == pytest.approx(20 * weigh(LOAD, SCHEMA) / RATE - 1.0, rel=0.03)
+        assert now() == pytest.approx(20 * message_bytes(LOAD, SCHEMA) / RATE - 1.0, rel=0.03)
 
     conversing(OwnerLimits(download_bytes_per_s=RATE), work)
 
@@ -453,7 +450,7 @@ def test_what_others_send_waits_for_our_download_budget() -> None:
 def test_a_question_is_answered_while_a_copy_waits() -> None:
     small = Load(content=bytes(100))
 
-    async def work(ours: RateLimitedNetwork, _: RateLimitedNetwork) -> None:
+    async def work(ours: PeerNetwork, _: PeerNetwork) -> None:
         copies = [asyncio.create_task(carry(ours, "them", 40)) for _ in range(8)]
         await asyncio.sleep(5)
         for _ in range(20):
@@ -470,7 +467,7 @@ def test_a_question_is_answered_while_a_copy_waits() -> None:
 
 
 def test_a_message_whose_taker_was_interrupted_stays_for_the_next() -> None:
-    async def work(ours: RateLimitedNetwork, theirs: RateLimitedNetwork) -> None:
+    async def work(ours: PeerNetwork, theirs: PeerNetwork) -> None:
         got: list[int] = []
 
         async def impatient(conversation: Conversation) -> None:
@@ -494,25 +491,20 @@ def test_a_message_whose_taker_was_interrupted_stays_for_the_next() -> None:
 
 
 def test_a_budget_is_said_in_words() -> None:
-    async def work(ours: RateLimitedNetwork, theirs: RateLimitedNetwork) -> None:
+    async def work(ours: PeerNetwork, theirs: PeerNetwork) -> None:
         await carry(ours, "them", 10)
-        ours.month_bytes = 93 * 10**9
         assert spending(theirs.statistics()) is None
 
     allowance = OwnerLimits(upload_bytes_per_s=RATE, monthly_cap_bytes=300 * 10**9)
-    ours, _ = conversing(allowance, lambda ours, theirs: work(ours, theirs))
-
-    async def words() -> str | None:
-        return spending(
-            {
-                "budget.upload.allowed": 2.5e6,
-                "budget.upload.used": 1.25e6,
-                "budget.month.allowed": 300e9,
-                "budget.month.used": ours.month_bytes,
-            }
-        )
-
-    assert run(words()) == "upload 10 Mbit/s of 20 Mbit/s, 31% of this month's 300 GB"
+    limits = conversing(allowance, work)
+    limits.month_bytes = 93 * 10**9
+    counts = {
+        "budget.upload.allowed": 2.5e6,
+        "budget.upload.used": 1.25e6,
+        "budget.month.allowed": 300e9,
+        "budget.month.used": limits.month_bytes,
+    }
+    assert spending(counts) == "upload 10 Mbit/s of 20 Mbit/s, 31% of this month's 300 GB"
 
 
 # Whole nodes.
@@ -529,19 +521,19 @@ class Capped(SimNetwork):
         network = super().network(peer, access)
         if peer != self.name:
             return network
-        self.metered = RateLimitedNetwork(network, self.allowance)
-        return self.metered
+        self.limits = LimitHook(self.allowance)
+        return HookedNetwork(network, self.limits)
 
 
 def test_a_swarm_with_one_slow_budget_has_no_suspects_from_it_and_sends_it_less() -> None:
     rate = 6_000.0
 
-    async def main() -> tuple[list[Peer], RateLimitedNetwork, float]:
+    async def main() -> tuple[list[Peer], LimitHook, float]:
         hub = Capped("peer-11", OwnerLimits(upload_bytes_per_s=rate, download_bytes_per_s=rate))
         what = recipe(replicas=2, steps=24)
         peers = [Peer(hub, what, f"peer-{stage}{replica}", stage) for stage in (0, 1) for replica in (0, 1)]
         # A few of the first microbatches use up what was saved.
-        for valve in (hub.metered.up, hub.metered.down):
+        for valve in (hub.limits.up, hub.limits.down):
             await valve.admit(budget.LEAST_BURST_BYTES)
         narrow_s = bandwidth_seconds(microbatch_bytes(what.run, peers[3].plan, 1), hub.allowance)
         assert narrow_s > 0.2
@@ -557,7 +549,7 @@ def test_a_swarm_with_one_slow_budget_has_no_suspects_from_it_and_sends_it_less(
             assert counts["gradients"] > 0
             assert not counts["suspects"] + counts["lost_unreachable"] + counts["lost_given_up"] + counts["lost_broken"]
         assert not hub.failures
-        return peers, hub.metered, now()
+        return peers, hub.limits, now()
 
     peers, metered, ended = run(main())
     for peer in peers:
@@ -620,7 +612,7 @@ def test_what_a_budget_carries_is_said_and_what_it_does_not() -> None:
     assert any("hardly ever meet" in line for line in apart)
 
 
-# Shifts, and the file of the month.
+# Sessions, and the file of the month.
 
 
 class Wall:
@@ -636,7 +628,7 @@ class Wall:
 def test_a_node_goes_with_the_hours_and_comes_back(tmp_path: Path) -> None:
     async def main() -> tuple[list[tuple[str, datetime]], list[str]]:
         wall, said = Wall(datetime(2026, 3, 28, 12, 0, tzinfo=BERLIN)), list[str]()
-        shifts = Shifts(
+        sessions = Sessions(
             OwnerLimits(hours=read_hours("22-08")),
             TrafficLedger(tmp_path / "traffic.json", wall, said.append),
             wall,
@@ -645,13 +637,13 @@ def test_a_node_goes_with_the_hours_and_comes_back(tmp_path: Path) -> None:
         asked, network, seen = asyncio.Event(), SimNetwork().network("us"), []
         asyncio.get_running_loop().call_later(60 * 3600, asked.set)
         while not asked.is_set():
-            await shifts.begin()
+            await sessions.begin()
             seen.append(("begun", wall()))
-            async with shifts.shift(network, asked) as (within, leave):
+            async with sessions.session(network, asked) as (within, leave):
                 assert within is network
                 await leave.wait()
             seen.append(("ended", wall()))
-            assert shifts.goes_on() is not asked.is_set()
+            assert sessions.goes_on() is not asked.is_set()
         return seen, said
 
     seen, said = run(main())
@@ -671,14 +663,16 @@ def test_rounds_have_their_share_of_the_line_in_every_shift(tmp_path: Path) -> N
     async def main() -> None:
         wall = Wall(datetime(2026, 11, 29, 12, 0, tzinfo=UTC))
         ledger = TrafficLedger(tmp_path / "traffic.json", wall, lambda _: None)
-        shifts = Shifts(OwnerLimits(upload_bytes_per_s=1e6), ledger, wall, lambda _: None)
+        sessions = Sessions(OwnerLimits(upload_bytes_per_s=1e6), ledger, wall, lambda _: None)
         plain = SimNetwork().network("us")
         for number in range(2):
-            async with shifts.shift(plain, asyncio.Event()) as (network, _):
-                assert isinstance(network, RateLimitedNetwork)
-                assert network.up.round_share == (0.5, 0.3)[number]
-                shifts.share_with_rounds("gossip", 0.3)  # the run file is known only once the network is open
-                assert network.up.round_share == network.down.round_share == 0.3
+            async with sessions.session(plain, asyncio.Event()) as (network, _):
+                assert isinstance(network, HookedNetwork)
+                hook = sessions._hook
+                assert hook is not None
+                assert hook.up.round_share == (0.5, 0.3)[number]
+                sessions.share_with_rounds("gossip", 0.3)  # the run file is known only once the network is open
+                assert hook.up.round_share == hook.down.round_share == 0.3
 
     run(main())
 
@@ -692,20 +686,20 @@ def test_a_spent_cap_ends_the_shift_and_the_next_month_begins_another(tmp_path: 
         them = hub.network("them")
         await them.serve("heavy", HEAVY, lambda conversation: conversation.receive())
         plain = hub.network("us")
-        shifts = Shifts(allowance, TrafficLedger(path, wall, said.append), wall, said.append)
-        await shifts.begin()
+        sessions = Sessions(allowance, TrafficLedger(path, wall, said.append), wall, said.append)
+        await sessions.begin()
         assert now() == 0.0
-        async with shifts.shift(plain, asyncio.Event()) as (network, leave):
+        async with sessions.session(plain, asyncio.Event()) as (network, leave):
             while not leave.is_set():
                 await network.publish("key", "us", b"", 10.0)
                 async with network.talk("them", "heavy", HEAVY) as conversation:
                     await conversation.send(Heavy(content=torch.zeros(1_000_000)))
                 await asyncio.sleep(5.0)
-        assert shifts.goes_on()
+        assert sessions.goes_on()
         spent = TrafficLedger(path, wall, said.append).spent
         assert 0.99 * 20_000_000 <= spent.total_bytes <= 36_000_000  # ten seconds between two looks
         # A restart remembers, and waits for the month to end.
-        again = Shifts(allowance, TrafficLedger(path, wall, said.append), wall, said.append)
+        again = Sessions(allowance, TrafficLedger(path, wall, said.append), wall, said.append)
         await again.begin()
         assert f"{wall():%Y-%m-%d}" == "2026-12-01"
         assert TrafficLedger(path, wall, said.append).spent.total_bytes == 0
@@ -760,7 +754,8 @@ def test_waiting_for_the_budget_is_not_silence() -> None:
             return NetworkSettings(run="run", listen=listen, timeouts=timeouts, bootstrap=bootstrap)
 
         async with Libp2pNetwork.open(chosen()) as there, Libp2pNetwork.open(chosen(*await there.addresses())) as here:
-            ours = RateLimitedNetwork(here, OwnerLimits(upload_bytes_per_s=rate, download_bytes_per_s=rate))
+            limits = LimitHook(OwnerLimits(upload_bytes_per_s=rate, download_bytes_per_s=rate))
+            ours = HookedNetwork(here, limits)
             await there.serve("load", SCHEMA, take_all)
             await ours.serve("load", SCHEMA, take_all)
             for network, peer in ((ours, there.peer_id), (there, here.peer_id)):
@@ -768,8 +763,8 @@ def test_waiting_for_the_budget_is_not_silence() -> None:
                     for _ in range(2):
                         await conversation.send(load)
                         assert (await conversation.receive()).count == len(load.content)
-            assert ours.up.passed_bytes > 2 * len(load.content)
-            assert ours.down.passed_bytes > 2 * len(load.content)
+            assert limits.up.passed_bytes > 2 * len(load.content)
+            assert limits.down.passed_bytes > 2 * len(load.content)
             return there.statistics() | here.statistics()
 
     counts = asyncio.run(main())

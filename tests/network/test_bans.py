@@ -17,10 +17,10 @@ from noloco_node.network.bans import (
     LONGEST_BAN_S,
     MOST_KNOWN,
     MOST_VIOLATIONS,
+    BanHook,
     BanList,
-    BanningNetwork,
 )
-from noloco_node.network.interface import Conversation
+from noloco_node.network.interface import Conversation, HookedNetwork
 from noloco_node.network.schema import MessageSpec, Schema, Violation
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
@@ -108,7 +108,7 @@ def test_a_hostile_peer_is_neither_served_nor_called_and_others_are() -> None:
                 raise Violation("a bad word")
             await conversation.send(Word("yes"))
 
-        victim = BanningNetwork(hub.network("victim"))
+        victim = HookedNetwork(hub.network("victim"), BanHook())
         await victim.serve("talk", SCHEMA, handler)
         others = {name: hub.network(name) for name in ("liar", "honest")}
         for network in others.values():
@@ -152,7 +152,7 @@ def test_what_a_callee_sends_counts_as_well() -> None:
                 raise Violation("a bad word")
 
         inner = hub.network("victim")
-        victim = BanningNetwork(inner)
+        victim = HookedNetwork(inner, BanHook())
 
         @asynccontextmanager
         async def talk(*_: Any) -> Any:

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
 
 from noloco_node.journal import events
-from noloco_node.network.interface import Conversation
+from noloco_node.network.interface import Conversation, HookedNetwork
 from noloco_node.network.schema import MessageSpec, Schema
 from noloco_node.network.timeouts import (
     DIALS,
     MOST_PEERS,
     AdaptiveTimeout,
-    AdaptiveTimeoutNetwork,
+    DialTimeouts,
     TimeoutBounds,
     deadline_s,
     observed,
@@ -100,7 +100,7 @@ async def echo(conversation: Conversation) -> None:
 def test_a_dial_into_the_dark_costs_what_is_usual_and_not_what_the_transport_allows() -> None:
     async def main() -> None:
         hub = SimNetwork(NetworkConditions(latency=Latency(mean_s=0.05)))
-        network, other = AdaptiveTimeoutNetwork(hub.network("a")), hub.network("b")
+        network, other = HookedNetwork(hub.network("a"), DialTimeouts()), hub.network("b")
         await other.serve("echo", SCHEMA, echo)
         loop = asyncio.get_running_loop()
 
@@ -130,7 +130,7 @@ def test_a_dial_into_the_dark_costs_what_is_usual_and_not_what_the_transport_all
 def test_a_slow_line_is_learnt_and_its_peer_reached() -> None:
     async def main() -> None:
         hub = SimNetwork(NetworkConditions(latency=Latency(mean_s=6.0)))
-        network, other = AdaptiveTimeoutNetwork(hub.network("a")), hub.network("b")
+        network, other = HookedNetwork(hub.network("a"), DialTimeouts()), hub.network("b")
         await other.serve("echo", SCHEMA, echo)
         refused = 0
         for _ in range(10):
@@ -183,7 +183,7 @@ def test_our_own_cancellation_is_nobody_s_fault() -> None:
             yield  # type: ignore[misc] # it is never reached
 
     async def main() -> None:
-        network = AdaptiveTimeoutNetwork(Never())  # type: ignore[arg-type] # nothing else of it is used
+        network = HookedNetwork(Never(), DialTimeouts())  # type: ignore[arg-type] # nothing else of it is used
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1.0), network.talk("b", "echo", SCHEMA):
                 pytest.fail("it opened")

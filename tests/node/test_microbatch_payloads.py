@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from noloco_node.network.send_turns import SendTurns
+from noloco_node.network.conversation_pool import SendTurns
 from noloco_node.network.wire import Violation
 from noloco_node.node.microbatch_calls import MicrobatchClient, MicrobatchServer
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
@@ -16,9 +16,8 @@ from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.protocols import gossip_schema, microbatch_schema
 from noloco_node.sim import clock
 from noloco_node.swarm.roster import Roster
-from pipeline.activations.codec import encode
-from pipeline.activations.formats import ACTIVATION_CODECS
-from pipeline.messages import Gradient, Microbatch
+from pipeline.activation_codec import encode
+from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch
 
 RUN = RunConfig(
     model=ModelConfig(architecture="llama"),

@@ -20,7 +20,7 @@ from limits import LAST_RESORT_S
 from memory_swarms import Peer, recipe, until
 from real_nodes import RealNodes
 
-from gossip.events import OuterStepTaken
+from gossip.interface import OuterStepTaken
 from gossip.rounds.rounds import Rounds
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
@@ -35,7 +35,7 @@ from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
-from noloco_node.state_sync.snapshot_choice import MOST_ASKED, asked_of
+from noloco_node.state_sync.starting_state import MOST_ASKED, asked_of
 from noloco_node.storage.checkpoint import Checkpoint, Counters, files, save
 from noloco_node.storage.checkpoint_store import KEPT, CheckpointStore
 from noloco_node.swarm.roster import PeerRecord, Roster
@@ -231,7 +231,7 @@ def test_a_stage_that_cannot_be_built_sends_the_mover_back_to_where_it_was(short
         await until(lambda: len(cast.of(mover, events.Moved)) == 2 and at_stage(mover) == 0)
         await cast.steps(mover, 3)
         assert mover.running
-        moving = mover.life.node._tenure.migration  # type: ignore[union-attr]
+        moving = mover.life.node.assignment.migration  # type: ignore[union-attr]
         assert moving._elsewhere() == (), "it does not try again"
         await cast.leave()
         return cast, mover

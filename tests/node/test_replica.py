@@ -9,8 +9,8 @@ import torch
 from memory_swarms import Peer, recipe, until
 from torch import Tensor
 
-from gossip.events import OuterStepTaken
 from gossip.exchange.messages import Parts, ReplicaState
+from gossip.interface import OuterStepTaken
 from gossip.transfer.chunks import HeldCopy
 from noloco_node.journal import events
 from noloco_node.sim.clock import run

@@ -12,7 +12,7 @@ from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import Watcher, World, simulate
-from pipeline.checks import spot_checks
+from pipeline import spot_checks
 from tests.explorer.attacks import Attack, TamperedStage
 
 

@@ -14,7 +14,7 @@ from memory_swarms import Peer, Text, recipe, until
 from msgspec import structs
 from torch import Tensor
 
-from gossip.events import OuterStepTaken
+from gossip.interface import OuterStepTaken
 from noloco_node.journal import events
 from noloco_node.planning.plan import plan
 from noloco_node.planning.plan_text import describe

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from pipeline.decoder_slice import Cut, Slice
 from pipeline.forward_pass import Masters, is_shortage
-from pipeline.inner_optimiser import Inner
+from pipeline.inner_step import Inner
 from pipeline.model_config import Prepared, family_config, prepare
 from pipeline.partition import build, cut
 from pipeline.stage import Stage, StageSettings

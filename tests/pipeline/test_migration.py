@@ -15,20 +15,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.migration import (
+from pipeline.placement import (
     DOUBLINGS,
     MOST_KEPT,
     MOST_READINGS,
     READINGS,
     MigrationState,
     OwnPlacement,
+    StageClaim,
     StagePace,
+    capacities,
     decide,
     may_move,
     movers,
     stay_s,
 )
-from pipeline.placement import StageClaim, capacities
 
 EVEN = (1.0, 1.0)
 PACE = StagePace.of(10.0)

@@ -16,17 +16,14 @@ from noloco_node.sim.clock import run
 from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
 from pipeline.next_stage import (
     ATTEMPTS,
-    MOST_HOPS_COUNTED,
     PATIENCE_S,
     Expired,
-    HopTotals,
     NextStage,
     NextStageClient,
     Wanted,
     within,
 )
-from pipeline.routing import Hop
-from pipeline.trust.suspects import TIMES_COST
+from pipeline.routing import MOST_KNOWN, TIMES_COST, Hop, HopTotals
 
 HIDDEN = torch.zeros(1, 2, 3)
 MICROBATCH = Microbatch(hidden=HIDDEN, targets=torch.zeros(1, 2, dtype=torch.int64), progress=0.1, budget_s=100.0)
@@ -447,10 +444,38 @@ def test_a_fault_of_our_own_is_not_swallowed() -> None:
 def test_totals_are_bounded() -> None:
     async def main() -> None:
         peers = Peers("", lambda *_: GRADIENT)
-        for number in range(MOST_HOPS_COUNTED + 10):
+        for number in range(MOST_KNOWN + 10):
             peers.hops = [Hop(f"p{number}")]
             await peers.ask()
-        assert len(peers.downstream.hop_totals) == MOST_HOPS_COUNTED
+        assert len(peers.downstream.hop_totals) == MOST_KNOWN
         assert "p9" not in peers.downstream.hop_totals
+
+    run(main())
+
+
+def test_the_time_of_a_check_is_not_the_replicas() -> None:
+    """A replica on trial whose gradient is checked for long is not late, and what the check returns is used."""
+
+    async def main() -> None:
+        better, checked = Gradient(hidden=HIDDEN + 1.0, loss=1.0, tokens=2), list[tuple[str, float, float]]()
+        unfit = Gradient(hidden=None, loss=1.0, tokens=2)
+        answers: list[Answer] = [GIVEN_UP, Refused(reason=Reason.FULL, retry_after_s=0.1), unfit]
+        peers = Peers("abcd", lambda *_: answers.pop(0) if answers else GRADIENT)
+
+        async def check(peer: str, sent: Microbatch, reply: Gradient, deadline_s: float) -> Gradient:
+            assert reply is GRADIENT
+            checked.append((peer, sent.budget_s, deadline_s))
+            await asyncio.sleep(50.0)
+            return better
+
+        ways = NextStageClient(hops=lambda: peers.hops, call=peers.call, check=check)
+        peers.downstream = NextStage(ways, Random(0))
+        assert await peers.ask() is better
+        assert checked == [(peers.called[-1], 97.0, 100.0)], "only what fits is checked"
+        peers.hops = [Hop(peer) for peer in "xy"]
+        for _ in range(2):
+            assert await peers.ask() is better
+        assert len(peers.calls) == 6, "the second of them is on trial, and no other is asked beside it"
+        assert list(peers.downstream._standing.reply_s.values()) == [1.0] * 3
 
     run(main())

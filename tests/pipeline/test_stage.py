@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from pipeline.activations.codec import decode, encode, seed_of
-from pipeline.activations.formats import ACTIVATION_CODECS
+from pipeline.activation_codec import decode, encode, seed_of
 from pipeline.decoder_slice import Cut
 from pipeline.forward_pass import PendingForward
-from pipeline.inner_optimiser import Inner, OptimiserState
-from pipeline.messages import Gradient
+from pipeline.inner_step import Inner, OptimiserState
+from pipeline.messages import ACTIVATION_CODECS, Gradient
 from pipeline.model_config import Prepared, family_config, prepare
 from pipeline.partition import build, cut
 from pipeline.stage import Stage, StageSettings

@@ -11,9 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from noloco_node.sim.clock import run
-from pipeline.admission_window import AdmissionWindow, Slot, WindowOutcome
+from pipeline.admission_window import AdmissionWindow, GradientTurns, Slot, TurnClaim, WindowOutcome
 from pipeline.messages import Reason, Refused
-from pipeline.window_turns import GradientTurns, TurnClaim
 
 OUTCOME = WindowOutcome(0.5, 1.0, 8)
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossip.rounds.local_steps import steps_per_round
+from gossip.rounds.round_schedule import steps_per_round
 from noloco_node.errors import Exit, UserError
 from noloco_node.planning.advice import MESSAGES
 from noloco_node.planning.message_sizes import PROBE_BYTES
@@ -23,7 +23,7 @@ from noloco_node.planning.plan_text import describe, report
 from noloco_node.run.config import RunConfig
 from noloco_node.run.presets import PRESETS, run_text
 from noloco_node.run.runfile import decode_run, validate
-from pipeline.inner_optimiser import Inner
+from pipeline.inner_step import Inner
 from pipeline.stage import Stage, StageSettings
 
 T = TypeVar("T")

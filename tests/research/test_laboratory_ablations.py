@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gossip.exchange.formats import Format, absolute, wire_bytes
-from gossip.exchange.int4_step import MARGIN, common_steps
+from gossip.exchange.swap import MARGIN, common_steps
 from gossip.rule.outer_step import Outer, OuterState, outer_step
+from gossip.settings import Format, absolute, wire_bytes
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.sim import clock
 from research.codec import coding_seconds, margins

@@ -13,19 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossip.exchange.formats import Format, absolute, wire_bytes
-from gossip.exchange.int4_step import common_steps
-from gossip.exchange.messages import NOTHING, PrefetchOffer, Probe, Weights
-from gossip.exchange.swap import PROBE, probe_coordinates
-from gossip.settings import OuterConfig
+from gossip.exchange.messages import NOTHING, Probe, ProposePrefetch, Weights
+from gossip.exchange.swap import PROBE, common_steps, probe_coordinates
+from gossip.settings import Format, OuterConfig, absolute, wire_bytes
 from noloco_node.network.schema import Schema, Violation
 from noloco_node.network.wire import FrameDecoder
 from noloco_node.network.wire import encode as frame
 from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.protocols import gossip_schema, microbatch_schema
-from pipeline.activations.codec import encode as encode_activations
-from pipeline.activations.formats import ACTIVATION_CODECS
-from pipeline.messages import Gradient, Microbatch
+from pipeline.activation_codec import encode as encode_activations
+from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch
 from research.codec.whole_sets import Encoded, decode, encode
 
 SHAPES = ((3, 5), (7,), (), (301,))
@@ -101,7 +98,7 @@ def test_weights_to_adopt_are_admitted_in_the_absolute_form(codec: Format) -> No
 def test_slow_weights_and_proposals_are_admitted_only_where_the_rule_needs_them(codec: Format) -> None:
     wire = coded(codec, 1)[0].wire
     both, alone = schema_of(codec, gamma=0.5), schema_of(codec)
-    for message in (Weights(fast=wire, slow=wire), PrefetchOffer()):
+    for message in (Weights(fast=wire, slow=wire), ProposePrefetch()):
         assert type(heard(message, both, both)) is type(message)
         with pytest.raises(Violation):
             heard(message, both, alone)

@@ -19,30 +19,26 @@ from limits import LAST_RESORT_S
 from msgspec import structs
 
 import gossip.rounds.meeting
-import gossip.rounds.offers
 import gossip.rounds.outer_optimiser
-import gossip.rounds.piecewise_step
 from benchmarks.structure.source import ROOT
 from gossip.exchange.codec import Coded
-from gossip.exchange.formats import Format
 from gossip.exchange.influence import InfluenceBound
-from gossip.exchange.messages import Declined, DeclineReason, Offer, Received
-from gossip.exchange.swap import Conversation
+from gossip.exchange.messages import Acknowledge, Decline, DeclineReason, Propose
+from gossip.interface import Conversation
 from gossip.rounds.matching import AnswerState
-from gossip.rounds.meeting import Meetings
-from gossip.rounds.outer_optimiser import OuterOptimiser
-from gossip.rounds.piecewise_step import Step
+from gossip.rounds.meeting import MeetingProtocol
+from gossip.rounds.outer_optimiser import OuterOptimiser, Step
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState, Tensors
+from gossip.settings import Format
+from noloco_node.node.assignment import Assignment, Ending
 from noloco_node.node.node import Node
 from noloco_node.node.replica import Replica
-from noloco_node.node.training import Ending, Training
 from noloco_node.sim.hardware.priced_stage import PricedStage
 from noloco_node.sim.scenario import faults
-from noloco_node.sim.scenario.scenario import Scenario, decode_scenario
+from noloco_node.sim.scenario.scenario import Scenario, decode_scenario, scenario_text
 from noloco_node.sim.scenario.setup import build_setup
-from noloco_node.sim.scenario.toml_writer import scenario_text
-from noloco_node.swarm.peer_records import PeerTable
+from noloco_node.swarm.stage_records import PeerTable
 from pipeline.admission_window import Slot
 from research.codec.whole_sets import decode
 from tests.explorer.attack_kinds import KINDS
@@ -285,14 +281,14 @@ def test_a_gate_shut_while_waiting_for_a_partner_is_found(monkeypatch: pytest.Mo
 
 
 def test_a_momentum_that_is_not_carried_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    move = gossip.rounds.piecewise_step.move
+    move = gossip.rounds.outer_optimiser.move
 
     def forgetful(state: OuterState, *rest: Any) -> OuterState:
         for momentum in state.momentum:
             momentum.zero_()
         return move(state, *rest)
 
-    monkeypatch.setattr(gossip.rounds.piecewise_step, "move", forgetful)
+    monkeypatch.setattr(gossip.rounds.outer_optimiser, "move", forgetful)
     assert first_broken(lambda scenario: with_outer(scenario, alpha=0.5, momentum_period=1)).kind == "pair"
 
 
@@ -312,13 +308,13 @@ def test_a_side_that_uses_its_exact_weights_is_found(monkeypatch: pytest.MonkeyP
 
 
 def test_a_momentum_that_survives_adoption_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    adopt = gossip.rounds.piecewise_step._adopt
+    adopt = gossip.rounds.outer_optimiser._adopt
 
     def clinging(theirs: Coded, snapshot: Tensors, state: OuterState, *rest: Any) -> OuterState:
         momentum = tuple(m.clone() for m in state.momentum)
         return adopt(theirs, snapshot, state, *rest)._replace(momentum=momentum)
 
-    monkeypatch.setattr(gossip.rounds.piecewise_step, "_adopt", clinging)
+    monkeypatch.setattr(gossip.rounds.outer_optimiser, "_adopt", clinging)
     broken = first_broken(lambda scenario: with_outer(scenario, staleness_at_most=1))
     assert broken.kind == "rule"
     assert "kept its momentum" in broken.sentence
@@ -347,20 +343,20 @@ def test_a_peer_that_is_deaf_to_leave_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_peer_that_finishes_first_when_asked_to_leave_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes no further step, but stays until the others have come to the end."""
-    run = Training.run
+    train = Assignment.train
 
-    async def stays(self: Training, replica: Replica, leave: asyncio.Event, *rest: Any, moves: bool) -> Ending:
+    async def stays(self: Assignment, leave: asyncio.Event) -> Ending:
         async def close() -> None:
             await leave.wait()
-            replica.admission.close()
+            self.replica.admission.close()
 
         async with asyncio.TaskGroup() as group:
             closing = group.create_task(close())
-            ending = await run(self, replica, asyncio.Event(), *rest, moves=moves)
+            ending = await train(self, asyncio.Event())
             closing.cancel()
         return ending
 
-    monkeypatch.setattr(Training, "run", stays)
+    monkeypatch.setattr(Assignment, "train", stays)
     assert "was asked to leave" in first_broken().sentence
 
 
@@ -374,7 +370,7 @@ def test_a_correction_that_is_not_applied_is_found(monkeypatch: pytest.MonkeyPat
 def test_a_last_receipt_that_is_never_sent_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The asked steps and says nothing; the asker gives up and says nothing either."""
     monkeypatch.setattr(gossip.rounds.meeting, "conclude", _conclude_without_last_word)
-    monkeypatch.setattr(Meetings, "_lose", lambda meetings, *_: meetings._round_state.end_meeting())
+    monkeypatch.setattr(MeetingProtocol, "_lose", lambda meetings, *_: meetings._round_state.end_meeting())
     broken = first_broken()
     assert broken.kind == "pair"
     assert "neither stepped nor lost the exchange" in broken.sentence
@@ -384,13 +380,13 @@ async def _conclude_without_last_word(
     conversation: Conversation, commit: Callable[[], Awaitable[None]], *, asked: bool
 ) -> None:
     if not asked:
-        await conversation.send(Received())
+        await conversation.send(Acknowledge())
     await conversation.receive()
     await commit()
 
 
-def hopes(standing: AnswerState, sender: str, offer: Offer) -> Declined:
-    return Declined(reason=DeclineReason.HOPING, retry_after_s=1.0, round=standing.round)
+def hopes(standing: AnswerState, sender: str, offer: Propose) -> Decline:
+    return Decline(reason=DeclineReason.HOPING, retry_after_s=1.0, round=standing.round)
 
 
 async def asks_nobody(self: Rounds) -> None:
@@ -399,7 +395,7 @@ async def asks_nobody(self: Rounds) -> None:
 
 @pytest.mark.parametrize(
     ("owner", "name", "bug"),
-    [(gossip.rounds.offers, "answer", hopes), (Rounds, "run", asks_nobody)],
+    [(gossip.rounds.meeting, "answer", hopes), (Rounds, "run", asks_nobody)],
     ids=["hopes", "silent"],
 )
 def test_a_swarm_in_which_nobody_meets_is_found(

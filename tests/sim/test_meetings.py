@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossip.events import OuterStepTaken
-from gossip.exchange.formats import Format
-from gossip.settings import OuterConfig
+from gossip.interface import OuterStepTaken
+from gossip.settings import Format, OuterConfig
 from tests.explorer.meetings import MeetingChecker, MeetingSide
 
 # Just above a power of two bfloat16 rounds most coarsely, beside a value's size.

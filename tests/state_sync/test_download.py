@@ -18,8 +18,8 @@ from state_copies import LIKE, SHAPES, of_parts, same, state
 from toy_gossip import at_once
 
 from benchmarks.robustness.kill_download import kill_many
-from gossip.events import OuterStepTaken
 from gossip.exchange.messages import Parts, ReplicaState
+from gossip.interface import OuterStepTaken
 from gossip.transfer.donor import Donor, DonorLimits
 from noloco_node.journal import events as journal_events
 from noloco_node.machine.interface import Reporter, StageModel
@@ -38,7 +38,7 @@ from noloco_node.state_sync.download import (
     progress_line,
     waiting_line,
 )
-from noloco_node.storage.partial_download import PartialDownloadFile
+from noloco_node.storage.transfer_files import PartialDownloadFile
 from noloco_node.swarm.membership import Membership
 from noloco_node.terminal import Bar, say
 

@@ -23,7 +23,7 @@ from msgspec import structs
 from real_nodes import RealNodes
 
 from gossip.exchange.messages import Manifest, Parts, StateRequest
-from gossip.rule.staleness import ROUND_BOUND
+from gossip.rule.shares import ROUND_BOUND
 from noloco_node.journal import events as journal_events
 from noloco_node.machine.interface import Reporter
 from noloco_node.node.node_context import NodeOptions
@@ -34,10 +34,12 @@ from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.state_sync import snapshot_keeper
-from noloco_node.state_sync.manifests import SNAPSHOT, WeightsOf, ask_manifests
+from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, ask_manifests
 from noloco_node.state_sync.replica_mean import ReplicaSummary
-from noloco_node.state_sync.snapshot_choice import (
+from noloco_node.state_sync.snapshot_keeper import next_stage, possible
+from noloco_node.state_sync.starting_state import (
     ATTEMPTS,
+    FAR,
     MOST_TIMES,
     NORM_FACTOR,
     RunReach,
@@ -46,12 +48,10 @@ from noloco_node.state_sync.snapshot_choice import (
     reached,
     verify_snapshot,
 )
-from noloco_node.state_sync.snapshot_keeper import next_stage, possible
-from noloco_node.state_sync.starting_loss import FAR
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.storage.checkpoint_store import KEPT_SNAPSHOTS, SnapshotDirectory
-from noloco_node.swarm.peer_records import CLOCK_S
 from noloco_node.swarm.roster import PeerRecord, Roster
+from noloco_node.swarm.stage_records import CLOCK_S
 from noloco_node.tasks import background
 
 # What is decided.

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.state_sync.starting_loss import FAR, JUDGED, JUDGEMENTS, LEAST_OTHERS, StartingLoss
+from noloco_node.state_sync.starting_state import FAR, JUDGED, JUDGEMENTS, LEAST_OTHERS, StartingLoss
 
 USUAL = 3.0
 honest = st.floats(USUAL / FAR**0.4, USUAL * FAR**0.4)

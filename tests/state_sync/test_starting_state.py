@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from toy_gossip import Toy, ToySettings, World
 
-from gossip.events import OuterStepTaken, PartnerTooStale
-from gossip.exchange.formats import Format
 from gossip.exchange.messages import Manifest, Piece, ReplicaState
-from gossip.interface import Origin
+from gossip.interface import Origin, OuterStepTaken, PartnerTooStale
 from gossip.rule.outer_step import OuterState
-from gossip.rule.staleness import ROUND_BOUND
-from gossip.settings import OuterConfig
+from gossip.rule.shares import ROUND_BOUND
+from gossip.settings import Format, OuterConfig
 from gossip.transfer.chunks import cut, listed
 from noloco_node.errors import UserError
 from noloco_node.journal.reader import read

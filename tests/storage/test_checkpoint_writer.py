@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from noloco_node.sim.clock import run
 from noloco_node.storage.checkpoint import Checkpoint, Counters
-from noloco_node.storage.checkpoint_writer import SHARE, CheckpointWriter, LastCheckpoint, checkpoint_due
+from noloco_node.storage.checkpoint_store import SHARE, CheckpointWriter, LastCheckpoint, checkpoint_due
 
 
 def checkpoint(round: int) -> Checkpoint:

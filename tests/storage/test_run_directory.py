@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -13,9 +14,8 @@ from hypothesis import strategies as st
 from noloco_node.errors import Exit, UserError
 from noloco_node.storage.checkpoint import KEPT, Checkpoint, Counters, files, load_latest, save
 from noloco_node.storage.checkpoint_store import CheckpointStore, SnapshotDirectory
-from noloco_node.storage.home import Home, RunPaths
-from noloco_node.storage.run_directory import beside, enter, tokenizer_places
-from noloco_node.swarm.run_history import RunHistory
+from noloco_node.storage.home import Home, HomePaths, RunPaths
+from noloco_node.swarm.run_distribution import RunHistory
 
 RUNS = ("a" * 64, "b" * 64)
 
@@ -41,15 +41,15 @@ def test_the_newest_weights_of_each_run_and_stage_stay(
     last: dict[tuple[str, int], int] = {}
     with Home.open(tmp_path_factory.mktemp("home")) as home:
         for number, (run, stage) in enumerate(lives):
-            paths = enter(home, run)
+            paths = home.enter(run)
             store = CheckpointStore(paths.checkpoint, paths.snapshots, run, "me", pytest.fail)
-            store._set_aside(stage)
+            asyncio.run(store.set_aside(stage))
             for step in range(10 * number, 10 * number + KEPT + 1):
                 save(paths.checkpoint, checkpoint(run, step, stage))
             last[run, stage] = 10 * number + KEPT
         for (run, stage), step in last.items():
             paths = home.run(run)
-            found = CheckpointStore(paths.checkpoint, paths.snapshots, run, "me", pytest.fail)._load(stage)
+            found = asyncio.run(CheckpointStore(paths.checkpoint, paths.snapshots, run, "me", pytest.fail).load(stage))
             assert found is not None
             assert found.counters.inner_steps == step
 
@@ -90,7 +90,7 @@ def test_each_file_of_an_old_home_goes_to_its_run(tmp_path: Path) -> None:
     with Home.open(tmp_path) as home:
         for _ in range(2):
             for run in RUNS:
-                paths = enter(home, run)
+                paths = home.enter(run)
                 assert steps(paths, run) == [2]
                 assert len(files(paths.checkpoint)) == 2
                 kept = SnapshotDirectory(paths.snapshots, run)._directory / "1"
@@ -98,13 +98,17 @@ def test_each_file_of_an_old_home_goes_to_its_run(tmp_path: Path) -> None:
                 assert [path.name for path in paths.partial_download.iterdir()] == [f"{run[:32]}-1.pieces"]
                 assert (paths.weights / "file").read_bytes() == b"weights"
                 assert (paths.tokenizer / "file").read_bytes() == b"tokenizer"
-                assert tokenizer_places(tmp_path, run)[0] == tokenizer_places(paths.path, run)[2] == paths.tokenizer
+                assert (
+                    HomePaths(tmp_path).tokenizers_of(run)[0]
+                    == HomePaths(paths.path).tokenizers_of(run)[2]
+                    == paths.tokenizer
+                )
             assert RunHistory(home.run(RUNS[1]).run_history, RUNS[1], pytest.fail).progress == 0.5
             assert home.run(RUNS[1]).ticket.read_bytes().endswith(b"signed")
             # What names no run stays: nobody knows whose it is.
             assert [path.name for path in files(tmp_path / "checkpoint")] == ["00000009-0000000009.safetensors"]
             assert len(files(tmp_path / "snapshots" / "2")) == 1
-        others = beside(home.run(RUNS[0]))
+        others = home.run(RUNS[0]).other_runs()
     assert others.number == 1
     assert others.size_bytes > 0
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["a name"]
@@ -122,7 +126,7 @@ def test_a_disk_that_refuses_is_said_and_nothing_is_lost(tmp_path: Path, monkeyp
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", refuse)
             with pytest.raises(UserError, match="cannot use the home") as caught:
-                enter(home, RUNS[0])
+                home.enter(RUNS[0])
         assert caught.value.code is Exit.STORAGE
         assert {path.name for path in tmp_path.rglob("*.safetensors")} == before
-        assert steps(enter(home, RUNS[0]), RUNS[0]) == [2]
+        assert steps(home.enter(RUNS[0]), RUNS[0]) == [2]

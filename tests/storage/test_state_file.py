@@ -18,7 +18,7 @@ from gossip.transfer.chunks import CopyInMemory, cut
 from gossip.transfer.donor import ABANDONED_S, Donor
 from noloco_node.sim.clock import run
 from noloco_node.storage import atomic_file
-from noloco_node.storage.state_file import StateFile
+from noloco_node.storage.transfer_files import StateFile
 
 SPANS = cut([torch.empty(shape, device="meta").numel() * 4 for shape in SHAPES])
 STATES = {

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from noloco_node.storage import tensor_file
-from noloco_node.storage.tensor_file import Array, Lazy, bytes_of
+from noloco_node.storage import atomic_file
+from noloco_node.storage.atomic_file import Array, Lazy, bytes_of
 
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "as it is": lambda tensor: tensor,
@@ -24,7 +24,7 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_bytes_are_those_of_the_values(
     form: Callable[[Tensor], Tensor], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_file, "AT_ONCE", at_once)
+    monkeypatch.setattr(atomic_file, "AT_ONCE", at_once)
     tensor = form(torch.randn(5, 9, generator=torch.Generator().manual_seed(1)))
     array = Array("any", "F32", tuple(tensor.shape), bytes_of(tensor))
     chunks = list(array.chunks())

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from noloco_node.admission.admission_hook import AdmissionHook
+from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.ticket import MEMBER, encode, grant
+from noloco_node.network.interface import HookedNetwork, PeerNetwork
 
 RUN = "5" * 64
 NOW_S = 1_800_000_000
@@ -24,3 +27,8 @@ OWNER = public(0)
 def member(number: int, until: int = NOW_S + 10**6) -> bytes:
     """Return a ticket that the owner has signed for a peer."""
     return encode((grant(key(0), RUN, MEMBER, until, public(number)),))
+
+
+def admitted(network: PeerNetwork, state: AdmissionState, ticket: bytes) -> HookedNetwork:
+    """Return the network of the holder of a ticket."""
+    return HookedNetwork(network, AdmissionHook(network, state, ticket))

@@ -10,16 +10,15 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any, TypeVar
 
 import torch
 
-from gossip.events import Event, MeetingLost, OuterStepTaken
-from gossip.exchange.formats import Format
-from gossip.interface import Candidate, Origin, RoundContext, RoundTimeouts
+from gossip.interface import Candidate, Event, MeetingLost, Origin, OuterStepTaken, RoundContext
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState, Tensors
-from gossip.settings import OuterConfig
+from gossip.settings import Format, OuterConfig, RoundTimeouts
 
 T = TypeVar("T")
 
@@ -30,6 +29,11 @@ Tamper = Callable[[str, str, Any], Any]
 
 def honest(sender: str, receiver: str, message: Any) -> Any:
     return message
+
+
+def changed(by: str, kind: type | UnionType, change: Callable[[Any], Any]) -> Tamper:
+    """Change the messages of this kind that one peer sends."""
+    return lambda sender, receiver, message: change(message) if sender == by and isinstance(message, kind) else message
 
 
 class Line:

@@ -7,13 +7,20 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from admission_keys import NOW_S, OWNER, key, public
+from admission_keys import NOW_S, OWNER, admitted, key, public
 
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_state import AdmissionState
-from noloco_node.admission.admitted_network import AdmittedNetwork
-from noloco_node.admission.peer_keys import KEY_HEADER, peer_of
-from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, encode_list, grant, signed_list
+from noloco_node.admission.ticket import (
+    KEY_HEADER,
+    MEMBER,
+    InviteCredential,
+    Right,
+    encode_list,
+    grant,
+    peer_of,
+    signed_list,
+)
 from noloco_node.admission.ticket_service import TicketService, TicketSigner, is_work, work
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import PeerNetwork
@@ -44,11 +51,12 @@ class Hosted:
     async def open(self) -> None:
         signer = TicketSigner(key(0))
         ticket = signer.ticket(self.digest, BOOTSTRAP, MEMBER, NOW_S + 9999)
-        network = AdmittedNetwork(self.hub.network(BOOTSTRAP), self.state, ticket)
+        bare = self.hub.network(BOOTSTRAP)
+        network = admitted(bare, self.state, ticket)
         await network.serve(TOPIC, SCHEMA, self.recipe.serve)
         if self.recipe.run.admission.rule == "open":
             service = TicketService(self.state, signer, lambda: NOW_S)
-            await network.serve_all(ticket_service.TOPIC, ticket_service.SCHEMA, service.answer)
+            await bare.serve(ticket_service.TOPIC, ticket_service.SCHEMA, service.answer)
 
     async def enter(
         self, number: int, credential: InviteCredential | None, rights: Right, home: Path | None = None

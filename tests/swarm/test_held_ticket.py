@@ -9,14 +9,23 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from admission_keys import NOW_S, OWNER, key, public
+from admission_keys import NOW_S, OWNER, admitted, key, public
 
 from noloco_node.admission import ticket_service
+from noloco_node.admission.admission_hook import GRACE_S
 from noloco_node.admission.admission_state import AdmissionState
-from noloco_node.admission.admitted_network import GRACE_S, AdmittedNetwork
 from noloco_node.admission.owner_files import IssuedEntry, MemberList, save_members
-from noloco_node.admission.peer_keys import KEY_HEADER, peer_of
-from noloco_node.admission.ticket import LOOK_S, MEMBER, InviteCredential, Right, encode_list, grant, signed_list
+from noloco_node.admission.ticket import (
+    KEY_HEADER,
+    LOOK_S,
+    MEMBER,
+    InviteCredential,
+    Right,
+    encode_list,
+    grant,
+    peer_of,
+    signed_list,
+)
 from noloco_node.admission.ticket_service import TicketService, TicketSigner, is_work, work
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.conversation_pool import ConversationPool
@@ -55,9 +64,8 @@ class OwnedRun:
 
     async def open(self) -> None:
         signer = TicketSigner(key(0))
-        network = AdmittedNetwork(
-            self.hub.network(self.door), self.state, signer.ticket(self.digest, self.door, MEMBER, NOW_S + 10**9)
-        )
+        bare = self.hub.network(self.door)
+        network = admitted(bare, self.state, signer.ticket(self.digest, self.door, MEMBER, NOW_S + 10**9))
         named = None if self.rule == "open" else lambda found: self.named.get(found, 0)
         service = TicketService(
             self.state,
@@ -71,7 +79,7 @@ class OwnedRun:
             self.asked.append(conversation.peer)
             await service.answer(conversation)
 
-        await network.serve_all(ticket_service.TOPIC, ticket_service.SCHEMA, answer)
+        await bare.serve(ticket_service.TOPIC, ticket_service.SCHEMA, answer)
         await network.serve(TOPIC, SCHEMA, self.recipe.serve)
         await network.serve("state/0", SCHEMA, echo)
 
@@ -218,8 +226,8 @@ def test_a_node_that_slept_over_the_end_of_its_ticket_asks_for_another_and_goes_
         owned.jumped_s = 4.0 * DAY_S
         assert await network.read_all(["roster"]) == [{}]
         assert len(owned.asked) == 1
-        assert way.held is not None
-        assert way.held.until == NOW_S + 100 * DAY_S
+        assert way.admission is not None
+        assert way.admission.held.until == NOW_S + 100 * DAY_S
 
     played("listed", play)
 
@@ -264,8 +272,8 @@ def test_a_full_disk_costs_the_kept_ticket_and_not_the_node(tmp_path: Path, monk
         monkeypatch.setattr(access, "say", said.append)
         async with background(way.renew(lambda _: None)):
             await asyncio.sleep(10 * DAY_S)
-        assert way.held is not None
-        assert way.held.until > NOW_S + 300 * DAY_S
+        assert way.admission is not None
+        assert way.admission.held.until > NOW_S + 300 * DAY_S
 
     played("open", play)
     assert len(said) == 1
@@ -340,8 +348,8 @@ def test_a_delegate_warns_for_days_and_goes_on_where_the_owner_prolongs_it(
             if prolonged:
                 assert await network.read_all(["roster"]) == [{}]
                 await owned.enter(PEER, newcomer)
-                assert newcomer.held is not None
-                assert newcomer.held.until == NOW_S + 90 * DAY_S
+                assert newcomer.admission is not None
+                assert newcomer.admission.held.until == NOW_S + 90 * DAY_S
             else:
                 with pytest.raises(UserError) as caught:
                     await network.read_all(["roster"])

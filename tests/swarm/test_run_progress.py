@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.membership import roster_of
-from noloco_node.swarm.peer_records import CLOCK_ERROR_S
+from noloco_node.swarm.receipts import SOURCE_LIFETIME_S, RunProgress, SourceCount, SourceRecord, counted
 from noloco_node.swarm.roster import PeerRecord, Roster
-from noloco_node.swarm.run_progress import SOURCE_LIFETIME_S, RunProgress, SourceCount, SourceRecord, counted
+from noloco_node.swarm.run_samples import run_over
+from noloco_node.swarm.stage_records import CLOCK_ERROR_S
 from noloco_node.units import LARGEST_COUNT
 
 FORGOTTEN_S = 2 * (SOURCE_LIFETIME_S + CLOCK_ERROR_S)
@@ -105,3 +106,9 @@ def test_a_source_is_at_work_or_finished(state: PeerState, finished: bool, count
 def test_our_own_samples_are_not_those_of_others() -> None:
     roster = make([[]], a=source(8, first=3), me=source(5, first=4))
     assert (roster.run_samples, roster.own_samples, roster.others_samples, roster.first_samples) == (13, 5, 8, 3)
+
+
+def test_a_run_is_over_when_most_sources_say_so_and_never_by_silence() -> None:
+    assert [run_over(4, finished) for finished in range(5)] == [False, False, False, True, True]
+    assert not run_over(0, 0)
+    assert run_over(1, 1)

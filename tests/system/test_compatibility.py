@@ -16,7 +16,6 @@ from compatibility import agreements, everything, files, messages, product, simu
 from compatibility.recorded import RECORDED, TOLERANCE, read, unlike, written
 from typer.testing import CliRunner
 
-from noloco_node.storage import run_directory
 from research.codec.whole_sets import decode
 
 HOME, PARTS = RECORDED / "home", RECORDED / "parts"
@@ -135,7 +134,7 @@ def test_a_home_of_then_is_opened(home: Path) -> None:
     with product.Home.open(home) as opened:
         opened.keep_run_file(opened.run_file.read_text())
         assert product.Recipe(opened.run_file.read_text(), "the home").digest == files.recipe().digest
-        assert product.identity.ensure_identity(opened.identity)
+        assert product.settings.ensure_identity(opened.identity)
         ledger = product.Ledger(home / "traffic.json", lambda: files.NOW, files.unheard)
         assert (ledger.spent.sent_bytes, ledger.spent.received_bytes) == (123_456, 654_321)
         then = files.files_below(HOME) | {"lock": b""}
@@ -170,7 +169,7 @@ def test_a_home_of_then_goes_on_in_the_directory_of_its_run(home: Path) -> None:
     digest, before = files.recipe().digest, {path.name for path in home.rglob("*") if path.is_file()}
     for _ in range(2):
         with product.Home.open(home) as opened:
-            paths = run_directory.enter(opened, digest)
+            paths = opened.enter(digest)
         assert {path.name for path in home.rglob("*") if path.is_file()} == before
         assert {path.name for path in home.iterdir()} == {
             "identity.key", "journal.1.jsonl", "journal.jsonl", "lock", "run.toml", "runs", "traffic.json"

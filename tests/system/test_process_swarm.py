@@ -23,11 +23,11 @@ from process_swarm import LOCAL, host, is_finished, join, look, peer, run_file, 
 from processes import Command, Commands
 from typer.testing import CliRunner
 
-from gossip.events import OuterStepTaken
+from gossip.interface import OuterStepTaken
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit
 from noloco_node.journal.events import Finished, Hops, InnerStep, Lost, Started, Traffic
-from noloco_node.libp2p.endpoint.settings import TimeoutSettings
+from noloco_node.libp2p.settings import TimeoutSettings
 from noloco_node.swarm import invite as invites
 
 pytestmark = pytest.mark.network

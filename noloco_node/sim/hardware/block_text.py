@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from noloco_node.data.blocks import open_blocks
+from noloco_node.data.blocks import open_blocks, shuffled
 from noloco_node.data.encoding import check_vocabulary
-from noloco_node.data.shuffled_blocks import shuffled
 from noloco_node.run.config import RunConfig
 
 

@@ -15,7 +15,7 @@ from weakref import WeakSet
 from torch import Tensor
 
 from noloco_node.machine.interface import StageModel
-from pipeline.inner_optimiser import OptimiserState, StepReport
+from pipeline.inner_step import OptimiserState, StepReport
 from pipeline.messages import Gradient
 from pipeline.worker import WorkerForward
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.inner_optimiser import OptimiserState, StepReport
+from pipeline.inner_step import OptimiserState, StepReport
 from pipeline.messages import Gradient
 
 SIZE = 8

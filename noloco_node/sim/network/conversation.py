@@ -23,7 +23,8 @@ import inspect
 from collections import Counter
 from typing import Any
 
-from noloco_node.network.interface import VIOLATION_GRACE_S, ConversationEnded
+from noloco_node.network import wire
+from noloco_node.network.interface import VIOLATION_GRACE_S, ConversationEnded, Pace
 from noloco_node.network.schema import Schema, Violation
 from noloco_node.sim.network.bandwidth import AccessLine
 from noloco_node.sim.network.link_model import SILENCE_S
@@ -89,6 +90,8 @@ class StreamEnd:
         self._waiter: asyncio.Future[None] | None = None
         self._broken: tuple[type[ConnectionError], str] | None = None
         self._peer_ended = self._left = False
+        self._up: Pace | None = None
+        self._down: Pace | None = None
         self._outbox: Outbox | None = None
         self._silence: asyncio.TimerHandle | None = None
 
@@ -114,8 +117,14 @@ class StreamEnd:
         """Whether both ends are open, and no message waits."""
         return not (self.is_over or self._peer_ended or self._inbox)
 
+    def limit(self, up: Pace | None, down: Pace | None) -> None:
+        """See `interface.Conversation.limit`."""
+        self._up, self._down = up, down
+
     async def send(self, message: Any) -> None:
         """Hand one message over; the module says when this suspends."""
+        if self._up is not None:
+            await self._admitted(self._up, message)
         self._check()
         medium, state = self._medium, self._medium.state
         size = medium.size_bytes(message, self.topic)
@@ -139,6 +148,19 @@ class StreamEnd:
 
     async def receive(self) -> Any:
         """Return the next message."""
+        if self._down is not None:
+            await self._wait_for_message()
+            await self._admitted(self._down, self._inbox[0])
+        if not self._inbox:
+            await self._wait_for_message()
+        return self._inbox.pop(0)
+
+    async def _admitted(self, pace: Pace, message: Any) -> None:
+        """Return when a message may pass, with the bytes that it has over libp2p."""
+        size = wire.message_bytes(message, self.schema)
+        await pace.admit(size, size)
+
+    async def _wait_for_message(self) -> None:
         while not self._inbox:
             self._check()
             if self._waiter is not None:
@@ -148,7 +170,6 @@ class StreamEnd:
                 await self._waiter
             finally:
                 self._waiter = None
-        return self._inbox.pop(0)
 
     def _check(self) -> None:
         if self._broken is not None:
@@ -198,7 +219,7 @@ class StreamEnd:
             self._close()
             self._discard_messages()
             if kind is Violation:
-                # As in `libp2p.streams.switchboard`: a handler that waits for that very message learns what it was.
+                # As in `libp2p.switchboard`: a handler that waits for that very message learns what it was.
                 asyncio.get_running_loop().call_later(VIOLATION_GRACE_S, self._host.stop_handler, self)
             else:
                 self._host.stop_handler(self)

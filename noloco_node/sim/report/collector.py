@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from gossip.events import OuterStepTaken
+from gossip.interface import OuterStepTaken
 from noloco_node.journal import events
 from noloco_node.observe.bottleneck import Cause
 from noloco_node.run.peer_state import PeerState

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 
-from gossip.exchange.formats import Format, absolute, wire_bytes
+from gossip.settings import Format, absolute, wire_bytes
 from research.laboratory.experiments.cell import Cell, Speeds
 
 LATENCY_S = 0.1

@@ -18,17 +18,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossip.exchange.formats import Format
-from gossip.settings import OuterConfig
-from noloco_node.data.blocks import SMALLEST_PIECE_BYTES, Blocks, open_blocks
+from gossip.settings import Format, OuterConfig
+from noloco_node.data.blocks import SMALLEST_PIECE_BYTES, Blocks, open_blocks, shuffled
 from noloco_node.data.encoding import open_encoder
 from noloco_node.data.file_documents import FileDocuments, ReadingOrder, TextRange, pieces_of, stdlib_files
-from noloco_node.data.shuffled_blocks import shuffled
 from noloco_node.export.held_out_loss import validation_loss
 from noloco_node.node.replica_context import rate_schedule
 from noloco_node.planning.model_layout import ModelLayout, make_stage
 from noloco_node.run.config import DataConfig, InnerConfig, ModelConfig, PipelineConfig, RunConfig
-from pipeline.schedule import Schedule
+from pipeline.inner_step import Schedule
 from pipeline.stage import Stage
 from research.laboratory.experiments.cell import Cell, Corpus
 

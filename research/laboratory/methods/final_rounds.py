@@ -10,12 +10,10 @@ from __future__ import annotations
 import asyncio
 from random import Random
 
-from gossip.exchange.formats import Format
-from gossip.exchange.swap import Compute
-from gossip.rounds.outer_optimiser import OuterOptimiser
-from gossip.rounds.piecewise_step import Step
+from gossip.interface import Compute
+from gossip.rounds.outer_optimiser import OuterOptimiser, Step
 from gossip.rule.outer_step import OuterState, Tensors
-from gossip.settings import OuterConfig
+from gossip.settings import Format, OuterConfig
 from pipeline.stage import Stage
 from research.laboratory.experiments.hardware_model import exchange_s
 from research.laboratory.methods.replicas import Replica, Swarm

@@ -14,11 +14,11 @@ from random import Random
 import torch
 from torch import Tensor
 
-from gossip.rounds.local_steps import steps_per_round
+from gossip.rounds.round_schedule import steps_per_round
 from gossip.rule.outer_step import Tensors
 from noloco_node.planning.model_layout import ModelLayout, model_layout
 from noloco_node.run.config import RunConfig
-from pipeline.schedule import learning_rate
+from pipeline.inner_step import learning_rate
 from pipeline.stage import Stage
 from research.laboratory.experiments.cell import Cell, Point
 from research.laboratory.experiments.hardware_model import step_seconds

@@ -18,7 +18,7 @@ from random import Random
 
 import torch
 
-from gossip.rounds.local_steps import dynamic_steps
+from gossip.rounds.round_schedule import dynamic_steps
 from gossip.rule.outer_step import Outer, OuterState, outer_step, pseudo_gradient
 from research.laboratory.experiments.hardware_model import all_gather, all_reduce, exchange_s
 from research.laboratory.methods.coded_mean import CodedMean

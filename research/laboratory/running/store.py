@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SOURCES = (
     "gossip/**/*.py",
     "pipeline/stage.py",
-    "pipeline/inner_optimiser.py",
+    "pipeline/inner_step.py",
     "research/laboratory/methods/*.py",
     "research/laboratory/experiments/hardware_model.py",
     "research/laboratory/experiments/task.py",

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossip.exchange.codec import Feedback, Sides, encode
-from gossip.exchange.formats import Format
 from gossip.exchange.influence import (
     CLIP,
     LEAST_ALIKE,
@@ -27,8 +26,9 @@ from gossip.exchange.influence import (
 )
 from gossip.exchange.messages import Implausible
 from gossip.exchange.swap import norm
-from gossip.rounds.piecewise_step import Owed, Rule, Step, take_step
+from gossip.rounds.outer_optimiser import Owed, Rule, Step, take_step
 from gossip.rule.outer_step import UNDELAYED, Outer, OuterState, Tensors, pseudo_gradient, step_pair
+from gossip.settings import Format
 
 SHAPES = ((20, 40), (300,))
 OUTER = Outer(alpha=0.0, beta=1.0, gamma=1.0)

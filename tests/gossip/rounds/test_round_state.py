@@ -10,10 +10,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from toy_gossip import ToySettings, at_once
 
-from gossip.events import OuterStepTaken
-from gossip.interface import Candidate, Origin, RoundContext
-from gossip.rounds.outer_optimiser import Snapshot
-from gossip.rounds.piecewise_step import Step
+from gossip.interface import Candidate, Origin, OuterStepTaken, RoundContext
+from gossip.rounds.outer_optimiser import Snapshot, Step
 from gossip.rounds.round_state import Closed, InMeeting, Open, PendingStep, Phase, RoundState
 from gossip.rule.outer_step import OuterState
 from noloco_node.sim.clock import run
@@ -141,7 +139,7 @@ def test_who_leaves_opens_nothing_and_is_not_between_rounds() -> None:
     async def main() -> None:
         state = closed()
         assert state.between_rounds
-        state.refuse_offers()
+        state.refuse_proposals()
         assert not state.between_rounds
         with pytest.raises(RuntimeError, match="leaving"):
             state.open(SNAPSHOT)
@@ -150,10 +148,10 @@ def test_who_leaves_opens_nothing_and_is_not_between_rounds() -> None:
 
 
 @hypothesis_settings(deadline=None)
-@given(st.lists(st.sampled_from((*TRANSITIONS, "refuse_offers", "ask", "note_answer")), max_size=40))
+@given(st.lists(st.sampled_from((*TRANSITIONS, "refuse_proposals", "ask", "note_answer")), max_size=40))
 def test_no_sequence_of_events_breaks_the_invariants(events: list[str]) -> None:
     others: dict[str, Callable[[RoundState], object]] = {
-        "refuse_offers": RoundState.refuse_offers,
+        "refuse_proposals": RoundState.refuse_proposals,
         "ask": lambda state: state.ask("c"),
         "note_answer": RoundState.note_answer,
     }

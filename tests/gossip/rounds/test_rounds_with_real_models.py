@@ -10,7 +10,7 @@ import torch
 from memory_swarms import Peer, recipe, until
 from torch import Tensor
 
-from gossip.events import OuterStepTaken
+from gossip.interface import OuterStepTaken
 from noloco_node.journal import events
 from noloco_node.planning.message_sizes import round_bytes
 from noloco_node.planning.model_layout import make_stage

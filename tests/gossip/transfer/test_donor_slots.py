@@ -13,8 +13,7 @@ from toy_gossip import Line, World
 
 from gossip.exchange.messages import Busy, Manifest, Parts, Piece, PieceRequest, Section, StateRequest
 from gossip.transfer.chunks import cut
-from gossip.transfer.donor import TURNS, DonorLimits
-from gossip.transfer.donor_slots import LEAST_PACE, NEWCOMERS, SETTLING_S, DonorSlot, DonorSlots, overdue
+from gossip.transfer.donor import LEAST_PACE, NEWCOMERS, SETTLING_S, TURNS, DonorLimits, DonorSlot, DonorSlots, overdue
 from noloco_node.sim.clock import run
 
 SPANS = cut([4 * math.prod(shape) for shape in SHAPES])
@@ -67,7 +66,7 @@ def test_a_place_is_given_back_once_and_by_its_own_visit() -> None:
             await asyncio.sleep(11.0)
             third = group.create_task(stay("third"))
             await asyncio.sleep(0.1)
-            assert places.statistics() == {"visitors": NEWCOMERS, "displaced": 1}
+            assert (len(places), places.displaced) == (NEWCOMERS, 1)
             assert len(ended) == 1
             assert places.enter("slow0") is not None, "the other one has had its turn as well"
             await asyncio.sleep(0.1)

@@ -50,10 +50,17 @@ from gossip.exchange.swap import norm
 from gossip.transfer import donor as donors_side
 from gossip.transfer.assembly import ChunkArrived, DonorLost, DonorSelected, Key, News, StateAssembly
 from gossip.transfer.chunks import Span, cut, digest, gather, tensors_of
-from gossip.transfer.donor import ABANDONED_S, HOLD_S, RETRY_S, DonorLimits
-from gossip.transfer.donor_checks import check_manifest, check_values
-from gossip.transfer.donor_slots import NEWCOMERS, STREAMS
-from gossip.transfer.download import LONGEST_WAIT_S, DonorBusy, donors, download_state, manifest_of, piece_s
+from gossip.transfer.donor import ABANDONED_S, HOLD_S, NEWCOMERS, RETRY_S, STREAMS, DonorLimits
+from gossip.transfer.download import (
+    LONGEST_WAIT_S,
+    DonorBusy,
+    check_manifest,
+    check_values,
+    donors,
+    download_state,
+    manifest_of,
+    piece_s,
+)
 from noloco_node.sim.clock import run
 
 SPANS = cut([4 * math.prod(shape) for shape in SHAPES])

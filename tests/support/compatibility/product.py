@@ -8,54 +8,52 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from gossip.events import OuterStepTaken, PartnerTooStale, RoundDeferred
-from gossip.exchange import codec, int4_step
-from gossip.exchange.formats import Format
+from gossip.exchange import codec
 from gossip.exchange.messages import (
-    Accepted,
+    Accept,
+    Acknowledge,
     Busy,
-    Declined,
+    Decline,
     DeclineReason,
     Gone,
     Manifest,
-    Offer,
     Parts,
     Piece,
     PieceRequest,
     Probe,
-    Received,
+    Propose,
+    ProposePrefetch,
     Section,
     StateRequest,
     Weights,
 )
-from gossip.exchange.messages import PrefetchOffer as Ahead
-from gossip.exchange.swap import probe_coordinates
+from gossip.exchange.swap import common_steps, probe_coordinates
+from gossip.interface import OuterStepTaken, PartnerTooStale, RoundSkipped
 from gossip.rounds.matching import partners_of_round, preferences
+from gossip.settings import Format
 from gossip.transfer import chunks as pieces
 from gossip.transfer.assembly import Key as PieceKey
 from gossip.transfer.download import donors as donor_order
 from noloco_node.cli.main import app
 from noloco_node.cli.status import summary as status_summary
 from noloco_node.data.blocks import open_blocks
-from noloco_node.data.shuffled_blocks import shuffled as mixed
+from noloco_node.data.blocks import shuffled as mixed
 from noloco_node.errors import Exit
 from noloco_node.export.exporter import export
-from noloco_node.export.parts import PartsDirectory
-from noloco_node.export.replica_fetch import FetchedReplica as Copy
+from noloco_node.export.replica_files import FetchedReplica as Copy
 from noloco_node.export.replica_files import MergedReplicas as Merged
-from noloco_node.export.replica_files import in_home
+from noloco_node.export.replica_files import PartsDirectory, in_home
 from noloco_node.journal import events as journal
 from noloco_node.journal import writer as journal_writer
 from noloco_node.journal.reader import read as read_journal
-from noloco_node.libp2p.dht import record_checks as signing
-from noloco_node.libp2p.endpoint import identity
-from noloco_node.libp2p.endpoint.addresses import RELAYS_KEY, relay_record, relays_of
-from noloco_node.libp2p.endpoint.run_secret import RunSecret
-from noloco_node.libp2p.streams import dialback
+from noloco_node.libp2p import reachability, settings
+from noloco_node.libp2p import record_checks as signing
+from noloco_node.libp2p.addresses import RELAYS_KEY, relay_record, relays_of
+from noloco_node.libp2p.settings import RunSecret
 from noloco_node.limits.budget import OwnerLimits as Allowance
-from noloco_node.limits.rate_limit import RateLimitedNetwork as MeteredNetwork
-from noloco_node.limits.traffic_ledger import TrafficLedger as Ledger
-from noloco_node.network.interface import NetworkWrapper as Around
+from noloco_node.limits.budget import TrafficLedger as Ledger
+from noloco_node.limits.rate_limit import LimitHook
+from noloco_node.network.interface import HookedNetwork
 from noloco_node.network.schema import Schema
 from noloco_node.network.wire import FrameDecoder as Intake
 from noloco_node.network.wire import beat, encode, end, error
@@ -73,9 +71,9 @@ from noloco_node.sim.report.command import complete, put_together
 from noloco_node.sim.report.figures import Report, make_report
 from noloco_node.sim.report.trace import EventTrace as Trace
 from noloco_node.sim.report.trace import trace_file
-from noloco_node.sim.scenario.toml_writer import scenario_text
+from noloco_node.sim.scenario.scenario import scenario_text
 from noloco_node.sim.world import Watcher, World, simulate
-from noloco_node.state_sync.manifests import SNAPSHOT
+from noloco_node.state_sync.download import SNAPSHOT
 from noloco_node.state_sync.replica_mean import LeftOut
 from noloco_node.state_sync.replica_mean import ReplicaSummary as Standing
 from noloco_node.storage.checkpoint import Checkpoint, Counters
@@ -84,18 +82,18 @@ from noloco_node.storage.checkpoint_store import CheckpointStore as OwnCheckpoin
 from noloco_node.storage.checkpoint_store import SnapshotDirectory as DirectoryStore
 from noloco_node.storage.home import Home, holder
 from noloco_node.storage.home import LockHolder as Holder
-from noloco_node.storage.partial_download import PartialDownloadFile as Partial
+from noloco_node.storage.transfer_files import PartialDownloadFile as Partial
 from noloco_node.swarm import speed_test as measuring
 from noloco_node.swarm.invite import format as format_invite
 from noloco_node.swarm.invite import parse as parse_invite
-from noloco_node.swarm.peer_records import Published, decode_record
+from noloco_node.swarm.receipts import SourceRecord, decode_source
 from noloco_node.swarm.roster import Given, PeerRecord, Roster
 from noloco_node.swarm.run_distribution import SCHEMA as RUN_SCHEMA
 from noloco_node.swarm.run_distribution import TOPIC as RUN_TOPIC
 from noloco_node.swarm.run_distribution import RunFileReply as RunFile
 from noloco_node.swarm.run_distribution import RunFileText as Recipe
 from noloco_node.swarm.run_distribution import RunRequest
-from noloco_node.swarm.run_progress import SourceRecord, decode_source
+from noloco_node.swarm.stage_records import Published, decode_record
 from pipeline.messages import Gradient, Microbatch, Reason, Refused
 from tests.explorer.schedule_generator import draw as drawn_scenario
 

@@ -59,7 +59,7 @@ class Simulated(NamedTuple):
     keys: set[str]
 
 
-class _Overheard(product.Around):
+class _Overheard(product.HookedNetwork):
     """Notes what a peer serves and publishes."""
 
     def __init__(self, network: Any, topics: set[str], keys: set[str]) -> None:
@@ -109,10 +109,10 @@ def _surround(world: product.World, budgets: dict[str, product.Allowance], topic
         around = _Overheard(network(peer, *access), topics, keys)
         if peer not in budgets:
             return around
-        metered = product.MeteredNetwork(around, budgets[peer])
+        limits = product.LimitHook(budgets[peer])
         # Else all that a small swarm says would pass with what a budget admits at once.
-        spending.extend(asyncio.create_task(valve.admit(SAVED_UP_BYTES)) for valve in (metered.up, metered.down))
-        return metered
+        spending.extend(asyncio.create_task(valve.admit(SAVED_UP_BYTES)) for valve in (limits.up, limits.down))
+        return product.HookedNetwork(around, limits)
 
     world.network.network = surrounded  # type: ignore[method-assign]
 

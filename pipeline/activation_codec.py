@@ -1,0 +1,308 @@
+"""The arithmetic of the activation codecs, and how much of a received message counts.
+
+A message stands alone, because the next microbatch goes to another replica. Only the dither of a gradient follows from
+something else: the activations that its receiver has sent.
+
+- **Rotation.** A Hadamard matrix turns each block of 32 channels before rounding, and back afterwards. So a loud
+  channel shares its magnitude with its neighbours, and the rounding errors of a block are alike.
+- **Scales.** A block's scale is the token's top times the smallest power of 2^(-1/8) that is not below the block's
+  largest magnitude. If the top is finite and at most `LARGEST`, everything else decodes to finite numbers.
+- **Activations** are rounded to the nearest of the middles of 2^bits equal parts of [-scale, scale].
+- **Gradients** are rounded without a bias, so that errors average out over microbatches. The sender adds u, uniform in
+  [0, 1), to value / step and rounds down; the receiver subtracts the same u. So the error is uniform over a step for
+  every value, and its mean square is half that of stochastic rounding. Both sides compute u as a hash (32-bit integers
+  only: the same on every device) of the value's place and a seed, which `seed_of` takes from the activations' bytes.
+
+`SizeBound` compares the root mean square of a message with the median of its kind; in a code with scales the scales
+alone bound it.
+
+    up to SCALE medians     the message counts whole, unchanged to the bit
+    up to REFUSE medians    it is scaled down to SCALE medians
+    beyond, or not finite   it is refused
+
+The median is over peers, of the median of each peer's last messages: each peer has one voice. Of an even number the
+higher middle one counts, so that small messages cannot get honest ones refused. Only the part of a message that counted
+is remembered. Before LEAST_KNOWN messages only impossible sizes are refused, and bounds are wider at first, because
+sizes change most in the first steps of a run. A model that knows its text by heart honestly returns gradients 60 times
+the usual size for a short new microbatch. So an unusual size is no violation, and messages of fewer than LEAST_VALUES
+values need only be finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterator
+from functools import lru_cache
+from hashlib import blake2b
+from statistics import median, median_high
+
+import torch
+from torch import Tensor
+
+from pipeline.messages import BLOCK, TOP_BYTES, ActivationCode
+
+LARGEST = 2.0**50
+"""Of what is let in: the sum of the squares of 65,536 such values is finite."""
+FRACTIONS_PER_OCTAVE = 8
+PIECE = 2**16
+"""Values worked on at a time on a CPU: what is made of them on the way stays in the cache."""
+PIECE_ON_A_GPU = 2**24
+"""Elsewhere it is the memory beside the message that counts."""
+_ROUNDED_UP = 1.0 + 2.0**-7
+_ROTATION_SIGNS = 0x9E3779B9
+"""Bit i is the sign of channel i before the rotation: a block of equal values is not one loud value afterwards."""
+
+
+def encode(code: ActivationCode, values: Tensor, seed: int = 0) -> Tensor:
+    """Return values [..., width] as they travel, [..., row], on the device where they are."""
+    if code.plain:
+        return values.to(getattr(torch, code.dtype))
+    width, shape = values.shape[-1], values.shape[:-1]
+    rows = values.detach().reshape(-1, width)
+    wire = torch.empty(len(rows), code.row(width), dtype=torch.uint8, device=values.device)
+    for first, last in _pieces(len(rows), width, values.device):
+        _encode_rows(code, rows[first:last].float(), wire[first:last], seed, first * width)
+    return wire.view(*shape, -1)
+
+
+def decode(code: ActivationCode, wire: Tensor, seed: int = 0) -> Tensor:
+    """Return what came, [..., row] (`check`ed), as float32 [..., width], on the device where it is."""
+    if code.plain:
+        return wire.float()
+    width, shape = code.width(wire.shape[-1]), wire.shape[:-1]
+    rows = wire.reshape(-1, wire.shape[-1])
+    values = torch.empty(len(rows), width, device=wire.device)
+    for first, last in _pieces(len(rows), width, wire.device):
+        _decode_rows(code, rows[first:last], values[first:last], seed, first * width)
+    return values.view(*shape, width)
+
+
+def check(code: ActivationCode, wire: Tensor) -> None:
+    """Raise ValueError for what no stage sends, before anything is computed with it.
+
+    Shape and dtype are the schema's to check, and of floating-point numbers also that they are finite.
+    """
+    if code.plain or not wire.numel():
+        return
+    tops = _tops(wire.reshape(-1, wire.shape[-1]))
+    # Not a number is in no range.
+    if not bool(((tops >= 0.0) & (tops <= LARGEST)).all()):
+        raise ValueError(f"the top of a token's values is not from 0 to {LARGEST:.3g}")
+
+
+def seed_of(wire: Tensor) -> int:
+    """Return the seed of the dither of the gradient of these activations, as they travelled: 64 bits."""
+    content = wire.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return int.from_bytes(blake2b(content.data, digest_size=8).digest(), "big")
+
+
+def bound_of_norm(code: ActivationCode, wire: Tensor) -> float:
+    """Return what the norm of all values in a message is at most; of plain numbers the norm itself.
+
+    Not finite where a value is not, or where the norm overflows float32.
+    """
+    if code.plain:
+        return float(torch.linalg.vector_norm(wire, dtype=torch.float32))
+    rows = wire.reshape(-1, wire.shape[-1])
+    scales = rows[:, TOP_BYTES : TOP_BYTES + code.width(wire.shape[-1]) // BLOCK]
+    largest = torch.linalg.vector_norm(_tops(rows).float() * _fractions(wire.device)[scales.int()])
+    beyond = 0.5 / _middle(code) if code.dithered else 0.0
+    return (1.0 + beyond) * math.sqrt(BLOCK) * float(largest)
+
+
+def scaled(code: ActivationCode, wire: Tensor, factor: float) -> Tensor:
+    """Return a message whose values are so many times those of another, in new memory."""
+    if code.plain:
+        return (wire.float() * factor).to(wire.dtype)
+    rows = wire.reshape(-1, wire.shape[-1]).clone()
+    rows[:, :TOP_BYTES] = (_tops(rows).float() * factor).bfloat16().view(torch.uint8)
+    return rows.view(wire.shape)
+
+
+def _encode_rows(code: ActivationCode, rows: Tensor, wire: Tensor, seed: int, place: int) -> None:
+    """Code float32 [n, width] into uint8 [n, row]. `place`: number of the first value in the message."""
+    blocks = rows.view(-1, BLOCK) @ _rotation(rows.device)
+    bounds = blocks.abs().amax(1).view(len(rows), -1)
+    # Rounded to bfloat16 it is still not below.
+    tops = bounds.amax(1, keepdim=True).mul_(_ROUNDED_UP).bfloat16()
+    wire[:, :TOP_BYTES] = tops.view(torch.uint8)
+    octaves = torch.log2(tops / bounds).nan_to_num_(nan=0.0, posinf=math.inf)
+    scales = octaves.mul_(FRACTIONS_PER_OCTAVE).floor_().clamp_(0, 255).to(torch.uint8)
+    wire[:, TOP_BYTES : TOP_BYTES + scales.shape[1]] = scales
+    blocks.div_(_steps(code, tops, scales).clamp_(min=torch.finfo(torch.float32).tiny))
+    if code.dithered:
+        blocks.view(-1).add_(_dither(blocks.numel(), seed, place, rows.device))
+    codes = blocks.add_(_middle(code)).floor_().clamp_(0, 2**code.bits - 1).to(torch.uint8)
+    _pack(code.bits, codes.view(len(rows), -1), wire[:, TOP_BYTES + scales.shape[1] :])
+
+
+def _decode_rows(code: ActivationCode, wire: Tensor, rows: Tensor, seed: int, place: int) -> None:
+    """Write uint8 [n, row] into float32 [n, width]."""
+    scales = wire[:, TOP_BYTES : TOP_BYTES + rows.shape[1] // BLOCK]
+    codes = _unpack(code.bits, wire[:, TOP_BYTES + scales.shape[1] :])
+    blocks = codes.view(-1, BLOCK).float().add_(0.5 - _middle(code))
+    if code.dithered:
+        blocks.view(-1).sub_(_dither(blocks.numel(), seed, place, wire.device))
+    blocks.mul_(_steps(code, _tops(wire), scales))
+    torch.mm(blocks, _rotation(wire.device).T, out=rows.view(-1, BLOCK))
+
+
+def _middle(code: ActivationCode) -> float:
+    """Return what is added to value / step before it is rounded down, so that codes begin at 0."""
+    levels = 1 << code.bits
+    return (levels - 1) / 2 if code.dithered else levels / 2
+
+
+def _steps(code: ActivationCode, tops: Tensor, scales: Tensor) -> Tensor:
+    """Return the distance of two levels in each block, [n * blocks, 1]."""
+    bounds = tops.float() * _fractions(scales.device)[scales.int()]
+    return bounds.div_(_middle(code)).view(-1, 1)
+
+
+def _tops(wire: Tensor) -> Tensor:
+    """Return the tops of rows of bytes, bfloat16 [n, 1]."""
+    # A copy: a single row counts as contiguous with any stride, and not every stride can be viewed.
+    return wire[:, :TOP_BYTES].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
+
+
+def _pack(bits: int, codes: Tensor, wire: Tensor) -> None:
+    """Write codes uint8 [n, width] into uint8 [n, width * bits / 8].
+
+    Bits are split into parts of 8, 4, 2 and 1; of a part of b bits, 8 / b equal stretches of a row share bytes.
+    """
+    done = 0
+    for part in (part for part in (8, 4, 2, 1) if bits & part):
+        values, count = codes >> (bits - done - part) if done + part < bits else codes, codes.shape[1] * part // 8
+        values = values & (2**part - 1)
+        out = wire[:, codes.shape[1] * done // 8 :][:, :count]
+        out.copy_(values[:, :count])
+        for number in range(1, 8 // part):
+            out |= values[:, number * count : (number + 1) * count] << (number * part)
+        done += part
+
+
+def _unpack(bits: int, wire: Tensor) -> Tensor:
+    """Return the codes uint8 [n, width] of bytes [n, width * bits / 8]."""
+    width, done = wire.shape[1] * 8 // bits, 0
+    codes = torch.zeros(len(wire), width, dtype=torch.uint8, device=wire.device)
+    for part in (part for part in (8, 4, 2, 1) if bits & part):
+        count = width * part // 8
+        packed = wire[:, width * done // 8 :][:, :count]
+        for number in range(8 // part):
+            values = (packed >> (number * part)) & (2**part - 1)
+            codes[:, number * count : (number + 1) * count] |= values << (bits - done - part)
+        done += part
+    return codes
+
+
+def _dither(count: int, seed: int, place: int, device: torch.device) -> Tensor:
+    """Return float32 [count] in (0, 1): a hash of each place in the message, from `place` (even) on, under the seed.
+
+    One hash of 32 bits gives two values. The hash is Chris Wellons' lowbias32, keyed before and between its rounds.
+    """
+    low, high = seed & 0xFFFFFFFF, seed >> 32
+    hashed = torch.arange(-(-count // 2), dtype=torch.int32, device=device).add_(_int32(place // 2 + low))
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0xD35A2D97)):
+        hashed.bitwise_xor_((hashed >> shift) & (2 ** (32 - shift) - 1)).bitwise_xor_(_int32(high))
+        hashed.mul_(_int32(factor))
+    hashed.bitwise_xor_((hashed >> 15) & (2**17 - 1))
+    return hashed.view(torch.int16)[:count].float().add_(2**15 + 0.5).mul_(2.0**-16)
+
+
+def _int32(number: int) -> int:
+    """Return the signed number of the same low 32 bits."""
+    return (number + 2**31) % 2**32 - 2**31
+
+
+@lru_cache(maxsize=8)
+def _fractions(device: torch.device) -> Tensor:
+    """Return the scales that a byte stands for, as fractions of the top."""
+    return torch.tensor([2.0 ** (-code / FRACTIONS_PER_OCTAVE) for code in range(256)], device=device)
+
+
+@lru_cache(maxsize=8)
+def _rotation(device: torch.device) -> Tensor:
+    """Return the orthonormal matrix by which a block is turned: signs, then a Hadamard matrix."""
+    places = range(BLOCK)
+    signs = [1 - 2 * (_ROTATION_SIGNS >> channel & 1) for channel in places]
+    rows = [[signs[channel] * (1 - 2 * ((channel & place).bit_count() & 1)) for place in places] for channel in places]
+    return torch.tensor(rows, dtype=torch.float32, device=device).div_(math.sqrt(BLOCK))
+
+
+def _pieces(rows: int, width: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """Yield first and last row of the pieces of a message."""
+    step = max(1, (PIECE if device.type == "cpu" else PIECE_ON_A_GPU) // width)
+    for first in range(0, rows, step):
+        yield first, min(first + step, rows)
+
+
+SCALE = 3.0
+REFUSE = 10.0
+LARGEST_SIZE = 2.0**16
+"""Of what is let in where nothing is known: the values of trained models are smaller by far."""
+LEAST_KNOWN = 4
+CERTAIN = 32
+"""Messages after which bounds are still twice as wide as they will be."""
+LEAST_VALUES = 8192
+MESSAGES, PEERS = 3, 16
+"""How much is remembered: the last messages of each peer, for sizes change with the weights, and the last peers."""
+
+
+class UnusualSizeError(ValueError):
+    """A message is well formed and finite, and much larger than others of its kind."""
+
+
+class SizeBound:
+    """What peers have sent of one kind, and how much of the next message counts."""
+
+    def __init__(self, code: ActivationCode) -> None:
+        self._code = code
+        self._seen: dict[str, deque[float]] = {}
+        self._known = 0
+        self._counts: Counter[str] = Counter()
+
+    def bounded(self, peer: str, wire: Tensor) -> Tensor:
+        """Return what counts of a message, itself where all does.
+
+        Raises `UnusualSizeError` where none does, and another ValueError for what no honest peer sends.
+        """
+        from pipeline.activation_codec import bound_of_norm, check, scaled
+
+        check(self._code, wire)
+        count = self._code.values(wire.shape)
+        size = bound_of_norm(self._code, wire) / math.sqrt(max(1, count))
+        few = count < LEAST_VALUES
+        if not math.isfinite(size) or (size > LARGEST_SIZE and not few):
+            self._counts["refused"] += 1
+            raise ValueError(f"values of the size {size:.3g}")
+        if few:
+            return wire
+        usual = self._usual()
+        most = SCALE * (1.0 + CERTAIN / max(1, self._known)) * usual
+        self._note(peer, min(size, most))
+        if size > most * REFUSE / SCALE:
+            self._counts["refused"] += 1
+            raise UnusualSizeError(f"values of the size {size:.3g}, where {usual:.3g} is usual")
+        if size <= most:
+            return wire
+        self._counts["scaled"] += 1
+        return scaled(self._code, wire, most / size)
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return how many messages were scaled down and refused."""
+        return {name: self._counts[name] for name in ("scaled", "refused")}
+
+    def _usual(self) -> float:
+        """Return the median size; infinite while too little is known, and where all was zero."""
+        if self._known < LEAST_KNOWN:
+            return math.inf
+        return median_high(median(sizes) for sizes in self._seen.values()) or math.inf
+
+    def _note(self, peer: str, size: float) -> None:
+        self._known += 1
+        sizes = self._seen.pop(peer, None)
+        self._seen[peer] = sizes = deque(maxlen=MESSAGES) if sizes is None else sizes
+        sizes.append(size)
+        if len(self._seen) > PEERS:
+            del self._seen[next(iter(self._seen))]

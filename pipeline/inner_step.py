@@ -1,0 +1,222 @@
+"""The inner step of a stage: AdamW on the clipped mean gradient of a window, at the rate that the run's progress asks
+for.
+
+Stages with unequal numbers of replicas take unequal numbers of inner steps (8, 1 and 8 replicas: 19, 151 and 19 in the
+same time), so no replica's step counter says how far the run is. Each microbatch carries the progress of the run as its
+source knows it, 0 to 1. A stamp is what a stranger says, so a replica's progress moves
+
+- to the lower median of each window's stamps: half a window of lies moves nothing;
+- never back;
+- never at more than twice the rate that the swarm has shown. The rate is measured on at most 16 marks, spread over the
+  last minutes (over the whole life of a young replica): the lower median of the newer half less that of the older half,
+  by the time between the two. One window of lies alone is one mark, which neither median takes; it moves progress by at
+  most twice what honest time would have. A source that owns more than half of all marks is taken for the swarm.
+
+Progress stays until four marks show a rate. The time meanwhile counts, so the fifth window finds a replica in place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median_low
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's own names of the first and the second moment."""
+
+
+class Inner(NamedTuple):
+    """AdamW's constants, and the norm to which a stage's gradient is clipped. Only matrices decay."""
+
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+    clip_norm: float
+
+
+class StepReport(NamedTuple):
+    """`gradient_norm`: before clipping. `applied`: False if it was not finite, and the gradient was thrown away."""
+
+    gradient_norm: float
+    applied: bool
+
+
+class OptimiserState(NamedTuple):
+    """AdamW's memory. `moments`: the first moments of all parameters in order, then the second; all zero at step 0."""
+
+    steps: int
+    moments: tuple[Tensor, ...]
+
+
+class InnerOptimiser:
+    """AdamW with its memory. All of it is taken at once: a step must not fail half-way."""
+
+    def __init__(self, weights: Sequence[nn.Parameter], inner: Inner, device: torch.device) -> None:
+        self._weights, self._clip_norm = weights, inner.clip_norm
+        self._taken = 0
+        matrices, vectors = ([w for w in weights if (w.ndim >= 2) == many] for many in (True, False))
+        groups = [{"params": matrices, "weight_decay": inner.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
+        # On a CPU the plain loop: bit for bit what a whole model's default AdamW computes, and cheap beside a window.
+        fused = device.type == "cuda"
+        betas = (inner.beta1, inner.beta2)
+        self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=inner.epsilon, fused=fused)
+        for weight in weights:
+            # As AdamW itself would in its first step, but before there is anything that it could leave half done.
+            self._adamw.state[weight] = {
+                "step": torch.zeros((), device=device if fused else None),
+                **{name: torch.zeros_like(weight, memory_format=torch.preserve_format) for name in _MOMENTS},
+            }
+
+    def clip(self, microbatches: int) -> float:
+        """Make the gradients the clipped mean of a window of so many; return its norm before."""
+        for weight in self._weights:
+            if not weight.requires_grad:
+                continue  # without a gradient AdamW leaves it as it is
+            # A weight that no token met has a gradient of zero, so that all have taken the same number of steps.
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.div_(microbatches)
+        return nn.utils.clip_grad_norm_(self._weights, self._clip_norm).item()
+
+    def step(self, learning_rate: float) -> None:
+        """Move the weights by their gradients."""
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate
+        self._adamw.step()
+        self._taken += 1
+
+    def forget_gradients(self) -> None:
+        """Let go of the gradients."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    def state(self) -> OptimiserState:
+        """Return AdamW's memory itself, on the device: it moves with the next step."""
+        state = self._adamw.state
+        return OptimiserState(self._taken, tuple(state[weight][name] for name in _MOMENTS for weight in self._weights))
+
+    def load(self, state: OptimiserState) -> None:
+        """Continue from another optimiser's memory; raise ValueError if its shapes are not those of the weights."""
+        check_shapes(state.moments, [tuple(weight.shape) for weight in self._weights] * len(_MOMENTS))
+        self._taken = state.steps
+        moments = iter(state.moments)
+        for name in _MOMENTS:
+            for weight in self._weights:
+                memory = self._adamw.state[weight]
+                memory["step"].fill_(float(state.steps))
+                memory[name].copy_(next(moments))
+
+
+def moment_ratio(beta1: float, beta2: float) -> float:
+    """Return the most that a first moment of AdamW can be, in roots of its second; infinite where nothing bounds it.
+
+    Both are sums over the same gradients, with weights that fall by beta1 and by beta2 a step: Cauchy and Schwarz.
+    """
+    left = 1.0 - beta1**2 / beta2 if beta2 > 0.0 else 0.0
+    return (1.0 - beta1) / math.sqrt((1.0 - beta2) * left) if left > 0.0 else math.inf
+
+
+def check_shapes(given: Sequence[Tensor], expected: Sequence[tuple[int, ...]]) -> None:
+    """Raise ValueError if tensors have other shapes than expected."""
+    for tensor, shape in zip(given, expected, strict=False):
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{tuple(tensor.shape)} is not {shape}")
+    if len(given) != len(expected):
+        raise ValueError(f"{len(given)} tensors for {len(expected)} parameters")
+
+
+MOST_MARKS = 16
+FEWEST_MARKS = 4
+LONGEST_SPACING_S = 15.0
+"""Seconds between two marks in the long run; longer than a roster's refresh, in whose steps stamps may rise."""
+HASTE = 2.0
+"""How many times the rate that the swarm has shown a replica's progress may move at."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """Linear warm-up, then a cosine to a fraction of the peak.
+
+    `steps` and `warmup_steps` are a planned source's inner steps; only their ratio to the run's progress matters.
+    """
+
+    peak: float
+    steps: int
+    warmup_steps: int
+    final_fraction: float
+
+
+def learning_rate(progress: float, schedule: Schedule) -> float:
+    """Return the learning rate of an inner step that is taken at this progress of the run.
+
+    A run at progress p has done p * steps inner steps; the one after n steps has (n + 1) / warmup_steps of the peak
+    while it warms up, so that the very first step moves something.
+    """
+    done = min(max(progress, 0.0), 1.0) * schedule.steps
+    if done + 1.0 < schedule.warmup_steps:
+        return schedule.peak * (done + 1.0) / schedule.warmup_steps
+    phase = (done - schedule.warmup_steps) / max(1, schedule.steps - schedule.warmup_steps)
+    fall = 0.5 * (1.0 + math.cos(math.pi * min(max(phase, 0.0), 1.0)))
+    return schedule.peak * (schedule.final_fraction + (1.0 - schedule.final_fraction) * fall)
+
+
+class Mark(NamedTuple):
+    """The lower median of one window's stamps, and when that window ended."""
+
+    at_s: float
+    stamp: float
+
+
+class Progress(NamedTuple):
+    """How far a replica takes the run to be.
+
+    `value`: 0 to 1. `at_s`: when it last could move. `since_s`: when this replica began to look.
+    """
+
+    value: float
+    at_s: float
+    since_s: float
+    marks: tuple[Mark, ...] = ()
+
+
+def begin(value: float, now_s: float) -> Progress:
+    """Start at a known progress: 0 at the start of a run, the median of its stage for a newcomer."""
+    return Progress(value, now_s, now_s)
+
+
+def advance(progress: Progress, stamps: Sequence[float], now_s: float) -> Progress:
+    """Move to the lower median of a window's stamps, as far as the rate that the swarm has shown allows."""
+    finite = [min(max(stamp, 0.0), 1.0) for stamp in stamps if math.isfinite(stamp)]
+    if not finite:
+        return progress
+    aim = median_low(finite)
+    # The allowance is taken from the marks before this window: a window cannot speak for itself.
+    per_s = rate_per_s(progress.marks)
+    marks = _marked(progress, Mark(now_s, aim))
+    if per_s is None:
+        return progress._replace(marks=marks)
+    furthest = progress.value + HASTE * per_s * max(0.0, now_s - progress.at_s)
+    return Progress(max(progress.value, min(aim, furthest)), now_s, progress.since_s, marks)
+
+
+def rate_per_s(marks: Sequence[Mark]) -> float | None:
+    """Return the progress a second that the marks show, 0 or more; None while there are too few of them."""
+    half = len(marks) // 2
+    if len(marks) < FEWEST_MARKS:
+        return None
+    older, newer = marks[:half], marks[-half:]
+    elapsed_s = median_low([mark.at_s for mark in newer]) - median_low([mark.at_s for mark in older])
+    risen = median_low([mark.stamp for mark in newer]) - median_low([mark.stamp for mark in older])
+    return max(0.0, risen) / elapsed_s if elapsed_s > 0.0 else None
+
+
+def _marked(progress: Progress, mark: Mark) -> tuple[Mark, ...]:
+    marks = progress.marks
+    spacing_s = min(LONGEST_SPACING_S, (mark.at_s - progress.since_s) / MOST_MARKS)
+    if len(marks) >= FEWEST_MARKS and mark.at_s - marks[-1].at_s < spacing_s:
+        return marks
+    return (*marks, mark)[-MOST_MARKS:]

@@ -1,0 +1,368 @@
+"""Spot checks of the next stage: a second replica gets some microbatches too, and the two replies are compared.
+
+A check is an ordinary microbatch: a replica cannot answer checks honestly and other microbatches not. It trains on it
+and passes it on, so one sample in so many counts twice at the stages behind. The second replica is asked after the
+first has answered. The sender waits for the check, so the odd reply of three does no harm: the second replaces it.
+
+The usual distance between honest replies is learnt from pairs that agree. Where two are farther apart than TIMES of the
+median, a third replica is asked. If one reply is so far from both others, while these agree, its replica is struck:
+
+    score       a strike adds its distance (2: the opposite of the others, 1: noise or nothing); a passed check
+                takes a part of it away
+    suspected   while a replica has a score, each of its microbatches is checked, as far as the budget allows
+    quarantine  follows when the score is at its limit and most other replicas have accused it; each lasts longer
+    parole      after a quarantine one strike is enough for the next
+
+A strike for a short distance weighs little, so an honest replica that has drifted away stays below the limit. Where
+stages lie behind the next, an honest replica passes on what a liar there returned, so limits are higher. Most other
+replicas must have accused a peer, because two colluders of three can make an honest one the odd one. A sender that
+finds half of the stage guilty is probably at fault itself: it frees all of them and judges nobody for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from random import Random
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+from pipeline.activation_codec import LEAST_VALUES
+from pipeline.messages import ActivationCodec, Gradient, Microbatch
+from pipeline.next_stage import NextStageClient, check_gradient
+from pipeline.routing import Hop
+from pipeline.worker import Run
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+TIMES = 6.0
+"""Of the usual distance, which is a square: two and a half times the usual difference."""
+LEAST_KNOWN, MOST_KNOWN, MOST_COMPARED = 4, 32, 16
+"""Distances that must be known before anybody is judged; those remembered of a replica, and of how many replicas."""
+LEAST_REPLICAS = 3
+MOST_ACCUSERS = 8
+MOST_PEERS = 256
+LIMIT, PASSED = 3.5, 1 / 4
+"""The score of a quarantine, and what a check that was passed takes away, where the next stage is the last."""
+DEEP_LIMIT, DEEP_PASSED = 16.0, 2.0
+"""The same where stages lie behind it."""
+PAROLE = 0.5
+"""Score that is missing to the limit after a quarantine."""
+QUARANTINES_S = (600.0, 3600.0, 6 * 3600.0)
+DOUBT_S = 600.0
+FIRST_CHECKS = 20.0
+"""Calls that a sender may spend on checks at its beginning, when it knows nobody; it is also the most that it saves."""
+KEPT = 4.0
+"""Calls of it that are kept for suspected replicas."""
+FULL_CHECK = 2.0
+"""Calls of a check at most."""
+DRAWN = 1 / 4
+"""The chance of a microbatch to be checked while the budget allows it."""
+
+
+class CheckFinding(StrEnum):
+    """What the checks found of a replica."""
+
+    STRUCK = "struck"
+    QUARANTINED = "quarantined"
+    PAROLED = "paroled"
+    DOUBTED = "doubted"
+    """Ourselves: half of the stage was found guilty."""
+
+
+class Verdict(NamedTuple):
+    """A finding. `distance`: of its answer from the others'. `usual`: between replicas. `for_s`: how long it holds."""
+
+    peer: str
+    finding: CheckFinding
+    distance: float = 0.0
+    usual: float = 0.0
+    for_s: float = 0.0
+
+
+class CheckBudget:
+    """How many calls go into checks: `rate` of those that are made, and FIRST_CHECKS at the beginning."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._left = FIRST_CHECKS if rate > 0.0 else 0.0
+
+    def earn(self) -> None:
+        """Count a call that was no check."""
+        self._left = min(max(FIRST_CHECKS, self._left), self._left + self._rate)
+
+    def spend(self) -> None:
+        """Count a call of a check."""
+        self._left -= 1.0
+
+    def allows(self, *, suspected: bool, drawn: float) -> bool:
+        """Say whether a microbatch is to be checked; `drawn`: by chance, from 0 to 1."""
+        if suspected:
+            return self._left >= FULL_CHECK
+        return self._left >= FULL_CHECK + KEPT and drawn < DRAWN
+
+
+class _Standing(NamedTuple):
+    """Of one replica. `accusers`: the last ones, each once. `until_s`: the end of its quarantine; 0: it is in none."""
+
+    score: float = 0.0
+    accusers: tuple[str, ...] = ()
+    quarantines: int = 0
+    until_s: float = 0.0
+
+
+class Verdicts:
+    """What one sender makes of the replicas of its next stage. `deep`: further stages lie behind that one."""
+
+    def __init__(self, *, deep: bool) -> None:
+        self._limit, self._passed = (DEEP_LIMIT, DEEP_PASSED) if deep else (LIMIT, PASSED)
+        self._distances: dict[str, deque[float]] = {}
+        self._known = 0
+        self._standings: dict[str, _Standing] = {}
+        self._doubts_until_s = -math.inf
+        self.quarantined: frozenset[str] = frozenset()
+
+    @property
+    def usual(self) -> float:
+        """Return the distance that honest replicas have; not a number where too little is known."""
+        # Each replica has one voice: a liar that stays near is in half of all pairs of four, and could widen them.
+        return median(median(each) for each in self._distances.values()) if self._known >= LEAST_KNOWN else math.nan
+
+    def suspects(self, peer: str) -> bool:
+        """Say whether a replica has a score."""
+        return peer in self._standings and self._standings[peer].score > 0.0
+
+    def agree(self, one: str, other: str, distance: float) -> bool:
+        """Note the distance of a pair; say whether it agrees. If not, a third replica is to be asked."""
+        if not distance <= TIMES * self.usual:
+            return False
+        self._note((one, other), distance)
+        self._pass(one)
+        self._pass(other)
+        return True
+
+    def judge(self, apart: dict[tuple[str, str], float], replicas: Collection[str], now_s: float) -> list[Verdict]:
+        """Judge by the distances between three answers; return the verdicts, that on the odd one first.
+
+        `replicas`: all that work for us; those in quarantine may be among them.
+        """
+        (pair, near), (wider, far), _ = sorted(apart.items(), key=lambda item: item[1])
+        (odd,) = {peer for each in apart for peer in each} - set(pair)
+        clear, usual = far > TIMES * near, self.usual
+        # Three that are equally far apart are three honest ones; two that agree may just have met.
+        self._note(*((pair, near) if clear else (wider, far)))
+        if now_s < self._doubts_until_s or not (clear and near <= TIMES * usual < far):
+            return []
+        for peer in pair:
+            self._pass(peer)
+        verdicts = [Verdict(odd, CheckFinding.STRUCK, far, usual)]
+        if odd in self.quarantined:
+            return verdicts  # this check was under way when the quarantine began
+        standing = self._strike(odd, far, pair)
+        others = set(replicas) - self.quarantined - {odd}
+        accusers = others.intersection(standing.accusers)
+        if standing.score < self._limit or len(accusers) < min(MOST_ACCUSERS, len(others) // 2 + 1):
+            return verdicts
+        if len(self.quarantined.intersection(replicas)) + 1 >= len(others):
+            freed = [Verdict(peer, CheckFinding.PAROLED) for peer in sorted(self.quarantined)]
+            self._standings.clear()
+            self.quarantined = frozenset()
+            self._doubts_until_s = now_s + DOUBT_S
+            return [*verdicts, *freed, Verdict("", CheckFinding.DOUBTED, far, usual, DOUBT_S)]
+        for_s = QUARANTINES_S[min(standing.quarantines, len(QUARANTINES_S) - 1)]
+        self._standings[odd] = standing._replace(
+            score=self._limit - PAROLE, quarantines=standing.quarantines + 1, until_s=now_s + for_s
+        )
+        self.quarantined |= {odd}
+        return [*verdicts, Verdict(odd, CheckFinding.QUARANTINED, far, usual, for_s)]
+
+    def paroled(self, now_s: float) -> list[Verdict]:
+        """End the quarantines that are over."""
+        over = [peer for peer in self.quarantined if self._standings[peer].until_s <= now_s]
+        self.quarantined -= set(over)
+        return [Verdict(peer, CheckFinding.PAROLED) for peer in sorted(over)]
+
+    def _note(self, pair: tuple[str, str], distance: float) -> None:
+        self._known += 1
+        for peer in pair:
+            self._distances[peer] = seen = self._distances.pop(peer, None) or deque(maxlen=MOST_KNOWN)
+            seen.append(distance)
+        while len(self._distances) > MOST_COMPARED:
+            del self._distances[next(iter(self._distances))]
+
+    def _pass(self, peer: str) -> None:
+        standing = self._standings.get(peer)
+        if standing is None or peer in self.quarantined:
+            return
+        score = max(0.0, standing.score - self._passed)
+        self._standings[peer] = standing._replace(score=score, accusers=standing.accusers if score else ())
+
+    def _strike(self, peer: str, weight: float, accusers: Collection[str]) -> _Standing:
+        standing = self._standings.pop(peer, _Standing())
+        kept = [*(each for each in standing.accusers if each not in accusers), *accusers]
+        standing = standing._replace(
+            score=min(self._limit, standing.score + weight), accusers=tuple(kept[-2 * MOST_ACCUSERS :])
+        )
+        self._standings[peer] = standing
+        while len(self._standings) > MOST_PEERS:
+            # The replica with the least score goes first, of these the one with the oldest strike.
+            least = min(self._standings, key=lambda each: (each in self.quarantined, self._standings[each].score))
+            self.quarantined -= {least}
+            del self._standings[least]
+        return standing
+
+
+MOST_ASKED = 4
+"""Replicas that are asked for a check; some are busy."""
+MOST_ANSWERED = 1024
+TINY = 1e-30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckSettings:
+    """`share`: of the whole pipeline's compute that checks may take. `stage`: the sender's, of so many `stages`."""
+
+    share: float
+    stage: int
+    stages: int
+
+    @property
+    def rate(self) -> float:
+        """Checks for each call: every stage that calls another spends alike, and a call costs the stages behind."""
+        behind = self.stages - 1 - self.stage
+        return self.share * self.stages / ((self.stages - 1) * behind) if behind > 0 else 0.0
+
+
+class SpotChecks:
+    """Checks gradients of the next stage, between a `NextStage` and the client that calls its replicas.
+
+    `record`: takes verdicts. `compute`: runs arithmetic.
+    """
+
+    def __init__(
+        self,
+        ways: NextStageClient,
+        codec: ActivationCodec,
+        settings: CheckSettings,
+        compute: Run,
+        record: Callable[[Verdict], None],
+        rng: Random,
+    ) -> None:
+        self._ways, self._codec, self._compute, self._record, self._rng = ways, codec, compute, record, rng
+        self._budget = CheckBudget(settings.rate)
+        self._verdicts = Verdicts(deep=settings.stage + 2 < settings.stages)
+        self._answered: dict[str, None] = {}
+        """Replicas that have returned a gradient to us, the last one last: names alone are no majority."""
+        self._counts: Counter[str] = Counter()
+
+    def hops(self) -> Sequence[Hop]:
+        """Return the replicas of the next stage that are not in quarantine."""
+        hops = self._ways.hops()
+        if not self._verdicts.quarantined:
+            return hops
+        for verdict in self._verdicts.paroled(_now_s()):
+            self._note(verdict)
+        return tuple([hop for hop in hops if hop.peer not in self._verdicts.quarantined])
+
+    async def check(self, peer: str, microbatch: Microbatch, reply: Gradient, deadline_s: float) -> Gradient:
+        """Now and then call a second and a third replica too; return the gradient to use for a microbatch."""
+        if self._codec.down.values(microbatch.hidden.shape) < LEAST_VALUES:
+            return reply
+        self._answered.pop(peer, None)
+        self._answered[peer] = None
+        if len(self._answered) > MOST_ANSWERED:
+            del self._answered[next(iter(self._answered))]
+        self._budget.earn()
+        if not self._budget.allows(suspected=self._verdicts.suspects(peer), drawn=self._rng.random()):
+            return reply
+        others = [hop.peer for hop in self.hops() if hop.peer in self._answered and hop.peer != peer]
+        if 1 + len(others) < LEAST_REPLICAS:
+            return reply
+        self._rng.shuffle(others)
+        try:
+            # Time is left for the way up, or a check would lose what it was to protect.
+            async with asyncio.timeout_at((_now_s() + deadline_s) / 2):
+                return await self._checked(peer, reply, microbatch, others)
+        except TimeoutError:
+            self._counts["too_late"] += 1
+            return reply
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return totals since the start: calls that were made for checks, pairs that agreed, and findings."""
+        names = ("calls", "agreed", "too_late", *CheckFinding)
+        return {str(name): self._counts[name] for name in names}
+
+    async def _checked(self, peer: str, reply: Gradient, microbatch: Microbatch, others: Sequence[str]) -> Gradient:
+        """Ask other replicas too; return the gradient to use for the microbatch."""
+        answers, apart = {peer: reply}, dict[tuple[str, str], float]()
+        for other in others[:MOST_ASKED]:
+            answer = await self._ask(other, microbatch)
+            if answer is None:
+                continue
+            for known, before in answers.items():
+                apart[known, other] = await self._compute(partial(self._distance, before, answer, microbatch))
+            answers[other] = answer
+            if len(answers) == 2 and self._verdicts.agree(peer, other, apart[peer, other]):
+                self._counts["agreed"] += 1
+                break
+            if len(answers) == LEAST_REPLICAS:
+                return self._judged(peer, answers, apart)
+        return reply
+
+    def _judged(self, peer: str, answers: dict[str, Gradient], apart: dict[tuple[str, str], float]) -> Gradient:
+        replicas = [hop.peer for hop in self._ways.hops() if hop.peer in self._answered]
+        verdicts = self._verdicts.judge(apart, replicas, _now_s())
+        for verdict in verdicts:
+            self._note(verdict)
+        reply = answers.pop(peer)
+        if verdicts and verdicts[0].peer == peer:
+            believed = next(iter(answers.values()))
+            # The receipt still goes to the peer that computed the loss for the first.
+            reply = replace(reply, hidden=believed.hidden, loss=believed.loss)
+        return reply
+
+    async def _ask(self, peer: str, microbatch: Microbatch) -> Gradient | None:
+        self._budget.spend()
+        self._counts["calls"] += 1
+        try:
+            reply = await self._ways.call(peer, microbatch)
+            if not isinstance(reply, Gradient):
+                return None
+            check_gradient(reply, microbatch)
+        except ConnectionError:
+            return None  # the next microbatch that needs this replica finds out more
+        return reply
+
+    def _distance(self, one: Gradient, other: Gradient, microbatch: Microbatch) -> float:
+        from pipeline.activation_codec import decode
+        from pipeline.forward_pass import gradient_seed
+
+        seed = gradient_seed(self._codec, microbatch.hidden)
+        first, second = (
+            decode(self._codec.back, hidden, seed) for hidden in (one.hidden, other.hidden) if hidden is not None
+        )
+        return max(distance(first, second), ((one.loss - other.loss) / (abs(one.loss) + abs(other.loss) + TINY)) ** 2)
+
+    def _note(self, verdict: Verdict) -> None:
+        self._counts[verdict.finding] += 1
+        self._record(verdict)
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """Return the square of the difference of two gradients over the sum of their squares.
+
+    0: the same; 1: nothing in common; 2: opposite.
+    """
+    both = float(one.square().sum() + other.square().sum())
+    return float((one - other).square().sum()) / both if both > 0.0 else 0.0
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,1 +1,0 @@
-"""Whom of the next stage a sender leaves alone, tries, or relies on."""

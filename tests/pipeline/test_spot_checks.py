@@ -1,0 +1,186 @@
+"""Spot checks over scripted replicas: who is called, what is taken for the gradient, and what it may cost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from typing import TypeVar
+
+import pytest
+import torch
+
+from noloco_node.sim.clock import run
+from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch, Reason, Refused, Reply
+from pipeline.next_stage import NextStageClient
+from pipeline.routing import Hop
+from pipeline.spot_checks import FIRST_CHECKS, CheckFinding, CheckSettings, SpotChecks, Verdict, distance
+
+T = TypeVar("T")
+TOKENS, WIDTH = 64, 128
+TRUE = torch.randn(1, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+class Peers:
+    """Replicas of the next stage that answer with the true gradient and a little noise, or as `script` says."""
+
+    def __init__(self, names: str, script: Callable[[str, Gradient], Reply] = lambda _, honest: honest) -> None:
+        self.hops = tuple(Hop(name) for name in names)
+        self.calls: list[str] = []
+        self.found: list[Verdict] = []
+        self._script = script
+        self._random = torch.Generator().manual_seed(1)
+        self.checks = SpotChecks(
+            NextStageClient(hops=lambda: self.hops, call=self._answer),
+            ACTIVATION_CODECS["float32"],
+            CheckSettings(share=0.02, stage=0, stages=2),
+            _at_once,
+            self.found.append,
+            Random(2),
+        )
+
+    async def _answer(self, peer: str, microbatch: Microbatch) -> Reply:
+        self.calls.append(peer)
+        await asyncio.sleep(1.0)
+        noise = 0.1 * torch.randn(TRUE.shape, generator=self._random)
+        return self._script(peer, Gradient(hidden=TRUE + noise, loss=2.0, tokens=TOKENS, computed_by=peer))
+
+    async def ask(self, peer: str, budget_s: float = 100.0, hidden: torch.Tensor = TRUE) -> Reply:
+        targets, deadline_s = (
+            torch.zeros(hidden.shape[:2], dtype=torch.int64),
+            asyncio.get_running_loop().time() + budget_s,
+        )
+        sent = Microbatch(hidden=hidden, targets=targets, progress=0.0, budget_s=budget_s)
+        reply = await self._answer(peer, sent)
+        return await self.checks.check(peer, sent, reply, deadline_s) if isinstance(reply, Gradient) else reply
+
+    async def go_round(self, times: int) -> list[Reply]:
+        """Ask each of those that may be asked, in turn."""
+        return [await self.ask(hop.peer) for _ in range(times) for hop in self.checks.hops()]
+
+
+async def _at_once(function: Callable[[], T]) -> T:
+    return function()
+
+
+def _flipped(liar: str) -> Callable[[str, Gradient], Reply]:
+    def script(peer: str, honest: Gradient) -> Reply:
+        assert honest.hidden is not None
+        return honest if peer != liar else Gradient(hidden=-honest.hidden, loss=2.0, tokens=TOKENS, computed_by=peer)
+
+    return script
+
+
+def test_a_liar_is_quarantined_and_while_it_is_checked_its_answers_do_no_harm() -> None:
+    async def main() -> None:
+        peers = Peers("abcd", _flipped("b"))
+        replies = await peers.go_round(40)
+        assert [verdict.finding for verdict in peers.found if verdict.peer == "b"][-1] is CheckFinding.QUARANTINED
+        assert {verdict.peer for verdict in peers.found} == {"b"}
+        assert [hop.peer for hop in peers.checks.hops()] == ["a", "c", "d"]
+        bad = [reply for reply in replies if isinstance(reply, Gradient) and distance(reply.hidden, TRUE) > 1.0]  # type: ignore[arg-type]
+        assert len(bad) <= 12
+        signed = Counter(reply.computed_by for reply in replies if isinstance(reply, Gradient))
+        assert signed["b"] > len(bad), "another gradient, and the receipt of who was called"
+
+    run(main())
+
+
+def test_honest_replicas_are_checked_within_the_budget() -> None:
+    async def main() -> None:
+        peers = Peers("abcd")
+        await peers.go_round(250)
+        assert peers.found == []
+        statistics = peers.checks.statistics()
+        assert len(peers.calls) == 1000 + statistics["calls"]
+        assert 0.8 * 40 <= statistics["calls"] <= FIRST_CHECKS + 40
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("names", "shape"), [("a", (1, TOKENS, WIDTH)), ("ab", (1, TOKENS, WIDTH)), ("abcd", (1, 2, 3))]
+)
+def test_where_two_or_fewer_serve_or_messages_are_small_nothing_is_checked(names: str, shape: tuple[int, ...]) -> None:
+    async def main() -> None:
+        peers = Peers(names, lambda peer, honest: Gradient(hidden=torch.zeros(shape), loss=1.0, tokens=1))
+        for _ in range(100):
+            for name in names:
+                await peers.ask(name, hidden=torch.zeros(shape))
+        assert len(peers.calls) == 100 * len(names)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "answer", [Refused(reason=Reason.FULL), ConnectionResetError(), Gradient(hidden=TRUE[:, :1], loss=1.0, tokens=1)]
+)
+def test_who_does_not_answer_a_check_costs_nobody_the_gradient(answer: Reply | ConnectionError) -> None:
+    async def main() -> None:
+        silent = False
+
+        def script(peer: str, honest: Gradient) -> Reply:
+            if not silent or peer == "a":
+                return honest
+            if isinstance(answer, ConnectionError):
+                raise answer
+            return answer
+
+        peers = Peers("abc", script)
+        await peers.go_round(1)
+        silent = True
+        assert all([isinstance(await peers.ask("a"), Gradient) for _ in range(50)])
+        assert peers.found == []
+
+    run(main())
+
+
+def test_a_check_leaves_time_for_the_way_up() -> None:
+    async def main() -> None:
+        loop, slow = asyncio.get_running_loop(), False
+        peers = Peers("abc")
+        inner = peers._answer
+
+        async def answer(peer: str, microbatch: Microbatch) -> Reply:
+            if slow and peer != "a":
+                await asyncio.sleep(1000.0)
+            return await inner(peer, microbatch)
+
+        peers.checks._ways = NextStageClient(hops=lambda: peers.hops, call=answer)
+        await peers.go_round(1)
+        slow, late = True, 0
+        for _ in range(50):
+            begun_s = loop.time()
+            assert isinstance(await peers.ask("a", budget_s=101.0), Gradient)
+            assert loop.time() - begun_s <= 51.0
+            late += loop.time() - begun_s > 49.0
+        assert peers.checks.statistics()["too_late"] == late > 0
+
+    run(main())
+
+
+def test_a_lie_about_the_loss_is_a_disagreement() -> None:
+    async def main() -> None:
+        def script(peer: str, honest: Gradient) -> Reply:
+            return honest if peer != "c" else Gradient(hidden=honest.hidden, loss=9.0, tokens=TOKENS)
+
+        peers = Peers("abcd", script)
+        await peers.go_round(40)
+        assert {verdict.peer for verdict in peers.found} == {"c"}
+
+    run(main())
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 8])
+def test_checks_of_all_stages_together_take_their_share_of_compute(stages: int) -> None:
+    rates = [CheckSettings(share=0.02, stage=stage, stages=stages).rate for stage in range(stages)]
+    costs = [rate * (stages - 1 - stage) / stages for stage, rate in enumerate(rates)]
+    assert sum(costs) == pytest.approx(0.02 if stages > 1 else 0.0)
+
+
+def test_distance() -> None:
+    zero = torch.zeros_like(TRUE)
+    assert distance(TRUE, TRUE) == distance(zero, zero) == 0.0
+    assert distance(TRUE, zero) == pytest.approx(1.0)
+    assert distance(TRUE, -TRUE) == pytest.approx(2.0)

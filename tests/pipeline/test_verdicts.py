@@ -1,0 +1,265 @@
+"""Verdicts of spot checks: honest replicas are left alone, liars are not, and a minority decides nothing."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection
+from itertools import combinations
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.spot_checks import (
+    DOUBT_S,
+    FIRST_CHECKS,
+    MOST_ACCUSERS,
+    MOST_COMPARED,
+    MOST_KNOWN,
+    MOST_PEERS,
+    CheckBudget,
+    CheckFinding,
+    Verdict,
+    Verdicts,
+)
+
+Lies = Callable[[str, str], bool]
+"""Whether a replica lies in a check of which this is the primary."""
+
+
+class Stage:
+    """Replicas as one sender sees them: honest answers differ by noise, lies are opposite, and the same as each other.
+
+    `lies`: whether a replica's answer to a microbatch is a lie, given whose answer is checked by it.
+    """
+
+    def __init__(self, count: int, liars: Collection[str], lies: Lies, seed: int, *, deep: bool = False) -> None:
+        self.names = [f"r{number}" for number in range(count)]
+        self.verdicts = Verdicts(deep=deep)
+        self.found: list[Verdict] = []
+        self.now_s = 0.0
+        self._liars, self._lies, self._rng = set(liars), lies, Random(seed)
+
+    def check(self, primary: str | None = None) -> None:
+        """Have one microbatch checked."""
+        self.now_s += 1.0
+        there = [name for name in self.names if name not in self.verdicts.quarantined]
+        if len(there) < 3:
+            return
+        primary = primary or self._rng.choice(there)
+        asked = [primary, *self._rng.sample([name for name in there if name != primary], 2)]
+        lying = {name: name in self._liars and self._lies(name, primary) for name in asked}
+        noise = {name: 0.02 * self._rng.lognormvariate(0.0, 0.5) for name in asked}
+        apart = {
+            (one, other): 1.9 if lying[one] != lying[other] else 0.0 if lying[one] else noise[one] + noise[other]
+            for one, other in combinations(asked, 2)
+        }
+        if not self.verdicts.agree(*asked[:2], apart[asked[0], asked[1]]):
+            self.found += self.verdicts.judge(apart, self.names, self.now_s)
+
+    def quarantined(self) -> Counter[str]:
+        """Return how often each was found guilty."""
+        return Counter(verdict.peer for verdict in self.found if verdict.finding is CheckFinding.QUARANTINED)
+
+
+def always(*_: str) -> bool:
+    return True
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_honest_replicas_are_never_shut_out(deep: bool) -> None:
+    stage = Stage(4, (), always, 0, deep=deep)
+    for _ in range(20_000):
+        stage.check()
+    assert not stage.quarantined()
+    assert sum(verdict.finding is CheckFinding.STRUCK for verdict in stage.found) < 100
+
+
+@given(st.integers(3, 20), st.integers(), st.booleans(), st.data())
+@settings(max_examples=50, deadline=None)
+def test_who_always_lies_is_always_shut_out_and_nobody_else(
+    count: int, seed: int, deep: bool, data: st.DataObject
+) -> None:
+    liar = data.draw(st.sampled_from([f"r{number}" for number in range(count)]))
+    stage = Stage(count, [liar], always, seed, deep=deep)
+    for _ in range(8):
+        stage.check()
+    for _ in range(20 if count <= 5 else 60):
+        stage.check(liar)
+        if liar in stage.verdicts.quarantined:
+            break
+    assert liar in stage.verdicts.quarantined
+    assert set(stage.quarantined()) == {liar}
+
+
+@given(st.integers(3, 16), st.integers(), st.data())
+@settings(max_examples=50, deadline=None)
+def test_colluders_that_are_fewer_than_half_shut_out_nobody_honest(count: int, seed: int, data: st.DataObject) -> None:
+    names = [f"r{number}" for number in range(count)]
+    liars = data.draw(st.sets(st.sampled_from(names), max_size=(count - 1) // 2))
+    victim = data.draw(st.sampled_from([name for name in names if name not in liars]))
+    # They know whose answer is checked, and lie together about the victim alone.
+    stage = Stage(count, liars, lambda _, primary: primary == victim, seed)
+    for _ in range(300):
+        stage.check(victim)
+    assert set(stage.quarantined()) <= liars
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_who_lies_now_and_then_is_shut_out(share: float) -> None:
+    chance = Random(1)
+    stage = Stage(4, ["r0"], lambda *_: chance.random() < share, 1)
+    for _ in range(200):
+        if "r0" not in stage.verdicts.quarantined:
+            stage.check("r0")
+    assert set(stage.quarantined()) == {"r0"}
+
+
+def test_who_passes_on_what_a_liar_behind_it_returned_is_let_be() -> None:
+    names, chance = [f"r{number}" for number in range(4)], Random(2)
+    stage = Stage(4, names, lambda *_: chance.random() < 0.25, 2, deep=True)
+    for _ in range(2000):
+        stage.check()
+    assert not stage.quarantined()
+
+
+def test_quarantines_grow_and_one_strike_ends_a_parole() -> None:
+    stage = Stage(4, ["r0"], always, 3)
+    lengths = []
+    for _ in range(4):
+        begun = len(stage.found)
+        for _ in range(10):
+            if "r0" not in stage.verdicts.quarantined:
+                stage.check("r0")
+        lengths.append(stage.found[-1].for_s)
+        strikes = [verdict.finding for verdict in stage.found[begun:]].count(CheckFinding.STRUCK)
+        assert strikes == (1 if begun else 2)
+        assert stage.found[-1].finding is CheckFinding.QUARANTINED
+        stage.now_s += lengths[-1]
+        assert stage.verdicts.paroled(stage.now_s - 1e-3) == []
+        assert stage.verdicts.paroled(stage.now_s) == [Verdict("r0", CheckFinding.PAROLED)]
+    assert lengths == [600.0, 3600.0, 6 * 3600.0, 6 * 3600.0]
+    apart = {("r0", "r1"): 1.9, ("r0", "r2"): 1.9, ("r1", "r2"): 0.03}
+    stage.verdicts.judge(apart, stage.names, stage.now_s)
+    late = stage.verdicts.judge(apart, stage.names, stage.now_s)
+    assert [verdict.finding for verdict in late] == [CheckFinding.STRUCK], "it was under way"
+
+
+def test_who_finds_half_of_a_stage_guilty_judges_nobody() -> None:
+    stage = Stage(4, ["r0"], always, 4)
+    _until(stage, lambda: bool(stage.verdicts.quarantined))
+    stage._liars = {"r1"}  # of the three that are left, so that r0 was perhaps none
+    _until(stage, lambda: stage.found[-1].finding is CheckFinding.DOUBTED)
+    assert [verdict.finding for verdict in stage.found[-2:]] == [CheckFinding.PAROLED, CheckFinding.DOUBTED]
+    assert stage.found[-1].for_s == DOUBT_S
+    assert not stage.verdicts.quarantined
+    found = len(stage.found)
+    for _ in range(round(DOUBT_S) - 1):
+        stage.check()
+    assert len(stage.found) == found
+    _until(stage, lambda: bool(stage.verdicts.quarantined))
+
+
+def _until(stage: Stage, over: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if over():
+            return
+        stage.check()
+    raise AssertionError("it did not come to that")
+
+
+def test_tolerance_is_learned_whatever_the_noise() -> None:
+    for scale in (1e-4, 1.0, 3.0):
+        verdicts = Verdicts(deep=False)
+        assert math.isnan(verdicts.usual)
+        apart = {("a", "b"): 0.02 * scale, ("a", "c"): 0.03 * scale, ("b", "c"): 0.025 * scale}
+        for _ in range(4):
+            assert not verdicts.agree("a", "b", 0.02 * scale)
+            assert verdicts.judge(apart, "abc", 0.0) == []
+        assert verdicts.usual == pytest.approx(0.025 * scale)
+        assert verdicts.agree("a", "b", 0.1 * scale)
+        assert not verdicts.agree("a", "b", 0.2 * scale)
+
+
+def test_two_that_have_just_met_make_no_odd_one_of_the_third() -> None:
+    verdicts = Verdicts(deep=False)
+    for _ in range(8):
+        verdicts.judge({("a", "b"): 0.02, ("a", "c"): 0.03, ("b", "c"): 0.025}, "abc", 0.0)
+    assert not verdicts.judge({("a", "b"): 0.0, ("a", "c"): 0.06, ("b", "c"): 0.06}, "abc", 0.0)
+
+
+def test_one_that_stays_near_does_not_widen_what_is_usual() -> None:
+    verdicts, rng = Verdicts(deep=False), Random(6)
+    for _ in range(2000):
+        apart = {("a", "b"): 0.02, ("a", "c"): 0.021, ("b", "c"): 0.022}
+        near = 5.9 * verdicts.usual if verdicts.usual > 0.0 else 0.02
+        apart |= {(name, "liar"): near for name in "abc"}
+        pair = rng.choice(list(apart))
+        if not verdicts.agree(*pair, apart[pair]):
+            names = {*pair, *"abc"} if "liar" in pair else {*"abc"}
+            three = sorted(names - {next(iter(set("abc") - set(pair)))}) if len(names) > 3 else sorted(names)
+            verdicts.judge({each: apart[each] for each in combinations(three, 2)}, [*"abc", "liar"], 0.0)
+    assert verdicts.usual < 0.1
+
+
+def test_memory_is_bounded() -> None:
+    verdicts = Verdicts(deep=False)
+    crowd = [f"crowd {number}" for number in range(5000)]
+    for number in range(2000):
+        names = [f"{number}-{each}" for each in "abc"]
+        apart = dict(zip(combinations(names, 2), (0.02, 1.9, 1.9), strict=True))
+        verdicts.judge(apart, [*names, *crowd], 0.0)
+    for number in range(100):
+        pair = [f"{number}-{each}" for each in "xy"]
+        verdicts.judge(dict(zip(combinations([*pair, "z"], 2), (0.02, 1.9, 1.9), strict=True)), crowd, 0.0)
+    assert len(verdicts._standings) == MOST_PEERS
+    assert len(verdicts._distances) <= MOST_COMPARED
+    assert max(len(each) for each in verdicts._distances.values()) <= MOST_KNOWN
+    assert max(len(standing.accusers) for standing in verdicts._standings.values()) <= 2 * MOST_ACCUSERS
+
+
+def test_a_budget_is_kept_and_some_of_it_is_for_suspects() -> None:
+    for rate in (0.0, 0.02, 0.3):
+        budget, rng, spent = CheckBudget(rate), Random(5), 0
+        for _ in range(10_000):
+            budget.earn()
+            if budget.allows(suspected=rng.random() < 0.5, drawn=rng.random()):
+                for _ in range(rng.choice((1, 2))):
+                    budget.spend()
+                    spent += 1
+        assert spent <= (FIRST_CHECKS + 10_000 * rate if rate else 0)
+        assert spent >= 0.9 * 10_000 * rate
+    budget = CheckBudget(0.001)
+    while budget.allows(suspected=False, drawn=0.0):
+        budget.spend()
+    assert budget.allows(suspected=True, drawn=1.0)
+
+
+@pytest.mark.parametrize(("spent", "checks", "of_suspects"), [(0, 8, 2), (1, 7, 2)])
+def test_a_check_of_two_calls_never_overdraws_and_two_are_kept_for_suspects(
+    spent: int, checks: int, of_suspects: int
+) -> None:
+    budget, made = CheckBudget(0.001), Counter[bool]()
+    for _ in range(spent):
+        budget.spend()
+    for suspected in (False, True):
+        while budget.allows(suspected=suspected, drawn=0.0):
+            made[suspected] += 1
+            for _ in range(2):
+                budget.spend()
+    assert (made[False], made[True]) == (checks, of_suspects)
+
+
+def test_checks_that_are_passed_take_a_strike_away_part_by_part() -> None:
+    verdicts = Verdicts(deep=False)
+    for _ in range(4):
+        assert not verdicts.judge({("a", "b"): 0.02, ("a", "c"): 0.02, ("b", "c"): 0.02}, "abc", 0.0)
+    (strike,) = verdicts.judge({("a", "b"): 1.9, ("a", "c"): 1.9, ("b", "c"): 0.02}, "abc", 0.0)
+    assert strike.finding is CheckFinding.STRUCK
+    passed = 0
+    while verdicts.suspects("a"):
+        assert verdicts.agree("a", "b", 0.02)
+        passed += 1
+    assert passed == 8, "1.9 in quarters"
