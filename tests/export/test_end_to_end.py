@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit, UserError
 from noloco_node.export import exporter, replica_files
+from noloco_node.export.continue_run import continuing_text
 from noloco_node.export.exporter import export, merge_files, of_homes
-from noloco_node.export.huggingface import continuing_text
 from noloco_node.export.replica_files import ReplicaReader, in_home, newest
 from noloco_node.export.sources import read_provenance, recipe_of
 from noloco_node.inference.evaluation import _text, evaluate
