@@ -1,7 +1,8 @@
-"""The gossip settings of a run file, and what of the outer state a newcomer and a restarted replica carry on."""
+"""What a newcomer or a restarted replica carries on, the gossip settings of a run file, and first losses."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -26,7 +27,17 @@ from noloco_node.run.protocols import state_schema
 from noloco_node.run.runfile import decode_run
 from noloco_node.sim.clock import run as simulated
 from noloco_node.sim.hardware.quadratic_model import SIZE, QuadraticModel
-from noloco_node.state_sync.starting_state import from_checkpoint, from_donor, is_recent_enough, started
+from noloco_node.state_sync.starting_state import (
+    FAR,
+    JUDGED,
+    JUDGEMENTS,
+    LEAST_OTHERS,
+    StartingLoss,
+    from_checkpoint,
+    from_donor,
+    is_recent_enough,
+    started,
+)
 from noloco_node.storage.checkpoint import Checkpoint, Counters, load_latest, save
 
 MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_layers = 4}\n'
@@ -38,8 +49,8 @@ MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_l
 @pytest.mark.parametrize(
     ("lines", "field", "why"),
     [
-        ("momentum_period = 0", "outer.momentum_period = 0", "below 1"),
-        ("momentum_period = 100000", "outer.momentum_period", "never moves"),
+        ("momentum_period = 0", "outer.momentum_period = 0", "1 to 1,000"),
+        ("momentum_period = 100000", "outer.momentum_period", "1 to 1,000"),
         ("momentum_period = 2\nmomentum_spread = 0.51", "outer.momentum_spread = 0.51", "0.5"),
         ("momentum_spread = -0.1", "outer.momentum_spread", "from 0"),
         ("momentum_spread = nan", "outer.momentum_spread", "from 0"),
@@ -180,3 +191,44 @@ def test_manifests_and_pieces_pass_the_wire_and_others_do_not(shapes: tuple[tupl
         schema.pack(Piece(data=torch.zeros(max(span.size_bytes for span in spans) + 4, dtype=torch.uint8)))
     with pytest.raises(ValueError, match=r"Manifest\.slow"):
         schema.pack(replace(slow, slow=listed([b"0" * 32] * (len(spans) + 1))))
+
+
+USUAL = 3.0
+honest = st.floats(USUAL / FAR**0.4, USUAL * FAR**0.4)
+
+
+@given(
+    st.lists(honest, min_size=JUDGED, max_size=2 * JUDGED),
+    st.lists(honest, min_size=2 * LEAST_OTHERS, max_size=20),
+    st.lists(st.sampled_from([0.0, -1.0, 1e9]), max_size=LEAST_OTHERS - 1),
+    st.lists(st.sampled_from([20.0, math.inf, math.nan]), max_size=JUDGED // 2 - 1),
+)
+def test_honest_weights_are_kept_whatever_few_liars_and_few_bad_routes_say(
+    losses: list[float], others: list[float], lies: list[float], bad: list[float]
+) -> None:
+    assert StartingLoss(judges=True).failed([*losses, *bad], [*others, *lies]) is None
+
+
+@pytest.mark.parametrize("loss", [USUAL * FAR * 1.01, 200.0, math.inf, math.nan])
+def test_weights_that_are_far_worse_fail_and_not_for_ever(loss: float) -> None:
+    start, others = StartingLoss(judges=True), [USUAL] * LEAST_OTHERS
+    for _ in range(JUDGEMENTS):
+        assert start.failed([loss] * (JUDGED - 1), others) is None
+        found = start.failed([loss], others)
+        assert found is not None
+        assert found[1] == USUAL
+    for _ in range(3):
+        assert start.failed([loss] * JUDGED, others) is None
+
+
+def test_once_weights_have_passed_they_are_not_judged_again() -> None:
+    start, others = StartingLoss(judges=True), [USUAL] * LEAST_OTHERS
+    assert start.failed([USUAL] * JUDGED, others) is None
+    assert start.failed([200.0] * JUDGED, others) is None
+
+
+def test_nobody_is_judged_by_few_or_in_a_run_that_begins() -> None:
+    few = StartingLoss(judges=True)
+    assert few.failed([200.0] * JUDGED, [USUAL] * (LEAST_OTHERS - 1)) is None
+    assert few.failed([], [USUAL] * LEAST_OTHERS) is not None
+    assert StartingLoss(judges=False).failed([200.0] * JUDGED, [USUAL] * LEAST_OTHERS) is None
