@@ -30,9 +30,9 @@ from noloco_node.cli.main import app
 from noloco_node.errors import Exit
 from noloco_node.journal.events import ROUND_EVENTS, NodeEvent
 from noloco_node.run.config import RunConfig
+from noloco_node.run.fields import REQUIRED, Field, fields_of, is_section
 from noloco_node.run.presets import run_text
 from noloco_node.run.runfile import decode_run
-from noloco_node.run.sections import REQUIRED, Field, fields_of, is_section
 from noloco_node.run.validation import problems
 
 PAGE = Path(__file__).with_name("reference.md")

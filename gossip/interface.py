@@ -28,7 +28,7 @@ class OuterStepTaken:
     `gap`: norm of own minus mean slow weights over the norm of the mean; None where there was nobody to compare with.
     `staleness_rounds`: rounds since these weights last met anybody's, 1 where in the one before; `partner_staleness`:
     rounds since the partner's did. `adopted`: ours were too stale to count, and the partner's were taken over.
-    `seconds`: from the acceptance of the offer to the partner's acknowledgement.
+    `seconds`: from the acceptance of the proposal to the partner's acknowledgement.
     """
 
     round: int
@@ -60,8 +60,8 @@ class PartnerTooStale:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RoundDeferred:
-    """No partner before the next round was due. `in_a_row`: deferrals since the last outer step, this one included."""
+class RoundSkipped:
+    """No partner came before the next round was due. `in_a_row`: rounds skipped since the last outer step."""
 
     round: int
     in_a_row: int
@@ -78,7 +78,7 @@ class MeetingLost:
     implausible: bool
 
 
-Event = OuterStepTaken | PartnerTooStale | RoundDeferred | MeetingLost
+Event = OuterStepTaken | PartnerTooStale | RoundSkipped | MeetingLost
 
 
 class Conversation(Protocol):
@@ -140,7 +140,7 @@ UNKNOWN = RoundProgress()
 
 
 class Timing(Protocol):
-    """How long to wait for each partner's answer to an offer, dial included; it learns from what it is told."""
+    """How long to wait for each partner's answer to a proposal, dial included; it learns from what it is told."""
 
     def deadline_s(self, peer: str, /) -> float:
         """Return how long to wait for a peer."""

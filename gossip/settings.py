@@ -1,7 +1,7 @@
 """How a run gossips: the section `outer` of its run file, timeouts, and the formats in which weights travel.
 
-Each setting is declared once, with its default and bounds. `noloco_node.run.config` reads the section and
-`noloco_node.run.outer_validation` checks the rules that no type states. Nothing here loads torch.
+Here each setting is declared once, with its default, its bounds and what it means. `noloco_node.run.validation` has the
+rules that no type states. Nothing here loads torch.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ class Format(StrEnum):
         return self is Format.INT4
 
 
-# The least and the most that a number may be. Whoever decodes the section holds to them.
+# The least and the most that a number may be; `noloco_node.run.fields` holds a run file to them.
 StepCount = Annotated[int, (1, 10**6)]
-DeferralCount = Annotated[int, (1, 10_000)]
+SkipCount = Annotated[int, (1, 10_000)]
+StepPeriod = Annotated[int, (1, 1000)]
+LineShare = Annotated[float, (0.01, 0.99)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,13 +59,13 @@ class OuterConfig:
     alpha: float = 0.0
     beta: float = 1.0
     gamma: float = 1.0
-    momentum_period: int = 1
+    momentum_period: StepPeriod = 1
     """Outer steps after which the momentum moves once; 1 is the paper's rule (`gossip.rule.outer_step`)."""
     momentum_spread: float = 0.0
     """Share of the momentum that each outer step of a period but the last one applies."""
     codec: Format = Format.INT4
     """Number format of the weights that a round exchanges; each but float32 carries its rounding error on."""
-    line_share: float = 0.2
+    line_share: LineShare = 0.2
     """Of a line whose rate is known, what rounds take while microbatches wait for it."""
     staleness_at_most: StepCount = 16
     """Rounds since its weights last met anybody's (1: in the round before) beyond which a replica takes its partner's
@@ -72,7 +74,7 @@ class OuterConfig:
     """The paper's form: admit nothing, drain, then exchange. Otherwise training goes on until the partner is there."""
     overlap_steps: int = 8
     """A snapshot older than this many inner steps is retaken while the round stays open."""
-    deferrals_before_solo: DeferralCount = 4
+    skips_before_solo: SkipCount = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

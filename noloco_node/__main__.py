@@ -4,7 +4,7 @@ To load what a command needs takes seconds, in which nothing is held. Some libra
 imported, and fail later of its consequences: until a command says otherwise, a signal ends the process on the spot.
 """
 
-from noloco_node.machine.stop_signals import leave_at_once, set_answer
+from noloco_node.machine.signals import leave_at_once, set_answer
 
 
 def main() -> None:

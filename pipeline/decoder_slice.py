@@ -20,7 +20,9 @@ embedding with the features. The last stage writes to all channels.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import shake_256
 from itertools import pairwise
 from math import isqrt
@@ -309,6 +311,20 @@ def slice_decoder(whole: Any, anatomy: DecoderParts, cut: Cut) -> Slice:
     return Slice(whole, cut, anatomy.head)
 
 
+_PROCESS_STATE = threading.RLock()
+
+
+@contextmanager
+def alone_in_process() -> Iterator[None]:
+    """Build a model while no other thread builds one, and leave the default generator as it was.
+
+    Hooks on registered parameters and the default generator belong to the process, not to a thread: two threads that
+    build at the same time would break each other's hooks and draw each other's initial weights.
+    """
+    with _PROCESS_STATE, torch.random.fork_rng(devices=[]):
+        yield
+
+
 def _materialise(module: nn.Module) -> None:
     """Give every weight memory on the CPU, filled with NaN so that one that no rule fills is found.
 
@@ -335,7 +351,7 @@ def initialise(whole: Any, anatomy: DecoderParts, seed: int, tied_to: nn.Module 
     `tied_to`: the token embedding (part of the slice or not) of which the vocabulary head starts as a copy, or None.
     """
     _materialise(whole)
-    with torch.random.fork_rng(devices=[]):
+    with alone_in_process():
         # A part after what it contains: a family may rescale its parts' weights (GPT-2 does).
         for name, module in reversed(list(whole.named_modules())):
             if name not in anatomy.spine and next(module.parameters(), None) is not None:

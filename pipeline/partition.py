@@ -32,6 +32,7 @@ from pipeline.decoder_slice import (
     Slice,
     Subspace,
     TokenFeatures,
+    alone_in_process,
     constrain,
     find_decoder_parts,
     initialise,
@@ -56,12 +57,12 @@ def _weights_on_meta() -> Iterator[None]:
         moved._is_hf_initialized = True  # type: ignore[attr-defined]
         return moved
 
-    hook = register_module_parameter_registration_hook(move)
-    try:
-        with torch.random.fork_rng(devices=[]):
+    with alone_in_process():
+        hook = register_module_parameter_registration_hook(move)
+        try:
             yield
-    finally:
-        hook.remove()
+        finally:
+            hook.remove()
 
 
 def skeleton(config: Config) -> Any:
@@ -213,12 +214,13 @@ def forward_flops(config: Config, cuts: Sequence[Cut], sequence_length: int) -> 
 
 def build(prepared: Prepared, cut: Cut, seed: int, device: torch.device | str = "cpu") -> Slice:
     """Build one slice with its initial weights, which depend on (seed, parameter name) and not on the cut."""
-    whole = skeleton(prepared.config)
-    anatomy = find_decoder_parts(whole, prepared.config.num_hidden_layers)
-    anatomy = anatomy._replace(tuples=_layers_return_tuples(prepared.config))
-    embedding = whole.get_submodule(anatomy.embedding)
-    part = slice_decoder(whole, anatomy, cut)
-    initialise(whole, anatomy, seed, tied_to=embedding if prepared.tied and cut.head else None)
+    with alone_in_process():
+        whole = skeleton(prepared.config)
+        anatomy = find_decoder_parts(whole, prepared.config.num_hidden_layers)
+        anatomy = anatomy._replace(tuples=_layers_return_tuples(prepared.config))
+        embedding = whole.get_submodule(anatomy.embedding)
+        part = slice_decoder(whole, anatomy, cut)
+        initialise(whole, anatomy, seed, tied_to=embedding if prepared.tied and cut.head else None)
     return part.to(device)
 
 
@@ -252,7 +254,7 @@ _tuples: dict[type, bool] = {}
 def _layers_return_tuples(config: Config) -> bool:
     if type(config) not in _tuples:
         tiny = prepare(tiny_config(config)).config
-        with torch.random.fork_rng(devices=[]):
+        with alone_in_process():
             whole = AutoModelForCausalLM.from_config(tiny).eval()
         _tuples[type(config)] = layers_return_tuples(
             whole, tiny.num_hidden_layers, torch.zeros(1, 2, dtype=torch.int64)
@@ -285,7 +287,7 @@ def verify_family(config: Config) -> None:
         prepared = prepare(tiny)
         parts = [build(prepared, piece, seed=0).eval() for piece in cut(prepared.config, 3, (1, 2), sequence_length=8)]
         weights = {name: weight for part in parts for name, weight in part.named_parameters()}
-        with torch.random.fork_rng(devices=[]):
+        with alone_in_process():
             whole = AutoModelForCausalLM.from_config(copy.deepcopy(prepared.config)).eval()
             torch.default_generator.manual_seed(0)
             for fixed in (weight for weight in weights.values() if not weight.requires_grad):
@@ -319,7 +321,7 @@ def verify_subspace(config: Config) -> None:
     subspace = Subspace(prepared.config.hidden_size // 2, 0)
     cuts = [piece._replace(subspace=subspace) for piece in cut(prepared.config, 3, (1, 2), sequence_length=8)]
     parts = [build(prepared, piece, seed=0).eval() for piece in cuts]
-    with torch.random.fork_rng(devices=[]):
+    with alone_in_process():
         whole = AutoModelForCausalLM.from_config(copy.deepcopy(prepared.config)).eval()
         torch.default_generator.manual_seed(0)
         for weight in [weight for part in parts for weight in part.parameters()]:

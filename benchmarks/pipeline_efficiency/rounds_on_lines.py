@@ -59,7 +59,7 @@ def measure(up: float, per_round: int, share: float, steps: int) -> Report:
 def row(report: Report) -> str:
     """Return one row of figures."""
     steps, met = (sum(getattr(stage, name) for stage in report.stages) for name in ("inner_steps", "met"))
-    unmet = sum(stage.deferred + stage.solo for stage in report.stages)
+    unmet = sum(stage.skipped + stage.solo for stage in report.stages)
     rounds = report.sent_bytes["gossip"] / sum(report.sent_bytes.values())
     speed = report.microbatches * TOKENS / report.training_s
     return f"{speed:>8,.0f} | {rounds:>6.1%} | {steps / met if met else float('inf'):>6.1f} | {unmet:>5}"

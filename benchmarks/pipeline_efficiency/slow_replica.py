@@ -53,7 +53,7 @@ class Run(NamedTuple):
 
     def met(self) -> float:
         """Return the share of rounds that found a partner, mean of the peers."""
-        return fmean([peer.met / max(1, peer.met + peer.deferred + peer.solo) for peer in self.summary.peers])
+        return fmean([peer.met / max(1, peer.met + peer.skipped + peer.solo) for peer in self.summary.peers])
 
     def peer(self, name: str) -> PeerSummary:
         """Return one peer's summary."""

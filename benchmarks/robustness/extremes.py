@@ -42,13 +42,11 @@ from noloco_node.run.presets import demo_run_text
 from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import Watcher, World, simulate
-from noloco_node.swarm.peer_records import Published, decode_record
-from noloco_node.swarm.receipts import ReceiptRecord, Tally, met_work
+from noloco_node.swarm.receipts import ReceiptRecord, RunProgress, SourceRecord, Tally, met_work
 from noloco_node.swarm.roster import PeerRecord, Roster
-from noloco_node.swarm.run_distribution import RunFileText
-from noloco_node.swarm.run_history import RunHistory
-from noloco_node.swarm.run_progress import RunProgress, SourceRecord
+from noloco_node.swarm.run_distribution import RunFileText, RunHistory
 from noloco_node.swarm.run_samples import believed_samples, is_over_below
+from noloco_node.swarm.stage_records import Published, decode_record
 from pipeline.placement import (
     MigrationState,
     OwnPlacement,

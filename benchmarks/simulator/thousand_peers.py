@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gossip.interface import OuterStepTaken, RoundDeferred
+from gossip.interface import OuterStepTaken, RoundSkipped
 
 HERE = Path(__file__).resolve()
 PARTS = {
@@ -72,7 +72,7 @@ def simulated(options: argparse.Namespace) -> dict[str, Any]:
         """Counts events, and says every ten seconds how far the run is."""
 
         def __init__(self, world: World) -> None:
-            self.world, self.events = world, {"inner_steps": 0, "met": 0, "deferred": 0, "solo": 0}
+            self.world, self.events = world, {"inner_steps": 0, "met": 0, "skipped": 0, "solo": 0}
             self.begun = self.said = time.monotonic()
 
         def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
@@ -81,8 +81,8 @@ def simulated(options: argparse.Namespace) -> dict[str, Any]:
                     self.events["inner_steps"] += 1
                 case OuterStepTaken(partner=partner):
                     self.events["met" if partner else "solo"] += 1
-                case RoundDeferred():
-                    self.events["deferred"] += 1
+                case RoundSkipped():
+                    self.events["skipped"] += 1
 
         def struck(self, fault: Fault) -> None:
             raise AssertionError("there are no faults here")
@@ -189,7 +189,7 @@ def main() -> int:
             f"{run['peers']} peers: {run['seconds']} s ({run['cpu_s']} s of CPU), {run['peak_mib']} MiB at most, "
             f"{run['calls']:,} calls, {per_call:.0f} microseconds each with everything else"
         )
-        rounds = f"rounds met {run['met']:,}, deferred {run['deferred']:,}, solo {run['solo']:,}"
+        rounds = f"rounds met {run['met']:,}, skipped {run['skipped']:,}, solo {run['solo']:,}"
         print(f"  {run['virtual_s']:,} virtual seconds, {run['inner_steps']:,} inner steps; {rounds}")
         print(f"  {run['messages_lost']:,} messages lost; digest {run['digest'][:16]}")
     same = len({run["digest"] for run in runs}) == 1

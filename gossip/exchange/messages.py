@@ -2,19 +2,19 @@
 
 In a round:
 
-    asker  Offer ->            <- Accepted | Declined   asked
-    both   Probe ->            <- Probe                 (only after Accepted)
+    asker  Propose ->          <- Accept | Decline      asked
+    both   Probe ->            <- Probe                 (only after Accept)
     both   Weights ->          <- Weights               (as both probes ask for)
-    asker  Received ->         <- Received              asked, who has taken its step by then
+    asker  Acknowledge ->      <- Acknowledge           asked, which has taken its step by then
 
 Between two rounds, where slow weights travel ahead of time:
 
-    asker  Ahead ->            <- Accepted | Declined   asked
-    both   Probe ->            <- Probe                 (only after Accepted)
+    asker  ProposePrefetch ->  <- Accept | Decline      asked
+    both   Probe ->            <- Probe                 (only after Accept)
     both   Weights ->          <- Weights               (slow ones only)
-                               <- Received              asked, who has all by then
+                               <- Acknowledge           asked, which has all by then
 
-When a newcomer catches up, or somebody exports the model, over several streams at once:
+When a newcomer catches up, or an export gathers the model, over several streams at once:
 
     newcomer  StateRequest ->  <- Manifest | Busy       donor
     newcomer  PieceRequest ->  <- Piece | Gone | Busy   donor, as often as the newcomer likes
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 
 NOTHING = -1
-"""The version of what one does not hold."""
+"""The version of weights that one does not hold."""
 LARGEST_COUNT = 2**48
-"""Of rounds and steps: more than anybody takes, and few enough to go on counting from."""
+"""The largest count of rounds and steps: more than any run takes, and few enough to go on counting from."""
 
-# Numbers with the least and the most that they may be, which whoever decodes a message holds to.
+# Numbers with their bounds; the decoder of messages enforces them.
 Count = Annotated[int, (0, LARGEST_COUNT)]
 Version = Annotated[int, (NOTHING, LARGEST_COUNT)]
 Fraction = Annotated[float, (0.0, 1.0)]
@@ -47,35 +47,35 @@ Norm = Annotated[float, (0.0, 1e30)]
 
 
 class DeclineReason(StrEnum):
-    """Why an offer was declined."""
+    """Why a proposal was declined."""
 
     NOT_OPEN = "not open yet"
     HOPING = "still hoping for a partner that it prefers"
     ENGAGED = "in an exchange with another replica"
     ASKING = "waiting for another replica's answer"
-    YIELD = "two offers crossed: mine goes first"
+    YIELD = "two proposals crossed: mine goes first"
     MET = "met already in this round"
     LEAVING = "leaving"
     NOT_NEXT = "expecting another partner in the next round, or not done with this one"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Offer:
-    """Let us meet. `round`: the round that the asker is in, from 1."""
+class Propose:
+    """Ask to meet. `round`: the round that the asker is in, from 1."""
 
     round: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Accepted:
-    """Yes, now. `round`: the round that the asked is in."""
+class Accept:
+    """Meet now. `round`: the round that the asked is in."""
 
     round: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Declined:
-    """No. `retry_after_s`: the asked's estimate of when asking again makes sense. `round`: the one it opened last."""
+class Decline:
+    """Do not meet. `retry_after_s`: when asking again makes sense. `round`: the one that the asked opened last."""
 
     reason: DeclineReason
     retry_after_s: Seconds
@@ -83,22 +83,20 @@ class Declined:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrefetchOffer:
-    """Let us swap slow weights before we meet."""
+class ProposePrefetch:
+    """Ask to swap slow weights before a meeting."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """What both must know before weights travel, and is small.
+    """The little that both sides must know before weights travel.
 
-    `round`: the one that the sender is in; `last_met`: the one in which its weights last met anybody's, -1 where the
-    sender has disowned them (`gossip.rule.shares`).
-    `version`: a number for the slow weights, another one after every outer step. `holds`: the version of the other's
-    slow weights that the sender holds, NOTHING if none.
+    `round`: the sender's; `last_met`: the round in which its weights last met anybody's, -1 where the sender has
+    disowned them (`gossip.rule.shares`). `version`: of the sender's slow weights, another one after every outer step.
+    `holds`: the version of the receiver's slow weights that the sender holds, NOTHING if none.
     `slow`: float32 [k], the slow weights at coordinates that both sides know, with what a lossy codec still owes of
-    them: enough to report the gap. `fast`: the snapshot likewise, where the codec's step follows from it; None
-    elsewhere.
-    `inner_steps`: that the snapshot has behind it since its weights last met anybody's; 0 ahead of a round.
+    them. `fast`: the snapshot likewise, where the codec's step follows from it; None elsewhere.
+    `inner_steps`: of the snapshot since its weights last met anybody's; 0 ahead of a round.
     """
 
     round: Count
@@ -112,12 +110,11 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
-    """One side of an exchange, as the run's codec has it (`formats.wire_specs`).
+    """One side of an exchange, in the run's codec (`settings.wire_specs`).
 
-    `fast`: the snapshot; empty ahead of a round. `slow`: the slow weights likewise; empty when gamma = beta, where the
-    rule does not need them, and where the other holds them already.
-    To somebody who adopts one of the two goes, in the codec's absolute form: the slow weights where the rule needs
-    them, else the snapshot. From somebody who adopts both are empty.
+    `fast`: the snapshot; empty ahead of a round. `slow`: the slow weights; empty where gamma = beta, so that the rule
+    does not need them, and where the receiver holds them already. A side that adopts sends both empty; it receives one
+    of the two in the codec's absolute form: the slow weights where the rule needs them, else the snapshot.
     """
 
     fast: tuple[Tensor, ...]
@@ -125,12 +122,12 @@ class Weights:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Received:
-    """I hold your weights, they are plausible, and mine have reached the transport."""
+class Acknowledge:
+    """The sender holds the other's weights, they are plausible, and its own have reached the transport."""
 
 
 class Parts(StrEnum):
-    """How much of a replica's state somebody asks for."""
+    """How much of a replica's state is asked for."""
 
     OUTLINE = "outline"
     """Counters and a norm alone: to compare a donor with."""
@@ -153,7 +150,7 @@ class Section(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateRequest:
-    """What is there of your state? `snapshot`: the name of a copy that is rather wanted, if it is still held."""
+    """Ask for a manifest of the donor's state. `snapshot`: the name of a copy that is preferred if it is still held."""
 
     parts: Parts
     snapshot: str = ""
@@ -161,10 +158,10 @@ class StateRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a donor holds still for others to fetch. `snapshot` names this copy; the counters are those of its state.
+    """A copy that a donor keeps for others to fetch. `snapshot` names it; the counters are those of its state.
 
     `norm`: of the slow weights. The other fields are the sections: uint8 [pieces, 32], the SHA-256 of each piece in the
-    order of `chunks.cut`; None where the section is not there or was not asked for.
+    order of `chunks.cut`; None where the section does not exist or was not asked for.
     """
 
     snapshot: str
@@ -208,13 +205,11 @@ class ReplicaState:
     """What a newcomer needs to become a replica; it travels in pieces.
 
     `slow`, `momentum`: one tensor per parameter in the stage's order; `momentum` is empty for `Parts.SLOW`, and where
-    the rule has none (alpha = 0).
-    `gathered`, `meetings`: of the running momentum period; empty and 0 at its beginning, and for `Parts.SLOW`.
-    `optimiser`: the inner optimiser's tensors in an order that the shell fixes, two for each parameter; empty where
-    they are not sent.
-    `round`: rounds finished. `progress`: of the run, 0 to 1. `optimiser_steps`: the inner optimiser's own counter.
-    `last_met`: the round in which these weights last met anybody's, 0 if in none. What a lossy codec owes does not
-    travel: it is the donor's to send.
+    the rule has none (alpha = 0). `gathered`, `meetings`: of the running momentum period; empty and 0 at its beginning,
+    and for `Parts.SLOW`. `optimiser`: the inner optimiser's tensors in an order that the node fixes, two for each
+    parameter; empty where they are not sent. `round`: rounds finished. `progress`: of the run, 0 to 1.
+    `optimiser_steps`: the inner optimiser's own counter. `last_met`: the round in which these weights last met
+    anybody's, 0 if in none. What a lossy codec owes does not travel.
     """
 
     slow: tuple[Tensor, ...]
@@ -231,10 +226,10 @@ class ReplicaState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Busy:
-    """Not now: others are being served. `retry_after_s`: when asking again makes sense."""
+    """The donor serves others now. `retry_after_s`: when asking again makes sense."""
 
     retry_after_s: Seconds
 
 
 class Implausible(ConnectionAbortedError):
-    """What a replica sent cannot be right: its count, a shape, a type, not finite, or a norm far from our own."""
+    """A replica's message cannot be right: its count, a shape, a type, a value not finite, or a norm far from ours."""

@@ -52,7 +52,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gossip.exchange.messages import Implausible, Probe, Received, Weights
+from gossip.exchange.messages import Acknowledge, Implausible, Probe, Weights
 from gossip.interface import Conversation
 from gossip.rule.outer_step import Tensors
 
@@ -112,13 +112,13 @@ async def all_or_failure(tasks: Sequence[asyncio.Task[Any]]) -> None:
 async def conclude(conversation: Conversation, commit: Callable[[], Awaitable[None]], *, asked: bool) -> None:
     """Exchange acknowledgements and commit: first the asked, which speaks last, then the asker."""
     if not asked:
-        await conversation.send(Received())
-    receipt = await conversation.receive()
-    if not isinstance(receipt, Received):
-        raise ConnectionAbortedError(f"expected a receipt, got {type(receipt).__name__}")
+        await conversation.send(Acknowledge())
+    reply = await conversation.receive()
+    if not isinstance(reply, Acknowledge):
+        raise ConnectionAbortedError(f"expected an acknowledgement, got {type(reply).__name__}")
     await commit()
     if asked:
-        await conversation.send(Received())
+        await conversation.send(Acknowledge())
 
 
 def check_probe(theirs: Probe, mine: Probe) -> None:

@@ -12,7 +12,7 @@ rounds). So at its opening a round accepts only its first preference; the others
 `PICKY_SHARE` of the time to the next opening. Waiting costs nothing, training goes on.
 
 **Answers.** `answer` is a pure function of what the asked is doing. The asked ignores the other's round number. When
-two offers cross, that of the lower peer id goes first: its owner declines the other's, and the other accepts.
+two proposals cross, that of the lower peer id goes first: its owner declines the other's, and the other accepts.
 
 **Round numbers** only seed the order, and heal: the lower side adopts the higher number, within a bound beyond the
 median of those that it has really met, so neither a liar's number nor many names drag a replica along.
@@ -33,7 +33,7 @@ from statistics import median_low
 import torch
 from torch import Tensor
 
-from gossip.exchange.messages import Accepted, Declined, DeclineReason, Offer
+from gossip.exchange.messages import Accept, Decline, DeclineReason, Propose
 from gossip.interface import Candidate
 from gossip.settings import RoundTimeouts
 
@@ -54,7 +54,7 @@ SLACK_S = 1e-3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerState:
-    """What a replica is doing at the moment of an offer.
+    """What a replica is doing at the moment of a proposal.
 
     `round`: the round that it opened last, 0 before the first. `asking`: the peer whose answer it waits for. `had`: the
     sender has had enough meetings in this round that came to nothing for us. `preference_delay_s`: the time until the
@@ -72,32 +72,32 @@ class AnswerState:
     ready_in_s: float
 
 
-def answer(state: AnswerState, sender: str, offer: Offer) -> Accepted | Declined:
+def answer(state: AnswerState, sender: str, proposal: Propose) -> Accept | Decline:
     """Decide at once whether to meet `sender`."""
     if state.leaving:
         return _declined(state, DeclineReason.LEAVING, state.ready_in_s)
     if state.engaged:
         return _declined(state, DeclineReason.ENGAGED, state.ready_in_s)
     if not state.open:
-        done = offer.round <= state.round
+        done = proposal.round <= state.round
         return _declined(state, DeclineReason.MET if done else DeclineReason.NOT_OPEN, state.ready_in_s)
     if state.had:
         # Once a round: otherwise somebody could have our weights sent again and again.
         return _declined(state, DeclineReason.MET, state.ready_in_s)
     if state.asking == sender:
-        # We have just offered the same ourselves.
+        # We have just proposed the same ourselves.
         if sender < state.me:
-            return Accepted(round=state.round)
+            return Accept(round=state.round)
         return _declined(state, DeclineReason.YIELD, SOON_S)
     if state.preference_delay_s > 0.0:
         return _declined(state, DeclineReason.HOPING, state.preference_delay_s)
     if state.asking is not None:
         return _declined(state, DeclineReason.ASKING, SOON_S)
-    return Accepted(round=state.round)
+    return Accept(round=state.round)
 
 
-def _declined(state: AnswerState, reason: DeclineReason, retry_after_s: float) -> Declined:
-    return Declined(reason=reason, retry_after_s=retry_after_s, round=state.round)
+def _declined(state: AnswerState, reason: DeclineReason, retry_after_s: float) -> Decline:
+    return Decline(reason=reason, retry_after_s=retry_after_s, round=state.round)
 
 
 def partners_of_round(replicas: Collection[str], seed: int, round: int) -> Mapping[str, str]:
@@ -196,7 +196,7 @@ def heal(own_round: int, seen_rounds: Iterable[int], roster_rounds: Collection[i
 class PartnerView:
     """The other replicas of our stage as the roster has them, and our order of preference.
 
-    Asked at every offer, computed anew only where the roster or the round is another one: an order costs a hash per
+    Asked at every proposal, computed anew only where the roster or the round is another one: an order costs a hash per
     replica. `partners` returns the same tuple until the roster changes.
     """
 
@@ -257,7 +257,7 @@ class PartnerQueue:
                 return peer, 0.0
         return None, min([self._patience.sleep_s, *(self._not_before[peer] - now for peer in order)])
 
-    def declined(self, peer: str, declined: Declined, now: float) -> None:
+    def declined(self, peer: str, declined: Decline, now: float) -> None:
         """Learn from a refusal."""
         if declined.reason is DeclineReason.LEAVING:
             self._not_before[peer] = math.inf

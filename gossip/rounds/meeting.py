@@ -1,8 +1,8 @@
-"""A meeting, from the first offer to a step that waits: partners are asked and answered, weights are exchanged.
+"""A meeting, from the first proposal to a step that waits: partners are asked and answered, weights are exchanged.
 
-**Offers.** While a round is open, a replica asks possible partners one after the other, in this round's order, as soon
-as each is good enough (`matching`), and answers incoming offers at once. The first agreement binds both. A replica
-binds itself to nobody while it asks, so no cycle of waiting can form.
+**Proposals.** While a round is open, a replica asks possible partners one after the other, in this round's order, as
+soon as each is good enough (`matching`), and answers incoming proposals at once. The first agreement binds both. A
+replica binds itself to nobody while it asks, so no cycle of waiting can form.
 
 **Exchange.** Both sides send probes first. From the probes both derive the same decisions: whose weights count, how
 weights are coded, and whether slow weights need to travel. Usually both count. A side whose weights are too stale
@@ -23,7 +23,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from gossip.exchange.codec import Sides
-from gossip.exchange.messages import Accepted, Declined, Implausible, Offer, Probe, Weights
+from gossip.exchange.messages import Accept, Decline, Implausible, Probe, Propose, Weights
 from gossip.exchange.swap import check_own, check_probe, conclude, gap, size_bytes, swap
 from gossip.interface import (
     Conversation,
@@ -51,7 +51,7 @@ NO_WEIGHTS = Weights(fast=(), slow=())
 
 
 class MeetingProtocol:
-    """One replica's meetings, one at a time: `run` asks in the background, `answer_one` answers each incoming offer.
+    """One replica's meetings, one at a time: `run` asks in the background, `answer_one` answers each incoming proposal.
 
     `apply` applies an agreed step in a pause.
     """
@@ -81,15 +81,15 @@ class MeetingProtocol:
             if round_state.is_free:
                 await round_state.nap(round_state.rng.uniform(0.0, jitter_s))
 
-    async def answer_one(self, conversation: Conversation, offer: Offer, deadline: asyncio.Timeout) -> None:
-        """Answer an offer at once; if it is accepted, move the deadline to that of a meeting, and meet."""
+    async def answer_one(self, conversation: Conversation, proposal: Propose, deadline: asyncio.Timeout) -> None:
+        """Answer a proposal at once; if it is accepted, move the deadline to that of a meeting, and meet."""
         round_state, peer = self._round_state, conversation.peer
-        round_state.counts["offers_received"] += 1
-        reply = answer(round_state.answer_state(peer), peer, offer)
-        if isinstance(reply, Declined):
+        round_state.counts["proposals_received"] += 1
+        reply = answer(round_state.answer_state(peer), peer, proposal)
+        if isinstance(reply, Decline):
             await conversation.send(reply)
             return
-        meeting = round_state.engage(peer, offer.round)
+        meeting = round_state.engage(peer, proposal.round)
         await self._meet_until(conversation, meeting, reply, deadline)
 
     def _next_to_ask(self) -> tuple[str | None, float | None]:
@@ -115,14 +115,14 @@ class MeetingProtocol:
                 asyncio.timeout(answers.deadline_s(peer) if answers else patience.answer_s) as deadline,
                 self._context.converse(peer) as conversation,
             ):
-                await conversation.send(Offer(round=round_state.schedule.round))
+                await conversation.send(Propose(round=round_state.schedule.round))
                 reply = await conversation.receive()
                 round_state.note_answer()
                 if answers:
                     answers.took(peer, now() - asked_s)
-                if isinstance(reply, Declined):
+                if isinstance(reply, Decline):
                     self._note_refusal(peer, reply)
-                elif not isinstance(reply, Accepted):
+                elif not isinstance(reply, Accept):
                     raise ConnectionAbortedError(f"expected an answer, got {type(reply).__name__}")
                 elif round_state.is_free:
                     meeting = round_state.engage(peer, reply.round)
@@ -136,7 +136,7 @@ class MeetingProtocol:
         finally:
             round_state.note_answer()
 
-    def _note_refusal(self, peer: str, reply: Declined) -> None:
+    def _note_refusal(self, peer: str, reply: Decline) -> None:
         round_state = self._round_state
         round_state.counts["declined"] += 1
         if round_state.is_open:
@@ -144,7 +144,7 @@ class MeetingProtocol:
         round_state.queue.declined(peer, reply, now())
 
     async def _meet_until(
-        self, conversation: Conversation, meeting: Meeting, accepted: Accepted | None, deadline: asyncio.Timeout
+        self, conversation: Conversation, meeting: Meeting, accepted: Accept | None, deadline: asyncio.Timeout
     ) -> None:
         """Meet within the time that a meeting may take, and note whether that was enough.
 
@@ -159,7 +159,7 @@ class MeetingProtocol:
             raise
         self._round_state.note_exchange(late=False)
 
-    async def _meet(self, conversation: Conversation, meeting: Meeting, accepted: Accepted | None) -> None:
+    async def _meet(self, conversation: Conversation, meeting: Meeting, accepted: Accept | None) -> None:
         round_state = self._round_state
         why, implausible = "the partner was silent or went away", False
         try:

@@ -17,8 +17,17 @@ from collections import Counter
 from typing import NamedTuple
 
 from gossip.exchange.codec import Sides
-from gossip.exchange.messages import NOTHING, Accepted, Declined, DeclineReason, Implausible, Probe, Received, Weights
-from gossip.exchange.messages import PrefetchOffer as Proposal
+from gossip.exchange.messages import (
+    NOTHING,
+    Accept,
+    Acknowledge,
+    Decline,
+    DeclineReason,
+    Implausible,
+    Probe,
+    ProposePrefetch,
+    Weights,
+)
 from gossip.exchange.swap import check_own, check_probe, size_bytes, swap
 from gossip.interface import Conversation, MeetingLost, RoundContext
 from gossip.rounds.matching import SLACK_S
@@ -89,13 +98,13 @@ class SlowWeightPrefetcher:
         round_state = self._round_state
         reason = self._refusal(conversation.peer)
         if reason is not None:
-            refusal = Declined(
+            refusal = Decline(
                 reason=reason, retry_after_s=round_state.schedule.ready_in_s, round=round_state.schedule.round
             )
             await conversation.send(refusal)
             return
         deadline.reschedule(now() + round_state.timeouts.exchange_s)
-        await self._swap(conversation, Accepted(round=round_state.schedule.round))
+        await self._swap(conversation, Accept(round=round_state.schedule.round))
 
     def _next_partner(self) -> str | None:
         """Return whom we expect to meet next, or None while our slow weights may still move before that."""
@@ -139,12 +148,12 @@ class SlowWeightPrefetcher:
                 asyncio.timeout(patience.answer_s) as deadline,
                 self._context.converse(peer) as conversation,
             ):
-                await conversation.send(Proposal())
+                await conversation.send(ProposePrefetch())
                 reply = await conversation.receive()
                 self._asking = None
-                if isinstance(reply, Declined):
+                if isinstance(reply, Decline):
                     again_s = min(max(reply.retry_after_s, 0.0), patience.sleep_s)
-                elif not isinstance(reply, Accepted):
+                elif not isinstance(reply, Accept):
                     raise ConnectionAbortedError(f"expected an answer, got {type(reply).__name__}")
                 elif self.swapping is None and self._next_partner() == peer:
                     deadline.reschedule(now() + patience.exchange_s)
@@ -158,7 +167,7 @@ class SlowWeightPrefetcher:
             until_s = now() + again_s + round_state.rng.uniform(0.5, 1.5) * patience.jitter_s
             self._put_off = (peer, self._optimiser.version, until_s)
 
-    async def _swap(self, conversation: Conversation, accepted: Accepted | None) -> None:
+    async def _swap(self, conversation: Conversation, accepted: Accept | None) -> None:
         """Swap, once agreed. `accepted`: our answer, still to be sent, where we are the asked."""
         self.swapping = conversation.peer
         self._begun[conversation.peer] += 1
@@ -204,9 +213,9 @@ class SlowWeightPrefetcher:
         self._round_state.counts["sent_ahead"] += 1
         # The asker stays until the asked has all: its leaving ends the conversation.
         if asked:
-            await conversation.send(Received())
-        elif not isinstance(await conversation.receive(), Received):
-            raise ConnectionAbortedError("expected a receipt")
+            await conversation.send(Acknowledge())
+        elif not isinstance(await conversation.receive(), Acknowledge):
+            raise ConnectionAbortedError("expected an acknowledgement")
 
     def _must_be(self, version: int) -> None:
         """Raise ConnectionAbortedError if an outer step has moved the slow weights in the meantime."""

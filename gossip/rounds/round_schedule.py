@@ -2,7 +2,7 @@
 
 A round is due H own inner steps after the last opening, met or not. H is settled when a round opens, so that an open
 round knows its end; before the first opening it follows what becomes known of speeds. A round's number follows the last
-finished one and heals (`matching.heal`): from the roster at the opening, from offers and answers while it is open. A
+finished one and heals (`matching.heal`): from the roster at the opening, from proposals and answers while it is open. A
 skipped round is not finished; the next opening catches up with the others' numbers.
 
 **Dynamic local updates** (Asynchronous Local-SGD, arXiv 2401.09135, equation 6). With speed v, and v_max that of the
@@ -63,7 +63,7 @@ class RoundSchedule:
         self._seconds_per_step: float | None = None
         self.inner_steps = inner_steps
         self.round = self.finished = rounds
-        self.deferred_in_a_row = 0
+        self.skipped_in_a_row = 0
         self.healed = 0
         self._last = False
 
@@ -94,7 +94,7 @@ class RoundSchedule:
 
         Whoever found nobody last time, or will open no further round, is not picky.
         """
-        if self._last or self.deferred_in_a_row:
+        if self._last or self.skipped_in_a_row:
             return 0.0
         steps = good_enough_at(place, count) * self.steps - (self.inner_steps - self._opened_at)
         return max(0.0, steps) * (self._unknown_s if self._seconds_per_step is None else self._seconds_per_step)
@@ -122,14 +122,14 @@ class RoundSchedule:
         self.healed += healed > self.round
         self.round = healed
 
-    def defer(self) -> None:
+    def skip(self) -> None:
         """Count a round without a partner."""
-        self.deferred_in_a_row += 1
+        self.skipped_in_a_row += 1
 
     def finish(self, round: int) -> None:
         """Count an outer step."""
         self.finished = round
-        self.deferred_in_a_row = 0
+        self.skipped_in_a_row = 0
 
 
 def fastest(speed: float, others: Sequence[float]) -> float:

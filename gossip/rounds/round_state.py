@@ -29,9 +29,9 @@ VAIN_AT_MOST = 3
 MOST_MET = 256
 """Partners that are remembered to have been met."""
 COUNTED = (
-    *("met", "solo", "deferred", "lost", "implausible", "clipped", "retaken"),
+    *("met", "solo", "skipped", "lost", "implausible", "clipped", "retaken"),
     *("adopted", "too_stale", "sent_ahead", "spared"),
-    *("offers_sent", "offers_received", "declined", "unanswered", "bytes_sent", "bytes_received"),
+    *("proposals_sent", "proposals_received", "declined", "unanswered", "bytes_sent", "bytes_received"),
 )
 
 
@@ -190,7 +190,7 @@ class RoundState:
         self._late = min(LATE_AT_MOST, self._late + 1) if late else max(0, self._late - 1)
 
     def answer_state(self, sender: str) -> AnswerState:
-        """Return the facts that decide on an offer of `sender`."""
+        """Return the facts that decide on a proposal of `sender`."""
         order = self.partners.order(self.schedule.round) if self.is_open else ()
         place = order.index(sender) if sender in order else len(order)
         return AnswerState(
@@ -216,7 +216,7 @@ class RoundState:
             "round": self.schedule.round,
             "finished": self.schedule.finished,
             "healed": self.schedule.healed,
-            "deferred_in_a_row": self.schedule.deferred_in_a_row,
+            "skipped_in_a_row": self.schedule.skipped_in_a_row,
             "last_met": max(0, self.last_met),
             "staleness": self.staleness,
             "open": int(self.is_open),
@@ -283,8 +283,8 @@ class RoundState:
             self.last_met = last_met
         self.ring()
 
-    def refuse_offers(self) -> None:
-        """Decline all offers from now on. Wakes nobody: no wait depends on it."""
+    def refuse_proposals(self) -> None:
+        """Decline all proposals from now on. Wakes nobody: no wait depends on it."""
         self.leaving = True
 
     def leave(self) -> None:
@@ -306,9 +306,9 @@ class RoundState:
         self._vain_meetings.clear()
 
     def ask(self, peer: str) -> None:
-        """Note that an offer is on its way."""
+        """Note that a proposal is on its way."""
         self.asking = peer
-        self.counts["offers_sent"] += 1
+        self.counts["proposals_sent"] += 1
 
     def note_answer(self) -> None:
         """Note that no answer is waited for any more."""

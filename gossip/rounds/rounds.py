@@ -1,27 +1,25 @@
-"""One replica's gossip rounds: when to open one, whom to ask, what to do when nobody is there.
+"""One replica's gossip rounds: when a round opens, who is asked, what follows if nobody comes.
 
-Every H own inner steps the replica copies its fast weights (the **snapshot**) and *opens* a round, and trains on. While
-the round is open a background task asks possible partners in this round's order, and incoming offers are answered at
-once; whichever comes first. The two exchange their snapshots while both train on, each applies the outer rule to the
-same facts, and the correction is added at the next pause between inner steps. No work stands still for lack of one.
+Every H own inner steps the replica copies its fast weights (the **snapshot**), *opens* a round, and trains on. A
+background task asks possible partners in this round's order, and incoming proposals are answered at once. The first
+agreement counts: the two exchange snapshots while both train on, each applies the outer rule to the same facts, and the
+correction is added at the next pause between inner steps.
 
-- A snapshot older than `overlap_steps` is retaken while the round stays open, so a correction is late by that and the
-  time of the exchange at most.
-- No partner by the time the next round is due: **defer**. No outer step is taken and the pseudo-gradient keeps growing;
-  solo steps instead would narrow the stable range of gamma and raise the floor of the disagreement. After several
-  deferrals in a row comes a **solo round**, the same rule with a mean over one. Alone in the roster: solo at once.
+- A snapshot older than `overlap_steps` is retaken while the round stays open, so a correction is late by at most that
+  and the time of the exchange.
+- Without a partner by the time the next round is due, the round is **skipped**: no outer step is taken and the
+  pseudo-gradient keeps growing. Solo steps instead would narrow the stable range of gamma. After `skips_before_solo`
+  skipped rounds in a row comes a **solo round**, the same rule with a mean over one; alone in the roster, at once.
 - The **blocking form** (the paper's) refuses microbatches only when a partner has accepted: both drain what is in
-  flight, then take their snapshots, exchange and correct, under one deadline. To refuse them before, while still
-  waiting for a partner, can deadlock across stages: the partner's step may need the very microbatches that are refused.
-- A replica that has met nobody for more than `staleness_at_most` rounds contributes nothing when it meets somebody
-  again: it goes on from the partner's weights, and the partner's round stays open (`shares`).
-- The last round of a run does not wait for H steps. Who finds no partner steps alone then: work that is in no slow
-  weights would be in no export either.
+  flight, take their snapshots, exchange and correct, under one deadline. Refusing them while still waiting for a
+  partner can deadlock across stages: the partner's step may need the very microbatches that are refused.
+- A replica that has met nobody for more than `staleness_at_most` rounds adopts its next partner's weights, and the
+  partner's round stays open (`shares`).
+- The last round of a run does not wait for H steps, and without a partner the replica steps alone: work that is in no
+  slow weights would be in no export.
 
 `meeting` asks, answers and meets; `prefetch` swaps slow weights between rounds; `round_state` holds what all of them
-share.
-
-Weights and snapshots change under one lock, `RoundState.pause`; a replica is drained before the lock is taken.
+share. Weights and snapshots change under one lock, `RoundState.pause`; a replica is drained before the lock is taken.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
 
-from gossip.exchange.messages import Offer
-from gossip.exchange.messages import PrefetchOffer as Proposal
+from gossip.exchange.messages import Propose, ProposePrefetch
 from gossip.interface import (
     UNKNOWN,
     Conversation,
@@ -40,8 +37,8 @@ from gossip.interface import (
     Origin,
     OuterStepTaken,
     RoundContext,
-    RoundDeferred,
     RoundProgress,
+    RoundSkipped,
 )
 from gossip.rounds.meeting import MeetingProtocol
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, Step, WeightsLock, to_the_end
@@ -171,27 +168,27 @@ class Rounds:
             group.create_task(self._prefetcher.run(), name="ahead")
 
     async def serve(self, conversation: Conversation) -> None:
-        """Answer one incoming offer or proposal at once, and do what was agreed.
+        """Answer one incoming proposal at once, and do what was agreed.
 
         Raises a `ConnectionError` where that breaks.
         """
         try:
             async with asyncio.timeout(self._context.timeouts.answer_s) as deadline:
                 first = await conversation.receive()
-                if isinstance(first, Offer):
+                if isinstance(first, Propose):
                     await self._meetings.answer_one(conversation, first, deadline)
-                elif isinstance(first, Proposal):
+                elif isinstance(first, ProposePrefetch):
                     await self._prefetcher.answer_one(conversation, deadline)
                 else:
-                    raise ConnectionAbortedError(f"expected an offer, got {type(first).__name__}")
+                    raise ConnectionAbortedError(f"expected a proposal, got {type(first).__name__}")
         except TimeoutError as silence:
             raise ConnectionAbortedError(f"{conversation.peer} was silent") from silence
 
     async def last_round(self, deadline_s: float) -> None:
         """End the gossip: open a round now, meet a partner if one is found within `deadline_s`, else step alone.
 
-        Called in a pause that lasts, with `run` still running. Offers are declined from then on. Where the slow weights
-        hold all inner steps already, there is nothing to bring: a round more would be momentum alone.
+        Called in a pause that lasts, with `run` still running. Proposals are declined from then on. Where the slow
+        weights hold all inner steps already, no round follows: its step would be momentum alone.
         """
         round_state = self._round_state
         await self._meeting_over()
@@ -203,7 +200,7 @@ class Rounds:
             await self._open_round(last=True)
         await round_state.wait_while(round_state.hopeful, now() + deadline_s)
         await self._meeting_over()
-        round_state.refuse_offers()
+        round_state.refuse_proposals()
         async with round_state.pause:
             if not await self._apply_pending() and round_state.is_open:
                 await self._step_alone()
@@ -233,8 +230,8 @@ class Rounds:
         if round_state.queue.nobody_left(round_state.partners.peers):
             await self._step_alone()
         elif self._schedule.due:
-            if self._schedule.deferred_in_a_row < self._settings.deferrals_before_solo:
-                self._defer()
+            if self._schedule.skipped_in_a_row < self._settings.skips_before_solo:
+                self._skip()
             else:
                 await self._step_alone()
         elif round_state.snapshot is not None:
@@ -243,11 +240,11 @@ class Rounds:
                 round_state.open(await self._take_snapshot())
                 self._counts["retaken"] += 1
 
-    def _defer(self) -> None:
+    def _skip(self) -> None:
         self._round_state.close()
-        self._schedule.defer()
-        self._counts["deferred"] += 1
-        self._context.record(RoundDeferred(round=self._schedule.round, in_a_row=self._schedule.deferred_in_a_row))
+        self._schedule.skip()
+        self._counts["skipped"] += 1
+        self._context.record(RoundSkipped(round=self._schedule.round, in_a_row=self._schedule.skipped_in_a_row))
 
     async def _take_snapshot(self) -> Snapshot:
         return await self._optimiser.snapshot(self._schedule.inner_steps)

@@ -14,7 +14,7 @@ map on (E phi^2, E phi m, E m^2), Delta being zero at its ends. It maps covarian
 radius is below 1 exactly where S = L(S) + I has a solution that is a covariance. With N = 1 that gives
 gamma < 2 (1 - alpha^2) in closed form.
 
-**Out of step.** Deferrals and newcomers spread the replicas over the places of the period, evenly in the long run. Then
+**Out of step.** Skipped rounds and newcomers spread the replicas evenly over the places of the period. Then
 V is one number, the mean of E phi^2 over the places: a loop of positive gain. It dies out exactly where a replica's own
 map is stable and V = 1 as input yields less than 1 as the mean output. This range is the narrower one (alpha 0.9,
 N = 3, c = 0: 0.71 against 1.23), but for a few cases with c = 1/N in which the other is, by less than a thousandth. The

@@ -1,18 +1,16 @@
-"""What a newcomer has of a state so far: tensors that fill piece by piece, and which of them are right.
+"""The tensors of a newcomer's state, filled piece by piece, and which pieces are right.
 
-Memory is taken when the first manifest has been checked, and as much as the newcomer's own shapes ask for. A piece is
-written into its tensors after its hash and its values have been checked; what was checked stays right whatever becomes
-of the donor. Another donor's manifest keeps all pieces of equal hash.
+The assembly takes memory once the first manifest is checked, as much as the newcomer's own shapes need. It checks hash
+and values of a piece before it writes the piece. Checked pieces stay right whatever becomes of the donor, and another
+donor's manifest keeps all pieces of equal hash.
 
-Replicas of a stage differ a little, honestly, so what comes from the second donor does not continue the first one's
-state. Two ways lead on. **Afresh**: every piece whose hash differs is fetched again, and the state is one donor's.
-**Mixed**: units that are complete stay with all their sections (weights, momentum and moments of a parameter belong
-together), and the rest is the second donor's. Parameters of two replicas that are near each other make a replica that
-is near both; a parameter of which halves come from two would be neither's. Mixed needs fewer bytes, as a rule; `mixes`
-says when it is taken.
+Replicas of a stage differ a little, so a second donor does not continue the first one's state. Either the newcomer
+fetches every piece whose hash differs (**afresh**), or complete units stay with all their sections and the rest is the
+second donor's (**mixed**; `mixes` decides). Whole parameters of two near replicas make a replica near both; a parameter
+with halves of two would be neither's.
 
-A `ChunkStore` may note every piece outside of this process, so that a newcomer that was killed goes on from there: what
-it brings back counts if its hash is the one that a manifest lists.
+A `ChunkStore` notes pieces outside of this process, so that a newcomer that was killed goes on from there. A noted
+piece counts if a manifest lists its hash.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ from gossip.transfer.chunks import DIGEST_BYTES, cut, digest, gather, present, r
 
 LEAST_SAVING = 0.1
 ROUNDS_APART = ROUND_BOUND
-"""As far as a replica may be behind and still be a straggler like any other."""
 
 
 class Key(NamedTuple):
@@ -44,33 +41,30 @@ class Key(NamedTuple):
 
 
 class ChunkStore(Protocol):
-    """Notes pieces outside of this process. Raises nothing for its own sake: what it cannot keep is fetched again."""
+    """Notes pieces outside of this process. Never raises: the newcomer fetches again what a store could not keep."""
 
     def follow(self, manifest: Manifest | None, settled: frozenset[int]) -> None:
-        """Note whose pieces come from now on, and which units stay those of donors before."""
+        """Note the manifest of the pieces to come, and which units stay those of earlier donors."""
 
     def put(self, key: Key, digest: bytes, data: Tensor) -> None:
         """Note one piece."""
 
     def pieces(self) -> Iterator[tuple[Key, bytes, Tensor]]:
-        """Return what was noted in an earlier life: pieces with the hashes that they had."""
+        """Yield the pieces that an earlier process noted, with their hashes."""
 
     def last(self) -> tuple[Manifest | None, frozenset[int]]:
-        """Return what `follow` noted last in an earlier life."""
+        """Return what an earlier process told `follow` last."""
 
     def rest(self) -> None:
-        """Let go of what it takes to note pieces: none comes for now, and perhaps none ever."""
+        """Close files: no piece comes for now."""
 
     def discard(self) -> None:
-        """Forget everything: it is not needed any more."""
+        """Remove everything: the copy is complete."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DonorSelected:
-    """From now on the pieces of this donor's copy are fetched.
-
-    `held_bytes`: of them here already. `settled_bytes`: of those, what stays from donors before.
-    """
+    """The newcomer fetches a donor's copy. `held_bytes`: here already; `settled_bytes`: of these, earlier donors'."""
 
     donor: str
     round: int
@@ -81,14 +75,14 @@ class DonorSelected:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkArrived:
-    """Pieces of so many bytes have come and are right."""
+    """A right piece of so many bytes has come."""
 
     size_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DonorLost:
-    """A donor is given up, and why. `refused`: it is none that may be believed."""
+    """The newcomer gave a donor up. `refused`: because the donor cannot be believed."""
 
     donor: str
     why: str
@@ -98,12 +92,8 @@ class DonorLost:
 News = DonorSelected | ChunkArrived | DonorLost
 
 
-def silent(news: News) -> None:
-    """Tell nobody."""
-
-
 class _Source(NamedTuple):
-    """What is followed: a manifest, the units that stay from donors before, and when all of it last met anybody's."""
+    """A manifest to follow, the units that stay from earlier donors, and the round in which the state last met any."""
 
     manifest: Manifest | None = None
     settled: frozenset[int] = frozenset()
@@ -114,9 +104,11 @@ _NOTHING = _Source()
 
 
 class StateAssembly:
-    """The pieces of one stage's state. Work for another thread than the event loop's: one call at a time, but `put`."""
+    """The pieces of one stage's state. Every method but `put` is called once at a time, in a worker thread."""
 
-    def __init__(self, like: Tensors, keep: ChunkStore | None = None, tell: Callable[[News], None] = silent) -> None:
+    def __init__(
+        self, like: Tensors, keep: ChunkStore | None = None, tell: Callable[[News], None] = lambda _: None
+    ) -> None:
         """`like`: tensors (the meta device will do) of the shapes of the weights, float32."""
         self.tell = tell
         self._shapes = [tuple(tensor.shape) for tensor in like]
@@ -130,16 +122,16 @@ class StateAssembly:
 
     @property
     def snapshot(self) -> str:
-        """The name of the copy that was followed last."""
+        """Return the name of the copy that was followed last."""
         return self._source.manifest.snapshot if self._source.manifest is not None else ""
 
     @property
     def mixed(self) -> bool:
-        """Whether units of more than one donor's copy are here."""
+        """Say whether units of more than one donor's copy are here."""
         return bool(self._source.settled)
 
     def load(self) -> None:
-        """Take over what an earlier life has kept; nothing where there is none, or it was done before."""
+        """Take over what the store kept from an earlier process, the first time."""
         if self._keep is None or self._loaded:
             return
         self._loaded = True
@@ -152,7 +144,7 @@ class StateAssembly:
                 self._write(key, expected, data)
 
     def seed(self, found: Mapping[Section, Tensors]) -> None:
-        """Take over tensors of our own, which are copied: their pieces need not be fetched where their hashes fit."""
+        """Copy tensors of our own: pieces of them whose hashes fit need not be fetched."""
         for section, tensors in found.items():
             if [tuple(tensor.shape) for tensor in tensors] != self._shapes:
                 continue
@@ -162,7 +154,7 @@ class StateAssembly:
                     self._write(Key(section, number), digest(data), data)
 
     def follow(self, manifest: Manifest, donor: str) -> tuple[list[Key], DonorSelected]:
-        """Turn to a copy whose manifest has been checked; return the pieces to fetch, in order, and what to tell."""
+        """Turn to a copy whose manifest is checked; return the pieces to fetch, in order, and the news of it."""
         if self.snapshot != manifest.snapshot:
             self._before, self._fresh = self._source, set()
         there = present(manifest)
@@ -216,10 +208,7 @@ class StateAssembly:
             self._keep.put(key, expected, data)
 
     def forget(self) -> None:
-        """Drop what came from the donor that is followed, for it has lied, and return to what was there before it.
-
-        Units that it has written over are not settled any more.
-        """
+        """Drop the pieces of the current donor, which has lied; units that it wrote over are not settled any more."""
         for key in self._fresh:
             self._right.pop(key, None)
         spoilt = {self.spans[key.number].unit for key in self._fresh}
@@ -228,7 +217,7 @@ class StateAssembly:
         self._before = _NOTHING
 
     def clear(self) -> None:
-        """Drop everything: somebody has lied, and who is not known."""
+        """Drop everything: one of several donors has lied."""
         self._right.clear()
         self._fresh, self._before = set(), _NOTHING
         self._turn_to(_NOTHING)
@@ -258,7 +247,7 @@ class StateAssembly:
         )
 
     def _complete(self, manifest: Manifest) -> frozenset[int]:
-        """Return the units of which everything is here: of this copy, or settled before and not lost since."""
+        """Return the units that are complete: of this copy, or settled before and not lost since."""
         lacking: set[int] = set()
         lost: set[int] = set()
         for section, digests in present(manifest).items():
@@ -289,11 +278,10 @@ class StateAssembly:
 
 
 def mixes(before: Manifest, after: Manifest, *, afresh_bytes: int, mixed_bytes: int) -> bool:
-    """Say whether the complete units of the copy before stay, rather than beginning afresh with the copy after.
+    """Say whether complete units of the copy before stay beside the copy after.
 
-    They do where that saves at least `LEAST_SAVING` of the bytes and the two copies belong together: the same sections,
-    the same place in the momentum period, and rounds at most `ROUNDS_APART` apart.
-    The bytes are those that are still to be fetched on either way.
+    They stay if that saves at least `LEAST_SAVING` of the bytes still to be fetched and the two copies belong together:
+    the same sections, the same place in the momentum period, and rounds at most `ROUNDS_APART` apart.
     """
     return (
         present(before).keys() == present(after).keys()

@@ -1,12 +1,10 @@
 """How a replica's state is cut into pieces, and how pieces become tensors again.
 
 A state consists of sections (`messages.Section`), each a set of tensors like the weights, and all are cut alike: a
-large tensor into ranges of bytes, small ones bundled whole. So no piece holds parts of two tensors, and the tensors of
-a **unit** (one large tensor, or one bundle) are complete with the unit's own pieces: what a newcomer holds of two
-donors it can tell apart unit by unit.
+large tensor into ranges of bytes, small ones bundled whole. No piece holds parts of two tensors. A **unit** is one
+large tensor or one bundle; a newcomer tells the pieces of two donors apart unit by unit.
 
-The cut follows from the shapes, so both ends know it before the first byte; a manifest adds the SHA-256 of each piece.
-A donor reads its pieces from a copy that stands still while newcomers fetch it (`HeldCopy`), in memory or elsewhere.
+The cut follows from the shapes, so both ends know it in advance; a manifest adds the SHA-256 of each piece.
 """
 
 from __future__ import annotations
@@ -36,14 +34,13 @@ class Part(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What one piece covers of a section: part of one tensor, or several whole ones. `unit`: to which it belongs."""
+    """The parts of a section in one piece: a range of one tensor, or several whole ones. `unit`: its number."""
 
     unit: int
     parts: tuple[Part, ...]
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the piece."""
         return sum(part.stop - part.start for part in self.parts)
 
 
@@ -54,10 +51,7 @@ def piece_bytes(section_bytes: int) -> int:
 
 
 def cut(tensor_bytes: Sequence[int]) -> tuple[Span, ...]:
-    """Cut one section, given the size of each of its tensors, into pieces; the last may be a shorter one.
-
-    There is at least one piece, if an empty one.
-    """
+    """Cut one section, given the size of each of its tensors, into pieces: at least one, which may be empty."""
     limit = piece_bytes(sum(tensor_bytes))
     spans: list[Span] = []
     bundle: list[Part] = []
@@ -84,7 +78,7 @@ def cut(tensor_bytes: Sequence[int]) -> tuple[Span, ...]:
 
 
 def sections(parts: Parts, *, momentum: bool, meetings: int, optimiser: bool) -> tuple[Section, ...]:
-    """Return which sections a state has of which somebody asked for `parts`."""
+    """Return the sections of a state that a request for `parts` covers."""
     if parts is not Parts.ALL:
         return (Section.SLOW,) if parts is Parts.SLOW else ()
     found = [Section.SLOW, *([Section.MOMENTUM] if momentum else [])]
@@ -160,15 +154,13 @@ def name_of(counters: Sequence[float], digests: Iterable[bytes]) -> str:
 
 
 class HeldCopy(Protocol):
-    """What a donor reads the pieces of. `counters`: the state, whose tensors are not looked at."""
+    """A copy of a state that does not change while newcomers fetch it. `counters`: the state without tensors."""
 
     @property
-    def counters(self) -> ReplicaState:
-        """The state without its tensors."""
+    def counters(self) -> ReplicaState: ...
 
     @property
-    def sections(self) -> tuple[Section, ...]:
-        """The sections that it has."""
+    def sections(self) -> tuple[Section, ...]: ...
 
     def norm(self) -> float:
         """Return the norm of the slow weights."""
@@ -184,13 +176,12 @@ class CopyInMemory:
         self.counters, self.sections = state, held_sections(state)
 
     def norm(self) -> float:
-        """Return the norm of the slow weights."""
         from gossip.exchange.swap import norm  # which loads torch
 
         return norm(self.counters.slow)
 
     def read(self, section: Section, span: Span) -> Tensor:
-        """Return a copy of a piece: the tensors may be written into by others once this is let go."""
+        # A copy: others may write into the tensors once this is let go.
         return gather(tensors_of(self.counters, section), span).clone()
 
 

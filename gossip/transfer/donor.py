@@ -1,14 +1,18 @@
-"""A replica gives its state to newcomers, and trains on.
+"""A replica gives its state to newcomers and trains on.
 
-Asked for a manifest it has the replica make a copy that stands still, on the disk where there is one, so that it
-takes no memory (`chunks.HeldCopy`). The hashes are computed in jobs of some milliseconds, between which training goes
-on. Newcomers of the same round share a copy. Where the disk refuses, they are told to come back.
+A request for a manifest makes the replica freeze a copy of its state (`chunks.HeldCopy`), on the disk if there is one.
+The donor hashes the copy in jobs of some milliseconds, between jobs of the training. Newcomers of one round share a
+copy. If the disk refuses, the donor tells them to come back.
 
-What strangers can cost is bounded: at most `COPIES` copies, each let go `HOLD_S` after a piece of it was last on its
-way and `DonorLimits.deadline_s` after it was made; at most `NEWCOMERS` newcomers at once, each with at most `STREAMS`
-streams, and none for good (`gossip.transfer.donor`); and no stream may be idle for longer than
-`DonorLimits.piece_s`. The others are told to come back. A copy outlives its newcomer for a while, so that one that was
-killed finds it again.
+The cost of strangers is bounded: at most `COPIES` copies, each let go `HOLD_S` after the last use of a piece and
+`DonorLimits.deadline_s` after it was made; at most `NEWCOMERS` newcomers at once with `STREAMS` streams each; no stream
+idle for longer than `DonorLimits.piece_s`. A copy outlives its newcomer for a while, so that one that was killed finds
+it again.
+
+A newcomer keeps its place only while nobody else needs it: two that read a byte a minute would keep all others out. If
+all places are taken and another newcomer comes, the donor frees a place held for a whole turn (the time of a copy on
+the slowest line that is good enough), or one whose newcomer takes much less than that line carries. That newcomer keeps
+its pieces and asks again, here or elsewhere.
 """
 
 from __future__ import annotations
@@ -41,16 +45,42 @@ NEWCOMERS = 2
 STREAMS = 4
 """Of one newcomer."""
 SETTLING_S = 60.0
-"""For which a newcomer's pace is not looked at."""
+"""A newcomer's pace does not count for so long."""
 LEAST_PACE = 0.125
-"""Of one copy in a turn: newcomers and training share our line, and a newcomer's disk takes its time."""
+"""Copies in a turn: training shares our line, and a newcomer's disk takes its time."""
+COPIES = 2
+"""Copies held at once: of the round that newcomers fetch, and of an earlier one that somebody still fetches."""
+TURNS = 8
+"""Turns in the life of a copy."""
+HOLD_S = 120.0
+"""A copy is held for so long for a newcomer that may come back."""
+RECENT_ROUNDS = 8
+"""No request for a manifest gets an older copy."""
+ABANDONED_S = 15.0
+"""Before another copy is made, after a newcomer left while its own was being made."""
+RETRY_S = 5.0
+HASHED_AT_ONCE_BYTES = 2**26
+"""In one job of some ten milliseconds."""
+Provide = Callable[[Parts], Awaitable[ReplicaState | HeldCopy]]
+
+
+def now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DonorLimits:
+    """Seconds that a donor allows. `deadline_s`: a copy's life. `piece_s`: for a newcomer's next request."""
+
+    deadline_s: float
+    piece_s: float
 
 
 @dataclass(slots=True, eq=False)
 class DonorSlot:
-    """A newcomer's place. `since_s`: when it was told what there is, None before that. `total_bytes`: of its copy.
+    """A newcomer's place. `since_s`: when it got a manifest, None before. `total_bytes`: of its copy.
 
-    `turns`: of its streams, each of which ends at the time to which its turn is set.
+    `turns`: one for each stream, which ends at the time to which its turn is set.
     """
 
     since_s: float | None = None
@@ -61,63 +91,58 @@ class DonorSlot:
     def begin(self, total_bytes: int) -> None:
         """Let the turn begin now, if it has not, for a copy of so many bytes at least."""
         if self.since_s is None:
-            self.since_s = asyncio.get_running_loop().time()
+            self.since_s = now_s()
         self.total_bytes = max(self.total_bytes, total_bytes)
 
-    def pace(self, now_s: float) -> float:
+    def pace(self, at_s: float) -> float:
         """Return copies a second so far; infinite before the turn has begun."""
-        if self.since_s is None or now_s <= self.since_s:
+        if self.since_s is None or at_s <= self.since_s:
             return float("inf")
-        return self.given_bytes / max(1, self.total_bytes) / (now_s - self.since_s)
+        return self.given_bytes / max(1, self.total_bytes) / (at_s - self.since_s)
 
 
-def overdue(slots: Collection[DonorSlot], turn_s: float, now_s: float) -> DonorSlot | None:
-    """Return the slot that is another's now, None where all may stay. `turn_s`: for one whole copy."""
+def overdue(slots: Collection[DonorSlot], turn_s: float, at_s: float) -> DonorSlot | None:
+    """Return the slot to free for another newcomer, None if all may stay. `turn_s`: for one whole copy."""
 
     def is_overdue(slot: DonorSlot) -> bool:
         if slot.since_s is None:
             return False
-        slow = now_s - slot.since_s > SETTLING_S and slot.pace(now_s) * turn_s < LEAST_PACE
-        return slow or now_s - slot.since_s > turn_s
+        slow = at_s - slot.since_s > SETTLING_S and slot.pace(at_s) * turn_s < LEAST_PACE
+        return slow or at_s - slot.since_s > turn_s
 
-    return min(filter(is_overdue, slots), key=lambda slot: slot.pace(now_s), default=None)
+    return min(filter(is_overdue, slots), key=lambda slot: slot.pace(at_s), default=None)
 
 
 class DonorSlots:
-    """The places of one donor. `turn_s`: for which a newcomer has its place, though others wait."""
+    """The places of one donor. `turn_s`: a newcomer has its place for so long though others wait."""
 
     def __init__(self, turn_s: float) -> None:
         self._turn_s = turn_s
         self._by_peer: dict[str, DonorSlot] = {}
-        self._displaced = 0
+        self.displaced = 0
 
     def __len__(self) -> int:
         return len(self._by_peer)
 
-    def statistics(self) -> dict[str, int | float]:
-        """Return the newcomers that are served, and how many had to give their place to another."""
-        return {"visitors": len(self), "displaced": self._displaced}
-
     def enter(self, peer: str) -> DonorSlot | None:
-        """Return the place of a newcomer for one more stream, or None; then `turn` is to be entered at once."""
+        """Return a newcomer's place for one more stream, or None; the caller enters `turn` at once."""
         slot = self._by_peer.get(peer)
         if slot is not None:
             return slot if len(slot.turns) < STREAMS else None
         if len(self._by_peer) >= NEWCOMERS:
-            now_s = asyncio.get_running_loop().time()
-            late = overdue(self._by_peer.values(), self._turn_s, now_s)
+            late = overdue(self._by_peer.values(), self._turn_s, now_s())
             if late is None:
                 return None
-            self._displaced += 1
+            self.displaced += 1
             self._by_peer = {name: each for name, each in self._by_peer.items() if each is not late}
             for turn in late.turns:
-                turn.reschedule(now_s)
+                turn.reschedule(now_s())
         slot = self._by_peer[peer] = DonorSlot()
         return slot
 
     @asynccontextmanager
     async def turn(self, peer: str, slot: DonorSlot) -> AsyncIterator[None]:
-        """Hold a newcomer's place for one stream; ConnectionAbortedError where it becomes another's."""
+        """Hold a newcomer's place for one stream; raise ConnectionAbortedError once another newcomer gets the place."""
         turn = asyncio.timeout(None)
         slot.turns.append(turn)
         try:
@@ -133,34 +158,9 @@ class DonorSlots:
                 del self._by_peer[peer]
 
 
-COPIES = 2
-"""Copies held at once: one of the round that newcomers fetch, and one of a round before that somebody still fetches."""
-TURNS = 8
-"""Of one newcomer after the other, in the life of a copy."""
-HOLD_S = 120.0
-"""How long a copy is held for somebody who may come back."""
-RECENT_ROUNDS = 8
-"""An older copy is given to nobody who asks for a manifest."""
-ABANDONED_S = 15.0
-"""After a newcomer that left before its copy was made, until another one is made: who asks and leaves costs as much."""
-RETRY_S = 5.0
-"""What those who find all places taken are told."""
-HASHED_AT_ONCE_BYTES = 2**26
-"""In one job of some ten milliseconds: each waits for its turn among those of the training."""
-Provide = Callable[[Parts], Awaitable[ReplicaState | HeldCopy]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DonorLimits:
-    """How patient a donor is, in seconds. `deadline_s`: a copy's life. `piece_s`: for a newcomer's next request."""
-
-    deadline_s: float
-    piece_s: float
-
-
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """A state held still. `used_s`: when somebody last asked for it, or left."""
+    """A frozen state. `used_s`: when a newcomer last asked for it, or left."""
 
     held: HeldCopy
     manifest: Manifest
@@ -170,26 +170,19 @@ class _Copy:
 
 
 class Donor:
-    """Serves one replica's state. `provide` returns it, as a copy or in tensors that are never written into.
-
-    Of an outline it needs the weights only for a norm that it does not know.
-    """
+    """Serves one replica's state, which `provide` returns as a copy, or in tensors that nobody writes into."""
 
     def __init__(
-        self,
-        provide: Provide,
-        compute: Compute,
-        shapes: Sequence[tuple[int, ...]],
-        terms: DonorLimits,
+        self, provide: Provide, compute: Compute, shapes: Sequence[tuple[int, ...]], terms: DonorLimits
     ) -> None:
         self._provide, self._compute, self._terms = provide, compute, terms
         self._spans = cut([4 * prod(shape) for shape in shapes])
         self._copies: dict[str, _Copy] = {}
         self._under_way: Counter[str] = Counter()
-        """Pieces on their way, by the snapshot that they are of."""
+        """Pieces on their way, by the name of their copy."""
         self._freezing, self._asking = asyncio.Lock(), asyncio.Lock()
         self._norm: tuple[int, float] | None = None
-        """Of the slow weights, and the round that they are of."""
+        """A round, and the norm of its slow weights."""
         self._timer: asyncio.TimerHandle | None = None
         self._again_s = 0.0
         self._section_bytes = 4 * sum(map(prod, shapes))
@@ -197,11 +190,11 @@ class Donor:
         self._counts: Counter[str] = Counter()
 
     def knows(self, round: int, norm: float) -> None:
-        """Take over the norm of the slow weights of a round: an outline of it then needs no weights."""
+        """Take over the norm of a round's slow weights: a manifest without pieces then needs no weights."""
         self._norm = (round, norm)
 
     def close(self) -> None:
-        """Let go of all copies, and make no other: the replica is given up, and its memory is wanted."""
+        """Let go of all copies and make no other: the replica is given up."""
         self._provide = _given_up  # a stream that waits for its newcomer shall not keep the replica either
         self._copies.clear()
         if self._timer is not None:
@@ -209,13 +202,14 @@ class Donor:
             self._timer = None
 
     def statistics(self) -> dict[str, int | float]:
-        """Return the copies held and made, pieces and bytes given, and how often somebody was told to come back."""
-        return {**self._counts, **self._slots.statistics(), "held": len(self._copies)}
+        """Return counts: copies held and made, pieces and bytes given, newcomers that were told to come back."""
+        slots = {"visitors": len(self._slots), "displaced": self._slots.displaced}
+        return {**self._counts, **slots, "held": len(self._copies)}
 
     async def serve(self, conversation: Conversation) -> None:
         """Answer the requests of one stream until the newcomer leaves.
 
-        Raises ConnectionAbortedError where it is too slow or asks for what is not there, or another needs its place.
+        Raises ConnectionAbortedError if the newcomer is too slow, asks for no such piece, or loses its place.
         """
         request = await self._next(conversation)
         if isinstance(request, StateRequest) and request.parts is Parts.OUTLINE:
@@ -234,7 +228,7 @@ class Donor:
                     request = await self._next(conversation)
 
     async def _next(self, conversation: Conversation) -> object | None:
-        """Return the next request; None where the newcomer has what it wants."""
+        """Return the next request; None if the newcomer has left."""
         try:
             return await _within(self._terms.piece_s, conversation.receive())
         except ConnectionResetError:
@@ -243,14 +237,14 @@ class Donor:
     async def _answer(self, conversation: Conversation, request: object, slot: DonorSlot) -> None:
         if isinstance(request, StateRequest):
             manifest = await self._manifest(request)
-            # How long it took us to freeze a copy is not the newcomer's fault.
+            # The time that we took to freeze a copy does not count.
             listed_sections = len(present(manifest)) if isinstance(manifest, Manifest) else 0
             slot.begin(listed_sections * self._section_bytes)
             await _within(self._terms.deadline_s, conversation.send(manifest))
         elif isinstance(request, PieceRequest):
             piece = await self._piece(request)
             slot.begin(self._section_bytes)
-            # Nor is how long our own budget of upload lets a piece wait.
+            # Nor does the time for which our own upload limit lets a piece wait.
             await _within(self._terms.deadline_s, conversation.send(piece))
             slot.given_bytes += piece.data.nbytes if isinstance(piece, Piece) else 0
         else:
@@ -275,9 +269,9 @@ class Donor:
 
     @contextmanager
     def _giving(self, request: object) -> Iterator[None]:
-        """Hold a copy while a piece of it is on its way, until the next is asked for: on a slow line that is minutes.
+        """Hold a copy while a piece of it is on its way, which takes minutes on a slow line.
 
-        By its name: a copy that is let go all the same, for a new one or with its stage, is no longer in memory.
+        By its name: a copy that is let go meanwhile, for a new one or with its stage, leaves the memory at once.
         """
         name = request.snapshot if isinstance(request, PieceRequest) else ""
         self._under_way[name] += 1
@@ -287,12 +281,10 @@ class Donor:
             self._under_way -= Counter([name])  # which forgets names of which none is left
             copy = self._copies.get(name)
             if copy is not None:
-                copy.used_s = asyncio.get_running_loop().time()
-
-    # Copies.
+                copy.used_s = now_s()
 
     async def _manifest(self, request: StateRequest) -> Manifest | Busy:
-        """Return what is held for somebody who asks for `request.parts`; make a copy if none will do."""
+        """Return the manifest of a copy with `request.parts`; make a copy if none will do."""
         self._counts["manifests"] += 1
         if request.parts is Parts.OUTLINE:
             return await self._outline()
@@ -300,18 +292,18 @@ class Donor:
             self._let_go()
             copy = self._fitting(request, (await self._counters()).round)
             if copy is None:
-                if self._again_s > asyncio.get_running_loop().time():
+                if self._again_s > now_s():
                     return Busy(retry_after_s=RETRY_S)
                 try:
                     copy = await self._freeze(request.parts)
                 except asyncio.CancelledError:
-                    self._again_s = asyncio.get_running_loop().time() + ABANDONED_S
+                    self._again_s = now_s() + ABANDONED_S
                     raise
                 except ConnectionError:
                     raise
                 except OSError:
                     self._counts["refused_by_disk"] += 1
-                    self._again_s = asyncio.get_running_loop().time() + ABANDONED_S
+                    self._again_s = now_s() + ABANDONED_S
                     return Busy(retry_after_s=RETRY_S)
             self._use(copy)
             if request.parts is Parts.ALL:
@@ -323,7 +315,7 @@ class Donor:
         return found if isinstance(found, ReplicaState) else found.counters
 
     async def _outline(self) -> Manifest:
-        # Of all who ask in a new round one has the norm computed.
+        # One computation of a round's norm serves all newcomers.
         async with self._asking:
             state = await self._counters()
             if self._norm is None or self._norm[0] != state.round:
@@ -331,9 +323,9 @@ class Donor:
             return _manifest(state, self._norm[1], {})
 
     def _fitting(self, request: StateRequest, round: int) -> _Copy | None:
-        """Return a copy that will do: the one asked for, one of this round, or the last where no more may be made.
+        """Return a copy that will do: the one asked for, one of this round, or the last if no more may be made.
 
-        Where none is left that is recent, room is made for a new one; those who still fetch the old one ask again.
+        If no copy is recent, make room for a new one; newcomers that still fetch the old one ask again.
         """
         recent = [
             copy
@@ -343,9 +335,8 @@ class Donor:
         for copy in recent:
             if copy.manifest.snapshot == request.snapshot:
                 return copy
-        for copy in recent:
-            if copy.manifest.round == round:
-                return copy
+        if of_round := [copy for copy in recent if copy.manifest.round == round]:
+            return of_round[0]
         if len(self._copies) < COPIES:
             return None
         if recent:
@@ -365,20 +356,19 @@ class Donor:
                     found += await self._compute(_digests, held, section, batch)
                 digests[section] = tuple(found)
         manifest = _manifest(held.counters, await self._compute(held.norm), digests)
-        now_s = asyncio.get_running_loop().time()
         if self._provide is _given_up:
             await _given_up(parts)
-        copy = self._copies[manifest.snapshot] = _Copy(held, manifest, parts, now_s, now_s)
+        copy = self._copies[manifest.snapshot] = _Copy(held, manifest, parts, now_s(), now_s())
         self._counts["copies"] += 1
         return copy
 
     def _use(self, copy: _Copy) -> None:
-        copy.used_s = asyncio.get_running_loop().time()
+        copy.used_s = now_s()
         if self._timer is None:
             self._look_again()
 
     def _look_again(self) -> None:
-        """Let go of what nobody needs any more, and look again when the next of them may be due."""
+        """Let go of copies that nobody needs, and look again when the next may be due."""
         self._timer = None
         self._let_go()
         if self._copies:
@@ -386,11 +376,10 @@ class Donor:
             self._timer = asyncio.get_running_loop().call_at(next_s, self._look_again)
 
     def _let_go(self) -> None:
-        now_s = asyncio.get_running_loop().time()
-        self._copies = {name: copy for name, copy in self._copies.items() if self._until_s(copy) > now_s}
+        self._copies = {name: copy for name, copy in self._copies.items() if self._until_s(copy) > now_s()}
 
     def _until_s(self, copy: _Copy) -> float:
-        used_s = asyncio.get_running_loop().time() if self._under_way[copy.manifest.snapshot] else copy.used_s
+        used_s = now_s() if self._under_way[copy.manifest.snapshot] else copy.used_s
         return min(used_s + HOLD_S, copy.made_s + self._terms.deadline_s)
 
 
@@ -419,7 +408,7 @@ def _digests(held: HeldCopy, section: Section, spans: Sequence[Span]) -> list[by
 
 
 def _batches(spans: Sequence[Span]) -> list[list[Span]]:
-    """Return the pieces in groups of some bytes each."""
+    """Return the pieces in groups of `HASHED_AT_ONCE_BYTES`."""
     batches: list[list[Span]] = [[]]
     total = 0
     for span in spans:

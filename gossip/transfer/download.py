@@ -1,18 +1,15 @@
-"""A newcomer becomes a replica: it copies slow weights, outer momentum and counters from one that lives.
+"""A newcomer becomes a replica: it copies slow weights, momenta and counters from a replica that trains.
 
-It is then where its donor is, also in the momentum period and in the round in which anybody was last met: a copy of
-stale weights is as stale as they are. Only what a lossy codec owes stays with the donor, which will send it.
+The newcomer is then where its donor is, also in the momentum period and in staleness. Fast weights do not travel: the
+newcomer starts from the slow ones, as every replica does right after a round. The feedback of a lossy codec stays with
+the donor, which will send it. An export asks for the slow weights alone.
 
-The fast weights do not travel: the newcomer starts from the slow ones, as every replica does right after a round. Each
-newcomer asks the replicas in an order of its own, the rendezvous hash of (seed, newcomer, donor), so that many
-newcomers spread over many donors without a word. A donor serves a few at once and tells the others to come back.
+Each newcomer asks the replicas in an order of its own, a hash of (seed, newcomer, donor), so that many newcomers spread
+over many donors. The newcomer fetches the pieces that a manifest lists over several streams. A right piece stays
+(`assembly`): a broken stream is dialled again, and if the donor dies, the next manifest says what is still missing.
 
-The donor freezes a copy and lists the hashes of its pieces (`donor`, `chunks`); the newcomer fetches them over several
-streams at once. A piece that has come and is right stays (`assembly`): a stream that breaks is dialled again, and where
-a donor dies or its copy is let go, the next one's manifest says what is still missing. Whom to ask
-next, and when, is `DonorQueue`'s; what of a donor is believed, `donor_checks`'.
-
-An export asks for the slow weights alone, from every replica.
+The newcomer refuses a donor whose norm, round or progress is far from those of its stage, and values that cannot be
+right.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ from gossip.rule.outer_step import Tensors
 from gossip.rule.shares import ROUND_BOUND
 from gossip.transfer.assembly import ChunkArrived, DonorLost, Key, StateAssembly
 from gossip.transfer.chunks import DIGEST_BYTES, present, sections
-from gossip.transfer.donor import STREAMS
+from gossip.transfer.donor import STREAMS, now_s
 
 OUTLYING_ROUNDS = 16
 OUTLYING_PROGRESS = 0.25
@@ -54,38 +51,29 @@ ROUNDED = 1.01
 TINY_MOMENT = 1e-18
 
 
-class NormVotes(NamedTuple):
-    """What others of a donor's stage say of themselves in their manifests."""
+def objection(donor: Manifest, others: Sequence[Manifest]) -> str | None:
+    """Return why a donor is a gross outlier among replicas of its stage, or None.
 
-    rounds: Sequence[int] = ()
-    progress: Sequence[float] = ()
-    norms: Sequence[float] = ()
-
-
-def objection(manifest: Manifest, others: NormVotes) -> str | None:
-    """Return why a donor is a gross outlier among its stage, itself counted; None where it is not.
-
-    A norm is measured by the median of all voices, the lower one of two: weights blow up far oftener than they vanish.
-    So somebody is always left to copy from.
+    The norm is compared with the lower median of all norms, the donor's included: weights blow up far oftener than they
+    vanish, and so a donor always remains.
     """
-    norm = median_low([manifest.norm, *others.norms])
-    if not norm / NORM_RATIO <= manifest.norm <= norm * NORM_RATIO:
-        return f"its slow weights have the norm {manifest.norm:.3g}, those of its stage {norm:.3g}"
-    if others.rounds:
-        behind = median_low(others.rounds) - manifest.round
-        if abs(behind) > OUTLYING_ROUNDS:
-            return f"it is in round {manifest.round}, its stage in round {median_low(others.rounds)}"
-    if others.progress:
-        progress = median_low(others.progress)
-        if abs(progress - manifest.progress) > OUTLYING_PROGRESS:
-            return f"its progress is {manifest.progress:.2f}, that of its stage {progress:.2f}"
+    norm = median_low([donor.norm, *(other.norm for other in others)])
+    if not norm / NORM_RATIO <= donor.norm <= norm * NORM_RATIO:
+        return f"its slow weights have the norm {donor.norm:.3g}, those of its stage {norm:.3g}"
+    if not others:
+        return None
+    round, progress = median_low(each.round for each in others), median_low(each.progress for each in others)
+    if abs(round - donor.round) > OUTLYING_ROUNDS:
+        return f"it is in round {donor.round}, its stage in round {round}"
+    if abs(progress - donor.progress) > OUTLYING_PROGRESS:
+        return f"its progress is {donor.progress:.2f}, that of its stage {progress:.2f}"
     return None
 
 
 def round_to_start_in(state_round: int, rounds: Sequence[int]) -> int:
-    """Return the round that a newcomer is in: its stage's, or its donor's, where the two are a little apart.
+    """Return the round that a newcomer starts in: the later of its stage's and its donor's.
 
-    Of both only the donor has shown anything, so what the stage says lifts a newcomer by a bound.
+    Only the donor has shown a state, so the stage lifts a newcomer by `ROUND_BOUND` at most.
     """
     if not rounds:
         return state_round
@@ -94,18 +82,18 @@ def round_to_start_in(state_round: int, rounds: Sequence[int]) -> int:
 
 
 class MomentBounds(NamedTuple):
-    """What AdamW's moments can be.
+    """The moments that AdamW can have.
 
-    A second moment is a mean of squares: it is never negative. Where the gradients are clipped, the first moments' norm
-    is at most `norm`, and the second moments' sum its square. And no first moment is more than `ratio` times the root
-    of its second: both are means of the same gradients, so that Cauchy and Schwarz bound one by the other.
+    A second moment is a mean of squares, so never negative. With clipped gradients the first moments' norm is at most
+    `norm`, and the second moments' sum at most its square. By Cauchy and Schwarz a first moment is at most `ratio`
+    times the root of its second.
     """
 
     ratio: float = 1e3
     norm: float = math.inf
 
     def check(self, first: Tensors, second: Tensors) -> None:
-        """Raise Implausible for moments that no gradients leave."""
+        """Raise Implausible for moments that no gradients can leave."""
         for mean, square in zip(first, second, strict=True):
             if square.numel() and float(square.min()) < 0.0:
                 raise Implausible("optimiser: a second moment is negative")
@@ -118,7 +106,6 @@ class MomentBounds(NamedTuple):
 
 
 OF_ANY_RUN = MomentBounds()
-"""For whoever does not know the run's optimiser."""
 
 
 def check_manifest(manifest: Manifest, parts: Parts, pieces: int) -> None:
@@ -135,10 +122,10 @@ def check_manifest(manifest: Manifest, parts: Parts, pieces: int) -> None:
 
 
 def check_values(state: ReplicaState, announced_norm: float, moments: MomentBounds = OF_ANY_RUN) -> None:
-    """Raise Implausible unless arithmetic with the state is safe: the one port of all tensors that a donor gives.
+    """Raise Implausible unless arithmetic with a donor's tensors is safe.
 
-    All values are finite, the weights of about the norm that others were compared with, and the inner optimiser's
-    moments such as AdamW's gradients can have left. Shapes and counters are those of the manifest, checked before.
+    All values must be finite, the weights of about the norm that the manifest announced, and the moments within their
+    bounds. Shapes and counters are those of the manifest, checked before.
     """
     found = norm(state.slow)
     if not announced_norm / NORM_RATIO <= found <= announced_norm * NORM_RATIO:
@@ -151,14 +138,14 @@ def check_values(state: ReplicaState, announced_norm: float, moments: MomentBoun
 
 
 DIAL_AGAIN_S = 0.5
-"""Before a stream that broke is dialled again, doubled each time."""
+"""Before a broken stream is dialled again, doubled each time."""
 FAILURES_AT_MOST = 3
-"""Breaks and dials in vain, with no piece between them, until a stream is given up; with the last one, the donor."""
+"""A stream ends after so many breaks and vain dials without a piece between them; the donor, with its last stream."""
 LEAST_PIECE_S = 30.0
 LONGEST_WAIT_S = 20.0
-"""Longest sleep before the donors are asked again, whatever they say."""
+"""The longest sleep before the donors are asked again."""
 SLOWER_TIMES = 4
-"""A donor may take so many times its deadline, as long as pieces come: without its copy they are worth less."""
+"""A donor may take so many times its deadline while pieces come: without its copy they are worth less."""
 
 Talk = AbstractAsyncContextManager[Conversation]
 Converse = Callable[[str], Talk]
@@ -170,11 +157,10 @@ async def _no_objection(donor: str, manifest: Manifest) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateWanted:
-    """What to ask for and what must come back.
+    """What a newcomer asks for, and what it accepts.
 
-    `like`: tensors (the meta device will do) with the shapes of the slow weights, float32. `deadline_s`: for all that
-    one donor gives, over a line that is good enough. `objection`: says why a donor's manifest is not to be believed, or
-    None. `moments`: how large the inner optimiser's tensors can be.
+    `like`: tensors (the meta device will do) with the shapes of the slow weights, float32. `deadline_s`: for all pieces
+    of one donor, over a line that is good enough. `objection`: returns why to refuse a donor's manifest, or None.
     """
 
     parts: Parts
@@ -185,7 +171,7 @@ class StateWanted:
 
 
 class DonorBusy(ConnectionRefusedError):
-    """A donor that lives does not give just now, or no donor does. `retry_after_s`: when asking again makes sense."""
+    """A living donor does not give just now, or no donor does. `retry_after_s`: when to ask again."""
 
     def __init__(self, why: str, retry_after_s: float) -> None:
         super().__init__(why)
@@ -193,27 +179,24 @@ class DonorBusy(ConnectionRefusedError):
 
 
 class Turn(NamedTuple):
-    """Whom to ask, after how many seconds."""
+    """The donor to ask, after so many seconds."""
 
     donor: str
     wait_s: float = 0.0
 
 
 class DonorQueue:
-    """The donors of one download, in the order in which to ask them: no time, no I/O.
-
-    Only those that were busy are asked again.
-    """
+    """The donors of one download, in the order in which to ask them. Only busy donors are asked again."""
 
     def __init__(self, order: Sequence[str], passes: int) -> None:
         self._pass = deque(order)
         self._passes_left = passes - 1
         self._causes: dict[str, str] = {}
         self._waits: dict[str, float] = {}
-        """For how long each of the busy ones is left alone."""
+        """Seconds for which to leave each busy donor alone."""
 
     def next(self) -> Turn | None:
-        """Return the next turn; None where nobody is left to ask."""
+        """Return the next turn; None if no donor is left to ask."""
         if self._pass:
             return Turn(self._pass.popleft())
         if not self._waits or not self._passes_left:
@@ -223,7 +206,7 @@ class DonorQueue:
         return Turn(self._pass.popleft(), min(self._waits.values()))
 
     def note(self, donor: str, failure: ConnectionError) -> str:
-        """Learn what came of a turn; return it in words."""
+        """Take the failure of a turn; return its cause in words."""
         self._causes[donor] = str(failure) or type(failure).__name__
         self._waits.pop(donor, None)
         if isinstance(failure, DonorBusy):
@@ -232,14 +215,14 @@ class DonorQueue:
         return self._causes[donor]
 
     def failure(self) -> ConnectionRefusedError:
-        """Return what to raise where nobody is left to ask: with each donor's last cause."""
+        """Return the error of a download in vain, with each donor's last cause."""
         causes = "; ".join(f"{donor}: {cause}" for donor, cause in self._causes.items())
         why = f"no replica gave its state ({causes or 'there is none to ask'})"
         return DonorBusy(why, min(self._waits.values())) if self._waits else ConnectionRefusedError(why)
 
 
 class _Silence(ConnectionAbortedError):
-    """Nothing came in time."""
+    """No piece came in time."""
 
 
 def donors(newcomer: str, replicas: Collection[str], seed: int) -> tuple[str, ...]:
@@ -249,7 +232,7 @@ def donors(newcomer: str, replicas: Collection[str], seed: int) -> tuple[str, ..
 
 
 def piece_s(deadline_s: float, pieces: int) -> float:
-    """Return how long one piece may take on one of several streams, if `pieces` of them may take `deadline_s`."""
+    """Return how long one piece on one of several streams may take, if all pieces may take `deadline_s`."""
     return min(deadline_s, LEAST_PIECE_S + 2 * STREAMS * deadline_s / max(1, pieces))
 
 
@@ -262,10 +245,10 @@ async def download_state(
     *,
     passes: int = 5,
 ) -> ReplicaState:
-    """Copy the state of the first donor that gives it, or of several; ask the busy ones again, up to `passes` times.
+    """Copy the state of the first donor that gives all of it, or of several; ask busy donors up to `passes` times.
 
-    `assembly` keeps what has come, also for another call. Raises ConnectionRefusedError, naming each donor's cause,
-    where the donors do not give all of it; DonorBusy where one of them may give it later.
+    `assembly` keeps the pieces, also for another call. Raises ConnectionRefusedError, with each donor's cause, if the
+    donors do not give all pieces; DonorBusy if one of them may give them later.
     """
     assembly = assembly or StateAssembly(wanted.like)
     queue = DonorQueue(order, passes)
@@ -279,7 +262,7 @@ async def download_state(
         except ConnectionError as failure:
             why, refused = queue.note(turn.donor, failure), isinstance(failure, Implausible)
         if refused and attempt.selected:
-            # Of several who gave, all hashes right, nobody can say who has lied.
+            # Of several donors whose hashes were all right, any may have lied.
             await compute(assembly.clear if attempt.fetched and assembly.mixed else assembly.forget)
         if refused or attempt.selected:
             assembly.tell(DonorLost(donor=turn.donor, why=why, refused=refused))
@@ -287,9 +270,9 @@ async def download_state(
 
 
 async def manifest_of(conversation: Conversation, request: StateRequest, pieces: int) -> Manifest | Busy:
-    """Ask one donor what it has, and check that it is possible; `pieces`: of a section. The caller sets the deadline.
+    """Ask a donor for its manifest and check it; `pieces`: of a section. The caller sets the deadline.
 
-    Raises Implausible where it cannot be right, another `ConnectionError` where it does not come.
+    Raises Implausible for a manifest that cannot be right, another `ConnectionError` if none comes.
     """
     await conversation.send(request)
     reply = await conversation.receive()
@@ -302,7 +285,7 @@ async def manifest_of(conversation: Conversation, request: StateRequest, pieces:
 
 
 class _Attempt:
-    """Fetching what is missing from one donor. `selected`: it has begun to give; `fetched`: it gave everything."""
+    """The fetching of missing pieces from one donor. `selected`: it has begun to give; `fetched`: it gave all."""
 
     def __init__(
         self, donor: str, converse: Converse, wanted: StateWanted, compute: Compute, assembly: StateAssembly
@@ -316,10 +299,10 @@ class _Attempt:
         self._piece_s = piece_s(wanted.deadline_s, len(assembly.spans))
 
     async def run(self) -> ReplicaState:
-        """Copy; what has come and is right stays.
+        """Fetch the missing pieces and return the state.
 
-        Raises DonorBusy where the donor can give no more just now, Implausible where what it said or sent cannot be
-        right, another `ConnectionError` where it does not answer, or not in time.
+        Raises DonorBusy if the donor can give no more just now, Implausible if what it sent cannot be right, another
+        `ConnectionError` if it does not answer in time.
         """
         limit_s = SLOWER_TIMES * self._wanted.deadline_s
         try:
@@ -361,21 +344,18 @@ class _Attempt:
         return reply
 
     async def _fetch(self, first: Conversation, line: AsyncExitStack) -> None:
-        """Let several streams take what is missing; all end with the first that fails. `first` stays open in `line`."""
+        """Let several streams take the missing pieces; all end with the first that fails. `first` is open in `line`."""
         self._streams = max(1, min(STREAMS, len(self._missing)))
         places = range(self._streams)
         tasks = [asyncio.create_task(self._stream(*((first, line) if place == 0 else ()))) for place in places]
         await all_or_failure(tasks)
 
     async def _stream(self, conversation: Conversation | None = None, line: AsyncExitStack | None = None) -> None:
-        """Fetch pieces until none is missing, over one conversation after the other as they break.
-
-        `conversation`: one that is open, in `line`; it is broken off like the others.
-        """
+        """Fetch pieces until none is missing, dialling again after a break. `conversation`: open in `line`."""
         failures, silences, arrived = 0, 0, self._arrived
         while self._missing:
             try:
-                # Silence and a slow line look alike as long as nothing has come: each try in vain waits twice as long.
+                # Silence and a slow line look alike until a piece has come: each vain try waits twice as long.
                 if conversation is not None:
                     await self._drain(conversation, 2**silences)
                 else:
@@ -399,16 +379,16 @@ class _Attempt:
         self._streams -= 1  # what is still under way on the others is theirs alone
 
     async def _drain(self, conversation: Conversation, times: int) -> None:
-        """Fetch one piece after the other; the first may take so many times as long as the others."""
+        """Fetch one piece after the other; the first may take `times` as long as the others."""
         while self._missing:
             key = self._missing.popleft()
-            begun_s, allowed_s = _now(), min(times * self._piece_s, self._wanted.deadline_s)
+            begun_s, allowed_s = now_s(), min(times * self._piece_s, self._wanted.deadline_s)
             arrived = False
             try:
                 async with asyncio.timeout(allowed_s):
                     await self._one(conversation, key)
                 arrived, times = True, 1
-                self._piece_s = min(max(self._piece_s, 2.0 * (_now() - begun_s)), self._wanted.deadline_s)
+                self._piece_s = min(max(self._piece_s, 2.0 * (now_s() - begun_s)), self._wanted.deadline_s)
             except TimeoutError as silence:
                 raise _Silence(f"no piece within {allowed_s:g} s") from silence
             finally:
@@ -427,7 +407,3 @@ class _Attempt:
         await self._compute(self._assembly.put, key, reply.data)
         self._arrived += 1
         self._assembly.tell(ChunkArrived(size_bytes=reply.data.nbytes))
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

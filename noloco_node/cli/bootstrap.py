@@ -31,28 +31,26 @@ from noloco_node.cli.options import (
     taking,
 )
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p.endpoint.addresses import parse_peer_address
-from noloco_node.libp2p.endpoint.known_peers import KnownPeers
-from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
+from noloco_node.libp2p.addresses import KnownPeers, parse_peer_address
+from noloco_node.libp2p.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
 from noloco_node.machine.signals import departure
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import short
 from noloco_node.run.config import RunConfig
-from noloco_node.run.permissions import is_public
-from noloco_node.run.runfile import read_run_text
+from noloco_node.run.runfile import is_public, read_run_text
 from noloco_node.state_sync import weight_exchange
 from noloco_node.state_sync.weight_exchange import WeightServer
 from noloco_node.storage.home import Home
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm import invite as invites
-from noloco_node.swarm import run_history, speed_test
+from noloco_node.swarm import speed_test
+from noloco_node.swarm.access import connected
 from noloco_node.swarm.admissions import HostedAdmissions
-from noloco_node.swarm.connection import connected
-from noloco_node.swarm.kept_invite import KeptInvite, from_where, met_before
+from noloco_node.swarm.invite import KeptInvite, from_where, met_before
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
-from noloco_node.swarm.run_distribution import SCHEMA, TOPIC, RunFileText
+from noloco_node.swarm.run_distribution import HISTORY_SCHEMA, HISTORY_TOPIC, SCHEMA, TOPIC, RunFileText, RunHistory
 from noloco_node.tasks import supervised
 from noloco_node.terminal import say, sign, warn
 from noloco_node.web.places import metrics_place
@@ -139,8 +137,8 @@ async def host(options: BootstrapOptions) -> None:
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
             for topic, store in stores.items():
                 await network.serve(topic, weight_exchange.SCHEMA, WeightServer(store, asyncio.to_thread).serve)
-            history = run_history.RunHistory(home.enter(recipe.digest).run_history, recipe.digest, say)
-            await network.serve(run_history.TOPIC, run_history.SCHEMA, history.serve)
+            history = RunHistory(home.enter(recipe.digest).run_history, recipe.digest, say)
+            await network.serve(HISTORY_TOPIC, HISTORY_SCHEMA, history.serve)
             addresses = await network.addresses()
             invite = invites.format(recipe.digest, addresses, admissions.credential)
             print(invite, flush=True)

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from noloco_node.errors import COMPLAINT, Exit, leaves
-from noloco_node.machine.signals import cancelled_by_signals
-from noloco_node.machine.stop_signals import answered
+from noloco_node.machine.signals import answered, cancelled_by_signals
 from noloco_node.terminal import complain
 
 T = TypeVar("T")

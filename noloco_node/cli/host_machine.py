@@ -18,7 +18,7 @@ from gossip.exchange.messages import ReplicaState
 from noloco_node.cli.join_options import JoinOptions
 from noloco_node.data.blocks import BackgroundOpen, TextSource
 from noloco_node.data.encoding import with_tokenizer_in
-from noloco_node.machine import clocks, memory
+from noloco_node.machine import memory
 from noloco_node.machine.device import Device
 from noloco_node.planning.bandwidth import bandwidth_seconds, microbatch_bytes
 from noloco_node.planning.model_layout import ModelLayout, make_stage
@@ -116,7 +116,7 @@ class HostMachine:
         return time.time()
 
     def asleep_s(self) -> float:
-        return clocks.asleep_s()
+        return asleep_s()
 
     def line_s(self, stage: int) -> float:
         return bandwidth_seconds(microbatch_bytes(self._recipe.run, self._layout, stage), self._options.allowance)
@@ -150,3 +150,11 @@ def _save(directory: Path, checkpoint: Checkpoint, keep: int) -> str:
     path = str(save(directory, checkpoint, keep))
     memory.trim()  # about as often as anything large is made and dropped
     return path
+
+
+def asleep_s() -> float:
+    """Return for how long this machine has slept since it was started; 0 where the system does not tell."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    if clock is None:
+        return 0.0
+    return max(0.0, time.clock_gettime(clock) - time.clock_gettime(time.CLOCK_MONOTONIC))

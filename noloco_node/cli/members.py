@@ -25,18 +25,16 @@ from noloco_node.admission.owner_files import (
     save_members,
     with_revoked,
 )
-from noloco_node.admission.peer_keys import key_of, peer_of
-from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, grant
+from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, grant, key_of, peer_of
 from noloco_node.admission.ticket_service import OPEN_DAYS
 from noloco_node.cli.event_loop import run
 from noloco_node.cli.options import default_home, invite_text, taking
 from noloco_node.errors import Exit, UserError, config_error, user_error_of
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.run.runfile import read_run_text
 from noloco_node.swarm import invite as invites
-from noloco_node.swarm.access import RunAccess
-from noloco_node.swarm.connection import connected
+from noloco_node.swarm.access import RunAccess, connected
 from noloco_node.swarm.run_distribution import RunFileText
 
 DAY_S = 86400

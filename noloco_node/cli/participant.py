@@ -21,34 +21,30 @@ from noloco_node.doctor.machine_checks import require_disk
 from noloco_node.journal import events
 from noloco_node.journal.reader import read
 from noloco_node.journal.writer import Journal
-from noloco_node.libp2p.endpoint.known_peers import KnownPeers
-from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
-from noloco_node.limits.traffic_ledger import TrafficLedger
-from noloco_node.machine.device import choose_device
-from noloco_node.machine.energy import EnergyMeter, energy_meter
+from noloco_node.libp2p.addresses import KnownPeers
+from noloco_node.libp2p.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
+from noloco_node.limits.budget import TrafficLedger
+from noloco_node.machine.device import EnergyMeter, choose_device, energy_meter
 from noloco_node.machine.interface import Reporter
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
 from noloco_node.machine.signals import Departure, departure
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
-from noloco_node.node.shift_loop import shift_by_shift
-from noloco_node.node.shifts import Shifts
+from noloco_node.node.sessions import Sessions, live_in_sessions
 from noloco_node.observe.contribution import ledger_of
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import short
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_per_s
 from noloco_node.planning.model_layout import ModelLayout, check_download, model_layout
-from noloco_node.run.permissions import check_text, summary
 from noloco_node.run.protocols import GOSSIP
+from noloco_node.run.runfile import check_text, summary
 from noloco_node.storage.home import Home, RunPaths
 from noloco_node.swarm import invite as invites
-from noloco_node.swarm import run_history
-from noloco_node.swarm.access import RunAccess
-from noloco_node.swarm.connection import connected
-from noloco_node.swarm.kept_invite import KeptInvite, met_before, not_ours
+from noloco_node.swarm.access import RunAccess, connected
+from noloco_node.swarm.invite import KeptInvite, met_before, not_ours
 from noloco_node.swarm.roster import checked_name
-from noloco_node.swarm.run_distribution import RunFileText, fetch
+from noloco_node.swarm.run_distribution import HISTORY_SCHEMA, HISTORY_TOPIC, RunFileText, RunHistory, fetch, reached
 from noloco_node.tasks import background, supervised
 from noloco_node.terminal import Bar, say, sign, warn
 from noloco_node.units import format_bytes
@@ -71,7 +67,7 @@ async def take_part(invite: invites.Invite, options: JoinOptions) -> None:
         met = met_before(invite, home)
         known_peers.note(met)
         ledger = TrafficLedger(home.traffic, datetime.now, say)
-        shifts = Shifts(options.allowance, ledger, datetime.now, say)
+        sessions = Sessions(options.allowance, ledger, datetime.now, say)
         metrics_at = metrics_place(options.metrics, is_open=options.metrics_open)
         page_at = page_place(options.web, is_open=options.web_open, home=home)
         given = await asyncio.to_thread(ledger_of, read(home.journal))
@@ -84,9 +80,11 @@ async def take_part(invite: invites.Invite, options: JoinOptions) -> None:
             recorder.record_energy()  # by it readers of the journal know that this total begins anew
             record = recorder.record
             reporter = Reporter(record=record, say=say, draw=bar.draw, warn=warn)
-            participant = _Participant(access, options, home, paths, torch_device, reporter, leaving, views, shifts)
+            participant = _Participant(access, options, home, paths, torch_device, reporter, leaving, views, sessions)
             participant.met = [each.peer for each in met]
-            await shift_by_shift(shifts, leaving, lambda: connected(settings, known_peers), participant.take_part, say)
+            await live_in_sessions(
+                sessions, leaving, lambda: connected(settings, known_peers), participant.take_part, say
+            )
 
 
 class Recorder(NamedTuple):
@@ -113,7 +111,7 @@ class Recorder(NamedTuple):
 
 
 class _Participant:
-    """This peer in all of its shifts: a node for each."""
+    """This peer in all of its sessions: a node for each."""
 
     def __init__(
         self,
@@ -125,11 +123,11 @@ class _Participant:
         reporter: Reporter,
         leaving: Departure,
         views: ServedViews,
-        shifts: Shifts,
+        sessions: Sessions,
     ) -> None:
         self._access, self._options, self._torch_device = access, options, torch_device
         self._home, self._paths = home, paths
-        self._reporter, self._leaving, self._views, self._shifts = reporter, leaving, views, shifts
+        self._reporter, self._leaving, self._views, self._shifts = reporter, leaving, views, sessions
         self._run: tuple[RunFileText, ModelLayout, FirstCheckpoint] | None = None
         self.met: list[str] = []
         """Peers of an earlier life, to be asked for the run file too."""
@@ -143,11 +141,11 @@ class _Participant:
         self._run = self._run or await self._fetch_run(network)
         recipe, layout, checkpoint = self._run
         self._shifts.share_with_rounds(GOSSIP, recipe.run.outer.line_share)
-        history = run_history.RunHistory(self._paths.run_history, recipe.digest, say)
+        history = RunHistory(self._paths.run_history, recipe.digest, say)
         host = HostMachine(self._options, self._paths, self._torch_device, recipe, layout, checkpoint, network.peer_id)
         with closing(host):
-            reached = await self._reached(network, history)
-            options = self._node_options(reached, self._asked(network))
+            known = await self._reached(network, history)
+            options = self._node_options(known, self._asked(network))
             node = Node(recipe, layout, network, host, options, self._reporter)
             self._leaving.polite = True
             kept = KeptInvite(self._home.invite, self._access.invite, await network.addresses(), say)
@@ -162,10 +160,10 @@ class _Participant:
                 await stack.enter_async_context(background(following))
                 await node.live(leave)
 
-    async def _reached(self, network: PeerNetwork, history: run_history.RunHistory) -> float:
+    async def _reached(self, network: PeerNetwork, history: RunHistory) -> float:
         """Return how far the run had come, as far as we or the peers of the invite know; from now on, tell others."""
-        await network.serve(run_history.TOPIC, run_history.SCHEMA, history.serve)
-        return max(history.progress, await run_history.reached(network, self._asked(network)))
+        await network.serve(HISTORY_TOPIC, HISTORY_SCHEMA, history.serve)
+        return max(history.progress, await reached(network, self._asked(network)))
 
     def _node_options(self, reached: float, bootstrap_peers: list[str]) -> NodeOptions:
         options = self._options

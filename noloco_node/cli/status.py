@@ -40,7 +40,7 @@ from noloco_node.observe.roster_observer import RosterObserver
 from noloco_node.observe.screen import lines, time_left
 from noloco_node.observe.swarm_view import SwarmView, plain, short
 from noloco_node.swarm import invite as invites
-from noloco_node.swarm.connection import Visitor, visited
+from noloco_node.swarm.access import Visitor, visited
 from noloco_node.swarm.roster import PeerRecord, Roster, shown_name, some_addresses
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.tasks import background

@@ -1,16 +1,17 @@
-"""From text to blocks of token ids.
+"""From text to blocks of token ids, in the order in which a peer trains on them.
 
-Documents are tokenised, each begun with the tokens that the tokenizer begins a text with, if it has any (Gemma's do),
-followed by its end token, and joined; the joined tokens are cut into blocks
-of `sequence_length + 1` that overlap by one, so that every token but the first is predicted exactly once and the
-targets are the inputs shifted by one. Special tokens written out in a text are ordinary text here: nobody ends a
-document by typing its end token.
+Each document is tokenised, begun with the tokens that its tokenizer begins a text with (Gemma's does), and followed by
+the end token. The joined tokens are cut into blocks of `sequence_length + 1` that overlap by one, so that every token
+but the first is predicted once. Special tokens written out in a text are ordinary text.
 
-A position is the place of the document in which the next block begins and the number of its tokens already used. It
-is small, JSON holds it, and a fresh object that is given it goes on with the same blocks. Documents come in an order
-of (seed, peer): see `file_documents` and `dataset_documents`.
+The blocks of one document follow each other, and a window of them would be about one thing: its gradient is noise to
+everything else. So training reads a chunk of blocks and deals it out in an order of (seed, peer, number of the chunk).
 
-Everything here blocks, on a disk or a network: call it from a thread.
+A position is small, JSON holds it, and a fresh object goes on from it with the same blocks: the place of a document and
+the tokens used of it, or the position of a chunk and the blocks dealt of it.
+
+`Blocks` waits for disks and networks: `TextSource` reads it in a thread. `BackgroundOpen` opens a text while a newcomer
+copies its state, so that an error in the text is said before the copy is paid for.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ SMALLEST_PIECE_BYTES = 64 * 1024
 
 
 class Blocks:
-    """Blocks of token ids without end, or, for validation, until the documents are used up."""
+    """Blocks of token ids: without end for training, until the documents are used up for validation."""
 
     def __init__(self, documents: Documents, encoder: Encoder, sequence_length: int, owner: str) -> None:
         """Cut `documents` into blocks. `owner`: whose order it is (a position is of no use to another)."""
@@ -63,8 +64,8 @@ class Blocks:
     def next_batch(self, batch_size: int) -> Tensor:
         """Return the next blocks, int64 [batch, sequence_length + 1].
 
-        Validation ends with a smaller batch, and then with empty ones. Raises `UserError` (Exit.CONFIG) where the
-        source proves unreadable or has less than one block.
+        Validation ends with a smaller batch, then empty ones. Raises `UserError` (CONFIG) if the source is unreadable
+        or has less than one block.
         """
         batch = torch.empty(batch_size, self._length + 1, dtype=torch.int64)
         for row in range(batch_size):
@@ -81,7 +82,7 @@ class Blocks:
         return batch
 
     def batches(self, batch_size: int) -> Iterator[Tensor]:
-        """Yield batches until there are no more blocks (never, in training)."""
+        """Yield batches until no block is left (never, in training)."""
         while len(batch := self.next_batch(batch_size)):
             yield batch
 
@@ -91,10 +92,9 @@ class Blocks:
         return {"source": self._source, "place": place, "offset": self._offset}
 
     def restore(self, position: dict[str, Any]) -> bool:
-        """Go on from a position; return False, and begin anew, where it is of another source, tokenizer, seed or peer.
+        """Go on from a position; return False, and begin anew, if it is of another source, tokenizer, seed or peer.
 
-        A source whose files have changed is another one, whether that shows at once or only where the position points
-        to what is not there. Raises ValueError for what never was a position.
+        A source whose files have changed is another one. Raises ValueError for what never was a position.
         """
         if position.get("source") != self._source:
             return False
@@ -115,15 +115,15 @@ class Blocks:
         return True
 
     def news(self) -> list[str]:
-        """Return what was left out of the text since the last call, in sentences."""
+        """Return sentences on text left out since the last call."""
         return self._documents.unread.news()
 
     def close(self) -> None:
-        """Let go of files and connections; a batch that another thread waits for ends soon, with an error."""
+        """Let go of files and connections; a read in another thread ends soon, with an error."""
         self._documents.close()
 
     def _gather(self) -> bool:
-        """Have the tokens of one block at hand; say whether there are any."""
+        """Read the tokens of one block, if there are so many."""
         while self._available <= self._length:
             if not self._draw():
                 return False
@@ -158,8 +158,8 @@ class Blocks:
 def open_blocks(data: DataConfig, sequence_length: int, seed: int, peer: str, part: Part = "train") -> Blocks:
     """Open the text of a run as blocks of `sequence_length + 1` tokens.
 
-    `train`: without end, in an order of (seed, peer). `validation`: one pass over what is held out, the same for all.
-    Raises `UserError` (Exit.CONFIG) where a path, a field, a data set or the tokenizer is not there.
+    `train`: without end, in an order of (seed, peer). `validation`: one pass over held-out text, the same for all.
+    Raises `UserError` (CONFIG) if a path, a field, a data set or the tokenizer is not there.
     """
     encoder = open_encoder(data)
     order = ReadingOrder(part, seed, peer, data.shuffle)
@@ -192,7 +192,7 @@ class ShuffledBlocks:
     """Blocks without end, in a mixed order."""
 
     def __init__(self, blocks: Blocks, chunk_blocks: int, rng: Callable[[int], Random]) -> None:
-        """Deal out `blocks` by chunks of `chunk_blocks`; `rng`: the generator of one chunk's order, by its number."""
+        """Deal out `blocks` by chunks of `chunk_blocks`; `rng`: the generator of a chunk's order, by its number."""
         self._blocks, self._chunk_blocks, self._rng = blocks, chunk_blocks, rng
         self._chunk = torch.empty(0, 0, dtype=torch.int64)
         self._order: list[int] = []
@@ -200,7 +200,6 @@ class ShuffledBlocks:
         self._number, self._dealt = -1, 0
 
     def next_batch(self, batch_size: int) -> Tensor:
-        """Return the next blocks, int64 [batch, sequence_length + 1]."""
         rows = []
         for _ in range(batch_size):
             if self._dealt == len(self._order):
@@ -211,14 +210,10 @@ class ShuffledBlocks:
         return torch.stack(rows)
 
     def position(self) -> dict[str, Any]:
-        """Return where the next block is."""
         return {"chunk": self._began, "number": self._number, "dealt": self._dealt}
 
     def restore(self, position: dict[str, Any]) -> bool:
-        """Go on from a position; False, and begin anew, where it is of another source, tokenizer, seed or peer.
-
-        Raises ValueError for what never was a position.
-        """
+        """Do as `Blocks.restore` does."""
         try:
             number, dealt, began = position["number"], position["dealt"], position["chunk"]
             possible = number >= -1 and 0 <= dealt <= (self._chunk_blocks if number >= 0 else 0)
@@ -235,11 +230,9 @@ class ShuffledBlocks:
         return True
 
     def news(self) -> list[str]:
-        """Return what was left out of the text since the last call, in sentences."""
         return self._blocks.news()
 
     def close(self) -> None:
-        """Let go of files and connections."""
         self._blocks.close()
 
     def _deal(self, number: int) -> None:
@@ -259,10 +252,7 @@ R = TypeVar("R")
 
 
 class TextSource:
-    """The training text of this peer, read in a thread. To open it may take a while as well.
-
-    `own_source`: another one than the run's, as `with_source` reads it; None takes the run's.
-    """
+    """The training text of a peer, read in a thread. `own_source`: another one than the run's, for `with_source`."""
 
     def __init__(self, run: RunConfig, own_source: str | None, peer: str, vocabulary: int) -> None:
         data = run.data if own_source is None else with_source(run.data, own_source)
@@ -280,7 +270,7 @@ class TextSource:
         self._ahead: tuple[Tensor, dict[str, Any]] | None = None
 
     def read_ahead(self) -> None:
-        """Have the first batch at hand: a whole chunk is read for it."""
+        """Read the first batch, for which a whole chunk is read."""
         self._ahead = self._read()
 
     async def draw(self) -> Tensor:
@@ -317,23 +307,23 @@ class TextSource:
 
 
 class BackgroundOpen:
-    """The text that `make` opens in a thread, once; closing this closes it, asked for or not."""
+    """A text that `make` opens once, in a thread. `close` also closes a text that nobody asked for."""
 
     def __init__(self, make: Callable[[], TextSource]) -> None:
         self._make = make
         self._task: asyncio.Task[TextSource] | None = None
 
     def begin(self) -> None:
-        """Begin to open it and to read ahead, if that was not done before."""
+        """Begin to open the text and to read ahead."""
         self._begun(read_ahead=True)
 
     async def opened(self) -> TextSource:
-        """Return it once it is open; raise what opening it raised."""
+        """Return the text once it is open; raise what opening it raised."""
         # Whoever waits may be cancelled, and the thread works on: it is closed when it is done.
         return await asyncio.shield(self._begun(read_ahead=False))
 
     def close(self) -> None:
-        """Close it, now or as soon as it is open."""
+        """Close the text, now or as soon as it is open."""
         if self._task is not None and self._task.done():
             _closed(self._task)
         elif self._task is not None:

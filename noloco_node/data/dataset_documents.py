@@ -1,17 +1,13 @@
 """Documents out of the rows of a data set: JSON Lines, parquet, or a repository of the Hugging Face hub.
 
-Nothing is stored whole. The hub is read through `datasets` as a stream, files of this machine by `local_rows`. A data
-set is a list of shards (files; of local parquet files their row groups). A training epoch visits the shards in a
-permutation by (seed, peer, epoch) and reads each in chunks; a chunk, of bounded size, is permuted in memory. The
-library's own shuffle buffer cannot be resumed exactly, this order can: a place is the shard, the state where the chunk
-begins, and the number of rows taken from it. Unshuffled, shards come in order from
-one by (seed, peer), rows as they stand. Peers that read one small file meet the same chunks at the same time, in
-different orders.
+`datasets` streams the hub, `local_rows` reads files of this machine; nothing is stored whole. A data set is a list of
+shards (files, or row groups of local parquet files). A training epoch visits the shards in a permutation by (seed,
+peer, epoch) and reads each in chunks of bounded size, which are permuted in memory. Unlike the library's shuffle
+buffer, this order resumes exactly: a place is the shard, the state where the chunk begins, and the rows taken from it.
+Unshuffled, shards come in order from one by (seed, peer).
 
-What of a row is held out for validation, `held_out` says. A row without text is counted, and ends nothing; a source
-whose first rows all lack the field is refused. A network that fails is tried again, from where the chunk began, with
-growing pauses and an end; that comes on top of the library's own
-retries.
+A row without text is counted and passed over; a source whose first rows all lack the field is refused. A network that
+fails is tried again from where the chunk began, with growing pauses, besides the library's own retries.
 """
 
 from __future__ import annotations
@@ -49,20 +45,15 @@ SUFFIXES = {
 
 
 class _Chunk(NamedTuple):
-    """Texts of consecutive rows, each as stretches. `state`: the stream's behind them, None at the end of the shard."""
+    """Texts of consecutive rows, each as stretches. `state`: the stream's after them, None at the end of the shard."""
 
     texts: list[tuple[str, ...]]
     state: Any
 
 
 class RowDocuments:
-    """The documents of a stream of rows."""
-
     def __init__(self, data: DataConfig, order: ReadingOrder, load: Callable[[], Any]) -> None:
-        """Open the stream that `load` returns; raise `UserError` if it cannot be.
-
-        It is a `datasets.IterableDataset`, or `LocalRows`.
-        """
+        """Open the stream that `load` returns (see `load_rows`); raise `UserError` if that fails."""
         self._data, self._order = data, order
         self.unread, self._first_pass = UnreadText(), True
         self._rows_seen = self._texts_seen = 0
@@ -153,7 +144,7 @@ class RowDocuments:
             self._number += 1
 
     def _read_chunk(self) -> _Chunk:
-        """Read rows of this part from where `state` says, until they are many or the shard ends."""
+        """Read rows of this part from `state` on, until they are many or the shard ends."""
         if self._rows_left is None:
             self._shard = self._stream.shard(num_shards=self._shards, index=self._permutation[self._turn])
             if self._state is not None:
@@ -188,7 +179,7 @@ class RowDocuments:
         )
 
     def _text_of(self, row: Any, bad: list[BadRow]) -> str:
-        """Return the text of a row; where it has none, "" and why in `bad`."""
+        """Return the text of a row; "" and a note in `bad` if it has none."""
         if isinstance(row, BadRow):
             bad.append(row)
             return ""
@@ -206,7 +197,7 @@ class RowDocuments:
         return ""
 
     def _persist(self, attempt: Callable[[], T], pauses_s: Sequence[float] | None = None) -> T:
-        """Call until it succeeds, with pauses; raise `UserError` where trying again cannot help, or no longer."""
+        """Call until it succeeds, with pauses; raise `UserError` once trying again cannot help."""
         from datasets.exceptions import DatasetsError
         from datasets.utils.file_utils import CONNECTION_ERRORS_TO_RETRY
 
@@ -252,15 +243,14 @@ class RowDocuments:
 
 
 def _local_files(data: DataConfig) -> list[tuple[str, Path]]:
-    """Return the files of a data set on this machine that hold anything; none for one of the hub."""
+    """Return the files of a local data set that are not empty."""
     if data.source == "hub":
         return []
     return [(name, path) for name, path in find_files(data.path or "", SUFFIXES[data.source]) if path.stat().st_size]
 
 
 def _files_of(data: DataConfig) -> list[tuple[str, int, str]]:
-    """Return name, size, and a digest of beginning and end of each local file: a file that was written anew is another
-    source, one that was merely copied is not."""
+    """Return name, size, and a digest of both ends of each local file: a copied file is the same source."""
     described = []
     for _, path in _local_files(data):
         try:
@@ -276,13 +266,13 @@ def _files_of(data: DataConfig) -> list[tuple[str, int, str]]:
 
 
 def _narrow(stream: Any, field: str) -> Any:
-    """Keep only the column that is read, where the stream knows its columns: images need not be decoded."""
+    """Keep only the column that is read, if the stream knows its columns: images need not be decoded."""
     columns = stream.column_names
     return stream.select_columns([field]) if columns is not None and field in columns else stream
 
 
 def load_rows(data: DataConfig) -> Any:
-    """Open a data set as a stream: a `datasets.IterableDataset`, whose library raises what it likes, or `LocalRows`."""
+    """Open a data set as a stream: a `datasets.IterableDataset` or `LocalRows`."""
     if data.source == "hub":
         import datasets
 
@@ -298,7 +288,7 @@ def load_rows(data: DataConfig) -> Any:
 
 
 def check_source(source: str) -> None:
-    """Raise `UserError` where the source that a person named is not understood, or no file here; no hub is asked."""
+    """Raise `UserError` if the source that a person named is not understood, or has no file here; ask no hub."""
     data = with_source(DataConfig(), source)
     if data.path is not None and data.source != "hub":
         find_files(data.path, SUFFIXES.get(data.source, ("",)))

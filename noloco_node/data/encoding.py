@@ -19,10 +19,9 @@ _BYT5_END, _BYT5_OFFSET = 1, 3
 
 
 class Encoder(NamedTuple):
-    """What the blocks need of a tokenizer. `encode`: text to int32 ids; `end`: the end token; `name`: which it is.
+    """What blocks need of a tokenizer. `encode`: text to int32 ids. `end`: the end token. `name`: identifies it.
 
-    `begin`: the tokens with which its own rule begins a text, often none; a model that was trained with them expects
-    them.
+    `begin`: the tokens with which the tokenizer begins a text, often none; a model trained with them expects them.
     """
 
     encode: Callable[[str], Tensor]
@@ -38,7 +37,7 @@ class Encoder(NamedTuple):
 
 
 def open_encoder(data: DataConfig) -> Encoder:
-    """Return the run's tokenizer as the blocks use it; for byt5 without loading transformers."""
+    """Return the run's tokenizer as blocks use it; for byt5 without loading transformers."""
     if data.tokenizer == "byt5":
         return Encoder(encode_bytes, _BYT5_END, "byt5")
     tokenizer = open_tokenizer(data)
@@ -59,14 +58,14 @@ def open_encoder(data: DataConfig) -> Encoder:
 
 
 def _beginning(tokenizer: Any) -> tuple[int, ...]:
-    """Return what a tokenizer puts before a text by its own rule."""
+    """Return the tokens that a tokenizer puts before a text."""
     whole, plain = (tokenizer("a", add_special_tokens=adds)["input_ids"] for adds in (True, False))
     before = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
     return tuple(whole[:before])
 
 
 def _name_of(data: DataConfig) -> str:
-    """Return what names a tokenizer: of a directory its files, for the path to it may be typed in many ways."""
+    """Return the identity of a tokenizer; of a directory, whose path varies, a digest of its files."""
     if data.tokenizer_commit is not None:
         return f"{data.tokenizer}@{data.tokenizer_commit}"
     files = (Path(data.tokenizer).expanduser() / name for name in TOKENIZER_FILES)
@@ -83,12 +82,12 @@ def encode_bytes(text: str) -> Tensor:
 
 
 def with_tokenizer_in(data: DataConfig, directory: Path) -> DataConfig:
-    """Return `data` with the tokenizer in a directory of this machine, where its files have travelled."""
+    """Return `data` with the tokenizer in a local directory to which its files have travelled."""
     return data if data.tokenizer != TRAVELLING else msgspec.structs.replace(data, tokenizer=str(directory))
 
 
 def open_tokenizer(data: DataConfig) -> Any:
-    """Load the run's tokenizer as transformers has it; raise `UserError` (Exit.CONFIG) where it cannot be."""
+    """Load the run's tokenizer with transformers; raise `UserError` (CONFIG) if that fails."""
     if data.tokenizer == "byt5":
         from transformers import ByT5Tokenizer
 
@@ -121,12 +120,12 @@ def open_tokenizer(data: DataConfig) -> Any:
 
 
 def vocab_size(data: DataConfig) -> int:
-    """Return how many ids the run's tokenizer may produce, its special tokens included."""
+    """Return the number of ids of the run's tokenizer, special tokens included."""
     return BYT5_VOCABULARY if data.tokenizer == "byt5" else len(open_tokenizer(data))
 
 
 def check_vocabulary(data: DataConfig, model_vocabulary: int) -> None:
-    """Raise `UserError` (Exit.CONFIG) where the model's vocabulary is smaller than the tokenizer's."""
+    """Raise `UserError` (CONFIG) if the model's vocabulary is smaller than the tokenizer's."""
     needed = vocab_size(data)
     if model_vocabulary < needed:
         raise config_error(

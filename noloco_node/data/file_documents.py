@@ -1,17 +1,18 @@
-"""Documents out of files, in an order of each peer's own that can be resumed anywhere.
+"""Documents out of files, in an order of each peer's own that resumes anywhere, and the text held out for validation.
 
-A document is a file, or, of a file longer than a piece, one piece of it, cut at the end of a line: a novel in one
-file is then shuffled like many short documents, and nobody holds more of it in memory than a piece. A training epoch
-is a permutation of all documents by (seed, peer, epoch); unshuffled it is their sorted order, begun at a place by
-(seed, peer), so that peers still read different text. Epochs follow one another without end. The place in this
-sequence is two numbers.
+A document is a file, or one piece of a longer file, cut at the end of a line: a novel is then shuffled like many short
+documents, and memory holds one piece. A training epoch is a permutation of all documents by (seed, peer, epoch);
+unshuffled it is their sorted order from a place by (seed, peer). A place is two numbers.
 
-Of each document the parts that `held_out` says are for validation, one pass in one mixed order, and the rest for
-training. A file that is not UTF-8 is left out, and counted; where only a few characters are damaged these are replaced.
+Validation holds out **parts** of a few kilobytes of whole lines, those whose own SHA-256 falls into the share asked
+for. So the choice depends on no path, peer, seed or other file, and no peer trains on a part that another holds out. A
+part ends at a line whose hash says so: an edit moves only the parts around it. The stretches between held-out parts are
+trained on as documents of their own. A document shorter than a part is held out whole or not at all.
 
-The source `stdlib` is the text of the modules of the running Python's standard library, which is there without a
-network. Minor versions of Python differ in a few per cent of it, so peers on different versions train on slightly
-different text.
+A file that is not UTF-8 is left out and counted; a few damaged characters are replaced.
+
+The source `stdlib` is the text of the running Python's standard library, which needs no network. Minor versions of
+Python differ in a few per cent of it.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ _MOST_NEWS = 64
 
 
 class UnreadText:
-    """Files and rows that were left out or changed. A warning comes with the first of a kind, the tenth and so on."""
+    """Files and rows left out or changed, counted by kind; warns at the first of a kind, the tenth, and so on."""
 
     def __init__(self, tell: Callable[[str], None] | None = warn) -> None:
-        """`tell`: what becomes of a warning, beside `news`."""
+        """`tell`: is told each warning, besides `news`."""
         self._tell = tell
         self.counts: dict[str, int] = {}
         self._told: dict[str, int] = {}
@@ -46,7 +47,7 @@ class UnreadText:
         self._news: deque[str] = deque(maxlen=_MOST_NEWS)
 
     def note(self, kind: str, where: str, count: int = 1) -> None:
-        """Count what lies at `where`. `kind`: the rest of the sentence, the same for all that are counted together."""
+        """Count the text at `where`. `kind`: the rest of the sentence, the same for all counted together."""
         before = self.counts.get(kind, 0)
         self.counts[kind] = before + count
         self._first.setdefault(kind, where)
@@ -54,7 +55,7 @@ class UnreadText:
             self._say(kind)
 
     def end_pass(self) -> None:
-        """Warn of what was counted since it was last said: all of the source has been read once."""
+        """Warn of all that was counted since the last warning: the whole source has been read once."""
         for kind, count in self.counts.items():
             if self._told.get(kind) != count:
                 self._say(kind)
@@ -88,7 +89,7 @@ _ENDS = 8
 
 
 def side_of(text: str, part: Part, percent: float) -> tuple[str, ...]:
-    """Return the stretches of a document that are trained on, or those held out; () where it has none."""
+    """Return the stretches of a document for training, or those held out."""
     held_out = part == "validation"
     if percent <= 0.0 or percent >= 100.0:
         return (text,) if text and held_out == (percent > 0.0) else ()
@@ -103,7 +104,7 @@ def is_held_out(part: str, percent: float) -> bool:
 
 
 def parts_of(text: str) -> Iterator[str]:
-    """Yield the parts of a text, which join to it."""
+    """Yield the parts of a text."""
     part: list[str] = []
     length = 0
     for line in _lines(text):
@@ -142,7 +143,7 @@ _NOT_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idl
 
 
 class Document(NamedTuple):
-    """What is read at one place. `texts`: stretches of it that belong to this part. `name`: of the file or row."""
+    """The text at one place. `texts`: its stretches in this part. `name`: of the file or row."""
 
     place: Place
     texts: tuple[str, ...]
@@ -158,20 +159,20 @@ class Documents(Protocol):
 
     @property
     def place(self) -> Place:
-        """The place of the next document."""
+        """Return the place of the next document."""
 
     def seek(self, place: Place) -> None:
         """Go on with the document at `place`."""
 
     def next(self) -> Document | None:
-        """Return the next document that has any text; None at the end. Blocks on disk and network."""
+        """Return the next document with text, None at the end. Waits for disk and network."""
 
     def close(self) -> None:
         """Let go of files and connections; a call that waits in another thread ends soon."""
 
 
 class ReadingOrder(NamedTuple):
-    """Whose order it is, and which; for validation neither `peer` nor `seed` matters."""
+    """The order of one peer; for validation neither `peer` nor `seed` matters."""
 
     part: Part
     seed: int
@@ -179,11 +180,10 @@ class ReadingOrder(NamedTuple):
     shuffle: bool
 
     def rng(self, *purpose: object) -> Random:
-        """Return a generator for one purpose of this peer's order."""
         return Random("|".join(map(str, (self.seed, "data", self.peer, *purpose))))
 
     def permutation(self, count: int, *purpose: object) -> Sequence[int]:
-        """Return in which order `count` things come; `purpose` tells apart permutations, the epoch first."""
+        """Return an order of `count` things; `purpose` tells permutations apart, the epoch first."""
         if self.part == "validation":
             # The same for everybody, and mixed: so that the first few are a sample of all.
             order = list(range(count))
@@ -208,8 +208,6 @@ class TextRange(NamedTuple):
 
 
 class FileDocuments:
-    """The documents of a list of pieces."""
-
     def __init__(self, pieces: Sequence[TextRange], order: ReadingOrder, validation_percent: float) -> None:
         """Take the pieces; raise `UserError` if there are none."""
         if not pieces:
@@ -263,11 +261,11 @@ class FileDocuments:
         return _text_of(self._pieces[number], unread)
 
     def close(self) -> None:
-        """Nothing stays open between two documents."""
+        """Do nothing: no file stays open between two documents."""
 
 
 def _text_of(piece: TextRange, unread: UnreadText | None = None) -> str:
-    """Read a piece; return nothing where it is gone or no text. `unread`: counts that, and what was replaced."""
+    """Read a piece; return "" if it is gone or no text. `unread`: counts that, and replaced characters."""
     unread = UnreadText(tell=None) if unread is None else unread
     try:
         with piece.path.open("rb") as file:
@@ -288,7 +286,7 @@ def _text_of(piece: TextRange, unread: UnreadText | None = None) -> str:
 
 
 def _line_end(file: BinaryIO, offset: int, size: int, back_to: int | None = None) -> int:
-    """Move an offset to the next end of a line, or else between two characters; leave the file at `back_to`."""
+    """Move an offset to the next end of a line, or between two characters; leave the file at `back_to`."""
     if 0 < offset < size:
         file.seek(offset - 1)
         window = file.read(LINE_BYTES)
@@ -319,8 +317,7 @@ def pieces_of(files: Sequence[tuple[str, Path]], piece_bytes: int) -> list[TextR
 
 
 def stdlib_files() -> list[tuple[str, Path]]:
-    """Return the modules of the running Python's standard library, sorted by path; raise `UserError` if none is
-    there."""
+    """Return the modules of Python's standard library, sorted by path; raise `UserError` if none is there."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [(name, path) for name, path in _below(root, _NOT_SOURCE) if name.endswith(".py") and not path.is_symlink()]
     # The build's own configuration is a list of this machine's paths, and no source text.
@@ -335,9 +332,9 @@ def stdlib_files() -> list[tuple[str, Path]]:
 
 
 def find_files(path: str, suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, Path]]:
-    """Return the files that a path, directory or glob means, sorted, by name below its root; raise `UserError` if none.
+    """Return the files of a path, directory or glob, sorted, by name below its root; raise `UserError` if none.
 
-    `suffixes` apply to what a directory holds; hidden files are left out there.
+    In a directory, `suffixes` select files, and hidden files are left out.
     """
     given = os.path.expanduser(path)
     if os.path.isfile(given):
@@ -367,7 +364,7 @@ def find_files(path: str, suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, 
 
 
 def _below(root: Path, pruned: frozenset[str]) -> list[tuple[str, Path]]:
-    """List the files below a directory by relative path, sorted; hidden ones and `pruned` directories left out."""
+    """List the files below a directory by relative path, sorted, without hidden ones and `pruned` directories."""
 
     def walk() -> Iterator[tuple[str, Path]]:
         for directory, below, names in os.walk(root):

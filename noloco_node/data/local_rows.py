@@ -1,9 +1,9 @@
-"""Rows of files on this machine: JSON Lines and Parquet, of which one field is read and nothing else.
+"""Rows of JSON Lines and Parquet files on this machine, of which one field is read.
 
-What other fields a row has does not matter, nor that they change from file to file: no schema is worked out. A row
-without text in the field is a `BadRow`, to be counted, and ends nothing. JSON files may be packed (gz, bz2, xz, zst),
-and may be one array of objects. A shard is a JSON file, or a row group of a Parquet file; its state is the number of
-rows read, and for a JSON file that is not packed the place of the next.
+Other fields may differ from file to file: no schema is worked out. A row without text in the field is a `BadRow`, which
+is counted and ends nothing. JSON files may be packed (gz, bz2, xz, zst), and may be one array of objects. A shard is a
+JSON file, or a row group of a Parquet file; its state is the number of rows read, and for an unpacked JSON file the
+place of the next.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MISSING = object()
 
 
 class BadRow(NamedTuple):
-    """A row, or several, that hold no text. `kind`: why, as `UnreadText.note` has it."""
+    """A row, or several, without text. `kind`: why, as for `UnreadText.note`."""
 
     kind: str
     where: str
@@ -43,7 +43,7 @@ class LocalRows:
     column_names = None
 
     def __init__(self, files: Sequence[tuple[str, Path]], source: str, field: str) -> None:
-        """List the shards; raise ValueError where no file can be read."""
+        """List the shards; raise ValueError if no file can be read."""
         self._field = field
         self.unreadable: list[BadRow] = []
         self._shards: list[tuple[str, Path, int]] = []
@@ -69,29 +69,24 @@ class LocalRows:
 
     @property
     def num_shards(self) -> int:
-        """How many there are."""
         return len(self._shards)
 
     def shard(self, num_shards: int, index: int) -> JsonShard | ParquetShard:
-        """Return one of them; `num_shards` is as many as there are."""
+        """Return one of the shards; `num_shards` is the number of all."""
         assert num_shards == len(self._shards)
         name, path, group = self._shards[index]
         return JsonShard(name, path, self._field) if group < 0 else ParquetShard(name, path, group, self._field)
 
 
 class JsonShard:
-    """The rows of one JSON file."""
-
     def __init__(self, name: str, path: Path, field: str) -> None:
         self._name, self._path, self._field = name, path, field
         self._rows = self._offset = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return where the next row begins."""
         return {"rows": self._rows, "offset": self._offset}
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on there."""
         self._rows, self._offset = (_count(state, name) for name in ("rows", "offset"))
 
     def __iter__(self) -> Iterator[Row]:
@@ -146,18 +141,14 @@ class JsonShard:
 
 
 class ParquetShard:
-    """The rows of one row group."""
-
     def __init__(self, name: str, path: Path, group: int, field: str) -> None:
         self._name, self._path, self._group, self._field = name, path, group, field
         self._rows = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return where the next row begins."""
         return {"rows": self._rows}
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on there."""
         self._rows = _count(state, "rows")
 
     def __iter__(self) -> Iterator[Row]:

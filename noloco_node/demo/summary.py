@@ -59,7 +59,7 @@ class PeerSummary(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     loss: float | None
     met: int
-    deferred: int
+    skipped: int
     solo: int
     mean_staleness: float
     gap_first: float | None
@@ -166,11 +166,11 @@ def lines(summary: Summary, scores: ModelScores | None) -> list[str]:
         "Share of its stage's microbatches that came back, by peer",
         *_share_lines(summary),
         "",
-        "Rounds          met   deferred   solo   staleness   gap first -> last",
+        "Rounds          met    skipped   solo   staleness   gap first -> last",
         *(_round_line(peer) for peer in summary.peers),
     ]
     gaps = [peer.gap_last for peer in summary.peers if peer.gap_last is not None]
-    if gaps and max(gaps) < SAME and not any(peer.solo or peer.deferred for peer in summary.peers):
+    if gaps and max(gaps) < SAME and not any(peer.solo or peer.skipped for peer in summary.peers):
         text += ["  (no gap: two replicas that miss no round hold the same slow weights, and the merged model is both)"]
     else:
         text += ["  (gap: from a replica's slow weights to the pair's mean, over their norm)"]
@@ -248,7 +248,7 @@ def _speed(peer: PeerSummary) -> str:
 
 def _round_line(peer: PeerSummary) -> str:
     gaps = "-" if peer.gap_last is None else f"{peer.gap_first:.4f} -> {peer.gap_last:.4f}"
-    counts = f"{peer.met:>7} {peer.deferred:>10} {peer.solo:>6} {peer.mean_staleness:>11.1f}"
+    counts = f"{peer.met:>7} {peer.skipped:>10} {peer.solo:>6} {peer.mean_staleness:>11.1f}"
     return f"  {peer.name:<10}{counts}   {gaps}"
 
 

@@ -1,17 +1,15 @@
 """`noloco-node export`: the model of a run as one ordinary checkpoint, wherever its weights are.
 
-They come from a living swarm (an invite), from the homes of nodes that took part (their checkpoints, and the snapshots
-that they keep of others), or from both; of a replica that is found twice the newer weights count. Each stage is the
-mean of its replicas but for outliers and stragglers (`noloco_node.state_sync.replica_mean`). One of which no replica
-gives its weights comes from a snapshot that a peer of the swarm keeps (`noloco_node.export.replica_fetch`), and that
-is said.
+They come from a living swarm (an invite), from homes of nodes (checkpoints and snapshots), or both; of a replica that
+is found twice the newer weights count. Each stage is the mean of its replicas without outliers and stragglers
+(`noloco_node.state_sync.replica_mean`). A stage without replicas comes from a snapshot that a peer keeps, and the
+export says so.
 
-From a swarm one replica after the other is fetched and laid on the disk, so that memory holds one at a time; when a
-stage is complete its mean is written beside the target. Once all stages are, each replica is judged by its loss in its
-stage's place (`noloco_node.export.held_out_loss`). Whoever interrupts an export finds the finished stages there when it
-starts again, and the replicas that had come; fetched are the others, and what its stage has left far behind since. Who
-is there is looked up anew before each stage and each replica. Before the checkpoint takes its place it is loaded as
-anybody would load it, and compared bit for bit.
+From a swarm, one replica after the other is fetched and written to the disk, so that memory holds one at a time. Once a
+stage is complete its mean is written beside the target; at the end each replica is judged by its loss in its stage's
+place (`noloco_node.export.held_out_loss`). An export that is started again finds finished stages and fetched replicas,
+and fetches only the others and those that their stage has left far behind. The roster is read anew before each stage
+and replica. Before the checkpoint takes its place it is loaded with transformers and compared bit for bit.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.model_layout import ModelLayout, model_layout
 from noloco_node.run.config import DataConfig
 from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary
-from noloco_node.swarm.connection import Visitor, visited
+from noloco_node.swarm.access import Visitor, visited
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
 
@@ -90,12 +88,12 @@ async def export(
 
 
 def of_homes(homes: Sequence[Path], recipe: RunFileText) -> list[ReplicaFile]:
-    """Return all weights of a run that lie in these homes."""
+    """Return all weights of a run in these homes."""
     return [filed for home in homes for filed in in_home(home, recipe.digest)]
 
 
 def merge_files(filed: Sequence[ReplicaFile], recipe: RunFileText, layout: ModelLayout) -> list[MergedReplicas]:
-    """Return every stage, merged from these files; raise `UserError` where a stage is missing."""
+    """Return every stage, merged from these files; raise `UserError` if a stage is missing."""
     rounds_behind = recipe.run.outer.staleness_at_most
     return [merged(number, newest(filed, number), shapes, rounds_behind) for number, shapes in enumerate(layout.shapes)]
 
@@ -115,7 +113,7 @@ def _from_homes(out: Path, homes: Sequence[Path]) -> str:
 class SwarmExport:
     """Gathers the stages of a run from a living swarm.
 
-    `look`: reads the roster again. `filed`: what homes hold. `parts`: where what has come lies, whatever happens.
+    `look`: reads the roster again. `filed`: the weights in homes. `parts`: keeps what has come, whatever happens.
     """
 
     network: PeerNetwork
@@ -126,10 +124,7 @@ class SwarmExport:
     filed: Sequence[ReplicaFile] = ()
 
     async def stages(self) -> list[MergedReplicas]:
-        """Return every stage, from finished parts, living replicas, homes and kept snapshots.
-
-        Raises `UserError` where a stage has nothing.
-        """
+        """Return every stage, from finished parts, replicas, homes and snapshots; raise `UserError` if one has none."""
         with _said_of_disk(self.parts.path):
             self.parts.make()
             return [await self._stage(number) for number in range(len(self.layout.shapes))]
@@ -156,7 +151,7 @@ class SwarmExport:
         return found
 
     async def _gather(self, number: int) -> MergedReplicas:
-        """Return the mean of a stage's replicas; where none lives, of a snapshot too if one is clearly newer."""
+        """Return the mean of a stage's replicas; if none lives, also of a snapshot that is clearly newer."""
         lying, came = await self._fetch_replicas(number)
         candidates = newest([*self.filed, *lying, *came], number)
         living = {record.peer for record in at_work(await self.look(), number)}
@@ -174,7 +169,7 @@ class SwarmExport:
     async def _with_snapshot(
         self, number: int, candidates: Sequence[ReplicaFile], snapshot: ReplicaFile
     ) -> MergedReplicas:
-        """Return the mean of a snapshot and of those candidates that it has not left far behind."""
+        """Return the mean of a snapshot and the candidates that it has not left far behind."""
         rounds_behind, round = self.recipe.run.outer.staleness_at_most, snapshot.counters.round
         older = [each for each in candidates if passed(each.counters.round, [round], rounds_behind)]
         members = newest([*(each for each in candidates if each not in older), snapshot], number)
@@ -185,7 +180,7 @@ class SwarmExport:
         return found._replace(left_out=(*found.left_out, *left_out), kept_by=snapshot.peer if taken else None)
 
     async def _fetch_replicas(self, number: int) -> tuple[list[ReplicaFile], list[ReplicaFile]]:
-        """Return the replicas of a stage: those that an interrupted export has left, and those that came now."""
+        """Return the replicas that an interrupted export has left of a stage, and those fetched now."""
         lying = await asyncio.to_thread(self.parts.replicas, number, await self._rounds(number))
         if lying:
             count = f"{len(lying)} replica{'s are' if len(lying) > 1 else ' is'} here"
@@ -207,7 +202,7 @@ class SwarmExport:
 
 @contextmanager
 def _said_of_disk(parts: Path) -> Iterator[None]:
-    """Raise `UserError` where the disk refuses."""
+    """Raise `UserError` if the disk refuses."""
     try:
         yield
     except ConnectionError:
@@ -222,7 +217,6 @@ def _said_of_disk(parts: Path) -> Iterator[None]:
 
 
 def parts_of(out: Path, recipe: RunFileText, layout: ModelLayout) -> PartsDirectory:
-    """Return where the parts of an export to `out` lie."""
     return PartsDirectory(parts_beside(out), recipe.digest, layout.shapes, recipe.run.outer.staleness_at_most)
 
 
@@ -269,6 +263,5 @@ def write(
 
 
 def rounds_of(taken: Sequence[ReplicaSummary]) -> str:
-    """Say which rounds the weights of a stage are of."""
     rounds = sorted({each.round for each in taken})
     return f"round {rounds[0]}" if len(rounds) == 1 else f"rounds {rounds[0]} to {rounds[-1]}"

@@ -1,12 +1,15 @@
-"""What replicas are worth, by their loss on text that no peer trained on, and who is not worth being in a mean.
+"""The losses of replicas on text that no peer trained on, and which replicas leave a mean for theirs.
 
-Norms, rounds and cosines say whether weights look like those of a replica. What they do shows only in the whole model:
-each replica takes its stage's place among the means of the other stages, and predicts the same text. Honest replicas
-come within a few per cent of each other. As long as one is worse than the best of its stage by more than `WORSE`, the
-worst of all leaves its stage's mean, and the others are judged anew, for it may have spoiled what they were judged by.
-So of two replicas, too, one can be told from the other.
+Norms, rounds and cosines say whether weights look like a replica's; only the whole model shows what they do. Each
+replica takes its stage's place among the means of the other stages and predicts the same text. Honest replicas come
+within a few per cent of each other. While a replica is worse than the best of its stage by more than `WORSE`, the worst
+of all leaves its stage's mean, and the others are judged anew, because it may have spoiled what they were judged by. So
+of two replicas, too, one can be told from the other.
 
-Of several snapshots of a stage that nobody serves one is taken: the newest, unless another has so much less loss.
+Of several snapshots of a dead stage the newest is taken, unless another has so much less loss.
+
+The text is read once, in an order that mixes its documents. Of more sequences than wanted, every k-th is kept, with k
+doubling: so those kept lie evenly over all that was read, in bounded memory.
 """
 
 from __future__ import annotations
@@ -38,9 +41,9 @@ READ_TOKENS = 2**19
 
 
 class HeldOutText(NamedTuple):
-    """Sequences [at most `BATCH`, s + 1], the document in which each begins, and how many were read.
+    """Sequences [at most `BATCH`, s + 1], the document in which each begins, and the number read.
 
-    `complete`: no more was there to read.
+    `complete`: whether the whole text was read.
     """
 
     batches: list[Tensor]
@@ -50,11 +53,10 @@ class HeldOutText(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of what was read, the share that is here."""
+        """Return the share of the read sequences that is here."""
         return len(self.documents) / max(1, self.read)
 
     def described(self) -> str:
-        """Say how much of the text this is."""
         if self.complete and self.share == 1.0:
             return "all of the text"
         share = f"{self.share:.1%}" if self.share < 0.095 else f"{self.share:.0%}"
@@ -62,7 +64,7 @@ class HeldOutText(NamedTuple):
 
 
 def validation_text(data: DataConfig, sequence_length: int, seed: int, batches: int | None) -> HeldOutText:
-    """Return a sample of at most so many batches of the text that a run holds out; None takes all of it."""
+    """Return a sample of at most so many batches of the text that a run holds out; None takes all."""
     wanted = None if batches is None else batches * BATCH
     kept: list[tuple[Tensor, str]] = []
     every, read, complete = 1, 0, False
@@ -99,10 +101,9 @@ Model = Callable[[Tensor], Tensor]
 
 
 class Loss(NamedTuple):
-    """`mean`: nats a token. `tokens`: how many it is a mean over, of so many `documents`.
+    """`mean`: nats a token, over so many `tokens` of so many `documents`.
 
-    `margin`: with 95 % confidence the mean over other documents of this kind lies within it; None for fewer than
-    `FEW_DOCUMENTS`, which say nothing of others.
+    `margin`: half the 95 % confidence interval over other documents of this kind; None for fewer than `FEW_DOCUMENTS`.
     """
 
     mean: float
@@ -112,7 +113,7 @@ class Loss(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the mean; infinite where it does not fit a float."""
+        """Return the exponential of the mean; infinite if it does not fit a float."""
         return math.exp(self.mean) if self.mean < 709.0 else math.inf
 
 
@@ -136,7 +137,7 @@ def _losses(model: Model, batch: Tensor) -> Tensor:
 
 @torch.no_grad()
 def text_loss(model: Model, text: HeldOutText) -> Loss:
-    """Return the mean cross-entropy on a sample of a text, and how far it may be off for other documents."""
+    """Return the mean cross-entropy on a sample of a text, with its margin."""
     sums: dict[str, tuple[float, int]] = {}
     names = iter(text.documents)
     for batch in text.batches:
@@ -152,7 +153,7 @@ def text_loss(model: Model, text: HeldOutText) -> Loss:
 
 
 def _margin(sums: Sequence[tuple[float, int]], mean: float, tokens: int) -> float | None:
-    """Return half of the 95 % interval of a ratio of sums over documents, which are drawn, and not their tokens."""
+    """Return half of the 95 % interval of a ratio of sums over documents; documents are drawn, not tokens."""
     count = len(sums)
     if count < FEW_DOCUMENTS or not math.isfinite(mean):
         return None
@@ -165,16 +166,15 @@ def _margin(sums: Sequence[tuple[float, int]], mean: float, tokens: int) -> floa
 
 
 def logits_of(model: Any) -> Model:
-    """Return a transformers model as a function."""
     return lambda ids: model(ids).logits
 
 
 def without_worse(
     run: RunConfig, layout: ModelLayout, stages: Sequence[MergedReplicas], filed: Sequence[Sequence[ReplicaFile]]
 ) -> list[MergedReplicas]:
-    """Return the stages without the replicas whose loss is too high. `filed`: where each stage's replicas lie.
+    """Return the stages without the replicas whose loss is too high. `filed`: the files of each stage's replicas.
 
-    Where nothing is to be chosen, or the run's held-out text cannot be read here, nobody is left out.
+    If there is no choice, or the run's held-out text cannot be read here, no replica is left out.
     """
     judged = [_members(stage, files) for stage, files in zip(stages, filed, strict=True)]
     with _judgement(run, layout, stages, judged) as judgement:
@@ -184,10 +184,7 @@ def without_worse(
 def best_snapshots(
     run: RunConfig, layout: ModelLayout, stages: Sequence[MergedReplicas], snapshots: Sequence[Sequence[ReplicaFile]]
 ) -> list[MergedReplicas]:
-    """Return the stages, each that comes from a snapshot with the one of several whose loss is not too high.
-
-    Another one than the newest stands there alone.
-    """
+    """Return the stages; one from a snapshot with another snapshot alone, if that has much less loss."""
     judged = [found if stage.kept_by is not None else [] for stage, found in zip(stages, snapshots, strict=True)]
     with _judgement(run, layout, stages, judged) as judgement:
         return list(stages) if judgement is None else judgement.best_of(stages)
@@ -197,7 +194,7 @@ def best_snapshots(
 def _judgement(
     run: RunConfig, layout: ModelLayout, stages: Sequence[MergedReplicas], judged: Sequence[Sequence[ReplicaFile]]
 ) -> Iterator[_Judgement | None]:
-    """Open what is to be judged; None where nothing is to be chosen, or the text cannot be read here."""
+    """Open the judged replicas; None if there is no choice, or the text cannot be read here."""
     if all(len(members) < 2 for members in judged):
         yield None
         return
@@ -218,7 +215,7 @@ def _judgement(
 
 
 def _members(stage: MergedReplicas, filed: Sequence[ReplicaFile]) -> list[ReplicaFile]:
-    """Return the files of those that are in a stage's mean, in its order; none where one is missing."""
+    """Return the files of the replicas in a stage's mean, in its order; none if one is missing."""
     lying = {(each.peer, each.counters.round): each for each in filed}
     members = [lying.get((each.peer, each.round)) for each in stage.taken]
     return [each for each in members if each is not None] if None not in members else []
@@ -239,7 +236,7 @@ class _Judgement:
         self._layout, self._text, self._readers = layout, text, readers
 
     def of(self, stages: Sequence[MergedReplicas]) -> list[MergedReplicas]:
-        """Return the stages without those that are too bad."""
+        """Return the stages without the replicas that are too bad."""
         found = list(stages)
         kept = [list(range(len(reader.filed))) for reader in self._readers]
         while True:
@@ -252,7 +249,7 @@ class _Judgement:
             found[number] = self._without(found[number], number, kept[number], worst, losses[number][worst], best)
 
     def best_of(self, stages: Sequence[MergedReplicas]) -> list[MergedReplicas]:
-        """Return the stages with the best of their readers' snapshots, where that is much better than the present."""
+        """Return the stages with the best of their readers' snapshots, if that is much better than the present."""
         found = list(stages)
         for number, reader in enumerate(self._readers):
             losses = self._losses(number, range(len(reader.filed)), found[number])
@@ -268,7 +265,7 @@ class _Judgement:
         return found
 
     def _losses(self, number: int, places: Sequence[int], stage: MergedReplicas) -> dict[int, float]:
-        """Return the loss with each of these replicas in the stage's place; not finite is infinite."""
+        """Return the loss with each of these replicas in the stage's place, infinite if it is not finite."""
         losses = {}
         for place in places if len(places) > 1 else ():
             self._put(number, self._readers[number].weights(place))
@@ -299,7 +296,7 @@ class _Judgement:
 
 
 def _worst(losses: dict[int, float], number: int) -> tuple[float, int, int]:
-    """Return by which share of the best the worst replica of a stage is worse, and which it is."""
+    """Return by which share the worst replica of a stage is worse than the best, and which it is."""
     best = min(losses.values(), default=math.inf)
     if not math.isfinite(best):
         return -math.inf, number, -1

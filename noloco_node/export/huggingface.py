@@ -1,10 +1,8 @@
-"""One ordinary Hugging Face checkpoint out of a swarm: stages joined, written whole or not at all.
+"""Hugging Face directories: the export of a swarm's model, and `init --from DIR`, a run that goes on from one.
 
 Parameters keep their transformers names in every stage, so joining stages is a union of dictionaries. The library
-itself writes the files (shards, config, and the layout that a family has on the hub), into a directory beside the
-target that is renamed at the end: whoever sees the target sees a complete checkpoint.
-
-`noloco.json` beside the weights says where they come from, the run file included.
+writes the files into a directory beside the target that is renamed at the end: the target is a complete checkpoint or
+not there. `noloco.json` beside the weights says where they come from, the run file included.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ from transformers.utils import logging
 from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.export.sources import NOTES, Provenance, check_target, run_of
 from noloco_node.run.config import TOKENIZER_FILES, TRAVELLING, DataConfig, ModelConfig, RunConfig
-from noloco_node.run.permissions import text_of
 from noloco_node.run.presets import numbers_of, written
+from noloco_node.run.runfile import text_of
 from noloco_node.storage.atomic_file import flush
 from noloco_node.storage.weight_store import LARGEST_FILE_BYTES, described
 from noloco_node.terminal import say
@@ -55,9 +53,9 @@ def write_checkpoint(
 ) -> None:
     """Write one Hugging Face directory from the weights of all stages.
 
-    `config`: the prepared transformers config of the run. `generation`: how the model that the run continued writes
-    text, where it said so. What was written is loaded again and compared before it takes its place. Raises ValueError
-    if the stages are not the whole model, `UserError` if the target has something in it or the disk refuses.
+    `config`: the prepared transformers config of the run. `generation`: of the model that the run continued. The files
+    are loaded again and compared before they take their place. Raises ValueError if the stages are not the whole model,
+    `UserError` if the target is not empty or the disk refuses.
     """
     whole = joined(config, stages)
     whole.config.use_cache = True
@@ -75,7 +73,7 @@ def write_checkpoint(
 
 
 def _compare(directory: Path, stages: Sequence[Mapping[str, Tensor]]) -> None:
-    """Load what was written as anybody would; raise `OSError` where it is not bit for bit what was to be written."""
+    """Load the files as anybody would; raise `OSError` unless they are bit for bit what was to be written."""
     loaded = AutoModelForCausalLM.from_pretrained(
         directory, local_files_only=True, trust_remote_code=False, dtype=torch.float32
     )
@@ -87,7 +85,7 @@ def _compare(directory: Path, stages: Sequence[Mapping[str, Tensor]]) -> None:
 
 
 def joined(config: Any, stages: Sequence[Mapping[str, Tensor]]) -> Any:
-    """Return the whole model holding the stages' tensors, not copies; raise ValueError if they are not all of it."""
+    """Return the whole model with the stages' tensors, not copies; raise ValueError if they are not all of it."""
     weights: dict[str, Tensor] = {}
     for stage in stages:
         if twice := sorted(weights.keys() & stage.keys()):
@@ -107,9 +105,9 @@ def _fits(name: str, expected: Mapping[str, torch.Size], weights: Mapping[str, T
 
 @contextmanager
 def _written_aside(directory: Path) -> Iterator[Path]:
-    """Yield an empty directory beside `directory` that takes its place, flushed to the disk, when all has gone well.
+    """Yield an empty directory beside `directory` that takes its place, flushed, once all has gone well.
 
-    What an export that was killed has left there goes; one that is at work keeps it locked.
+    What a killed export has left there is removed; an export at work keeps it locked.
     """
     check_target(directory)
     aside = directory.absolute().parent / f".{directory.name}.aside"
@@ -141,7 +139,7 @@ def _written_aside(directory: Path) -> Iterator[Path]:
 
 
 def _follow_umask(directory: Path) -> None:
-    """Let whoever may read a new directory read the files in it too: the library makes some for their owner alone."""
+    """Let whoever may read a new directory read its files too: the library makes some for their owner alone."""
     readers = directory.stat().st_mode & 0o666
     for path in directory.rglob("*"):
         if path.is_file():
@@ -149,10 +147,7 @@ def _follow_umask(directory: Path) -> None:
 
 
 def own_generation(model: ModelConfig, data: DataConfig) -> GenerationConfig | None:
-    """Return how the model that a run continues writes text; None where it says nothing that the library can use.
-
-    `data`: the run's, its tokenizer here.
-    """
+    """Return how the model that a run continues writes text, None if it does not say. `data`: its tokenizer is here."""
     commit = model.commit
     if model.hub is None and not (model.weights and data.tokenizer_files):
         return None
@@ -169,7 +164,7 @@ def own_generation(model: ModelConfig, data: DataConfig) -> GenerationConfig | N
 
 
 def _lock(aside: Path, directory: Path) -> int:
-    """Make a directory ours alone and return the descriptor that holds it; `UserError` where another process does."""
+    """Lock a directory and return the descriptor that holds it; raise `UserError` if another process does."""
     while True:
         aside.mkdir(parents=True, exist_ok=True)
         lock = os.open(aside, os.O_RDONLY)
@@ -209,11 +204,11 @@ _NO_SIZE = {"architectures", "auto_map", "dtype", "model_type", "torch_dtype", "
 
 
 def continuing_text(directory: Path, preset: str) -> str:
-    """Return the text of a run that goes on from the checkpoint in `directory`; raise `UserError` where there is none.
+    """Return the text of a run that goes on from the checkpoint in `directory`; raise `UserError` if it has none.
 
-    Cut and sequences are those of the run that the checkpoint came from, if it says so, else the preset's as far as the
-    model has the layers and positions for it; the learning rate is a tenth of the preset's, for it no longer has far to
-    go. A checkpoint whose tokenizer is not ByT5's is read with its own. The files are read whole, for their digests.
+    Cut and sequences are those of the checkpoint's own run, else the preset's as far as the model has layers and
+    positions; the learning rate is a tenth of the preset's. A checkpoint whose tokenizer is not ByT5's is read with its
+    own. The files are read whole, for their digests.
     """
     directory = directory.expanduser().absolute()
     given, config, files = numbers_of(preset), _config_of(directory), weight_files(directory)
@@ -258,7 +253,7 @@ def continuing_text(directory: Path, preset: str) -> str:
 
 
 def _data_of(before: RunConfig | None) -> dict[str, str]:
-    """Return which text the new run trains on: that of the model's own run, else the owner's, never somebody's."""
+    """Return the text of the new run: that of the model's own run, else the owner's to name."""
     if before is None:
         return {"source": "text", "path": OWN_TEXT}
     fields = ("source", "path", "commit", "subset", "split", "field")
@@ -266,7 +261,7 @@ def _data_of(before: RunConfig | None) -> dict[str, str]:
 
 
 def sizes_of(config: Any) -> dict[str, Any]:
-    """Return the fields of a config that make its model what it is, as a run file says them."""
+    """Return the fields of a config that shape its model, for a run file."""
     from pipeline.model_config import UNSET, dropout_fields
 
     def plain(value: Any) -> Any:
@@ -280,7 +275,7 @@ def sizes_of(config: Any) -> dict[str, Any]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint; `UserError` (CONFIG) where there are none."""
+    """Return the safetensors files of a checkpoint; raise `UserError` (CONFIG) if there are none."""
     index = directory / "model.safetensors.index.json"
     try:
         if index.is_file():
@@ -295,7 +290,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _tokenizer_files(directory: Path, vocabulary: int) -> list[Path]:
-    """Return the files of a checkpoint's tokenizer; `UserError` (CONFIG) where they alone do not make one that fits."""
+    """Return the files of a checkpoint's tokenizer; raise `UserError` (CONFIG) if they do not make one that fits."""
     files = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
     if {each.name for each in files} <= {"config.json", "generation_config.json"}:
         raise _no_model(directory, "it has no tokenizer: no tokenizer.json, nor another file of one")

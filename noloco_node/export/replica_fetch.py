@@ -1,11 +1,12 @@
-"""Fetching the slow weights of a living swarm's replicas, one at a time.
+"""What an export fetches from a swarm: slow weights of replicas, snapshots of a dead stage, and the tokenizer.
 
-A replica that does not answer is left out and named; a stage of which nobody answers is an error, for half a model is
-none. What to do with the weights is for the caller (`noloco_node.export.exporter` lays each replica on the disk).
+A large model takes hours, and the swarm changes meanwhile. So the roster is read again before each replica is asked: a
+peer that has died is not waited for, and a new one is asked too. A replica that serves others is asked again after all
+others, for some minutes, or longer if the stage has no other. A replica that does not answer is left out and named.
 
-A large model takes hours, and a swarm does not stand still meanwhile. So the roster is read again before each replica
-is asked: whoever has died or moved is not waited for, and whoever has come is asked too. A replica that serves others
-just now is asked again when all others have been, for some minutes; for longer where the stage has nobody else.
+If no replica of a stage gives its weights, the export asks all peers at work for a snapshot of it, and believes the
+same ones as a newcomer that revives a stage (`noloco_node.node.join`). It fetches the newest; loss decides
+among them once all stages are there. A snapshot is one replica's weights of an earlier round, which the export notes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
 from noloco_node.run.config import TRAVELLING, DataConfig
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE
-from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, ask_manifests, copying_s, standings
+from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, ask_manifests, copying_s
 from noloco_node.state_sync.starting_state import AGAIN_S, asked_of, asks_again, donors, reached, verify_snapshot
 from noloco_node.state_sync.weight_exchange import TOKENIZER_TOPIC, WeightDownload
 from noloco_node.storage.home import HomePaths
@@ -57,7 +58,7 @@ async def fetched(
 ) -> AsyncIterator[FetchedReplica]:
     """Yield one replica of a stage after the other, as many as answer, `MOST_GIVEN` at most.
 
-    `here`: peers whose weights need not be asked for any more; they count among those that have given.
+    `here`: peers whose weights are here already; they count among those that have given.
     """
     loop, subject = asyncio.get_running_loop(), WeightsOf(number, tuple(shapes.values()), STATE)
     begun_s, given = loop.time(), len(here)
@@ -92,23 +93,20 @@ async def fetched(
 
 
 def next_to_ask(listed: Collection[str], again_s: Mapping[str, float]) -> str | None:
-    """Return whom to ask next: who was not asked yet, or of the busy the one that is free first; None for nobody."""
+    """Return a replica that was not asked yet, or the busy one that is free first; None if none is left."""
     left = [peer for peer in listed if again_s.get(peer, 0.0) < math.inf]
     return min(left, key=lambda peer: (again_s.get(peer, -math.inf), peer), default=None)
 
 
 def at_work(roster: Roster, number: int) -> list[PeerRecord]:
-    """Return the replicas of a stage that may give weights: whoever is only on its way to it has none."""
+    """Return the replicas of a stage that may give weights: newcomers have none."""
     return [record for record in roster.stage(number) if record.state in (PeerState.TRAINING, PeerState.FINISHED)]
 
 
 async def fetch_of(
     network: PeerNetwork, peer: str, subject: WeightsOf, names: Iterable[str], objection: Objection | None = None
 ) -> FetchedReplica:
-    """Fetch what a peer has of a subject; raise a `ConnectionError` where it gives none, `DonorBusy` if not now.
-
-    `names`: of the parameters.
-    """
+    """Fetch a peer's slow weights; raise DonorBusy if not now, else a `ConnectionError`. `names`: of parameters."""
     # A newcomer's patience, who copies five times as much: a line at home may be slow, and nobody waits for us.
     wanted = subject.wanted(copying_s(subject.weight_bytes, SLOWEST_BYTES_PER_S))
     if objection is not None:
@@ -132,10 +130,10 @@ async def fetch_snapshots(
     own: int | None,
     keep: Callable[[FetchedReplica], ReplicaFile],
 ) -> list[ReplicaFile] | UserError:
-    """Fetch the newest snapshots of a stage that are to be believed; the `peer` of each is who keeps it.
+    """Fetch the newest snapshots of a stage that are believed; the `peer` of each is its keeper.
 
-    Returns why none came where that is so: whoever has nothing else raises it. `keep`: lays one on the disk.
-    `own`: the newest round that is here already, None where nothing is; only what is clearly newer is fetched then.
+    Returns an error if none came, for a caller without other weights. `keep`: writes a snapshot to the disk. `own`: the
+    newest round that is here already, or None; only clearly newer snapshots are fetched.
     """
     came: list[ReplicaFile] = []
     subject, refused, offered = WeightsOf(number, tuple(shapes.values()), SNAPSHOT), set[str](), set[str]()
@@ -147,7 +145,7 @@ async def fetch_snapshots(
         if attempt == 0:
             say(f"stage {number}: no replica gives its weights; asking {len(asked)} peers for a snapshot of it")
         replies = await ask_manifests(network, [peer for peer in asked if peer not in refused], subject)
-        offers, run, busy = standings(replies.manifests), reached(roster), replies.busy
+        offers, run, busy = replies.offers, reached(roster), replies.busy
         offered |= replies.manifests.keys()
         for peer in donors(own, offers, run):
             if len(came) == COMPARED:
@@ -174,7 +172,7 @@ async def fetch_snapshots(
 
 
 def _lost(recipe: RunFileText, roster: Roster, number: int, tries: str, *, any_came: bool) -> UserError:
-    """Return the message that a stage is nowhere: nobody serves it, and nobody gives a snapshot of it."""
+    """Return the error of a stage that no peer serves or keeps."""
     replicas = len(roster.stage(number))
     serves = f"Nobody gave the weights of stage {number}" if replicas else f"Nobody serves stage {number}"
     keeps = "no snapshot of it could be fetched and believed" if any_came else "nobody keeps a snapshot of it"
@@ -188,7 +186,7 @@ def _lost(recipe: RunFileText, roster: Roster, number: int, tries: str, *, any_c
 
 
 def reading_with_tokenizer(homes: Sequence[Path], recipe: RunFileText) -> DataConfig:
-    """Return how a run reads text, with the tokenizer that a home keeps; `UserError` (CONFIG) where none has it."""
+    """Return the run's data with the tokenizer that a home keeps; raise `UserError` (CONFIG) if none has it."""
     data = recipe.run.data
     if data.tokenizer != TRAVELLING:
         return data
@@ -206,9 +204,9 @@ def reading_with_tokenizer(homes: Sequence[Path], recipe: RunFileText) -> DataCo
 async def fetched_tokenizer(
     network: PeerNetwork, recipe: RunFileText, look: Look, invite: str, directory: Path
 ) -> DataConfig:
-    """Return how a run reads text, its tokenizer fetched into a directory; `UserError` where nobody has it.
+    """Return the run's data with its tokenizer, fetched into a directory; raise `UserError` if no peer has it.
 
-    `look`: reads the roster; those of the invite are asked as well.
+    `look`: reads the roster; the peers of the invite are asked as well.
     """
     data = recipe.run.data
     if data.tokenizer != TRAVELLING:

@@ -1,8 +1,8 @@
-"""Slow weights of single replicas on a disk, whoever put them there, one tensor in memory at a time.
+"""Slow weights of single replicas on a disk, read one tensor at a time, and the parts of an unfinished export.
 
-A replica's weights lie in three kinds of files, all in the form of `noloco_node.storage.checkpoint`: the checkpoints of
-a node's own home (below `checkpoint`), the snapshots that a home keeps of other peers (below `snapshots/STAGE`), and
-what an export from a living swarm has fetched so far. Each says which run, stage, peer and round it is of.
+All files have the form of `noloco_node.storage.checkpoint` and say of which run, stage, peer and round they are: the
+checkpoints of a home, its snapshots of other stages, and replicas that an export has fetched. An export keeps these,
+and each finished stage as one file, beside its target, so that the next try goes on from there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class FetchedReplica(NamedTuple):
-    """One replica's slow weights by parameter name, and where it stood."""
+    """One replica's slow weights by parameter name, and its counters."""
 
     peer: str
     round: int
@@ -55,7 +55,7 @@ class FetchedReplica(NamedTuple):
 
 
 class HeldFile:
-    """A file that can be read as long as this lives, also once a running node has rotated it away."""
+    """A file that stays readable as long as this lives, also once a running node has rotated it away."""
 
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY)
@@ -64,9 +64,7 @@ class HeldFile:
 
 
 class ReplicaFile(NamedTuple):
-    """One replica's file. `peer`: whose it is; the directory's name where that is not noted. `held`: where it may be
-    rotated away meanwhile.
-    """
+    """One replica's file. `peer`: or the directory's name, if it is not noted. `held`: if it may be rotated away."""
 
     path: Path
     peer: str
@@ -75,12 +73,12 @@ class ReplicaFile(NamedTuple):
 
     @property
     def readable(self) -> Path:
-        """Where to read it."""
+        """Return where to read the file."""
         return self.path if self.held is None else self.held.path
 
 
 def in_home(home: Path, run_id: str, complain: Callable[[str], None] = say) -> list[ReplicaFile]:
-    """Return what a home holds of a run: of each stage and peer the newest file that is whole; `complain` of others."""
+    """Return the newest whole file of each stage and peer that a home holds of a run; `complain` of others."""
     found: dict[tuple[int, str], ReplicaFile] = {}
     places = HomePaths(home).places_of(run_id)
     for directory in (each for paths in places for each in (paths.checkpoint, *sorted(paths.snapshots.glob("[0-9]*")))):
@@ -101,7 +99,7 @@ def in_home(home: Path, run_id: str, complain: Callable[[str], None] = say) -> l
 
 
 def _held(directory: Path, complain: Callable[[str], None]) -> list[tuple[Path, HeldFile]]:
-    """Return the files of a directory, the newest first, those that a running node writes meanwhile included."""
+    """Return the files of a directory, the newest first, including those that a running node writes meanwhile."""
     for _ in range(LOOKS):
         held, listed = [], files(directory)
         for path in reversed(listed):
@@ -129,7 +127,7 @@ class ReplicaReader:
     """The slow weights of one stage's replicas, read tensor by tensor. A context."""
 
     def __init__(self, filed: Sequence[ReplicaFile], shapes: Shapes) -> None:
-        """Open `filed`; raise ValueError where a file does not hold tensors of these shapes."""
+        """Open `filed`; raise ValueError if a file does not hold tensors of these shapes."""
         self._names, self._open = list(shapes), ExitStack()
         self.filed, self._files = tuple(filed), []
         try:
@@ -144,7 +142,7 @@ class ReplicaReader:
             raise ValueError(f"{each.path} cannot be read: {error}") from error
 
     def standing(self, place: int) -> ReplicaSummary:
-        """Return where a replica stood, and the norm of its weights."""
+        """Return the counters of a replica and the norm of its weights."""
         counters, file = self.filed[place].counters, self._files[place]
         return ReplicaSummary(
             peer=self.filed[place].peer,
@@ -159,14 +157,14 @@ class ReplicaReader:
         return {name: self._files[place].get_tensor(f"slow.{number}") for number, name in enumerate(self._names)}
 
     def alike(self, places: Sequence[int]) -> tuple[list[int], dict[int, float]]:
-        """Return which of these replicas have as much in common as replicas of a stage do, and who has not."""
+        """Return which of these replicas are alike, and the cosines of the others."""
         if len(places) < LEAST_REPLICAS:
             return list(places), {}
         tensors = ([file.get_tensor(f"slow.{number}") for file in self._files] for number in range(len(self._names)))
         return drop_strangers(products_of(tensors), places)
 
     def mean(self, places: Sequence[int]) -> dict[str, Tensor]:
-        """Return the mean of some replicas by name: in memory are it and one tensor of each."""
+        """Return the mean of some replicas by name; memory holds it and one tensor of each."""
         return {
             name: mean_of([self._files[place].get_tensor(f"slow.{number}") for place in places])
             for number, name in enumerate(self._names)
@@ -181,9 +179,9 @@ class ReplicaReader:
 
 
 class MergedReplicas(NamedTuple):
-    """One stage: the mean of its replicas by name, who is in it, and who is not.
+    """One stage: the mean of its replicas by name, the replicas in it, and those left out.
 
-    `kept_by`: who keeps the snapshot that is in the mean; None if none is.
+    `kept_by`: the keeper of a snapshot in the mean, or None.
     """
 
     weights: dict[str, Tensor]
@@ -193,7 +191,7 @@ class MergedReplicas(NamedTuple):
 
 
 def merged(stage: int, filed: Sequence[ReplicaFile], shapes: Shapes, rounds_behind: int) -> MergedReplicas:
-    """Merge the replicas of a stage that lie in these files; raise `UserError` where none is of use."""
+    """Merge the replicas of a stage in these files; raise `UserError` if none is of use."""
     try:
         with ReplicaReader(filed, shapes) as opened:
             standings = [opened.standing(place) for place in range(len(filed))]
@@ -217,7 +215,7 @@ def merged(stage: int, filed: Sequence[ReplicaFile], shapes: Shapes, rounds_behi
 
 
 class StagePart(msgspec.Struct, frozen=True, kw_only=True):
-    """What the file of a finished stage says of it; all but `run_id` and `stage` as in `MergedReplicas`."""
+    """What the file of a finished stage says of it, as in `MergedReplicas`."""
 
     run_id: str
     stage: int
@@ -227,24 +225,22 @@ class StagePart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartsDirectory:
-    """Where the parts of one run's export lie. `shapes`: of each stage. `rounds_behind`: that weights may be."""
+    """The parts of one run's export. `shapes`: of each stage. `rounds_behind`: that weights may be."""
 
     def __init__(self, path: Path, run_id: str, shapes: Sequence[Shapes], rounds_behind: int) -> None:
         self.path = path
         self._run_id, self._shapes, self._rounds_behind = run_id, shapes, rounds_behind
 
     def make(self) -> None:
-        """Make the directory."""
         self.path.mkdir(parents=True, exist_ok=True)
 
     def remove(self) -> None:
-        """Remove everything: the export is complete."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def finished(self, stage: int, rounds: Sequence[int]) -> MergedReplicas | None:
-        """Return a finished stage that may be kept, its replicas being in `rounds` now.
+        """Return a finished stage whose replicas are in `rounds` now.
 
-        None where it is not there, or not as it was written.
+        None if it is not there, damaged, or not to be kept.
         """
         path, shapes = self._of_stage(stage), self._shapes[stage]
         try:
@@ -263,7 +259,7 @@ class PartsDirectory:
         return found if is_kept(found, rounds, self._rounds_behind) else None
 
     def finish(self, stage: int, found: MergedReplicas) -> None:
-        """Write a finished stage; the replicas that it is the mean of stay, to be judged by their loss."""
+        """Write a finished stage; its replicas stay, to be judged by their loss."""
         weights, taken, left_out, kept_by = found
         part = StagePart(run_id=self._run_id, stage=stage, taken=taken, left_out=left_out, kept_by=kept_by)
         arrays = arrays_of({"slow": tuple(weights.values())})
@@ -271,10 +267,7 @@ class PartsDirectory:
         atomic_file.write_tensors(self._of_stage(stage), named, msgspec.json.encode(part).decode())
 
     def replicas(self, stage: int, rounds: Sequence[int]) -> list[ReplicaFile]:
-        """Return the replicas of a stage that came before an interruption: the files that are whole and fit.
-
-        Those that their stage, whose replicas are in `rounds` now, has left behind since are not among them.
-        """
+        """Return the whole files of a stage whose replicas are in `rounds` now, without those left far behind."""
         found = []
         for path in self._of_replicas(stage):
             try:
@@ -295,11 +288,11 @@ class PartsDirectory:
         return self._write(self.of_replica(stage, copy.peer), stage, copy)
 
     def keep_snapshot(self, stage: int, copy: FetchedReplica) -> ReplicaFile:
-        """Keep a snapshot likewise, as its keeper's own weights would be."""
+        """Keep a snapshot likewise, under its keeper's name."""
         return self._write(self.of_replica(stage, copy.peer, "snapshot-"), stage, copy)
 
     def snapshots(self, stage: int) -> list[ReplicaFile]:
-        """Return the snapshots of a stage that came, the files that are whole."""
+        """Return the whole files of snapshots of a stage."""
         found = []
         for path in sorted(self.path.glob(f"stage-{stage}-snapshot-*.safetensors")):
             with suppress(OSError, ValueError):
@@ -309,7 +302,7 @@ class PartsDirectory:
         return found
 
     def of_replica(self, stage: int, peer: str, kind: str = "") -> Path:
-        """Return where the weights of one replica lie, or those that a peer keeps."""
+        """Return the path of a replica, or of a snapshot that a peer keeps."""
         return self.path / f"stage-{stage}-{kind}{hashlib.sha256(peer.encode()).hexdigest()[:16]}.safetensors"
 
     def _of_stage(self, stage: int) -> Path:
@@ -335,20 +328,17 @@ class PartsDirectory:
 
 
 def parts_beside(out: Path) -> Path:
-    """Return where the finished stages of an interrupted export lie."""
+    """Return the directory of the parts of an export to `out`."""
     return out.absolute().parent / f".{out.name}.parts"
 
 
 def is_kept(part: MergedReplicas, rounds: Sequence[int], rounds_behind: int) -> bool:
-    """Say whether a finished part of a stage whose replicas are in `rounds` now goes into the checkpoint.
-
-    One from a snapshot does not once the stage lives again.
-    """
+    """Say whether a finished stage whose replicas are in `rounds` now is kept; a snapshot only while it is dead."""
     if part.kept_by is not None and rounds:
         return False
     return not passed(max(each.round for each in part.taken), rounds, rounds_behind)
 
 
 def passed(round: int, rounds: Sequence[int], rounds_behind: int) -> bool:
-    """Say whether a stage whose replicas are in `rounds` now has left weights of `round` too far behind to be kept."""
+    """Say whether a stage whose replicas are in `rounds` now has left weights of `round` too far behind."""
     return bool(rounds) and round < median_low(rounds) - rounds_behind

@@ -1,4 +1,4 @@
-"""What an export reads from and writes to, checked before torch is loaded: a refusal comes at once."""
+"""Where an export comes from and what a checkpoint says of it (noloco.json), checked before torch is loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from noloco_node.swarm.run_distribution import RunFileText
 
 
 def check_export(out: Path, invite: str | None, homes: Sequence[Path]) -> None:
-    """Raise `UserError` where there is nothing to export from, or something at `out` already, or the invite is none."""
+    """Raise `UserError` if there is nothing to export from, `out` is not empty, or the invite is none."""
     check_target(out)
     if homes:
         recipe_of(homes)
@@ -34,7 +34,7 @@ def check_export(out: Path, invite: str | None, homes: Sequence[Path]) -> None:
 
 
 def check_target(directory: Path) -> None:
-    """Raise `UserError` if there is anything at the place where a checkpoint is to be written."""
+    """Raise `UserError` if the place of a checkpoint is not empty."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(
             f"{directory} is there already, and not empty.",
@@ -45,7 +45,7 @@ def check_target(directory: Path) -> None:
 
 
 def recipe_of(homes: Sequence[Path]) -> RunFileText:
-    """Return the run that these homes took part in; raise `UserError` where they name none, or several."""
+    """Return the run of these homes; raise `UserError` if they name none, or several."""
     for home in homes:
         if not HomePaths(home).run_file.is_file():
             raise config_error(
@@ -71,10 +71,9 @@ NOTES = "noloco.json"
 
 
 class FromSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """A stage that nobody served any more: the weights of one replica, as another peer kept them.
+    """A stage without replicas, from a snapshot: one replica's weights, kept by another peer.
 
-    `round` and `progress` are the snapshot's; `others_round` and `others_progress` those of the other stages, their
-    median, None where there is no other.
+    `others_round` and `others_progress`: the medians of the other stages, None if there is no other.
     """
 
     stage: int
@@ -88,10 +87,10 @@ class FromSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     """Where a checkpoint comes from.
 
-    `rounds`: rounds finished, and `replicas`: replicas merged, of each stage. `untied`: embedding and vocabulary head
-    were one tensor in the original config, and are two here. `run_file`: the run file as its author wrote it.
-    `taken` and `left_out`: of each stage, which replicas are in the mean, and which are not and why. `snapshots`: the
-    stages that come from one; `taken` then names who kept it.
+    `rounds`: finished, and `replicas`: merged, of each stage. `untied`: embedding and vocabulary head were one tensor
+    in the original config, and are two here. `run_file`: as its author wrote it. `taken` and `left_out`: the replicas
+    in the mean of each stage, and the others with the reason. `snapshots`: the stages from one; `taken` then names its
+    keeper.
     """
 
     run_id: str
@@ -118,21 +117,21 @@ def read_provenance(directory: Path) -> Provenance:
 
 
 def run_of(directory: Path) -> RunConfig:
-    """Return the run that a checkpoint came from; raise `UserError` where it does not say."""
+    """Return the run of a checkpoint; raise `UserError` if it does not say."""
     return decode_run(read_provenance(directory).run_file, str(directory / NOTES))
 
 
 def known_run(directory: Path) -> RunConfig | None:
-    """Return the run that a checkpoint came from, None if from no swarm; raise `UserError` where there is no model."""
+    """Return the run of a checkpoint, None if it comes from no swarm; raise `UserError` if there is no model."""
     if not (directory / NOTES).exists() and (directory / "config.json").exists():
         return None
     return run_of(directory)
 
 
 def noted(stages: Sequence[Sequence[ReplicaSummary]], kept_by: Mapping[int, str]) -> tuple[FromSnapshot, ...]:
-    """Return what is noted of the stages that come from a snapshot; `stages`: what each was taken from.
+    """Return the notes on stages from a snapshot; `stages`: the replicas in each.
 
-    They are compared with the others, and with each other where there are none.
+    They are compared with the other stages, or with each other if there are none.
     """
     notes = []
     for number, keeper in sorted(kept_by.items()):
@@ -154,7 +153,7 @@ def noted(stages: Sequence[Sequence[ReplicaSummary]], kept_by: Mapping[int, str]
 
 
 def told_of(snapshot: FromSnapshot) -> str:
-    """Say that a stage comes from a snapshot, and how far behind the others it is."""
+    """Return a sentence on a stage from a snapshot and how far it is behind."""
     told = (
         f"No replica of stage {snapshot.stage} gave its weights; in their place is a snapshot of its round "
         f"{snapshot.round} that {snapshot.kept_by} keeps"
@@ -171,7 +170,7 @@ def told_of(snapshot: FromSnapshot) -> str:
 
 
 def check_models(directories: Sequence[Path], homes: Sequence[Path]) -> None:
-    """Raise `UserError` where there is no model, or where directories and homes are both given."""
+    """Raise `UserError` if there is no model, or directories and homes are both given."""
     if bool(directories) == bool(homes):
         raise UserError(
             "Nothing to evaluate." if not homes else "Directories and homes cannot be evaluated together.",

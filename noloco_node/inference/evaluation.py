@@ -1,9 +1,7 @@
-"""What a model is worth: its loss on text that no peer trained on, beside what the mere frequency of tokens would give.
+"""The loss of a model on text that no peer trained on, beside the entropy of the tokens' own frequencies.
 
-Evaluation is local: nothing here talks to a swarm. A model is any callable from ids [b, s] to logits [b, s, vocab], so
-that a checkpoint in plain transformers and a route through single replicas are measured by the same code. Losses are
-mean nats a token over all tokens of all batches. Of replicas, which hold one stage each, the loss is that of the merged
-model with one of them in the place of its stage's mean.
+Nothing here talks to a swarm. Losses are mean nats a token over all tokens of all batches. The loss of a replica, which
+holds one stage, is that of the merged model with the replica in its stage's place.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ BATCHES = 64
 
 
 class Measure(NamedTuple):
-    """What one model is worth. `entropy`: of the tokens' own frequencies, nats a token. `text`: what it was read on."""
+    """The loss of one model. `entropy`: of the tokens' frequencies, nats a token. `text`: that it was read on."""
 
     model: str
     loss: Loss
@@ -48,7 +46,7 @@ class Measure(NamedTuple):
     text: HeldOutText
 
     def numbers(self) -> dict[str, str | float | None]:
-        """Return what `--json` prints of it."""
+        """Return the fields of `--json`."""
         return {
             "model": self.model,
             "loss": self.loss.mean,
@@ -62,7 +60,7 @@ class Measure(NamedTuple):
         }
 
     def sentence(self, *, named: bool) -> str:
-        """Return what a person reads."""
+        """Return the line that a person reads."""
         loss = self.loss
         margin = "" if loss.margin is None else f" ± {loss.margin:.4f}"
         many = f"{loss.documents} document{'s' * (loss.documents != 1)}"
@@ -128,11 +126,11 @@ def evaluate(
     batches: int | None = BATCHES,
     as_json: bool = False,
 ) -> str:
-    """Evaluate exported checkpoints, or what lies in homes: the merged model and every replica in its place in it.
+    """Evaluate exported checkpoints, or homes: the merged model and every replica in its place in it.
 
-    `data`: a source of text as `with_source` reads it, used whole; None for the text that the run held out. `batches`:
-    the most of them, spread over the text; None takes all of it. Returns a sentence a model, or one JSON object: of one
-    model its numbers, of several a list of them under `models`.
+    `data`: a source of text for `with_source`, used whole; None for the text that the run held out. `batches`: the most
+    of them, spread over the text; None takes all. Returns a sentence a model, or with `as_json` one object: the numbers
+    of one model, or of several a list under `models`.
     """
     check_models(directories, homes)
     measured = list(_of_homes(homes, data, batches) if homes else _of_directories(directories, data, batches))
@@ -155,7 +153,7 @@ def _of_directories(directories: Sequence[Path], source: str | None, batches: in
 
 
 def _text(data: DataConfig, sequence_length: int, seed: int, batches: int | None, *, named: bool) -> HeldOutText:
-    """Return the text to evaluate on. `named`: by the person who asks; else it is what the run holds out."""
+    """Return the text to evaluate on. `named`: by the person who asks; else it is the held-out text of the run."""
     try:
         text = validation_text(data, sequence_length, seed, batches)
     except UserError as error:
@@ -174,7 +172,7 @@ def _text(data: DataConfig, sequence_length: int, seed: int, batches: int | None
 
 
 def _of_homes(homes: Sequence[Path], source: str | None, batches: int | None) -> Iterator[Measure]:
-    """Measure the merged model, and then it with one stage after the other held by a single replica."""
+    """Measure the merged model, and then each replica in its place."""
     recipe = recipe_of(homes)
     run, layout = recipe.run, model_layout(recipe.run)
     data = reading_with_tokenizer(homes, recipe)
@@ -205,9 +203,9 @@ def _sequences(text: HeldOutText) -> str:
 
 
 def _reading(directory: Path, source: str | None) -> tuple[DataConfig, int, int]:
-    """Return the text to evaluate a checkpoint on, the length of its sequences, and the seed of their order.
+    """Return a checkpoint's text, the length of its sequences, and the seed of their order.
 
-    A checkpoint that comes from no swarm is read with its own tokenizer, on a text that must be named.
+    A checkpoint from no swarm is read with its own tokenizer, on a text that must be named.
     """
     run = run_of(directory) if source is None else known_run(directory)
     data = reading_of(directory, run)
@@ -226,9 +224,9 @@ def _whole(data: DataConfig) -> DataConfig:
 
 
 def reading_of(directory: Path, run: RunConfig | None) -> DataConfig:
-    """Return how the model in a directory reads text: with its run's tokenizer, or with its own if it has no run.
+    """Return how the model in a directory reads text: with its run's tokenizer, or its own without a run.
 
-    The run's own may be a directory of another machine: the checkpoint has a copy.
+    The run's may be a directory of another machine, but the checkpoint has a copy.
     """
     if run is None:
         return DataConfig(tokenizer=str(directory))

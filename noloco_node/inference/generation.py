@@ -1,12 +1,11 @@
-"""Going on from a prompt with an exported model, token by token, as they come.
+"""Going on from a prompt with an exported model, token by token.
 
-The next token is drawn from the `top_k` most probable, at a temperature; temperature 0 takes the most probable. Keys
-and values of what was read before are kept, so that a token costs one pass over itself; when the model's positions are
-used up, it reads the later half of the text again and goes on from there. The draws follow a generator of their own:
-equal seeds give equal texts, and nobody else's randomness is touched.
+The next token is drawn from the `top_k` most probable, at a temperature; temperature 0 takes the most probable. The
+cache of keys and values makes a token cost one pass over itself. Once the model's positions are used up, it reads the
+later half of the text again. Draws follow a generator of their own: equal seeds give equal texts.
 
-A character may be several tokens (with bytes it often is): `Spelling` holds back what is not a character yet, and shows
-what never becomes one as the replacement character. So a terminal gets whole characters only.
+A character may be several tokens. `Spelling` holds back an incomplete one, and shows one that never completes as the
+replacement character.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ LONGEST_CHARACTER = 8
 
 
 class Sampling(NamedTuple):
-    """How to draw. `temperature`: 0 takes the most probable token. `top_k`: 0 draws from all of them."""
+    """How to draw. `temperature`: 0 takes the most probable token. `top_k`: 0 draws from all tokens."""
 
     tokens: int = 200
     temperature: float = 0.8
@@ -41,7 +40,6 @@ class Sampling(NamedTuple):
 
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Draw one token from its logits [vocabulary]."""
     if sampling.temperature == 0.0:
         return int(logits.argmax())
     scaled = (logits.double() - logits.max()) / sampling.temperature  # no overflow, however cold
@@ -99,31 +97,29 @@ class Spelling:
         return self._decode(self._context + self._tokens)[len(self._decode(self._context)) :]
 
     def rest(self) -> str:
-        """Return what was held back."""
+        """Return the characters held back."""
         text, self._tokens = self._new(), []
         return text
 
 
 class ByteSpelling:
-    """Tokens of ByT5 to characters: a byte is a token, counted from 3; the others are no text."""
+    """Tokens of ByT5 to characters: a byte is a token, counted from 3; other tokens are no text."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, token: int) -> str:
-        """Take one more token and return the characters that it completes."""
         byte = token - _BYTE_OFFSET
         return self._decoder.decode(bytes([byte])) if 0 <= byte < _BYTES else ""
 
     def rest(self) -> str:
-        """Return what was held back, as replacement characters."""
         return self._decoder.decode(b"", final=True)
 
 
 def generate(directory: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
     """Return what an exported checkpoint adds to `prompt`, in pieces of whole characters, as they come.
 
-    Raises `UserError` at once where there is no such checkpoint, or no token to go on from.
+    Raises `UserError` at once if there is no such checkpoint, or no token to go on from.
     """
     data = reading_of(directory, known_run(directory))
     encoder = open_encoder(data)

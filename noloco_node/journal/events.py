@@ -12,7 +12,7 @@ from dataclasses import replace
 import msgspec
 from msgspec import structs
 
-from gossip.interface import OuterStepTaken, PartnerTooStale, RoundDeferred
+from gossip.interface import OuterStepTaken, PartnerTooStale, RoundSkipped
 from noloco_node.run.peer_state import LONGEST_DETAIL, PeerState, Wait, WaitCause
 
 RUN_OVER = "the run is over"
@@ -249,13 +249,13 @@ NodeEvent = (
     | Disowned
     | Finished
 )
-RoundEvent = OuterStepTaken | PartnerTooStale | RoundDeferred
+RoundEvent = OuterStepTaken | PartnerTooStale | RoundSkipped
 Event = NodeEvent | RoundEvent
 
 ROUND_EVENTS: Mapping[str, type[RoundEvent]] = {
     "outer_step": OuterStepTaken,
     "too_stale": PartnerTooStale,
-    "deferred": RoundDeferred,
+    "round_skipped": RoundSkipped,
 }
 """What gossip declares, by the name under which it is written: gossip knows no journal."""
 _NAMES = {kind: name for name, kind in ROUND_EVENTS.items()}

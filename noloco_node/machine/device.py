@@ -1,29 +1,30 @@
-"""The device: one thread in which all of a node's tensor work runs, one job after the other.
+"""The device: one thread runs all of a node's tensor work, one job after the other; and a meter of its energy.
 
-One thread is what makes "weights never change under a running backward" a fact and not a hope: forward, backward, inner
-step and outer step are jobs, and jobs do not overlap. A job that has begun is always awaited to its end, also by a
-coroutine that is cancelled meanwhile; a job that has not begun is taken back.
+Forward, backward, inner step and outer step are jobs of one thread, so weights never change under a running backward
+pass. The caller always waits for the end of a job that has begun, even if the caller is cancelled. A job that has not
+begun is taken back.
 
-Two clocks watch a job. By the wall's, replicas measure what a microbatch costs them, cores that others have meanwhile
-included: routes and rounds follow it. How busy the device is counts its own work alone: on a CPU the seconds for which
-the thread had a core, or a crowded machine would look busier the more its replicas wait for each other.
+Two clocks measure a job. By the wall clock replicas measure what a microbatch costs them, including the time that other
+processes take: routes and rounds follow that cost. `busy_s` counts the device's own work alone; on a CPU that is the
+time for which the thread had a core. Otherwise a crowded machine would look busier the longer its replicas wait.
 
-Arithmetic of the outer step works on copies in the main memory and touches no weights. It has a thread of its own, on a
-CPU too: there is no work to be saved there, but a wait. In the device's queue each of a round's jobs would stand behind
-the passes of a whole window, corrections would come some steps later, and fewer rounds would fit in (`ours_charged` and
-`ours_beside` in research/laboratory.md). It counts as no work of the device.
+The outer step's arithmetic works on copies in main memory and touches no weights. It runs in a second thread, also on a
+CPU: in the device's queue it would wait behind all passes of a window, corrections would come some steps later, and
+fewer rounds would fit (`ours_charged` and `ours_beside` in research/laboratory.md). It does not count as device work.
 
-A device may act as a slower one, for trials of uneven swarms: it lets the time pass that the other would have taken, in
-its own thread, so that the replica waits and the machine's cores do not. Its clock runs faster during a job, so what
-the replica measures of itself, and tells the others, is what a slower device would have measured.
+A device may act as a slower one, for trials of uneven swarms: after each job its thread sleeps for the difference. Its
+clock runs faster during a job, so the replica measures what a slower device would have measured.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import ctypes
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -34,6 +35,8 @@ from noloco_node.run.config import MOST_SLOWDOWN
 from pipeline.forward_pass import is_shortage
 
 T = TypeVar("T")
+NVML = "libnvidia-ml.so.1"
+POWERCAP = Path("/sys/class/powercap")
 
 
 def finish_work(device: torch.device) -> None:
@@ -194,3 +197,71 @@ async def _to_the_end(result: asyncio.Future[T]) -> None:
             continue
     if not result.cancelled():
         result.exception()
+
+
+class EnergyMeter:
+    """Energy since this was made, of one or several counters that begin anew at their end.
+
+    `counters`: each reads joules, and has so many when it begins anew (0: never).
+    """
+
+    def __init__(self, counters: list[tuple[Callable[[], float], float]]) -> None:
+        self._counters = [(read, most, [read()]) for read, most in counters]
+        self._joules = 0.0
+
+    def joules(self) -> float:
+        """Return what was taken so far; what cannot be read now comes later."""
+        for read, most, last in self._counters:
+            with suppress(OSError, ValueError):
+                now = read()
+                grown = now - last[0] if now >= last[0] else now - last[0] + most
+                self._joules += max(0.0, grown)
+                last[0] = now
+        return self._joules
+
+
+def energy_meter(device: torch.device, powercap: Path = POWERCAP) -> EnergyMeter | None:
+    """Return the meter of a device; None where it does not tell."""
+    with suppress(OSError, ValueError, AttributeError):
+        if device.type == "cuda":
+            return EnergyMeter([(_nvidia(str(torch.cuda.get_device_properties(device).uuid)), 0.0)])
+        packages = [path for path in sorted(powercap.glob("intel-rapl:*")) if _is_package(path)]
+        if packages:
+            return EnergyMeter([_package(path) for path in packages])
+    return None
+
+
+def _is_package(zone: Path) -> bool:
+    """Say whether a zone is a whole processor: its cores are zones too, and so is a laptop's platform (`psys`)."""
+    try:
+        return (zone / "name").read_text().startswith("package")
+    except (OSError, ValueError):
+        return False
+
+
+def _package(path: Path) -> tuple[Callable[[], float], float]:
+    return (lambda: _microjoules(path / "energy_uj"), _microjoules(path / "max_energy_range_uj"))
+
+
+def _microjoules(path: Path) -> float:
+    return int(path.read_text()) / 1e6
+
+
+def _nvidia(uuid: str) -> Callable[[], float]:
+    """Return what reads a GPU's counter; raises `OSError` where there is no driver that tells."""
+    nvml = ctypes.CDLL(NVML)
+
+    def ask(function: str, *arguments: object) -> None:
+        code = getattr(nvml, function)(*arguments)
+        if code != 0:
+            raise OSError(code, f"{function} has failed")
+
+    handle, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
+    ask("nvmlInit_v2")
+    ask("nvmlDeviceGetHandleByUUID", f"GPU-{uuid}".encode(), ctypes.byref(handle))
+
+    def read() -> float:
+        ask("nvmlDeviceGetTotalEnergyConsumption", handle, ctypes.byref(millijoules))
+        return millijoules.value / 1e3
+
+    return read

@@ -1,24 +1,24 @@
-"""How much memory a stage needs on a device, how much is free there, and how what is free comes back to the system.
+"""How much memory a stage needs on a device, how much is free there, and how free memory returns to the system.
 
-The need is the plan's: on a GPU what it computes with, on a CPU all of it. (Of the stage that it is about to take a
-newcomer measures the graph of a microbatch: `noloco_node.node.joining.stage_claim`.) Free is of a GPU what its driver
-says, else of the machine what Linux says, or a container's limit; None where nobody says it, since a number that was
-made up would keep a peer from a stage that fits.
-
-One rule says what fits, `usable_bytes`. The planner, `check`, `doctor` and a node that joins ask it, so that none of
-them plans what another one refuses.
+The planner computes the need: on a GPU the memory that computes, on a CPU all of it. Free memory is what the GPU's
+driver says, or what Linux or a container's limit says of the machine; None where the system does not say it, because an
+invented number would keep a peer from a stage that fits. `usable_bytes` alone decides what fits: the planner, `check`,
+`doctor` and a joining node all ask it. `SavedTensors` counts what autograd keeps of a forward pass, tensor by tensor,
+which is exact on any device.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-
+    from torch import Tensor
 
 _USABLE = 0.8
 """Of the memory that is free. A plan counts tensors; the rest is for what it does not know: the gaps between an
@@ -121,3 +121,53 @@ def within_limit(directory: Path) -> int | None:
         lines = []
     files = sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))
     return max(0, int(limit) - max(0, int(used) - files))
+
+
+class SavedTensors:
+    """A context in which a pass runs; `bytes` are the most that autograd kept at a time.
+
+    What autograd lets go in mid-pass, as what chose a token's experts, counts no longer. The weights and the pass's
+    input are leaves: they are there anyway and do not count. `counts`: which of the other tensors do; all of them where
+    it is left out.
+    """
+
+    def __init__(self, counts: Callable[[Tensor], bool] = lambda _tensor: True) -> None:
+        self._counts = counts
+        self._holders, self._now = Counter[int](), 0
+        """How many saved tensors share the storage at an address; nothing else can lie there meanwhile."""
+        self.bytes = 0
+
+    def __enter__(self) -> None:
+        import torch
+
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda saved: saved.tensor)
+        self._hooks.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.__exit__()
+
+    def _keep(self, tensor: Tensor) -> _Saved:
+        whole = tensor if tensor._base is None else tensor._base
+        counts = not (whole.is_leaf and whole.requires_grad) and self._counts(tensor)
+        if counts:
+            self._change(tensor, 1)
+        # A node's own result leads back to the node: held as it is, it would keep its graph for ever.
+        return _Saved(tensor.detach(), self._change if counts else None)
+
+    def _change(self, tensor: Tensor, holders: int) -> None:
+        storage = tensor.untyped_storage()
+        before = self._holders[storage.data_ptr()]
+        self._holders[storage.data_ptr()] += holders
+        self._now += storage.nbytes() * (bool(before + holders) - bool(before))
+        self.bytes = max(self.bytes, self._now)
+
+
+class _Saved:
+    """A tensor in a graph, which lets this object go where it lets the tensor go."""
+
+    def __init__(self, tensor: Tensor, change: Callable[[Tensor, int], None] | None) -> None:
+        self.tensor, self._change = tensor, change
+
+    def __del__(self) -> None:
+        if self._change is not None:
+            self._change(self.tensor, -1)

@@ -1,22 +1,77 @@
-"""How a coroutine is asked to stop: a node politely at first, any other command at once.
+"""How a process is asked to stop: a node politely at first, any other command at once.
 
-As long as there is nothing to be polite about (nobody knows us yet), once means now. Now means: the body is
-cancelled, and everything in it is put away. What is left after the body is the end of threads and of the interpreter;
-a signal that comes even then ends the process on the spot.
+Ctrl-C (SIGINT), `kill` (SIGTERM) and a closed terminal (SIGHUP) mean the same to every command. A shell starts the
+background jobs of a script with SIGINT ignored, and `nohup` ignores SIGHUP: both stay ignored. SIGTERM is never
+ignored, so that it ends every command, also the first process of a container.
+
+Before a node is known to others, the first signal already ends it at once: its body is cancelled and cleans up. After
+the body, a signal ends the process on the spot. Only this module sets handlers. It loads asyncio late, so that
+`noloco_node.__main__` sets the first handler early.
 """
 
 from __future__ import annotations
 
-import asyncio
+import os
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from noloco_node.machine.stop_signals import answered, end_of_service
+from noloco_node.errors import COMPLAINT, Exit
 
+if TYPE_CHECKING:
+    import asyncio
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 T = TypeVar("T")
+
+
+def leave_at_once(*_: object) -> None:
+    """Say so, and end the process."""
+    with suppress(OSError):  # the terminal is closed
+        os.write(2, f"{COMPLAINT}interrupted\n".encode())
+    os._exit(Exit.INTERRUPTED)
+
+
+def set_answer(answer: Callable[[int], None], *, hears_interrupts: bool = False) -> Callable[[], None]:
+    """Let `answer` take each stop signal from now on, and return what puts the former handlers back.
+
+    `hears_interrupts`: take SIGINT also where it is ignored. A handler that was replaced since then stays.
+    """
+
+    def handler(number: int, _: object) -> None:
+        answer(number)
+
+    before = {number: signal.getsignal(number) for number in STOPS}
+    heard = {signal.SIGTERM, *([signal.SIGINT] if hears_interrupts else [])}
+    taken = [number for number in STOPS if before[number] is not signal.SIG_IGN or number in heard]
+    for number in taken:
+        signal.signal(number, handler)
+
+    def put_back() -> None:
+        for number in taken:
+            if signal.getsignal(number) is handler:
+                signal.signal(number, before[number])
+
+    return put_back
+
+
+@contextmanager
+def answered(answer: Callable[[int], None], *, hears_interrupts: bool = False) -> Iterator[None]:
+    """Let `answer` take the stop signals during the body."""
+    put_back = set_answer(answer, hears_interrupts=hears_interrupts)
+    try:
+        yield
+    finally:
+        put_back()
+
+
+def end_of_service() -> None:
+    """Let a signal end the process on the spot from now on; a closed terminal may be told of once more."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, leave_at_once)
 
 
 @dataclass(slots=True)
@@ -34,6 +89,8 @@ async def departure(say: Callable[[str], None]) -> AsyncIterator[Departure]:
     A closed terminal asks once, however often it is told of. For the last thing that a process does: after the body,
     signals are not what they were.
     """
+    import asyncio
+
     loop = asyncio.get_running_loop()
     leaving = Departure(asyncio.Event())
     body = asyncio.current_task()
@@ -61,6 +118,8 @@ async def departure(say: Callable[[str], None]) -> AsyncIterator[Departure]:
 
 async def cancelled_by_signals(main: Coroutine[Any, Any, T]) -> T:
     """Await `main`; the first stop signal cancels it, a second one interrupts whatever is done at that moment."""
+    import asyncio
+
     loop, body = asyncio.get_running_loop(), asyncio.current_task()
     assert body is not None
     asked = False

@@ -1,4 +1,4 @@
-"""How long to wait for a peer to take a call, or to answer an offer: as long as it usually takes, and a good deal more.
+"""How long to wait for a peer to take a call or to answer a proposal: as long as usual, and a good deal more.
 
 One fixed number is wrong both ways. Twenty seconds for a dial let one silent peer hold up everybody who has a
 microbatch for it; two seconds would cut off whoever has a slow line. So each wait is bounded by what was observed, as
@@ -45,7 +45,7 @@ class TimeoutBounds(NamedTuple):
 
 DIALS = TimeoutBounds(least_s=2.0, most_s=60.0, unknown_s=10.0)
 ANSWERS = TimeoutBounds(least_s=4.0, most_s=120.0, unknown_s=12.0)
-"""Of an offer, its dial included."""
+"""Of a proposal, its dial included."""
 
 
 def observed(before: RttEstimate | None, took_s: float) -> RttEstimate:

@@ -1,31 +1,40 @@
-"""What goes wrong around a node, said to its owner: once when it begins, every few minutes while it lasts, at its end.
+"""Tells the owner what goes wrong around a node: when it begins, every few minutes while it lasts, and at its end.
 
-- a stage that nobody serves: which, since when, what to do. Nothing is lost by it here, and training resumes by itself;
-- a roster that is old, for the DHT cannot be read or nobody is heard: peers are still called as they were last seen;
-- our own clock, if it differs from several peers' by more than records are made for;
-- a machine that slept, a process that stood still, a clock that was set (`clocks`). Then we publish and read at once;
-  and as whoever was away finds everybody else silent, nobody is suspected for what broke meanwhile.
+- a stage that no peer serves: which, since when, and what to do. Nothing is lost here, and training resumes by itself;
+- an old roster: the DHT cannot be read, or no other peer publishes. Peers are still called as they were last seen;
+- a clock that differs from several peers' clocks by more than records allow;
+- a machine that slept, a process that stood still, a clock that was set. Then the node publishes and reads at once, and
+  suspects no peer for a while, because calls broke off while the node was away.
 
-What lasts is also part of our record, so that `status` shows it from anywhere.
+The last case follows from three clocks. The event loop's clock runs evenly and, on Linux, stops while the machine
+sleeps; the system tells how long it slept. The time of day runs through a sleep, and may be set at any moment. Whatever
+loop time and sleep do not explain was a clock being set, and a loop that is far too late was stopped or starved. Where
+a system does not tell its sleep, a sleep looks like a clock that was put forward.
+
+Conditions that last are also part of our record, so that `status` shows them from anywhere.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from typing import NamedTuple, NoReturn
 
 from noloco_node.journal import events
-from noloco_node.machine.clocks import ClockSample, JumpKind, compare, sentence
 from noloco_node.machine.interface import Reporter
 from noloco_node.run.peer_state import AT_WORK
 from noloco_node.swarm.membership import Membership
-from noloco_node.swarm.peer_records import CLOCK_ERROR_S
 from noloco_node.swarm.roster import Derived, Roster
 from noloco_node.swarm.run_samples import run_over
+from noloco_node.swarm.stage_records import CLOCK_ERROR_S
 from noloco_node.tasks import loop_s
 from noloco_node.units import format_duration
 
+LEAST_S = 5.0
+"""Of a sleep, or of a change of the clock: what is shorter matters to nobody."""
+STILL_S = 10.0
+"""By which the event loop may be late: a busy machine is not a stopped one."""
 TICK_S = 5.0
 REMIND_S = 300.0
 NEVER_SERVED_S = 60.0
@@ -34,6 +43,56 @@ SKEW_S = 60.0
 """By which our clock may differ before it is worth a word; it is measured to some ten seconds."""
 GRACE_S = 15.0
 """For which nobody is suspected after we were away."""
+
+
+class JumpKind(StrEnum):
+    """What happened."""
+
+    SLEPT = "slept"
+    STOOD_STILL = "stood still"
+    CLOCK_SET = "clock set"
+
+
+class ClockSample(NamedTuple):
+    """The clocks at one moment: the event loop's, the time of day, and the seconds slept since the machine started."""
+
+    loop_s: float
+    unix_s: float
+    asleep_s: float
+
+
+class ClockJump(NamedTuple):
+    """What happened between two samples, and how many seconds of it: negative for a clock that was set back."""
+
+    kind: JumpKind
+    seconds: float
+
+
+def compare(before: ClockSample, after: ClockSample, expected_s: float) -> tuple[ClockJump, ...]:
+    """Return what happened between two samples that were to be `expected_s` apart."""
+    ran_s, slept_s = after.loop_s - before.loop_s, after.asleep_s - before.asleep_s
+    set_s = after.unix_s - before.unix_s - ran_s - slept_s
+    still_s = ran_s - expected_s
+    found = []
+    if slept_s >= LEAST_S:
+        found.append(ClockJump(JumpKind.SLEPT, slept_s))
+    if still_s >= STILL_S:
+        found.append(ClockJump(JumpKind.STOOD_STILL, still_s))
+    if abs(set_s) >= LEAST_S:
+        found.append(ClockJump(JumpKind.CLOCK_SET, set_s))
+    return tuple(found)
+
+
+def sentence(jump: ClockJump) -> str:
+    """Say what happened, and what follows."""
+    how_long = format_duration(abs(jump.seconds))
+    if jump.kind is JumpKind.SLEPT:
+        return f"this machine slept for {how_long}: looking who is there, and going on"
+    if jump.kind is JumpKind.STOOD_STILL:
+        return f"this process stood still for {how_long} (stopped, or starved): looking who is there, and going on"
+    if jump.seconds > 0.0:
+        return f"the clock went forward by {how_long} (it was set, or the machine slept): saying anew that we are here"
+    return f"the clock was set back by {how_long}: saying anew that we are here"
 
 
 class Condition(NamedTuple):

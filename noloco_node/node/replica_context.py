@@ -20,7 +20,7 @@ from noloco_node.swarm.roster import Roster
 from pipeline.inner_step import Schedule
 
 HEARING_S = 30.0
-"""For what an asker has to say, and for an answer to a proposal: nobody waits for either. What an offer's answer may
+"""For what an asker has to say, and for an answer to a proposal: nobody waits for either. What a proposal's answer may
 take follows from what it took before."""
 
 

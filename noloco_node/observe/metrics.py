@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
 
-from gossip.interface import OuterStepTaken, PartnerTooStale, RoundDeferred
+from gossip.interface import OuterStepTaken, PartnerTooStale, RoundSkipped
 from noloco_node import __version__
 from noloco_node.journal import events
 from noloco_node.observe.bottleneck import CAUSES
@@ -42,7 +42,7 @@ class NodeMetrics:
 
         self._tokens = counter("tokens", "Tokens of this node's windows.")
         self._steps = counter("inner_steps", "Inner steps of this node.")
-        self._rounds = counter("rounds", "Rounds: met, solo, deferred; stale: the partner's weights were.", "result")
+        self._rounds = counter("rounds", "Rounds: met, solo, skipped; stale: the partner's weights were.", "result")
         self._bytes = counter("bytes", "Bytes by direction and purpose.", "direction", "kind")
         self._busy_s = counter("device_busy_seconds", "Seconds for which the device worked.")
         self._energy = counter("device_energy_joules", "Taken by the device, where it tells; others' work included.")
@@ -104,8 +104,8 @@ class NodeMetrics:
                     self._gap.set(event.gap)
             case PartnerTooStale():
                 self._rounds.labels("stale").inc()
-            case RoundDeferred():
-                self._rounds.labels("deferred").inc()
+            case RoundSkipped():
+                self._rounds.labels("skipped").inc()
             case events.StateChanged():
                 self._note_wait(event.waiting, now)
             case _:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
-from gossip.interface import OuterStepTaken, RoundDeferred
+from gossip.interface import OuterStepTaken, RoundSkipped
 from noloco_node.journal import events
 from noloco_node.observe.contribution import Contribution, ContributionLedger
 from noloco_node.observe.swarm_view import Thinned
@@ -77,7 +77,7 @@ class PeerHistory:
     gaps: Curve = field(default_factory=_curve)
     met: int = 0
     solo: int = 0
-    deferred: int = 0
+    skipped: int = 0
     staleness: int = 0
     """Of all rounds together."""
     hops: dict[str, int] = field(default_factory=dict)
@@ -112,8 +112,8 @@ class PeerHistory:
                 self.start_life()
             case events.StateChanged():
                 self.state, self.waiting, self.since = event.state, event.waiting, event.at
-            case RoundDeferred():
-                self.deferred += 1
+            case RoundSkipped():
+                self.skipped += 1
             case events.Hops():
                 self._take_hops(event)
             case events.Traffic():

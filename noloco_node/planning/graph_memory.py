@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from noloco_node.machine.saved_tensors import SavedTensors
+from noloco_node.machine.memory import SavedTensors
 from noloco_node.planning.model_layout import ModelLayout
 from noloco_node.run.config import PipelineConfig
 from pipeline.decoder_slice import Cut, Slice, find_decoder_parts, multiplied_weights

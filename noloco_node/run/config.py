@@ -1,10 +1,7 @@
-"""The run, identical on all peers, and this machine.
+"""The fields of a run file: types, bounds and defaults. All peers of a run hold the same ones.
 
-`RunConfig` is decoded from `run.toml` once and frozen; defaults are in one place.
-
-Here are the structs and their defaults alone, but for the section `outer`, which `gossip.settings` declares;
-`noloco_node.run.runfile` reads and validates them, and computes the
-digest.
+`gossip.settings` declares the section `outer`. `noloco_node.run.runfile` reads and validates a run file, and computes
+its digest.
 """
 
 from __future__ import annotations
@@ -115,6 +112,10 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     shuffle: bool = True
 
 
+Forgetting = Annotated[float, Meta(ge=0.0, lt=1.0)]
+"""Adam forgets at the rate 1 - beta."""
+
+
 class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The optimiser inside a replica, between two rounds (AdamW), and its schedule over the run's progress."""
 
@@ -123,8 +124,8 @@ class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     learning_rate: Annotated[float, Meta(ge=1e-12, le=100.0)] = 6e-4
     warmup_steps: int = 1000
     final_fraction: Fraction = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.999
+    beta1: Forgetting = 0.9
+    beta2: Forgetting = 0.999
     epsilon: Annotated[float, Meta(ge=1e-30, le=1.0)] = 1e-8
     weight_decay: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
     clip_norm: Annotated[float, Meta(ge=1e-12, le=1e12)] = 1.0

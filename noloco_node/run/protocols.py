@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from math import prod
 
 from gossip.exchange.messages import (
-    Accepted,
+    Accept,
+    Acknowledge,
     Busy,
-    Declined,
+    Decline,
     Gone,
     Manifest,
-    Offer,
     Piece,
     PieceRequest,
-    PrefetchOffer,
     Probe,
-    Received,
+    Propose,
+    ProposePrefetch,
     Section,
     StateRequest,
     Weights,
@@ -75,14 +75,14 @@ def gossip_schema(run: RunConfig, shapes: Shapes) -> Schema:
     # Ahead of a round no snapshot is there to be probed.
     fast_probe = OneOf((probe, None)) if codec.is_modular else None
     messages = {
-        Offer: MessageSpec("Offer"),
-        Accepted: MessageSpec("Accepted"),
-        Declined: MessageSpec("Declined"),
+        Propose: MessageSpec("Propose"),
+        Accept: MessageSpec("Accept"),
+        Decline: MessageSpec("Decline"),
         Probe: MessageSpec("Probe", {"slow": probe, "fast": fast_probe}),
         Weights: MessageSpec("Weights", {"fast": OneOf((*coded, ())), "slow": OneOf((*coded, ())) if both else ()}),
-        Received: MessageSpec("Received"),
+        Acknowledge: MessageSpec("Acknowledge"),
     }
-    return Schema(messages | {PrefetchOffer: MessageSpec("Ahead")} if both else messages)
+    return Schema(messages | {ProposePrefetch: MessageSpec("ProposePrefetch")} if both else messages)
 
 
 def state_schema(shapes: Shapes) -> Schema:

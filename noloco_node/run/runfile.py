@@ -1,15 +1,16 @@
-"""The run file: read, decoded, validated, and named by its digest.
+"""The run file: read, decoded, validated, named by its digest, and checked for what it may do on this machine.
 
-`RunConfig` is decoded from `run.toml` once and validated field by field; every error names the line or the field at
-fault. The digest of a run is its id: keys and protocol names follow from it, so that two runs cannot meet.
+The digest of a run is its id: keys and protocol names follow from it, so that two runs cannot meet. It is taken over
+the fields of the decoded run that differ from their defaults: comments, order and spelled-out defaults do not matter,
+and every other value does. So a later version may add a field, and where the field has its default the id stays. A
+version that changes a default, or what a default does, has to count `WIRE_VERSION` up: tests hold the defaults. The
+digest also covers the version of the wire format, a hash of the files of a local tokenizer directory, and the commit of
+what lies on the hub. It does not cover the text of `data`: peers may train on different text.
 
-The digest is taken over the fields of the *decoded* run that differ from their defaults: comments, order and
-spelled-out defaults do not matter, and every other value does. So a field that a later version adds with its default
-changes the id of no run that does not use it. A version that changes a default, or what a default does, has to count
-`WIRE_VERSION` up: tests hold the defaults. To it come the version of the wire format, and the content of what the file
-only names: a local tokenizer directory enters by a hash of its files, what lies on the hub by its commit; files that
-travel stand in the run. Not pinned is the text of `data`: peers may well train on different text, and a local file
-differs between machines without harm.
+Other peers serve the run file, and what a peer reads goes to others: text becomes the targets that the next stage
+receives. So a peer reads local text only where its owner names it (`--data`), and a tokenizer directory only where its
+owner allows that directory (`--local`). Libraries that fetch from the hub prefer a directory of the same name below the
+current one, so such a name counts as a path as well.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,10 +27,9 @@ import msgspec
 from noloco_node.errors import config_error
 from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.run.config import TRAVELLING, DataConfig, RunConfig
-from noloco_node.run.decode_errors import misfit, short
-from noloco_node.run.problem import Problem, out_of_bounds
-from noloco_node.run.sections import fields_of, is_section, unknown_field
+from noloco_node.run.fields import converted, fields_of, is_section, refuse, short, toml_table
 from noloco_node.run.validation import problems
+from noloco_node.units import format_bytes
 
 RUN_TEXT_BYTES = 256 * 1024
 """Longest run file, in bytes; peers serve each other its text."""
@@ -66,19 +65,7 @@ def decode_run(text: str, origin: str) -> RunConfig:
     """
     if len(text.encode(errors="replace")) > RUN_TEXT_BYTES:
         _too_long(origin)
-    try:
-        table = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # tomllib raises the second for brackets nested without end
-        raise config_error(
-            f"{origin} is not valid TOML.", str(error), "correct that line; see https://toml.io"
-        ) from error
-    try:
-        run = msgspec.convert(table, RunConfig)
-        if (complaint := unknown_field(table, RunConfig)) is not None:
-            raise msgspec.ValidationError(complaint)
-    except msgspec.ValidationError as error:
-        _refuse(out_of_bounds(table, RunConfig), origin)
-        raise misfit(str(error), RunConfig, origin) from error
+    run = converted(toml_table(text, origin), RunConfig, origin)
     validate(run, origin)
     return run
 
@@ -93,21 +80,7 @@ def _too_long(origin: str) -> NoReturn:
 
 def validate(run: RunConfig, origin: str = "the run") -> None:
     """Check every rule that a type cannot state; raise `UserError` (Exit.CONFIG) about the first that is broken."""
-    _refuse(problems(run), origin)
-
-
-def _refuse(problems: Iterable[Problem], origin: str) -> None:
-    """Raise the `UserError` about the first of these problems, if there is one."""
-    found = list(dict.fromkeys(problems))
-    if not found:
-        return
-    first = found[0]
-    others = [field for field in dict.fromkeys(problem.field for problem in found) if field != first.field]
-    also = f" (wrong too: {', '.join(others)})" if others else ""
-    missing = first.value == repr(None)
-    wrong = f"{short(first.field)} is missing" if missing else f"{short(first.field)} = {short(first.value)} is refused"
-    what = f"{origin}: {wrong}{short(also)}."
-    raise config_error(what, first.why, first.hint)
+    refuse(problems(run), origin)
 
 
 def with_source(data: DataConfig, source: str) -> DataConfig:
@@ -214,3 +187,65 @@ def _hash_of_directory(directory: str, field: str) -> str:
             "copy the directory to this machine, or name a hub repository with its commit",
         )
     return total.hexdigest()
+
+
+def local_paths(run: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the fields that name files of this machine, but for the text, each with its path."""
+    model, data = run.model, run.data
+    if data.tokenizer not in ("byt5", TRAVELLING) and data.tokenizer_commit is None:
+        yield "data.tokenizer", data.tokenizer
+    on_hub = [("model.hub", model.hub), ("data.path", data.path if data.source == "hub" else None)]
+    on_hub.append(("data.tokenizer", data.tokenizer if data.tokenizer_commit is not None else None))
+    for field, name in on_hub:
+        if name is not None and Path(name).exists():
+            yield field, name
+
+
+def check_paths(run: RunConfig, allowed: Sequence[str]) -> None:
+    """Raise `UserError` (Exit.CONFIG) if a run names a path of this machine that is not among those allowed."""
+    places = {Path(each).expanduser().absolute() for each in allowed}
+    for field, path in local_paths(run):
+        if Path(path).expanduser().absolute() not in places:
+            raise config_error(
+                f"The run file names a directory of this machine: {field} = {short(repr(path))}.",
+                "others sent that file, and may not choose what is read here",
+                "if these files are meant to be read for this run, allow that directory with --local",
+            )
+
+
+def is_public(data: DataConfig) -> bool:
+    """Whether the text is the same for everybody, and no file of a machine."""
+    return data.source in ("stdlib", "hub")
+
+
+def check_text(run: RunConfig, own_source: str | None) -> None:
+    """Raise `UserError` (Exit.CONFIG) if a run would train on files of this machine that its owner has not named."""
+    if own_source is None and not is_public(run.data):
+        raise config_error(
+            f"The run file trains on files of this machine: data.path = {short(repr(run.data.path))}.",
+            "others sent that file, and what is read here goes to other peers as text to predict",
+            "name the text yourself with --data, or take a later stage with --stage, which reads none",
+        )
+
+
+def text_of(data: DataConfig) -> str:
+    """Name the text of a run."""
+    return {"stdlib": "Python's standard library", "hub": f"{data.path} of the hub"}.get(data.source, f"{data.path}")
+
+
+def summary(run: RunConfig, own_source: str | None = None) -> list[str]:
+    """Say in a few lines what a run is, before anything is fetched for it. `own_source`: as in `check_text`."""
+    model, cut, data = run.model, run.pipeline, run.data
+    size = format_bytes(sum(each.size_bytes for each in model.weights))
+    begin = f"from a checkpoint of {size}" if model.weights else "from its first step"
+    tokens = run.budget_samples * cut.sequence_length
+    here = "none is named here; a source names its own with --data"
+    text = (text_of(data) if is_public(data) else here) if own_source is None else f"your own, {own_source}"
+    tokenizer = "the checkpoint's own" if data.tokenizer == TRAVELLING else data.tokenizer
+    where = "" if data.tokenizer_commit is None else " of the hub"
+    return [
+        f"run {short(run.name)!r}: {cut.stages} stages, {cut.replicas} replicas planned of each, "
+        f"{tokens:,} tokens to train on",
+        "model: " + short(f"{model.architecture}, {begin}" if model.architecture else f"from {model.hub} of the hub"),
+        f"text: {short(text)}; tokenizer: {short(tokenizer)}{where}",
+    ]

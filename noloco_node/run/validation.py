@@ -1,6 +1,6 @@
-"""The rules that a run must keep beyond the types of its fields: pure, and each with its reason.
+"""The rules that a run must keep beyond the types of its fields, each with its reason.
 
-Most are bounds: a run file may come from a stranger, and a peer allocates, loops and waits by its numbers.
+A run file may come from a stranger, and a peer allocates, loops and waits by its numbers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from typing import Any
 
 import msgspec
 
+from gossip.rule.shares import MOST
+from gossip.rule.stability import stability_bound, weighed_stability_bound
+from gossip.settings import OuterConfig
 from noloco_node.run.config import (
     LARGEST_TOKENIZER_BYTES,
     TOKENIZER_FILES,
@@ -22,8 +25,7 @@ from noloco_node.run.config import (
     PipelineConfig,
     RunConfig,
 )
-from noloco_node.run.outer_validation import outer_problems
-from noloco_node.run.problem import Problem, out_of_bounds, within
+from noloco_node.run.fields import Problem, out_of_bounds, within
 from noloco_node.storage.weight_store import WeightFile
 from pipeline.messages import check_width
 
@@ -52,8 +54,11 @@ _LARGEST_SIZE = {
 
 
 def problems(run: RunConfig) -> Iterator[Problem]:
-    """Yield every number outside the bounds of its type, then every other broken rule in the order of the file."""
-    yield from out_of_bounds(msgspec.to_builtins(run), RunConfig)
+    """Yield every number outside the bounds of its type; where there is none, every other broken rule, in order."""
+    outside = list(out_of_bounds(msgspec.to_builtins(run), RunConfig))
+    if outside:
+        yield from outside
+        return
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,63}", run.name):
         yield Problem(
             "name", repr(run.name), "a name is a label for people", "1 to 64 ASCII letters, digits, spaces, . _ -"
@@ -63,7 +68,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     yield from _width(run.pipeline, run.model)
     yield from _data(run.data)
     yield from _inner(run.inner)
-    yield from outer_problems(run.outer)
+    yield from _outer(run.outer)
     yield from _admission(run.admission)
 
 
@@ -281,13 +286,87 @@ def _inner(inner: InnerConfig) -> Iterator[Problem]:
             f"the run takes {inner.steps} inner steps, and would end before its warm-up does",
             "at least 0 and below inner.steps; a twentieth of it is usual",
         )
-    for name, beta in (("beta1", inner.beta1), ("beta2", inner.beta2)):
-        if not 0 <= beta < 1:
-            yield Problem(f"inner.{name}", repr(beta), "Adam forgets at the rate 1 - beta", "at least 0 and below 1")
     if inner.weight_decay * inner.learning_rate >= 1:
         yield Problem(
             "inner.weight_decay",
             repr(inner.weight_decay),
             "times the learning rate it reaches 1: a step would erase all weights",
             "0.1, or 0 as in the paper",
+        )
+
+
+def _outer(outer: OuterConfig) -> Iterator[Problem]:
+    early, late = outer.inner_steps_per_round, outer.late_inner_steps_per_round
+    shortest = early if late is None else min(early, late)
+    often = f"every {early} inner steps" if late is None else f"every {early} to {late} inner steps"
+    name = "inner_steps_per_round" if shortest == early else "late_inner_steps_per_round"
+    if not outer.blocking and not 1 <= outer.overlap_steps < shortest:
+        yield Problem(
+            "outer.overlap_steps",
+            str(outer.overlap_steps),
+            f"a round comes {often}, and a snapshot has to be used or retaken before the next; below 1 no exchange "
+            "could ever overlap with training",
+            f"at least 1 and below outer.{name}; for a round after every step set outer.blocking",
+        )
+    period, spread = outer.momentum_period, outer.momentum_spread
+    if not 0 <= outer.alpha < 1:
+        yield Problem(
+            "outer.alpha",
+            repr(outer.alpha),
+            "the outer momentum of alpha 1 and more never decays",
+            "at least 0 and below 1; the paper takes 0.5",
+        )
+    elif not 0 <= spread <= 1 / period:
+        yield Problem(
+            "outer.momentum_spread",
+            repr(spread),
+            f"each outer step of a period of {period} but the last applies this share of the momentum, and the last "
+            "what is left of the whole: that would be less than the others apply, or more than there is",
+            f"from 0 to 1 / momentum_period = {1 / period:.4g}; 0 if in doubt",
+        )
+    elif outer.weigh_by_steps and period > 1:
+        yield Problem(
+            "outer.weigh_by_steps",
+            "true",
+            "means weighed by inner steps are known to draw replicas together with a momentum that moves in every "
+            f"outer step, not with one that moves once in {period}",
+            "false, or outer.momentum_period 1",
+        )
+    else:
+        yield from _stable(outer)
+
+
+def _stable(outer: OuterConfig) -> Iterator[Problem]:
+    """Hold beta and gamma to the range in which the outer steps converge, and the replicas towards each other.
+
+    Replicas that meet in random disjoint pairs come together if and only if 0 < gamma < 2 (1 - alpha^2): this follows
+    from the exact recursion of the second moments, and simulations confirm it. The range printed in the paper (arXiv
+    2506.10911, equation 74) is another one: it admits choices that diverge and forbids good ones. With a momentum
+    period above 1 the same recursion over a period gives the range (`gossip.rule.stability`), and beta has to be below
+    2, because then the gradient acts without the momentum that would damp it.
+    """
+    alpha, beta, gamma = outer.alpha, outer.beta, outer.gamma
+    period, spread = outer.momentum_period, outer.momentum_spread
+    bound = weighed_stability_bound(alpha, MOST) if outer.weigh_by_steps else stability_bound(alpha, period, spread)
+    delayed = f" and a momentum that moves once in {period} outer steps" if period > 1 else ""
+    if not 0 < gamma < bound:
+        is_plain = period == 1 and not outer.weigh_by_steps
+        limit = "0 < gamma < 2 (1 - alpha^2), which is" if is_plain else "gamma above 0 and below"
+        yield Problem(
+            "outer.gamma",
+            repr(gamma),
+            f"with random pairs{delayed} the disagreement of many replicas shrinks only for {limit} {bound:.4g} for "
+            f"alpha {alpha:g}; outside, the replicas drift apart without end. (The range printed in the paper, arXiv "
+            "2506.10911, equation 74, admits choices that diverge.)",
+            f"above 0 and below {bound:.4g} at alpha {alpha:g}, such as {min(0.7, bound / 2):.2g}; the paper takes 0.7 "
+            "at alpha 0.5",
+        )
+    longest = 2 * (1 + alpha) if period == 1 else 2.0
+    if not 0 < beta < longest:
+        limit = f"0 < beta < 2 (1 + alpha) = {longest:g}" if period == 1 else f"0 < beta < {longest:g}"
+        yield Problem(
+            "outer.beta",
+            repr(beta),
+            f"heavy-ball steps{delayed} on a pseudo-gradient that reaches the optimum are stable for {limit} only",
+            f"above 0 and below {longest:g} at alpha {alpha:g}; the paper takes 0.7",
         )

@@ -1,18 +1,17 @@
-"""A newcomer copies the state of its stage from living replicas, and says how it gets on.
+"""Asking peers for the weights of a stage, and a newcomer's copy of a whole state, with what a person reads of it.
 
-What is copied, and what becomes of it when a donor dies, is `gossip.transfer.download`'s. Here are the peers that are
-asked, what their word is compared with, the lines that a person reads, and the journal.
-
-A donor is compared with its stage before a byte of its weights is fetched: its round, its progress and its norm with
-what up to `OUTLINES_ASKED` other replicas say (a small question: nothing is frozen for it). Records of the roster have
-no voice: any number of names may stand there, and who answers has a state at least.
+A manifest without pieces says round, progress and norm of a peer's weights, and costs a few bytes. So a peer that wants
+weights compares what several peers say before it fetches any: a newcomer compares its donor with up to
+`REPLICAS_ASKED_BESIDE` other replicas. Records of the roster have no voice: any number of names may stand there.
+`gossip.transfer.download` fetches the pieces.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -20,10 +19,17 @@ import torch
 from torch import Tensor
 
 from gossip.exchange.messages import Manifest, Parts, ReplicaState, Section, StateRequest
-from gossip.transfer import download
 from gossip.transfer.assembly import ChunkArrived, ChunkStore, DonorLost, DonorSelected, News, StateAssembly
 from gossip.transfer.chunks import cut
-from gossip.transfer.download import OF_ANY_RUN, Converse, MomentBounds, NormVotes, StateWanted, manifest_of, objection
+from gossip.transfer.download import (
+    OF_ANY_RUN,
+    Converse,
+    MomentBounds,
+    StateWanted,
+    download_state,
+    manifest_of,
+    objection,
+)
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter, Runner, StageModel
 from noloco_node.network.interface import PeerNetwork
@@ -31,20 +37,24 @@ from noloco_node.network.schema import Schema
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.state_sync.replica_mean import ReplicaSummary
 from noloco_node.storage.checkpoint import Checkpoint
+from noloco_node.tasks import loop_s
 from noloco_node.units import format_bytes, format_duration, format_rate
 
 COPY_AGAIN_S = 10.0
-"""Before all donors are asked again, when none gave its state; half as long again each time."""
+"""Before all donors are asked again when none gave its state; half as long again each time."""
 LONGEST_PAUSE_S = 120.0
 SAY_EVERY_S = 5.0
-OUTLINES_ASKED = 2
+REPLICAS_ASKED_BESIDE = 2
 """Other replicas that a donor is compared with."""
-OUTLINE_S = 10.0
-"""For another replica to say how far it is."""
+SNAPSHOT = "snapshot"
+"""The topic of peers that keep checkpoints of other stages."""
+PATIENCE_S = 10.0
+"""For a manifest without pieces."""
+ASKED_AT_ONCE = 8
 
 
 class DownloadLink(NamedTuple):
-    """How the weights come to us. `deadline_s`: for all that one donor gives."""
+    """How weights come to us. `deadline_s`: for all pieces of one donor."""
 
     network: PeerNetwork
     device: Runner
@@ -52,12 +62,12 @@ class DownloadLink(NamedTuple):
 
 
 def pause_s(attempts: int) -> float:
-    """Return how long to wait before the donors are asked again, after so many attempts in vain."""
+    """Return how long to wait before all donors are asked again, after so many attempts in vain."""
     return min(LONGEST_PAUSE_S, COPY_AGAIN_S * 1.5 ** min(attempts - 1, 20))
 
 
 def own_sections(checkpoint: Checkpoint) -> dict[Section, tuple[Tensor, ...]]:
-    """Return what of a checkpoint a copy may find equal pieces in."""
+    """Return the tensors of a checkpoint by section: a copy may have equal pieces."""
     tensors = checkpoint.tensors
     moments = tensors.get("optimiser", ())
     half = len(moments) // 2
@@ -71,7 +81,7 @@ def own_sections(checkpoint: Checkpoint) -> dict[Section, tuple[Tensor, ...]]:
 
 
 class StateDownload:
-    """The copy of one stage's state, over as many attempts as it takes; what has come stays between them."""
+    """The copy of one stage's state, over as many attempts as it takes; pieces stay between them."""
 
     def __init__(
         self,
@@ -83,16 +93,15 @@ class StateDownload:
         own: Checkpoint | None = None,
         moments: MomentBounds = OF_ANY_RUN,
     ) -> None:
-        """`moments`: how large the optimiser's tensors of this run can be."""
-        self._moments = moments
-        self._number, self._line, self._own, self._keep = number, line, own, keep
-        self._schema = state_schema(stage.shapes)
-        self._like = tuple(torch.empty(shape, device="meta") for shape in stage.shapes)
-        self._account = DownloadAccount(number, reporter, asyncio.get_running_loop().time)
-        self._assembly = StateAssembly(self._like, keep, self._account.note)
+        self._line, self._own, self._keep = line, own, keep
+        self._subject = WeightsOf(number, tuple(stage.shapes), STATE)
+        self._account = DownloadAccount(number, reporter, loop_s)
+        wanted = self._subject.wanted(line.deadline_s)
+        self._wanted = replace(wanted, parts=Parts.ALL, moments=moments)
+        self._assembly = StateAssembly(wanted.like, keep, self._account.note)
 
     async def attempt(self, donors: tuple[str, ...]) -> ReplicaState | str:
-        """Return the state, or why no donor has completed it."""
+        """Return the state, or why no donor gave all of it."""
         if self._own is not None:
             own, self._own = self._own, None
             await self._line.device.run(self._assembly.load)
@@ -100,29 +109,17 @@ class StateDownload:
 
         async def refuse(donor: str, manifest: Manifest) -> str | None:
             # Anew each time: the donor before this one may have taken an hour.
-            asked = [peer for peer in donors if peer != donor][:OUTLINES_ASKED]
-            answers = await asyncio.gather(*[self._ask_outline(peer) for peer in asked])
-            others = [answer for answer in answers if answer is not None]
-            votes = NormVotes(
-                rounds=[other.round for other in others],
-                progress=[other.progress for other in others],
-                norms=[other.norm for other in others],
-            )
-            return objection(manifest, votes)
+            asked = [peer for peer in donors if peer != donor][:REPLICAS_ASKED_BESIDE]
+            replies = await ask_manifests(self._line.network, asked, self._subject)
+            return objection(manifest, list(replies.manifests.values()))
 
-        wanted = download.StateWanted(
-            parts=Parts.ALL,
-            like=self._like,
-            deadline_s=self._line.deadline_s,
-            objection=refuse,
-            moments=self._moments,
-        )
+        wanted, converse = replace(self._wanted, objection=refuse), self._subject.converse(self._line.network)
         try:
-            state = await download.download_state(donors, self._converse, wanted, self._line.device.run, self._assembly)
+            state = await download_state(donors, converse, wanted, self._line.device.run, self._assembly)
         except ConnectionError as error:
             return str(error)
         finally:
-            # Whoever is asked to leave in the middle never comes to `discard`.
+            # A node that is asked to leave in the middle never comes to `discard`.
             if self._keep is not None:
                 self._keep.rest()
             self._account.close()
@@ -130,26 +127,13 @@ class StateDownload:
         return state
 
     def discard(self) -> None:
-        """Remove what was kept on the disk, the state being where it belongs."""
+        """Remove the noted pieces: the state is where it belongs."""
         if self._keep is not None:
             self._keep.discard()
 
-    async def _ask_outline(self, peer: str) -> Manifest | None:
-        """Return the counters of a replica and the norm of its slow weights, if it says them in time."""
-        try:
-            async with asyncio.timeout(OUTLINE_S), self._converse(peer) as conversation:
-                request = StateRequest(parts=Parts.OUTLINE)
-                reply = await download.manifest_of(conversation, request, len(self._assembly.spans))
-        except (ConnectionError, TimeoutError):
-            return None
-        return reply if isinstance(reply, Manifest) else None
-
-    def _converse(self, peer: str) -> download.Talk:
-        return self._line.network.talk(peer, topic(STATE, self._number), self._schema)
-
 
 class DownloadAccount:
-    """What a person reads of a copy, and its journal."""
+    """The lines that a person reads of a copy, and its events in the journal."""
 
     def __init__(self, stage: int, reporter: Reporter, now: Callable[[], float]) -> None:
         self._stage, self._reporter, self._now = stage, reporter, now
@@ -160,7 +144,6 @@ class DownloadAccount:
         self._since_bytes = 0
 
     def note(self, news: News) -> None:
-        """Take note of what a copy says."""
         if self._begun_s is None:
             self._begun_s = self._now()
         match news:
@@ -178,12 +161,11 @@ class DownloadAccount:
                     self._reporter.say(f"lost {news.donor} while copying from it ({news.why}); what came is kept")
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar of progress."""
         if self._reporter.draw is not None:
             self._reporter.draw(1.0, "")
 
     def done(self, mixed: bool) -> None:
-        """Say that all is here."""
         seconds = self._seconds()
         rate = f" at {format_rate(self._fetched_bytes / seconds)}" if seconds > 0 else ""
         of_two = "; its parameters are those of more than one replica" if mixed else ""
@@ -247,7 +229,7 @@ def progress_line(stage: int, held_bytes: int, total_bytes: int, bytes_per_s: fl
 
 
 def waiting_line(stage: int, since_unix_s: float, now_unix_s: float, again_s: float) -> str:
-    """Return for what a newcomer waits whom no donor serves, since when, and what to do."""
+    """Return the line that a newcomer without a donor prints: since when it waits, and what to do."""
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(since_unix_s))
     return (
         f"waiting for a replica of stage {stage} that gives its state, since {since}"
@@ -256,14 +238,8 @@ def waiting_line(stage: int, since_unix_s: float, now_unix_s: float, again_s: fl
     )
 
 
-SNAPSHOT = "snapshot"
-"""The topic of those who keep snapshots of a stage."""
-PATIENCE_S = 10.0
-ASKED_AT_ONCE = 8
-
-
 class WeightsOf(NamedTuple):
-    """A stage whose weights are asked for. `kind`: STATE of its replicas, SNAPSHOT of peers that keep one."""
+    """A stage whose weights are asked for. `kind`: STATE of its replicas, SNAPSHOT of peers that keep a checkpoint."""
 
     number: int
     shapes: tuple[tuple[int, ...], ...]
@@ -271,46 +247,62 @@ class WeightsOf(NamedTuple):
 
     @property
     def weight_bytes(self) -> int:
-        """Of the slow weights."""
         return 4 * sum(map(prod, self.shapes))
 
     @property
+    def pieces(self) -> int:
+        """Return the pieces of a section."""
+        return len(cut([4 * prod(shape) for shape in self.shapes]))
+
+    @property
     def schema(self) -> Schema:
-        """What is said about them."""
         return state_schema(self.shapes)
 
     def converse(self, network: PeerNetwork) -> Converse:
-        """Return how to talk about them with a peer."""
         return lambda peer: network.talk(peer, topic(self.kind, self.number), self.schema)
 
     def wanted(self, deadline_s: float) -> StateWanted:
-        """Return what to ask for: the slow weights alone."""
+        """Return a request for the slow weights alone."""
         like = tuple(torch.empty(shape, device="meta") for shape in self.shapes)
         return StateWanted(parts=Parts.SLOW, like=like, deadline_s=deadline_s)
 
 
 def copying_s(weight_bytes: int, slowest_bytes_per_s: float) -> float:
-    """Return how long a whole state may take over the slowest line: five sections, each as large as the weights."""
+    """Return how long a whole state of five sections may take over the slowest line."""
     return 60.0 + len(Section) * weight_bytes / slowest_bytes_per_s
 
 
 class ManifestReplies(NamedTuple):
-    """What was said: by those who answered, and by how many that they are busy with others just now."""
+    """The manifests of the peers that answered, and the number of peers that are busy with others."""
 
     manifests: dict[str, Manifest]
     busy: int
 
+    @property
+    def offers(self) -> list[ReplicaSummary]:
+        """Return the manifests for a comparison."""
+        return [
+            ReplicaSummary(
+                peer=peer, round=each.round, inner_steps=each.inner_steps, progress=each.progress, norm=each.norm
+            )
+            for peer, each in self.manifests.items()
+        ]
+
 
 async def ask_manifests(network: PeerNetwork, peers: Iterable[str], subject: WeightsOf) -> ManifestReplies:
-    """Return what each peer says of its weights, round and norm, as far as they answer soon."""
-    turns, pieces = asyncio.Semaphore(ASKED_AT_ONCE), len(cut([4 * prod(shape) for shape in subject.shapes]))
-    converse, told, busy = subject.converse(network), dict[str, Manifest](), list[str]()
+    """Return what each peer says of its weights, if it answers soon."""
+    turns, converse, told, busy = (
+        asyncio.Semaphore(ASKED_AT_ONCE),
+        subject.converse(network),
+        dict[str, Manifest](),
+        list[str](),
+    )
 
     async def ask(peer: str) -> None:
         async with turns:
             try:
                 async with asyncio.timeout(PATIENCE_S), converse(peer) as conversation:
-                    reply = await manifest_of(conversation, StateRequest(parts=Parts.OUTLINE), pieces)
+                    reply = await manifest_of(conversation, StateRequest(parts=Parts.OUTLINE), subject.pieces)
             except (ConnectionError, TimeoutError):
                 return
             if isinstance(reply, Manifest):
@@ -322,13 +314,3 @@ async def ask_manifests(network: PeerNetwork, peers: Iterable[str], subject: Wei
         for peer in peers:
             group.create_task(ask(peer))
     return ManifestReplies({peer: told[peer] for peer in sorted(told)}, len(busy))
-
-
-def standings(told: Mapping[str, Manifest]) -> list[ReplicaSummary]:
-    """Return what peers said, for a comparison."""
-    return [
-        ReplicaSummary(
-            peer=peer, round=each.round, inner_steps=each.inner_steps, progress=each.progress, norm=each.norm
-        )
-        for peer, each in told.items()
-    ]

@@ -1,19 +1,15 @@
 """Which replicas of a stage belong in its mean, and the mean.
 
 Replicas of one stage differ a little, by the nature of gossip, and their mean is better than any of them. Three kinds
-must stay out of it, and whoever is left out is named with the reason:
+stay out of it, each named with the reason:
 
-- A gross outlier: weights that are not finite, or whose norm is more than twice, or less than half, the median norm of
-  the stage's replicas (of an even number the lower of the two in the middle: what diverges grows). Honest replicas
-  differ by a few per cent.
-- A straggler: more than `staleness_at_most` rounds behind the median round of the stage (of an even number the higher
-  one in the middle), as a round itself would judge it. A copy of a home that was at rest for a week would pull the mean
-  back by a week.
-- A stranger to the others: of three or more, one whose cosine with the median of them is next to nothing. Replicas
-  began alike; the negative of honest weights, or noise, has their norm and nothing else of them.
+- An outlier: its weights are not finite, or their norm differs by more than a factor of two from the stage's median
+  (the lower one: diverging weights grow). Honest replicas differ by a few per cent.
+- A straggler: more than `staleness_at_most` rounds behind the stage's median round (the higher one), as in a meeting.
+- A stranger: one of three or more whose cosine with the median of the others is next to nothing. Replicas began alike;
+  negated weights, or noise, have an honest norm and nothing else.
 
-The median, and never the largest or the newest, is the measure: one liar moves nobody else out of the mean. Two
-replicas of which one lies are beyond any rule.
+The median is the measure, so that one liar moves nobody else out of the mean. Of two, no rule tells the liar.
 """
 
 from __future__ import annotations
@@ -29,15 +25,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FACTOR = 2.0
-"""By which a norm may differ from the median."""
+"""A norm may differ by this factor from the median."""
 LEAST_ALIKE = 0.1
-"""Cosine of two replicas. Those of honest ones have more."""
+"""Cosine of two replicas. Honest ones have more."""
 LEAST_REPLICAS = 3
-"""Of which one can be told from the others."""
+"""Of fewer, none can be told from the others."""
 
 
 class ReplicaSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica: whose it is, where it stood, and the norm of its slow weights."""
+    """The peer of a replica, its counters, and the norm of its slow weights."""
 
     peer: str
     round: int
@@ -54,7 +50,7 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def drop_outliers(standings: Sequence[ReplicaSummary], rounds_behind: int) -> tuple[list[int], list[LeftOut]]:
-    """Return the places of those that belong in the mean, at least one where any is finite, and who is left out."""
+    """Return the places of the replicas in the mean, one at least if any is finite, and the replicas left out."""
     left_out = [
         LeftOut(peer=each.peer, why="its weights are not finite") for each in standings if not math.isfinite(each.norm)
     ]
@@ -79,9 +75,9 @@ def drop_outliers(standings: Sequence[ReplicaSummary], rounds_behind: int) -> tu
 
 
 def drop_strangers(products: Tensor, places: Sequence[int]) -> tuple[list[int], dict[int, float]]:
-    """Return who of these places belongs in the mean; of the others, the cosine that most of them have with it at most.
+    """Return the places that belong in the mean, and of the others the median cosine.
 
-    `products`: of the weights of all, each with each. Where no half agrees, all belong in it.
+    `products`: of the weights of all, each with each. If no half agrees, all belong in the mean.
     """
     if len(places) < LEAST_REPLICAS:
         return list(places), {}

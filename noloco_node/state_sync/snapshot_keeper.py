@@ -1,15 +1,14 @@
-"""Snapshots: slow weights of every stage, kept by peers that volunteer, so that no stage dies with its last replica.
+"""Slow weights of other stages, kept and served so that no stage dies with its last replica.
 
-A peer that runs with `--keep-snapshots ROUNDS` looks now and then how far each stage is. A stage that is so many rounds
-further than the snapshot of it gets a new one: a few of its replicas say round and norm, one of those that agree is
-chosen at random, and its slow weights are fetched as an export fetches them, beside the training, one stage at a time,
-and not at all while the donor is busy with newcomers. The last few of each stage are kept, as files like checkpoints;
-the own stage is left out, for its checkpoints lie beside them. A stage that has begun anew replaces nothing: its rounds
-have to pass those of the snapshot first.
+A peer with `--keep-snapshots ROUNDS` takes a snapshot of a stage that is so many rounds further than the last one. It
+asks a few replicas for round and norm, chooses one of those that agree at random, and fetches its slow weights beside
+the training, one stage at a time. A stage that has begun anew replaces no snapshot before its rounds have passed it.
 
-What is kept is served under a topic of its own (`noloco_node.state_sync.snapshot_keeper`): whoever revives a stage asks
-for it (`noloco_node.node.joining.revival`). A stage that has lost its last replica is served in any case, or a stranger
-who asks for another one all the time would keep it dead.
+A peer also serves its last checkpoints of stages that it served before: a peer that moved away may be the last to
+have any weights of a stage.
+
+A peer serves one stage at a time, which bounds the memory that strangers cost. A stage without replicas is served in
+any case, or a stranger that asks for another stage all the time would keep it dead.
 """
 
 from __future__ import annotations
@@ -19,20 +18,18 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from random import Random
 from statistics import median_low
 
 from gossip.exchange.messages import Busy, Manifest, Parts, ReplicaState
 from gossip.exchange.swap import norm
-from gossip.transfer.chunks import cut
 from gossip.transfer.donor import Donor, DonorLimits
 from gossip.transfer.download import OUTLYING_ROUNDS, download_state, piece_s
 from noloco_node.machine.interface import Host, Reporter, Runner, SnapshotStore
 from noloco_node.network.interface import Conversation, PeerNetwork, patient
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE, topic
-from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, ask_manifests, standings
+from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, ask_manifests
 from noloco_node.state_sync.replica_mean import ReplicaSummary, drop_outliers
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import PeerRecord, Roster
@@ -42,13 +39,21 @@ Shapes = tuple[tuple[int, ...], ...]
 """Of a stage's parameters."""
 REQUEST_S = 10.0
 RETRY_S = 5.0
+LOOK_S = 10.0
+"""Between two looks at how far the stages are."""
+FAILURE_S = 120.0
+"""Before a stage is tried again whose snapshot failed."""
+REPLICAS_ASKED = 3
+"""Replicas that say round and norm before one of them is chosen."""
+NORM_CHANGE = 1.5
+"""A norm may differ by this factor from what the same replica said a moment ago."""
 
 
 class SnapshotServer:
-    """Serves slow weights that lie on the disk, of one stage at a time.
+    """Serves slow weights from the disk, of one stage at a time.
 
-    `shapes`: of each stage. `deadline_s`: for so many bytes to be fetched. `load`: reads a stage's weights, None where
-    there are none. `is_last`: says that nobody else serves a stage; it is then given besides others.
+    `shapes`: of each stage. `deadline_s`: for so many bytes to be fetched. `load`: reads a stage's weights, None if
+    there are none. `is_last`: says that no replica serves a stage, which is then served besides others.
     """
 
     def __init__(
@@ -63,62 +68,54 @@ class SnapshotServer:
         self._network, self._device, self._shapes, self._deadline_s = network, device, shapes, deadline_s
         self._load, self._is_last = load, is_last
         self._donors: dict[int, Donor] = {}
-        self._outlines: dict[int, ReplicaState] = {}
+        self._served = set[int]()
+        self._counters: dict[int, ReplicaState] = {}
         self._talking: Counter[int] = Counter()
 
     async def note(self, found: Checkpoint) -> None:
-        """Serve a stage of which `found` are the newest weights from now on."""
-        number = found.counters.stage
-        is_new = number not in self._donors
-        await self._outline(number, state_of(found))
-        if is_new:
-            await self._open(number)
+        """Serve a stage from now on, with `found` as its newest weights."""
+        await self._remember(found.counters.stage, state_of(found))
+        await self.serve(found.counters.stage)
 
     async def serve(self, number: int) -> None:
-        """Serve a stage from now on; its weights are read when somebody asks for them."""
-        if number not in self._donors:
-            await self._open(number)
+        """Serve a stage from now on; its weights are read when a peer asks for them."""
+        if number not in self._served:
+            self._served.add(number)
+            subject, serve = self._subject(number), partial(self._converse, number)
+            await self._network.serve(topic(SNAPSHOT, number), subject.schema, serve)
 
-    def forget_outlines(self) -> None:
-        """Read anew what there is of each stage when somebody asks."""
-        self._outlines.clear()
+    def forget(self) -> None:
+        """Read the weights of each stage anew when a peer asks."""
+        self._counters.clear()
 
     def _donor(self, number: int) -> Donor:
         if number not in self._donors:
             subject = self._subject(number)
             deadline_s = self._deadline_s(subject.weight_bytes)
-            pieces = len(cut([4 * prod(shape) for shape in subject.shapes]))
-            limits = DonorLimits(deadline_s=2 * deadline_s, piece_s=piece_s(deadline_s, pieces))
+            limits = DonorLimits(deadline_s=2 * deadline_s, piece_s=piece_s(deadline_s, subject.pieces))
             provide = partial(self._provide, number)
             self._donors[number] = Donor(provide, self._device.beside, subject.shapes, limits)
         return self._donors[number]
 
-    async def _open(self, number: int) -> None:
-        self._donor(number)
-        serve = partial(self._converse, number)
-        await self._network.serve(topic(SNAPSHOT, number), self._subject(number).schema, serve)
-
     def _subject(self, number: int) -> WeightsOf:
         return WeightsOf(number, self._shapes[number], SNAPSHOT)
 
-    async def _outline(self, number: int, state: ReplicaState) -> ReplicaState:
-        """Remember what weights say of themselves: many ask that, and it must cost neither the disk nor memory."""
-        size = await self._device.beside(norm, state.slow)
-        self._donor(number).knows(state.round, size)
-        outline = self._outlines[number] = replace(state, slow=())
-        return outline
+    async def _remember(self, number: int, state: ReplicaState) -> None:
+        """Remember counters and norm: many peers ask for these, which must cost neither disk nor memory."""
+        self._donor(number).knows(state.round, await self._device.beside(norm, state.slow))
+        self._counters[number] = replace(state, slow=())
 
     async def _provide(self, number: int, parts: Parts) -> ReplicaState:
-        """Return what is known of a stage's weights, or they themselves, read from the disk."""
-        if parts is Parts.OUTLINE and number in self._outlines:
-            return self._outlines[number]
+        """Return a stage's counters, or its weights from the disk."""
+        if parts is Parts.OUTLINE and number in self._counters:
+            return self._counters[number]
         found = await self._load(number) if parts is not Parts.ALL else None
         if found is None:
             raise ConnectionAbortedError("of another's stage there are slow weights, as long as they lie here, no more")
         state = state_of(found)
-        if number not in self._outlines:
-            await self._outline(number, state)
-        return self._outlines[number] if parts is Parts.OUTLINE else state
+        if number not in self._counters:
+            await self._remember(number, state)
+        return self._counters[number] if parts is Parts.OUTLINE else state
 
     async def _converse(self, number: int, conversation: Conversation) -> None:
         if self._is_busy_with_others(number) and not self._is_last(number):
@@ -126,21 +123,21 @@ class SnapshotServer:
             return
         self._talking[number] += 1
         try:
-            await self._donors[number].serve(conversation)
+            await self._donor(number).serve(conversation)
         finally:
             self._talking[number] -= 1
 
     def _is_busy_with_others(self, number: int) -> bool:
-        """Say whether weights of another stage are being given, or held for somebody."""
+        """Say whether weights of another stage are on their way, or held for a peer."""
         others = [other for other in self._donors if other != number]
         return any(self._talking[other] or self._donors[other].statistics()["held"] for other in others)
 
 
 class FormerStageServer:
-    """Serves what one peer has of the stages that it served before.
+    """Serves a peer's last checkpoints of stages that it served before.
 
-    `deadline_s`: as for `SnapshotServer`; None serves nothing, for whoever keeps snapshots of all stages gives these
-    with them.
+    `deadline_s`: as for `SnapshotServer`; None serves nothing, because a peer that keeps snapshots of all stages serves
+    these with them.
     """
 
     def __init__(
@@ -151,17 +148,17 @@ class FormerStageServer:
             self._server = SnapshotServer(network, host.device, shapes, deadline_s, host.former.slow)
 
     async def begin(self, own: int) -> None:
-        """Set aside what is there of other stages than our own, and serve it from now on."""
+        """Set aside checkpoints of other stages than our own, and serve them from now on."""
         await self._former.set_aside(own)
         if self._server is not None:
-            self._server.forget_outlines()
+            self._server.forget()
             for number in await self._former.stages():
                 if number != own and number < self._stages:
                     await self._server.serve(number)
 
 
 def state_of(kept: Checkpoint) -> ReplicaState:
-    """Return what is kept as a replica would give it."""
+    """Return a checkpoint's slow weights as a replica would give them."""
     counters = kept.counters
     return ReplicaState(
         slow=kept.tensors["slow"],
@@ -176,27 +173,17 @@ def state_of(kept: Checkpoint) -> ReplicaState:
 
 
 async def turn_away(conversation: Conversation) -> None:
-    """Tell whoever asks to come back later; raise ConnectionAbortedError where it asks nothing."""
+    """Tell a peer to come back later; raise ConnectionAbortedError if it asks nothing."""
     async with patient(conversation, REQUEST_S):
         await conversation.receive()
         await conversation.send(Busy(retry_after_s=RETRY_S))
 
 
-LOOK_S = 10.0
-"""Between two looks at how far the stages are."""
-FAILURE_S = 120.0
-"""Before a stage is tried again whose snapshot failed."""
-REPLICAS_ASKED = 3
-"""Replicas that are asked for round and norm before one of them is chosen."""
-NORM_CHANGE = 1.5
-"""By which a norm may differ from what the same replica said a moment ago."""
-
-
 def next_stage(rounds: Sequence[Sequence[int]], kept: Mapping[int, int], every: int) -> int | None:
     """Return the stage that needs a snapshot most, None if none does.
 
-    `rounds`: of each stage's replicas at work. `kept`: round of the last snapshot. The median counts: no single replica
-    can have snapshots taken all the time, or never.
+    `rounds`: of each stage's replicas at work. `kept`: round of the last snapshot. The median counts, so that no single
+    replica forces or prevents snapshots.
     """
     behind = {number: median_low(found) - kept.get(number, -every) for number, found in enumerate(rounds) if found}
     due = [number for number, lag in behind.items() if lag >= every]
@@ -205,21 +192,18 @@ def next_stage(rounds: Sequence[Sequence[int]], kept: Mapping[int, int], every: 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotKeeperConfig:
-    """What is kept. `shapes`: of each stage's parameters. `own`: the stage that we serve. `every`: in rounds.
-
-    `deadline_s`: for the fetching of so many bytes.
-    """
+    """The snapshots to take. `own`: the stage that we serve. `every`: rounds. `deadline_s`: to fetch so many bytes."""
 
     run_id: str
     seed: int
-    shapes: tuple[tuple[tuple[int, ...], ...], ...]
+    shapes: tuple[Shapes, ...]
     own: int
     every: int
     deadline_s: Callable[[int], float]
 
 
 class SnapshotKeeper:
-    """Takes snapshots and serves them; `run` is to be awaited as long as we take part."""
+    """Takes snapshots and serves them; the caller awaits `run` as long as the node takes part."""
 
     def __init__(
         self,
@@ -240,22 +224,18 @@ class SnapshotKeeper:
         )
 
     async def run(self) -> None:
-        """Serve what is there, and take a snapshot of a stage whenever one is due, until cancelled."""
+        """Serve the snapshots on the disk, and take one of a stage whenever it is due, until cancelled."""
         for number in range(len(self._config.shapes)):
-            await self._look_up(number)
+            if (found := await self._store.newest(number)) is not None:
+                await self._note(found)
         while True:
             await asyncio.sleep(LOOK_S)
             due = next_stage(self._standing(), self._rounds, self._config.every)
             if due is not None:
                 await self._take(due)
 
-    async def _look_up(self, number: int) -> None:
-        found = await self._store.newest(number)
-        if found is not None:
-            await self._note(found)
-
     def _standing(self) -> list[list[int]]:
-        """Return the rounds of the replicas of each stage that may be asked now."""
+        """Return the rounds of each stage's replicas, as far as the stage may be asked now."""
         now_s = loop_s()
         return [
             [record.round for record in self._at_work(number)]
@@ -280,11 +260,11 @@ class SnapshotKeeper:
         await self._note(found)
 
     async def _fetch(self, number: int) -> Checkpoint:
-        """Return the slow weights of one replica of a stage; raise `OSError` where nobody gives them."""
+        """Return the slow weights of one replica of a stage; raise `OSError` if no replica gives them."""
         subject = WeightsOf(number, self._config.shapes[number], STATE)
         peers = [record.peer for record in self._at_work(number)]
         replies = await ask_manifests(self._network, self._rng.sample(peers, min(REPLICAS_ASKED, len(peers))), subject)
-        found = possible(standings(replies.manifests), self._config.every)
+        found = possible(replies.offers, self._config.every)
         kept, _ = drop_outliers(found, self._config.every)
         if not kept:
             raise ConnectionRefusedError("none of its replicas answered")
@@ -316,7 +296,7 @@ class SnapshotKeeper:
 
 
 def snapshot_of(state: ReplicaState, peer: str, stage: int, run_id: str) -> Checkpoint:
-    """Return a replica's slow weights as they are kept."""
+    """Return a replica's slow weights as a checkpoint."""
     counters = Counters(
         run_id=run_id,
         stage=stage,
@@ -332,6 +312,6 @@ def snapshot_of(state: ReplicaState, peer: str, stage: int, run_id: str) -> Chec
 
 
 def possible(found: Sequence[ReplicaSummary], every: int) -> list[ReplicaSummary]:
-    """Return the replicas that are not far ahead of the others: a snapshot of such a round would never be replaced."""
+    """Return the replicas that are not far ahead of the others: their snapshot would never be replaced."""
     furthest = median_low([each.round for each in found]) + max(every, OUTLYING_ROUNDS) if found else 0
     return [each for each in found if each.round <= furthest]

@@ -1,11 +1,21 @@
-"""Where a replica begins: with the run's first weights, with a donor's state, or with its own checkpoint.
+"""Where a replica starts: from first weights, a donor's state or its own checkpoint, and which snapshot to believe.
 
-A checkpoint that is a few rounds behind the swarm is gone on from: its replica is then a straggler like any other, and
-keeps the steps that it took alone. One that is further behind would bring weights that others have left long ago.
+A checkpoint a few rounds behind its stage is taken: its replica is a straggler like any other and keeps the steps that
+it took alone. An older one would bring weights that others left long ago.
+
+Loss shows whether given weights are worth anything, because a donor only claims it. The first microbatches of a
+newcomer, on real routes, are compared with the losses that most replicas of the run report. Medians count on both
+sides: a bad replica of another stage is in few of our routes, and a liar is one record of many. A replica whose weights
+fail says in its next meeting that they have met nobody's, and adopts the partner's.
+
+A snapshot that revives a stage has no partner, and soon every loss is that of a route through it. So it is compared
+with losses from before, and if it fails, the newcomer asks for another one. If all fail, it takes the best if that
+knows more than a guess.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +28,7 @@ import torch
 
 from gossip.exchange.messages import Manifest, ReplicaState
 from gossip.interface import Origin
+from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState
 from gossip.rule.shares import ROUND_BOUND
 from gossip.transfer.download import OUTLYING_PROGRESS, round_to_start_in
@@ -29,30 +40,29 @@ from noloco_node.swarm.roster import Roster
 from pipeline.inner_step import OptimiserState
 
 JUDGED = 8
-"""Microbatches of one judgement."""
+"""Microbatches in one judgement."""
 JUDGEMENTS = 3
-"""Of which a replica's weights may fail. What all fail is not the weights' fault."""
+"""A replica's weights may fail so many. If all fail, the cause is not the weights."""
 LEAST_OTHERS = 3
-"""Replicas whose loss is known."""
+"""Replicas whose loss must be known."""
 FAR = 1.5
-"""Times the loss of others: honest replicas and routes differ by less."""
+"""Times the loss of others. Honest replicas and routes differ by less."""
 
 
 class SnapshotTrial(NamedTuple):
-    """That of a snapshot which revived a stage. `keeper`: who gave it. `usual`: what others had lost by then."""
+    """The trial of a snapshot that revived a stage. `keeper`: its peer. `usual`: the losses of others by then."""
 
     keeper: str
     usual: tuple[float, ...]
 
 
 class FailedSnapshots(NamedTuple):
-    """Those of one stage that were worth nothing: what each lost, by who gave it. `usual`: what others lost before."""
+    """Snapshots of one stage that failed. `losses`: of each, by its keeper. `usual`: the losses of others before."""
 
     losses: Mapping[str, float] = MappingProxyType({})
     usual: tuple[float, ...] = ()
 
     def with_one(self, trial: SnapshotTrial, loss: float) -> FailedSnapshots:
-        """Return these and another one."""
         return FailedSnapshots({**self.losses, trial.keeper: loss}, self.usual or trial.usual)
 
 
@@ -60,7 +70,7 @@ NONE_FAILED = FailedSnapshots()
 
 
 class StartingLoss:
-    """The first losses of a replica. `judges`: whether another one gave it its weights."""
+    """The first losses of a replica. `judges`: whether another replica gave it its weights."""
 
     def __init__(self, *, judges: bool, trial: SnapshotTrial | None = None) -> None:
         self._left = JUDGEMENTS if judges else 0
@@ -71,11 +81,11 @@ class StartingLoss:
 
     @property
     def judges(self) -> bool:
-        """Whether the weights are still to be judged."""
+        """Say whether the weights are still to be judged."""
         return self._left > 0
 
     def failed(self, losses: Iterable[float], others: Iterable[float]) -> tuple[float, float] | None:
-        """Note the losses of some microbatches; return ours and the others' once ours is far above theirs."""
+        """Note losses of microbatches; return our median and the others' once ours is far above theirs."""
         if not self._left:
             return None
         self._losses += [loss if math.isfinite(loss) else math.inf for loss in losses]
@@ -93,9 +103,9 @@ class StartingLoss:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartingState:
-    """Where a replica starts, its stage being there already: the outer state, its counters, the run's progress.
+    """The outer state, counters and progress from which a replica starts; the stage has its weights already.
 
-    `given`: by another peer, whose word it is that the weights are worth anything. `trial`: of a snapshot.
+    `given`: whether another peer gave the weights, which have yet to prove themselves. `trial`: of a snapshot.
     """
 
     origin: Origin
@@ -105,12 +115,11 @@ class StartingState:
 
 
 def from_seed(stage: StageModel) -> StartingState:
-    """Return the beginning of a replica that starts from the run's initial weights."""
     return StartingState(origin=Origin(OuterState(stage.weights())))
 
 
 def from_donor(stage: StageModel, state: ReplicaState) -> StartingState:
-    """Put a donor's state into the stage and return the beginning that follows from it."""
+    """Put a donor's state into the stage and return the starting state."""
     stage.set_weights(state.slow)
     if state.optimiser:
         stage.load_optimiser_state(OptimiserState(state.optimiser_steps, state.optimiser))
@@ -130,15 +139,15 @@ def from_donor(stage: StageModel, state: ReplicaState) -> StartingState:
 def is_recent_enough(own_round: int, rounds: Sequence[int], staleness_at_most: int) -> bool:
     """Say whether a checkpoint of `own_round` will do in a stage whose living replicas are in `rounds`.
 
-    It may be as far behind as numbers of rounds heal at once, and as weights may be and still count in a meeting.
+    It may be behind as far as a meeting still counts its weights, and as far as rounds catch up at once.
     """
     return own_round >= median_low(rounds) - min(ROUND_BOUND, staleness_at_most)
 
 
 def started(beginning: StartingState, rounds: Sequence[int], progress: float) -> StartingState:
-    """Return the beginning of a newcomer that is as far as its stage: `rounds` of its replicas, median `progress`.
+    """Return a starting state that is as far as its stage: `rounds` of its replicas, median `progress`.
 
-    Where the stage says quite another progress than the donor, most of it may be names: the donor has shown a state.
+    If the stage's progress is far from the donor's, the donor's counts: only the donor has shown a state.
     """
     if abs(progress - beginning.progress) > OUTLYING_PROGRESS:
         progress = beginning.progress
@@ -149,9 +158,9 @@ def started(beginning: StartingState, rounds: Sequence[int], progress: float) ->
 
 
 def from_checkpoint(stage: StageModel, checkpoint: Checkpoint) -> StartingState:
-    """Put a checkpoint into the stage and return the beginning that follows from it.
+    """Put a checkpoint into the stage and return the starting state.
 
-    One that was saved when the device was lost has slow weights alone: the inner optimiser begins anew.
+    A checkpoint saved after the device was lost has slow weights alone: the inner optimiser begins anew.
     """
     counters, tensors = checkpoint.counters, checkpoint.tensors
     slow = tensors["slow"]
@@ -164,9 +173,9 @@ def from_checkpoint(stage: StageModel, checkpoint: Checkpoint) -> StartingState:
             OuterState(slow, tensors.get("momentum", ()), tensors.get("gathered", ()), counters.meetings),
             rounds=counters.round,
             inner_steps=counters.inner_steps,
-            # One from before this was noted: as fresh as can be.
+            # A checkpoint of an earlier version does not say: as fresh as can be.
             last_met=counters.round if counters.last_met is None else counters.last_met,
-            # Steps since the last round are in the fast weights alone, and must not be lost with the last one.
+            # The steps since the last round are in the fast weights alone.
             gathered=all(map(torch.equal, fast, slow)),
         ),
         progress=counters.progress,
@@ -174,18 +183,18 @@ def from_checkpoint(stage: StageModel, checkpoint: Checkpoint) -> StartingState:
 
 
 MOST_ASKED = 256
-"""Of those at work, and a quarter as many of those who are on their way to it."""
+"""Peers at work, and a quarter as many that are on their way to a stage."""
 AGAIN_S = 10.0
-"""Before everybody is asked again."""
+"""Before all peers are asked again."""
 ATTEMPTS = 30
-"""Where somebody has a snapshot, or may have."""
+"""If a peer has a snapshot, or may have."""
 ATTEMPTS_IN_VAIN = 2
 NORM_FACTOR = 4.0
-"""By which the norm of a snapshot may differ from the median of three or more: they are of different rounds."""
+"""A norm may differ by this factor from the median of three or more: snapshots are of different rounds."""
 LEAST_FOR_MEDIAN = 3
-"""Offers from which a norm is compared with their median."""
+"""Offers without which no median is taken."""
 MOST_TIMES = 64
-"""As many rounds as the furthest of the other stages may a stage have made: it had the fewer replicas."""
+"""Times the rounds of the furthest other stage: a stage with fewer replicas takes more rounds."""
 
 
 class RunReach(NamedTuple):
@@ -195,13 +204,12 @@ class RunReach(NamedTuple):
     progress: float
 
     def allows(self, of: ReplicaSummary | Manifest) -> bool:
-        """Say whether a snapshot of another stage may be so far."""
         most = MOST_TIMES * (self.round + ROUND_BOUND)
         return 0 <= of.round <= most and of.progress <= self.progress + OUTLYING_PROGRESS
 
 
 def donors(own_round: int | None, offers: Sequence[ReplicaSummary], run: RunReach) -> tuple[str, ...]:
-    """Return the peers whose snapshot to ask for, the newest first; none where our own checkpoint is as good.
+    """Return the peers whose snapshot to ask for, the newest first; none if our own checkpoint is as good.
 
     `own_round`: of our checkpoint of the stage, None without one.
     """
@@ -217,7 +225,7 @@ def donors(own_round: int | None, offers: Sequence[ReplicaSummary], run: RunReac
 def verify_snapshot(
     offers: Sequence[ReplicaSummary], run: RunReach
 ) -> Callable[[str, Manifest], Awaitable[str | None]]:
-    """Return what refuses whoever gives another snapshot than the one for which `donors` chose it."""
+    """Return the objection to a peer that gives another snapshot than it offered."""
     norms = {offer.peer: offer.norm for offer in offers}
 
     async def objection(peer: str, manifest: Manifest) -> str | None:
@@ -231,9 +239,9 @@ def verify_snapshot(
 
 
 def reached(roster: Roster) -> RunReach:
-    """Return how far the stage is that is furthest, by the medians of its replicas at work.
+    """Return how far the furthest stage is, by the medians of its replicas at work.
 
-    Newcomers say round 0, and there may be many of them: they count where nobody else is left.
+    Newcomers, which say round 0, count only if no other replica is left.
     """
     at_work = [[record for record in records if record.state in AT_WORK] for records in roster.stages]
     stages = [records for records in (at_work if any(at_work) else roster.stages) if records]
@@ -244,7 +252,7 @@ def reached(roster: Roster) -> RunReach:
 
 
 def asked_of(roster: Roster, me: str, rng: Random) -> list[str]:
-    """Return the peers that are asked for a snapshot: whoever works, or has left a stage and not yet arrived."""
+    """Return the peers to ask for a snapshot: those at work, and those on their way to another stage."""
     found: list[str] = []
     for states, most in ((AT_WORK, MOST_ASKED), ((PeerState.CATCHING_UP,), MOST_ASKED // 4)):
         records = [record for records in roster.stages for record in records if record.state in states]
@@ -254,11 +262,55 @@ def asked_of(roster: Roster, me: str, rng: Random) -> list[str]:
 
 
 def asks_again(promised: bool, saved: bool, attempt: int) -> bool:
-    """Say whether to ask everybody again after this attempt, from 0.
+    """Say whether to ask all peers again after this attempt, from 0.
 
-    Where somebody has a snapshot, or is busy giving another one, for some minutes: a stage is at stake. Where nobody
-    has, once more if the run's first weights are all that is left, for an answer may have been lost.
+    If a peer has a snapshot or is busy, for some minutes: a stage is at stake. If none has, once more when only the
+    run's first weights are left, because an answer may have been lost.
     """
     if promised:
         return attempt + 1 < ATTEMPTS
     return not saved and attempt + 1 < ATTEMPTS_IN_VAIN
+
+
+class StartingWeights:
+    """The weights that a replica began with, judged by its first microbatches.
+
+    Those of a donor are disowned: the rounds go on from a partner's. A snapshot that revived the stage has no partner:
+    `failed_snapshot` is set, and the replica gives the stage up.
+    """
+
+    def __init__(self, starting_state: StartingState, rounds: Rounds) -> None:
+        self._trial, self._rounds = starting_state.trial, rounds
+        self._loss = StartingLoss(judges=starting_state.given, trial=self._trial)
+        self.failed_snapshot: asyncio.Future[tuple[SnapshotTrial, float]] = asyncio.get_running_loop().create_future()
+        """The snapshot that we began with, and what it loses: once that is far too much."""
+        self._disowned = False
+        """Whether our weights were disowned when the window began."""
+
+    @property
+    def judged(self) -> bool:
+        """Whether the judgement is over, or none was needed."""
+        return not self._loss.judges
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether our weights are a snapshot that has not been found to be worth anything."""
+        return self._trial is not None and (not self.judged or self.failed_snapshot.done())
+
+    def failed(self, losses: Sequence[float], known: Sequence[float]) -> tuple[float, float] | None:
+        """Judge by the losses of a window, beside those `known` of others; return ours and theirs if ours is far more.
+
+        Then the weights are disowned, or `failed_snapshot` is set.
+        """
+        waited, self._disowned = self._disowned, self._rounds.disowned
+        if waited or self._disowned:
+            return None  # this window began with weights that have been replaced since, or will be
+        failed = self._loss.failed(losses, known)
+        if failed is None:
+            return None
+        if self._trial is not None:
+            self.failed_snapshot.set_result((self._trial, failed[0]))
+        else:
+            self._rounds.disown()
+            self._disowned = True
+        return failed

@@ -1,16 +1,16 @@
-"""The files that a run starts from, on their way to those who begin it: weights, and the tokenizer that goes with them.
+"""The files that a run starts from travel between peers: weights, and the tokenizer that goes with them.
 
-Whoever has pieces of them answers for these: the owner of the checkpoint (`bootstrap --weights`, `join --weights`), and
-every node that has fetched some. A newcomer asks the nodes before the bootstrap peers, and fetches its pieces in an
-order of its own: so the first copy leaves the owner once, and the rest travels between newcomers. Of the weights a node
-fetches what its stage needs; the tokenizer is small, and every node has all of it.
+The owner of the checkpoint (`bootstrap --weights`, `join --weights`) and every node serve the pieces that they have. A
+newcomer asks nodes before bootstrap peers and fetches pieces in an order of its own, so that the first copy leaves the
+owner once and newcomers give each other the rest. A node fetches the weights that its stage needs, and the whole
+tokenizer, which is small.
 
-A peer that does not have a piece answers with the pieces of the file that it has: it is asked for these from then on,
-and where it has none that is missing, it is not asked again for a while.
+A peer without a piece answers with the pieces of the file that it has. The newcomer then asks for these, and asks a
+peer that has none of its missing pieces again only after a while.
 
-What comes is believed by the digests of the run file alone (`noloco_node.storage.weight_store`). A message is bounded,
-and streams are few: strangers cost a peer at most `STREAMS_SERVED` pieces of memory. Where all streams are taken, a
-newcomer takes the one of a peer that has more streams than it, or else the one that has stood still longest.
+Only the digests of the run file are believed (`noloco_node.storage.weight_store`). Strangers cost a peer at most
+`STREAMS_SERVED` pieces of memory. If all streams are taken, a newcomer gets the stream of a peer that has more streams
+than it, else the one that has stood still longest.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ if TYPE_CHECKING:
 TOPIC = "weights"
 TOKENIZER_TOPIC = "tokenizer"
 STREAMS = 4
-"""Of one newcomer at once, each to a peer."""
+"""Of one newcomer, each to a peer."""
 STREAMS_SERVED = 32
 PATIENCE_S = 60.0
 """For one message."""
 STANDS_STILL_S = 5.0
-"""A stream whose peer has asked for nothing, or taken nothing, for so long gives way where all are taken."""
+"""If all streams are taken, one gives way whose peer has asked for nothing for so long."""
 ASK_AGAIN_S = 30.0
-"""After this time a peer may have pieces that it had not."""
+"""After this time a peer may have new pieces."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileDigestsRequest:
-    """Send me the digests of a file's pieces, please."""
+    """Asks for the digests of a file's pieces."""
 
     file: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilePieceRequest:
-    """Send me a piece of a file, please."""
+    """Asks for a piece of a file."""
 
     file: Count
     number: Count
@@ -62,7 +62,7 @@ class FilePieceRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileContent:
-    """What was asked for; empty where it is not here. `held`: then, which pieces of that file are here (a bit each)."""
+    """The requested bytes, or none; `held`: then, the pieces of the file that the peer has (a bit each)."""
 
     content: bytes
     held: bytes = b""
@@ -79,7 +79,7 @@ SCHEMA = Schema(
 
 @dataclass(eq=False, slots=True)
 class _Stream:
-    """A stream that is served. `since_s`: when its peer asked for something, or took it, last."""
+    """A stream that is served. `since_s`: when its peer last asked for a piece or took one."""
 
     peer: str
     end: asyncio.Timeout
@@ -87,14 +87,14 @@ class _Stream:
 
 
 class WeightServer:
-    """Gives the pieces that a store holds. `job`: runs what reads the disk."""
+    """Serves the pieces of a store. `job`: runs the reading of the disk."""
 
     def __init__(self, store: WeightStore, job: Compute) -> None:
         self._store, self._job = store, job
         self._streams: list[_Stream] = []
 
     async def serve(self, conversation: Conversation) -> None:
-        """Answer the requests of one stream until the newcomer leaves; nothing where there are too many of them."""
+        """Answer the requests of one stream until the newcomer leaves; answer none if there are too many streams."""
         peer = conversation.peer
         if not self._has_room(peer):
             return
@@ -109,7 +109,7 @@ class WeightServer:
                         self._streams.remove(stream)
 
     def _has_room(self, peer: str) -> bool:
-        """Say whether a peer may have one more stream; where all are taken, another one may have to end for it."""
+        """Say whether a peer may have one more stream; end another stream for it if need be."""
         count = Counter(stream.peer for stream in self._streams)
         if count[peer] >= STREAMS:
             return False
@@ -149,7 +149,7 @@ class WeightServer:
 
 
 class WeightDownload:
-    """Fetches pieces into a store. `tell`: how many pieces are here, of how many. `topic`: by which they are asked."""
+    """Fetches pieces into a store. `tell`: is told how many pieces are here, of how many."""
 
     def __init__(
         self,
@@ -163,11 +163,11 @@ class WeightDownload:
         self._held: dict[tuple[str, int], _Held] = {}
 
     async def everything(self, peers: Sequence[str]) -> bool:
-        """Fetch all files; say whether all is here."""
+        """Fetch all files; say whether all pieces are here."""
         return await self.digests(peers) and await self.pieces(self._store.all_pieces(), peers)
 
     async def digests(self, peers: Sequence[str]) -> bool:
-        """Fetch the digests of all files from the first that has them; say whether all are here."""
+        """Fetch the digests of all files, from one peer after the other; say whether all are here."""
         for peer in peers:
             lacking = [file for file in range(len(self._store.files)) if self._store.digests(file) is None]
             if not lacking:
@@ -181,7 +181,7 @@ class WeightDownload:
         return all(self._store.digests(file) is not None for file in range(len(self._store.files)))
 
     async def pieces(self, keys: Sequence[FilePieceKey], peers: Sequence[str]) -> bool:
-        """Fetch pieces from all who have them; say whether all are here. What has come stays."""
+        """Fetch pieces from all peers that have them; say whether all are here. A piece that has come stays."""
         missing = await self._job(self._store.missing, keys)
         if not missing:
             return True
@@ -197,7 +197,7 @@ class WeightDownload:
         return not await self._job(self._store.missing, keys)
 
     async def _stream(self, peers: Sequence[str], progress: _Progress) -> None:
-        """Ask one peer after the other for what is missing and it may have."""
+        """Ask one peer after the other for the missing pieces that it may have."""
         for peer in peers:
             if not any(self._may_have(peer, key) for key in progress.missing):
                 continue
@@ -225,7 +225,7 @@ class WeightDownload:
                     progress.missing.append(key)
 
     def _may_have(self, peer: str, key: FilePieceKey) -> bool:
-        """Say whether to ask a peer for a piece: it says that it has it, or has said nothing for a while."""
+        """Say whether to ask a peer for a piece: the peer says that it has it, or has said nothing for a while."""
         told = self._held.get((peer, key.file))
         return told is None or loop_s() - told.at_s >= ASK_AGAIN_S or is_held(told.pieces, key.number)
 
@@ -240,14 +240,14 @@ class WeightDownload:
 
 @dataclass(slots=True)
 class _Progress:
-    """What is still to come of so many pieces."""
+    """The pieces still to come, of so many."""
 
     missing: deque[FilePieceKey]
     count: int
     tell: Callable[[int, int], None]
 
     def take(self, wanted: Callable[[FilePieceKey], bool]) -> FilePieceKey | None:
-        """Take one of the missing pieces that are wanted, for whoever fetches it now."""
+        """Take one of the missing pieces that are wanted."""
         for _ in range(len(self.missing)):
             key = self.missing.popleft()
             if wanted(key):
@@ -257,7 +257,7 @@ class _Progress:
 
 
 class _Held(NamedTuple):
-    """Which pieces of a file a peer has told that it has, and when (loop seconds)."""
+    """The pieces of a file that a peer said it has, and when (loop seconds)."""
 
     at_s: float
     pieces: bytes

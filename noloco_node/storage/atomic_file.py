@@ -1,4 +1,11 @@
-"""A small file that is whole, as it was before or as it is after, whenever the power fails or its process is killed."""
+"""Files that are whole or not there, whenever the power fails or the process is killed.
+
+A file is written aside, flushed to the disk and renamed, and its directory is flushed: it is there as it was before, or
+as it is after. `write_tensors` writes safetensors files with the SHA-256 of everything in their metadata, so that a
+flipped or missing byte is noticed; a file without a checksum, written by another program, is believed as far as its
+format goes. The bytes go to the disk in one pass, hashed on the way: writing takes no second copy of the tensors, and
+some MiB of a GPU's. Nothing here loads torch but `bytes_of`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +29,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield where to write a file aside, and put it in place of `path` if the body has flushed it to the disk."""
+    """Yield where to write a file aside, and put it in place of `path`; the body has flushed it."""
     aside = path.with_name(f".{path.name}.aside")
     try:
         yield aside
@@ -33,9 +40,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write(path: Path, content: bytes, *, public: bool = False) -> None:
-    """Write a file aside, flush it to the disk and rename it; raise `OSError` where the disk refuses.
+    """Write a file aside, flush it and rename it; raise `OSError` if the disk refuses.
 
-    Other users of the machine can read it only where it is `public`: most files of a home are nobody else's business.
+    Other users of the machine can read it only if it is `public`.
     """
     with replacing(path) as aside:
         aside.unlink(missing_ok=True)
@@ -48,9 +55,9 @@ def write(path: Path, content: bytes, *, public: bool = False) -> None:
 
 
 def write_all(descriptor: int, content: bytes | memoryview, at: int | None = None) -> None:
-    """Write all of `content` to a descriptor, at byte `at` or where its file stands; raise `OSError` otherwise.
+    """Write all of `content` to a descriptor, at byte `at` or its position; raise `OSError` otherwise.
 
-    One system call may write a part and report no error: the cause, a full disk for one, comes with the next call.
+    One system call may write a part and report no error: the cause, such as a full disk, comes with the next call.
     """
     left = memoryview(content)
     while left:
@@ -67,7 +74,7 @@ SPARE_BYTES = 16 * 2**20
 
 
 def require_room(directory: Path, size_bytes: int, path: Path | None = None) -> None:
-    """Raise `OSError` where a disk has no room for so much more; `path`: the file that it names."""
+    """Raise `OSError` if a disk has no room for so many bytes more; `path`: the file that the error names."""
     free_bytes = shutil.disk_usage(directory).free
     if size_bytes + SPARE_BYTES > free_bytes:
         spare, needed, free = map(format_bytes, (SPARE_BYTES, size_bytes + SPARE_BYTES, free_bytes))
@@ -76,13 +83,13 @@ def require_room(directory: Path, size_bytes: int, path: Path | None = None) -> 
 
 
 def sweep(directory: Path) -> None:
-    """Remove what a process that was killed while it wrote has left in a directory that is ours alone."""
+    """Remove files that a killed process has left aside in a directory that is ours alone."""
     for left in directory.glob(".*.aside"):
         left.unlink(missing_ok=True)
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
-    """Make a directory, and those above it that are missing; after a loss of power they are there still."""
+    """Make a directory and its missing parents, flushed to the disk."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
     path.mkdir(mode=mode, parents=True, exist_ok=True)
     for each in missing:
@@ -90,7 +97,7 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
 
 
 def flush(path: Path) -> None:
-    """Have the disk hold what was written to a file or a directory."""
+    """Flush a file or a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -99,7 +106,7 @@ def flush(path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes, *, public: bool = False) -> None:
-    """Write a file aside and rename it: nobody ever sees half of it. Raises `UserError` where the disk will not."""
+    """Do as `write` does; raise `UserError` (STORAGE) if the disk refuses."""
     try:
         write(path, content, public=public)
     except OSError as error:
@@ -122,14 +129,14 @@ _LENGTH = struct.Struct("<Q")
 
 
 class Lazy(NamedTuple):
-    """Bytes that are made when they are read, a part at a time."""
+    """Bytes that are made a part at a time when they are read."""
 
     size_bytes: int
     read: Callable[[], Iterator[memoryview]]
 
 
 def bytes_of(tensor: Tensor) -> memoryview | Lazy:
-    """Return a tensor's bytes: its memory itself if these are its bytes, else what copies them when they are read."""
+    """Return a tensor's memory, if these are its bytes, else what copies them when they are read."""
     import torch
 
     tensor = tensor.detach()
@@ -162,7 +169,6 @@ class Array(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """The length of the data."""
         return self.data.size_bytes if isinstance(self.data, Lazy) else len(self.data)
 
     def chunks(self) -> Iterator[memoryview]:
@@ -175,10 +181,10 @@ class Array(NamedTuple):
 
 
 def write_tensors(path: Path, arrays: Sequence[Array], about: str, read: Callable[[], None] = lambda: None) -> None:
-    """Write `arrays`, and `about` as the file's metadata, in place of `path` or not at all.
+    """Write `arrays`, with `about` as metadata, in place of `path` or not at all.
 
-    Calls `read` when it needs the arrays no more, before it waits for the disk. Raises `OSError` where the disk
-    refuses, also before it is full; whatever lay at `path` is then still there.
+    Calls `read` when it needs the arrays no more, before it waits for the disk. Raises `OSError` if the disk refuses,
+    also before it is full; the earlier file is then still there.
     """
     head = _header(arrays, about)
     require_room(path.parent, 8 + len(head) + sum(array.size_bytes for array in arrays), path)
@@ -187,10 +193,7 @@ def write_tensors(path: Path, arrays: Sequence[Array], about: str, read: Callabl
 
 
 def about_of(path: Path) -> str | None:
-    """Return the metadata that `write_tensors` was given; None where the file has none. Reads the header alone.
-
-    Raises ValueError for what is no such file, `OSError` where it cannot be read.
-    """
+    """Return the metadata that `write_tensors` was given, None if there is none; raise ValueError or `OSError`."""
     with path.open("rb") as file:
         found = _metadata(_head_of(file))
     told = found.get(_ABOUT, found.get("counters"))  # the older name
@@ -198,7 +201,7 @@ def about_of(path: Path) -> str | None:
 
 
 def check_tensors(path: Path) -> None:
-    """Raise ValueError where the file's bytes are not the ones that were written, `OSError` where it cannot be read."""
+    """Raise ValueError if the bytes are not those that were written, `OSError` if the file cannot be read."""
     with path.open("rb") as file:
         head = _head_of(file)
         told = _metadata(head)
@@ -215,7 +218,7 @@ def check_tensors(path: Path) -> None:
 
 
 def _header(arrays: Iterable[Array], told: str) -> bytes:
-    """Return the header, padded to eight bytes as the format wants it, the checksum blank."""
+    """Return the header, padded to eight bytes, with a blank checksum."""
     table: dict[str, object] = {"__metadata__": {_SUM: _BLANK, _ABOUT: told}}
     start = 0
     for array in arrays:
@@ -272,10 +275,7 @@ def _promise(digest: str) -> bytes:
 
 
 def tensor_ranges(path: Path) -> dict[str, tuple[int, int]]:
-    """Return where in a file each tensor lies: first byte, and the one behind the last. Reads the header alone.
-
-    Raises ValueError for what is no such file, `OSError` where it cannot be read.
-    """
+    """Return each tensor's first byte in a file, and the one behind its last; raise ValueError or `OSError`."""
     with path.open("rb") as file:
         head, size = _head_of(file), os.fstat(file.fileno()).st_size
     table, begin = json.loads(head), _LENGTH.size + len(head)

@@ -1,10 +1,8 @@
-"""Checkpoints: one whole file or none, and one whole file always.
+"""Checkpoints: each is one safetensors file that is whole or not there, and one whole file is always there.
 
-A checkpoint is one safetensors file of `noloco_node.storage.atomic_file`: written aside, flushed, renamed, with a
-checksum that is compared before it is used. They are numbered in the order in which they were written (the time of day
-may jump), the last few are kept, and the new one is there before the oldest is removed. So a disk that is full or
-read-only costs the new checkpoint and never an earlier one: `save` says so with an `OSError`, and the node carries on;
-and a checkpoint that a failing disk has damaged costs the steps since the one before it.
+The files are numbered in the order in which they were written, because the time of day may jump. The new file is there
+before the oldest is removed. So a disk that is full or read-only costs the new checkpoint alone: `save` raises
+`OSError`, and the node carries on. A checkpoint that a failing disk has damaged costs the steps since the one before.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ _NAME = re.compile(r"(\d{8,})-\d{10,}\.safetensors")
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint says of the replica besides its tensors."""
+    """What a checkpoint says of its replica besides the tensors."""
 
     run_id: str
     stage: Count
@@ -51,12 +49,9 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
 class Checkpoint(NamedTuple):
     """One replica at rest: `tensors` by group, each a tuple in the stage's order.
 
-    The groups are slow, momentum, gathered, fast and optimiser; momentum is absent where the run has none (alpha = 0),
-    gathered between two momentum periods, fast and optimiser where the device that held them was lost, and a snapshot
-    for others has slow alone. What a lossy codec owes (`gossip.exchange.codec.Feedback`) is not kept: a restart loses
-    one rounding.
-
-    The tensors may be the replica's own, wherever they lie. They move when `read` has been called, and not before.
+    The groups are slow, momentum (absent if alpha = 0), gathered (absent between two momentum periods), fast and
+    optimiser (absent if their device was lost); a snapshot for others has slow alone. The feedback of a lossy codec is
+    not kept: a restart loses one rounding. The tensors may be the replica's own; they stay until `read` is called.
     """
 
     counters: Counters
@@ -65,7 +60,7 @@ class Checkpoint(NamedTuple):
 
 
 def save(directory: Path, checkpoint: Checkpoint, keep: int = KEPT) -> Path:
-    """Write `checkpoint` as a new file, then drop all but the last `keep`; raise `OSError` when the disk refuses."""
+    """Write `checkpoint` as a new file, then remove all but the last `keep`; raise `OSError` if the disk refuses."""
     return store(directory, checkpoint.counters, arrays_of(checkpoint.tensors), keep, checkpoint.read)
 
 
@@ -76,7 +71,7 @@ def store(
     keep: int,
     read: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Do what `save` does, the tensors being bytes already: for whoever has no torch."""
+    """Do as `save` does with tensors that are bytes already, without torch."""
     atomic_file.make_directory(directory)
     atomic_file.sweep(directory)
     earlier = files(directory)
@@ -94,7 +89,7 @@ def store(
 
 
 def _of_another(path: Path, run_id: str) -> bool:
-    """Say whether a file is known to be of another run, whose weights are not ours to remove."""
+    """Say whether a file is of another run, whose weights are not ours to remove."""
     try:
         return counters_of(path).run_id != run_id
     except (OSError, ValueError):
@@ -102,7 +97,7 @@ def _of_another(path: Path, run_id: str) -> bool:
 
 
 def arrays_of(tensors: Mapping[str, tuple[Tensor, ...]]) -> list[atomic_file.Array]:
-    """Return the tensors of a checkpoint, by group, as they go to the disk."""
+    """Return the tensors of a checkpoint, by group, for the disk."""
     return [
         atomic_file.Array(f"{group}.{number}", "F32", tuple(tensor.shape), bytes_of(tensor))
         for group, members in tensors.items()
@@ -113,7 +108,7 @@ def arrays_of(tensors: Mapping[str, tuple[Tensor, ...]]) -> list[atomic_file.Arr
 def load_latest(
     directory: Path, run_id: str, complain: Callable[[str], None] = lambda _: None, wanted: tuple[str, ...] = ()
 ) -> Checkpoint | None:
-    """Return the newest whole checkpoint of this run, or None; `complain` of those that are not whole.
+    """Return the newest whole checkpoint of this run, or None; `complain` of damaged ones.
 
     `wanted`: the groups of tensors to read, all by default.
     """
@@ -127,7 +122,7 @@ def load_latest(
 def of_run(
     directory: Path, run_id: str, complain: Callable[[str], None] = lambda _: None
 ) -> Iterator[tuple[Path, Counters]]:
-    """Yield the files of a run in a directory, the newest first; `complain` of those that say nothing."""
+    """Yield the files of a run in a directory, the newest first; `complain` of unreadable ones."""
     for path in reversed(files(directory)):
         try:
             counters = counters_of(path)
@@ -139,7 +134,7 @@ def of_run(
 
 
 def load_whole(path: Path, complain: Callable[[str], None], *wanted: str) -> Checkpoint | None:
-    """Return a checkpoint, or of its groups those `wanted`, if its bytes are the ones that were written."""
+    """Return a checkpoint, or its groups `wanted`, if its bytes are those that were written."""
     try:
         atomic_file.check_tensors(path)
         return load(path, *wanted)
@@ -153,7 +148,7 @@ def _of_no_use(path: Path, error: Exception) -> str:
 
 
 def counters_of(path: Path) -> Counters:
-    """Read what a checkpoint says of itself; raise ValueError where it is none, `OSError` where it cannot be read."""
+    """Read the counters of a checkpoint; raise ValueError or `OSError`."""
     told = atomic_file.about_of(path)
     if told is None:
         raise ValueError(f"{path.name} does not say what it is")
@@ -161,7 +156,7 @@ def counters_of(path: Path) -> Counters:
 
 
 def load(path: Path, *wanted: str) -> Checkpoint:
-    """Read a checkpoint, or of its groups those `wanted`; raise ValueError or `OSError` where that cannot be."""
+    """Read a checkpoint, or its groups `wanted`; raise ValueError or `OSError`."""
     from safetensors import SafetensorError, safe_open
 
     counters = counters_of(path)
@@ -183,12 +178,12 @@ def files(directory: Path) -> list[Path]:
 
 
 def following(directory: Path, name: str) -> Path:
-    """Return where the next file of a directory goes: `name` behind the number after the last."""
+    """Return the path of the next file of a directory: `name` behind the number after the last."""
     return directory / f"{1 + max(map(_serial, files(directory)), default=0):08d}-{name}"
 
 
 def _order(path: Path) -> tuple[int, int, str]:
-    """Files from before they were numbered come first, in the order of their times."""
+    """Sort files of before the numbering first, by their times."""
     serial = _serial(path)
     try:
         return serial, 0 if serial else path.stat().st_mtime_ns, path.name

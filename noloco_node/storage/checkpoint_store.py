@@ -1,12 +1,17 @@
-"""A node's own checkpoints: the last few of the stage that it serves, and the last of those that it served before.
+"""A node's own checkpoints: when a replica saves itself, and where checkpoints of each stage lie.
 
-A peer moves to another stage, or is started again and takes another one. Its new checkpoints would push out those of
-the stage that it left, and with them perhaps the last weights of that stage. So they are set aside: renamed, not
-copied, to where snapshots of other stages lie. From there the peer itself goes on if it comes back, momenta and all;
-`noloco_node.state_sync.snapshot_keeper` gives the slow weights to whoever revives the stage; and an export from homes
-finds them.
+New checkpoints would push out those of a stage that the peer left, perhaps its last weights. So these are set aside:
+renamed to where snapshots of other stages lie. The peer goes on from there if it comes back, momenta included; the slow
+weights are served to a peer that revives the stage (`noloco_node.state_sync.snapshot_keeper`); and an export finds
+them.
 
-A node may keep snapshots of stages that it never served as well; these lie there with the others.
+A replica saves itself after each round, and without rounds every few minutes. Writing takes a bounded share of the
+time: a large replica on a slow disk saves less often. A checkpoint begins between two inner steps, where weights,
+momentum and optimiser belong together, and is written from the replica's memory beside the passes of the next window; a
+step waits until all is read (`gossip.rounds.weights_lock`).
+
+A disk that refuses is said once, with the cause. The roster shows it (`CheckpointWriter.trouble`) until a checkpoint is
+written again.
 """
 
 from __future__ import annotations
@@ -15,9 +20,10 @@ import asyncio
 import errno
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from functools import wraps
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from noloco_node.errors import reason_of
 from noloco_node.storage import atomic_file
@@ -28,63 +34,67 @@ from noloco_node.units import format_bytes
 KEPT = 2
 """Files of a stage that is served no more."""
 KEPT_SNAPSHOTS = 2
-"""Of a stage on the disk."""
+"""Of each stage."""
 SNAPSHOT_ROOM = 4
-"""Times its own size that a snapshot must find free: the checkpoints of this node come first."""
+"""A snapshot must find so many times its size free: the checkpoints of this node come first."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_thread(work: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
+    """Return `work` as a coroutine function that runs in a thread."""
+
+    @wraps(work)
+    async def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        return await asyncio.to_thread(work, *args, **kwargs)
+
+    return run
 
 
 class CheckpointStore:
     """The checkpoints of one node and run; implements `machine.interface.ArchivedStages`.
 
-    `present`: where those of the stage that is served are written. `former`: below it a directory for each other stage.
+    `present`: the directory of the stage that is served. `former`: holds a directory for each other stage.
     """
 
     def __init__(self, present: Path, former: Path, run_id: str, peer: str, complain: Callable[[str], None]) -> None:
         self._present, self._former = present, former
         self._run_id, self._peer, self._complain = run_id, peer, complain
 
-    async def served(self) -> int | None:
+    @in_thread
+    def served(self) -> int | None:
         """Return the stage of the last checkpoint; None without one."""
-        return await asyncio.to_thread(self._served)
-
-    async def load(self, stage: int) -> Checkpoint | None:
-        """Return our last whole checkpoint of a stage, or None."""
-        return await asyncio.to_thread(self._load, stage)
-
-    async def set_aside(self, own: int) -> None:
-        """Keep what is there of other stages than `own` from being pushed out by its checkpoints."""
-        await asyncio.to_thread(self._set_aside, own)
-
-    async def stages(self) -> tuple[int, ...]:
-        """Return the stages of which something lies aside."""
-        return await asyncio.to_thread(self._stages)
-
-    async def slow(self, stage: int) -> Checkpoint | None:
-        """Return the slow weights of a stage that lie aside, ours or a snapshot; None where no whole ones do."""
-        return await asyncio.to_thread(self._slow, stage)
-
-    def _served(self) -> int | None:
         return next((counters.stage for _, counters in self._of_run(self._present)), None)
 
-    def _load(self, stage: int) -> Checkpoint | None:
+    @in_thread
+    def load(self, stage: int) -> Checkpoint | None:
+        """Return our last whole checkpoint of a stage, or None."""
         for directory in (self._present, self._former / str(stage)):
             for path, counters in self._of_run(directory):
-                # Of another's weights there are no momenta.
+                # Another peer's weights come without momenta.
                 if counters.stage == stage and (directory == self._present or counters.peer == self._peer):
                     found = load_whole(path, self._complain)
                     if found is not None:
                         return found
         return None
 
-    def _slow(self, stage: int) -> Checkpoint | None:
+    @in_thread
+    def slow(self, stage: int) -> Checkpoint | None:
+        """Return the slow weights of a former stage, ours or a snapshot; None if no whole ones are there."""
         paths = [path for path, counters in self._of_run(self._former / str(stage)) if counters.stage == stage]
         return next((found for path in paths if (found := load_whole(path, self._complain, "slow")) is not None), None)
 
-    def _stages(self) -> tuple[int, ...]:
+    @in_thread
+    def stages(self) -> tuple[int, ...]:
+        """Return the stages with files set aside."""
         numbers = [int(path.name) for path in self._former.glob("[0-9]*") if path.name.isdecimal()]
         return tuple(sorted(stage for stage in numbers if any(self._of_run(self._former / str(stage)))))
 
-    def _set_aside(self, own: int) -> None:
+    @in_thread
+    def set_aside(self, own: int) -> None:
+        """Move checkpoints of other stages than `own` to where its new checkpoints do not push them out."""
         try:
             left = [(path, each.stage) for path, each in self._of_run(self._present) if each.stage != own]
             for path, stage in reversed(left):
@@ -109,11 +119,9 @@ class SnapshotDirectory:
     def __init__(self, directory: Path, run_id: str) -> None:
         self._directory, self._run_id = directory, run_id
 
-    async def keep(self, checkpoint: Checkpoint) -> None:
-        """Write a snapshot and drop all but the last few; raise `OSError` where the disk has not room to spare."""
-        await asyncio.to_thread(self._keep, checkpoint)
-
-    def _keep(self, checkpoint: Checkpoint) -> None:
+    @in_thread
+    def keep(self, checkpoint: Checkpoint) -> None:
+        """Write a snapshot and remove all but the last few; raise `OSError` if the disk has no room to spare."""
         directory = self._directory / str(checkpoint.counters.stage)
         atomic_file.make_directory(directory)
         needed = SNAPSHOT_ROOM * sum(tensor.nbytes for tensors in checkpoint.tensors.values() for tensor in tensors)
@@ -122,20 +130,21 @@ class SnapshotDirectory:
             raise OSError(errno.ENOSPC, f"{format_bytes(free)} are free, {format_bytes(needed)} should be")
         save(directory, checkpoint, KEPT_SNAPSHOTS)
 
-    async def newest(self, stage: int) -> Checkpoint | None:
+    @in_thread
+    def newest(self, stage: int) -> Checkpoint | None:
         """Return the slow weights of the last whole snapshot of a stage, or None."""
-        # A checkpoint of ours may lie there from a stage that we served, with momenta that nobody asks a snapshot for.
-        return await asyncio.to_thread(load_latest, self._directory / str(stage), self._run_id, wanted=("slow",))
+        # A checkpoint of a former stage, with its momenta, may lie there too.
+        return load_latest(self._directory / str(stage), self._run_id, wanted=("slow",))
 
 
 SHARE = 0.05
-"""Of the time, at most, is spent on writing."""
+"""Of the time at most is spent on writing."""
 SAY_EVERY_S = 300.0
-"""A checkpoint that was written like the one before it is worth a line this often."""
+"""Between two lines on checkpoints that were written as usual."""
 
 
 class LastCheckpoint(NamedTuple):
-    """The last attempt: the round that it held, when it ended (loop seconds), and how long it took."""
+    """The last attempt: its round, when it ended (loop seconds), and how long it took."""
 
     round: int
     ended_s: float
@@ -143,20 +152,20 @@ class LastCheckpoint(NamedTuple):
 
 
 class DiskTrouble(NamedTuple):
-    """Why the disk takes none of our checkpoints, and for how many seconds it has taken none."""
+    """Why the disk takes no checkpoint, and for how many seconds it has taken none."""
 
     why: str
     seconds: float
 
 
 def checkpoint_due(now_s: float, round: int, last: LastCheckpoint, every_s: float) -> bool:
-    """Say whether to save now: a round has been finished since, or `every_s` went by, and the share allows it."""
+    """Say whether to save now: a round ended since, or `every_s` went by, and the share of time allows it."""
     since_s = now_s - last.ended_s
     return since_s >= last.took_s * (1.0 - SHARE) / SHARE and (round != last.round or since_s >= every_s)
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one replica; `run` is to be awaited as long as it trains."""
+    """Writes the checkpoints of one replica; the caller awaits `run` as long as the replica trains."""
 
     def __init__(
         self,
@@ -166,7 +175,7 @@ class CheckpointWriter:
         every_s: float,
         note: Callable[[str, bool], None] = lambda *_: None,
     ) -> None:
-        """`note`: told why the disk refuses when that begins, and when it is over (True)."""
+        """`note`: is told why the disk refuses when that begins, and when it is over (True)."""
         self._save, self._say, self._warn, self._every_s, self._note = save, say, warn, every_s, note
         self._waiting: Checkpoint | None = None
         self._wake = asyncio.Event()
@@ -178,11 +187,11 @@ class CheckpointWriter:
 
     @property
     def trouble(self) -> DiskTrouble | None:
-        """What keeps the disk from taking our checkpoints; None while it takes them."""
+        """Return why the disk takes no checkpoint; None while it takes them."""
         return None if self._trouble is None else DiskTrouble(self._trouble[:80], loop_s() - self._saved_s)
 
     def due(self, round: int) -> bool:
-        """Say whether a checkpoint is due, `round` rounds being finished; never while one is being written."""
+        """Say whether a checkpoint is due after so many rounds; never while one is being written."""
         return (
             self._waiting is None
             and not self._turn.locked()
@@ -199,7 +208,7 @@ class CheckpointWriter:
         self._wake.set()
 
     async def run(self) -> None:
-        """Write what `begin` is given, until cancelled."""
+        """Write the checkpoints given to `begin`, until cancelled."""
         while True:
             await self._wake.wait()
             self._wake.clear()

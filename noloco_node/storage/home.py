@@ -40,7 +40,7 @@ RUN_ID_SHOWN = 32
 
 
 class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds a home. `since`: unix seconds."""
+    """The process that holds a home. `since`: unix seconds."""
 
     pid: int
     since: float
@@ -55,7 +55,7 @@ class OtherRuns(NamedTuple):
 
 
 class RunPaths:
-    """What a home holds of one run, and where; it may be another process's."""
+    """The files of one run in a home, which may be another process's."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -93,10 +93,10 @@ class RunPaths:
 
 
 class HomePaths(RunPaths):
-    """What lies in a home, and where; it may be another process's.
+    """The files of a home, which may be another process's.
 
-    An earlier version kept the files of its runs beside the home's own: so a home is read as such a place too. Its
-    `run_file` is the one of the run that was joined last.
+    An earlier version kept the files of its runs beside the home's own, so a home is a `RunPaths` too. Its `run_file`
+    is the one of the run that was joined last.
     """
 
     def __init__(self, path: Path) -> None:
@@ -108,20 +108,18 @@ class HomePaths(RunPaths):
         self.invite = path / "invite"
         """An invite to the run that was joined last, by which this peer, and others that it met, are found."""
         self.traffic = path / "traffic.json"
-        """Bytes of this month (`noloco_node.limits.traffic_ledger`)."""
+        """Bytes of this month (`noloco_node.limits.budget`)."""
         self.page_token = path / "web-token"
         """The token of the page in a browser."""
 
     def relay_key(self, number: int) -> Path:
-        """Return where the identity of a bootstrap peer's relay lies."""
         return self.path / f"relay-{number}.key"
 
     def run(self, run_id: str) -> RunPaths:
-        """Return where the files of a run lie."""
         return RunPaths(self.path / RUNS / run_id[:RUN_ID_SHOWN])
 
     def places_of(self, run_id: str) -> tuple[RunPaths, ...]:
-        """Return where files of a run may lie: in the directory of the run, or as an earlier version left them."""
+        """Return where files of a run may lie: where an earlier version left them, or in its directory."""
         # In this order a file is found also where a node moves it meanwhile.
         return self, self.run(run_id)
 
@@ -135,9 +133,8 @@ class HomePaths(RunPaths):
 
         The home is ours alone. Raises `UserError` (STORAGE) if the disk refuses.
 
-        Up to version 0.1 all runs of a home shared `checkpoint`, `snapshots` and the like, and three saves in one run
-        removed the last weights of another. Each file says of which run it is, by its content or its name; a file that
-        does not say so stays where it is.
+        Up to version 0.1 all runs of a home shared `checkpoint`, `snapshots` and the like, and one run removed the
+        weights of another. A file that does not say of which run it is stays where it is.
         """
         paths = self.run(run_id)
         shared = (self.checkpoint, self.snapshots, self.partial_download, self.weights, self.tokenizer)
@@ -167,9 +164,9 @@ class Home(HomePaths):
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Create the directory where it is missing and lock it; it is for its owner alone (mode 0700).
+        """Create the directory if it is missing, for its owner alone (mode 0700), and lock it.
 
-        Raises `UserError`: HOME_IN_USE where another node holds it, STORAGE where it cannot be written.
+        Raises `UserError`: HOME_IN_USE if another node holds it, STORAGE if it cannot be written.
         """
         path = path.expanduser().absolute()
         lock = -1
@@ -187,7 +184,7 @@ class Home(HomePaths):
         return cls(path, lock)
 
     def close(self) -> None:
-        """Give the directory free; closing twice is harmless."""
+        """Release the directory; closing twice is harmless."""
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
@@ -200,7 +197,7 @@ class Home(HomePaths):
 
 
 def holder(path: Path) -> LockHolder | None:
-    """Return who signed the lock of a home last, running or not; None where nobody legible did."""
+    """Return the process that last signed the lock of a home, running or not; None if it cannot be read."""
     try:
         return msgspec.json.decode((path / "lock").read_bytes(), type=LockHolder)
     except (OSError, msgspec.DecodeError):
@@ -208,7 +205,7 @@ def holder(path: Path) -> LockHolder | None:
 
 
 def _close_to_others(path: Path) -> None:
-    """Let nobody else read a home, also where an earlier version, or a person, made it for everybody to read.
+    """Let no other user read a home, also if an earlier version or a person made it readable.
 
     A directory that holds other things than a home stays as it is; its secrets are closed all the same.
     """
@@ -223,7 +220,7 @@ def _close_to_others(path: Path) -> None:
 
 
 def without_secrets(command: str) -> str:
-    """Return a command line without what stands behind the # of an invite: that lets its holder in."""
+    """Return a command line without the part of an invite behind #, which lets its holder in."""
     return re.sub(r"(noloco\d+:[^\s#]*)#[^\s'\"]+", r"\1#...", command)
 
 
@@ -253,7 +250,7 @@ def _in_use(path: Path, lock: int) -> UserError:
 
 
 def unusable(path: Path, error: OSError) -> UserError:
-    """Return the error of a home that the disk does not let us write to."""
+    """Return the error of a home to which the disk does not let us write."""
     return UserError(
         f"cannot use the home {path}",
         why=reason_of(error),
@@ -263,9 +260,7 @@ def unusable(path: Path, error: OSError) -> UserError:
 
 
 def _misplaced(home: HomePaths) -> Iterator[tuple[Path, Path]]:
-    """Yield what an earlier version kept beside the home's own files, and where each belongs; one by one, for the place
-    of a checkpoint follows from those that lie there already.
-    """
+    """Yield what an earlier version kept beside the home, one by one, and where each file belongs now."""
     for directory in (home.checkpoint, *home.snapshots.glob("[0-9]*")):
         for path in files(directory):
             with suppress(OSError, ValueError):

@@ -1,4 +1,12 @@
-"""A replica's state for newcomers, in a file without a name: it takes no memory, and is gone with the process."""
+"""The two files of a state on its way: a donor's frozen copy, and the pieces that a newcomer has.
+
+The donor's file has no name: it takes no memory, and is gone with the process.
+
+The newcomer's file is appended to: each record is its length, a header in MessagePack and, for a piece, its bytes. It
+is never flushed and never believed: a torn record ends the file, and the reader passes over a piece that does not have
+its hash (`gossip.transfer.assembly`). The file's name says its run and stage; files of others are removed. It holds two
+copies of the state at most. If the disk refuses, noting ends, and the copy goes on in memory.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +34,7 @@ from noloco_node.storage.atomic_file import Array, bytes_of, require_room, write
 
 
 class StateFile:
-    """Implements `gossip.transfer.chunks.HeldCopy`. The state's tensors are read while this is made, no later.
-
-    Raises `OSError` where the disk refuses.
-    """
+    """Implements `gossip.transfer.chunks.HeldCopy`; reads the state now. Raises `OSError` if the disk refuses."""
 
     def __init__(self, directory: Path, state: ReplicaState) -> None:
         self.counters = replace(state, slow=(), momentum=(), optimiser=(), gathered=())
@@ -46,11 +51,9 @@ class StateFile:
         self._file.flush()
 
     def norm(self) -> float:
-        """Return the norm of the slow weights."""
         return self._norm
 
     def read(self, section: Section, span: Span) -> Tensor:
-        """Return a piece; raise `OSError` where it cannot be read."""
         before = self.sections.index(section) * self._starts[-1]
         data = bytearray()
         for part in span.parts:
@@ -74,7 +77,7 @@ SECTIONS = len(Section)
 
 
 class _Follow(msgspec.Struct, frozen=True, kw_only=True, tag="follow"):
-    """Whose pieces come next: the fields of a manifest, its hashes by section, and the units of donors before."""
+    """A manifest whose pieces come next: its fields, hashes by section, and the units of earlier donors."""
 
     snapshot: str
     round: int
@@ -93,7 +96,7 @@ _COUNTERS = tuple(name for name in _Follow.__struct_fields__ if name not in ("ha
 
 
 class _Nobody(msgspec.Struct, frozen=True, tag="nobody"):
-    """Nobody is followed any more."""
+    """No manifest is followed any more."""
 
 
 class _Noted(msgspec.Struct, frozen=True, kw_only=True, tag="piece"):
@@ -124,7 +127,6 @@ class PartialDownloadFile:
         self._refused = self._scanned = False
 
     def last(self) -> tuple[Manifest | None, frozenset[int]]:
-        """Return what `follow` noted last."""
         found: _Follow | None = None
         for record, _ in self._records():
             if not isinstance(record, _Noted):
@@ -137,13 +139,11 @@ class PartialDownloadFile:
             return None, frozenset()
 
     def pieces(self) -> Iterator[tuple[Key, bytes, Tensor]]:
-        """Yield what was noted, in order."""
         for record, data in self._records():
             if isinstance(record, _Noted):
                 yield Key(record.section, record.number), record.digest, data
 
     def follow(self, manifest: Manifest | None, settled: frozenset[int]) -> None:
-        """Note whose pieces come from now on."""
         if manifest is None:
             self._append(_Nobody(), None)
             return
@@ -152,17 +152,15 @@ class PartialDownloadFile:
         self._append(_Follow(**told, hashes=hashes, settled=tuple(sorted(settled))), None)
 
     def put(self, key: Key, digest: bytes, data: Tensor) -> None:
-        """Note one piece."""
         self._append(_Noted(section=key.section, number=key.number, digest=digest, size=data.nbytes), data)
 
     def rest(self) -> None:
-        """Close the file: nothing comes for now. What comes later opens it again."""
+        """Close the file; the next piece opens it again."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
 
     def discard(self) -> None:
-        """Forget everything: the state is complete, and is where it belongs."""
         self.rest()
         self._refused = True
         for path in (*self._others(), self.path):
@@ -170,7 +168,7 @@ class PartialDownloadFile:
                 path.unlink(missing_ok=True)
 
     def _records(self) -> Iterator[tuple[_Record, Tensor]]:
-        """Yield the whole records of the file; what is torn ends it."""
+        """Yield the whole records of the file; a torn one ends it."""
         nothing = torch.empty(0, dtype=torch.uint8)
         self._whole_bytes = 0
         try:
@@ -213,7 +211,7 @@ class PartialDownloadFile:
             )
 
     def _open(self) -> None:
-        """Open the file for what comes, behind the last whole record."""
+        """Open the file for appending behind the last whole record."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in self._others():
             path.unlink(missing_ok=True)
@@ -229,7 +227,7 @@ class PartialDownloadFile:
 
 
 def _manifest(found: _Follow) -> Manifest:
-    """Return the manifest that was noted; raise ValueError where its hashes are no rows of digests."""
+    """Return a noted manifest; raise ValueError if its hashes are no rows of digests."""
 
     def hashes(section: Section) -> Tensor | None:
         content = found.hashes.get(section)

@@ -1,10 +1,8 @@
-"""The files of a checkpoint that a run starts from, its weights and its tokenizer: whole in a directory of their
-owner's, or filling piece by piece.
+"""The files that a run starts from, weights and tokenizer: whole in their owner's directory, or filling piece by piece.
 
-A run file lists them, each with its size and a digest: the SHA-256 over the SHA-256 of its pieces. So a list of
-pieces' digests is believed if its own digest is the one of the run file, and a piece if its digest stands in that list.
-Nothing else is believed, and nothing that lies on a disk: a piece is hashed when it is read. A file that is still
-filling has its full size from the first piece on, and holes where pieces are missing.
+A run file lists each with its size and a digest: the SHA-256 over the SHA-256 of its pieces. A list of digests is
+believed if its own digest is the run file's, and a piece if its digest is in the list. A disk is not believed: a piece
+is hashed when it is read. A file that is still filling has its full size from the first piece on.
 
 Nothing here needs torch: a bootstrap peer serves these files.
 """
@@ -32,7 +30,7 @@ DIGEST_BYTES = 32
 
 
 class WeightFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One file of the checkpoint that a run starts from. `digest`: SHA-256 over the SHA-256 of its pieces."""
+    """One file that a run starts from. `digest`: SHA-256 over the SHA-256 of its pieces."""
 
     file: str
     size_bytes: Annotated[int, msgspec.Meta(ge=1, le=LARGEST_FILE_BYTES)]
@@ -40,19 +38,18 @@ class WeightFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def pieces(self) -> int:
-        """How many pieces it has."""
         return -(-self.size_bytes // PIECE_BYTES)
 
 
 class FilePieceKey(NamedTuple):
-    """One piece of one of the files, both by number."""
+    """The numbers of a file and of one of its pieces."""
 
     file: int
     number: int
 
 
 class WeightStore:
-    """Some or all pieces of these files, in `directory`. Everything here reads or writes a disk: work for a thread."""
+    """Some or all pieces of these files, in `directory`. Everything here waits for a disk: call it in a thread."""
 
     def __init__(self, directory: Path, files: Sequence[WeightFile], most_bytes: int | None = None) -> None:
         self.directory, self.files, self._most_bytes = directory, tuple(files), most_bytes
@@ -62,9 +59,9 @@ class WeightStore:
 
     @classmethod
     def filling(cls, directory: Path, files: Sequence[WeightFile], most_bytes: int | None = None) -> WeightStore:
-        """Return a store that takes pieces; what an earlier life has put there is found again.
+        """Return a store that takes pieces, with those that an earlier process left.
 
-        `most_bytes`: that its owner allows to be fetched; None: as much as is free.
+        `most_bytes`: that its owner allows to fetch; None: as much as is free.
         """
         store = cls(directory, files, most_bytes)
         for number in range(len(files)):
@@ -76,7 +73,7 @@ class WeightStore:
 
     @classmethod
     def whole(cls, directory: Path, files: Sequence[WeightFile]) -> WeightStore:
-        """Return the store of a directory that holds all the files; `UserError` (CONFIG) where it does not."""
+        """Return the store of a directory with all the files; raise `UserError` (CONFIG) if one is missing."""
         directory = directory.expanduser()
         store = cls(directory, files)
         if not files:
@@ -95,11 +92,11 @@ class WeightStore:
         return store
 
     def digests(self, file: int) -> bytes | None:
-        """Return the digests of a file's pieces, one after the other; None where they are not known."""
+        """Return the digests of a file's pieces, joined; None if they are not known."""
         return self._digests.get(file)
 
     def learn(self, file: int, digests: bytes) -> None:
-        """Take the digests of a file's pieces, and keep them; ValueError where they are not those of the run file."""
+        """Keep the digests of a file's pieces; raise ValueError if they are not those of the run file."""
         self._learn(file, digests)
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         write(self._list_of(file), digests)
@@ -121,9 +118,9 @@ class WeightStore:
         return None
 
     def others_held(self, lacking: FilePieceKey) -> bytes:
-        """Return which other pieces of a file are here, a bit for each (`is_held` reads them); nothing where none is.
+        """Return which other pieces of a file are here, a bit for each (see `is_held`); nothing if none is.
 
-        The first call in a life looks at all that an earlier life has left of the file.
+        The first call looks at all that an earlier process left of the file.
         """
         file = lacking.file
         if file not in self._looked_at and file in self._digests:
@@ -136,7 +133,7 @@ class WeightStore:
         return bytes(found) if any(found) else b""
 
     def write(self, key: FilePieceKey, data: bytes) -> None:
-        """Take a piece; ValueError where it is not what its digest says, `OSError` where the disk refuses."""
+        """Take a piece; raise ValueError if its digest is wrong, `OSError` if the disk refuses."""
         if hashlib.sha256(data).digest() != self._expected(key):
             raise ValueError(f"piece {key.number} of {self.files[key.file].file} is not what its digest says")
         path = self.directory / self.files[key.file].file
@@ -149,7 +146,7 @@ class WeightStore:
         self._right.add(key)
 
     def missing(self, keys: Iterable[FilePieceKey]) -> list[FilePieceKey]:
-        """Return which of these pieces are not here."""
+        """Return the pieces that are not here."""
         found = []
         for key in keys:
             if key not in self._right and self.read(key) is None:
@@ -159,7 +156,7 @@ class WeightStore:
         return found
 
     def check_room(self, pieces: int) -> None:
-        """Raise `OSError` where the disk has no room for so many pieces more, or they may not have it."""
+        """Raise `OSError` if so many more pieces have no room on the disk, or are not allowed."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         needed_bytes = pieces * PIECE_BYTES
         if self._most_bytes is not None and needed_bytes > self._most_bytes:
@@ -168,14 +165,13 @@ class WeightStore:
         require_room(self.directory, needed_bytes)
 
     def all_pieces(self) -> list[FilePieceKey]:
-        """Return every piece of every file."""
         return [key for file in range(len(self.files)) for key in self._pieces(file)]
 
     def _pieces(self, file: int) -> list[FilePieceKey]:
         return [FilePieceKey(file, number) for number in range(self.files[file].pieces)]
 
     def copy_to(self, other: WeightStore) -> None:
-        """Put all pieces into another store of the same files; all are here. `UserError` where the disk refuses."""
+        """Copy all pieces into another store of the same files; raise `UserError` if the disk refuses."""
         try:
             for number in range(len(self.files)):
                 other.learn(number, self._digests[number])
@@ -185,11 +181,11 @@ class WeightStore:
             raise refused_by_disk(other.directory, error) from error
 
     def first_pieces(self) -> list[FilePieceKey]:
-        """Return the piece of each file in which its header begins."""
+        """Return the first piece of each file, in which its header begins."""
         return [FilePieceKey(file, 0) for file in range(len(self.files))]
 
     def header_pieces(self) -> list[FilePieceKey]:
-        """Return the pieces that hold the headers of the files; their first pieces are here."""
+        """Return the pieces of the headers; the first pieces are here."""
         found = []
         for number, file in enumerate(self.files):
             with (self.directory / file.file).open("rb") as opened:
@@ -198,7 +194,7 @@ class WeightStore:
         return found
 
     def tensors(self) -> dict[str, int]:
-        """Return the names of all tensors, each with its file's number; the headers are here."""
+        """Return the names of all tensors with their file's number; the headers are here."""
         return {name: number for number, name, _ in self._ranges()}
 
     def pieces_of(self, names: Iterable[str]) -> list[FilePieceKey]:
@@ -232,12 +228,12 @@ class WeightStore:
 
 
 def is_held(held: bytes, number: int) -> bool:
-    """Say whether a piece is among those that `WeightStore.others_held` tells."""
+    """Say whether a piece is among those that `WeightStore.others_held` returned."""
     return number // 8 < len(held) and bool(held[number // 8] >> number % 8 & 1)
 
 
 def piece_digests(path: Path) -> bytes:
-    """Return the SHA-256 of each piece of a file, one after the other."""
+    """Return the SHA-256 of each piece of a file, joined."""
     found = []
     with path.open("rb") as file:
         while data := file.read(PIECE_BYTES):
@@ -246,7 +242,7 @@ def piece_digests(path: Path) -> bytes:
 
 
 def described(path: Path) -> WeightFile:
-    """Return what a run file says of a file."""
+    """Return a run file's entry for a file."""
     digest = hashlib.sha256(piece_digests(path)).hexdigest()
     return WeightFile(file=path.name, size_bytes=path.stat().st_size, digest=digest)
 
@@ -260,7 +256,7 @@ def _not_these(directory: Path, why: str) -> UserError:
 
 
 def refused_by_disk(directory: Path, error: OSError) -> UserError:
-    """Return the error of a disk that does not take the weights."""
+    """Return the error of a disk that does not take the files."""
     return UserError(
         f"The files that the run starts from cannot be kept in {directory}.",
         why=reason_of(error),

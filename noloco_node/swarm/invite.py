@@ -1,34 +1,41 @@
 """An invite: the one string that a newcomer needs.
 
     noloco1:<digest of the run, 64 hex digits>@<multiaddr>[,<multiaddr>...]
-    noloco2:<the same>#<what gets its holder in, for a run that has an owner>
+    noloco2:<the same>#<credential, for a run that has an owner>
 
-Every peer keeps one in its home, with itself and others that it met: a swarm whose bootstrap peers are gone is found by
-any of its homes.
+The digest says which run file to believe, whichever peer serves it. Each multiaddr ends in /p2p/ and a peer id, so that
+no other peer can answer in its place. 1 and 2 are versions of this format.
 
-The digest says which run file to believe, whoever serves it. Each multiaddr ends in /p2p/ and the id of a bootstrap
-peer, so that nobody else can answer in its place. 1 and 2 are versions of this format.
+Every peer keeps an invite in its home, with its own addresses and those of peers that it met (`KeptInvite`): any home
+finds a swarm whose bootstrap peers are gone.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
-from noloco_node.admission.ticket import InviteCredential, parse_credential
-from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p.endpoint.addresses import PeerAddress, parse_peer_address
+from noloco_node.admission.ticket import InviteCredential, parse_credential, peer_of, read_key
+from noloco_node.errors import Exit, UserError, reason_of
+from noloco_node.libp2p.addresses import PeerAddress, beyond_this_machine, parse_peer_address
+from noloco_node.storage import atomic_file
 from noloco_node.storage.home import HomePaths
+from noloco_node.swarm.membership import Membership
+from noloco_node.swarm.roster import some_addresses
 
 _SCHEME, _CREDENTIAL_SCHEME = "noloco1:", "noloco2:"
 _MOST_ADDRESSES = 64
 BESIDE = 4
 """Addresses of ordinary peers that are added to an invite: with them it outlives its bootstrap peers."""
+EVERY_S = 60.0
+"""At most so often the file is written."""
 
 
 class Invite(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,3 +160,54 @@ def _malformed(why: str) -> UserError:
         hint="paste the whole line that `noloco-node bootstrap` printed, in quotes",
         code=Exit.CONFIG,
     )
+
+
+class KeptInvite:
+    """Keeps an invite in a file: `own` addresses, those of the invite that we came by, and some of living peers.
+
+    Peers that were met before stay as long as no living one is known: by them a peer comes back that is alone.
+    """
+
+    def __init__(self, path: Path, came_by: Invite, own: Sequence[str], say: Callable[[str], None]) -> None:
+        self._path, self._came_by, self._own, self._say = path, came_by, own, say
+        self._others: list[str] = []
+        self._written, self._refused = "", False
+
+    def keep(self, others: Sequence[str] = ()) -> str:
+        """Write the invite where it is another one than before, and return it; a disk that refuses is said once."""
+        self._others = list(others)[:BESIDE] or self._others
+        text = widened(self._came_by, self._others, self._own)
+        if text != self._written:
+            try:
+                atomic_file.write(self._path, f"{text}\n".encode())
+                self._written = text
+            except OSError as error:
+                if not self._refused:
+                    self._say(f"cannot keep an invite in {self._path}: {reason_of(error)}")
+                self._refused = True
+        return text
+
+    async def follow(self, membership: Membership) -> NoReturn:
+        """Add living peers as the roster tells of them, until cancelled."""
+        while True:
+            self.keep(some_addresses(await membership.changed()))
+            await asyncio.sleep(EVERY_S)
+
+
+def met_before(invite: Invite, home: HomePaths) -> list[PeerAddress]:
+    """Return whom an earlier life of this home met: by these it comes back where nobody of the invite is left."""
+    return not_ours(kept_addresses(invite, home.path), home)
+
+
+def not_ours(addresses: Sequence[PeerAddress], home: HomePaths) -> list[PeerAddress]:
+    """Return the addresses of others: an invite that a home keeps names its own peer too."""
+    key = read_key(home.identity) if home.identity.exists() else None
+    ours = "" if key is None else peer_of(key.public_key().public_bytes_raw())
+    return [each for each in addresses if each.peer != ours]
+
+
+def from_where(addresses: Sequence[str]) -> str:
+    """Say from where an invite with these addresses can be used."""
+    if beyond_this_machine(addresses):
+        return "from another machine"
+    return "on this machine (others cannot dial 127.0.0.1: --listen and --announce give an address that they can)"

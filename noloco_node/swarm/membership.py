@@ -3,7 +3,7 @@
 Each peer has one record, under the key of its stage and its own id as the subkey. It is published every `refresh_s`,
 each time with a higher serial number, and a peer of which no news comes for `LIFETIME_S` (or as long as its record asks
 for, within bounds) leaves the roster: a peer that dies without a word leaves by itself
-(`noloco_node.swarm.peer_records` has the rules). In the same rhythm the stages are read: all of them by whoever looks
+(`noloco_node.swarm.stage_records` has the rules). In the same rhythm the stages are read: all of them by whoever looks
 for a place, by a peer at work those that it has to do with (`focus`). Where a newcomer of the next stage is copying its
 weights they are read four times as often, so that it does not wait for work. Decisions only ever look at the last
 snapshot; they never wait for the DHT.
@@ -19,7 +19,7 @@ A source also reads the receipts for the samples of all others (`noloco_node.swa
 a replica of the last stage publishes those that it gives.
 
 After a reading that fails the roster stays as it is, and says since when it is old (`Roster.old_since_s`): whoever is
-in it can still be called. How much of the run is done is read at the same time (`noloco_node.swarm.run_progress`).
+in it can still be called. How much of the run is done is read at the same time (`noloco_node.swarm.receipts`).
 """
 
 from __future__ import annotations
@@ -36,11 +36,9 @@ import msgspec
 
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.run.peer_state import PeerState
-from noloco_node.swarm.peer_records import CLOCK_ERROR_S, RECORD_BYTES, Published
-from noloco_node.swarm.receipts import ReceiptLedger, Tally
+from noloco_node.swarm.receipts import SOURCE_LIFETIME_S, ReceiptLedger, RunProgress, SourceCount, SourceRecord, Tally
 from noloco_node.swarm.roster import Given, PeerRecord, Roster, SourceCredit
-from noloco_node.swarm.run_progress import SOURCE_LIFETIME_S, RunProgress, SourceCount, SourceRecord
-from noloco_node.swarm.stage_records import StageRecords
+from noloco_node.swarm.stage_records import CLOCK_ERROR_S, RECORD_BYTES, Published, StageRecords
 from noloco_node.tasks import loop_s
 
 LIFETIME_S = 30.0

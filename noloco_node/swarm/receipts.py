@@ -1,39 +1,44 @@
-"""Receipts: what replicas of the last stage say that they computed a loss for, and how much of it one reader believes.
+"""Receipts: samples that replicas of the last stage confirm, and how many of each source's samples one reader believes.
 
-Each replica of the last stage publishes one record of how many samples of which source it has computed: a receipt to
-each source, signed with its identity's key as every record in the DHT is, and renewed with one signature a refresh.
-Counts rise from zero in each life of a replica, its `epoch`: so a restart neither loses receipts nor counts them twice.
-A life need not have a higher number than the one before it: the clock by which it was numbered may have been set back.
+A source (a peer of stage 0) publishes its count of samples under the run's `sources` key, where the count outlives the
+source by minutes. Readers keep each source's first and highest count, so that no sample counts twice. They listen only
+to peers that they saw at work or found at their first reading. The counts are claims.
 
-A source's own claim counts as far as receipts cover it, so that who has done nothing counts for nothing. And receipts
-count as far as several signers agree: routes are drawn by chance, so every source's samples spread over the last stage
-as ours do, of which we know who computed them. A signer that gave us no gradient has no voice. What the others gave for
-a source, each by its share of ours, has a median, weighted by these shares; a signer counts up to `MOST_TIMES` what
-that makes its part. So one that signs for a friend adds its own part of that source's work once more, no more; with
-one replica at the last stage there is nobody to compare it with, and what it signs counts up to what is claimed.
+Each replica of the last stage publishes how many samples of which source it has computed: a receipt to each source. As
+every record in the DHT, it is signed with the replica's key. Counts rise from zero in each session of a replica, its
+`epoch`, so that a restart neither loses receipts nor counts them twice. A later epoch may have a lower number, because
+a clock may have been set back.
 
-In a run of one stage no samples pass through other hands. But in a meeting each side says how many inner steps it
-brings that it has not brought to anybody before, and has to be there with weights that fit. So each replica signs for
-what its partners brought, and the receipts of all together are all work but that since each one's last meeting, however
-long a replica was out of the roster. A receipt costs nothing, nor does a name; a meeting does, for a replica has one a
-round. So one reader believes all receipts together up to `MOST_TIMES` what its own meetings make likely (`met_work`):
-the number of replicas that take part, times what one of them sees. Both are medians over itself and its partners, each
-weighted by how much of our own work it met. The number follows from whom two partners have met in common, as wild
-animals are counted by catching them twice; names that nobody meets are in no such sample.
+A claim counts as far as receipts cover it, and receipts count as far as several signers agree. Routes are random, so
+every source's samples spread over the last stage as ours do, and of ours we know who computed them. A signer that gave
+us no gradient has no voice. For each source, every signer's count is divided by the signer's share of our samples; the
+weighted median of these says what is typical, and a signer counts up to `MOST_TIMES` its typical part. So a signer that
+signs for a friend adds at most its own part of that source's work once more. A single replica at the last stage cannot
+be compared; its receipts count up to the claim.
+
+In a run of one stage no samples pass through other hands. There each replica signs for the inner steps that its
+partners brought to meetings and had not brought to anybody before. Receipts and names cost nothing, but a replica has
+one meeting a round. So one reader believes all receipts together up to `MOST_TIMES` what its own meetings make likely
+(`met_work`): the number of replicas times what one of them sees, both as medians over itself and its partners, weighted
+by how much of our own work each met. The number of replicas follows from the partners that two replicas have in common
+(capture and recapture); names that nobody meets are in no such sample.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from itertools import islice
 from typing import Annotated, NamedTuple
 
 import msgspec
 
-from noloco_node.network.stranger_record import decoded
-from noloco_node.units import Count
+from noloco_node.network.wire import decoded
+from noloco_node.run.peer_state import AT_WORK, PeerState
+from noloco_node.swarm.roster import PeerRecord, SourceCredit
+from noloco_node.swarm.stage_records import CLOCK_ERROR_S, MOST_RECORDS, at_most
+from noloco_node.units import LARGEST_COUNT, Count
 
 RECEIPT_BYTES = 4096
 LONGEST_ID = 64
@@ -52,6 +57,11 @@ SPARE = 4
 """Microbatches of a window that a signer may have had more of, by chance."""
 ENOUGH = 16
 """Microbatches of ours for each signer, after which a window is over."""
+SOURCE_BYTES = 64
+SOURCE_LIFETIME_S = 600.0
+"""For which the record of a source's samples is kept."""
+MOST_WORKED = 16 * MOST_RECORDS
+"""Peers that are remembered to have been at work: strangers may make many."""
 
 
 class ReceiptRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -268,3 +278,103 @@ def _replicas(me: str, met: Mapping[str, int], peer: str, met_by_it: Mapping[str
 def decode_receipts(raw: bytes) -> ReceiptRecord | None:
     """Return what a replica signed, if it can be."""
     return decoded(raw, ReceiptRecord, RECEIPT_BYTES)
+
+
+class SourceRecord(msgspec.Struct, frozen=True, array_like=True):
+    """What outlives a source: its samples, and whether it finished."""
+
+    samples: Count
+    finished: bool
+
+
+class SourceCount(NamedTuple):
+    """What is known of a source: the most that it said, and when its record was found last (loop seconds).
+
+    `first`: its samples when we first heard of it. `forgotten`: those of an earlier life that it counts no more itself.
+    """
+
+    said: SourceRecord
+    found_s: float
+    first: int
+    forgotten: int = 0
+
+    @property
+    def samples(self) -> int:
+        """All that it did."""
+        return min(LARGEST_COUNT, self.forgotten + self.said.samples)
+
+
+class RunProgress:
+    """What one reader knows of all sources: `sources`, by peer, and `receipts` for their samples."""
+
+    def __init__(self, me: str) -> None:
+        self.sources: dict[str, SourceCount] = {}
+        self.receipts = ReceiptLedger()
+        self._me = me
+        self._claimed_before: dict[str, int] = {}
+        """Of each source, when we began to count."""
+        self._worked = {me}
+        """Peers that may speak of samples: those seen at work, and those whom our first reading found."""
+        self._has_read = False
+
+    def note(self, peer: str, said: SourceRecord, now_s: float) -> None:
+        """Note what a source says of itself, and is believed."""
+        self.sources[peer] = counted(self.sources.get(peer), said, now_s)
+
+    def note_own(self, record: PeerRecord, now_s: float) -> None:
+        """Note our own samples, if we are or were a source, and whether we finished."""
+        if record.stage == 0 and record.samples:
+            self.note(record.peer, SourceRecord(record.samples, record.state is PeerState.FINISHED), now_s)
+
+    def take(self, raws: Mapping[str, bytes], records: Iterable[PeerRecord], now_s: float) -> None:
+        """Note what a reading of the sources' key found. `records`: of the peers that are there at stage 0."""
+        seen = (record.peer for record in records if record.state in AT_WORK)
+        self._worked.update(list(islice(seen, max(0, MOST_WORKED - len(self._worked)))))
+        if not self._has_read:
+            # They may have left before we came.
+            self._has_read = True
+            self._worked.update(at_most(raws, {}))
+        for peer in at_most(raws, self.sources):
+            said = decode_source(raws[peer])
+            is_room = peer in self.sources or len(self.sources) < MOST_RECORDS
+            if said is not None and peer in self._worked and is_room:
+                self.note(peer, said, now_s)
+
+    def begin(self) -> None:
+        """Begin to count what the others do from now on."""
+        self.receipts.begin()
+        self._claimed_before = {peer: source.samples for peer, source in self.sources.items()}
+
+    def credits(self) -> tuple[SourceCredit, ...]:
+        """Return of each other source what it claims, and what of that is covered."""
+        return tuple(self._credit(peer, source) for peer, source in sorted(self.sources.items()) if peer != self._me)
+
+    def _credit(self, peer: str, source: SourceCount) -> SourceCredit:
+        claimed, receipts = source.samples, self.receipts
+        since = max(0, claimed - self._claimed_before.get(peer, 0))
+        credited = min(since, receipts.credited(peer))
+        return SourceCredit(peer, claimed, min(claimed, receipts.covered(peer)), credited, source.said.finished)
+
+
+def counted(known: SourceCount | None, news: SourceRecord, now_s: float) -> SourceCount:
+    """Return what is known of a source once it says `news`.
+
+    A smaller count than before is an old copy of its record, unless all copies have expired: then the source has lost
+    count, and whatever it says beyond `news` comes on top of what it had done.
+    """
+    if known is None:
+        return SourceCount(news, now_s, first=news.samples)
+    samples, forgotten, lost = news.samples, known.forgotten, known.said.samples - news.samples
+    if lost > 0:
+        if now_s - known.found_s > SOURCE_LIFETIME_S + CLOCK_ERROR_S:
+            forgotten += lost
+        else:
+            samples += lost
+    said = SourceRecord(samples, known.said.finished or news.finished)
+    return SourceCount(said, now_s, known.first, forgotten)
+
+
+@lru_cache(maxsize=1024)  # for the many readers of a simulation: one node decodes as many in a millisecond
+def decode_source(raw: bytes) -> SourceRecord | None:
+    """Return what a source left behind, if it can be."""
+    return decoded(raw, SourceRecord, SOURCE_BYTES)

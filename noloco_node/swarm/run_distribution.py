@@ -1,23 +1,34 @@
-"""The run file on its way from peer to peer: anyone may serve it, and its digest says whether it is the right one.
+"""What peers tell a newcomer of a run: its run file, and how far the run had come when its peers were last seen.
 
-An invite names the digest; the text comes from whichever peer answers first. Nothing of a wrong text is believed: it is
-decoded, its digest computed, and the text thrown away unless the two agree.
+An invite names the digest of the run file, and the first peer that answers gives the text. The newcomer decodes the
+text, computes the digest, and throws the text away unless the two agree.
+
+Bootstrap peers and nodes keep the progress of the run in their homes (`RunHistory`), so that nobody begins the run anew
+without knowing. Nobody vouches for that number; it only holds a newcomer up, and `--begin-anew` overrules it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import median_low
+from typing import NoReturn
+
+import msgspec
 
 from noloco_node.admission.admission_state import not_admitted, not_for, told
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit, UserError, reason_of
 from noloco_node.network.interface import Conversation, PeerNetwork, ask, patient
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
 from noloco_node.run.config import RunConfig
-from noloco_node.run.permissions import check_paths
-from noloco_node.run.runfile import content_hashes, decode_run, run_digest
-from noloco_node.units import UnixSeconds
+from noloco_node.run.runfile import check_paths, content_hashes, decode_run, run_digest
+from noloco_node.storage import atomic_file
+from noloco_node.swarm.membership import Membership
+from noloco_node.swarm.roster import Roster
+from noloco_node.units import Fraction, UnixSeconds
 
 TOPIC = "run"
 PATIENCE_S = 20.0
@@ -114,3 +125,92 @@ async def fetch(network: PeerNetwork, peers: Sequence[str], digest: str, allowed
         "hold the same files here as there, and be allowed with --local",
         code=Exit.OTHER_RUN,
     )
+
+
+HISTORY_TOPIC = "reached"
+HISTORY_PATIENCE_S = 10.0
+STEP = 0.01
+"""Of progress, after which it is written anew."""
+LEAST = 1e-9
+"""Progress of a run of which nothing is known but that it was begun."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReachedRequest:
+    """How far had the run come when you last saw anybody at work?"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReachedReply:
+    """The progress of the run, 0 to 1; 0: no replica has been seen that had finished a round."""
+
+    progress: Fraction
+
+
+HISTORY_SCHEMA = Schema({ReachedRequest: MessageSpec("ReachedRequest"), ReachedReply: MessageSpec("Reached")})
+
+
+class _Note(msgspec.Struct, frozen=True):
+    run_id: str
+    progress: Fraction
+
+
+class RunHistory:
+    """What one home remembers of a run: `progress`, 0 where it has seen nobody who had finished a round."""
+
+    def __init__(self, path: Path, run_id: str, say: Callable[[str], None]) -> None:
+        self._path, self._run_id, self._say = path, run_id, say
+        self._refused = False
+        self.progress = self._written = self._read()
+
+    async def follow(self, membership: Membership) -> NoReturn:
+        """Note what the roster says, until cancelled."""
+        while True:
+            self.note(await membership.changed())
+
+    def note(self, roster: Roster) -> None:
+        """Note how far the replicas are that have finished a round."""
+        found = [record.progress for records in roster.stages for record in records if record.round > 0]
+        if not found:
+            return
+        self.progress = max(LEAST, median_low(found))
+        if not self._written or abs(self.progress - self._written) >= STEP or self.progress == 1.0 > self._written:
+            self._write()
+
+    async def serve(self, conversation: Conversation) -> None:
+        """Answer one `ReachedRequest`."""
+        async with patient(conversation, HISTORY_PATIENCE_S):
+            await conversation.receive()
+            await conversation.send(ReachedReply(progress=self.progress))
+
+    def _read(self) -> float:
+        try:
+            note = msgspec.json.decode(self._path.read_bytes(), type=_Note)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            return 0.0
+        return note.progress if note.run_id == self._run_id else 0.0
+
+    def _write(self) -> None:
+        try:
+            atomic_file.write(self._path, msgspec.json.encode(_Note(self._run_id, self.progress)))
+        except OSError as error:
+            if not self._refused:
+                self._say(f"cannot note in {self._path} how far the run is: {reason_of(error)}")
+            self._refused = True
+        else:
+            self._written, self._refused = self.progress, False
+
+
+async def reached(network: PeerNetwork, peers: Sequence[str]) -> float:
+    """Return the furthest that any of these peers has seen the run at; 0 where none knows, or none answers."""
+    return max(await asyncio.gather(*[_asked(network, peer) for peer in peers]), default=0.0)
+
+
+async def _asked(network: PeerNetwork, peer: str) -> float:
+    try:
+        reply = await ask(
+            network, peer, HISTORY_TOPIC, HISTORY_SCHEMA, ReachedRequest(), ReachedReply, HISTORY_PATIENCE_S
+        )
+    except ConnectionError:  # of an older version, say, that does not remember
+        return 0.0
+    return reply.progress

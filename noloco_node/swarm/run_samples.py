@@ -1,7 +1,7 @@
 """Which samples of a run count, and when it is over by them: for a source, a later stage, and whoever looks on.
 
 To a source count its own samples, those of every other source that it has heard of, as these claim them
-(`noloco_node.swarm.run_progress`), and the unlisted ones: what the run had reached beyond these when it began. They are
+(`noloco_node.swarm.receipts`), and the unlisted ones: what the run had reached beyond these when it began. They are
 those of sources that the DHT had forgotten. One that is heard of later brings along what it had done before, and as
 many fewer are unlisted.
 

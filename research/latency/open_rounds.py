@@ -2,8 +2,8 @@
 
 Replicas with the inner-step times of `blocking` gossip through the production's `gossip.rounds.rounds.Rounds` over the
 production's port, in virtual time, on lines without latency. An *open* round never stops training: partners are asked
-meanwhile, and who finds none before its next opening defers. The *blocking* form, the paper's, stops both only once a
-partner has accepted: the one that is free waits until the other's inner step has ended, not until its m steps have.
+meanwhile, and a replica without one at its next opening skips the round. The *blocking* form (the paper's) stops both
+once a partner has accepted: the free one waits until the other's inner step has ended, not until its m steps have.
 
 Measured: how long a replica took for its inner steps, over the time that these steps take by themselves (1 is no
 waiting at all), and which share of its openings met a partner. The paper's pairs meet every time, for they wait.
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from gossip.exchange.messages import Accepted, Declined, Offer, Probe, Received, Weights
+from gossip.exchange.messages import Accept, Acknowledge, Decline, Probe, Propose, Weights
 from gossip.interface import Candidate, Event, Origin, RoundContext
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState, Tensors
@@ -36,12 +36,12 @@ MEAN_STEP_S = math.exp(MU + SIGMA**2 / 2)
 _VECTOR = TensorSpec((WIDTH,), "float32")
 SCHEMA = Schema(
     {
-        Offer: MessageSpec("Offer"),
-        Accepted: MessageSpec("Accepted"),
-        Declined: MessageSpec("Declined"),
+        Propose: MessageSpec("Propose"),
+        Accept: MessageSpec("Accept"),
+        Decline: MessageSpec("Decline"),
         Probe: MessageSpec("Probe", {"slow": _VECTOR, "fast": None}),
         Weights: MessageSpec("Weights", {"fast": OneOf(((_VECTOR,), ())), "slow": ()}),
-        Received: MessageSpec("Received"),
+        Acknowledge: MessageSpec("Acknowledge"),
     }
 )
 
@@ -61,7 +61,7 @@ class Found(NamedTuple):
 
     overhead: float
     met: float
-    deferred: float
+    skipped: float
     solo: float
     openings: float
 
@@ -154,7 +154,7 @@ async def _run(form: Form) -> Found:
     if hub.failures:
         raise hub.failures[0][1]
     rows = [trainee.statistics() for trainee in trainees]
-    met, deferred, solo = (sum(row[name] for row in rows) for name in ("met", "deferred", "solo"))
-    openings = met + deferred + solo
+    met, skipped, solo = (sum(row[name] for row in rows) for name in ("met", "skipped", "solo"))
+    openings = met + skipped + solo
     overhead = sum(row["took_s"] / row["steps_s"] for row in rows) / len(rows)
-    return Found(overhead, met / openings, deferred / openings, solo / openings, openings / len(rows))
+    return Found(overhead, met / openings, skipped / openings, solo / openings, openings / len(rows))

@@ -19,10 +19,10 @@ from noloco_node.cli.event_loop import run, run_until_interrupted, unwound
 from noloco_node.errors import Exit
 from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
-from noloco_node.machine.stop_signals import STOPS
+from noloco_node.machine.signals import STOPS
 
 HANDLERS = ("signal.signal(", "add_signal_handler(")
-SETS_HANDLERS = {"noloco_node.machine.stop_signals", "noloco_node.demo.child_main"}
+SETS_HANDLERS = {"noloco_node.machine.signals", "noloco_node.demo.child_main"}
 """The second one lets its process heed an interrupt at all, before it becomes a command."""
 
 

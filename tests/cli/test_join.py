@@ -10,7 +10,7 @@ import torch
 from noloco_node.cli.participant import Recorder
 from noloco_node.journal import events, reader
 from noloco_node.journal.writer import Journal
-from noloco_node.machine.energy import EnergyMeter
+from noloco_node.machine.device import EnergyMeter
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.web.served_views import ServedViews
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 from typer.testing import CliRunner
 
-from gossip.interface import OuterStepTaken, RoundDeferred
+from gossip.interface import OuterStepTaken, RoundSkipped
 from noloco_node.charts import spread
 from noloco_node.cli.main import app
 from noloco_node.demo.child_processes import Children, KillPolicy, bound_sockets, tied_command
@@ -98,7 +98,7 @@ def swarm() -> list[PeerHistory]:
             [
                 *steps,
                 outer(1, "Qm0b", 0.1),
-                RoundDeferred(at=1.0, round=2, in_a_row=1),
+                RoundSkipped(at=1.0, round=2, in_a_row=1),
                 outer(2, None, None),
                 outer(3, "Qm0b", 0.02),
                 events.Hops(counts={"Qm1a": 5, "Qm1b": 5}),
@@ -130,7 +130,7 @@ def test_a_summary_counts_what_the_journals_say() -> None:
     assert summary.seconds == pytest.approx(110.0 - 100.0)  # the first step began half a second before it ended
     assert summary.tokens_per_s == pytest.approx(16 * 4096 / 10)
     first = summary.peers[0]
-    assert (first.met, first.solo, first.deferred, first.mean_staleness) == (2, 1, 1, 2.0)
+    assert (first.met, first.solo, first.skipped, first.mean_staleness) == (2, 1, 1, 2.0)
     assert (first.gap_first, first.gap_last) == (0.1, 0.02)
     assert (first.refused, first.lost, first.violations) == ({"full": 3}, {"microbatch": 1}, 1)
     assert {name: both.sent for name, both in summary.bytes.items()} == {"gossip": 20, "microbatch": 1010}

@@ -17,14 +17,13 @@ from hypothesis import strategies as st
 from processes import Commands
 from typer.testing import CliRunner
 
-from noloco_node.admission.peer_keys import peer_of_file
+from noloco_node.admission.ticket import peer_of_file
 from noloco_node.cli.main import app
-from noloco_node.doctor import command, machine_checks, swarm_checks
-from noloco_node.doctor.findings import Finding, Grade, exit_code, line, verdict
-from noloco_node.doctor.machine_checks import Need, Supply
+from noloco_node.doctor import command, machine_checks
+from noloco_node.doctor.machine_checks import Finding, Grade, Need, Supply, exit_code, line, verdict
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
-from noloco_node.libp2p.streams import dialback
+from noloco_node.libp2p import reachability
+from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.limits.budget import OwnerLimits
 from noloco_node.limits.rate_limit import LimitHook
 from noloco_node.machine.memory import wanted_bytes
@@ -130,7 +129,7 @@ def test_a_full_disk_prevents_joining_whatever_the_run_needs(free: int, grade: G
     ],
 )
 def test_a_clock_is_judged_by_the_median(ahead_s: tuple[float, ...], grade: Grade) -> None:
-    found = swarm_checks.judge_clock(ahead_s)
+    found = command.judge_clock(ahead_s)
     assert found.grade is grade
     assert (found.hint is None) == (grade is Grade.GOOD)
 
@@ -141,36 +140,34 @@ CIRCUIT = "/ip4/192.0.2.1/tcp/4001/p2p/A/p2p-circuit/p2p/B"
 @pytest.mark.parametrize(
     ("said", "addresses", "grades"),
     [
-        (dialback.ReachVerdict(True, ("/ip4/192.0.2.9/tcp/1",), ()), (), [Grade.GOOD, Grade.GOOD]),
-        (dialback.ReachVerdict(None, (), ()), (), [Grade.DOUBTFUL]),
-        (dialback.ReachVerdict(False, (), ()), (CIRCUIT,), [Grade.DOUBTFUL, Grade.GOOD]),
-        (dialback.ReachVerdict(False, (), ("relay",)), (), [Grade.DOUBTFUL, Grade.DOUBTFUL]),
-        (dialback.ReachVerdict(False, (), ()), (), [Grade.BAD, Grade.BAD]),
+        (reachability.ReachVerdict(True, ("/ip4/192.0.2.9/tcp/1",), ()), (), [Grade.GOOD, Grade.GOOD]),
+        (reachability.ReachVerdict(None, (), ()), (), [Grade.DOUBTFUL]),
+        (reachability.ReachVerdict(False, (), ()), (CIRCUIT,), [Grade.DOUBTFUL, Grade.GOOD]),
+        (reachability.ReachVerdict(False, (), ("relay",)), (), [Grade.DOUBTFUL, Grade.DOUBTFUL]),
+        (reachability.ReachVerdict(False, (), ()), (), [Grade.BAD, Grade.BAD]),
     ],
 )
 def test_who_cannot_be_dialled_needs_a_relay(
-    said: dialback.ReachVerdict, addresses: tuple[str, ...], grades: list[Grade]
+    said: reachability.ReachVerdict, addresses: tuple[str, ...], grades: list[Grade]
 ) -> None:
-    assert [found.grade for found in swarm_checks.judge_reach(said, (4001,), addresses)] == grades
+    assert [found.grade for found in command.judge_reach(said, (4001,), addresses)] == grades
 
 
 def test_whoever_listens_over_quic_alone_is_told_that_nobody_tries_that() -> None:
-    nobody = dialback.ReachVerdict(None, (), ())
-    (over_quic,), (over_tcp,) = (swarm_checks.judge_reach(nobody, ports, ()) for ports in ((), (4001,)))
+    nobody = reachability.ReachVerdict(None, (), ())
+    (over_quic,), (over_tcp,) = (command.judge_reach(nobody, ports, ()) for ports in ((), (4001,)))
     assert "over TCP alone" in over_quic.says
     assert "over TCP alone" not in over_tcp.says
 
 
 def test_the_best_line_counts_and_a_microbatch_that_takes_long_is_said() -> None:
-    measured = [swarm_checks.Rates(1e5, 1e7), swarm_checks.Rates(2e5, None)]
-    up, down = swarm_checks.judge_rates(
-        measured, (), [MicrobatchBytes(up=1e6, down=1e6), MicrobatchBytes(up=1e7, down=1e6)]
-    )
+    measured = [command.Rates(1e5, 1e7), command.Rates(2e5, None)]
+    up, down = command.judge_rates(measured, (), [MicrobatchBytes(up=1e6, down=1e6), MicrobatchBytes(up=1e7, down=1e6)])
     assert up.grade is Grade.DOUBTFUL
     assert "5.0 s" in up.says
     assert "the best of 2" in up.says
     assert down.grade is Grade.GOOD
-    (nothing,) = swarm_checks.judge_rates([], ["peer: busy"], [])
+    (nothing,) = command.judge_rates([], ["peer: busy"], [])
     assert nothing.grade is Grade.DOUBTFUL
     assert "peer: busy" in nothing.says
 
@@ -198,7 +195,7 @@ def test_our_tcp_ports_are_found_in_our_addresses() -> None:
 
 
 def weighed(message: Any, topic: str) -> int:
-    return message_bytes(message, speed_test.SCHEMA if topic == speed_test.TOPIC else dialback.SCHEMA)
+    return message_bytes(message, speed_test.SCHEMA if topic == speed_test.TOPIC else reachability.SCHEMA)
 
 
 async def at_the_desk(hub: SimNetwork, name: str = "peer") -> speed_test.SpeedTestService:
@@ -210,31 +207,29 @@ async def at_the_desk(hub: SimNetwork, name: str = "peer") -> speed_test.SpeedTe
 @settings(max_examples=20, deadline=None)
 @given(st.floats(5e4, 1e8), st.floats(5e4, 1e8))
 def test_the_line_is_measured_both_ways(up: float, down: float) -> None:
-    async def main() -> swarm_checks.Rates | str:
+    async def main() -> command.Rates | str:
         hub = SimNetwork(size_bytes=weighed)
         await at_the_desk(hub)
-        return await swarm_checks.rates_with(
-            hub.network("us", Access(up_bytes_per_s=up, down_bytes_per_s=down)), "peer"
-        )
+        return await command.rates_with(hub.network("us", Access(up_bytes_per_s=up, down_bytes_per_s=down)), "peer")
 
     found = run(main())
     # A line that is too slow for the whole measurement is given up, and that is said.
     if isinstance(found, str):
-        assert min(up, down) < 2 * swarm_checks.PIECES * speed_test.PIECE_BYTES / speed_test.PATIENCE_S
+        assert min(up, down) < 2 * command.PIECES * speed_test.PIECE_BYTES / speed_test.PATIENCE_S
     else:
         assert found.up == pytest.approx(up, rel=0.15)
         assert found.down == pytest.approx(down, rel=0.15)
 
 
 def test_a_peer_with_a_budget_is_measured_within_it() -> None:
-    async def main() -> swarm_checks.Rates | str:
+    async def main() -> command.Rates | str:
         hub = SimNetwork(size_bytes=weighed)
         metered = HookedNetwork(hub.network("peer"), LimitHook(OwnerLimits(upload_bytes_per_s=5e5)))
         await metered.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
-        return await swarm_checks.rates_with(hub.network("us"), "peer")
+        return await command.rates_with(hub.network("us"), "peer")
 
     found = run(main())
-    assert isinstance(found, swarm_checks.Rates)
+    assert isinstance(found, command.Rates)
     assert found.down is not None
     # Half a megabyte was saved up.
     assert 5e5 <= found.down <= 6e5
@@ -248,9 +243,9 @@ def test_all_who_ask_together_get_no_more_than_the_desk_gives() -> None:
         async def greedy(network: SimPeerNetwork) -> None:
             nonlocal given
             while now() < 600:
-                found = await swarm_checks.rates_with(network, "peer")
-                if isinstance(found, swarm_checks.Rates):
-                    given += (1 + (found.up is not None)) * swarm_checks.PIECES * speed_test.PIECE_BYTES
+                found = await command.rates_with(network, "peer")
+                if isinstance(found, command.Rates):
+                    given += (1 + (found.up is not None)) * command.PIECES * speed_test.PIECE_BYTES
                 await asyncio.sleep(1)
 
         await asyncio.gather(*[greedy(hub.network(f"us-{number}")) for number in range(10)])
@@ -299,17 +294,17 @@ def test_who_says_nothing_or_nonsense_does_not_keep_the_desk() -> None:
             with pytest.raises(ConnectionError):
                 await offend(network, load)
             assert now() - begun <= speed_test.PATIENCE_S + 1
-        assert isinstance(await swarm_checks.rates_with(network, "peer"), swarm_checks.Rates)
+        assert isinstance(await command.rates_with(network, "peer"), command.Rates)
 
     run(main())
 
 
 def test_a_peer_without_a_desk_and_one_that_is_gone_are_said() -> None:
-    async def main() -> list[swarm_checks.Rates | str]:
+    async def main() -> list[command.Rates | str]:
         hub = SimNetwork()
         hub.network("plain")
         network = hub.network("us")
-        return [await swarm_checks.rates_with(network, peer) for peer in ("plain", "gone")]
+        return [await command.rates_with(network, peer) for peer in ("plain", "gone")]
 
     plain, gone = run(main())
     assert isinstance(plain, str)
@@ -328,7 +323,7 @@ def test_a_clock_is_compared_with_a_peers(off_s: float) -> None:
             await conversation.send(RunFileReply(text="", unix_time=1e9 + now() - off_s))
 
         await hub.network("peer").serve(RUN_TOPIC, RUN_SCHEMA, serve)
-        return await swarm_checks.clock_of(hub.network("us"), "peer", lambda: 1e9 + now())
+        return await command.clock_of(hub.network("us"), "peer", lambda: 1e9 + now())
 
     assert run(main()) == pytest.approx(off_s, abs=0.001)
 
@@ -349,22 +344,22 @@ def test_a_swarm_that_cannot_be_visited_is_a_finding(monkeypatch: pytest.MonkeyP
 
 
 def test_peers_that_do_not_answer_say_nothing_about_our_reach() -> None:
-    async def main() -> dialback.ReachVerdict:
+    async def main() -> reachability.ReachVerdict:
         hub = SimNetwork()
 
         async def answer(conversation: Conversation) -> None:
             asked = await conversation.receive()
             place = f"/ip4/192.0.2.1/tcp/{asked.ports[0]}"
-            await conversation.send(dialback.DialBackReply(place=place, tried=True, relays=("r",)))
+            await conversation.send(reachability.DialBackReply(place=place, tried=True, relays=("r",)))
 
         async def silent(conversation: Conversation) -> None:
             await asyncio.sleep(1e6)
 
-        await hub.network("good").serve(dialback.TOPIC, dialback.SCHEMA, answer)
-        await hub.network("silent").serve(dialback.TOPIC, dialback.SCHEMA, silent)
-        return await swarm_checks.dialled_back(hub.network("us"), ["silent", "gone", "good"], (4001,))
+        await hub.network("good").serve(reachability.TOPIC, reachability.SCHEMA, answer)
+        await hub.network("silent").serve(reachability.TOPIC, reachability.SCHEMA, silent)
+        return await command.dialled_back(hub.network("us"), ["silent", "gone", "good"], (4001,))
 
-    assert run(main()) == dialback.ReachVerdict(True, ("/ip4/192.0.2.1/tcp/4001",), ("r",))
+    assert run(main()) == reachability.ReachVerdict(True, ("/ip4/192.0.2.1/tcp/4001",), ("r",))
 
 
 # The command.

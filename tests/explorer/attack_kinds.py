@@ -10,8 +10,8 @@ import torch
 from msgspec import structs
 
 from noloco_node.sim.network.corruption import Corruption
+from noloco_node.swarm.receipts import SourceRecord
 from noloco_node.swarm.roster import PeerRecord
-from noloco_node.swarm.run_progress import SourceRecord
 from pipeline.messages import Reason
 from tests.explorer.attacks import Attack, TamperedStage, boast, hang, in_round, refuse
 

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from gossip.exchange.messages import Accepted, Declined, Offer, Probe
+from gossip.exchange.messages import Accept, Decline, Probe, Propose
 from noloco_node.network.interface import HookedConversation, HookedNetwork
 from noloco_node.run.protocols import GOSSIP, MICROBATCH
-from noloco_node.swarm.peer_records import Published
-from noloco_node.swarm.receipts import ReceiptRecord
+from noloco_node.swarm.receipts import SOURCE_LIFETIME_S, ReceiptRecord, SourceRecord
 from noloco_node.swarm.roster import PeerRecord
-from noloco_node.swarm.run_progress import SOURCE_LIFETIME_S, SourceRecord
+from noloco_node.swarm.stage_records import Published
 from pipeline.messages import Gradient, Reason, Refused
 
 if TYPE_CHECKING:
@@ -271,7 +270,7 @@ def in_round(number: int) -> Callable[[Any], Any]:
         match message:
             case Probe():
                 return replace(message, round=number, last_met=number)
-            case Offer() | Accepted() | Declined():
+            case Propose() | Accept() | Decline():
                 return replace(message, round=number)
         return message
 

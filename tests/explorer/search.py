@@ -17,9 +17,8 @@ from noloco_node.journal import events
 from noloco_node.sim import clock
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.faults import Fault
-from noloco_node.sim.scenario.scenario import Scenario
+from noloco_node.sim.scenario.scenario import Scenario, scenario_text
 from noloco_node.sim.scenario.setup import build_setup
-from noloco_node.sim.scenario.toml_writer import scenario_text
 from noloco_node.sim.world import Stuck, Watcher, World
 from tests.explorer.attack_kinds import KINDS
 from tests.explorer.invariant_error import InvariantBroken

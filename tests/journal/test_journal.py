@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossip.interface import OuterStepTaken, RoundDeferred
+from gossip.interface import OuterStepTaken, RoundSkipped
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal.events import ROUND_EVENTS, Hops, InnerStep, NodeEvent, StateChanged, decode, fields_of
 from noloco_node.journal.reader import Tail, read
@@ -64,7 +64,7 @@ def test_what_a_node_waited_for_in_an_older_journal_is_a_wait_in_words() -> None
 
 def test_the_names_of_all_events_are_as_documented() -> None:
     names = {kind.__struct_config__.tag for kind in get_args(NodeEvent)} | ROUND_EVENTS.keys()
-    assert names >= {"inner_step", "outer_step", "deferred", "hops", "refused", "lost", "violation"}
+    assert names >= {"inner_step", "outer_step", "round_skipped", "hops", "refused", "lost", "violation"}
     assert names >= {"started", "finished", "state", "traffic"}
 
 
@@ -190,11 +190,11 @@ def test_tail_sees_each_event_once_and_follows_rotation(tmp_path: Path) -> None:
 
 def test_tail_waits_for_the_rest_of_a_line(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    line = msgspec.json.encode(fields_of(RoundDeferred(round=2, in_a_row=1, at=5.0))) + b"\n"
+    line = msgspec.json.encode(fields_of(RoundSkipped(round=2, in_a_row=1, at=5.0))) + b"\n"
     tail = Tail(path)
     path.write_bytes(line[:20])
     assert tail.poll() == []
     with path.open("ab") as file:
         file.write(line[20:])
-    assert tail.poll() == [RoundDeferred(round=2, in_a_row=1, at=5.0)]
+    assert tail.poll() == [RoundSkipped(round=2, in_a_row=1, at=5.0)]
     tail.close()

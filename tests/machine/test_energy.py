@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from noloco_node.machine import energy
-from noloco_node.machine.energy import EnergyMeter, energy_meter
+from noloco_node.machine import device
+from noloco_node.machine.device import EnergyMeter, energy_meter
 
 CPU = torch.device("cpu")
 
@@ -87,7 +87,7 @@ def test_a_gpu_is_asked_through_its_driver(wrong: str, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(ctypes, "CDLL", load)
     properties = type("Properties", (), {"uuid": "0b1c"})
-    monkeypatch.setattr(energy.torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(device.torch.cuda, "get_device_properties", lambda _: properties)
     meter = energy_meter(torch.device("cuda:1"))
     if wrong:
         assert meter is None

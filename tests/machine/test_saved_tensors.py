@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from noloco_node.machine.saved_tensors import SavedTensors
+from noloco_node.machine.memory import SavedTensors
 
 
 def test_what_autograd_lets_go_in_mid_pass_counts_no_longer() -> None:

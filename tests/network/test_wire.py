@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossip.exchange.messages import Accepted, Declined, DeclineReason, Offer, Probe, Weights
+from gossip.exchange.messages import Accept, Decline, DeclineReason, Probe, Propose, Weights
 from noloco_node.network import wire
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, OneOf, Schema, TensorSpec, Violation
 from noloco_node.network.wire import Frame, FrameDecoder, FrameKind
@@ -38,9 +38,9 @@ SCHEMA = Schema(
         Microbatch: MessageSpec("Microbatch", {"hidden": OneOf((HIDDEN, IDS)), "targets": IDS}, added=("source",)),
         Gradient: MessageSpec("Gradient", {"hidden": OneOf((HIDDEN, None))}, added=("computed_by",)),
         Refused: MessageSpec("Refused"),
-        Offer: MessageSpec("Offer"),
-        Accepted: MessageSpec("Accepted"),
-        Declined: MessageSpec("Declined"),
+        Propose: MessageSpec("Propose"),
+        Accept: MessageSpec("Accept"),
+        Decline: MessageSpec("Decline"),
         Probe: MessageSpec("Probe", {"slow": PROBE, "fast": OneOf((PROBE, None))}),
         Weights: MessageSpec("Weights", {"fast": WEIGHTS, "slow": OneOf((WEIGHTS, ()))}),
         Text: MessageSpec("Text", header_bytes=LONG_HEADER_BYTES),
@@ -66,9 +66,9 @@ MESSAGES: list[Any] = [
     Gradient(hidden=tensor(HIDDEN), loss=5.5, tokens=768),
     Gradient(hidden=None, loss=5.5, tokens=768),
     *[Refused(reason=reason, retry_after_s=0.5) for reason in Reason],
-    Offer(round=7),
-    Accepted(round=7),
-    *[Declined(reason=reason, retry_after_s=2.0, round=8) for reason in DeclineReason],
+    Propose(round=7),
+    Accept(round=7),
+    *[Decline(reason=reason, retry_after_s=2.0, round=8) for reason in DeclineReason],
     Probe(round=5, last_met=2, version=9, holds=-1, slow=tensor(PROBE), fast=None),
     Probe(round=1, last_met=0, version=0, holds=4, slow=tensor(PROBE), fast=tensor(PROBE)),
     Weights(fast=tensors(WEIGHTS), slow=()),
@@ -185,17 +185,17 @@ def test_our_own_mistakes_are_named() -> None:
     nothing: Any = None
     with pytest.raises(ValueError, match=r"Microbatch.targets holds none"):
         wire.encode(Microbatch(hidden=tensor(HIDDEN), targets=nothing, progress=0.0, budget_s=1.0), SCHEMA)
-    with pytest.raises(ValueError, match="header of Offer"):
-        wire.encode(Offer(round=1), Schema({Offer: MessageSpec("Offer", header_bytes=4)}))
+    with pytest.raises(ValueError, match="header of Propose"):
+        wire.encode(Propose(round=1), Schema({Propose: MessageSpec("Propose", header_bytes=4)}))
 
 
 def test_a_schema_must_describe_just_the_tensors_of_its_messages() -> None:
     with pytest.raises(ValueError, match="has the tensors hidden, the schema says"):
         Schema({Gradient: MessageSpec("Gradient")})
     with pytest.raises(ValueError, match=r"has the tensors \(none\)"):
-        Schema({Offer: MessageSpec("Offer", {"round": PROBE})})
+        Schema({Propose: MessageSpec("Propose", {"round": PROBE})})
     with pytest.raises(ValueError, match="header_bytes"):
-        Schema({Offer: MessageSpec("Offer", header_bytes=LONG_HEADER_BYTES + 1)})
+        Schema({Propose: MessageSpec("Propose", header_bytes=LONG_HEADER_BYTES + 1)})
     with pytest.raises(TypeError, match="not a dataclass"):
         Schema({int: MessageSpec("int")})
 
@@ -227,7 +227,7 @@ VIOLATIONS: list[tuple[str, bytes]] = [
     ("does not decode", frame_of(b"\x91" * 60_000)),
     ("does not decode", frame_of(b"\x81\xa7message\xa1\xff")),
     ("does not decode.*Invalid value 'Nonsense'", frame_of(changed(message="Nonsense"))),
-    ("does not decode.*missing required field `tensors`", frame_of({"message": "Offer", "fields": {"round": 1}})),
+    ("does not decode.*missing required field `tensors`", frame_of({"message": "Propose", "fields": {"round": 1}})),
     ("does not decode.*unknown field `extra`", frame_of(changed(extra=1))),
     ("does not decode.*unknown field `extra`", frame_of(changed(**TRAILING))),
     ("does not decode.*Expected `float`", frame_of(changed(fields={"progress": "1", "budget_s": 1.0}))),
@@ -280,7 +280,7 @@ def test_a_long_header_takes_its_memory_as_it_comes() -> None:
 
 
 def test_a_long_header_is_for_the_messages_that_may_have_one() -> None:
-    schema = Schema({Text: MessageSpec("Text", header_bytes=100), Offer: MessageSpec("Offer", header_bytes=10_000)})
+    schema = Schema({Text: MessageSpec("Text", header_bytes=100), Propose: MessageSpec("Propose", header_bytes=10_000)})
     header = {"message": "Text", "fields": {"text": "x" * 200}, "tensors": {}}
     with pytest.raises(Violation, match=r"header of Text: 2\d\d bytes, 100 allowed"):
         feed(frame_of(header), schema)
@@ -353,12 +353,12 @@ def test_the_format_needs_no_torch_until_a_tensor_comes() -> None:
     program = (
         "import sys; from noloco_node.network.schema import *; from noloco_node.network.wire import *\n"
         "from pipeline.messages import *; from gossip.exchange.messages import *\n"
-        "s = Schema({Refused: MessageSpec('Refused'), Offer: MessageSpec('Offer')})\n"
+        "s = Schema({Refused: MessageSpec('Refused'), Propose: MessageSpec('Propose')})\n"
         "i = FrameDecoder(s)\n"
-        "b = b''.join(encode(Offer(round=3), s))\n"
+        "b = b''.join(encode(Propose(round=3), s))\n"
         "f = None\n"
         "while f is None:\n"
         "    w = i.wants(); n = len(w); w[:] = b[:n]; b = b[n:]; f = i.got(n)\n"
-        "assert f.content == Offer(round=3) and 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+        "assert f.content == Propose(round=3) and 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

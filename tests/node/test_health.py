@@ -10,10 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
 
+from noloco_node.cli.host_machine import asleep_s
 from noloco_node.journal import events
-from noloco_node.machine.clocks import LEAST_S, STILL_S, ClockSample, JumpKind, asleep_s, compare, sentence
 from noloco_node.machine.interface import Reporter
-from noloco_node.node.health import REMIND_S, Condition, HealthMonitor, Said, warnings_due
+from noloco_node.node.health import (
+    LEAST_S,
+    REMIND_S,
+    STILL_S,
+    ClockSample,
+    Condition,
+    HealthMonitor,
+    JumpKind,
+    Said,
+    compare,
+    sentence,
+    warnings_due,
+)
 from noloco_node.observe.bottleneck import all_waits
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import VirtualLoop, run

@@ -17,16 +17,15 @@ from torch import Tensor
 
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter
-from noloco_node.node.training import StageWork
+from noloco_node.node.stage_work import StageWork
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.storage.checkpoint import Counters
 from noloco_node.swarm.membership import Membership
-from noloco_node.swarm.peer_records import CLOCK_ERROR_S
-from noloco_node.swarm.receipts import Tally
+from noloco_node.swarm.receipts import SOURCE_LIFETIME_S, Tally
 from noloco_node.swarm.roster import PeerRecord
-from noloco_node.swarm.run_progress import SOURCE_LIFETIME_S
+from noloco_node.swarm.stage_records import CLOCK_ERROR_S
 from pipeline.messages import Gradient, Microbatch, Reply
 
 RUN = recipe(stages=1, steps=10_000, window=1).run

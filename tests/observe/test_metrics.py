@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 from repository import ROOT
 
-from gossip.interface import OuterStepTaken, RoundDeferred
+from gossip.interface import OuterStepTaken, RoundSkipped
 from noloco_node.journal import events
 from noloco_node.observe.metrics import MOST_VALUES, NodeMetrics
 from noloco_node.observe.roster_observer import RosterObserver
@@ -42,7 +42,7 @@ def told() -> NodeMetrics:
         events.InnerStep(step=1, progress=0.1, loss=2.5, tokens=64, seconds=2.0, learning_rate=0.1, device_s=0.5),
         OuterStepTaken(round=1, partner="12D3KooWother", gap=0.25, seconds=0.5),
         OuterStepTaken(round=2, seconds=0.5),
-        RoundDeferred(round=3, in_a_row=1),
+        RoundSkipped(round=3, in_a_row=1),
         events.Traffic(sent={"microbatch": 100}, received={"gossip": 7}),
         events.Traffic(sent={"microbatch": 150}, received={"gossip": 7}),
         events.Traffic(sent={"microbatch": 20}, received={}),
@@ -62,7 +62,7 @@ def test_a_scrape_tells_what_the_journal_does() -> None:
     assert value(metrics, "tokens_total") == 64
     assert value(metrics, "device_busy_seconds_total") == 0.5
     assert value(metrics, "waiting_seconds_total", reason="room at the next stage") == 5.0
-    assert [value(metrics, "rounds_total", result=result) for result in ("met", "solo", "deferred")] == [1, 1, 1]
+    assert [value(metrics, "rounds_total", result=result) for result in ("met", "solo", "skipped")] == [1, 1, 1]
     # A total that is smaller than before is that of a new network, in a later shift.
     assert value(metrics, "bytes_total", direction="sent", kind="microbatch") == 170
     assert value(metrics, "device_energy_joules_total") == 45.0

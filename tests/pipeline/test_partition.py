@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import resource
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -103,6 +104,15 @@ def test_initial_weights_follow_the_seed_and_leave_the_generator_alone() -> None
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in matrices)
     assert len({round(first[name].double().sum().item(), 9) for name in matrices}) == len(matrices), "no two alike"
+
+
+def test_threads_that_build_at_the_same_time_draw_the_weights_that_one_alone_draws() -> None:
+    recipe = prepared("gpt2")
+    piece = cut(recipe.config, 2, None, 8)[1]
+    alone = build(recipe, piece, seed=3).state_dict()
+    with ThreadPoolExecutor(4) as threads:
+        built = list(threads.map(lambda _: build(recipe, piece, seed=3).state_dict(), range(24)))
+    assert all(torch.equal(part[name], weight) for part in built for name, weight in alone.items())
 
 
 def test_initial_weights_have_the_scales_of_the_family() -> None:

@@ -16,8 +16,7 @@ from msgspec import structs
 from typer.testing import CliRunner
 
 from noloco_node.cli.main import app
-from noloco_node.doctor.findings import Grade
-from noloco_node.doctor.machine_checks import Need, Supply, judge_gpu, judge_memory
+from noloco_node.doctor.machine_checks import Grade, Need, Supply, judge_gpu, judge_memory
 from noloco_node.errors import Exit, UserError
 from noloco_node.machine.memory import free_of_gpu
 from noloco_node.planning import search

@@ -24,6 +24,7 @@ from noloco_node.cli.join_options import JoinOptions
 from noloco_node.errors import Exit, UserError
 from noloco_node.run import runfile
 from noloco_node.run.config import DataConfig, ModelConfig, RunConfig
+from noloco_node.run.fields import fields_of
 from noloco_node.run.presets import PRESETS, demo_run_text, run_text, write_text
 from noloco_node.run.runfile import (
     RUN_TEXT_BYTES,
@@ -36,7 +37,6 @@ from noloco_node.run.runfile import (
     validate,
     with_source,
 )
-from noloco_node.run.sections import fields_of
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_layers = 4}\n'
@@ -159,7 +159,7 @@ def test_it_loads_without_torch_or_transformers() -> None:
         (MODEL + "[outer]\nbeta = 3.0\n", "outer.beta", "0.7"),
         (MODEL + "[outer]\ninner_steps_per_round = 8\n", "outer.overlap_steps = 8", "below"),
         (MODEL + "[outer]\noverlap_steps = 0\n", "outer.overlap_steps", "outer.blocking"),
-        (MODEL + "[outer]\ndeferrals_before_solo = 0\n", "outer.deferrals_before_solo", ""),
+        (MODEL + "[outer]\nskips_before_solo = 0\n", "outer.skips_before_solo", ""),
         (MODEL + "[admission]\nrule = 'listed'\n", "admission.rule", "`noloco-node init --admission RULE`"),
         (MODEL + "[admission]\nowner = 'x'\n", "admission.owner", "`noloco-node init --admission RULE`"),
         ("name = ''\n" + MODEL, "name", "letters"),
@@ -237,9 +237,9 @@ def test_all_wrong_fields_are_mentioned() -> None:
     outside = refused(MODEL + "[pipeline]\nreplicas = 0\n[inner]\nsteps = 0\n[outer]\nstaleness_at_most = 0\n")
     assert "pipeline.replicas" in outside.what
     assert "inner.steps, outer.staleness_at_most" in outside.what
-    broken = refused(MODEL + "[inner]\nbeta1 = -1.0\nbeta2 = 2.0\n[outer]\nalpha = -1\n")
-    assert "inner.beta1" in broken.what
-    assert "inner.beta2, outer.alpha" in broken.what
+    broken = refused(MODEL + "[inner]\nwarmup_steps = -1\n[outer]\nalpha = -1\noverlap_steps = 0\n")
+    assert "inner.warmup_steps" in broken.what
+    assert "outer.overlap_steps, outer.alpha" in broken.what
 
 
 def test_the_blocking_form_may_meet_after_every_step() -> None:

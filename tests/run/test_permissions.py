@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.run.permissions import check_paths, check_text, local_paths, summary
-from noloco_node.run.runfile import decode_run
+from noloco_node.run.runfile import check_paths, check_text, decode_run, local_paths, summary
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_layers = 4}\n'

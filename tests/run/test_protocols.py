@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossip.exchange.messages import NOTHING, PrefetchOffer, Probe, Weights
+from gossip.exchange.messages import NOTHING, Probe, ProposePrefetch, Weights
 from gossip.exchange.swap import PROBE, common_steps, probe_coordinates
 from gossip.settings import Format, OuterConfig, absolute, wire_bytes
 from noloco_node.network.schema import Schema, Violation
@@ -98,7 +98,7 @@ def test_weights_to_adopt_are_admitted_in_the_absolute_form(codec: Format) -> No
 def test_slow_weights_and_proposals_are_admitted_only_where_the_rule_needs_them(codec: Format) -> None:
     wire = coded(codec, 1)[0].wire
     both, alone = schema_of(codec, gamma=0.5), schema_of(codec)
-    for message in (Weights(fast=wire, slow=wire), PrefetchOffer()):
+    for message in (Weights(fast=wire, slow=wire), ProposePrefetch()):
         assert type(heard(message, both, both)) is type(message)
         with pytest.raises(Violation):
             heard(message, both, alone)

@@ -337,7 +337,7 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
         (None, ["nowhere.toml"], Exit.CONFIG, ["nowhere.toml", "No such file"]),
         ("[swarm\n", ["FILE"], Exit.CONFIG, ["not valid TOML", "line 1"]),
         ("[swarm]\nreplica = 2\n", ["FILE"], Exit.CONFIG, ["line 2", "did you mean replicas?"]),
-        ("[network]\nup_mbit_per_s = -1.0\n", ["FILE"], Exit.CONFIG, ["line 2: network.up_mbit_per_s", "negative"]),
+        ("[network]\nup_mbit_per_s = -1.0\n", ["FILE"], Exit.CONFIG, ["line 2: network.up_mbit_per_s", "outside"]),
         ("[swarm]\nrun = 'missing.toml'\n", ["FILE"], Exit.CONFIG, ["swarm.run", "missing.toml"]),
         (
             faults("kind = 'crash'\nat_s = 1.0\npeer = 's7r0'"),

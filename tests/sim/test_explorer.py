@@ -23,7 +23,7 @@ import gossip.rounds.outer_optimiser
 from benchmarks.structure.source import ROOT
 from gossip.exchange.codec import Coded
 from gossip.exchange.influence import InfluenceBound
-from gossip.exchange.messages import Declined, DeclineReason, Offer, Received
+from gossip.exchange.messages import Acknowledge, Decline, DeclineReason, Propose
 from gossip.interface import Conversation
 from gossip.rounds.matching import AnswerState
 from gossip.rounds.meeting import MeetingProtocol
@@ -31,15 +31,14 @@ from gossip.rounds.outer_optimiser import OuterOptimiser, Step
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState, Tensors
 from gossip.settings import Format
+from noloco_node.node.assignment import Assignment, Ending
 from noloco_node.node.node import Node
 from noloco_node.node.replica import Replica
-from noloco_node.node.training import Ending, Training
 from noloco_node.sim.hardware.priced_stage import PricedStage
 from noloco_node.sim.scenario import faults
-from noloco_node.sim.scenario.scenario import Scenario, decode_scenario
+from noloco_node.sim.scenario.scenario import Scenario, decode_scenario, scenario_text
 from noloco_node.sim.scenario.setup import build_setup
-from noloco_node.sim.scenario.toml_writer import scenario_text
-from noloco_node.swarm.peer_records import PeerTable
+from noloco_node.swarm.stage_records import PeerTable
 from pipeline.admission_window import Slot
 from research.codec.whole_sets import decode
 from tests.explorer.attack_kinds import KINDS
@@ -344,20 +343,20 @@ def test_a_peer_that_is_deaf_to_leave_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_peer_that_finishes_first_when_asked_to_leave_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes no further step, but stays until the others have come to the end."""
-    run = Training.run
+    train = Assignment.train
 
-    async def stays(self: Training, replica: Replica, leave: asyncio.Event, *rest: Any, moves: bool) -> Ending:
+    async def stays(self: Assignment, leave: asyncio.Event) -> Ending:
         async def close() -> None:
             await leave.wait()
-            replica.admission.close()
+            self.replica.admission.close()
 
         async with asyncio.TaskGroup() as group:
             closing = group.create_task(close())
-            ending = await run(self, replica, asyncio.Event(), *rest, moves=moves)
+            ending = await train(self, asyncio.Event())
             closing.cancel()
         return ending
 
-    monkeypatch.setattr(Training, "run", stays)
+    monkeypatch.setattr(Assignment, "train", stays)
     assert "was asked to leave" in first_broken().sentence
 
 
@@ -381,13 +380,13 @@ async def _conclude_without_last_word(
     conversation: Conversation, commit: Callable[[], Awaitable[None]], *, asked: bool
 ) -> None:
     if not asked:
-        await conversation.send(Received())
+        await conversation.send(Acknowledge())
     await conversation.receive()
     await commit()
 
 
-def hopes(standing: AnswerState, sender: str, offer: Offer) -> Declined:
-    return Declined(reason=DeclineReason.HOPING, retry_after_s=1.0, round=standing.round)
+def hopes(standing: AnswerState, sender: str, offer: Propose) -> Decline:
+    return Decline(reason=DeclineReason.HOPING, retry_after_s=1.0, round=standing.round)
 
 
 async def asks_nobody(self: Rounds) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from gossip.exchange.messages import Offer, Weights
+from gossip.exchange.messages import Propose, Weights
 from gossip.settings import Format
 from noloco_node.errors import Exit, UserError
 from noloco_node.planning.plan import mean_steps_per_round
@@ -27,9 +27,9 @@ from noloco_node.sim.scenario.scenario import (
     SwarmConfig,
     decode_scenario,
     load_scenario,
+    scenario_text,
 )
 from noloco_node.sim.scenario.setup import FOREVER_S, base, build_setup
-from noloco_node.sim.scenario.toml_writer import scenario_text
 from pipeline.messages import Gradient, Microbatch
 
 SMALL = "[swarm]\nstages = 2\nreplicas = 2\n"
@@ -50,26 +50,26 @@ def test_an_empty_scenario_is_a_swarm() -> None:
     ("text", "first_line", "more"),
     [
         ("name = 'x'\n[swarm]\nstages = 2\nreplica = 2\n", "swarm.toml, line 4", "did you mean"),
-        ("[network]\nlatency = {mean_s = 0.1}\nloss = -0.5\n", "swarm.toml, line 3: network.loss", "no share"),
-        ("[network]\nlatency = {mean_s = -0.1}\n", "swarm.toml, line 2: network.latency", "negative"),
-        ("[network]\n[network.latency]\nmean_s = -1\n", "swarm.toml, line 3: network.latency.mean_s", "negative"),
+        ("[network]\nlatency = {mean_s = 0.1}\nloss = -0.5\n", "swarm.toml, line 3: network.loss", "outside"),
+        ("[network]\nlatency = {mean_s = -0.1}\n", "swarm.toml, line 2: network.latency", "outside"),
+        ("[network]\n[network.latency]\nmean_s = -1\n", "swarm.toml, line 3: network.latency.mean_s", "outside"),
         ("[network.latency]\nmean_s = 0\nstd_s = 1\n", "line 3: network.latency.std_s", "cannot vary"),
         ("[network.latency]\nmeans_s = 1\n", "swarm.toml, line 2", "did you mean mean_s?"),
-        ("network.latency.mean_s = inf\n", "swarm.toml, line 1: network.latency.mean_s", "no amount"),
-        ("swarm.stages = 2\nswarm.replicas = -1\n", "swarm.toml, line 2: swarm.replicas", "negative"),
-        ("[network]\nlate_s = inf\n", "line 2: network.late_s", "no amount"),
-        ("[network]\nloss = nan\n", "line 2: network.loss", "no share"),
-        ("[devices]\nslowness = [1.0, inf]\n", "line 2: devices.slowness", "above 0"),
-        ("[swarm]\nrounds = 10000000000000000\n", "line 2: swarm.rounds", "no amount"),
+        ("network.latency.mean_s = inf\n", "swarm.toml, line 1: network.latency.mean_s", "outside"),
+        ("swarm.stages = 2\nswarm.replicas = -1\n", "swarm.toml, line 2: swarm.replicas", "outside"),
+        ("[network]\nlate_s = inf\n", "line 2: network.late_s", "outside"),
+        ("[network]\nloss = nan\n", "line 2: network.loss", "outside"),
+        ("[devices]\nslowness = [1.0, inf]\n", "line 2: devices.slowness.1", "outside"),
+        ("[swarm]\nrounds = 10000000000000000\n", "line 2: swarm.rounds", "outside"),
         ("[swarm]\noverlap_steps = 4\ninner_steps_per_round = 4\n", "line 2: swarm.overlap_steps", "do not fit"),
         ("[swarm]\noverlap_steps = 4\nlate_inner_steps_per_round = 3\n", "line 2: swarm.overlap_steps", "do not fit"),
-        ("[swarm]\nlate_inner_steps_per_round = 0\n", "line 2: swarm.late_inner_steps_per_round", "no amount"),
+        ("[swarm]\nlate_inner_steps_per_round = 0\n", "line 2: swarm.late_inner_steps_per_round", "outside"),
         ("[swarm]\nwindows_in_flight = 3\n", "line 2: swarm.windows_in_flight", "give 1 or 2"),
         ("[swarm]\ndynamic_steps = 'yes'\n", "line 2: swarm.dynamic_steps", "true or false"),
         ("[swarm]\ncodec = 'int3'\n", "line 2: swarm.codec", '"int4"'),
-        ("[[fault]]\nkind = 'storm'\nat_s = inf\nfor_s = 1\n", "line 3: fault[0].at_s", "no amount"),
-        ("[[fault]]\nkind = 'storm'\nat_s = 1\nfor_s = nan\n", "line 4: fault[0].for_s", "no amount"),
-        ("[[fault]]\nkind = 'slow'\nat_s = 1\npeer = 'a'\nfactor = inf\n", "line 5: fault[0].factor", "no amount"),
+        ("[[fault]]\nkind = 'storm'\nat_s = inf\nfor_s = 1\n", "line 3: fault[0].at_s", "outside"),
+        ("[[fault]]\nkind = 'storm'\nat_s = 1\nfor_s = nan\n", "line 4: fault[0].for_s", "outside"),
+        ("[[fault]]\nkind = 'slow'\nat_s = 1\npeer = 'a'\nfactor = inf\n", "line 5: fault[0].factor", "outside"),
         (
             SMALL + "[[fault]]\nkind = 'partition'\nat_s = 1\ngroups = [\n['s0r0'],\n['s1r0', 's0r0']\n]\nfor_s = 1\n",
             "line 7: fault[0].groups",
@@ -78,7 +78,7 @@ def test_an_empty_scenario_is_a_swarm() -> None:
         (
             SMALL + "[[fault]]\nkind = 'partition'\nat_s = 1\ngroups = [\n['s0r0'],\n['s1r0']\n]\nfor_s = -1\n",
             "line 11: fault[0].for_s",
-            "negative",
+            "outside",
         ),
         (
             SMALL + "[[fault]]\nkind = 'partition'\nat_s = 1\nfor_s = 1\ngroups = [['s9r0']]\n",
@@ -86,36 +86,36 @@ def test_an_empty_scenario_is_a_swarm() -> None:
             "no peer s9r0",
         ),
         ("[network]\nlatency = {mean = 0.1}\n", "swarm.toml, line 2", "did you mean mean_s?"),
-        ("[devices]\nforward_s = 0.0\n", "swarm.toml, line 2: devices.forward_s", "no amount"),
-        ("[devices]\nslowness = [1.0, -2.0]\n", "swarm.toml, line 2: devices.slowness", "above 0"),
+        ("[devices]\nforward_s = 0.0\n", "swarm.toml, line 2: devices.forward_s", "outside"),
+        ("[devices]\nslowness = [1.0, -2.0]\n", "swarm.toml, line 2: devices.slowness.1", "outside"),
         ("[devices]\ntflops = 10.0\n", "swarm.toml, line 2: devices.tflops", "run file"),
         ("[swarm]\nstages = 'two'\n", "swarm.toml, line 2: swarm.stages", "whole number"),
-        ("[swarm]\n\nstages = -1\n", "swarm.toml, line 3: swarm.stages", "negative"),
-        ("[swarm]\nstages = 1000\nreplicas = 1000\n", "swarm.toml, line 3: swarm.replicas", "20000 at most"),
+        ("[swarm]\n\nstages = -1\n", "swarm.toml, line 3: swarm.stages", "outside"),
+        ("[swarm]\nstages = 200\nreplicas = 1000\n", "swarm.toml, line 3: swarm.replicas", "20000 at most"),
         ("seed = 'seven'\n", "swarm.toml, line 1: seed", "whole number"),
         (SMALL + "[[fault]]\nat_s = 1\n", "swarm.toml, line 4: this fault has no kind", "crash, restart"),
         (SMALL + "[[fault]]\nat_s = 1\nkind = 'explode'\n", "swarm.toml, line 6: no fault is called", "crash, restart"),
         (SMALL + "[[fault]]\nat_s = 1\nkind = 'crash'\npeer = 's2r0'\n", "line 7: fault[0].peer", "no peer s2r0"),
-        (SMALL + "[[fault]]\nat_s = 1\nkind = 'crash'\n", "swarm.toml, line 4: peer is missing", "text"),
+        (SMALL + "[[fault]]\nat_s = 1\nkind = 'crash'\n", "swarm.toml, line 4: fault[0].peer is missing", "text"),
         (
             SMALL
             + "[[fault]]\nat_s = 1\nkind = 'crash'\npeer = 's0r0'\n"
             + "[[fault]]\nat_s = -2.0\nkind = 'leave'\npeer = 's0r0'\n",
             "swarm.toml, line 9: fault[1].at_s",
-            "negative",
+            "outside",
         ),
         (
             SMALL + "[[fault]]\nat_s = 1\nkind = 'slow'\npeer = 's0r0'\nfactor = -3.0\n",
             "line 8: fault[0].factor",
-            "negative",
+            "outside",
         ),
         (SMALL + "[[fault]]\nat_s = 1\nkind = 'join'\npeer = 'a b'\n", "line 7: fault[0].peer", "letters"),
         (SMALL + "[[fault]]\nat_s = 1\nkind = 'join'\npeer = 'late'\nstage = 2\n", "line 8: fault[0].stage", "0 to 1"),
-        (SMALL + "[[fault]]\nat_s = 1\nkind = 'storm'\nfor_s = 1\nloss = 1.5\n", "line 8: fault[0].loss", "no share"),
+        (SMALL + "[[fault]]\nat_s = 1\nkind = 'storm'\nfor_s = 1\nloss = 1.5\n", "line 8: fault[0].loss", "outside"),
         ("fault = 3\n", "swarm.toml, line 1: fault is no list", "[[fault]]"),
-        ("name = 'x'\nseed = -1\n", "swarm.toml, line 2: seed", "no seed"),
+        ("name = 'x'\nseed = -1\n", "swarm.toml, line 2: seed", "outside"),
         ("name = ''\n", "swarm.toml, line 1: name", "empty"),
-        ("[swarm]\nlearning_rate = 0.0\n", "swarm.toml, line 2: swarm.learning_rate", "no amount"),
+        ("[swarm]\nlearning_rate = 0.0\n", "swarm.toml, line 2: swarm.learning_rate", "outside"),
         (SMALL + "[fault]\nat_s = 1\nkind = 'crash'\n", "swarm.toml, line 4: fault is no list", "[[fault]]"),
         ("[swarm\n", "swarm.toml is not valid TOML", "line 1"),
     ],
@@ -226,7 +226,7 @@ def test_without_a_run_file_the_scenario_says_what_things_cost() -> None:
     assert setting.access().down_bytes_per_s == math.inf
     microbatch = Microbatch.__new__(Microbatch)
     assert setting.sizes.size_bytes(microbatch, "microbatch/1") == 1100
-    assert setting.sizes.size_bytes(Offer(round=1), "gossip/0") == 100
+    assert setting.sizes.size_bytes(Propose(round=1), "gossip/0") == 100
 
 
 @given(

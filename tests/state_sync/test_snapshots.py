@@ -50,8 +50,8 @@ from noloco_node.state_sync.starting_state import (
 )
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.storage.checkpoint_store import KEPT_SNAPSHOTS, SnapshotDirectory
-from noloco_node.swarm.peer_records import CLOCK_S
 from noloco_node.swarm.roster import PeerRecord, Roster
+from noloco_node.swarm.stage_records import CLOCK_S
 from noloco_node.tasks import background
 
 # What is decided.

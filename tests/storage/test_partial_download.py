@@ -14,15 +14,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from state_copies import LIKE, SHAPES, Giving, Listening, copy_from, same, state
-from toy_gossip import World
+from state_copies import LIKE, SHAPES, TERMS, Giving, Listening, copy_from, of_parts, same, state
+from toy_gossip import World, at_once
 
-from gossip.exchange.messages import ReplicaState, Section
+from gossip.exchange.messages import Parts, ReplicaState, Section
 from gossip.transfer.assembly import Key, StateAssembly
-from gossip.transfer.donor import STREAMS
+from gossip.transfer.donor import STREAMS, Donor
 from noloco_node.machine.interface import Reporter, StageModel
+from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.device import VirtualDevice
+from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.download import DownloadLink, StateDownload
 from noloco_node.storage.atomic_file import SPARE_BYTES
@@ -195,14 +197,17 @@ def open_files(directory: Path) -> list[str]:
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="the system does not list open files")
 @pytest.mark.parametrize("seconds", [0.1, 0.2, 0.3])
 def test_a_copy_that_is_cancelled_leaves_no_file_open(tmp_path: Path, seconds: float) -> None:
+    async def provide(parts: Parts) -> ReplicaState:
+        return of_parts(WHOLE, parts)
+
     async def main() -> None:
-        world = World()
-        Giving(world, "donor", WHOLE)
         hub, keep = SimNetwork(), partial(tmp_path)
+        donor = Donor(provide, at_once, SHAPES, TERMS)
+        await hub.network("donor").serve(topic(STATE, 1), state_schema(SHAPES), donor.serve)
+        network = hub.network("new", Access(down_bytes_per_s=16 * SECTION_BYTES))
         copying = StateDownload(
-            1, cast(StageModel, Shapes()), DownloadLink(hub.network("new"), VirtualDevice(), 300.0), SILENT, keep
+            1, cast(StageModel, Shapes()), DownloadLink(network, VirtualDevice(), 300.0), SILENT, keep
         )
-        copying._converse = world.conversing("new")  # type: ignore[method-assign, assignment]
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(seconds):
                 await copying.attempt(("donor",))

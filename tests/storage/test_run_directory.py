@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.storage.checkpoint import KEPT, Checkpoint, Counters, files, load_latest, save
 from noloco_node.storage.checkpoint_store import CheckpointStore, SnapshotDirectory
 from noloco_node.storage.home import Home, HomePaths, RunPaths
-from noloco_node.swarm.run_history import RunHistory
+from noloco_node.swarm.run_distribution import RunHistory
 
 RUNS = ("a" * 64, "b" * 64)
 
@@ -42,13 +43,13 @@ def test_the_newest_weights_of_each_run_and_stage_stay(
         for number, (run, stage) in enumerate(lives):
             paths = home.enter(run)
             store = CheckpointStore(paths.checkpoint, paths.snapshots, run, "me", pytest.fail)
-            store._set_aside(stage)
+            asyncio.run(store.set_aside(stage))
             for step in range(10 * number, 10 * number + KEPT + 1):
                 save(paths.checkpoint, checkpoint(run, step, stage))
             last[run, stage] = 10 * number + KEPT
         for (run, stage), step in last.items():
             paths = home.run(run)
-            found = CheckpointStore(paths.checkpoint, paths.snapshots, run, "me", pytest.fail)._load(stage)
+            found = asyncio.run(CheckpointStore(paths.checkpoint, paths.snapshots, run, "me", pytest.fail).load(stage))
             assert found is not None
             assert found.counters.inner_steps == step
 

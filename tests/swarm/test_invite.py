@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p.endpoint.addresses import PeerAddress, check_announce, check_listen, parse_peer_address
+from noloco_node.libp2p.addresses import PeerAddress, check_announce, check_listen, parse_peer_address
 from noloco_node.swarm import invite
-from noloco_node.swarm.kept_invite import KeptInvite, from_where
+from noloco_node.swarm.invite import KeptInvite, from_where
 
 DIGEST = "0123456789abcdef" * 4
 ED25519 = "12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"

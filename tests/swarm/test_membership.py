@@ -17,8 +17,8 @@ from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.sim.network.peer_network import SimPeerNetwork
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm.membership import Membership
-from noloco_node.swarm.peer_records import CLOCK_S, DhtRead, is_doubtful
 from noloco_node.swarm.roster import PeerRecord, Roster
+from noloco_node.swarm.stage_records import CLOCK_S, DhtRead, is_doubtful
 
 RUN = "run"
 WEATHER = NetworkConditions(latency=Latency(mean_s=0.05))

@@ -12,7 +12,15 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm.roster import PeerRecord, Roster
-from noloco_node.swarm.run_history import LEAST, SCHEMA, STEP, TOPIC, ReachedReply, RunHistory, reached
+from noloco_node.swarm.run_distribution import (
+    HISTORY_SCHEMA,
+    HISTORY_TOPIC,
+    LEAST,
+    STEP,
+    ReachedReply,
+    RunHistory,
+    reached,
+)
 
 
 def roster(*progress: float, round: int = 1) -> Roster:
@@ -69,8 +77,8 @@ def test_whoever_knows_most_is_believed_within_bounds(tmp_path: Path, says: floa
             await conversation.receive()
             await conversation.send(ReachedReply(progress=says))
 
-        await hub.network("knows").serve(TOPIC, SCHEMA, knows.serve)
-        await hub.network("says").serve(TOPIC, SCHEMA, answer)
+        await hub.network("knows").serve(HISTORY_TOPIC, HISTORY_SCHEMA, knows.serve)
+        await hub.network("says").serve(HISTORY_TOPIC, HISTORY_SCHEMA, answer)
         hub.network("old")
         asking = hub.network("asking")
         assert await reached(asking, ["says", "old", "gone"]) == heard

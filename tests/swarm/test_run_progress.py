@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.membership import roster_of
-from noloco_node.swarm.peer_records import CLOCK_ERROR_S
+from noloco_node.swarm.receipts import SOURCE_LIFETIME_S, RunProgress, SourceCount, SourceRecord, counted
 from noloco_node.swarm.roster import PeerRecord, Roster
-from noloco_node.swarm.run_progress import SOURCE_LIFETIME_S, RunProgress, SourceCount, SourceRecord, counted
 from noloco_node.swarm.run_samples import run_over
+from noloco_node.swarm.stage_records import CLOCK_ERROR_S
 from noloco_node.units import LARGEST_COUNT
 
 FORGOTTEN_S = 2 * (SOURCE_LIFETIME_S + CLOCK_ERROR_S)

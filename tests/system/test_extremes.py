@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from benchmarks.robustness.extremes import RECIPE, decide_by_draws, history_of_draws, live
 from noloco_node.admission import admission_hook, ticket_service
-from noloco_node.libp2p.streams import dialback
-from noloco_node.network import stranger_record
+from noloco_node.libp2p import reachability
+from noloco_node.network import wire
 from noloco_node.network.schema import Schema, Violation, _check_numbers
 from noloco_node.observe.metrics import NodeMetrics
 from noloco_node.observe.roster_observer import RosterObserver
@@ -23,11 +23,10 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import gossip_schema, microbatch_schema, state_schema
 from noloco_node.state_sync import weight_exchange
 from noloco_node.storage.checkpoint import Counters
-from noloco_node.swarm import run_distribution, run_history, speed_test
-from noloco_node.swarm.peer_records import Published, decode_record
-from noloco_node.swarm.receipts import ReceiptRecord
+from noloco_node.swarm import run_distribution, speed_test
+from noloco_node.swarm.receipts import ReceiptRecord, SourceRecord
 from noloco_node.swarm.roster import PeerRecord
-from noloco_node.swarm.run_progress import SourceRecord
+from noloco_node.swarm.stage_records import Published, decode_record
 from noloco_node.units import LARGEST, LEAST
 
 SHAPES = ((3, 5), (7,))
@@ -37,10 +36,10 @@ SCHEMAS: dict[str, Schema] = {
     "microbatch": microbatch_schema(RECIPE.run, 32),
     "admission": admission_hook.SCHEMA,
     "tickets": ticket_service.SCHEMA,
-    "dial back": dialback.SCHEMA,
+    "dial back": reachability.SCHEMA,
     "weights": weight_exchange.SCHEMA,
     "run": run_distribution.SCHEMA,
-    "history": run_history.SCHEMA,
+    "history": run_distribution.HISTORY_SCHEMA,
     "speed": speed_test.SCHEMA,
 }
 RECORDS = (Published, PeerRecord, SourceRecord, ReceiptRecord, Counters)
@@ -97,7 +96,7 @@ def test_no_decision_and_no_view_fails_by_what_strangers_say(seed: int) -> None:
 METRICS = NodeMetrics("run")
 
 
-class _History(run_history.RunHistory):
+class _History(run_distribution.RunHistory):
     """One that writes nothing."""
 
     def __init__(self) -> None:
@@ -112,7 +111,7 @@ HISTORY = _History()
 
 
 def test_without_bounds_the_draws_would_find_what_ends_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stranger_record, "is_usable", lambda _: True)
+    monkeypatch.setattr(wire, "is_usable", lambda _: True)
     found = 0
     for seed in range(300):
         try:

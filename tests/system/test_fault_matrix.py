@@ -25,7 +25,7 @@ import torch
 from memory_swarms import until
 from overheard import Cast, Heard, nothing_is_held
 
-from gossip.exchange.messages import Offer, Received, Weights
+from gossip.exchange.messages import Acknowledge, Propose, Weights
 from gossip.interface import OuterStepTaken
 from noloco_node.journal import events
 from noloco_node.sim.clock import run
@@ -98,14 +98,14 @@ class Strike(NamedTuple):
 
 
 GOSSIP = {
-    ("before", True): Moment(True, "sends", Offer),
-    ("before", False): Moment(True, "received", Offer),
+    ("before", True): Moment(True, "sends", Propose),
+    ("before", False): Moment(True, "received", Propose),
     ("sending", True): Moment(True, "sends", Weights, HALFWAY_S),
     ("sending", False): Moment(True, "sends", Weights, HALFWAY_S),
     ("receiving", True): Moment(False, "sends", Weights, HALFWAY_S),
     ("receiving", False): Moment(False, "sends", Weights, HALFWAY_S),
-    ("after", True): Moment(True, "sends", Received),
-    ("after", False): Moment(True, "sends", Received),
+    ("after", True): Moment(True, "sends", Acknowledge),
+    ("after", False): Moment(True, "sends", Acknowledge),
 }
 PIPELINE = {
     ("before", True): Moment(True, "sends", Microbatch),

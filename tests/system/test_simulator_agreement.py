@@ -29,7 +29,7 @@ from msgspec import structs
 from process_swarm import LOCAL, TINY_MODEL, host, is_finished
 from processes import Command, Commands
 
-from gossip.interface import OuterStepTaken, RoundDeferred
+from gossip.interface import OuterStepTaken, RoundSkipped
 from noloco_node.errors import Exit
 from noloco_node.journal.events import (
     CatchUp,
@@ -313,8 +313,8 @@ def _counters(saved: Checkpoint) -> dict[str, Any]:
 # Two by two: the same laws.
 
 ALWAYS = {Started, StateChanged, InnerStep, OuterStepTaken, Traffic, Finished}
-SOMETIMES = {CatchUp, Lost, Noticed, Receipts, RoundDeferred, RefusedMicrobatch}
-"""A replica that is late for a round defers, one that comes when the others have had a round copies them, and a full
+SOMETIMES = {CatchUp, Lost, Noticed, Receipts, RoundSkipped, RefusedMicrobatch}
+"""A replica that is late for a round skips it, one that comes when the others have had a round copies them, and a full
 queue refuses: a matter of timing, and of no concern. A model that knows its text by heart returns gradients of very
 different sizes, and one far beyond the usual is lost (`pipeline.activation_codec`). A real machine that stands
 still is noticed."""

@@ -9,9 +9,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
+from msgspec import Meta
+
+MOST = 1e12
+"""Of any time, rate or size in a scenario: a clock could not add up more."""
+Positive: TypeAlias = Annotated[float, Meta(ge=1e-12, le=MOST)]
+PositiveCount: TypeAlias = Annotated[int, Meta(ge=1, le=int(MOST))]
+NotNegative: TypeAlias = Annotated[float, Meta(ge=0.0, le=MOST)]
+Share: TypeAlias = Annotated[float, Meta(ge=0.0, lt=1.0)]
 
 SILENCE_S = 6.0
 """After which a peer that says nothing is given up."""
@@ -23,8 +31,8 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """How long a message is on its way, its size aside: a mean, a standard deviation, and the shape of the draw."""
 
     shape: Literal["constant", "uniform", "lognormal"] = "constant"
-    mean_s: float = 0.02
-    std_s: float = 0.0
+    mean_s: NotNegative = 0.02
+    std_s: NotNegative = 0.0
 
     @property
     def is_constant(self) -> bool:
@@ -56,11 +64,11 @@ class NetworkConditions(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     latency: Latency = Latency()
-    loss: float = 0.0
-    late: float = 0.0
-    late_s: float = 2.0
-    duplicate: float = 0.0
-    roster_lag_s: float = 0.0
+    loss: Share = 0.0
+    late: Share = 0.0
+    late_s: NotNegative = 2.0
+    duplicate: Share = 0.0
+    roster_lag_s: NotNegative = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ import torch
 from msgspec import structs
 
 from noloco_node.errors import Exit, UserError, config_error, leaves
+from noloco_node.run.fields import no_line, refuse
 from noloco_node.run.runfile import load_run
 from noloco_node.sim.clock import Deadlock
 from noloco_node.sim.report.collector import EventCollector
@@ -158,9 +160,10 @@ def complete(scenario: Scenario, path: Path | None) -> SimSetup:
         inner_steps_per_round=setting.run.outer.inner_steps_per_round,
         late_inner_steps_per_round=setting.run.outer.late_inner_steps_per_round,
     )
-    for problem in problems(structs.replace(scenario, swarm=swarm)):
-        where = "the flags" if path is None else f"{path}{line_of(path.read_text('utf-8-sig'), problem.field)}"
-        raise config_error(f"{where}: {problem.field} is refused.", problem.why, problem.hint)
+    origin, line = (
+        ("the flags", no_line) if path is None else (str(path), partial(line_of, path.read_text("utf-8-sig")))
+    )
+    refuse(problems(structs.replace(scenario, swarm=swarm)), origin, line)
     return setting
 
 

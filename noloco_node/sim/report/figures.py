@@ -50,7 +50,7 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     time: dict[str, float]
     inner_steps: int
     met: int
-    deferred: int
+    skipped: int
     solo: int
     gap_first: float | None
     gap_last: float | None
@@ -203,7 +203,7 @@ def _stage(number: int, world: World, collector: EventCollector, course: Sequenc
         time=_time(devices.mean, collector.causes[number]),
         inner_steps=collector.sums.inner_steps[number],
         met=sum(int(count["rounds.met"]) for count in counts),
-        deferred=sum(int(count["rounds.deferred"]) for count in counts),
+        skipped=sum(int(count["rounds.skipped"]) for count in counts),
         solo=sum(int(count["rounds.solo"]) for count in counts),
         gap_first=gaps[0] if gaps else None,
         gap_last=gaps[-1] if gaps else None,

@@ -122,9 +122,9 @@ def _waits(stages: Sequence[StageReport]) -> list[str]:
 
 
 def _rounds(stages: Sequence[StageReport]) -> list[str]:
-    text = [f"{'rounds of':<12}{'steps':>8}{'met':>8}{'deferred':>10}{'solo':>6}   gap"]
+    text = [f"{'rounds of':<12}{'steps':>8}{'met':>8}{'skipped':>10}{'solo':>6}   gap"]
     for stage in stages:
-        counts = f"{stage.inner_steps:>8,}{stage.met:>8,}{stage.deferred:>10,}{stage.solo:>6,}"
+        counts = f"{stage.inner_steps:>8,}{stage.met:>8,}{stage.skipped:>10,}{stage.solo:>6,}"
         text.append(f"  stage {stage.stage:<4}{counts}   {_change(stage.gap_first, stage.gap_last, '2g')}")
     return text
 

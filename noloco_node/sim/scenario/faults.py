@@ -9,20 +9,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from random import Random
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
+from msgspec import Meta
 
-MOST, TINY = 1e12, 1e-12
-"""Of any time, rate or size in a scenario: what is beyond is a slip, and no number that a clock could add up."""
-MOST_TAMPERED = 10**6
+from noloco_node.sim.network.link_model import NotNegative, Positive, Share
+from noloco_node.units import Fraction
+
 HOUR_S = 3600.0
 MOST_DEPARTURES = 1000
 """Of one peer, that a churn may make expect."""
 
 
 class _At(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
-    at_s: float
+    at_s: NotNegative
 
 
 class Join(_At, frozen=True, tag="join"):
@@ -54,22 +55,22 @@ class Slow(_At, frozen=True, tag="slow"):
     """From now on a peer's device takes `factor` times as long as at first, whatever its first slowness is."""
 
     peer: str
-    factor: float
+    factor: Positive
 
 
 class StutterFault(_At, frozen=True, tag="stutter"):
     """From now on the share `share` of a device's jobs takes `pause_s` longer."""
 
     peer: str
-    share: float
-    pause_s: float
+    share: Share
+    pause_s: NotNegative
 
 
 class Silence(_At, frozen=True, tag="silence"):
     """Nothing leaves or reaches a peer, as if its host had lost its line; it comes back by itself."""
 
     peer: str
-    for_s: float
+    for_s: NotNegative
 
 
 class Partition(_At, frozen=True, tag="partition"):
@@ -79,24 +80,24 @@ class Partition(_At, frozen=True, tag="partition"):
     """
 
     groups: tuple[tuple[str, ...], ...]
-    for_s: float
+    for_s: NotNegative
 
 
 class Storm(_At, frozen=True, tag="storm"):
     """The network is bad for a while: shares of messages that are lost, late and doubled."""
 
-    for_s: float
-    loss: float = 0.0
-    late: float = 0.0
-    duplicate: float = 0.0
+    for_s: NotNegative
+    loss: Share = 0.0
+    late: Share = 0.0
+    duplicate: Share = 0.0
 
 
 class LinkFault(_At, frozen=True, tag="line"):
     """From now on a peer has another line; None is without limit."""
 
     peer: str
-    up_bytes_per_s: float | None = None
-    down_bytes_per_s: float | None = None
+    up_bytes_per_s: Positive | None = None
+    down_bytes_per_s: Positive | None = None
     dials_only: bool = False
 
 
@@ -105,7 +106,7 @@ class Tamper(_At, frozen=True, tag="tamper"):
 
     peer: str
     how: Literal["flip", "shape", "not finite", "garbled values"] = "flip"
-    count: int = 1
+    count: Annotated[int, Meta(ge=1, le=10**6)] = 1
 
 
 # fmt: off
@@ -130,7 +131,7 @@ class Disk(_At, frozen=True, tag="disk"):
     """A peer's disk refuses to be written for a while."""
 
     peer: str
-    for_s: float
+    for_s: NotNegative
 
 
 class Churn(_At, frozen=True, tag="churn"):
@@ -140,10 +141,10 @@ class Churn(_At, frozen=True, tag="churn"):
     the rest are crashes.
     """
 
-    for_s: float
-    per_hour: float
-    away_s: float
-    polite: float = 0.0
+    for_s: NotNegative
+    per_hour: Positive
+    away_s: NotNegative
+    polite: Fraction = 0.0
 
 
 Fault = (
@@ -213,25 +214,11 @@ def _comings_and_goings(churn: Churn, peer: str, rng: Random) -> Iterator[Fault]
 
 
 def problems(fault: Fault) -> Iterator[tuple[str, str]]:
-    """Yield the fields of a fault that hold what cannot be, each with the reason."""
-    for field in ("at_s", "for_s", "pause_s", "away_s", "factor", "per_hour", "up_bytes_per_s", "down_bytes_per_s"):
-        value = getattr(fault, field, None)
-        least = 0.0 if field in ("at_s", "for_s", "pause_s", "away_s") else TINY
-        if value is not None and not least <= value <= MOST:
-            yield field, f"{value} is {'negative' if value < 0.0 else 'no amount'}"
-    for field in ("share", "loss", "late", "duplicate"):
-        value = getattr(fault, field, None)
-        if value is not None and not 0.0 <= value < 1.0:
-            yield field, f"{value} is no share: it must be at least 0 and less than 1"
-    if isinstance(fault, Churn):
-        if not 0.0 <= fault.polite <= 1.0:
-            yield "polite", f"{fault.polite} is no share: it must be from 0 to 1"
-        if fault.per_hour * fault.for_s / HOUR_S > MOST_DEPARTURES:
-            yield "per_hour", f"each peer would go more than {MOST_DEPARTURES} times"
+    """Yield the fields of a fault whose values contradict each other, each with the reason."""
+    if isinstance(fault, Churn) and fault.per_hour * fault.for_s / HOUR_S > MOST_DEPARTURES:
+        yield "per_hour", f"each peer would go more than {MOST_DEPARTURES} times"
     if isinstance(fault, Partition):
         groups = [dict.fromkeys(group) for group in fault.groups]
         for peer, times in Counter(peer for group in groups for peer in group).items():
             if times > 1:
                 yield "groups", f"{peer} is in two groups"
-    if isinstance(fault, Tamper) and not 1 <= fault.count <= MOST_TAMPERED:
-        yield "count", f"{fault.count} messages cannot be tampered with"

@@ -11,25 +11,93 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from msgspec import structs
 
-from gossip.settings import OuterConfig
+from gossip.exchange.messages import Piece, Probe, ReplicaState, Weights
+from gossip.settings import OuterConfig, wire_bytes
 from noloco_node.errors import config_error
 from noloco_node.limits.budget import OwnerLimits
 from noloco_node.machine.interface import Dimensions, StageModel
 from noloco_node.machine.memory import free_of_gpu, usable_bytes
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, bandwidth_seconds, microbatch_bytes
+from noloco_node.planning.message_sizes import PROBE_BYTES, HopBytes, float32_bytes, hop_bytes
 from noloco_node.planning.plan import graphs_that_fit, in_flight, mean_steps_per_round, memories
 from noloco_node.planning.throughput import coding_seconds
 from noloco_node.run.config import InnerConfig, ModelConfig, PipelineConfig, RunConfig
+from noloco_node.run.protocols import GOSSIP, STATE
 from noloco_node.run.runfile import load_run, validate
 from noloco_node.sim.hardware.priced_stage import Prices
 from noloco_node.sim.hardware.quadratic_model import SIZE, WIDE, WIDE_CENTRE, QuadraticModel, quadratic_layout
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
-from noloco_node.sim.scenario.message_sizes import BOWL_BYTES, MessageSizes
-from noloco_node.sim.scenario.scenario import MOST_PEERS, Scenario, SwarmConfig, planned
+from noloco_node.sim.scenario.scenario import MOST_PEERS, RUN_FIELDS, Scenario, SwarmConfig, planned
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.units import format_bytes
+from pipeline.messages import Gradient, Microbatch
+
+if TYPE_CHECKING:
+    from noloco_node.planning.model_layout import ModelLayout
+
+
+FRAME_BYTES = 100
+"""Of a message without tensors."""
+WEIGHT_SETS = 4
+"""Sets of weights in a whole state: slow weights, momentum, two moments."""
+BOWL_BYTES = {"bowl": 4 * SIZE, "wide bowl": 4 * WIDE}
+"""Of the weights that a bowl really has."""
+
+
+class MessageSizes:
+    """The sizes of one simulation's messages. `stage_bytes`: of the weights of each stage, of all alike without a plan.
+
+    `microbatch_bytes`, `gradient_bytes`: of the two messages of a hop.
+    """
+
+    def __init__(self, scenario: Scenario, run: RunConfig, plan: ModelLayout | None) -> None:
+        network, codec = scenario.network, run.outer.codec
+        # Of each topic: a set of weights as the codec has it, and a probe of it; a whole state.
+        self._weights: dict[str, int] = {}
+        self._probes: dict[str, int] = {}
+        self._states: dict[str, int] = {}
+        hop = HopBytes(network.microbatch_bytes, network.microbatch_bytes)
+        self.stage_bytes = [network.weights_bytes]
+        self._other_weights = round(network.weights_bytes * wire_bytes(codec, [(2**20,)]) / 2**22)
+        self._other_state = WEIGHT_SETS * network.weights_bytes
+        if plan is not None:
+            hop = hop_bytes(run.pipeline, plan.width)
+            shapes_of_stages = [tuple(shapes.values()) for shapes in plan.shapes]
+            self.stage_bytes = [float32_bytes(shapes) for shapes in shapes_of_stages]
+            for number, (shapes, total) in enumerate(zip(shapes_of_stages, self.stage_bytes, strict=True)):
+                self._weights[f"{GOSSIP}/{number}"] = wire_bytes(codec, shapes)
+                self._probes[f"{GOSSIP}/{number}"] = min(PROBE_BYTES, total)
+                self._states[f"{STATE}/{number}"] = WEIGHT_SETS * total
+        self.microbatch_bytes, self.gradient_bytes = FRAME_BYTES + hop.down, FRAME_BYTES + hop.back
+        self._held_bytes = BOWL_BYTES.get(scenario.swarm.model)
+
+    @property
+    def largest_state_bytes(self) -> int:
+        """Of the largest stage's whole state."""
+        return FRAME_BYTES + WEIGHT_SETS * max(self.stage_bytes)
+
+    def size_bytes(self, message: object, topic: str) -> int:
+        """Return what a message weighs, by its kind and topic."""
+        match message:
+            case Microbatch():
+                return self.microbatch_bytes
+            case Gradient():
+                return self.gradient_bytes
+            case Weights():
+                brought = bool(message.fast) + bool(message.slow)
+                return FRAME_BYTES + brought * self._weights.get(topic, self._other_weights)
+            case Probe():
+                return FRAME_BYTES + (1 + (message.fast is not None)) * self._probes.get(topic, 0)
+            case ReplicaState():
+                return FRAME_BYTES + self._states.get(topic, self._other_state)
+            case Piece():
+                # A share of a section, which is as large as the weights, or as those that a bowl stands for.
+                whole = self._states.get(topic, self._other_state) // WEIGHT_SETS
+                return FRAME_BYTES + message.data.nbytes * whole // (self._held_bytes or whole)
+        return FRAME_BYTES
+
 
 if TYPE_CHECKING:
     from noloco_node.planning.model_layout import ModelLayout
@@ -109,27 +177,25 @@ def build_setup(scenario: Scenario) -> SimSetup:
     """Work a scenario out; raise `UserError` where its run file is wrong, or does not go with the rest."""
     swarm, transformer = scenario.swarm, scenario.swarm.model == "transformer"
     start = base(transformer, swarm.stages) if swarm.run is None else load_run(Path(swarm.run))
-    run = _run(start, swarm, scenario.seed)
+    real = run = _run(start, swarm, scenario.seed)
     validate(run, f"the scenario {scenario.name}")
-    if run.pipeline.stages * run.pipeline.replicas > MOST_PEERS:
-        what = f"The scenario {scenario.name} has {run.pipeline.stages * run.pipeline.replicas} peers."
+    stages, replicas = run.pipeline.stages, run.pipeline.replicas
+    if stages * replicas > MOST_PEERS:
+        what = f"The scenario {scenario.name} has {stages * replicas} peers."
         raise config_error(what, f"{MOST_PEERS} are simulated at most", "fewer stages or replicas")
     plan = None
     if transformer or swarm.run is not None:
         from noloco_node.planning.model_layout import model_layout
 
         plan = model_layout(run)
-    real = run
     if not transformer:
         run = _with_shapes_of_bowls(run)
     if not swarm.impatient:
         run = structs.replace(run, pipeline=structs.replace(run.pipeline, budget_s=FOREVER_S))
-    prices = _prices(scenario, run, start, plan)
-    if plan is not None and scenario.devices.memory_gib is not None:
-        prices = _with_memory(prices, real, plan, scenario.devices.memory_gib * 2**30)
+    prices = _prices(scenario, real, plan)
     size, centre = (WIDE, WIDE_CENTRE) if swarm.model == "wide bowl" else (SIZE, 0.0)
-    bowls = quadratic_layout(run.pipeline.stages, [price.forward_s for price in prices], size)
-    sizes = MessageSizes(scenario, start.pipeline, run.outer, plan)
+    bowls = quadratic_layout(stages, [price.forward_s for price in prices], size)
+    sizes = MessageSizes(scenario, real, plan)
     largest_bytes = max(sizes.stage_bytes)
     dimensions: Dimensions = plan if plan is not None and transformer else bowls
     return SimSetup(
@@ -141,8 +207,8 @@ def build_setup(scenario: Scenario) -> SimSetup:
         if plan is not None and transformer
         else lambda number: QuadraticModel(number, size, centre),
         sizes=sizes,
-        faults=faults.unfold(scenario.fault, planned(run.pipeline.stages, run.pipeline.replicas), scenario.seed),
-        microbatch_tokens=start.pipeline.microbatch_size * start.pipeline.sequence_length,
+        faults=faults.unfold(scenario.fault, planned(stages, replicas), scenario.seed),
+        microbatch_tokens=real.pipeline.microbatch_size * real.pipeline.sequence_length,
         parameters=0 if plan is None else sum(sizes.stage_bytes) // 4,
         slowest_bytes_per_s=SLOWEST_BYTES_PER_S * BOWL_BYTES.get(swarm.model, largest_bytes) / largest_bytes,
         line_s=_line_seconds(scenario, real, plan) if plan is not None and swarm.choose_stages else (),
@@ -160,52 +226,28 @@ def _line_seconds(scenario: Scenario, run: RunConfig, plan: ModelLayout) -> tupl
 
 
 def _run(start: RunConfig, swarm: SwarmConfig, seed: int) -> RunConfig:
-    def given(**fields: Any) -> dict[str, Any]:
-        return {name: value for name, value in fields.items() if value is not None}
-
-    pipeline = structs.replace(
-        start.pipeline,
-        **given(
-            stages=swarm.stages,
-            replicas=swarm.replicas,
-            microbatches_per_step=swarm.microbatches_per_step,
-            windows_in_flight=swarm.windows_in_flight,
-            budget_s=swarm.budget_s,
-        ),
-    )
-    if swarm.stages is not None and start.pipeline.boundaries is not None:
-        pipeline = structs.replace(pipeline, boundaries=None)
-    per_round = swarm.inner_steps_per_round or start.outer.inner_steps_per_round
-    late = swarm.late_inner_steps_per_round or start.outer.late_inner_steps_per_round
-    overlap = swarm.overlap_steps
-    if overlap is None:  # a default is made to fit between any two rounds
-        overlap = min(start.outer.overlap_steps, (late or per_round) - 1)
-    outer = replace(
-        start.outer,
-        inner_steps_per_round=per_round,
-        late_inner_steps_per_round=late,
-        overlap_steps=min(overlap, per_round - 1),
-        **given(
-            dynamic_steps=swarm.dynamic_steps,
-            weigh_by_steps=swarm.weigh_by_steps,
-            blocking=swarm.blocking,
-            codec=swarm.codec,
-            line_share=swarm.line_share,
-            alpha=swarm.alpha,
-            beta=swarm.beta,
-            gamma=swarm.gamma,
-            momentum_period=swarm.momentum_period,
-            staleness_at_most=swarm.staleness_at_most,
-        ),
-    )
-    steps = None if swarm.rounds is None else math.ceil(swarm.rounds * mean_steps_per_round(outer))
-    inner = structs.replace(start.inner, **given(steps=steps, learning_rate=swarm.learning_rate))
+    """Return the run with what the scenario changes of it."""
+    given: dict[str, dict[str, Any]] = {"pipeline": {}, "inner": {}, "outer": {}}
+    for name, (section, _) in RUN_FIELDS.items():
+        if (value := getattr(swarm, name)) is not None:
+            given[section][name] = value
+    if swarm.stages is not None:
+        given["pipeline"].setdefault("boundaries", None)
+    outer = replace(start.outer, **given["outer"])
+    early, late = outer.inner_steps_per_round, outer.late_inner_steps_per_round
+    # A default is made to fit between any two rounds.
+    overlap = outer.overlap_steps if swarm.overlap_steps is not None else min(outer.overlap_steps, (late or early) - 1)
+    outer = replace(outer, overlap_steps=min(overlap, early - 1))
+    inner = structs.replace(start.inner, **given["inner"])
+    if swarm.rounds is not None:
+        inner = structs.replace(inner, steps=math.ceil(swarm.rounds * mean_steps_per_round(outer)))
     inner = structs.replace(inner, warmup_steps=min(inner.warmup_steps, inner.steps - 1))
+    pipeline = structs.replace(start.pipeline, **given["pipeline"])
     return structs.replace(start, seed=seed, pipeline=pipeline, inner=inner, outer=outer)
 
 
 def _with_shapes_of_bowls(run: RunConfig) -> RunConfig:
-    """A bowl's activations are one number: the run's other shapes would only cost time."""
+    """Return the run with the activations of a bowl, which are one number: other shapes would only cost time."""
     pipeline = structs.replace(
         run.pipeline, sequence_length=1, microbatch_size=1, codec="float32", subspace=None, boundaries=None
     )
@@ -221,37 +263,37 @@ def _transformers(run: RunConfig, plan: ModelLayout) -> Callable[[int], StageMod
     return build
 
 
-def _prices(scenario: Scenario, run: RunConfig, start: RunConfig, plan: ModelLayout | None) -> tuple[Prices, ...]:
+def _prices(scenario: Scenario, run: RunConfig, plan: ModelLayout | None) -> tuple[Prices, ...]:
     devices, stages = scenario.devices, run.pipeline.stages
-    if devices.tflops is None or plan is None:
-        return (Prices(forward_s=devices.forward_s, step_s=devices.step_s),) * stages
-    tokens = start.pipeline.microbatch_size * start.pipeline.sequence_length
-    per_s = devices.tflops * 1e12
-    coding_s = coding_seconds(start, plan.width, per_s)
-    return tuple(
-        Prices(
-            forward_s=tokens * flops / per_s,
-            step_s=devices.step_s,
-            coding_s=coding_s * ((number > 0) + (number < stages - 1)),
+    prices = (Prices(forward_s=devices.forward_s, step_s=devices.step_s),) * stages
+    if plan is None:
+        return prices
+    if devices.tflops is not None:
+        per_s = devices.tflops * 1e12
+        tokens = run.pipeline.microbatch_size * run.pipeline.sequence_length
+        coding_s = coding_seconds(run, plan.width, per_s)
+        prices = tuple(
+            Prices(
+                forward_s=tokens * flops / per_s,
+                step_s=devices.step_s,
+                coding_s=coding_s * ((number > 0) + (number < stages - 1)),
+            )
+            for number, flops in enumerate(plan.work)
         )
-        for number, flops in enumerate(plan.work)
-    )
-
-
-def _with_memory(
-    prices: tuple[Prices, ...], run: RunConfig, plan: ModelLayout, memory_bytes: float
-) -> tuple[Prices, ...]:
-    """Return the prices on GPUs of this memory, which keep the graphs that it holds."""
-    needs, found = memories(run, plan, half=run.precision == "auto"), []
-    for number, (price, memory) in enumerate(zip(prices, needs, strict=True)):
-        most = in_flight(run.pipeline, last=number == len(prices) - 1)
-        free = free_of_gpu(memory_bytes)
-        usable = usable_bytes(free)
+    if devices.memory_gib is None:
+        return prices
+    # GPUs of this memory keep the graphs that it holds.
+    memory_bytes = devices.memory_gib * 2**30
+    free, found = free_of_gpu(memory_bytes), []
+    usable = usable_bytes(free)
+    for number, memory in enumerate(memories(run, plan, half=run.precision == "auto")):
         if memory.computing > usable:
             raise config_error(
                 f"Stage {number} does not fit on devices of {format_bytes(memory_bytes)}.",
                 f"it takes {format_bytes(memory.computing)} at least, and {format_bytes(usable)} may be used",
                 "more stages, or a larger devices.memory_gib",
             )
-        found.append(price._replace(graphs=graphs_that_fit(int(free), memory.computing, memory.graph, most)))
+        most = in_flight(run.pipeline, last=number == stages - 1)
+        graphs = graphs_that_fit(int(free), memory.computing, memory.graph, most)
+        found.append(prices[number]._replace(graphs=graphs))
     return tuple(found)

@@ -127,7 +127,7 @@ async def gossip(swarm: Swarm) -> None:
     counts = [one.rounds.statistics() for one in everybody]
     for one, counted in zip(everybody, counts, strict=True):
         one.replica.sent_bytes += counted["bytes_sent"]
-    for name in ("met", "solo", "deferred", "retaken", "lost"):
+    for name in ("met", "solo", "skipped", "retaken", "lost"):
         swarm.notes[name] = sum(counted[name] for counted in counts)
     late = [steps for one in everybody for steps in one.lateness]
     swarm.notes["steps_late"] = sum(late) / max(1, len(late))

@@ -1,4 +1,4 @@
-"""One exchange: what arrives is checked, a loss is one plain error, and receipts decide who has stepped."""
+"""One exchange: what arrives is checked, a loss is one plain error, and acknowledgements decide who has stepped."""
 
 import asyncio
 import math
@@ -13,7 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from toy_gossip import CUT, SWALLOW, Line, honest, line_pair
 
-from gossip.exchange.messages import NOTHING, Implausible, Offer, Probe, Received, Weights
+from gossip.exchange.messages import NOTHING, Acknowledge, Implausible, Probe, Propose, Weights
 from gossip.exchange.swap import (
     NORM_RATIO,
     PROBE,
@@ -128,9 +128,9 @@ def test_weights_that_are_not_finite_have_no_norm() -> None:
 
 
 def test_a_message_of_another_kind_is_a_violation() -> None:
-    result, _ = swapped(weights(), Offer(round=1))
+    result, _ = swapped(weights(), Propose(round=1))
     assert isinstance(result, ConnectionAbortedError)
-    assert "Offer" in str(result)
+    assert "Propose" in str(result)
 
 
 def test_a_broken_line_is_one_plain_error() -> None:
@@ -179,7 +179,7 @@ def test_a_cancellation_in_the_moment_of_a_loss_is_not_forgotten() -> None:
     run(main())
 
 
-# Receipts.
+# Acknowledgements.
 
 
 def concluded(tamper: Callable[[str, str, Any], Any] = honest) -> tuple[list[str], list[str]]:
@@ -214,19 +214,19 @@ def test_the_asked_commits_first_and_has_the_last_word() -> None:
 
 
 @pytest.mark.parametrize("fate", [CUT, SWALLOW])
-def test_a_lost_first_receipt_leaves_both_as_they_were(fate: object) -> None:
+def test_a_lost_first_acknowledgement_leaves_both_as_they_were(fate: object) -> None:
     commits, losses = concluded(lambda s, r, m: fate if s == "a" else m)
     assert commits == []
     assert sorted(losses) == ["a", "b"]
 
 
-def test_a_lost_last_receipt_leaves_only_the_asker_deferred() -> None:
+def test_a_lost_last_acknowledgement_leaves_only_the_asker_skipped() -> None:
     assert concluded(lambda s, r, m: CUT if s == "b" else m)[0] == ["b"]
     assert concluded(lambda s, r, m: SWALLOW if s == "b" else m) == (["b"], ["a"])
 
 
-def test_only_a_receipt_is_a_receipt() -> None:
-    commits, losses = concluded(lambda s, r, m: Offer(round=1) if isinstance(m, Received) else m)
+def test_only_an_acknowledgement_is_an_acknowledgement() -> None:
+    commits, losses = concluded(lambda s, r, m: Propose(round=1) if isinstance(m, Acknowledge) else m)
     assert commits == []
     assert "a" in losses
     assert "b" in losses

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_gossip import Toy, ToySettings, World
 
-from gossip.interface import UNKNOWN, Candidate, OuterStepTaken, RoundDeferred, RoundProgress
+from gossip.interface import UNKNOWN, Candidate, OuterStepTaken, RoundProgress, RoundSkipped
 from gossip.rounds.round_schedule import (
     LARGEST_MULTIPLE,
     TOLERANCE,
@@ -211,7 +211,7 @@ def test_rounds_are_opened_as_the_settings_the_roster_and_the_progress_say() -> 
     settings = ToySettings(seed=3, **REFERENCE._asdict(), inner_steps_per_round=20, dynamic_steps=True)
 
     async def main() -> list[int]:
-        toy = Paced(World(), "slow", replace(settings, late_inner_steps_per_round=80, deferrals_before_solo=100))
+        toy = Paced(World(), "slow", replace(settings, late_inner_steps_per_round=80, skips_before_solo=100))
         toy.stale_list = (Candidate("ghost", 0, 4.0),)
         toy.going = RoundProgress(0.0, 1.0)
         opened = []
@@ -221,11 +221,11 @@ def test_rounds_are_opened_as_the_settings_the_roster_and_the_progress_say() -> 
             await toy.train(1)
             if len(toy.events) > before:
                 opened.append(step)
-        assert all(isinstance(event, RoundDeferred) for event in toy.events)
+        assert all(isinstance(event, RoundSkipped) for event in toy.events)
         return opened
 
     # A quarter of the speed: 5 steps, with the tolerance, of 20 while the run is young, and 22 of 80 at its end. A
-    # round is deferred when the next is due.
+    # round is skipped when the next is due.
     assert run(main()) == [10, 15, 20, 42]
 
 
@@ -358,7 +358,7 @@ class _Watcher:
                     self.worked_s[peer.name] = self.worked_s.get(peer.name, 0.0) + event.seconds
             case OuterStepTaken(partner=str()):
                 self.met[peer.name] = self.met.get(peer.name, 0) + 1
-            case OuterStepTaken() | RoundDeferred():
+            case OuterStepTaken() | RoundSkipped():
                 self.missed[peer.name] = self.missed.get(peer.name, 0) + 1
 
     def busy(self, name: str) -> float:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from gossip.exchange.messages import Accepted, Declined, DeclineReason, Offer
+from gossip.exchange.messages import Accept, Decline, DeclineReason, Propose
 from gossip.rounds import matching
 from gossip.rounds.matching import (
     ASKED_AT_MOST,
@@ -61,7 +61,7 @@ def test_preferences_list_everybody_once_and_the_partner_first(replicas: set[str
 
 
 def test_peers_of_all_versions_draw_the_same_pairs() -> None:
-    """Recorded: a version that draws others has pairs that do not agree, and waits for nobody's offer."""
+    """Recorded: a version that draws others has pairs that do not agree, and waits for nobody's proposal."""
     drawn = [partners_of_round(roster(7), 5, round) for round in range(2)]
     pairs = [sorted(pair for pair in each.items() if pair[0] < pair[1]) for each in drawn]
     assert pairs == [
@@ -156,7 +156,7 @@ def standing(
 
 @pytest.mark.parametrize("round", [1, 4, 5, 6, 900])
 def test_an_open_and_free_replica_accepts_any_round(round: int) -> None:
-    assert answer(standing(), "z", Offer(round=round)) == Accepted(round=5)
+    assert answer(standing(), "z", Propose(round=round)) == Accept(round=5)
 
 
 @pytest.mark.parametrize(
@@ -177,21 +177,21 @@ def test_an_open_and_free_replica_accepts_any_round(round: int) -> None:
     ],
 )
 def test_reasons_to_decline(asked: AnswerState, sender: str, round: int, reason: DeclineReason) -> None:
-    declined = answer(asked, sender, Offer(round=round))
-    assert isinstance(declined, Declined)
+    declined = answer(asked, sender, Propose(round=round))
+    assert isinstance(declined, Decline)
     assert (declined.reason, declined.round) == (reason, 5)
     waits = reason in (DeclineReason.ASKING, DeclineReason.YIELD)
     assert declined.retry_after_s == (matching.SOON_S if waits else 12.0)
 
 
 @given(st.text(min_size=1), st.text(min_size=1))
-def test_of_two_crossed_offers_exactly_the_lower_ids_goes_first(a: str, b: str) -> None:
+def test_of_two_crossed_proposals_exactly_the_lower_ids_goes_first(a: str, b: str) -> None:
     if a == b:
         return
-    to_a = answer(replace(standing(asking=b), me=a), b, Offer(round=5))
-    to_b = answer(replace(standing(asking=a), me=b), a, Offer(round=5))
-    assert isinstance(to_b if a < b else to_a, Accepted)
-    assert isinstance(to_a if a < b else to_b, Declined)
+    to_a = answer(replace(standing(asking=b), me=a), b, Propose(round=5))
+    to_b = answer(replace(standing(asking=a), me=b), a, Propose(round=5))
+    assert isinstance(to_b if a < b else to_a, Accept)
+    assert isinstance(to_a if a < b else to_b, Decline)
 
 
 # The number of the round.
@@ -234,18 +234,18 @@ def test_cadence_opens_every_h_steps_and_follows_the_roster() -> None:
         False,
         0,
     )
-    # Deferred, while the others finished round 4: the next one is 5.
+    # Skipped, while the others finished round 4: the next one is 5.
     round_schedule.tick(120, 0.5)
-    round_schedule.defer()
+    round_schedule.skip()
     round_schedule.open(RoundClaims([4, 4]))
-    assert (round_schedule.round, round_schedule.deferred_in_a_row, round_schedule.healed) == (5, 1, 1)
+    assert (round_schedule.round, round_schedule.skipped_in_a_row, round_schedule.healed) == (5, 1, 1)
     round_schedule.adopt(10**6, RoundClaims([4, 4], of_partners=[4, 4]))
     assert round_schedule.round == 5 + LIFT_BOUND
     assert round_schedule.healed == 2
     round_schedule.adopt(3, RoundClaims([4, 4], of_partners=[4, 4]))
     assert (round_schedule.round, round_schedule.healed) == (5 + LIFT_BOUND, 2), "a lower number lifts nobody"
     round_schedule.finish(round_schedule.round)
-    assert (round_schedule.finished, round_schedule.deferred_in_a_row) == (6, 0)
+    assert (round_schedule.finished, round_schedule.skipped_in_a_row) == (6, 0)
 
 
 @given(st.lists(st.integers(0, 2**50), max_size=20), st.integers(0, 2**50), st.lists(st.integers(0, 20), max_size=5))
@@ -289,7 +289,7 @@ def test_whoever_found_nobody_or_is_about_to_end_takes_anybody() -> None:
         round_schedule = RoundSchedule(20, rounds=0, inner_steps=0, unknown_s=99.0)
         round_schedule.tick(20, 1.0)
         if not last:
-            round_schedule.defer()
+            round_schedule.skip()
         round_schedule.open(RoundClaims([0]), last=last)
         assert round_schedule.preference_delay_s(9, 10) == 0.0
         round_schedule.finish(1)
@@ -305,8 +305,8 @@ def prospects() -> PartnerQueue:
     return PartnerQueue(RoundTimeouts(sleep_s=20.0, jitter_s=0.1), random.Random(0))
 
 
-def refusal(reason: DeclineReason, retry_after_s: float) -> Declined:
-    return Declined(reason=reason, retry_after_s=retry_after_s, round=1)
+def refusal(reason: DeclineReason, retry_after_s: float) -> Decline:
+    return Decline(reason=reason, retry_after_s=retry_after_s, round=1)
 
 
 def test_partners_are_asked_in_order_and_not_before_their_time() -> None:

@@ -139,7 +139,7 @@ def test_who_leaves_opens_nothing_and_is_not_between_rounds() -> None:
     async def main() -> None:
         state = closed()
         assert state.between_rounds
-        state.refuse_offers()
+        state.refuse_proposals()
         assert not state.between_rounds
         with pytest.raises(RuntimeError, match="leaving"):
             state.open(SNAPSHOT)
@@ -148,10 +148,10 @@ def test_who_leaves_opens_nothing_and_is_not_between_rounds() -> None:
 
 
 @hypothesis_settings(deadline=None)
-@given(st.lists(st.sampled_from((*TRANSITIONS, "refuse_offers", "ask", "note_answer")), max_size=40))
+@given(st.lists(st.sampled_from((*TRANSITIONS, "refuse_proposals", "ask", "note_answer")), max_size=40))
 def test_no_sequence_of_events_breaks_the_invariants(events: list[str]) -> None:
     others: dict[str, Callable[[RoundState], object]] = {
-        "refuse_offers": RoundState.refuse_offers,
+        "refuse_proposals": RoundState.refuse_proposals,
         "ask": lambda state: state.ask("c"),
         "note_answer": RoundState.note_answer,
     }

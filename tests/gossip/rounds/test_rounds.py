@@ -1,4 +1,4 @@
-"""Rounds: everybody meets, nobody hangs, and whatever goes wrong costs one deferral and changes no weights."""
+"""Rounds: everybody meets, nobody hangs, and whatever goes wrong costs one skipped round and changes no weights."""
 
 import asyncio
 from collections import Counter
@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from toy_gossip import CUT, SWALLOW, Line, Toy, ToySettings, World, at_once, live
+from toy_gossip import CUT, SWALLOW, Line, Toy, ToySettings, World, at_once, changed, live
 
-from gossip.exchange.messages import Accepted, Declined, DeclineReason, Offer, Received, Weights
-from gossip.interface import Candidate, Origin, RoundContext, RoundDeferred
+from gossip.exchange.messages import Accept, Acknowledge, Decline, DeclineReason, Propose, Weights
+from gossip.interface import Candidate, Origin, RoundContext, RoundSkipped
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import Outer, OuterState, Tensors
 from gossip.settings import RoundTimeouts
@@ -40,16 +40,12 @@ def trained(start: float, optimum: float, steps: int) -> float:
 @both_forms
 @pytest.mark.parametrize("count", [2, 3, 8, 40])
 def test_unequal_replicas_all_meet_and_stay_together(count: int, settings: ToySettings) -> None:
-    async def main() -> list[Toy]:
-        world = World(latency_s=0.05)
-        toys = [
-            Toy(world, f"p{number:02}", settings, step_s=1.0 + 0.07 * (number % 7), optimum=10.0 + number % 5)
-            for number in range(count)
-        ]
-        await live(toys, {toy.name: int(300 / toy.step_s) for toy in toys})
-        return toys
-
-    toys = run(main())
+    world = World(latency_s=0.05)
+    toys = [
+        Toy(world, f"p{number:02}", settings, step_s=1.0 + 0.07 * (number % 7), optimum=10.0 + number % 5)
+        for number in range(count)
+    ]
+    run(live(toys, {toy.name: int(300 / toy.step_s) for toy in toys}))
     for toy in toys:
         openings = toy.inner_steps // 20
         assert len(toy.met) >= 0.7 * openings - 1
@@ -92,99 +88,63 @@ def test_equal_replicas_in_different_phases_do_not_fall_into_fixed_pairs(setting
         assert partners.total() >= 36
 
 
-def test_the_same_seeds_give_the_same_events() -> None:
-    def history() -> list[list[Any]]:
-        async def main() -> list[Toy]:
-            world = World(latency_s=0.2)
-            toys = [Toy(world, f"p{number}", SETTINGS, step_s=1.0 + 0.1 * number) for number in range(5)]
-            await live(toys, 100)
-            return toys
-
-        return [toy.events for toy in run(main())]
-
-    assert history() == history()
-
-
-def test_with_an_odd_number_one_defers_each_round() -> None:
-    async def main() -> list[Toy]:
-        toys = swarm(World(), 3)
-        # The last meeting needs a moment after the opening at step 200, the last deferral comes at step 220.
-        await live(toys, 220)
-        return toys
-
-    toys = run(main())
-    deferrals = [toy.rounds.statistics()["deferred"] for toy in toys]
-    assert sum(deferrals) == 10
-    assert max(deferrals) <= 6
+def test_with_an_odd_number_one_skips_each_round() -> None:
+    toys = swarm(World(), 3)
+    # The last meeting needs a moment after the opening at step 200, the last skipped round is at step 220.
+    run(live(toys, 220))
+    skipped = [toy.rounds.statistics()["skipped"] for toy in toys]
+    assert sum(skipped) == 10
+    assert max(skipped) <= 6
     assert sum(len(toy.met) for toy in toys) == 20
-    # Deferred replicas catch up with the numbers of the others.
+    # Skipped replicas catch up with the numbers of the others.
     assert [toy.rounds.finished for toy in toys].count(10) >= 2
 
 
 @pytest.mark.parametrize("late", [1, 2])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_replica_one_round_behind_or_ahead_heals_and_meets(late: int, ahead: bool) -> None:
-    async def main() -> list[Toy]:
-        world = World()
-        toys = [Toy(world, f"p{n}", SETTINGS, rounds=7 + (late if ahead else -late) * (n == 2)) for n in range(4)]
-        await live(toys, 70)
-        return toys
-
-    toys = run(main())
+    world = World()
+    toys = [Toy(world, f"p{n}", SETTINGS, rounds=7 + (late if ahead else -late) * (n == 2)) for n in range(4)]
+    run(live(toys, 70))
     assert all(len(toy.met) == 3 for toy in toys)
     assert len({toy.rounds.finished for toy in toys}) == 1
     assert sum(toy.rounds.statistics()["healed"] for toy in toys) >= 1
 
 
 def test_who_is_declined_learns_the_others_round() -> None:
-    async def main() -> Toy:
-        world = World()
+    world = World()
 
-        async def decline(line: Line) -> None:
-            await line.receive()
-            await line.send(Declined(reason=DeclineReason.MET, retry_after_s=5.0, round=2))
+    async def decline(line: Line) -> None:
+        await line.receive()
+        await line.send(Decline(reason=DeclineReason.MET, retry_after_s=5.0, round=2))
 
-        world.answerers["b"] = decline
-        toy = Toy(world, "a", SETTINGS)
-        toy.stale_list = (Candidate("b", 0),)
-        await live([toy], 22)
-        return toy
-
-    statistics = run(main()).rounds.statistics()
+    world.answerers["b"] = decline
+    toy = Toy(world, "a", SETTINGS)
+    toy.stale_list = (Candidate("b", 0),)
+    run(live([toy], 22))
+    statistics = toy.rounds.statistics()
     assert (statistics["round"], statistics["healed"]) == (2, 1)
 
 
 def test_a_liars_round_number_drags_nobody() -> None:
-    async def main() -> list[Toy]:
-        world = World(
-            tamper=lambda sender, receiver, message: (
-                replace(message, round=10**12)
-                if sender == "p3" and isinstance(message, Offer | Accepted | Declined)
-                else message
-            )
+    lie = changed("p3", Propose | Accept | Decline, lambda message: replace(message, round=10**12))
+    world = World(tamper=lie)
+    toys = swarm(world, 4)
+    for toy in toys:
+        toy.stale_list = tuple(
+            Candidate(other.name, 10**12 if other.name == "p3" else 0) for other in toys if other is not toy
         )
-        toys = swarm(world, 4)
-        for toy in toys:
-            toy.stale_list = tuple(
-                Candidate(other.name, 10**12 if other.name == "p3" else 0) for other in toys if other is not toy
-            )
-        await live(toys, 45)
-        return toys
-
-    assert all(toy.rounds.finished <= 5 for toy in run(main()))
+    run(live(toys, 45))
+    assert all(toy.rounds.finished <= 5 for toy in toys)
 
 
 def test_rosters_may_disagree() -> None:
-    async def main() -> list[Toy]:
-        toys = swarm(World(), 6)
-        # Each knows only its two neighbours, and somebody who has died.
-        for number, toy in enumerate(toys):
-            known = [toys[(number + 1) % 6].name, toys[(number - 1) % 6].name, "ghost"]
-            toy.stale_list = tuple(Candidate(name, 0) for name in known)
-        await live(toys, 210)
-        return toys
-
-    toys = run(main())
+    toys = swarm(World(), 6)
+    # Each knows only its two neighbours, and somebody who has died.
+    for number, toy in enumerate(toys):
+        known = [toys[(number + 1) % 6].name, toys[(number - 1) % 6].name, "ghost"]
+        toy.stale_list = tuple(Candidate(name, 0) for name in known)
+    run(live(toys, 210))
     assert all(len(toy.met) >= 5 for toy in toys)
     assert all(toy.rounds.statistics()["lost"] == 0 for toy in toys)
 
@@ -193,21 +153,18 @@ def test_rosters_may_disagree() -> None:
 
 
 @both_forms
-def test_crossed_offers_meet_exactly_once(settings: ToySettings) -> None:
-    offers: list[str] = []
+def test_crossed_proposals_meet_exactly_once(settings: ToySettings) -> None:
+    proposals: list[str] = []
 
     def listen(sender: str, receiver: str, message: Any) -> Any:
-        if isinstance(message, Offer):
-            offers.append(sender)
+        if isinstance(message, Propose):
+            proposals.append(sender)
         return message
 
-    async def main() -> list[Toy]:
-        toys = swarm(World(latency_s=0.3, tamper=listen), 2, settings)
-        await live(toys, 30)
-        return toys
-
-    first, second = run(main())
-    assert sorted(offers) == ["p00", "p01"]
+    toys = swarm(World(latency_s=0.3, tamper=listen), 2, settings)
+    run(live(toys, 30))
+    first, second = toys
+    assert sorted(proposals) == ["p00", "p01"]
     assert [step.partner for step in first.met] == ["p01"]
     assert [step.partner for step in second.met] == ["p00"]
     assert first.rounds.statistics()["declined"] + second.rounds.statistics()["declined"] == 1
@@ -216,32 +173,25 @@ def test_crossed_offers_meet_exactly_once(settings: ToySettings) -> None:
 
 @pytest.mark.parametrize("later", ["behind", "ahead"])
 def test_both_sides_count_the_higher_round_number(later: str) -> None:
-    async def main() -> list[Toy]:
-        world = World()
-        behind, ahead = (
-            Toy(world, name, SETTINGS, rounds=rounds, step_s=1.02 if name == later else 1.0)
-            for name, rounds in (("behind", 8), ("ahead", 9))
-        )
-        # The rosters are old: each believes that the other is where it is itself.
-        behind.stale_list, ahead.stale_list = (Candidate("ahead", 8),), (Candidate("behind", 9),)
-        await live([behind, ahead], 25)
-        return [behind, ahead]
-
-    assert [(toy.met[0].round, toy.rounds.finished) for toy in run(main())] == [(10, 10), (10, 10)]
+    world = World()
+    behind, ahead = (
+        Toy(world, name, SETTINGS, rounds=rounds, step_s=1.02 if name == later else 1.0)
+        for name, rounds in (("behind", 8), ("ahead", 9))
+    )
+    # The rosters are old: each believes that the other is where it is itself.
+    behind.stale_list, ahead.stale_list = (Candidate("ahead", 8),), (Candidate("behind", 9),)
+    run(live([behind, ahead], 25))
+    assert [(toy.met[0].round, toy.rounds.finished) for toy in [behind, ahead]] == [(10, 10), (10, 10)]
 
 
 def test_snapshots_are_kept_while_the_exchange_lasts_longer_than_a_round() -> None:
-    async def main() -> list[Toy]:
-        world = World(latency_s=5.0)
-        patient = replace(SETTINGS, patience=RoundTimeouts(answer_s=20.0), overlap_steps=19)
-        toys = [Toy(world, "a", patient, optimum=10.0), Toy(world, "b", patient, optimum=16.0)]
-        await live(toys, 58)
-        return toys
-
-    toys = run(main())
+    world = World(latency_s=5.0)
+    patient = replace(SETTINGS, patience=RoundTimeouts(answer_s=20.0), overlap_steps=19)
+    toys = [Toy(world, "a", patient, optimum=10.0), Toy(world, "b", patient, optimum=16.0)]
+    run(live(toys, 58))
     mean = fmean(trained(20.0, toy.optimum, 20) for toy in toys)
     for toy in toys:
-        # Opened at step 20, agreed 10 and 15 s later, over after 40, when the next round was due: nothing is deferred.
+        # Opened at step 20, agreed 10 and 15 s later, over after 40, when the next round was due: nothing is skipped.
         (step,) = toy.events
         assert step is toy.met[0]
         assert step.staleness >= 20
@@ -249,13 +199,9 @@ def test_snapshots_are_kept_while_the_exchange_lasts_longer_than_a_round() -> No
 
 
 def test_both_apply_the_rule_to_the_same_facts() -> None:
-    async def main() -> list[Toy]:
-        world = World(latency_s=0.01)
-        toys = [Toy(world, "a", SETTINGS, optimum=10.0), Toy(world, "b", SETTINGS, optimum=16.0)]
-        await live(toys, 21)
-        return toys
-
-    toys = run(main())
+    world = World(latency_s=0.01)
+    toys = [Toy(world, "a", SETTINGS, optimum=10.0), Toy(world, "b", SETTINGS, optimum=16.0)]
+    run(live(toys, 21))
     snapshots = [trained(20.0, toy.optimum, 20) for toy in toys]
     for toy, snapshot in zip(toys, snapshots, strict=True):
         # From equal slow weights and no momentum: phi <- phi - beta (phi - mean(theta)).
@@ -267,32 +213,28 @@ def test_both_apply_the_rule_to_the_same_facts() -> None:
         assert (step.round, step.staleness, step.gap) == (1, 1, 0.0)
         # 4 fast weights and 4 probed ones.
         assert step.bytes_sent == step.bytes_received == 4 * (4 + 4)
-        # Acceptance, probes, weights, receipt: each of them a trip.
+        # Acceptance, probes, weights, acknowledgement: each of them a trip.
         assert step.seconds == pytest.approx(0.04)
 
 
 def test_slow_weights_travel_only_where_the_rule_needs_them() -> None:
     outer = Outer(alpha=0.4, beta=0.7, gamma=0.5)
 
-    async def main() -> list[Toy]:
-        world = World()
-        settings = replace(SETTINGS, **outer._asdict())
-        toys = [Toy(world, "a", settings, optimum=10.0), Toy(world, "b", settings, optimum=16.0)]
-        for toy, slow in zip(toys, (20.0, 24.0), strict=True):
-            state = OuterState((torch.full((4,), slow),), (torch.zeros(4),))
-            around = RoundContext(
-                seed=settings.seed,
-                compute=at_once,
-                partners=toy.partners,
-                converse=world.conversing(toy.name),
-                record=toy.events.append,
-            )
-            toy.rounds = Rounds(toy.name, settings, Origin(state), toy, around)
-            world.answerers[toy.name] = toy.rounds.serve
-        await live(toys, 21)
-        return toys
-
-    toys = run(main())
+    world = World()
+    settings = replace(SETTINGS, **outer._asdict())
+    toys = [Toy(world, "a", settings, optimum=10.0), Toy(world, "b", settings, optimum=16.0)]
+    for toy, slow in zip(toys, (20.0, 24.0), strict=True):
+        state = OuterState((torch.full((4,), slow),), (torch.zeros(4),))
+        around = RoundContext(
+            seed=settings.seed,
+            compute=at_once,
+            partners=toy.partners,
+            converse=world.conversing(toy.name),
+            record=toy.events.append,
+        )
+        toy.rounds = Rounds(toy.name, settings, Origin(state), toy, around)
+        world.answerers[toy.name] = toy.rounds.serve
+    run(live(toys, 21))
     mean = fmean(trained(20.0, toy.optimum, 20) for toy in toys)
     for toy, slow in zip(toys, (20.0, 24.0), strict=True):
         assert toy.slow == pytest.approx(slow - 0.7 * (22.0 - mean) - 0.5 * (slow - 22.0), rel=1e-6)
@@ -361,15 +303,12 @@ def broken_meeting(spoil: str, fate: object, settings: ToySettings = SETTINGS, b
             return fate
         return message
 
-    async def main() -> tuple[Toy, Toy]:
-        patient = replace(settings, patience=RoundTimeouts(exchange_s=6.0))
-        world = World(tamper=tamper)
-        # b opens a little later: it declines at first, and is the asker afterwards.
-        first, second = Toy(world, "a", patient), Toy(world, "b", patient, step_s=1.02)
-        await live([first, second], 39)
-        return first, second
-
-    toys = run(main())
+    patient = replace(settings, patience=RoundTimeouts(exchange_s=6.0))
+    world = World(tamper=tamper)
+    # b opens a little later: it declines at first, and is the asker afterwards.
+    first, second = Toy(world, "a", patient), Toy(world, "b", patient, step_s=1.02)
+    run(live([first, second], 39))
+    toys = (first, second)
     assert spoilt
     return toys
 
@@ -377,7 +316,7 @@ def broken_meeting(spoil: str, fate: object, settings: ToySettings = SETTINGS, b
 @both_forms
 @pytest.mark.parametrize("fate", [CUT, SWALLOW], ids=["cut", "swallowed"])
 @pytest.mark.parametrize(
-    ("spoil", "by"), [("Offer", "b"), ("Declined", "b"), ("Accepted", "a"), ("Weights", "a"), ("Weights", "b")]
+    ("spoil", "by"), [("Propose", "b"), ("Decline", "b"), ("Accept", "a"), ("Weights", "a"), ("Weights", "b")]
 )
 def test_a_line_lost_before_or_during_the_swap_changes_nothing(
     settings: ToySettings, fate: object, spoil: str, by: str
@@ -393,25 +332,22 @@ def test_a_line_lost_before_or_during_the_swap_changes_nothing(
 
 
 @both_forms
-def test_a_lost_last_receipt_leaves_one_deferred_and_the_other_fine(settings: ToySettings) -> None:
+def test_a_lost_last_acknowledgement_leaves_one_skipped_and_the_other_fine(settings: ToySettings) -> None:
     asked_by_whom: list[str] = []
-    receipts = 0
+    acknowledgements = 0
 
     def tamper(sender: str, receiver: str, message: Any) -> Any:
-        nonlocal receipts
-        if isinstance(message, Accepted):
+        nonlocal acknowledgements
+        if isinstance(message, Accept):
             asked_by_whom.append(sender)
-        if isinstance(message, Received):
-            receipts += 1
-            return CUT if receipts == 2 else message
+        if isinstance(message, Acknowledge):
+            acknowledgements += 1
+            return CUT if acknowledgements == 2 else message
         return message
 
-    async def main() -> list[Toy]:
-        toys = swarm(World(tamper=tamper), 2, replace(settings, patience=RoundTimeouts(sleep_s=100.0)))
-        await live(toys, 39)
-        return toys
-
-    toys = {toy.name: toy for toy in run(main())}
+    toys = swarm(World(tamper=tamper), 2, replace(settings, patience=RoundTimeouts(sleep_s=100.0)))
+    run(live(toys, 39))
+    toys = {toy.name: toy for toy in toys}
     asked = toys.pop(asked_by_whom[0])
     (asker,) = toys.values()
     assert len(asked.met) == 1
@@ -433,103 +369,56 @@ def test_after_a_loss_the_next_round_is_met(settings: ToySettings) -> None:
             return CUT
         return message
 
-    async def main() -> list[Toy]:
-        toys = swarm(World(tamper=tamper), 2, replace(settings, patience=RoundTimeouts(sleep_s=100.0)))
-        await live(toys, 70)
-        return toys
-
-    for toy in run(main()):
+    toys = swarm(World(tamper=tamper), 2, replace(settings, patience=RoundTimeouts(sleep_s=100.0)))
+    run(live(toys, 70))
+    for toy in toys:
         assert len(toy.lost) == 1
-        # At once again in the same round where the refusal of a crossed offer said so, else in the next one.
-        assert len(toy.met) + toy.rounds.statistics()["deferred"] == 3
+        # At once again in the same round where the refusal of a crossed proposal said so, else in the next one.
+        assert len(toy.met) + toy.rounds.statistics()["skipped"] == 3
         assert len(toy.met) >= 2
 
 
 @both_forms
-@pytest.mark.parametrize("kind", [Offer, Weights, Received])
+@pytest.mark.parametrize("kind", [Propose, Weights, Acknowledge])
 def test_a_silent_partner_costs_only_the_deadline(settings: ToySettings, kind: type) -> None:
     def tamper(sender: str, receiver: str, message: Any) -> Any:
-        silent = sender == "silent" or (receiver == "silent" and kind is Offer)
+        silent = sender == "silent" or (receiver == "silent" and kind is Propose)
         return SWALLOW if silent and isinstance(message, kind) else message
 
-    async def main() -> list[Toy]:
-        world = World(tamper=tamper)
-        patient = replace(settings, patience=RoundTimeouts(answer_s=3.0, exchange_s=4.0, sleep_s=100.0))
-        toys = [Toy(world, name, patient) for name in ("a", "b", "silent")]
-        await live(toys, 120)
-        return toys
-
-    a, b, silent = run(main())
+    world = World(tamper=tamper)
+    patient = replace(settings, patience=RoundTimeouts(answer_s=3.0, exchange_s=4.0, sleep_s=100.0))
+    toys = [Toy(world, name, patient) for name in ("a", "b", "silent")]
+    run(live(toys, 120))
+    a, b, silent = toys
     # Whoever wastes a round's beginning on the silent one still meets the other in the same round.
     for toy, other in ((a, "b"), (b, "a")):
         assert len([step for step in toy.met if step.partner == other]) >= 4
         assert toy.idle_s < 1e-6
-    if kind is not Received:
+    if kind is not Acknowledge:
         assert silent.met == []
 
 
-SPOILS = {
-    "NaN": lambda fast: torch.full_like(fast, float("nan")),
-    "a wrong shape": lambda fast: fast[:3],
-    "a norm a million times ours": lambda fast: fast * 1e6,
-}
-
-
 @both_forms
-@pytest.mark.parametrize("what", SPOILS)
-def test_implausible_weights_change_nothing(settings: ToySettings, what: str) -> None:
-    def tamper(sender: str, receiver: str, message: Any) -> Any:
-        if sender == "liar" and isinstance(message, Weights):
-            return replace(message, fast=tuple(SPOILS[what](tensor) for tensor in message.fast))
-        return message
-
-    async def main() -> Toy:
-        world = World(tamper=tamper)
-        patient = replace(settings, deferrals_before_solo=100)
-        toys = [Toy(world, name, patient) for name in ("honest", "liar")]
-        await live(toys, 90)
-        return toys[0]
-
-    honest = run(main())
-    assert honest.met == []
-    assert len(honest.lost) >= 3
-    assert all(loss.implausible for loss in honest.lost)
-    assert honest.rounds.statistics()["implausible"] == len(honest.lost)
-    assert float(honest.fast[0]) == isolated(90)
-    assert honest.slow == 20.0
-    assert not honest.rounds.state.momentum[0].any()
-
-
-@both_forms
-@pytest.mark.parametrize("nonsense", [None, 7, Received(), "Accepted"])
-def test_nonsense_instead_of_an_answer_or_an_offer_is_survived(settings: ToySettings, nonsense: object) -> None:
-    def tamper(sender: str, receiver: str, message: Any) -> Any:
-        return nonsense if sender == "fool" and isinstance(message, Offer | Accepted | Declined) else message
-
-    async def main() -> list[Toy]:
-        toys = [Toy(World(tamper=tamper), "a", settings)]
-        toys += [Toy(toys[0].world, name, settings) for name in ("b", "fool")]
-        await live(toys, 100)
-        return toys
-
-    a, b, fool = run(main())
+@pytest.mark.parametrize("nonsense", [None, 7, Acknowledge(), "Accept"])
+def test_nonsense_instead_of_an_answer_or_a_proposal_is_survived(settings: ToySettings, nonsense: object) -> None:
+    world = World(tamper=changed("fool", Propose | Accept | Decline, lambda message: nonsense))
+    toys = [Toy(world, "a", settings)]
+    toys += [Toy(toys[0].world, name, settings) for name in ("b", "fool")]
+    run(live(toys, 100))
+    a, b, fool = toys
     assert fool.met == []
     assert len(a.met) == len(b.met) >= 3
 
 
-# Alone, deferred, solo.
+# Alone, skipped, solo.
 
 
 def test_alone_every_round_is_solo_at_once() -> None:
-    async def main() -> Toy:
-        (toy,) = swarm(World(), 1)
-        await live([toy], 60)
-        return toy
-
-    toy = run(main())
+    (toy,) = swarm(World(), 1)
+    run(live([toy], 60))
     assert [step.round for step in toy.solo] == [1, 2, 3]
     assert all(step.staleness == 0 and step.gap is None and step.bytes_sent == 0 for step in toy.solo)
-    assert toy.rounds.statistics()["deferred"] == 0
+    assert toy.rounds.statistics()["skipped"] == 0
     # Round 1 from no momentum: the slow weights go 0.7 of the way to the fast ones, and theta <- phi.
     slow = fast = 20.0
     momentum = 0.0
@@ -541,18 +430,14 @@ def test_alone_every_round_is_solo_at_once() -> None:
     assert float(toy.fast[0]) == pytest.approx(slow, rel=1e-5)
 
 
-def test_nobody_answers_defer_a_few_times_then_solo() -> None:
-    async def main() -> Toy:
-        (toy,) = swarm(World(), 1, replace(SETTINGS, deferrals_before_solo=3))
-        toy.stale_list = (Candidate("ghost", 0),)
-        await live([toy], 20 * 10)
-        return toy
-
-    toy = run(main())
-    kinds = ["deferred" if isinstance(event, RoundDeferred) else "solo" for event in toy.events]
-    # Openings at 20, 40, ...: each deferral is known when the next opening is due.
-    assert kinds == ["deferred"] * 3 + ["solo"] + ["deferred"] * 3 + ["solo"] + ["deferred"]
-    assert [event.in_a_row for event in toy.events if isinstance(event, RoundDeferred)] == [1, 2, 3, 1, 2, 3, 1]
+def test_nobody_answers_skip_a_few_times_then_solo() -> None:
+    (toy,) = swarm(World(), 1, replace(SETTINGS, skips_before_solo=3))
+    toy.stale_list = (Candidate("ghost", 0),)
+    run(live([toy], 20 * 10))
+    kinds = ["skipped" if isinstance(event, RoundSkipped) else "solo" for event in toy.events]
+    # Openings at 20, 40, ...: each skipped round is known when the next opening is due.
+    assert kinds == ["skipped"] * 3 + ["solo"] + ["skipped"] * 3 + ["solo"] + ["skipped"]
+    assert [event.in_a_row for event in toy.events if isinstance(event, RoundSkipped)] == [1, 2, 3, 1, 2, 3, 1]
     assert toy.rounds.statistics()["unanswered"] > 0
 
 
@@ -610,13 +495,10 @@ async def end_politely(toy: Toy) -> None:
 
 @both_forms
 def test_the_last_round_is_met_where_a_partner_is_there(settings: ToySettings) -> None:
-    async def main() -> list[Toy]:
-        world = World()
-        toys = [Toy(world, name, settings, step_s=step_s) for name, step_s in (("a", 1.0), ("b", 1.1))]
-        await live(toys, 32, end_politely)
-        return toys
-
-    a, b = run(main())
+    world = World()
+    toys = [Toy(world, name, settings, step_s=step_s) for name, step_s in (("a", 1.0), ("b", 1.1))]
+    run(live(toys, 32, end_politely))
+    a, b = toys
     assert len(a.met) == len(b.met) == 2
     assert a.met[-1].staleness == b.met[-1].staleness == 0
     assert a.slow == b.slow
@@ -646,40 +528,33 @@ def test_the_one_left_over_does_not_wait_for_leavers() -> None:
         await toy.rounds.last_round(300.0)
         ends[toy.name] = asyncio.get_running_loop().time()
 
-    async def main() -> list[Toy]:
-        toys = swarm(World(), 3)
-        await live(toys, 10, end)
-        return toys
-
-    toys = run(main())
+    toys = swarm(World(), 3)
+    run(live(toys, 10, end))
     assert sorted(len(toy.met) for toy in toys) == [0, 1, 1]
     assert max(ends.values()) < 45.0
     assert all(toy.rounds.statistics()["open"] == 0 for toy in toys)
 
 
-def test_after_the_last_round_every_offer_is_declined() -> None:
+def test_after_the_last_round_every_proposal_is_declined() -> None:
     async def main() -> object:
         world = World()
         (toy,) = swarm(world, 1)
         await live([toy], 10, end_politely)
         async with world.conversing("late")("p00") as line:
-            await line.send(Offer(round=1))
+            await line.send(Propose(round=1))
             return await line.receive()
 
     answer = run(main())
-    assert isinstance(answer, Declined)
+    assert isinstance(answer, Decline)
     assert answer.reason is DeclineReason.LEAVING
 
 
 @both_forms
 def test_the_last_round_waits_for_an_exchange_in_progress(settings: ToySettings) -> None:
-    async def main() -> list[Toy]:
-        # The exchange has just begun, on both sides, when training ends.
-        toys = swarm(World(latency_s=0.3), 2, settings)
-        await live(toys, 21, end_politely)
-        return toys
-
-    a, b = run(main())
+    # The exchange has just begun, on both sides, when training ends.
+    toys = swarm(World(latency_s=0.3), 2, settings)
+    run(live(toys, 21, end_politely))
+    a, b = toys
     assert a.slow == b.slow
     # The blocking form's exchange holds all inner steps: nothing is left for a round more, nor for a solo step.
     assert len(a.met) == len(b.met) == (1 if settings.blocking else 2)
@@ -694,14 +569,9 @@ def test_an_exchange_that_is_not_over_by_the_deadline_is_given_up(settings: ToyS
         # Whatever arrives later must change nothing.
         await asyncio.sleep(300.0)
 
-    async def main() -> list[Toy]:
-        toys = swarm(
-            World(latency_s=8.0), 2, replace(settings, patience=RoundTimeouts(answer_s=100.0, exchange_s=10.0))
-        )
-        await live(toys, 10, end)
-        return toys
-
-    for toy in run(main()):
+    toys = swarm(World(latency_s=8.0), 2, replace(settings, patience=RoundTimeouts(answer_s=100.0, exchange_s=10.0)))
+    run(live(toys, 10, end))
+    for toy in toys:
         assert toy.met == []
         assert len(toy.solo) == 1
         assert toy.slow == pytest.approx(20.0 - 0.7 * (20.0 - trained(20.0, 10.0, 10)), rel=1e-6)
@@ -853,12 +723,8 @@ def test_a_gate_shut_only_when_agreed_does_not(settings: ToySettings) -> None:
 
 
 def test_statistics() -> None:
-    async def main() -> list[Toy]:
-        toys = swarm(World(), 2)
-        await live(toys, 50)
-        return toys
-
-    toys = run(main())
+    toys = swarm(World(), 2)
+    run(live(toys, 50))
     for toy in toys:
         numbers = toy.rounds.statistics()
         assert numbers["met"] == len(toy.met) == 2

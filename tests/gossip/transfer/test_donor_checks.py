@@ -11,7 +11,7 @@ from gossip.exchange.messages import Manifest
 from gossip.rule.shares import ROUND_BOUND
 from gossip.transfer.assembly import LEAST_SAVING, ROUNDS_APART, mixes
 from gossip.transfer.chunks import listed
-from gossip.transfer.download import NormVotes, objection, round_to_start_in
+from gossip.transfer.download import objection, round_to_start_in
 
 ROW = listed([b"0" * 32])
 MANIFEST = Manifest(
@@ -53,28 +53,27 @@ def test_copies_of_other_sections_or_another_place_in_the_period_do_not_mix() ->
 @given(st.lists(norms, min_size=1, max_size=3))
 def test_of_any_replicas_one_is_left_to_copy_from(found: list[float]) -> None:
     """Each is compared with the others; not all of them are refused."""
-    refused = [
-        objection(replace(MANIFEST, norm=norm), NormVotes(norms=found[:place] + found[place + 1 :])) is not None
-        for place, norm in enumerate(found)
-    ]
+    others = [replace(MANIFEST, norm=norm) for norm in found]
+    refused = [objection(each, others[:place] + others[place + 1 :]) is not None for place, each in enumerate(others)]
     assert not all(refused)
     assert not any(refused) or max(found) > 10.0 * min(found)
 
 
 def test_weights_that_blew_up_are_refused_also_where_two_disagree() -> None:
-    assert objection(replace(MANIFEST, norm=1000.0), NormVotes(norms=[10.0])) is not None
-    assert objection(MANIFEST, NormVotes(norms=[1000.0])) is None
-    assert objection(replace(MANIFEST, norm=0.1), NormVotes(norms=[10.0, 11.0])) is not None
+    large, small = replace(MANIFEST, norm=1000.0), replace(MANIFEST, norm=0.1)
+    assert objection(large, [MANIFEST]) is not None
+    assert objection(MANIFEST, [large]) is None
+    assert objection(small, [MANIFEST, replace(MANIFEST, norm=11.0)]) is not None
 
 
 @settings(deadline=None)
 @given(st.integers(0, 100), st.floats(0.0, 1.0))
 def test_round_and_progress_are_compared_with_the_rosters(round: int, progress: float) -> None:
-    voices = NormVotes(rounds=[19, 20, 1000], progress=[0.0, 0.5, 0.5])
+    voices = [replace(MANIFEST, round=at, progress=far) for at, far in ((19, 0.0), (20, 0.5), (1000, 0.5))]
     found = objection(replace(MANIFEST, round=round, progress=progress), voices)
     near = abs(round - 20) <= 16 and abs(progress - 0.5) <= 0.25
     assert (found is None) == near
-    assert objection(replace(MANIFEST, round=round, progress=progress), NormVotes()) is None
+    assert objection(replace(MANIFEST, round=round, progress=progress), []) is None
 
 
 @settings(deadline=None)

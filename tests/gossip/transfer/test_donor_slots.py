@@ -66,7 +66,7 @@ def test_a_place_is_given_back_once_and_by_its_own_visit() -> None:
             await asyncio.sleep(11.0)
             third = group.create_task(stay("third"))
             await asyncio.sleep(0.1)
-            assert places.statistics() == {"visitors": NEWCOMERS, "displaced": 1}
+            assert (len(places), places.displaced) == (NEWCOMERS, 1)
             assert len(ended) == 1
             assert places.enter("slow0") is not None, "the other one has had its turn as well"
             await asyncio.sleep(0.1)

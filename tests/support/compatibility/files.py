@@ -150,7 +150,7 @@ def events() -> list[Any]:
         ),
         product.OuterStepTaken(round=2, seconds=0.0),
         product.PartnerTooStale(round=3, partner=DONOR, partner_staleness=17, bytes_sent=900, bytes_received=100),
-        product.RoundDeferred(round=4, in_a_row=2),
+        product.RoundSkipped(round=4, in_a_row=2),
         journal.Hops(counts={DONOR: 40, KEPT_OF: 2}),
         journal.Traffic(sent={"gossip": 2468, "microbatch": 9}, received={"state": 70_000}),
         journal.Budget(bytes={"upload.allowed": 250_000.0, "upload.used": 1234.5}),
@@ -185,7 +185,7 @@ def write_home(path: Path) -> None:
     with product.Home.open(path) as home:
         key = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
         with mock.patch.object(Ed25519PrivateKey, "generate", return_value=key):
-            product.identity.ensure_identity(home.identity)
+            product.settings.ensure_identity(home.identity)
         home.keep_run_file(recipe().text)
         times = iter(range(1000))
         first, *others = events()

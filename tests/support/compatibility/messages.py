@@ -82,12 +82,12 @@ def _gossip() -> Iterator[tuple[str, Said]]:
                 taken = encoded(product.Format.BFLOAT16, 0)
                 adopted = product.Weights(fast=(), slow=taken) if both else product.Weights(fast=taken, slow=())
                 yield f"{where}: weights to be adopted", Said(adopted, schema)
-    yield "gossip: ahead", Said(product.Ahead(), schema)
-    yield "gossip: an offer", Said(product.Offer(round=12), schema)
-    yield "gossip: accepted", Said(product.Accepted(round=13), schema)
-    yield "gossip: received", Said(product.Received(), schema)
+    yield "gossip: propose a prefetch", Said(product.ProposePrefetch(), schema)
+    yield "gossip: propose", Said(product.Propose(round=12), schema)
+    yield "gossip: accept", Said(product.Accept(round=13), schema)
+    yield "gossip: acknowledge", Said(product.Acknowledge(), schema)
     for reason in product.DeclineReason:
-        declined = product.Declined(reason=reason, retry_after_s=0.75, round=14)
+        declined = product.Decline(reason=reason, retry_after_s=0.75, round=14)
         yield f"gossip: declined, {reason}", Said(declined, schema)
 
 
@@ -161,11 +161,11 @@ def _services() -> Iterator[tuple[str, Said]]:
         "not now": measuring.NotNow(retry_after_s=2.0),
     }.items():
         yield f"doctor: {name}", Said(message, measuring.SCHEMA)
-    dialback = product.dialback
-    yield "reach: dial me", Said(dialback.DialMe(ports=(4001, 4002)), dialback.SCHEMA)
+    reachability = product.reachability
+    yield "reach: dial me", Said(reachability.DialMe(ports=(4001, 4002)), reachability.SCHEMA)
     place, relay = "/ip4/192.0.2.1/tcp/4001", "/ip4/192.0.2.2/tcp/4001/p2p/12D3KooW"
-    dialled = dialback.DialBackReply(place=place, tried=True, relays=(relay,))
-    yield "reach: dialled", Said(dialled, dialback.SCHEMA)
+    dialled = reachability.DialBackReply(place=place, tried=True, relays=(relay,))
+    yield "reach: dialled", Said(dialled, reachability.SCHEMA)
 
 
 def frames() -> dict[str, bytes]:

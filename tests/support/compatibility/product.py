@@ -10,25 +10,25 @@ from types import SimpleNamespace
 
 from gossip.exchange import codec
 from gossip.exchange.messages import (
-    Accepted,
+    Accept,
+    Acknowledge,
     Busy,
-    Declined,
+    Decline,
     DeclineReason,
     Gone,
     Manifest,
-    Offer,
     Parts,
     Piece,
     PieceRequest,
     Probe,
-    Received,
+    Propose,
+    ProposePrefetch,
     Section,
     StateRequest,
     Weights,
 )
-from gossip.exchange.messages import PrefetchOffer as Ahead
 from gossip.exchange.swap import common_steps, probe_coordinates
-from gossip.interface import OuterStepTaken, PartnerTooStale, RoundDeferred
+from gossip.interface import OuterStepTaken, PartnerTooStale, RoundSkipped
 from gossip.rounds.matching import partners_of_round, preferences
 from gossip.settings import Format
 from gossip.transfer import chunks as pieces
@@ -46,14 +46,13 @@ from noloco_node.export.replica_files import PartsDirectory, in_home
 from noloco_node.journal import events as journal
 from noloco_node.journal import writer as journal_writer
 from noloco_node.journal.reader import read as read_journal
-from noloco_node.libp2p.dht import record_checks as signing
-from noloco_node.libp2p.endpoint import identity
-from noloco_node.libp2p.endpoint.addresses import RELAYS_KEY, relay_record, relays_of
-from noloco_node.libp2p.endpoint.run_secret import RunSecret
-from noloco_node.libp2p.streams import dialback
+from noloco_node.libp2p import reachability, settings
+from noloco_node.libp2p import record_checks as signing
+from noloco_node.libp2p.addresses import RELAYS_KEY, relay_record, relays_of
+from noloco_node.libp2p.settings import RunSecret
 from noloco_node.limits.budget import OwnerLimits as Allowance
+from noloco_node.limits.budget import TrafficLedger as Ledger
 from noloco_node.limits.rate_limit import LimitHook
-from noloco_node.limits.traffic_ledger import TrafficLedger as Ledger
 from noloco_node.network.interface import HookedNetwork
 from noloco_node.network.schema import Schema
 from noloco_node.network.wire import FrameDecoder as Intake
@@ -72,7 +71,7 @@ from noloco_node.sim.report.command import complete, put_together
 from noloco_node.sim.report.figures import Report, make_report
 from noloco_node.sim.report.trace import EventTrace as Trace
 from noloco_node.sim.report.trace import trace_file
-from noloco_node.sim.scenario.toml_writer import scenario_text
+from noloco_node.sim.scenario.scenario import scenario_text
 from noloco_node.sim.world import Watcher, World, simulate
 from noloco_node.state_sync.download import SNAPSHOT
 from noloco_node.state_sync.replica_mean import LeftOut
@@ -87,14 +86,14 @@ from noloco_node.storage.transfer_files import PartialDownloadFile as Partial
 from noloco_node.swarm import speed_test as measuring
 from noloco_node.swarm.invite import format as format_invite
 from noloco_node.swarm.invite import parse as parse_invite
-from noloco_node.swarm.peer_records import Published, decode_record
+from noloco_node.swarm.receipts import SourceRecord, decode_source
 from noloco_node.swarm.roster import Given, PeerRecord, Roster
 from noloco_node.swarm.run_distribution import SCHEMA as RUN_SCHEMA
 from noloco_node.swarm.run_distribution import TOPIC as RUN_TOPIC
 from noloco_node.swarm.run_distribution import RunFileReply as RunFile
 from noloco_node.swarm.run_distribution import RunFileText as Recipe
 from noloco_node.swarm.run_distribution import RunRequest
-from noloco_node.swarm.run_progress import SourceRecord, decode_source
+from noloco_node.swarm.stage_records import Published, decode_record
 from pipeline.messages import Gradient, Microbatch, Reason, Refused
 from tests.explorer.schedule_generator import draw as drawn_scenario
 

@@ -1,0 +1,144 @@
+"""Where a newcomer's first state comes from: one decision, made of what it knows and without any effect.
+
+Where the run has begun and the stage lives, it is this peer's own checkpoint if that is a few rounds behind at most,
+else a living replica's state. Older weights, or the first ones, would be averaged into those of the living: rather wait
+than begin with them. Where nobody lives, it is a snapshot that somebody keeps, or our checkpoint. With neither, and in
+a run that has not begun, it is the run's first weights: its seed's, or those of the model that it continues.
+
+A run of which nobody is here may still have been begun: bootstrap peers and homes remember how far it had come
+(`noloco_node.swarm.run_distribution`). Its weights are then with peers that are away, and a newcomer waits for them a
+while. It begins anew only where its owner says so, or beside others that have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from noloco_node.run.peer_state import AT_WORK
+from noloco_node.state_sync.download import pause_s
+from noloco_node.state_sync.starting_state import AGAIN_S, asks_again, is_recent_enough
+from noloco_node.swarm.roster import PeerRecord, Roster
+
+
+@dataclass(frozen=True, slots=True)
+class FromSeed:
+    """The run's first weights. `lost`: the stage had learned something, and nobody has it any more."""
+
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FromCheckpoint:
+    """Our own checkpoint. `living`: the replicas that it can keep up with, if any. `searched`: for a newer snapshot."""
+
+    living: tuple[PeerRecord, ...] = ()
+    searched: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FromReplicas:
+    """A download from one of the replicas that live."""
+
+    living: tuple[PeerRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FromPeerSnapshot:
+    """A snapshot, if anybody gives one. `attempt`: from 0."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class NobodyBack:
+    """Nobody who has weights of the run is here, though it was begun. `looks`: at the roster so far, in vain."""
+
+    looks: int
+
+
+@dataclass(frozen=True, slots=True)
+class LookAgain:
+    """Read the roster again after so many seconds. `for_replica`: our record says that we wait for one's state."""
+
+    seconds: float
+    for_replica: bool
+
+
+StateSource: TypeAlias = FromSeed | FromCheckpoint | FromReplicas | FromPeerSnapshot | NobodyBack | LookAgain
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadFailed:
+    """No replica gave its state."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotNotFound:
+    """Nobody gave a snapshot. `promised`: somebody has one, or may have."""
+
+    promised: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Attempts:
+    """How often each source was tried in vain, and which one failed since the roster was last read."""
+
+    downloads: int = 0
+    searches: int = 0
+    looks: int = 0
+    failure: DownloadFailed | SnapshotNotFound | None = None
+
+    def after(self, failure: DownloadFailed | SnapshotNotFound | None) -> Attempts:
+        """Return the attempts after one more; None: after a wait."""
+        return Attempts(
+            self.downloads + isinstance(failure, DownloadFailed),
+            self.searches + isinstance(failure, SnapshotNotFound),
+            self.looks + (failure is None),
+            failure,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seeker:
+    """Who looks for the state of `stage`. `saved_round`: of its own checkpoint of that stage, None without one.
+
+    `begun`: whether the run is known to have been begun, and its owner did not say to begin it anew. `revives`: a
+    snapshot of the stage was worth nothing; whoever serves the stage now may have begun with the same one.
+    """
+
+    me: str
+    stage: int
+    saved_round: int | None
+    staleness_at_most: int
+    begun: bool = False
+    revives: bool = False
+
+
+def choose_source(roster: Roster, seeker: Seeker, attempts: Attempts) -> StateSource:
+    """Return where to take the first state from, or how long to wait before looking again."""
+    saved, living = seeker.saved_round is not None, living_replicas(roster, seeker.stage, seeker.me)
+    match attempts.failure:
+        case DownloadFailed():
+            return LookAgain(pause_s(attempts.downloads), for_replica=True)
+        case SnapshotNotFound(promised):
+            if asks_again(promised, saved, attempts.searches - 1):
+                return LookAgain(AGAIN_S, for_replica=False)
+            if not living:
+                return FromCheckpoint(searched=True) if saved else FromSeed(lost=True)
+    if not any(record.round > 0 for records in roster.stages for record in records):
+        if saved:
+            return FromCheckpoint()
+        alone = not any(living_replicas(roster, stage, seeker.me) for stage in range(len(roster.stages)))
+        return NobodyBack(attempts.looks) if seeker.begun and alone else FromSeed()
+    if not living or (seeker.revives and attempts.failure is None and not attempts.downloads):
+        return FromPeerSnapshot(attempts.searches)
+    rounds = [record.round for record in living]
+    if seeker.saved_round is not None and is_recent_enough(seeker.saved_round, rounds, seeker.staleness_at_most):
+        return FromCheckpoint(living)
+    return FromReplicas(living)
+
+
+def living_replicas(roster: Roster, stage: int, me: str) -> tuple[PeerRecord, ...]:
+    """Return the records of the others that can give the state of a stage."""
+    return tuple(record for record in roster.stage(stage) if record.peer != me and record.state in AT_WORK)
