@@ -35,7 +35,7 @@ def run_file(
     inner: str = "warmup_steps = 5",
     outer: str = "alpha = 0.5\ngamma = 0.7\nbeta = 0.7\ninner_steps_per_round = 10",
 ) -> Path:
-    """Write a run file of two stages of a model that costs next to nothing. `inner`, `outer`: lines of these sections."""
+    """Write a run file of two stages that cost next to nothing. `inner`, `outer`: lines of these sections."""
     path = directory / "run.toml"
     path.write_text(f"""
 name = "tiny"
