@@ -30,7 +30,7 @@ TOP_ORDER = """
 INNER_ORDERS = {
     "gossip": "rule settings | interface | exchange | rounds transfer",
     "noloco_node.libp2p": "endpoint hivemind_compat | daemon | streams dht | session | relays preflight | network",
-    "noloco_node.sim": "clock hardware network | scenario | peer | stall fault_injection | world | report",
+    "noloco_node.sim": "clock hardware network | scenario | peer | fault_injection | world | report",
 }
 MOST_FILES = 15
 LONE_MODULES = 5

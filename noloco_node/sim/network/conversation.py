@@ -26,8 +26,7 @@ from typing import Any
 from noloco_node.network import wire
 from noloco_node.network.interface import VIOLATION_GRACE_S, ConversationEnded, Pace
 from noloco_node.network.schema import Schema, Violation
-from noloco_node.sim.network.bandwidth import AccessLine
-from noloco_node.sim.network.link_model import SILENCE_S
+from noloco_node.sim.network.link_model import SILENCE_S, AccessLine
 from noloco_node.sim.network.medium import Medium
 from noloco_node.sim.network.outbox import EndOfStream, Outbox
 

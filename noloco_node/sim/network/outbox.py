@@ -15,10 +15,8 @@ import math
 from typing import Any, NamedTuple, Protocol
 
 from noloco_node.network.schema import Schema, Violation
-from noloco_node.sim.network.bandwidth import Link, Transfer
-from noloco_node.sim.network.corruption import spoil
-from noloco_node.sim.network.link_model import SILENCE_S
-from noloco_node.sim.network.medium import Medium
+from noloco_node.sim.network.link_model import SILENCE_S, Link, Transfer
+from noloco_node.sim.network.medium import Medium, spoil
 
 
 class Endpoint(Protocol):
