@@ -1,8 +1,8 @@
 """A device in virtual time, and a stage on it that names a price for each job and watches its promises.
 
 The device runs one job after the other. It computes a job at once, in the event loop, and hands the result over when
-its price has passed. `PricedStage` names the price from within the job, by `charge`, in seconds of a device of speed 1;
-`slowness` makes a device slower, and one that stutters stops every now and then for a moment.
+its price has passed. `PricedStage` names the price from within the job, by `charge`, in seconds of a device of speed
+1; `slowness` makes a device slower, and one that stutters stops every now and then for a moment.
 
 `PricedStage` wraps a bowl or a real slice of a model. It watches promises of the gate and the rounds that nothing else
 would notice broken: an inner step gets exactly the passes of its window, and no weights change between the forward and

@@ -8,8 +8,8 @@ from i to j moves at
 until its bytes are through. The rate depends on counts alone, so the start or the end of a transfer changes only those
 that share one of its two links. (Max-min fairness would give others the rest of a share that one transfer cannot use,
 and changes would spread; where every link carries transfers of one kind the two agree.) Where a link has a share for
-rounds, their transfers together have that while others are under way, as `noloco_node.limits` grants it on a line whose
-rate is known. Nothing moves faster than a link, and every byte is counted.
+rounds, their transfers together have that while others are under way, as `noloco_node.limits` grants it on a line
+whose rate is known. Nothing moves faster than a link, and every byte is counted.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 `SimNetwork` adds the peers. Every draw comes from a generator of its purpose, in the order of events.
 
 A message that is to arrive wrong goes through the production wire: it is encoded as its sender would, spoilt, and
-decoded by `wire.FrameDecoder` against the schema of the receiver. The receiver gets what a real peer would get: another
-message or a `Violation`.
+decoded by `wire.FrameDecoder` against the schema of the receiver. The receiver gets what a real peer would get:
+another message or a `Violation`.
 """
 
 from __future__ import annotations

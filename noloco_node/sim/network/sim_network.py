@@ -1,8 +1,8 @@
 """A network in memory and in virtual time: whole messages, lines of any quality, and the same losses as the real one.
 
 A `SimNetwork` is what the peers of a simulation share: a `Medium`, a DHT and the peers. `network.network(peer)` is one
-peer's `PeerNetwork`. Messages pass unserialised (both ends then share their tensors: treat them as read-only), in order
-within a conversation. How long that takes and what can go wrong is in `conditions` and each peer's `Access` (see
+peer's `PeerNetwork`. Messages pass unserialised (both ends then share their tensors: treat them as read-only), in
+order within a conversation. How long that takes and what can go wrong is in `conditions` and each peer's `Access` (see
 `link_model`, `outbox`). What happens to a peer is said here:
 
 - `kill(peer)`: its streams break at the others one latency later, new ones are refused, its records expire by

@@ -13,8 +13,8 @@ could not be dialled or tampered with its messages, then or within `RECENT_S`, s
 **Time.** Rows hold running totals, so that leaving out every second one, when there are too many, loses no count. From
 then on the collector writes a row, and looks at the waiting, half as often.
 
-**Lives.** The time of a peer at a stage is added to totals once, when it is over, and its node is released: in a day of
-churn a peer lives a dozen lives, and neither a look at all of them nor their memory may grow with each.
+**Lives.** The time of a peer at a stage is added to totals once, when it is over, and its node is released: in a day
+of churn a peer lives a dozen lives, and neither a look at all of them nor their memory may grow with each.
 """
 
 from __future__ import annotations
