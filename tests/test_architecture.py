@@ -29,7 +29,10 @@ TOP_ORDER = """
 """
 INNER_ORDERS = {
     "gossip": "rule settings | interface | exchange | rounds transfer",
-    "noloco_node.libp2p": "endpoint hivemind_compat | daemon | streams dht | session | relays preflight | network",
+    "noloco_node.libp2p": """
+        addresses settings hivemind_compat | daemon frame_protocol record_checks | control | stream dht_records |
+        switchboard | session | relays reachability | network
+    """,
     "noloco_node.sim": "clock hardware network | scenario | peer | fault_injection | world | report",
 }
 MOST_FILES = 15
@@ -131,14 +134,11 @@ EXCEPTIONS: dict[Callable[[], Broken], dict[str, str]] = {
     },
     module_names_are_nouns: {
         "encoding": "of text into tokens",
-        "framing": "of messages on a stream of bytes",
-        "joining": "what a newcomer does before it is a replica",
         "matching": "a set of pairs, as in graph theory",
         "meeting": "an exchange between two replicas: the paper's and the glossary's word",
         "planning": "of memory and bandwidth before a run",
         "reporting": "of progress, as an activity of the node",
         "routing": "of microbatches",
-        "training": "what the product is for",
     },
 }
 

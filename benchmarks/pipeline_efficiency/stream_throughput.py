@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import uvloop
 
-from noloco_node.libp2p.endpoint.settings import Capacity, TimeoutSettings
-from noloco_node.libp2p.streams.stream import StreamOpening
-from noloco_node.libp2p.streams.switchboard import Switchboard
+from noloco_node.libp2p.settings import Capacity, TimeoutSettings
+from noloco_node.libp2p.stream import StreamOpening
+from noloco_node.libp2p.switchboard import Switchboard
 from noloco_node.network.schema import MessageSpec, Schema, TensorSpec
 
 LARGE_VALUES = 16 << 20

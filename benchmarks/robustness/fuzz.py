@@ -27,7 +27,7 @@ import msgspec
 import torch
 
 from noloco_node.admission import admission_hook, ticket_service
-from noloco_node.libp2p.streams import dialback
+from noloco_node.libp2p import reachability
 from noloco_node.network import wire
 from noloco_node.network.schema import Layout, Schema, TensorSpec, Violation
 from noloco_node.network.wire import FrameDecoder, FrameKind
@@ -65,7 +65,7 @@ def fuzzed_schemas() -> tuple[FuzzedSchema, ...]:
     """Return all schemas of a small run."""
     run = base(transformer=True)
     of_run = (microbatch_schema(run, WIDTH), gossip_schema(run, SHAPES), state_schema(SHAPES))
-    of_all = (admission_hook, ticket_service, dialback, weight_exchange, run_distribution, speed_test)
+    of_all = (admission_hook, ticket_service, reachability, weight_exchange, run_distribution, speed_test)
     return tuple(map(_fuzzed, (*of_run, run_distribution.HISTORY_SCHEMA, *(module.SCHEMA for module in of_all))))
 
 

@@ -15,15 +15,12 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from noloco_node.libp2p.daemon.arguments import DaemonConfig, arguments, relay_arguments
-from noloco_node.libp2p.daemon.control import Control
-from noloco_node.libp2p.daemon.process import start_daemon
-from noloco_node.libp2p.daemon.relay_grant import Grant, granted
-from noloco_node.libp2p.endpoint.addresses import PeerAddress
-from noloco_node.libp2p.endpoint.identity import ensure_identity
-from noloco_node.libp2p.endpoint.settings import Reachability
+from noloco_node.libp2p.addresses import PeerAddress
+from noloco_node.libp2p.control import Control, Grant, granted
+from noloco_node.libp2p.daemon import DaemonConfig, arguments, relay_arguments, start_daemon
 from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.session import attached, connect, places
+from noloco_node.libp2p.settings import Reachability, ensure_identity
 
 WAIT_S = 30.0
 

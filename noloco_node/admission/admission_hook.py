@@ -16,6 +16,7 @@ from noloco_node.admission.admission_state import (
     EXPIRED,
     SHUT_OUT,
     AdmissionState,
+    HeldTicket,
     addressed,
     not_admitted,
     not_for,
@@ -23,7 +24,6 @@ from noloco_node.admission.admission_state import (
     told,
     unstamped,
 )
-from noloco_node.admission.held_ticket import HeldTicket
 from noloco_node.admission.ticket import LIST_BYTES, TICKET_BYTES, Right
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import Conversation, ConversationHook, NetworkHook, PeerNetwork, Records, patient

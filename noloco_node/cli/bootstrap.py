@@ -31,9 +31,8 @@ from noloco_node.cli.options import (
     taking,
 )
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p.endpoint.addresses import parse_peer_address
-from noloco_node.libp2p.endpoint.known_peers import KnownPeers
-from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
+from noloco_node.libp2p.addresses import KnownPeers, parse_peer_address
+from noloco_node.libp2p.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
 from noloco_node.machine.signals import departure
 from noloco_node.observe.peer_history import PeerHistory

@@ -25,13 +25,12 @@ from noloco_node.admission.owner_files import (
     save_members,
     with_revoked,
 )
-from noloco_node.admission.peer_keys import key_of, peer_of
-from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, grant
+from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, grant, key_of, peer_of
 from noloco_node.admission.ticket_service import OPEN_DAYS
 from noloco_node.cli.event_loop import run
 from noloco_node.cli.options import default_home, invite_text, taking
 from noloco_node.errors import Exit, UserError, config_error, user_error_of
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.run.runfile import read_run_text
 from noloco_node.swarm import invite as invites

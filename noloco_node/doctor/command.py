@@ -21,10 +21,10 @@ from noloco_node.admission.ticket import Right
 from noloco_node.doctor import command, machine_checks
 from noloco_node.doctor.machine_checks import Finding, Grade, exit_code, fail, line, ok, verdict, warn
 from noloco_node.errors import Exit, UserError, user_error_of
-from noloco_node.libp2p.endpoint.addresses import PeerAddress, check_announce, check_listen
-from noloco_node.libp2p.endpoint.settings import EVERYWHERE, NetworkSettings
+from noloco_node.libp2p import reachability
+from noloco_node.libp2p.addresses import PeerAddress, check_announce, check_listen
 from noloco_node.libp2p.network import Libp2pNetwork
-from noloco_node.libp2p.streams import dialback
+from noloco_node.libp2p.settings import EVERYWHERE, NetworkSettings
 from noloco_node.network.interface import HookedNetwork, PeerNetwork, ask
 from noloco_node.network.timeouts import DialTimeouts
 from noloco_node.planning.bandwidth import NARROW_S, MicrobatchBytes, microbatch_bytes
@@ -259,24 +259,30 @@ def judge_clock(ahead_s: Sequence[float]) -> Finding:
     return warn(about, says, remedy) if abs(off) > CLOCK_DOUBT_S else ok(about, says)
 
 
-async def dialled_back(network: PeerNetwork, peers: Sequence[str], ports: tuple[int, ...]) -> dialback.ReachVerdict:
+async def dialled_back(network: PeerNetwork, peers: Sequence[str], ports: tuple[int, ...]) -> reachability.ReachVerdict:
     """Ask peers to dial us back at our ports; one that does not answer says nothing."""
 
-    request = dialback.DialMe(ports=ports)
+    request = reachability.DialMe(ports=ports)
 
-    async def reply_of(peer: str) -> dialback.DialBackReply | None:
+    async def reply_of(peer: str) -> reachability.DialBackReply | None:
         try:
             return await ask(
-                network, peer, dialback.TOPIC, dialback.SCHEMA, request, dialback.DialBackReply, dialback.ASK_S
+                network,
+                peer,
+                reachability.TOPIC,
+                reachability.SCHEMA,
+                request,
+                reachability.DialBackReply,
+                reachability.ASK_S,
             )
         except ConnectionError:
             return None
 
     answers = await asyncio.gather(*(reply_of(peer) for peer in peers[:MOST_ASKED]))
-    return dialback.judge([answer for answer in answers if answer is not None])
+    return reachability.judge([answer for answer in answers if answer is not None])
 
 
-def judge_reach(verdict: dialback.ReachVerdict, ports: Sequence[int], addresses: Sequence[str]) -> list[Finding]:
+def judge_reach(verdict: reachability.ReachVerdict, ports: Sequence[int], addresses: Sequence[str]) -> list[Finding]:
     """Judge whether others can come to us: directly, or else through a relay. `addresses`: our own."""
     about = "dialled back"
     listed = " and ".join(map(str, ports)) or "none"

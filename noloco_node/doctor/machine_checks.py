@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from noloco_node.admission.peer_keys import peer_of_file
+from noloco_node.admission.ticket import peer_of_file
 from noloco_node.errors import Exit, UserError, reason_of
-from noloco_node.libp2p.endpoint.identity import ensure_identity
+from noloco_node.libp2p.settings import ensure_identity
 from noloco_node.machine.memory import free_bytes, wanted_bytes
 from noloco_node.storage.checkpoint import KEPT, files
 from noloco_node.storage.home import HomePaths, RunPaths

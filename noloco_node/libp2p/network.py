@@ -19,31 +19,25 @@ from typing import Any, NoReturn
 import msgspec
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p import relays
-from noloco_node.libp2p.daemon.arguments import DaemonConfig
-from noloco_node.libp2p.daemon.process import MOST_DEATHS, restart_pause_s
-from noloco_node.libp2p.daemon.relay_grant import Grant
-from noloco_node.libp2p.daemon.socket_dir import private_directory
-from noloco_node.libp2p.endpoint.addresses import (
+from noloco_node.libp2p import reachability, relays
+from noloco_node.libp2p.addresses import (
     RELAYS_KEY,
+    KnownPeers,
     PeerAddress,
+    bootstrap_address,
     check_announce,
     check_listen,
     relays_of,
     with_ports_chosen,
 )
-from noloco_node.libp2p.endpoint.dial_errors import bootstrap_address
-from noloco_node.libp2p.endpoint.identity import ensure_identity
-from noloco_node.libp2p.endpoint.known_peers import KnownPeers
-from noloco_node.libp2p.endpoint.run_secret import RunSecret
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.libp2p.control import Grant
+from noloco_node.libp2p.daemon import MOST_DEATHS, DaemonConfig, private_directory, restart_pause_s
 from noloco_node.libp2p.hivemind_compat import daemon_trouble, ignore_orphaned_waits, load_hivemind
-from noloco_node.libp2p.preflight import preflight, preflight_goal
+from noloco_node.libp2p.reachability import preflight, preflight_goal
 from noloco_node.libp2p.session import LinkContext, Session
-from noloco_node.libp2p.streams import dialback
-from noloco_node.libp2p.streams.dialer import StreamContext
-from noloco_node.libp2p.streams.stream import Stream
-from noloco_node.libp2p.streams.switchboard import Switchboard
+from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity
+from noloco_node.libp2p.stream import Stream
+from noloco_node.libp2p.switchboard import StreamContext, Switchboard
 from noloco_node.network.interface import Handler
 from noloco_node.network.schema import Schema
 
@@ -229,7 +223,9 @@ class Libp2pNetwork:
         tasks = {loop.create_task(self._switchboard.run(started), name="switchboard")}
         try:
             await started.wait()
-            self._switchboard.serve(dialback.TOPIC, dialback.SCHEMA, dialback.DialBackService(self._relays).answer)
+            self._switchboard.serve(
+                reachability.TOPIC, reachability.SCHEMA, reachability.DialBackService(self._relays).answer
+            )
             tasks.add(loop.create_task(self._keep(config), name="sessions"))
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

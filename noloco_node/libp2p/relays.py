@@ -7,10 +7,10 @@ daemon with a key and a port of its own, and pays for them with memory alone whi
 What passes through a relay is bounded by no bandwidth budget: the daemon knows a most of bytes and of hours for each
 circuit, and a circuit that has ended is opened again; it knows no rate.
 
-A relay that grants less than it was told to is started again (`relay_grant`).
+A relay that grants less than it was told to is started again.
 
 They are told of in the DHT, in one record of each bootstrap peer, not in the invite: invites stay short, and every peer
-can read it for a newcomer who asks (`dialback`). A rogue record can only lead to a relay that does not relay: what
+can read it for a newcomer who asks (`reachability`). A rogue record can only lead to a relay that does not relay: what
 passes through a relay is encrypted and authenticated between its two ends.
 """
 
@@ -25,11 +25,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from noloco_node.errors import UserError
-from noloco_node.libp2p.daemon.arguments import RELAY_DATA_BYTES, RELAY_TIME_S, DaemonConfig, relay_arguments
-from noloco_node.libp2p.daemon.control import Control
-from noloco_node.libp2p.daemon.process import MOST_DEATHS, restart_pause_s, start_daemon
-from noloco_node.libp2p.daemon.relay_grant import Grant
-from noloco_node.libp2p.endpoint.addresses import (
+from noloco_node.libp2p.addresses import (
     RELAY_PLACES,
     PeerAddress,
     beyond_this_machine,
@@ -41,10 +37,19 @@ from noloco_node.libp2p.endpoint.addresses import (
     with_port,
     with_ports_chosen,
 )
-from noloco_node.libp2p.endpoint.identity import ensure_identity
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.libp2p.control import Control, Grant
+from noloco_node.libp2p.daemon import (
+    MOST_DEATHS,
+    RELAY_DATA_BYTES,
+    RELAY_TIME_S,
+    DaemonConfig,
+    relay_arguments,
+    restart_pause_s,
+    start_daemon,
+)
 from noloco_node.libp2p.hivemind_compat import HivemindParts, daemon_trouble
 from noloco_node.libp2p.session import attached, places
+from noloco_node.libp2p.settings import NetworkSettings, ensure_identity
 
 logger = logging.getLogger(__name__)
 

@@ -20,23 +20,22 @@ from typing import NamedTuple, NoReturn
 from multiaddr import Multiaddr
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p.daemon.arguments import DaemonConfig, arguments
-from noloco_node.libp2p.daemon.control import Control
-from noloco_node.libp2p.daemon.process import Daemon, start_daemon
-from noloco_node.libp2p.daemon.relay_grant import Grant, granted
-from noloco_node.libp2p.dht.records import DhtRecords
-from noloco_node.libp2p.endpoint.addresses import (
+from noloco_node.libp2p.addresses import (
+    KnownPeers,
     PeerAddress,
     beyond_this_machine,
     parse_peer_address,
     place_text,
+    plain_cause,
     port_of,
+    unreachable,
 )
-from noloco_node.libp2p.endpoint.dial_errors import plain_cause, unreachable
-from noloco_node.libp2p.endpoint.known_peers import KnownPeers
-from noloco_node.libp2p.endpoint.settings import NetworkSettings, TimeoutSettings
+from noloco_node.libp2p.control import Control, Grant, granted
+from noloco_node.libp2p.daemon import Daemon, DaemonConfig, arguments, start_daemon
+from noloco_node.libp2p.dht_records import DhtRecords
 from noloco_node.libp2p.hivemind_compat import DaemonClient, HivemindParts, daemon_trouble, disconnect
-from noloco_node.libp2p.streams.dialer import StreamContext, StreamDialer
+from noloco_node.libp2p.settings import NetworkSettings, TimeoutSettings
+from noloco_node.libp2p.switchboard import StreamContext, StreamDialer
 
 logger = logging.getLogger(__name__)
 

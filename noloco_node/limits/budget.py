@@ -1,31 +1,35 @@
-"""What a peer may spend of its line, and when: rates, a monthly cap, hours of the day. Pure; `rate_limit` acts on it.
+"""What a peer may spend of its line, and when: rates, a monthly cap, hours of the day; what it has spent this month.
 
-Amounts are read as people write them, and what can be read in two ways is refused rather than guessed. Rates are bits
-with `bit` (20mbit, 20 Mbit/s, 20mbps) and bytes with a capital B and a time (2.5MB/s, 1MiB/s); sizes are bytes (300GB,
-1TiB). k, M, G, T are powers of 1000, Ki, Mi, Gi, Ti of 1024.
+Amounts are read as people write them, and an amount that can be read in two ways is refused rather than guessed. Rates
+are bits with `bit` (20mbit, 20 Mbit/s, 20mbps) and bytes with a capital B and a time (2.5MB/s, 1MiB/s); sizes are bytes
+(300GB, 1TiB). k, M, G, T are powers of 1000, Ki, Mi, Gi, Ti of 1024.
 
 A rate is kept by a **token bucket**: it fills at the rate up to the burst, and nothing leaves that it does not hold. So
-over any stretch of t seconds no more is granted than rate * t + burst. Whoever needs more than a slice is granted one
-slice after the other, in turn with the others, so that a large copy takes its share of the line and no more; small
-messages (offers, answers, requests) come before all of them and wait for one slice at most.
+over any stretch of t seconds no more is granted than rate * t + burst.
 
 **Hours** are times of day on this machine's clock, "22-08" from ten in the evening until eight in the morning; equal
 ones are the whole day. A day's stretch is two instants, worked out from the dates: so on a day on which the clock is
 put forward or back it begins and ends once, an hour longer or shorter, and a time of day that the clock leaves out
 counts as the instant that it would have been.
+
+The **ledger** is a small file in a home, written once a minute while anything moves and when a shift ends, so a node
+that is killed forgets a minute at most. A file that cannot be decoded counts as nothing spent, and a disk that refuses
+costs the counting and not the training: both are said.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import date, datetime, time, timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from noloco_node.errors import Exit, UserError
+from noloco_node.storage import atomic_file
 from noloco_node.units import parse_bytes, parse_rate
 
 LEAST_RATE = 16_000.0
@@ -238,3 +242,54 @@ def next_month_s(now: datetime) -> float:
     """Return the seconds until the next calendar month."""
     year, month = divmod(now.year * 12 + now.month, 12)
     return datetime(year, month + 1, 1, tzinfo=now.tzinfo).timestamp() - now.timestamp()
+
+
+class TrafficLedger:
+    """The count of one home. `now`: the time of day here, as the calendar has it."""
+
+    def __init__(self, path: Path, now: Callable[[], datetime], say: Callable[[str], None]) -> None:
+        self._path, self._now, self._say = path, now, say
+        self._spent = self._read()
+        self._written, self._refused = self._spent, False
+
+    @property
+    def spent(self) -> MonthUsage:
+        """What was spent this month."""
+        return spend(self._spent, self._now(), 0, 0)
+
+    def add(self, sent_bytes: int, received_bytes: int) -> None:
+        """Count so many bytes."""
+        self._spent = spend(self._spent, self._now(), sent_bytes, received_bytes)
+
+    def keep(self) -> None:
+        """Write the file if anything is new; a disk that refuses is said once."""
+        if self._spent == self._written:
+            return
+        try:
+            atomic_file.write(self._path, msgspec.json.encode(self._spent))
+        except OSError as error:
+            if not self._refused:
+                self._say(
+                    f"cannot note the traffic of this month in {self._path}: {error.strerror}; a restart forgets it"
+                )
+            self._refused = True
+        else:
+            self._written, self._refused = self._spent, False
+
+    def _read(self) -> MonthUsage:
+        nothing = MonthUsage(month=month_of(self._now()))
+        try:
+            found = msgspec.json.decode(self._path.read_bytes(), type=MonthUsage)
+        except FileNotFoundError:
+            return nothing
+        except OSError as error:
+            raise UserError(
+                f"cannot read {self._path}",
+                why=error.strerror or str(error),
+                hint="repair its permissions, or give another directory with --home",
+                code=Exit.STORAGE,
+            ) from error
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            self._say(f"{self._path} is garbled: counting this month's traffic from zero")
+            return nothing
+        return found if min(found.sent_bytes, found.received_bytes) >= 0 else nothing

@@ -19,19 +19,26 @@ The decoder does no I/O (the way of h11 and aioquic): `FrameDecoder.wants()` say
 `FrameDecoder.got(n)` takes note of them, so that a socket receives into a tensor with no copy in between.
 
 Nothing here loads torch before a tensor is really handled: a bootstrap peer never does.
+
+`decoded` does the same for records that strangers published: the bounds of their numbers stand with the types
+(`noloco_node.units`), and what no type can say is checked for all: a number too near to zero has no finite reciprocal.
 """
 
 from __future__ import annotations
 
 import struct
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import msgspec
 
 from noloco_node.network.schema import FLOATS, Buffer, ReceivePlan, Schema, TensorSpec, Violation, all_finite, room
+from noloco_node.units import is_usable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T", bound=msgspec.Struct)
 WIRE_VERSION = 4
 """Part of every protocol name and of the run's digest."""
 
@@ -197,3 +204,25 @@ def error(sentence: str) -> bytes:
     """Return an ERROR frame; a sentence that is too long is cut."""
     text = sentence.encode()[:ERROR_BYTES]
     return _PREFIX.pack(FrameKind.ERROR, len(text), 0) + text
+
+
+def decoded(raw: bytes, kind: type[T], most_bytes: int) -> T | None:
+    """Return the value that these bytes hold; None where they are too long, or none of `kind`."""
+    if len(raw) > most_bytes:
+        return None
+    try:
+        found = msgspec.msgpack.decode(raw, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return found if _is_usable(found) else None
+
+
+def _is_usable(found: msgspec.Struct) -> bool:
+    for name in found.__struct_fields__:
+        value = getattr(found, name)
+        if isinstance(value, float):
+            if not is_usable(value):
+                return False
+        elif isinstance(value, msgspec.Struct) and not _is_usable(value):
+            return False
+    return True

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from gossip.interface import OuterStepTaken
-from noloco_node.admission.peer_keys import peer_of_file
+from noloco_node.admission.ticket import peer_of_file
 from noloco_node.errors import config_error
 from noloco_node.journal import events
 from noloco_node.journal.reader import read

@@ -108,7 +108,7 @@ class HomePaths(RunPaths):
         self.invite = path / "invite"
         """An invite to the run that was joined last, by which this peer, and others that it met, are found."""
         self.traffic = path / "traffic.json"
-        """Bytes of this month (`noloco_node.limits.traffic_ledger`)."""
+        """Bytes of this month (`noloco_node.limits.budget`)."""
         self.page_token = path / "web-token"
         """The token of the page in a browser."""
 

@@ -17,16 +17,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_hook import AdmissionHook
-from noloco_node.admission.admission_state import AdmissionState, no_ticket, not_admitted, told
-from noloco_node.admission.held_ticket import RENEW_S, HeldTicket
+from noloco_node.admission.admission_state import RENEW_S, AdmissionState, HeldTicket, no_ticket, not_admitted, told
 from noloco_node.admission.owner_files import key_file, load_key
-from noloco_node.admission.peer_keys import key_of, read_key
-from noloco_node.admission.ticket import LOOK_S, TICKET_BYTES, InviteCredential, Right, decode
+from noloco_node.admission.ticket import LOOK_S, TICKET_BYTES, InviteCredential, Right, decode, key_of, read_key
 from noloco_node.admission.ticket_service import LOOK_BITS, TicketReply, TicketRequest, TicketSigner, work
 from noloco_node.errors import Exit, UserError, config_error, reason_of
-from noloco_node.libp2p.endpoint.known_peers import KnownPeers
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.libp2p.addresses import KnownPeers
 from noloco_node.libp2p.network import Libp2pNetwork
+from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.network.interface import HookedNetwork, PeerNetwork, ask
 from noloco_node.network.timeouts import DialTimeouts
 from noloco_node.run.config import RunConfig

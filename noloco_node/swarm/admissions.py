@@ -13,11 +13,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_hook import AdmissionHook
-from noloco_node.admission.admission_state import AdmissionState
-from noloco_node.admission.held_ticket import HeldTicket
+from noloco_node.admission.admission_state import AdmissionState, HeldTicket
 from noloco_node.admission.owner_files import key_file, load_key, load_members, members_file, public_half
-from noloco_node.admission.peer_keys import read_key
-from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, decode
+from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, decode, read_key
 from noloco_node.admission.ticket_service import SignsTickets, TicketService, TicketSigner
 from noloco_node.errors import UserError, config_error
 from noloco_node.network.interface import HookedNetwork, PeerNetwork

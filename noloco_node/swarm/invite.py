@@ -22,10 +22,9 @@ from typing import NoReturn
 
 import msgspec
 
-from noloco_node.admission.peer_keys import peer_of, read_key
-from noloco_node.admission.ticket import InviteCredential, parse_credential
+from noloco_node.admission.ticket import InviteCredential, parse_credential, peer_of, read_key
 from noloco_node.errors import Exit, UserError, reason_of
-from noloco_node.libp2p.endpoint.addresses import PeerAddress, beyond_this_machine, parse_peer_address
+from noloco_node.libp2p.addresses import PeerAddress, beyond_this_machine, parse_peer_address
 from noloco_node.storage import atomic_file
 from noloco_node.storage.home import HomePaths
 from noloco_node.swarm.membership import Membership

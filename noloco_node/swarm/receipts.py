@@ -34,7 +34,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from noloco_node.network.stranger_record import decoded
+from noloco_node.network.wire import decoded
 from noloco_node.run.peer_state import AT_WORK, PeerState
 from noloco_node.swarm.roster import PeerRecord, SourceCredit
 from noloco_node.swarm.stage_records import CLOCK_ERROR_S, MOST_RECORDS, at_most

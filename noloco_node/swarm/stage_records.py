@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from noloco_node.network.stranger_record import decoded
+from noloco_node.network.wire import decoded
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.units import Count, Seconds, UnixSeconds

@@ -11,8 +11,16 @@ from admission_keys import NOW_S, OWNER, RUN, key, member, public
 
 from noloco_node.admission.admission_hook import LIST_LIFETIME_S, AdmissionHook
 from noloco_node.admission.admission_state import AdmissionState
-from noloco_node.admission.peer_keys import peer_of
-from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, encode, encode_list, grant, signed_list
+from noloco_node.admission.ticket import (
+    MEMBER,
+    InviteCredential,
+    Right,
+    encode,
+    encode_list,
+    grant,
+    peer_of,
+    signed_list,
+)
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import Conversation, HookedNetwork, PeerNetwork
 from noloco_node.network.schema import MessageSpec, Schema

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_node.admission.admission_state import MOST_LOOKERS, MOST_SHOWN, AdmissionState, stamped, unstamped
-from noloco_node.admission.peer_keys import peer_of
 from noloco_node.admission.ticket import (
     MEMBER,
     MOST_REVOKED,
@@ -16,6 +15,7 @@ from noloco_node.admission.ticket import (
     encode,
     encode_list,
     grant,
+    peer_of,
     signed_list,
 )
 

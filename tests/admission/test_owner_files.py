@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.owner_files import key_file, load_key, load_members, make_key, members_file, save_key
-from noloco_node.admission.peer_keys import peer_of
-from noloco_node.admission.ticket import MEMBER, Right, encode
+from noloco_node.admission.ticket import MEMBER, Right, encode, peer_of
 from noloco_node.admission.ticket_service import OPEN_DAYS
 from noloco_node.cli.main import app
 from noloco_node.cli.members import MemberOptions, confirmation

@@ -15,16 +15,14 @@ from admission_keys import admitted, key
 from limits import LAST_RESORT_S, PATIENT
 
 from noloco_node.admission.admission_state import AdmissionState
-from noloco_node.admission.peer_keys import key_of
-from noloco_node.admission.ticket import MEMBER, encode, encode_list, grant, signed_list
+from noloco_node.admission.ticket import MEMBER, encode, encode_list, grant, key_of, signed_list
 from noloco_node.doctor import command
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import network as libp2p_network
-from noloco_node.libp2p.endpoint.addresses import parse_peer_address
-from noloco_node.libp2p.endpoint.run_secret import RunSecret
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.libp2p import reachability
+from noloco_node.libp2p.addresses import parse_peer_address
 from noloco_node.libp2p.network import Libp2pNetwork
-from noloco_node.libp2p.streams import dialback
+from noloco_node.libp2p.settings import NetworkSettings, RunSecret
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm import speed_test
@@ -130,7 +128,7 @@ def test_whoever_only_knows_an_address_gets_nothing(monkeypatch: pytest.MonkeyPa
                 await stranger._session.knock([parse_peer_address(door)])
                 await gets_nothing(stranger, whole.peer_id)
                 verdict = await command.dialled_back(stranger, [whole.peer_id], (4001,))
-                assert verdict == dialback.ReachVerdict(None, (), ())
+                assert verdict == reachability.ReachVerdict(None, (), ())
                 assert (await Membership(stranger, RECIPE.digest, 2).peek()).stages == ((), ())
             assert whole.statistics().get("conversations.answered", 0) == 0
 

@@ -12,8 +12,16 @@ from memory_swarms import Peer, recipe, until
 
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_state import AdmissionState
-from noloco_node.admission.peer_keys import key_of, peer_of
-from noloco_node.admission.ticket import MEMBER, InviteCredential, encode, encode_list, grant, signed_list
+from noloco_node.admission.ticket import (
+    MEMBER,
+    InviteCredential,
+    encode,
+    encode_list,
+    grant,
+    key_of,
+    peer_of,
+    signed_list,
+)
 from noloco_node.admission.ticket_service import TicketService, TicketSigner
 from noloco_node.errors import Exit, user_error_of
 from noloco_node.journal import events

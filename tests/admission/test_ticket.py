@@ -8,7 +8,6 @@ from admission_keys import NOW_S, OWNER, RUN, key, public
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noloco_node.admission.peer_keys import key_of, peer_of
 from noloco_node.admission.ticket import (
     MEMBER,
     Chain,
@@ -19,7 +18,9 @@ from noloco_node.admission.ticket import (
     extended,
     facts_of,
     grant,
+    key_of,
     parse_credential,
+    peer_of,
 )
 from noloco_node.admission.ticket_service import is_work, work
 

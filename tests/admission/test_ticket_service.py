@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_state import AdmissionState
-from noloco_node.admission.peer_keys import peer_of
-from noloco_node.admission.ticket import MEMBER, Right, decode, encode_list, facts_of, signed_list
+from noloco_node.admission.ticket import MEMBER, Right, decode, encode_list, facts_of, peer_of, signed_list
 from noloco_node.admission.ticket_service import (
     LOOK_BITS,
     LOOKS_A_PREFIX,

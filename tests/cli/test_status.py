@@ -14,8 +14,7 @@ from admission_keys import NOW_S, key, public
 from memory_swarms import recipe
 
 from noloco_node.admission.owner_files import make_key, public_half, save_key
-from noloco_node.admission.peer_keys import peer_of
-from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, grant
+from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, grant, peer_of
 from noloco_node.cli import status
 from noloco_node.cli.status import picture
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from processes import Commands
 from typer.testing import CliRunner
 
-from noloco_node.admission.peer_keys import peer_of_file
+from noloco_node.admission.ticket import peer_of_file
 from noloco_node.cli.main import app
 from noloco_node.doctor import command, machine_checks
 from noloco_node.doctor.machine_checks import Finding, Grade, Need, Supply, exit_code, line, verdict
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
-from noloco_node.libp2p.streams import dialback
+from noloco_node.libp2p import reachability
+from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.limits.budget import OwnerLimits
 from noloco_node.limits.rate_limit import LimitHook
 from noloco_node.machine.memory import wanted_bytes
@@ -139,21 +139,21 @@ CIRCUIT = "/ip4/192.0.2.1/tcp/4001/p2p/A/p2p-circuit/p2p/B"
 @pytest.mark.parametrize(
     ("said", "addresses", "grades"),
     [
-        (dialback.ReachVerdict(True, ("/ip4/192.0.2.9/tcp/1",), ()), (), [Grade.GOOD, Grade.GOOD]),
-        (dialback.ReachVerdict(None, (), ()), (), [Grade.DOUBTFUL]),
-        (dialback.ReachVerdict(False, (), ()), (CIRCUIT,), [Grade.DOUBTFUL, Grade.GOOD]),
-        (dialback.ReachVerdict(False, (), ("relay",)), (), [Grade.DOUBTFUL, Grade.DOUBTFUL]),
-        (dialback.ReachVerdict(False, (), ()), (), [Grade.BAD, Grade.BAD]),
+        (reachability.ReachVerdict(True, ("/ip4/192.0.2.9/tcp/1",), ()), (), [Grade.GOOD, Grade.GOOD]),
+        (reachability.ReachVerdict(None, (), ()), (), [Grade.DOUBTFUL]),
+        (reachability.ReachVerdict(False, (), ()), (CIRCUIT,), [Grade.DOUBTFUL, Grade.GOOD]),
+        (reachability.ReachVerdict(False, (), ("relay",)), (), [Grade.DOUBTFUL, Grade.DOUBTFUL]),
+        (reachability.ReachVerdict(False, (), ()), (), [Grade.BAD, Grade.BAD]),
     ],
 )
 def test_who_cannot_be_dialled_needs_a_relay(
-    said: dialback.ReachVerdict, addresses: tuple[str, ...], grades: list[Grade]
+    said: reachability.ReachVerdict, addresses: tuple[str, ...], grades: list[Grade]
 ) -> None:
     assert [found.grade for found in command.judge_reach(said, (4001,), addresses)] == grades
 
 
 def test_whoever_listens_over_quic_alone_is_told_that_nobody_tries_that() -> None:
-    nobody = dialback.ReachVerdict(None, (), ())
+    nobody = reachability.ReachVerdict(None, (), ())
     (over_quic,), (over_tcp,) = (command.judge_reach(nobody, ports, ()) for ports in ((), (4001,)))
     assert "over TCP alone" in over_quic.says
     assert "over TCP alone" not in over_tcp.says
@@ -194,7 +194,7 @@ def test_our_tcp_ports_are_found_in_our_addresses() -> None:
 
 
 def weighed(message: Any, topic: str) -> int:
-    return message_bytes(message, speed_test.SCHEMA if topic == speed_test.TOPIC else dialback.SCHEMA)
+    return message_bytes(message, speed_test.SCHEMA if topic == speed_test.TOPIC else reachability.SCHEMA)
 
 
 async def at_the_desk(hub: SimNetwork, name: str = "peer") -> speed_test.SpeedTestService:
@@ -343,22 +343,22 @@ def test_a_swarm_that_cannot_be_visited_is_a_finding(monkeypatch: pytest.MonkeyP
 
 
 def test_peers_that_do_not_answer_say_nothing_about_our_reach() -> None:
-    async def main() -> dialback.ReachVerdict:
+    async def main() -> reachability.ReachVerdict:
         hub = SimNetwork()
 
         async def answer(conversation: Conversation) -> None:
             asked = await conversation.receive()
             place = f"/ip4/192.0.2.1/tcp/{asked.ports[0]}"
-            await conversation.send(dialback.DialBackReply(place=place, tried=True, relays=("r",)))
+            await conversation.send(reachability.DialBackReply(place=place, tried=True, relays=("r",)))
 
         async def silent(conversation: Conversation) -> None:
             await asyncio.sleep(1e6)
 
-        await hub.network("good").serve(dialback.TOPIC, dialback.SCHEMA, answer)
-        await hub.network("silent").serve(dialback.TOPIC, dialback.SCHEMA, silent)
+        await hub.network("good").serve(reachability.TOPIC, reachability.SCHEMA, answer)
+        await hub.network("silent").serve(reachability.TOPIC, reachability.SCHEMA, silent)
         return await command.dialled_back(hub.network("us"), ["silent", "gone", "good"], (4001,))
 
-    assert run(main()) == dialback.ReachVerdict(True, ("/ip4/192.0.2.1/tcp/4001",), ("r",))
+    assert run(main()) == reachability.ReachVerdict(True, ("/ip4/192.0.2.1/tcp/4001",), ("r",))
 
 
 # The command.

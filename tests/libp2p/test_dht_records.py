@@ -16,8 +16,11 @@ from hypothesis import strategies as st
 from limits import LAST_RESORT_S, PATIENT, RECORD_S
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p.dht import record_checks
-from noloco_node.libp2p.dht.record_checks import (
+from noloco_node.libp2p import record_checks
+from noloco_node.libp2p.dht_records import DhtRecords, next_expiry
+from noloco_node.libp2p.hivemind_compat import load_hivemind
+from noloco_node.libp2p.network import Libp2pNetwork
+from noloco_node.libp2p.record_checks import (
     MOST_KEYS_OF_ONE,
     BoundedStorage,
     Signatures,
@@ -29,12 +32,7 @@ from noloco_node.libp2p.dht.record_checks import (
     read_signer,
     shorten,
 )
-from noloco_node.libp2p.dht.records import DhtRecords, next_expiry
-from noloco_node.libp2p.endpoint.identity import ensure_identity, peer_bytes
-from noloco_node.libp2p.endpoint.run_secret import RunSecret
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
-from noloco_node.libp2p.hivemind_compat import load_hivemind
-from noloco_node.libp2p.network import Libp2pNetwork
+from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity, peer_bytes
 
 KEY = "run/stage/0"
 PLACE = place_of(KEY)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from noloco_node.libp2p.endpoint.addresses import parse_peer_address
-from noloco_node.libp2p.endpoint.dial_errors import plain_cause
+from noloco_node.libp2p.addresses import parse_peer_address, plain_cause
 
 PEER = "12D3KooWNkoFmBk1MvVFopXqyA1Sppe8rVCzStqsG7uvJMpKv27U"
 ADDRESS = parse_peer_address(f"/ip4/192.0.2.1/tcp/4001/p2p/{PEER}")

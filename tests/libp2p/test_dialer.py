@@ -14,16 +14,12 @@ from hypothesis import strategies as st
 from limits import LAST_RESORT_S, PATIENT
 from sample_messages import Ask
 
-from noloco_node.libp2p.daemon.control import Control
-from noloco_node.libp2p.daemon.framing import delimited, read_delimited
-from noloco_node.libp2p.endpoint.addresses import place_text
-from noloco_node.libp2p.endpoint.known_peers import KnownPeers
-from noloco_node.libp2p.endpoint.run_secret import PROOF_BYTES, RunSecret
-from noloco_node.libp2p.endpoint.settings import Capacity
+from noloco_node.libp2p.addresses import KnownPeers, place_text
+from noloco_node.libp2p.control import Control, delimited, read_delimited
 from noloco_node.libp2p.hivemind_compat import load_hivemind
-from noloco_node.libp2p.streams.dialer import StreamContext, StreamDialer
-from noloco_node.libp2p.streams.stream import Stream
-from noloco_node.libp2p.streams.switchboard import Switchboard
+from noloco_node.libp2p.settings import PROOF_BYTES, Capacity, RunSecret
+from noloco_node.libp2p.stream import Stream
+from noloco_node.libp2p.switchboard import StreamContext, StreamDialer, Switchboard
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema
 

@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_messages import Ask, Bulk, schema_of
 
-from noloco_node.libp2p.endpoint.settings import TimeoutSettings
-from noloco_node.libp2p.streams.frame_protocol import (
+from noloco_node.libp2p.frame_protocol import (
     MOST_WAITING,
     Event,
     FrameProtocol,
     MessageReceived,
     PeerEnded,
+    PeerLiveness,
     SendState,
     StreamClosed,
 )
-from noloco_node.libp2p.streams.liveness import PeerLiveness
+from noloco_node.libp2p.settings import TimeoutSettings
 from noloco_node.network import wire
 from noloco_node.network.schema import Violation
 

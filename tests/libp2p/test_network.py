@@ -31,18 +31,22 @@ from limits import LAST_RESORT_S, PATIENT, RECORD_S
 from sample_messages import Ask
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p import session
-from noloco_node.libp2p.daemon.arguments import RELAY_DATA_BYTES, RELAY_TIME_S
-from noloco_node.libp2p.daemon.process import WITHIN_S, restart_pause_s
-from noloco_node.libp2p.daemon.relay_grant import Grant
-from noloco_node.libp2p.daemon.socket_dir import private_directory, remove_stale
-from noloco_node.libp2p.dht.record_checks import has_our_form
-from noloco_node.libp2p.endpoint.addresses import PeerAddress, beyond_this_machine, parse_peer_address, port_of
-from noloco_node.libp2p.endpoint.settings import Capacity, NetworkSettings, Reachability, TimeoutSettings
+from noloco_node.libp2p import reachability, session
+from noloco_node.libp2p.addresses import PeerAddress, beyond_this_machine, parse_peer_address, port_of
+from noloco_node.libp2p.control import Grant
+from noloco_node.libp2p.daemon import (
+    RELAY_DATA_BYTES,
+    RELAY_TIME_S,
+    WITHIN_S,
+    private_directory,
+    remove_stale,
+    restart_pause_s,
+)
 from noloco_node.libp2p.hivemind_compat import ignore_orphaned_waits
 from noloco_node.libp2p.network import Libp2pNetwork
-from noloco_node.libp2p.streams import dialback
-from noloco_node.libp2p.streams.dialback import DialBackReply, DialMe
+from noloco_node.libp2p.reachability import DialBackReply, DialMe
+from noloco_node.libp2p.record_checks import has_our_form
+from noloco_node.libp2p.settings import Capacity, NetworkSettings, Reachability, TimeoutSettings
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema, TensorSpec
 
@@ -541,7 +545,7 @@ def test_whoever_asks_is_dialled_back_and_told_of_relays(tmp_path: Path) -> None
     anywhere = ("/ip4/0.0.0.0/tcp/0",)
 
     async def ask(network: Libp2pNetwork, peer: str, *ports: int) -> DialBackReply:
-        async with network.talk(peer, dialback.TOPIC, dialback.SCHEMA) as conversation:
+        async with network.talk(peer, reachability.TOPIC, reachability.SCHEMA) as conversation:
             await conversation.send(DialMe(ports=ports))
             return cast(DialBackReply, await conversation.receive())
 
@@ -607,7 +611,7 @@ def test_peers_converse_over_ipv6_and_over_quic(listen: str) -> None:
 
 def test_directories_of_dead_processes_are_swept_away_and_no_others(tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys, tempfile; from noloco_node.libp2p.daemon.socket_dir import private_directory\n"
+        "import os, signal, sys, tempfile; from noloco_node.libp2p.daemon import private_directory\n"
         "tempfile.tempdir = sys.argv[1]\n"
         "with private_directory(): os.kill(os.getpid(), signal.SIGKILL)"
     )

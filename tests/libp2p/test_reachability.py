@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p.daemon.arguments import RELAY_DATA_BYTES, RELAY_TIME_S, DaemonConfig, arguments, relay_arguments
-from noloco_node.libp2p.daemon.relay_grant import Grant, grant_of
-from noloco_node.libp2p.endpoint.addresses import (
+from noloco_node.libp2p.addresses import (
+    KnownPeers,
     PeerAddress,
     check_listen,
     checked_relays,
@@ -26,12 +25,20 @@ from noloco_node.libp2p.endpoint.addresses import (
     with_port,
     with_ports_chosen,
 )
-from noloco_node.libp2p.endpoint.known_peers import KnownPeers
-from noloco_node.libp2p.endpoint.settings import NetworkSettings, Reachability
-from noloco_node.libp2p.preflight import PreflightGoal, choose_daemon_config, preflight_goal
+from noloco_node.libp2p.control import Grant, grant_of
+from noloco_node.libp2p.daemon import RELAY_DATA_BYTES, RELAY_TIME_S, DaemonConfig, arguments, relay_arguments
+from noloco_node.libp2p.reachability import (
+    DialBackReply,
+    PreflightGoal,
+    ReachVerdict,
+    choose_daemon_config,
+    host_of,
+    judge,
+    preflight_goal,
+)
 from noloco_node.libp2p.relays import relay_configs
 from noloco_node.libp2p.session import dialled
-from noloco_node.libp2p.streams.dialback import DialBackReply, ReachVerdict, host_of, judge
+from noloco_node.libp2p.settings import NetworkSettings, Reachability
 from noloco_node.sim.clock import run
 
 PEERS = (

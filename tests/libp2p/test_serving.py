@@ -13,12 +13,11 @@ import pytest
 from limits import PATIENT
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p.endpoint.known_peers import KnownPeers
-from noloco_node.libp2p.endpoint.settings import Capacity, NetworkSettings, Reachability
+from noloco_node.libp2p.addresses import KnownPeers
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.session import LinkContext
-from noloco_node.libp2p.streams.dialer import StreamContext
-from noloco_node.libp2p.streams.switchboard import Switchboard
+from noloco_node.libp2p.settings import Capacity, NetworkSettings, Reachability
+from noloco_node.libp2p.switchboard import StreamContext, Switchboard
 from noloco_node.network.interface import Conversation
 from noloco_node.sim.clock import run
 from noloco_node.swarm.run_distribution import SCHEMA

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 from limits import LAST_RESORT_S, PATIENT, RECORD_S
 
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.network import Libp2pNetwork
+from noloco_node.libp2p.settings import NetworkSettings
 
 pytestmark = pytest.mark.network
 

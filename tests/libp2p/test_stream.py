@@ -15,11 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_messages import Ask, Bulk, schema_of
 
-from noloco_node.libp2p.endpoint.settings import Capacity, TimeoutSettings
-from noloco_node.libp2p.streams.liveness import LivenessTable, PeerLiveness
-from noloco_node.libp2p.streams.receive_bound import ReceiveBudget, StreamBudget
-from noloco_node.libp2p.streams.stream import Stream, StreamOpening
-from noloco_node.libp2p.streams.switchboard import Switchboard
+from noloco_node.libp2p.frame_protocol import LivenessTable, PeerLiveness
+from noloco_node.libp2p.settings import Capacity, TimeoutSettings
+from noloco_node.libp2p.stream import ReceiveBudget, Stream, StreamOpening
+from noloco_node.libp2p.switchboard import Switchboard
 from noloco_node.limits.budget import LEAST_RATE, full_bucket
 from noloco_node.limits.rate_limit import FairLimiter
 from noloco_node.network import wire
@@ -684,23 +683,28 @@ def test_what_a_budget_holds_back_still_counts() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 40), st.booleans()), max_size=60))
 def test_room_is_counted_to_the_byte(acts: list[tuple[int, int, bool]]) -> None:
-    unread, gone = ReceiveBudget(100), set[int]()
-    rooms = [StreamBudget(unread, "abc"[number % 3], lambda number=number: gone.add(number)) for number in range(8)]
+    class Room:
+        """What stands for a stream."""
+
+        def __init__(self, peer: str) -> None:
+            self.peer, self.held = peer, 0
+
+        def evict(self) -> None:
+            self.held = 0
+
+    unread: Any = ReceiveBudget(100)
+    rooms = [Room("abc"[number % 3]) for number in range(8)]
     for number, size, takes in acts:
         room = rooms[number]
-        if takes:
-            room.hold(room.held + size)
-        else:
-            room.hold(room.held - min(size, room.held))
+        room.held += size if takes else -min(size, room.held)
+        unread.hold(room, room.held)
         for peers in ({"a"}, {"b"}, {"c"}, set("abc")):
             held = [each.held for each in rooms if each.peer in peers and each.held]
             assert sum(held) <= (50 if len(peers) == 1 else 100) or len(held) == 1
         assert unread.held_bytes == sum(each.held for each in rooms)
-        assert all(rooms[each].held == 0 for each in gone)
-        gone.clear()
     for room in rooms:
-        room.hold(0)
-    assert not unread._held
+        unread.hold(room, 0)
+    assert unread.held_bytes == 0
     assert not unread._streams
 
 

@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noloco_node.network.send_turns import FEWEST, LEAST_S, SendTurns
+from noloco_node.network.conversation_pool import FEWEST, LEAST_S, SendTurns
 from noloco_node.sim.clock import run
 
 NOT_FOR_GOOD = 1000.0

@@ -12,9 +12,8 @@ import torch
 from memory_swarms import recipe
 
 from noloco_node.journal import events
-from noloco_node.network.conversation_pool import IDLE_S
+from noloco_node.network.conversation_pool import IDLE_S, SendTurns
 from noloco_node.network.interface import Conversation
-from noloco_node.network.send_turns import SendTurns
 from noloco_node.node import microbatch_calls
 from noloco_node.node.microbatch_calls import MicrobatchClient, MicrobatchServer
 from noloco_node.node.replica_context import ReplicaConfig

@@ -9,12 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from gossip.interface import OuterStepTaken
-from noloco_node.admission.peer_keys import peer_of_file
+from noloco_node.admission.ticket import peer_of_file
 from noloco_node.cli.main import app
 from noloco_node.errors import UserError
 from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
-from noloco_node.libp2p.endpoint.identity import ensure_identity
+from noloco_node.libp2p.settings import ensure_identity
 from noloco_node.observe.contribution import ledger_of, report
 from noloco_node.swarm.roster import Given
 

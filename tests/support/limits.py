@@ -1,6 +1,6 @@
 """How long a test that waits for real processes and lines waits at most."""
 
-from noloco_node.libp2p.endpoint.settings import TimeoutSettings
+from noloco_node.libp2p.settings import TimeoutSettings
 
 LAST_RESORT_S = 1800.0
 """Guards against waiting for ever, and nothing else: many times what the longest of these waits takes on a busy

@@ -16,8 +16,8 @@ from contextlib import AsyncExitStack, closing
 
 import torch
 
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.network import Libp2pNetwork
+from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.machine.device import Device, WallClock
 from noloco_node.machine.interface import Reporter, SnapshotStore, StageModel
 from noloco_node.node.node import Node

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +29,11 @@ Tamper = Callable[[str, str, Any], Any]
 
 def honest(sender: str, receiver: str, message: Any) -> Any:
     return message
+
+
+def changed(by: str, kind: type | UnionType, change: Callable[[Any], Any]) -> Tamper:
+    """Change the messages of this kind that one peer sends."""
+    return lambda sender, receiver, message: change(message) if sender == by and isinstance(message, kind) else message
 
 
 class Line:

@@ -11,8 +11,16 @@ from admission_keys import NOW_S, OWNER, admitted, key, public
 
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_state import AdmissionState
-from noloco_node.admission.peer_keys import KEY_HEADER, peer_of
-from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, encode_list, grant, signed_list
+from noloco_node.admission.ticket import (
+    KEY_HEADER,
+    MEMBER,
+    InviteCredential,
+    Right,
+    encode_list,
+    grant,
+    peer_of,
+    signed_list,
+)
 from noloco_node.admission.ticket_service import TicketService, TicketSigner, is_work, work
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import PeerNetwork

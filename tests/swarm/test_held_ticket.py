@@ -15,8 +15,17 @@ from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_hook import GRACE_S
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.owner_files import IssuedEntry, MemberList, save_members
-from noloco_node.admission.peer_keys import KEY_HEADER, peer_of
-from noloco_node.admission.ticket import LOOK_S, MEMBER, InviteCredential, Right, encode_list, grant, signed_list
+from noloco_node.admission.ticket import (
+    KEY_HEADER,
+    LOOK_S,
+    MEMBER,
+    InviteCredential,
+    Right,
+    encode_list,
+    grant,
+    peer_of,
+    signed_list,
+)
 from noloco_node.admission.ticket_service import TicketService, TicketSigner, is_work, work
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.conversation_pool import ConversationPool

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p.endpoint.addresses import PeerAddress, check_announce, check_listen, parse_peer_address
+from noloco_node.libp2p.addresses import PeerAddress, check_announce, check_listen, parse_peer_address
 from noloco_node.swarm import invite
 from noloco_node.swarm.invite import KeptInvite, from_where
 

@@ -14,8 +14,8 @@ from limits import LAST_RESORT_S
 from real_nodes import LOCAL, RealNodes
 
 from noloco_node.journal import events
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.network import Libp2pNetwork
+from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.machine.interface import Reporter
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.run.peer_state import PeerState

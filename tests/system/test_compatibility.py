@@ -134,7 +134,7 @@ def test_a_home_of_then_is_opened(home: Path) -> None:
     with product.Home.open(home) as opened:
         opened.keep_run_file(opened.run_file.read_text())
         assert product.Recipe(opened.run_file.read_text(), "the home").digest == files.recipe().digest
-        assert product.identity.ensure_identity(opened.identity)
+        assert product.settings.ensure_identity(opened.identity)
         ledger = product.Ledger(home / "traffic.json", lambda: files.NOW, files.unheard)
         assert (ledger.spent.sent_bytes, ledger.spent.received_bytes) == (123_456, 654_321)
         then = files.files_below(HOME) | {"lock": b""}

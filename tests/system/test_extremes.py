@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from benchmarks.robustness.extremes import RECIPE, decide_by_draws, history_of_draws, live
 from noloco_node.admission import admission_hook, ticket_service
-from noloco_node.libp2p.streams import dialback
-from noloco_node.network import stranger_record
+from noloco_node.libp2p import reachability
+from noloco_node.network import wire
 from noloco_node.network.schema import Schema, Violation, _check_numbers
 from noloco_node.observe.metrics import NodeMetrics
 from noloco_node.observe.roster_observer import RosterObserver
@@ -36,7 +36,7 @@ SCHEMAS: dict[str, Schema] = {
     "microbatch": microbatch_schema(RECIPE.run, 32),
     "admission": admission_hook.SCHEMA,
     "tickets": ticket_service.SCHEMA,
-    "dial back": dialback.SCHEMA,
+    "dial back": reachability.SCHEMA,
     "weights": weight_exchange.SCHEMA,
     "run": run_distribution.SCHEMA,
     "history": run_distribution.HISTORY_SCHEMA,
@@ -111,7 +111,7 @@ HISTORY = _History()
 
 
 def test_without_bounds_the_draws_would_find_what_ends_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stranger_record, "is_usable", lambda _: True)
+    monkeypatch.setattr(wire, "is_usable", lambda _: True)
     found = 0
     for seed in range(300):
         try:

@@ -27,7 +27,7 @@ from gossip.interface import OuterStepTaken
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit
 from noloco_node.journal.events import Finished, Hops, InnerStep, Lost, Started, Traffic
-from noloco_node.libp2p.endpoint.settings import TimeoutSettings
+from noloco_node.libp2p.settings import TimeoutSettings
 from noloco_node.swarm import invite as invites
 
 pytestmark = pytest.mark.network

@@ -219,7 +219,7 @@ class StreamEnd:
             self._close()
             self._discard_messages()
             if kind is Violation:
-                # As in `libp2p.streams.switchboard`: a handler that waits for that very message learns what it was.
+                # As in `libp2p.switchboard`: a handler that waits for that very message learns what it was.
                 asyncio.get_running_loop().call_later(VIOLATION_GRACE_S, self._host.stop_handler, self)
             else:
                 self._host.stop_handler(self)

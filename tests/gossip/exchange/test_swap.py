@@ -225,7 +225,7 @@ def test_a_lost_last_acknowledgement_leaves_only_the_asker_skipped() -> None:
     assert concluded(lambda s, r, m: SWALLOW if s == "b" else m) == (["b"], ["a"])
 
 
-def test_only_a_acknowledgement_is_an_acknowledgement() -> None:
+def test_only_an_acknowledgement_is_an_acknowledgement() -> None:
     commits, losses = concluded(lambda s, r, m: Propose(round=1) if isinstance(m, Acknowledge) else m)
     assert commits == []
     assert "a" in losses

@@ -1,113 +1,225 @@
-"""The laws of the outer rule, a trajectory worked by hand, and where its disagreement contracts."""
+"""The laws of the outer rule, with and without a delayed momentum, and where its disagreement contracts."""
 
 import math
+from typing import NamedTuple
 
+import msgspec
+import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from gossip.rule.outer_step import Outer, OuterState, Tensors, mean, outer_step, pseudo_gradient, step_alone, step_pair
-from gossip.rule.stability import stability_bound
+from gossip.rule.outer_step import (
+    Delay,
+    Outer,
+    OuterState,
+    Tensors,
+    mean,
+    outer_step,
+    pseudo_gradient,
+    step_alone,
+    step_pair,
+)
+from gossip.rule.stability import Momentum, contracts, stability_bound
+from gossip.settings import OuterConfig
+from noloco_node.run.config import ModelConfig, RunConfig
+from noloco_node.run.validation import problems
 
-REFERENCE = Outer(alpha=0.5, beta=0.7, gamma=0.7)
 SHAPES = ((3, 2), (5,), ())
 
 coefficients = st.floats(min_value=0.0, max_value=1.5)
 outers = st.builds(Outer, coefficients, coefficients, coefficients)
 seeds = st.integers(min_value=0, max_value=2**31)
+delays = st.builds(lambda period, part: Delay(period, part / period), st.integers(1, 6), st.floats(0.0, 1.0))
 few = settings(max_examples=40, deadline=None)
 
 
 def draw(generator: torch.Generator) -> Tensors:
-    return tuple(torch.randn(shape, generator=generator) for shape in SHAPES)
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES)
 
 
-def draw_pair(seed: int) -> tuple[OuterState, Tensors, OuterState, Tensors]:
-    generator = torch.Generator().manual_seed(seed)
-    return (
-        OuterState(draw(generator), draw(generator)),
-        draw(generator),
-        OuterState(draw(generator), draw(generator)),
-        draw(generator),
-    )
+def draw_state(generator: torch.Generator, meetings: int = 0) -> OuterState:
+    """A replica after so many meetings of a period."""
+    gathered = draw(generator) if meetings else ()
+    return OuterState(draw(generator), draw(generator), gathered, meetings)
 
 
-def close(a: Tensors, b: Tensors, tolerance: float = 2e-6) -> bool:
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def close(a: Tensors, b: Tensors, tolerance: float = 1e-10) -> bool:
     return all(torch.allclose(x, y, rtol=tolerance, atol=tolerance) for x, y in zip(a, b, strict=True))
 
 
-def distance(a: Tensors, b: Tensors) -> float:
-    return math.sqrt(sum(float((x.double() - y.double()).square().sum()) for x, y in zip(a, b, strict=True)))
+def equal(a: Tensors, b: Tensors) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @few
-@given(seeds, outers)
-def test_equals_the_reference_rule_as_the_paper_means_it(seed: int, outer: Outer) -> None:
-    # Equations 1 to 3 with the sign of the beta term put right: delta is minus our momentum, Delta minus g.
-    state, fast, other, other_fast = draw_pair(seed)
-    after = step_pair(state, fast, other_fast, other.slow, outer)
-    for number in range(len(SHAPES)):
-        phi_i, phi_j = state.slow[number].double(), other.slow[number].double()
-        moves = (fast[number].double() - phi_i, other_fast[number].double() - phi_j)
-        delta = (
-            outer.alpha * -state.momentum[number].double()
-            + outer.beta / 2 * (moves[0] + moves[1])
-            - outer.gamma * (phi_i - (phi_i + phi_j) / 2)
+@given(seeds, outers, st.floats(0.0, 1.0))
+def test_with_period_one_it_is_the_outer_rule_to_the_bit(seed: int, outer: Outer, spread: float) -> None:
+    generator = seeded(seed)
+    single = [tuple(tensor.float() for tensor in draw(generator)) for _ in range(5)]
+    state, fast, other, other_slow = OuterState(single[0], single[1]), single[2], single[3], single[4]
+    delay = Delay(1, spread)
+    for ours, fast_mean, slow_mean in (
+        (step_pair(state, fast, other, other_slow, outer, delay), mean(fast, other), mean(state.slow, other_slow)),
+        (step_alone(state, fast, outer, delay), fast, state.slow),
+    ):
+        added = outer_step(state, fast_mean, slow_mean, outer._replace(alpha=0.0)).momentum
+        momentum = tuple(torch.add(u, m, alpha=outer.alpha) for u, m in zip(added, state.momentum, strict=True))
+        slow = tuple(torch.sub(phi, m) for phi, m in zip(state.slow, momentum, strict=True))
+        assert equal(ours.state.slow, slow)
+        assert equal(ours.state.momentum, momentum)
+        assert equal(ours.correction, pseudo_gradient(slow, fast))
+        assert (ours.state.gathered, ours.state.meetings) == ((), 0)
+    whole = outer_step(state, mean(fast, other), mean(state.slow, other_slow), outer, delay)
+    assert equal(whole.slow, step_pair(state, fast, other, other_slow, outer, delay).state.slow)
+
+
+@few
+@given(seeds, outers, delays)
+def test_it_is_the_rule_as_written(seed: int, outer: Outer, delay: Delay) -> None:
+    generator = seeded(seed)
+    state = draw_state(generator)
+    (phi, *_), (m, *_), gathered = state.slow, state.momentum, torch.zeros(SHAPES[0], dtype=torch.float64)
+    alpha, beta, gamma = outer
+    period, spread = delay
+    for number in range(1, 2 * period + 1):
+        fast, other, other_slow = draw(generator), draw(generator), draw(generator)
+        solo = number % 3 == 2
+        stepped = (
+            step_alone(state, fast, outer, delay) if solo else step_pair(state, fast, other, other_slow, outer, delay)
         )
-        assert torch.allclose(after.state.momentum[number].double(), -delta, atol=2e-6)
-        assert torch.allclose(after.state.slow[number].double(), phi_i + delta, atol=2e-6)
-        assert torch.allclose(after.correction[number].double(), phi_i + delta - fast[number].double(), atol=4e-6)
+        mean_phi = phi if solo else (phi + other_slow[0]) / 2
+        mean_theta = fast[0] if solo else (fast[0] + other[0]) / 2
+        u = beta * (mean_phi - mean_theta) + gamma * (phi - mean_phi)
+        gathered = gathered + u
+        if number % period:
+            phi = phi - u - spread * alpha * m
+        else:
+            phi = phi - u - (1 - (period - 1) * spread) * alpha * m
+            m, gathered = alpha * m + gathered, torch.zeros_like(gathered)
+        state = stepped.state
+        assert close((state.slow[0], state.momentum[0]), (phi, m))
+        assert close((stepped.correction[0],), (phi - fast[0],))
+        assert state.meetings == number % period
+        assert close(state.gathered[:1], (gathered,)[: state.meetings])
 
 
 @few
-@given(seeds, coefficients, coefficients)
-def test_only_fast_weights_are_needed_where_gamma_equals_beta(seed: int, alpha: float, beta: float) -> None:
-    state, fast, other, other_fast = draw_pair(seed)
-    outer = Outer(alpha, beta, beta)
-    without = outer_step(state, mean(fast, other_fast), None, outer)
-    with_slow = outer_step(state, mean(fast, other_fast), mean(state.slow, other.slow), outer)
-    assert close(without.slow, with_slow.slow)
-    assert close(without.momentum, with_slow.momentum)
-
-
-def test_slow_mean_is_required_where_gamma_differs() -> None:
-    state, fast, _, _ = draw_pair(0)
-    with pytest.raises(ValueError, match="gamma differs"):
-        outer_step(state, fast, None, Outer(0.5, 0.7, 0.6))
+@given(seeds, outers, delays)
+def test_a_period_moves_the_slow_weights_by_its_new_momentum(seed: int, outer: Outer, delay: Delay) -> None:
+    generator = seeded(seed)
+    start = after = draw_state(generator)
+    for _ in range(delay.period):
+        after = step_pair(after, draw(generator), draw(generator), draw(generator), outer, delay).state
+    assert close(pseudo_gradient(start.slow, after.slow), after.momentum)
+    assert (after.gathered, after.meetings) == ((), 0)
 
 
 @few
-@given(seeds, outers, coefficients)
-def test_the_mean_of_the_pair_does_not_depend_on_gamma(seed: int, outer: Outer, gamma: float) -> None:
-    state, fast, other, other_fast = draw_pair(seed)
+@given(seeds, st.floats(0.0, 0.9), st.floats(0.0, 1.5), delays)
+def test_the_gain_in_the_long_run_is_that_of_period_one(seed: int, alpha: float, beta: float, delay: Delay) -> None:
+    generator = seeded(seed)
+    pseudo = draw(generator)
+    # The momentum of a long run of equal pseudo-gradients: a period adds N beta g.
+    settled = tuple(delay.period * beta / (1 - alpha) * g for g in pseudo)
+    start = state = OuterState(draw(generator), settled)
+    for _ in range(delay.period):
+        fast = tuple(phi - g for phi, g in zip(state.slow, pseudo, strict=True))
+        state = step_alone(state, fast, Outer(alpha, beta, beta), delay).state
+    gain = delay.period * beta / (1 - alpha)
+    assert close(pseudo_gradient(start.slow, state.slow), tuple(gain * g for g in pseudo))
+    assert close(state.momentum, settled)
+
+
+@few
+@given(seeds, outers, delays)
+def test_without_momentum_every_meeting_shrinks_the_gap_by_one_minus_gamma(
+    seed: int, outer: Outer, delay: Delay
+) -> None:
+    generator = seeded(seed)
+    still = tuple(torch.zeros(shape, dtype=torch.float64) for shape in SHAPES)
+    a, b = OuterState(draw(generator), still), OuterState(draw(generator), still)
+    for _ in range(delay.period):
+        fast, other = draw(generator), draw(generator)
+        gap = pseudo_gradient(a.slow, b.slow)
+        after = step_pair(a, fast, other, b.slow, outer, delay).state
+        b = step_pair(b, other, fast, a.slow, outer, delay).state
+        a = after
+        assert close(pseudo_gradient(a.slow, b.slow), tuple((1 - outer.gamma) * g for g in gap))
+
+
+@few
+@given(seeds, outers, coefficients, delays, st.integers(0, 5), st.integers(0, 5))
+def test_the_mean_of_the_pair_does_not_depend_on_gamma(
+    seed: int, outer: Outer, gamma: float, delay: Delay, mine: int, theirs: int
+) -> None:
+    generator = seeded(seed)
+    a, b = draw_state(generator, mine % delay.period), draw_state(generator, theirs % delay.period)
+    fast, other = draw(generator), draw(generator)
 
     def pair_mean(rule: Outer) -> Tensors:
-        first = step_pair(state, fast, other_fast, other.slow, rule).state
-        second = step_pair(other, other_fast, fast, state.slow, rule).state
+        first = step_pair(a, fast, other, b.slow, rule, delay).state
+        second = step_pair(b, other, fast, a.slow, rule, delay).state
         return mean(first.slow, second.slow)
 
-    assert close(pair_mean(outer), pair_mean(outer._replace(gamma=gamma)), 4e-6)
+    assert close(pair_mean(outer), pair_mean(outer._replace(gamma=gamma)))
 
 
 @few
-@given(seeds, outers)
-def test_without_momentum_the_gap_shrinks_by_one_minus_gamma(seed: int, outer: Outer) -> None:
-    state, fast, other, other_fast = draw_pair(seed)
-    still = tuple(torch.zeros(shape) for shape in SHAPES)
-    first = step_pair(OuterState(state.slow, still), fast, other_fast, other.slow, outer).state
-    second = step_pair(OuterState(other.slow, still), other_fast, fast, state.slow, outer).state
-    for before, after in zip(
-        pseudo_gradient(state.slow, other.slow), pseudo_gradient(first.slow, second.slow), strict=True
-    ):
-        assert torch.allclose(after, (1 - outer.gamma) * before, atol=5e-6)
+@given(seeds, outers, delays)
+def test_twins_that_meet_stay_twins_to_the_bit(seed: int, outer: Outer, delay: Delay) -> None:
+    generator = seeded(seed)
+    a = b = draw_state(generator)
+    for _ in range(delay.period + 1):
+        fast, other = draw(generator), draw(generator)
+        after = step_pair(a, fast, other, b.slow, outer, delay).state
+        b = step_pair(b, other, fast, a.slow, outer, delay).state
+        a = after
+        assert equal(a.slow, b.slow)
+        assert equal(a.momentum, b.momentum)
+        assert equal(a.gathered, b.gathered)
+
+
+@few
+@given(seeds, coefficients, coefficients, delays, st.integers(0, 5))
+def test_only_fast_weights_are_needed_where_gamma_equals_beta(
+    seed: int, alpha: float, beta: float, delay: Delay, meetings: int
+) -> None:
+    generator = seeded(seed)
+    state, outer = draw_state(generator, meetings % delay.period), Outer(alpha, beta, beta)
+    fast, other, other_slow = draw(generator), draw(generator), draw(generator)
+    without = step_pair(state, fast, other, None, outer, delay).state
+    with_slow = step_pair(state, fast, other, other_slow, outer, delay).state
+    assert close(without.slow, with_slow.slow)
+    assert close(without.momentum, with_slow.momentum)
+    assert close(without.gathered, with_slow.gathered)
+    with pytest.raises(ValueError, match="gamma differs"):
+        step_pair(state, fast, other, None, outer._replace(gamma=beta + 0.1), delay)
+
+
+@few
+@given(seeds, outers, delays, st.integers(0, 5))
+def test_nothing_is_written_into_the_arguments(seed: int, outer: Outer, delay: Delay, meetings: int) -> None:
+    generator = seeded(seed)
+    state = draw_state(generator, meetings % delay.period)
+    fast, other, other_slow = draw(generator), draw(generator), draw(generator)
+    held = (*state.slow, *state.momentum, *state.gathered, *fast, *other, *other_slow)
+    copies = tuple(tensor.clone() for tensor in held)
+    step_pair(state, fast, other, other_slow, outer, delay)
+    step_alone(state, fast, outer, delay)
+    assert equal(held, copies)
 
 
 def test_alone_it_is_heavy_ball_on_ones_own_pseudo_gradient() -> None:
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     outer = Outer(alpha=0.6, beta=0.4, gamma=0.9)
     start = draw(generator)
-    state = OuterState(start, tuple(torch.zeros(shape) for shape in SHAPES))
+    state = OuterState(start, tuple(torch.zeros(shape, dtype=torch.float64) for shape in SHAPES))
     parameters = [torch.nn.Parameter(tensor.clone()) for tensor in start]
     heavy_ball = torch.optim.SGD(parameters, lr=outer.beta, momentum=outer.alpha)
     for _ in range(5):
@@ -117,18 +229,6 @@ def test_alone_it_is_heavy_ball_on_ones_own_pseudo_gradient() -> None:
         heavy_ball.step()
         state = step_alone(state, fast, outer).state
     assert close(state.slow, tuple(parameter.detach() for parameter in parameters))
-
-
-@few
-@given(seeds, outers)
-def test_the_two_sides_compute_the_same_means_to_the_bit(seed: int, outer: Outer) -> None:
-    state, fast, _, other_fast = draw_pair(seed)
-    assert all(torch.equal(x, y) for x, y in zip(mean(fast, other_fast), mean(other_fast, fast), strict=True))
-    # A pair with equal slow weights and momentum ends equal to the bit, whatever the fast ones were.
-    twin = OuterState(state.slow, state.momentum)
-    first = step_pair(state, fast, other_fast, twin.slow, outer).state
-    second = step_pair(twin, other_fast, fast, state.slow, outer).state
-    assert all(torch.equal(x, y) for x, y in zip(first.slow, second.slow, strict=True))
 
 
 def test_a_trajectory_worked_by_hand() -> None:
@@ -152,64 +252,183 @@ def test_a_trajectory_worked_by_hand() -> None:
     assert (final_b.momentum[0].item(), final_b.slow[0].item()) == (0.625, -0.125)
 
 
-def test_nothing_is_written_into_the_arguments() -> None:
-    state, fast, other, other_fast = draw_pair(11)
-    given_tensors = (*state.slow, *state.momentum, *fast, *other.slow, *other_fast)
-    copies = [tensor.clone() for tensor in given_tensors]
-    for outer in (REFERENCE, Outer(0.5, 0.7, 0.3)):
-        stepped = step_pair(state, fast, other_fast, other.slow, outer)
-        alone = step_alone(state, fast, outer)
-        for result in (stepped, alone):
-            for tensor in (*result.state.slow, *result.state.momentum, *result.correction):
-                tensor.fill_(7.0)
-    assert all(torch.equal(before, after) for before, after in zip(copies, given_tensors, strict=True))
+class Growth(NamedTuple):
+    """Factor a period on the variance of the disagreement: all in one place of the period, and spread over it."""
+
+    in_step: float
+    out_of_step: float
 
 
-def growth(alpha: float, gamma: float, rounds: int) -> float:
-    """Factor on the variance of the disagreement a round, many scalars in random disjoint pairs, no inner progress."""
-    generator = torch.Generator().manual_seed(1)
-    replicas = 8192
-    state = OuterState((torch.randn(replicas, generator=generator),), (torch.zeros(replicas),))
-    variances = []
-    for _ in range(rounds):
-        order = torch.randperm(replicas, generator=generator)
-        partner = torch.empty_like(order)
-        half = replicas // 2
-        partner[order[:half]], partner[order[half:]] = order[half:], order[:half]
-        fast = state.slow
-        state = step_pair(state, fast, (fast[0][partner],), (fast[0][partner],), Outer(alpha, 0.7, gamma)).state
-        variances.append(float(state.slow[0].var()))
-    late = rounds // 3
-    return float((variances[-1] / variances[late - 1]) ** (1 / (rounds - late)))
+def growth(momentum: Momentum, gamma: float) -> Growth:
+    return Growth(*(_growth(momentum, gamma, places) for places in (1, momentum.period)))
+
+
+def _growth(momentum: Momentum, gamma: float, places: int) -> float:
+    """Many scalars in random disjoint pairs, no inner progress, in equal groups that begin at so many places."""
+    alpha, period, spread = momentum
+    outer, delay = Outer(alpha, 0.7, gamma), Delay(period, spread)
+    generator, size, periods = seeded(1), 3000 // places, 45
+    replicas, zero = size * places, torch.zeros(size, dtype=torch.float64)
+    start = torch.randn(replicas, generator=generator, dtype=torch.float64)
+    groups = [OuterState((phi,), (zero,), (zero,), place) for place, phi in enumerate(start.split(size))]
+    logarithm, course = 0.0, []
+    for _ in range(periods):
+        for _ in range(period):
+            order = torch.randperm(replicas, generator=generator)
+            partner = torch.empty_like(order)
+            partner[order] = order.roll(replicas // 2)
+            slow = torch.cat([group.slow[0] for group in groups])
+            groups = [
+                step_pair(group, group.slow, (theirs,), (theirs,), outer, delay).state
+                for group, theirs in zip(groups, slow[partner].split(size), strict=True)
+            ]
+        slow = torch.cat([group.slow[0] for group in groups])
+        size_now, centre = float(slow.std()), slow.mean()
+        logarithm += 2 * math.log(size_now)
+        course.append(logarithm)
+        groups = [
+            OuterState(
+                ((group.slow[0] - centre) / size_now,),
+                (group.momentum[0] / size_now,),
+                tuple(tensor / size_now for tensor in group.gathered),
+                group.meetings,
+            )
+            for group in groups
+        ]
+    late = periods // 3
+    return math.exp((course[-1] - course[late]) / (periods - 1 - late))
+
+
+CASES = [
+    (0.3, 1, 0.0),
+    (0.5, 1, 0.0),
+    (0.8, 1, 0.0),
+    (0.5, 2, 0.0),
+    (0.5, 4, 0.0),
+    (0.5, 4, 0.25),
+    (0.7, 3, 0.0),
+    (0.9, 4, 0.125),
+]
 
 
 @pytest.mark.parametrize(
-    ("alpha", "gamma", "factor"), [(0.0, 1.0, 0.500), (0.5, 0.7, 0.700), (0.5, 0.3, 0.625), (0.7, 0.7, 0.891)]
+    ("alpha", "gamma", "factor"),
+    [(0.0, 1.0, 0.500), (0.5, 0.7, 0.700), (0.5, 0.3, 0.625), (0.7, 0.7, 0.891), (0.9, 0.7, 1.0985)],
 )
-def test_disagreement_contracts_as_the_second_moments_say(alpha: float, gamma: float, factor: float) -> None:
-    assert growth(alpha, gamma, 30) == pytest.approx(factor, rel=0.04)
+def test_disagreement_changes_as_the_second_moments_say(alpha: float, gamma: float, factor: float) -> None:
+    """The last case diverges, though the range that the paper prints admits it."""
+    assert growth(Momentum(alpha, 1, 0.0), gamma).in_step == pytest.approx(factor, rel=0.04)
 
 
-def test_disagreement_diverges_where_the_printed_range_admits_it() -> None:
-    assert growth(0.9, 0.7, 60) == pytest.approx(1.0985, rel=0.02)
-    # The range as the paper prints it: alpha < gamma < sqrt(2 + alpha^2); and (0.7, 1.1) lies inside it.
-    assert 0.7 < 1.1 < math.sqrt(2 + 0.7**2)
-    assert growth(0.7, 1.1, 60) > 1.0
+@pytest.mark.parametrize(("alpha", "period", "spread"), CASES)
+def test_disagreement_contracts_below_the_bound_and_grows_above(alpha: float, period: int, spread: float) -> None:
+    momentum, bound = Momentum(alpha, period, spread), stability_bound(alpha, period, spread)
+    assert max(growth(momentum, 0.93 * bound)) < 1.0 < max(growth(momentum, 1.08 * bound))
 
 
-@pytest.mark.parametrize("alpha", [0.3, 0.5, 0.8])
-def test_the_stability_bound_is_where_growth_crosses_one(alpha: float) -> None:
-    bound = stability_bound(alpha)
-    assert growth(alpha, 0.93 * bound, 60) < 1.0 < growth(alpha, 1.07 * bound, 60)
+def test_replicas_out_of_step_may_need_the_narrower_range() -> None:
+    momentum, bound = Momentum(0.7, 2, 0.0), stability_bound(0.7, 2)
+    found = growth(momentum, 1.05 * bound)
+    assert found.in_step < 1.0 < found.out_of_step
+
+
+def spectral_radii(momentum: Momentum, gamma: float) -> Growth:
+    """The same question by brute force: eigenvalues of the maps on all second moments of (phi, m, Delta)."""
+    alpha, period, spread = momentum
+    pull = gamma / 2
+    together = np.eye(9)
+    apart = np.zeros((9 * period, 9 * period))
+    for place in range(period):
+        if place == period - 1:
+            own = np.array([[1 - pull, -(1 - place * spread) * alpha, 0], [pull, alpha, 1], [0, 0, 0]])
+            theirs = np.array([pull, -pull, 0])
+        else:
+            own = np.array([[1 - pull, -spread * alpha, 0], [0, 1, 0], [pull, 0, 1]])
+            theirs = np.array([pull, 0, -pull])
+        partner = np.outer(np.kron(theirs, theirs), np.eye(9)[0])
+        together = (np.kron(own, own) + partner) @ together
+        then = (place + 1) % period
+        for other in range(period):
+            apart[9 * then : 9 * then + 9, 9 * other : 9 * other + 9] += partner / period
+        apart[9 * then : 9 * then + 9, 9 * place : 9 * place + 9] += np.kron(own, own)
+    radii = [float(np.abs(np.linalg.eigvals(matrix)).max()) for matrix in (together, apart)]
+    return Growth(*radii)
+
+
+momenta = st.builds(
+    lambda alpha, period, part: Momentum(alpha, period, part / period),
+    st.floats(0.0, 0.99),
+    st.integers(1, 5),
+    st.floats(0.0, 1.0),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(momenta, st.floats(0.001, 2.5))
+@example(Momentum(0.728, 2, 0.5), 1.705)  # One of the few where those in step need the narrower range, by 0.05 %.
+@example(Momentum(0.97, 5, 0.0), 0.4)  # In the gap before an island.
+def test_contracts_agrees_with_all_eigenvalues(momentum: Momentum, gamma: float) -> None:
+    radius = max(spectral_radii(momentum, gamma))
+    assume(abs(radius - 1) > 1e-6)
+    assert contracts(momentum, gamma) == (radius < 1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(momenta, st.floats(0.02, 0.999))
+def test_all_below_the_bound_is_stable_and_the_edge_is_not(momentum: Momentum, part: float) -> None:
+    bound = stability_bound(*momentum)
+    assert 2 * (1 - momentum.alpha**2) * 0.99 <= bound <= 2.0
+    assert contracts(momentum, part * bound)
+    assert not contracts(momentum, bound * (1 + 1e-6))
+
+
+@settings(max_examples=25, deadline=None)
+@given(momenta, st.floats(0.0, 1.0))
+def test_the_bound_grows_with_period_and_spread(momentum: Momentum, part: float) -> None:
+    alpha, period, spread = momentum
+    bound = stability_bound(alpha, period, spread)
+    assert stability_bound(alpha, period, part * spread) <= bound + 1e-6
+    assert stability_bound(alpha, period) <= stability_bound(alpha, period + 1) + 1e-6
+
+
+@few
+@given(st.floats(0.01, 0.99), st.floats(0.01, 2.0))
+def test_the_recursion_gives_the_closed_form_at_period_one(alpha: float, gamma: float) -> None:
+    assume(abs(gamma - 2 * (1 - alpha**2)) > 1e-6)
+    assert contracts(Momentum(alpha, 1, 0.0), gamma) == (gamma < stability_bound(alpha))
 
 
 def test_stability_bound_in_numbers() -> None:
     assert [round(stability_bound(alpha), 2) for alpha in (0.0, 0.3, 0.5, 0.7, 0.9)] == [2.0, 1.82, 1.5, 1.02, 0.38]
 
 
-@few
-@given(seeds)
-def test_pseudo_gradient_is_slow_minus_fast(seed: int) -> None:
-    state, fast, _, _ = draw_pair(seed)
-    moved = tuple(phi - g for phi, g in zip(state.slow, pseudo_gradient(state.slow, fast), strict=True))
-    assert distance(moved, fast) < 1e-5
+def test_a_long_period_costs_no_more_to_judge_and_tends_to_two() -> None:
+    bounds = [stability_bound(0.9, 10**power) for power in range(1, 7)]
+    assert bounds == sorted(bounds)
+    assert bounds[-1] == pytest.approx(2.0, abs=1e-3)
+
+
+def test_a_run_file_is_judged_by_the_bound_of_its_period() -> None:
+    def refused(alpha: float, gamma: float, beta: float, delay: Delay) -> set[str]:
+        outer = OuterConfig(
+            alpha=alpha, beta=beta, gamma=gamma, momentum_period=delay.period, momentum_spread=delay.spread
+        )
+        found = {problem.field for problem in problems(RunConfig(name="run", model=MODEL, outer=outer))}
+        return {field for field in found if field.startswith("outer.")}
+
+    assert refused(0.9, 0.7, 0.7, Delay(1, 0.0)) == {"outer.gamma"}
+    assert refused(0.9, 0.7, 0.7, Delay(2, 0.0)) == {"outer.gamma"}
+    assert refused(0.9, 0.7, 0.7, Delay(4, 0.0)) == set()
+    assert refused(0.5, 0.7, 2.5, Delay(1, 0.0)) == set()
+    assert refused(0.5, 0.7, 2.5, Delay(2, 0.0)) == {"outer.beta"}
+    assert refused(0.9, 0.7, 0.7, Delay(0, 0.0)) == {"outer.momentum_period"}
+    assert refused(0.9, 0.7, 0.7, Delay(4, 0.3)) == {"outer.momentum_spread"}
+
+
+MODEL = msgspec.convert({"architecture": "llama", "sizes": {"hidden_size": 8, "num_hidden_layers": 1}}, ModelConfig)
+
+
+@given(st.floats(0.0, 0.01), st.integers(2, 40), st.floats(0.0, 1.0))
+@settings(max_examples=20, deadline=None)
+def test_no_bound_exceeds_two(alpha: float, period: int, share: float) -> None:
+    assert stability_bound(alpha, period, share / period) <= 2.0

@@ -31,7 +31,7 @@ def names(topics: set[str], keys: set[str]) -> dict[str, Any]:
     """Return the names of a run. `topics` and `keys`: those that a simulated swarm served, and published under."""
     digest = recipe().digest
     secret = product.RunSecret(digest)
-    served = {*topics, product.RUN_TOPIC, product.measuring.TOPIC, product.dialback.TOPIC}
+    served = {*topics, product.RUN_TOPIC, product.measuring.TOPIC, product.reachability.TOPIC}
     served |= {product.topic(product.SNAPSHOT, 0)}
     return {
         "run": digest,

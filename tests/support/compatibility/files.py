@@ -185,7 +185,7 @@ def write_home(path: Path) -> None:
     with product.Home.open(path) as home:
         key = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
         with mock.patch.object(Ed25519PrivateKey, "generate", return_value=key):
-            product.identity.ensure_identity(home.identity)
+            product.settings.ensure_identity(home.identity)
         home.keep_run_file(recipe().text)
         times = iter(range(1000))
         first, *others = events()

@@ -161,11 +161,11 @@ def _services() -> Iterator[tuple[str, Said]]:
         "not now": measuring.NotNow(retry_after_s=2.0),
     }.items():
         yield f"doctor: {name}", Said(message, measuring.SCHEMA)
-    dialback = product.dialback
-    yield "reach: dial me", Said(dialback.DialMe(ports=(4001, 4002)), dialback.SCHEMA)
+    reachability = product.reachability
+    yield "reach: dial me", Said(reachability.DialMe(ports=(4001, 4002)), reachability.SCHEMA)
     place, relay = "/ip4/192.0.2.1/tcp/4001", "/ip4/192.0.2.2/tcp/4001/p2p/12D3KooW"
-    dialled = dialback.DialBackReply(place=place, tried=True, relays=(relay,))
-    yield "reach: dialled", Said(dialled, dialback.SCHEMA)
+    dialled = reachability.DialBackReply(place=place, tried=True, relays=(relay,))
+    yield "reach: dialled", Said(dialled, reachability.SCHEMA)
 
 
 def frames() -> dict[str, bytes]:

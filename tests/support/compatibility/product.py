@@ -46,14 +46,13 @@ from noloco_node.export.replica_files import PartsDirectory, in_home
 from noloco_node.journal import events as journal
 from noloco_node.journal import writer as journal_writer
 from noloco_node.journal.reader import read as read_journal
-from noloco_node.libp2p.dht import record_checks as signing
-from noloco_node.libp2p.endpoint import identity
-from noloco_node.libp2p.endpoint.addresses import RELAYS_KEY, relay_record, relays_of
-from noloco_node.libp2p.endpoint.run_secret import RunSecret
-from noloco_node.libp2p.streams import dialback
+from noloco_node.libp2p import reachability, settings
+from noloco_node.libp2p import record_checks as signing
+from noloco_node.libp2p.addresses import RELAYS_KEY, relay_record, relays_of
+from noloco_node.libp2p.settings import RunSecret
 from noloco_node.limits.budget import OwnerLimits as Allowance
+from noloco_node.limits.budget import TrafficLedger as Ledger
 from noloco_node.limits.rate_limit import LimitHook
-from noloco_node.limits.traffic_ledger import TrafficLedger as Ledger
 from noloco_node.network.interface import HookedNetwork
 from noloco_node.network.schema import Schema
 from noloco_node.network.wire import FrameDecoder as Intake

@@ -1,0 +1,309 @@
+"""What only others can tell before our daemon starts: is our identity in use, can others dial us, where, and through
+which relays?
+
+Each answer decides how our daemon must be started. And as long as our own peer id is not in the swarm, a peer that
+answers to it is somebody else (a home that was copied to a second machine, say: two peers of one id take each other's
+streams, and no error says why). So a daemon with a temporary identity goes first, on the ports that will be ours, for a
+second. It does not go where nothing is to be found out: on a machine by itself, or with an announced address and a new
+identity.
+
+Each peer answers the topic `reach`: it names the relays that it knows, dials the asker back at the address that the
+asker comes from, on the TCP ports that the asker listens on, and says whether a libp2p program greeted it there. It
+dials nobody but the asker itself, so it cannot be used to knock at the doors of others. Over a relay it cannot tell,
+and says that. libp2p has such a service too (AutoNAT). It takes half a minute, asks for several peers, and its daemon
+keeps the result to itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, NamedTuple, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from noloco_node.errors import Exit, UserError
+from noloco_node.libp2p.addresses import (
+    beyond_this_machine,
+    bootstrap_address,
+    checked_relays,
+    parse_peer_address,
+    port_of,
+)
+from noloco_node.libp2p.control import Control
+from noloco_node.libp2p.daemon import DaemonConfig, start_daemon
+from noloco_node.libp2p.hivemind_compat import HivemindParts, daemon_trouble
+from noloco_node.libp2p.session import LinkContext, attached, connect, dialled, places
+from noloco_node.libp2p.settings import NetworkSettings, Reachability, ensure_identity, peer_bytes
+from noloco_node.libp2p.switchboard import StreamDialer
+from noloco_node.network.interface import Conversation
+from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
+
+TOPIC = "reach"
+_GREETING = b"/multistream/"
+_GREETING_BYTES = 20
+_DIAL_S = 4.0
+_LOOK_S = 6.0
+"""For the DHT to tell of relays."""
+ASK_S = 12.0
+"""For one peer to answer, its attempts included."""
+_MOST_PORTS = 2
+_MOST_DIALS = 8
+"""Attempts at the same time, on behalf of all who ask."""
+
+
+_FIND_S = 4.0
+_SEARCHES = 10
+_SEARCH_PAUSE_S = 0.2
+_MOST_ASKED = 3
+Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DialMe:
+    """Dial me back, please: at these TCP ports, at most two."""
+
+    ports: tuple[Port, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DialBackReply:
+    """`place`: the multiaddr at which the asker was reached, empty if at none; `tried`: whether that says anything.
+
+    `relays`: those that the answering peer knows of.
+    """
+
+    place: str
+    tried: bool
+    relays: tuple[str, ...]
+
+
+SCHEMA = Schema({DialMe: MessageSpec("DialMe"), DialBackReply: MessageSpec("Dialled", header_bytes=LONG_HEADER_BYTES)})
+
+
+class ReachVerdict(NamedTuple):
+    """What several answers say: `dialled` None if nobody could tell; `places` where we were reached."""
+
+    dialled: bool | None
+    places: tuple[str, ...]
+    relays: tuple[str, ...]
+
+
+def judge(answers: Sequence[DialBackReply]) -> ReachVerdict:
+    """Take one success as proof: whoever failed may be in the wrong place."""
+    places = tuple(dict.fromkeys(answer.place for answer in answers if is_place(answer.place)))
+    tried = any(answer.tried for answer in answers)
+    relays = tuple(dict.fromkeys(relay for answer in answers for relay in answer.relays))
+    return ReachVerdict(True if places else False if tried else None, places, relays)
+
+
+def is_place(text: str) -> bool:
+    """Say whether a stranger's text is a TCP address: it is shown to people, and goes to the daemon's command line."""
+    parts = text.split("/")
+    if len(parts) != 5 or parts[::3] != ["", "tcp"] or parts[1] not in ("ip4", "ip6"):
+        return False
+    try:
+        host = ipaddress.ip_address(parts[2])
+    except ValueError:
+        return False
+    good = f"ip{host.version}" == parts[1] and "%" not in parts[2] and parts[4].isascii() and parts[4].isdecimal()
+    return good and len(parts[4]) <= 5 and 0 < int(parts[4]) < 65536
+
+
+def host_of(origin: str) -> tuple[str, str] | None:
+    """Return kind and host of the address that a peer comes from; None when it comes through a relay."""
+    parts = origin.split("/")
+    if len(parts) < 3 or parts[1] not in ("ip4", "ip6") or "p2p-circuit" in parts:
+        return None
+    return parts[1], parts[2]
+
+
+class DialBackService:
+    """Answers the topic; `relays` looks up those that the swarm tells of."""
+
+    def __init__(self, relays: Callable[[], Awaitable[Sequence[str]]]) -> None:
+        self._relays = relays
+        self._turns = asyncio.Semaphore(_MOST_DIALS)
+
+    async def answer(self, conversation: Conversation) -> None:
+        """Answer one question."""
+        try:
+            async with asyncio.timeout(ASK_S):
+                question = await conversation.receive()
+                ports = tuple(port for port in question.ports[:_MOST_PORTS] if port)
+                home = host_of(conversation.origin) if ports else None
+                relays, place = await asyncio.gather(self._known(), self._dial(home, ports))
+                await conversation.send(DialBackReply(place=place, tried=home is not None, relays=relays))
+        except TimeoutError:
+            raise ConnectionAbortedError(f"{conversation.peer} took too long") from None
+
+    async def _dial(self, home: tuple[str, str] | None, ports: Sequence[int]) -> str:
+        """Return the first place where the asker greets us; empty if there is none."""
+        if home is None:
+            return ""
+        kind, host = home
+        async with self._turns:
+            reached = await asyncio.gather(*(_greets(host, port) for port in ports))
+        found = [port for port, good in zip(ports, reached, strict=True) if good]
+        return f"/{kind}/{host}/tcp/{found[0]}" if found else ""
+
+    async def _known(self) -> tuple[str, ...]:
+        try:
+            async with asyncio.timeout(_LOOK_S):
+                return tuple(await self._relays())
+        except TimeoutError:
+            return ()
+
+
+async def _greets(host: str, port: int) -> bool:
+    """Say whether a libp2p program greets whoever dials this address."""
+    try:
+        async with asyncio.timeout(_DIAL_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                return _GREETING in await reader.readexactly(_GREETING_BYTES)
+            finally:
+                writer.close()
+    except (OSError, TimeoutError, EOFError):
+        return False
+
+
+class PreflightGoal(NamedTuple):
+    """What is to be found out: whether the identity is in use, and how others reach us."""
+
+    identity: bool
+    reach: bool
+
+
+def preflight_goal(settings: NetworkSettings, *, identity_is_old: bool) -> PreflightGoal:
+    """Decide what a scout must find out."""
+    if not settings.bootstrap:
+        return PreflightGoal(False, False)
+    unsure = not settings.announce and bool(dialled_ports(settings.listen))
+    return PreflightGoal(
+        identity_is_old, settings.reach is Reachability.RELAYED or (settings.reach is Reachability.AUTO and unsure)
+    )
+
+
+def dialled_ports(listen: Sequence[str]) -> tuple[int, ...]:
+    """Return the ports on which others can try to dial us: TCP, beyond this machine. Open ones count as 0."""
+    return tuple(port_of(text) for text in beyond_this_machine(listen) if "/tcp/" in text)
+
+
+async def preflight(
+    context: LinkContext,
+    settings: NetworkSettings,
+    config: DaemonConfig,
+    goal: PreflightGoal,
+    tell: Callable[[str], None],
+) -> DaemonConfig:
+    """Return the config as it should be; `UserError` if our identity is in use, or there is no relay and must be.
+
+    Whom we join by may be out of reach: then nothing is found out here, and the session says why.
+    """
+    doors = [bootstrap_address(text) for text in settings.bootstrap]
+    parts, timeouts, identity = context.parts, context.exchange.timeouts, context.directory / "scout.key"
+    ensure_identity(identity)
+    place = f"-hostAddrs={','.join(config.listen)}" if goal.reach else "-noListenAddrs=1"
+    chosen = (f"-id={identity}", place, "-dhtClient=1", "-tls=1", "-relay=1", "-idleTimeout=30s")
+    async with start_daemon(parts.binary, chosen, context.directory, timeouts.start_s) as daemon:
+        control = Control(daemon, parts.messages)
+        async with attached(parts, control, daemon, timeouts.start_s) as client:
+            try:
+                causes = await dialled(
+                    {asyncio.ensure_future(connect(control, parts, door, timeouts.reach_s)): door for door in doors}
+                )
+                reached = [door for door, cause in causes.items() if cause is None]
+                if reached and goal.identity:
+                    await _check_identity(parts, control, config.identity)
+                if not reached or not goal.reach:
+                    return config
+                dialer = StreamDialer(parts, control, daemon, context.exchange, client.peer_id.to_base58())
+                ports = dialled_ports(config.listen) if settings.reach is Reachability.AUTO else ()
+                found = await asyncio.gather(*(_ask(dialer, door.peer, ports) for door in reached[:_MOST_ASKED]))
+                own = await places(parts, control, timeouts.dht_s)
+            except ConnectionError as error:
+                raise daemon_trouble(str(error)) from None
+    return choose_daemon_config(settings, config, own, judge([each for each in found if each is not None]), tell)
+
+
+async def _check_identity(parts: HivemindParts, control: Control, identity: Path) -> None:
+    """Raise `UserError` if a peer with this identity answers in the swarm. One that is cut off is not found."""
+    ours = peer_bytes(identity)
+    if ours is None:
+        return
+    pb = parts.messages
+    wanted = pb.Request(type=pb.Request.CONNECT, connect=pb.ConnectRequest(peer=ours, addrs=[]))
+    for _ in range(_SEARCHES):
+        try:
+            await control.ask(wanted, _FIND_S)
+            break
+        except ConnectionError as error:
+            # Just connected, the daemon has not yet learned that its neighbours know others.
+            if "any peer in table" not in str(error):
+                return
+            await asyncio.sleep(_SEARCH_PAUSE_S)
+    else:
+        return
+    raise UserError(
+        "Another node with the identity of this one is running.",
+        why=f"the peer {parts.peer_text(ours)} answers in the swarm, and {identity} holds its key",
+        hint="stop the other one; if this home is a copy of its home, delete that file here to become a new peer",
+        code=Exit.HOME_IN_USE,
+    )
+
+
+async def _ask(dialer: StreamDialer, peer: str, ports: tuple[int, ...]) -> DialBackReply | None:
+    """Ask one peer; None when it does not answer, or is of a version that does not know the question."""
+    with contextlib.suppress(ConnectionError, TimeoutError):
+        async with asyncio.timeout(ASK_S):
+            stream = await dialer.dial(peer, TOPIC, SCHEMA)
+            try:
+                await stream.send(DialMe(ports=ports))
+                answer = await stream.receive()
+            finally:
+                stream.leave()
+            return answer if isinstance(answer, DialBackReply) else None
+    return None
+
+
+def choose_daemon_config(
+    settings: NetworkSettings,
+    config: DaemonConfig,
+    own: Sequence[str],
+    verdict: ReachVerdict,
+    tell: Callable[[str], None],
+) -> DaemonConfig:
+    """Return how to start our daemon after what others said; `own`: the addresses that it knows itself."""
+    relays = checked_relays([*settings.relays, *verdict.relays])
+    if settings.reach is Reachability.AUTO and verdict.dialled is not False:
+        new = [place for place in verdict.places if place not in own]
+        if not new:
+            return config
+        tell(f"others reach us at {' and '.join(new)}: announcing that")
+        return msgspec.structs.replace(config, announce=(*beyond_this_machine(own), *new))
+    if relays:
+        count = len({parse_peer_address(text).peer for text in relays})
+        reason = (
+            "as you asked" if settings.reach is Reachability.RELAYED else "nobody can dial us, a router is in between"
+        )
+        tell(f"being reached through {count} relay{'s' if count > 1 else ''}: {reason}")
+        return msgspec.structs.replace(config, relays=relays)
+    if settings.reach is Reachability.RELAYED:
+        raise UserError(
+            "This swarm has no relay to be reached through.",
+            why="no peer of the invite knows of any",
+            hint="ask whoever hosts the bootstrap peer to start it with --relays 4, or join without --relayed "
+            "where others can dial you",
+            code=Exit.UNREACHABLE,
+        )
+    tell(
+        "nobody can dial us, and the swarm has no relay: we can call others, but they cannot call us. "
+        "Forward a port of the router and give it with --listen and --announce, or ask for a bootstrap peer with relays"
+    )
+    return msgspec.structs.replace(config, dialable=False)

@@ -1,0 +1,190 @@
+"""What one peer's network is opened with: its settings, the key that makes its peer id, the secret of its run.
+
+**Identity**: an Ed25519 key in a file that holds libp2p's `PrivateKey` protobuf (key type, then seed and public key),
+which the daemon reads. Files of other key types, such as the RSA ones that hivemind writes, work as well. The file is
+created once, readable by its owner alone, whole or not at all, so the peer id survives restarts.
+
+**Secret**: libp2p tells every caller which protocols a peer speaks. So their names follow from the run's id one way:
+they keep runs apart, and open nothing. A caller proves that it knows the id, with a code for this caller, callee and
+topic (libp2p authenticates both ids, so nobody can use another's), and every request of the DHT carries a code as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Self
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from noloco_node.admission.ticket import ID_HEADER, KEY_HEADER
+from noloco_node.errors import Exit, UserError
+from noloco_node.network.timeouts import TimeoutBounds
+from noloco_node.network.wire import WIRE_VERSION
+from noloco_node.storage import atomic_file
+
+EVERYWHERE = ("/ip4/0.0.0.0/tcp/0",)
+"""A free TCP port on all interfaces."""
+
+
+PROOF_BYTES = 32
+_TAG_BYTES = 16
+
+
+class TimeoutSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How long to wait for what, in seconds."""
+
+    beat_s: float = 1.0
+    silence_s: float = 6.0
+    """A peer that was not heard for so long is given up, as long as we do not know its line."""
+    least_silence_s: float = 5.0
+    """Silence of a peer on an even line; three beats at least."""
+    most_silence_s: float = 60.0
+    """Silence of a peer whose line stutters."""
+    stall_s: float = 30.0
+    """A peer that is alive and takes none of our bytes for so long is given up."""
+    most_stall_s: float = 240.0
+    """The same where the line was seen to take them in pieces that far apart."""
+    linger_s: float = 30.0
+    """How long a stream that we ended waits for the other's end."""
+    open_s: float = 60.0
+    """For a peer to accept a stream."""
+    return_s: float = 20.0
+    """For another daemon to take the place of one that died."""
+    reach_s: float = 15.0
+    """For a bootstrap peer to answer."""
+    dht_s: float = 20.0
+    """For the DHT to store or find records."""
+    start_s: float = 120.0
+    """For the libp2p daemon to start."""
+
+    def silences(self) -> TimeoutBounds:
+        """Return the bounds of a silence after which a peer is given up."""
+        return TimeoutBounds(max(self.least_silence_s, 3 * self.beat_s), self.most_silence_s, self.silence_s)
+
+    def stalls(self) -> TimeoutBounds:
+        """Return the bounds of the time in which a peer must take some of our bytes."""
+        return TimeoutBounds(self.stall_s, self.most_stall_s, self.stall_s)
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """How many conversations are answered at the same time, and what may come on them before it is received."""
+
+    conversations: int = 512
+    per_peer: int = 64
+    unread_bytes: int = 1 << 30
+
+    @classmethod
+    def within(cls, free_bytes: int | None) -> Self:
+        """Return one for a machine with so much free memory, of which a quarter may wait to be received."""
+        return cls() if free_bytes is None else cls(unread_bytes=free_bytes // 4)
+
+
+class Reachability(StrEnum):
+    """How others come to us."""
+
+    AUTO = "auto"
+    """Ask whom we join by whether they can dial us, and use relays where they cannot."""
+    RELAYED = "relayed"
+    """Through relays alone: we are behind a router that lets nobody in."""
+    OPEN = "open"
+    """Directly, and others may use us as a relay: a bootstrap peer."""
+
+
+class NetworkSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What one peer's network needs to know. Addresses are multiaddrs."""
+
+    run: str
+    """The id of the run, which opens it (`RunSecret`). Peers of another run cannot converse with us."""
+    identity: Path | None = None
+    """The key file, created when absent; None for a passing identity."""
+    listen: tuple[str, ...] = EVERYWHERE
+    announce: tuple[str, ...] = ()
+    """Where others can reach us, when the daemon cannot find that out itself."""
+    bootstrap: tuple[str, ...] = ()
+    """Peers to join by, each ending in /p2p/ID; none to begin a new network."""
+    reach: Reachability = Reachability.AUTO
+    relays: tuple[str, ...] = ()
+    """Relays to use before those that the swarm tells of, each ending in /p2p/ID."""
+    lends_line: bool = True
+    """Whether peers who find no other relay may use us as one, with libp2p's usual limits for each of them."""
+    accepts: Callable[[str, bytes], bool] | None = None
+    """Which records of others we keep, by peer and content; None: all that are signed."""
+    timeouts: TimeoutSettings = TimeoutSettings()
+    capacity: Capacity = Capacity()
+
+
+class RunSecret:
+    """The secret of a run: its id."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self.prefix = f"/noloco/{WIRE_VERSION}/{self._derived('names')[:_TAG_BYTES].hex()}/"
+        """Begins every protocol name."""
+        self._key = self._derived("proofs")
+
+    def __repr__(self) -> str:
+        return f"RunSecret({self.prefix})"
+
+    def key(self, name: str) -> str:
+        """Return a key of the DHT for what the network keeps there itself."""
+        return f"{self._run}/{name}"
+
+    def proof(self, caller: str, callee: str, topic: str) -> bytes:
+        """Return what shows `callee` that `caller` knows the run, in a conversation about `topic`."""
+        return self.code("call", caller.encode(), callee.encode(), topic.encode())
+
+    def code(self, purpose: str, *parts: bytes) -> bytes:
+        """Return a message authentication code; equal ones have equal parts."""
+        told = b"".join(len(part).to_bytes(8) + part for part in (purpose.encode(), *parts))
+        return hmac.digest(self._key, told, "sha256")
+
+    def _derived(self, purpose: str) -> bytes:
+        return hashlib.sha256(f"noloco {purpose}\0{self._run}".encode()).digest()
+
+
+def ensure_identity(path: Path) -> bool:
+    """Create the key file unless it is there, and say whether it was; `UserError` when it cannot be used."""
+    try:
+        if path.exists():
+            _check(path)
+            return True
+        _create(path)
+        return False
+    except OSError as error:
+        raise UserError(
+            "The identity of this peer cannot be read or written.",
+            why=f"{path}: {error.strerror}",
+            hint="choose a home directory on a disk that you may write to",
+            code=Exit.STORAGE,
+        ) from None
+
+
+def peer_bytes(path: Path) -> bytes | None:
+    """Return the peer id that a key file makes, in bytes; None for keys of other types than our own.
+
+    An Ed25519 id is the multihash `identity` of the public key in libp2p's protobuf: the key itself.
+    """
+    key = path.read_bytes()
+    return ID_HEADER + key[-32:] if key.startswith(KEY_HEADER) else None
+
+
+def _check(path: Path) -> None:
+    key = path.read_bytes()
+    if len(key) < 36 or key[:1] != b"\x08" or (key.startswith(KEY_HEADER) and len(key) != 68):
+        raise UserError(
+            "The identity of this peer is damaged.",
+            why=f"{path} holds {len(key)} bytes that are no libp2p private key",
+            hint="restore it from a backup, or delete it to become a new peer",
+            code=Exit.STORAGE,
+        )
+
+
+def _create(path: Path) -> None:
+    key = Ed25519PrivateKey.generate()
+    content = KEY_HEADER + key.private_bytes_raw() + key.public_key().public_bytes_raw()
+    atomic_file.write(path, content)

@@ -1,0 +1,271 @@
+"""The sessions of a node: when it takes part, and how it comes back.
+
+A node that keeps hours or a monthly cap lives in sessions. A session begins when the hours do, and ends politely with
+them or when the cap is spent. Between two sessions there is no network: the node only waits. It asks the wall clock
+again and again whether it may work, so that a machine that slept, or whose clock was set, errs by a minute at most.
+
+A failure that keeps the first session from beginning ends the node, because the person who started it is there to mend
+it. Later sessions begin when nobody looks, perhaps while the bootstrap peers or the home router are away. So the node
+reports a failure that time may heal, and tries again after growing pauses until it is in, is asked to leave, or may not
+work any more. Any other failure ends the node as in the first session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from datetime import datetime
+from typing import NamedTuple, TypeAlias
+
+from noloco_node.errors import Exit, UserError, causes, user_error_of
+from noloco_node.limits.budget import MonthUsage, OwnerLimits, TrafficLedger, in_hours, is_spent, next_month_s
+from noloco_node.limits.rate_limit import LimitHook
+from noloco_node.machine.signals import Departure
+from noloco_node.network.interface import HookedNetwork, PeerNetwork
+from noloco_node.tasks import loop_s, until_event
+from noloco_node.units import format_bytes, format_duration
+
+LOOK_EVERY_S = 60.0
+COUNT_EVERY_S = 2.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
+_MOST_GROWTHS = 10
+STEADY_S = 1800.0
+"""A session that lasted so long was no attempt: what ends it is the first failure of its row."""
+_PASSING = frozenset({Exit.UNREACHABLE, Exit.PORT_TAKEN, Exit.DAEMON, Exit.CONFIG})
+"""The config among them: an earlier session began with it, so what is wrong now is around it, as where an address to
+listen at is away with the router, or a data set with its disk."""
+
+Opened: TypeAlias = Callable[[], AbstractAsyncContextManager[PeerNetwork]]
+TakePart: TypeAlias = Callable[[PeerNetwork, asyncio.Event], Awaitable[None]]
+
+
+class OffReason(NamedTuple):
+    """Why a node does not work now, and for how many seconds at least."""
+
+    why: str
+    for_s: float
+
+
+def off_reason(limits: OwnerLimits, spent: MonthUsage, now: datetime) -> OffReason | None:
+    """Return why a node may not work now; None if it may. Of two reasons the one that lasts longer."""
+    reasons: list[OffReason] = []
+    if limits.hours is not None:
+        inside, for_s = in_hours(limits.hours, now)
+        if not inside:
+            reasons.append(OffReason(f"it is outside the hours {limits.hours}", for_s))
+    cap = limits.monthly_cap_bytes
+    if cap is not None and is_spent(spent, cap, now):
+        used = f"{format_bytes(spent.total_bytes)} of this month's {format_bytes(cap)} are used up"
+        reasons.append(OffReason(used, next_month_s(now)))
+    return max(reasons, key=lambda reason: reason.for_s, default=None)
+
+
+class Sessions:
+    """The sessions of one node. `now`: the time of day here."""
+
+    def __init__(
+        self, limits: OwnerLimits, ledger: TrafficLedger, now: Callable[[], datetime], say: Callable[[str], None]
+    ) -> None:
+        self._limits, self._ledger, self._now, self._say = limits, ledger, now, say
+        self._ended_for: OffReason | None = None
+        self._hook: LimitHook | None = None
+        self._line_share: tuple[str, float] | None = None
+
+    def share_with_rounds(self, kind: str, share: float) -> None:
+        """Give rounds (conversations about this kind of topic) that share of the line, in all sessions from now on."""
+        self._line_share = kind, share
+        if self._hook is not None:
+            self._hook.share_with_rounds(kind, share)
+
+    async def begin(self) -> None:
+        """Wait until the node may work; say why it waits, and until when."""
+        said = ""
+        while (reason := off_reason(self._limits, self._ledger.spent, self._now())) is not None:
+            if reason.why != said:
+                said = reason.why
+                now = self._now()
+                until = datetime.fromtimestamp(now.timestamp() + reason.for_s, now.tzinfo)
+                self._say(f"{reason.why}: waiting until {until:%Y-%m-%d %H:%M}, Ctrl-C leaves now")
+            await asyncio.sleep(min(max(reason.for_s, 0.01), LOOK_EVERY_S))
+
+    def lasts_s(self) -> float:
+        """Return for how many seconds the node may work as far as the hours say (infinity: always); 0 if not now."""
+        now = self._now()
+        if off_reason(self._limits, self._ledger.spent, now) is not None:
+            return 0.0
+        return math.inf if self._limits.hours is None else in_hours(self._limits.hours, now)[1]
+
+    async def pause(self, for_s: float) -> None:
+        """Wait so long, or until the node may not work any more."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + for_s
+        while True:
+            left_s = min(until_s - loop.time(), self.lasts_s())
+            if left_s <= 0.0:
+                return
+            await asyncio.sleep(min(max(left_s, 0.01), LOOK_EVERY_S))
+
+    @asynccontextmanager
+    async def session(
+        self, network: PeerNetwork, asked: asyncio.Event
+    ) -> AsyncIterator[tuple[PeerNetwork, asyncio.Event]]:
+        """Enter one session: yields the network within the budget, and the event that ends the session.
+
+        The event follows `asked`, and the end of the hours or of the cap; `goes_on` then says which it was.
+        """
+        self._ended_for = None
+        over = asyncio.Event()
+        if self._limits == OwnerLimits():
+            yield network, asked
+            return
+        hook = self._hook = LimitHook(self._limits) if self._limits.is_limited else None
+        if hook is not None:
+            network = HookedNetwork(network, hook)
+            if self._line_share is not None:
+                hook.share_with_rounds(*self._line_share)
+        async with asyncio.TaskGroup() as group:
+            watching = [
+                group.create_task(self._close(asked, over), name="end of the session"),
+                group.create_task(self._count(network, hook), name="traffic of the month"),
+            ]
+            try:
+                yield network, over
+            finally:
+                for task in watching:
+                    task.cancel()
+
+    def goes_on(self) -> bool:
+        """Say whether the last session ended for a while only, because of the hours or the cap."""
+        return self._ended_for is not None
+
+    async def _close(self, asked: asyncio.Event, over: asyncio.Event) -> None:
+        while not asked.is_set():
+            reason = off_reason(self._limits, self._ledger.spent, self._now())
+            if reason is not None:
+                self._ended_for = reason
+                self._say(f"{reason.why}: leaving politely")
+                break
+            wait_s = LOOK_EVERY_S if self._limits.monthly_cap_bytes is None else COUNT_EVERY_S
+            if self._limits.hours is not None:
+                wait_s = min(wait_s, max(0.01, in_hours(self._limits.hours, self._now())[1]))
+            try:
+                async with asyncio.timeout(wait_s):
+                    await asked.wait()
+            except TimeoutError:
+                continue
+        over.set()
+
+    async def _count(self, network: PeerNetwork, hook: LimitHook | None) -> None:
+        """Note what passes in the ledger, and in the hook what the ledger says."""
+        if hook is None:
+            return
+        sent = received = 0
+        kept_s = loop_s()
+        try:
+            while True:
+                hook.month_bytes = self._ledger.spent.total_bytes
+                await asyncio.sleep(COUNT_EVERY_S)
+                sent, received = self._note(network, sent, received)
+                if loop_s() - kept_s >= LOOK_EVERY_S:
+                    kept_s = loop_s()
+                    self._ledger.keep()  # some hundred bytes: not worth a thread
+        finally:
+            self._note(network, sent, received)
+            self._ledger.keep()
+
+    def _note(self, network: PeerNetwork, sent: int, received: int) -> tuple[int, int]:
+        """Add to the ledger what the network counted beyond `sent` and `received`; return its counts."""
+        counts = network.statistics()
+        now_sent = int(sum(count for name, count in counts.items() if name.startswith("bytes.sent.")))
+        now_received = int(sum(count for name, count in counts.items() if name.startswith("bytes.received.")))
+        self._ledger.add(max(0, now_sent - sent), max(0, now_received - received))
+        return now_sent, now_received
+
+
+def heals(error: BaseException) -> bool:
+    """Say whether time may heal what ended a session; of several causes all must be such."""
+    return all(isinstance(each, UserError) and each.code in _PASSING for each in causes(error))
+
+
+def pause_s(failures: int) -> float:
+    """Return how long to wait after so many failures in a row: some seconds at first, some minutes at most."""
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(failures - 1, _MOST_GROWTHS))
+
+
+def failures_with(before: int, lasted_s: float) -> int:
+    """Count one failure more, of a session that lasted so long."""
+    return 1 if lasted_s >= STEADY_S else before + 1
+
+
+def cause(trouble: UserError) -> str:
+    """Say in one clause what happened, and the first of its reasons: there may be one for each address."""
+    first, *others = trouble.why.splitlines() or [""]
+    more = f"; and {len(others)} more" if others else ""
+    return f"{trouble.what.rstrip('.')} ({first.strip()}{more})"
+
+
+def outlook(wait_s: float, lasts_s: float) -> str:
+    """Say what follows on a failure: another attempt after `wait_s`, if the node may work for longer than that."""
+    if wait_s < lasts_s:
+        return f"trying again in {format_duration(wait_s)}, Ctrl-C leaves now"
+    return "no time is left to try again in this session"
+
+
+async def live_in_sessions(
+    sessions: Sessions, leaving: Departure, opened: Opened, take_part: TakePart, say: Callable[[str], None]
+) -> None:
+    """Take part in one session after another until the run is over or we are asked to leave; raise what ends the node.
+
+    `opened` opens the network of a session. From the second one on whoever asks us to leave need not wait: neither for
+    the hours, nor for a network that opens, nor for a pause to end.
+    """
+    loop, asked = asyncio.get_running_loop(), leaving.asked
+    returns, failures = False, 0
+    while True:
+        await until_event(asked, sessions.begin())
+        if asked.is_set():
+            return
+        begun_s = loop.time()
+        try:
+            await _one_session(sessions, asked, opened, take_part)
+        except Exception as error:
+            trouble = user_error_of(error)
+            if trouble is None or not returns or asked.is_set() or not heals(error):
+                raise
+            what = cause(trouble)
+            del trouble  # its traceback holds all of the session, which would wait with us
+        else:
+            if asked.is_set() or not sessions.goes_on():
+                return
+            leaving.polite, returns, failures = True, True, 0
+            continue
+        failures = failures_with(failures, loop.time() - begun_s)
+        wait_s = pause_s(failures)
+        say(f"{what}: {outlook(wait_s, sessions.lasts_s())}")
+        await until_event(asked, sessions.pause(wait_s))
+        if not sessions.lasts_s():
+            failures = 0
+
+
+async def _one_session(sessions: Sessions, asked: asyncio.Event, opened: Opened, take_part: TakePart) -> None:
+    """Take part in one session; give up at once if we are asked to leave before the network is open."""
+    loop = asyncio.get_running_loop()
+
+    async def give_up(way_in: asyncio.Timeout) -> None:
+        await asked.wait()
+        way_in.reschedule(loop.time())
+
+    try:
+        async with asyncio.timeout(None) as way_in:
+            watch = loop.create_task(give_up(way_in), name="way in")
+            try:
+                async with opened() as whole, sessions.session(whole, asked) as (network, leave):
+                    watch.cancel()  # `leave` is heeded from now on
+                    await take_part(network, leave)
+            finally:
+                watch.cancel()
+    except TimeoutError:
+        if not way_in.expired():
+            raise
