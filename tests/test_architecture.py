@@ -134,13 +134,11 @@ EXCEPTIONS: dict[Callable[[], Broken], dict[str, str]] = {
     },
     module_names_are_nouns: {
         "encoding": "of text into tokens",
-        "joining": "what a newcomer does before it is a replica",
         "matching": "a set of pairs, as in graph theory",
         "meeting": "an exchange between two replicas: the paper's and the glossary's word",
         "planning": "of memory and bandwidth before a run",
         "reporting": "of progress, as an activity of the node",
         "routing": "of microbatches",
-        "training": "what the product is for",
     },
 }
 

@@ -31,8 +31,7 @@ from noloco_node.machine.signals import Departure, departure
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
-from noloco_node.node.shift_loop import shift_by_shift
-from noloco_node.node.shifts import Shifts
+from noloco_node.node.sessions import Sessions, live_in_sessions
 from noloco_node.observe.contribution import ledger_of
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import short
@@ -68,7 +67,7 @@ async def take_part(invite: invites.Invite, options: JoinOptions) -> None:
         met = met_before(invite, home)
         known_peers.note(met)
         ledger = TrafficLedger(home.traffic, datetime.now, say)
-        shifts = Shifts(options.allowance, ledger, datetime.now, say)
+        sessions = Sessions(options.allowance, ledger, datetime.now, say)
         metrics_at = metrics_place(options.metrics, is_open=options.metrics_open)
         page_at = page_place(options.web, is_open=options.web_open, home=home)
         given = await asyncio.to_thread(ledger_of, read(home.journal))
@@ -81,9 +80,11 @@ async def take_part(invite: invites.Invite, options: JoinOptions) -> None:
             recorder.record_energy()  # by it readers of the journal know that this total begins anew
             record = recorder.record
             reporter = Reporter(record=record, say=say, draw=bar.draw, warn=warn)
-            participant = _Participant(access, options, home, paths, torch_device, reporter, leaving, views, shifts)
+            participant = _Participant(access, options, home, paths, torch_device, reporter, leaving, views, sessions)
             participant.met = [each.peer for each in met]
-            await shift_by_shift(shifts, leaving, lambda: connected(settings, known_peers), participant.take_part, say)
+            await live_in_sessions(
+                sessions, leaving, lambda: connected(settings, known_peers), participant.take_part, say
+            )
 
 
 class Recorder(NamedTuple):
@@ -110,7 +111,7 @@ class Recorder(NamedTuple):
 
 
 class _Participant:
-    """This peer in all of its shifts: a node for each."""
+    """This peer in all of its sessions: a node for each."""
 
     def __init__(
         self,
@@ -122,11 +123,11 @@ class _Participant:
         reporter: Reporter,
         leaving: Departure,
         views: ServedViews,
-        shifts: Shifts,
+        sessions: Sessions,
     ) -> None:
         self._access, self._options, self._torch_device = access, options, torch_device
         self._home, self._paths = home, paths
-        self._reporter, self._leaving, self._views, self._shifts = reporter, leaving, views, shifts
+        self._reporter, self._leaving, self._views, self._shifts = reporter, leaving, views, sessions
         self._run: tuple[RunFileText, ModelLayout, FirstCheckpoint] | None = None
         self.met: list[str] = []
         """Peers of an earlier life, to be asked for the run file too."""

@@ -5,7 +5,7 @@ peer that has died is not waited for, and a new one is asked too. A replica that
 others, for some minutes, or longer if the stage has no other. A replica that does not answer is left out and named.
 
 If no replica of a stage gives its weights, the export asks all peers at work for a snapshot of it, and believes the
-same ones as a newcomer that revives a stage (`noloco_node.node.joining.revival`). It fetches the newest; loss decides
+same ones as a newcomer that revives a stage (`noloco_node.node.join`). It fetches the newest; loss decides
 among them once all stages are there. A snapshot is one replica's weights of an earlier round, which the export notes.
 """
 

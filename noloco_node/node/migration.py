@@ -1,11 +1,9 @@
-"""Watches, beside the training, whether our replica is needed at another stage, and says when it is time to go.
+"""Watches, beside the training, whether another stage needs our replica more, and says when it is time to go.
 
-A replica reads only the stages that it has to do with. So every few refreshes it looks at all of them for once, and
-`pipeline.placement` judges what it sees. Nothing here asks anybody: what we would do, and what we are about to do,
-stands in our record (`may_serve`, `moves_to`), and everybody reads it. A reading that the DHT did not fully answer is
-none.
-
-Where we fit is asked of the memory that is free plus what our own stage would give back.
+A replica reads only the stages that it works with. So every few refreshes it reads all stages once, and
+`pipeline.placement` judges what it sees. The replica asks nobody: its record says where it would move (`may_serve`) and
+where it is about to move (`moves_to`), and every peer reads that. A reading counts only if the DHT answered for all
+stages. A stage fits if it fits into the free memory and what our own stage would give back.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ from random import Random
 
 import msgspec
 
-from noloco_node.node.joining.newcomer import Newcomer
-from noloco_node.node.joining.stage_claim import claims_of, fitting_stages, free_memory, servable
+from noloco_node.node.node_context import NodeContext
+from noloco_node.node.stage_claim import claims_of, fitting_stages, free_memory, servable
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.tasks import loop_s
@@ -34,10 +32,9 @@ class MigrationWatcher:
 
     def __init__(
         self,
-        newcomer: Newcomer,
+        context: NodeContext,
         stage: int,
         moves: int,
-        refresh_s: float,
         progress: Callable[[], float],
         unfit: Collection[int] = (),
         proved: Callable[[], Collection[str]] | None = None,
@@ -47,15 +44,15 @@ class MigrationWatcher:
         self.moves_to: int | None = None
         self.moves = moves
         self.device_s = 0.0
-        self._newcomer, self._stage, self._progress, self._unfit = newcomer, stage, progress, unfit
+        self._context, self._stage, self._progress, self._unfit = context, stage, progress, unfit
         self._proved = proved
-        self._pace = StagePace.of(refresh_s)
-        self._me = OwnPlacement(newcomer.me, newcomer.run.seed, loop_s(), moves)
+        self._pace = StagePace.of(context.options.refresh_s)
+        self._me = OwnPlacement(context.me, context.run.seed, loop_s(), moves)
         self._state = MigrationState()
 
-    async def run(self, allowed: bool) -> Move:
+    async def run(self) -> Move:
         """Return when it is time to go, and where; never where the owner does not allow it."""
-        if not allowed:
+        if not self._context.options.moves:
             await asyncio.Event().wait()
         rng = Random(f"{self._me.seed}|looks|{self._me.peer}|{self.moves}")
         while True:
@@ -79,24 +76,24 @@ class MigrationWatcher:
 
         `device_s`: of a microbatch here.
         """
-        newcomer = self._newcomer
-        work, line_s = newcomer.dimensions.work, newcomer.host.line_s(target)
+        context = self._context
+        work, line_s = context.dimensions.work, context.host.line_s(target)
         self.device_s = max(device_s * work[target] / work[self._stage], line_s)
-        newcomer.membership.focus(range(newcomer.run.pipeline.stages))
-        await newcomer.membership.claim(newcomer.claim_record(target, PeerState.CATCHING_UP, self.device_s))
+        context.membership.focus(range(context.run.pipeline.stages))
+        await context.membership.claim(context.claim_record(target, PeerState.CATCHING_UP, self.device_s))
 
     def _elsewhere(self) -> tuple[int, ...]:
         """Return the other stages that would fit once ours is given back."""
-        host = self._newcomer.host
-        free, stages = free_memory(host, given_back=self._stage), self._newcomer.run.pipeline.stages
+        host = self._context.host
+        free, stages = free_memory(host, given_back=self._stage), self._context.run.pipeline.stages
         fits = fitting_stages(host, free, stages)
-        within = servable(self._newcomer)
+        within = servable(self._context)
         return tuple(stage for stage in fits if stage in within and stage != self._stage and stage not in self._unfit)
 
     async def _look(self) -> Move | None:
         """Read all stages once and judge; return the move for which it is time."""
-        membership, say = self._newcomer.membership, self._newcomer.reporter.say
-        roster = await membership.peek(range(self._newcomer.run.pipeline.stages))
+        membership, say = self._context.membership, self._context.reporter.say
+        roster = await membership.peek(range(self._context.run.pipeline.stages))
         if not membership.complete or roster.old_since_s is not None:
             return None
         claims = [
@@ -104,7 +101,7 @@ class MigrationWatcher:
             for claim in claims_of(roster)
         ]
         proved = None if self._proved is None else self._proved()
-        work = self._newcomer.dimensions.work
+        work = self._context.dimensions.work
         decision = decide(self._me, self._state, claims, work, self._pace, loop_s(), proved)
         self._state = decision.state
         if decision.go:

@@ -1,9 +1,13 @@
-"""One peer's life: join, catch up, train, leave.
+"""One peer of one run: it joins, serves one stage after another, and leaves.
 
-A newcomer reads the roster and claims a stage; it copies the state of a living replica, or starts from the run's own
-weights while no stage has reported a round; it trains until the token budget of the run is used up or somebody asks
-it to go; it saves what it holds, and for a while goes on serving its weights to whoever takes the model home. Nothing
-in it outlives `live`: every task belongs to one task group.
+    JOINING --join()--> assignment --RunOver, AskedToLeave--> withdraw
+       ^                    |
+       +---MoveTo, RetrySnapshot
+
+A newcomer reads the roster and claims a stage (`join`). It copies the state of a living replica, or starts from the
+run's own weights while no stage has reported a round. It trains (`assignment`) until the token budget of the run is
+used up or somebody asks it to go; then it saves, and serves its weights for a while. Nothing outlives `live`: every
+task belongs to one task group.
 """
 
 from __future__ import annotations
@@ -21,12 +25,21 @@ from noloco_node.machine.interface import Dimensions, Host, Reporter
 from noloco_node.network.bans import BanHook
 from noloco_node.network.interface import HookedNetwork, PeerNetwork
 from noloco_node.network.timeouts import DialTimeouts
+from noloco_node.node.assignment import (
+    AskedToLeave,
+    Assignment,
+    AssignmentEnd,
+    MoveTo,
+    NodeServices,
+    RetrySnapshot,
+    RunOver,
+    violations_journalled,
+)
 from noloco_node.node.health import HealthMonitor
-from noloco_node.node.joining.join import Start, join
-from noloco_node.node.node_context import NodeContext, NodeOptions
+from noloco_node.node.join import Start, join
+from noloco_node.node.node_context import NodeContext, NodeOptions, StageRequest
 from noloco_node.node.replica import Replica
-from noloco_node.node.stage_tenure import StageTenure, TenureEnd, violations_journalled
-from noloco_node.node.training import AskedToLeave, MoveTo, RetrySnapshot, RunOver, StageWork
+from noloco_node.node.stage_work import StageWork
 from noloco_node.run.peer_state import PeerState
 from noloco_node.state_sync import weight_exchange
 from noloco_node.state_sync.download import copying_s
@@ -73,14 +86,14 @@ class Node:
             run_file=run_file,
             dimensions=dimensions,
             network=HookedNetwork(network, DialTimeouts(), bans),
-            host=host,
-            options=options,
-            reporter=reporter,
             membership=membership,
+            host=host,
+            reporter=reporter,
+            options=options,
+        )
+        self._services = NodeServices(
             work=StageWork(run, network.peer_id, membership, host.open_text, reporter),
-            writer=CheckpointWriter(
-                host.save, reporter.say, reporter.warn or reporter.say, options.save_every_s, self._note_disk
-            ),
+            writer=CheckpointWriter(host.save, reporter.say, context.warn, options.save_every_s, self._note_disk),
             health=HealthMonitor(membership, reporter, host.unix_time, host.asleep_s, self._forgive),
             shut_out=bans.shut_out,
         )
@@ -90,7 +103,8 @@ class Node:
             tuple(tuple(shapes.values()) for shapes in dimensions.shapes),
             None if context.keeps_snapshots else lambda size: copying_s(size, options.slowest_bytes_per_s),
         )
-        self._tenure: StageTenure | None = None
+        self.assignment: Assignment | None = None
+        """The stage that we serve; None on the way to one."""
         self._addresses: tuple[str, ...] = ()
         self._unfit: set[int] = set()
         """Stages that we could not build."""
@@ -102,12 +116,12 @@ class Node:
 
     @property
     def replica(self) -> Replica | None:
-        """What we train, once we have joined; None on the way to another stage."""
-        return None if self._tenure is None else self._tenure.replica
+        """What we train; None on the way to a stage."""
+        return None if self.assignment is None else self.assignment.replica
 
     @property
     def roster(self) -> Roster:
-        """Who is there, as far as we know."""
+        """The peers of the run, as far as we know."""
         return self._context.membership.roster
 
     @property
@@ -117,16 +131,15 @@ class Node:
 
     @property
     def samples(self) -> int:
-        """Sequences drawn here that a gradient came back for."""
-        return self._context.work.samples
+        """Sequences drawn here for which a gradient came back."""
+        return self._services.work.samples
 
     async def live(self, leave: asyncio.Event) -> None:
         """Join the run, train until it ends or `leave` is set, serve the weights for a while, and withdraw."""
         context = self._context
         network, record = context.network, context.reporter.record
         self._addresses = (await network.addresses())[:MOST_ADDRESSES]
-        warn = context.reporter.warn or context.reporter.say
-        health = supervised("the watch over this node", context.health.run, warn)
+        health = supervised("the watch over this node", self._services.health.run, context.warn)
         async with background(context.membership.run()), background(health):
             await network.serve(run_distribution.TOPIC, run_distribution.SCHEMA, context.run_file.serve)
             answer = violations_journalled(record, speed_test.TOPIC, speed_test.SpeedTestService().answer)
@@ -151,7 +164,7 @@ class Node:
             )
 
     async def _serve_checkpoint(self) -> None:
-        """Give what we have of the checkpoint that the run starts from."""
+        """Serve what we have of the checkpoint that the run starts from."""
         host, network = self._context.host, self._context.network
         stores = {weight_exchange.TOKENIZER_TOPIC: host.tokenizer}
         if host.first_weights is not None:
@@ -163,17 +176,17 @@ class Node:
 
     async def _serve_stages(self, leave: asyncio.Event) -> bool:
         """Serve one stage after another; say whether the weights of the last one are saved."""
-        start = until_event(leave, join(self._context.newcomer(self._context.options.stage)))
+        start = until_event(leave, join(self._context, StageRequest(self._context.options.stage)))
         end = await self._serve_stage(start, leave, moves=0)
         while end is not None:
             match end.ending:
                 case RunOver() | AskedToLeave():
                     return end.saved
                 case RetrySnapshot(stage, trial, loss):
-                    self._failed[stage] = self._failed_at(stage).with_one(trial, loss)
-                    arriving = self._arrive_again(stage, end.device_s, leave)
+                    self._failed[stage] = self._failed.get(stage, NONE_FAILED).with_one(trial, loss)
+                    arriving = self._arrive(StageRequest(stage, end.device_s, self._failed[stage]), leave)
                 case MoveTo(move):
-                    arriving = self._arrive(move, end.device_s, leave)
+                    arriving = self._move(move, end.device_s, leave)
             gc.collect()  # two stages at once may not fit, and the parts of a replica refer to each other
             following = await self._serve_stage(arriving, leave, end.moves)
             if following is None:
@@ -184,52 +197,47 @@ class Node:
 
     async def _serve_stage(
         self, joining: Awaitable[Start | None], leave: asyncio.Event, moves: int
-    ) -> TenureEnd | None:
-        """Serve the stage that joining yields, as long as we are to; None if we are asked to leave before."""
-        tenure = self._tenure = await self._begin(joining, moves)
-        if tenure is None:
+    ) -> AssignmentEnd | None:
+        """Serve the stage that joining yields until the assignment ends; None if we are asked to leave before."""
+        assignment = self.assignment = await self._begin(joining, moves)
+        if assignment is None:
             return None
-        end = await tenure.run(leave)
+        end = await assignment.run(leave)
         if isinstance(end.ending, MoveTo | RetrySnapshot):
-            self._tenure = None
+            self.assignment = None
         return end
 
-    async def _begin(self, joining: Awaitable[Start | None], moves: int) -> StageTenure | None:
+    async def _begin(self, joining: Awaitable[Start | None], moves: int) -> Assignment | None:
         # What joining yields holds copies of weights that the replica will have replaced: nothing else may keep it.
         start = await joining
         if start is None:
             return None
         await self._snapshots.begin(start.number)
-        return StageTenure(self._context, start, self._addresses, moves, self._unfit)
+        return Assignment(self._context, self._services, start, self._addresses, moves, self._unfit)
 
-    async def _arrive_again(self, stage: int, device_s: float, leave: asyncio.Event) -> Start | None:
-        """Join the stage that we come from with another snapshot; None once we are asked to leave."""
+    async def _arrive(self, request: StageRequest, leave: asyncio.Event) -> Start | None:
+        """Join a stage as a node that has served one; None once we are asked to leave."""
         if leave.is_set():
             return None
-        await self._snapshots.begin(stage)
-        return await until_event(leave, join(self._context.newcomer(stage, device_s, self._failed_at(stage))))
+        assert request.stage is not None
+        await self._snapshots.begin(request.stage)
+        return await until_event(leave, join(self._context, request))
 
-    async def _arrive(self, move: Move, device_s: float, leave: asyncio.Event) -> Start | None:
+    async def _move(self, move: Move, device_s: float, leave: asyncio.Event) -> Start | None:
         """Join the stage that we move to, or again the one that we come from; None once we are asked to leave."""
-        if leave.is_set():
-            return None
-        context = self._context
-        await self._snapshots.begin(move.target)
         try:
-            return await until_event(leave, join(context.newcomer(move.target, device_s)))
+            return await self._arrive(StageRequest(move.target, device_s), leave)
         except UserError as trouble:
             why = f"{trouble.what} {trouble.why}"
         gc.collect()  # what was built of it
         self._unfit.add(move.target)
-        context.reporter.say(f"we cannot serve stage {move.target}: {why} Going back to stage {move.origin}")
-        context.reporter.record(events.Moved(origin=move.target, target=move.origin, why=why))
-        context.reporter.record(events.StateChanged(state=PeerState.JOINING))
-        return await until_event(leave, join(context.newcomer(move.origin)))
-
-    def _failed_at(self, stage: int) -> FailedSnapshots:
-        return self._failed.get(stage, NONE_FAILED)
+        reporter = self._context.reporter
+        reporter.say(f"we cannot serve stage {move.target}: {why} Going back to stage {move.origin}")
+        reporter.record(events.Moved(origin=move.target, target=move.origin, why=why))
+        reporter.record(events.StateChanged(state=PeerState.JOINING))
+        return await until_event(leave, join(self._context, StageRequest(move.origin)))
 
     def _forgive(self, seconds: float) -> None:
-        """Suspect nobody of the next stage for so long: it was us who were away."""
+        """Suspect no peer of the next stage for so long: it was us who were away."""
         if self.replica is not None and self.replica.next_stage is not None:
             self.replica.next_stage.forgive(seconds)

@@ -1,32 +1,34 @@
-"""What a node has from its start to its end, whatever stage it serves."""
+"""What a node has from its start to its end, whatever stage it serves; a newcomer and a replica that moves have it
+too."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from noloco_node import __version__
 from noloco_node.machine.interface import Dimensions, Host, Reporter
 from noloco_node.network.interface import PeerNetwork
-from noloco_node.node.health import HealthMonitor
-from noloco_node.node.joining.newcomer import Newcomer
-from noloco_node.node.training import StageWork
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
+from noloco_node.run.config import RunConfig
+from noloco_node.run.peer_state import PeerState
 from noloco_node.state_sync.starting_state import NONE_FAILED, FailedSnapshots
-from noloco_node.storage.checkpoint_store import CheckpointWriter
 from noloco_node.swarm.membership import Membership
-from noloco_node.swarm.roster import Given
+from noloco_node.swarm.roster import Given, PeerRecord
 from noloco_node.swarm.run_distribution import RunFileText
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeOptions:
-    """What the owner of this peer asked for. `deadlines`: False waits for ever on exchanges, which only tests want.
+    """What the owner of this peer asked for.
 
-    `slowest_bytes_per_s`: of a line that weights may travel on; deadlines follow from it. `moves`: goes to another
-    stage when it is needed there. `keep_snapshots`: rounds between two snapshots of another stage; 0 keeps none.
-    `reached`: progress at which the run was last seen, 0 if nobody knows; `begin_anew`: from its first weights even so.
-    `name`: that others show beside our id. `bootstrap_peers`: who may have the weights that the run starts from.
-    `given`: what this peer has given to the run in all its lives, as its journal has it.
+    `stage`: to serve and never to leave. `moves`: the node goes to another stage that needs it more. `keep_snapshots`:
+    rounds between two snapshots of another stage; 0 keeps none. `deadlines`: False waits for ever on exchanges, which
+    only tests want. `slowest_bytes_per_s`: a peer with a slower line is given up. `reached`: the progress at which the
+    run was last seen, 0 if nobody knows. `begin_anew`: begin with the run's first weights even so. `name`: shown beside
+    our id. `bootstrap_peers`: asked for the weights that the run starts from. `given`: what this peer has given to the
+    run so far, as its journal has it.
     """
 
     stage: int | None = None
@@ -44,21 +46,29 @@ class NodeOptions:
     given: Callable[[], Given | None] = lambda: None
 
 
+class StageRequest(NamedTuple):
+    """The stage to join: named by the owner or by a move, or None to choose one.
+
+    `device_s`: what a microbatch will take at the stage of a move, as far as we know. `failed`: snapshots of the stage
+    that were worth nothing.
+    """
+
+    stage: int | None = None
+    device_s: float = 0.0
+    failed: FailedSnapshots = NONE_FAILED
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeContext:
-    """The parts of a node that outlive its time at one stage. `shut_out`: a peer, for so many seconds."""
+    """The run, the network, the roster and the machine, as every part of a node uses them."""
 
     run_file: RunFileText
     dimensions: Dimensions
     network: PeerNetwork
-    host: Host
-    options: NodeOptions
-    reporter: Reporter
     membership: Membership
-    work: StageWork
-    writer: CheckpointWriter
-    health: HealthMonitor
-    shut_out: Callable[[str, float], None]
+    host: Host
+    reporter: Reporter
+    options: NodeOptions = NodeOptions()
 
     @property
     def me(self) -> str:
@@ -66,25 +76,30 @@ class NodeContext:
         return self.network.peer_id
 
     @property
+    def run(self) -> RunConfig:
+        """The run file, decoded."""
+        return self.run_file.run
+
+    @property
+    def warn(self) -> Callable[[str], None]:
+        """Tells the owner what should be looked at."""
+        return self.reporter.warn or self.reporter.say
+
+    @property
     def keeps_snapshots(self) -> bool:
         """Whether snapshots of other stages are kept here."""
         return self.host.snapshots is not None and self.options.keep_snapshots > 0
 
-    def newcomer(self, stage: int | None, device_s: float = 0.0, failed: FailedSnapshots = NONE_FAILED) -> Newcomer:
-        """Return ourselves as who is about to join, at `stage` if that is given. `failed`: as in `Newcomer`."""
-        return Newcomer(
-            run_file=self.run_file,
-            dimensions=self.dimensions,
-            network=self.network,
-            membership=self.membership,
-            host=self.host,
-            reporter=self.reporter,
-            requested_stage=stage,
+    def claim_record(
+        self, stage: int, state: PeerState, device_s: float, may_serve: tuple[int, ...] = ()
+    ) -> PeerRecord:
+        """Return the record that claims a stage from now on."""
+        return PeerRecord(
+            peer=self.me,
+            stage=stage,
+            state=state,
+            claimed_at=self.host.unix_time(),
             device_s=device_s,
-            slowest_bytes_per_s=self.options.slowest_bytes_per_s,
-            deadlines=self.options.deadlines,
-            reached=self.options.reached,
-            begin_anew=self.options.begin_anew,
-            bootstrap_peers=self.options.bootstrap_peers,
-            failed=failed,
+            may_serve=may_serve,
+            version=__version__,
         )

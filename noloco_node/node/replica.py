@@ -30,10 +30,9 @@ from noloco_node.network.interface import Conversation
 from noloco_node.network.timeouts import ANSWERS, AdaptiveTimeout
 from noloco_node.node.microbatch_calls import MicrobatchClient, MicrobatchServer
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext, rate_schedule, round_timeouts
-from noloco_node.node.starting_weights import StartingWeights
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.run.protocols import GOSSIP, topic
-from noloco_node.state_sync.starting_state import StartingState
+from noloco_node.state_sync.starting_state import StartingState, StartingWeights
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.receipts import MOST_BROUGHT
 from noloco_node.swarm.roster import Derived, PeerRecord, Roster, speed

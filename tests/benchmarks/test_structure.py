@@ -19,6 +19,7 @@ from benchmarks.structure.source import (
     read_tree,
     unit,
 )
+from benchmarks.structure.ways import FOLLOW
 
 TOY = {
     "gossip/__init__.py": "",
@@ -151,3 +152,15 @@ def test_a_commit_is_measured_beside_the_working_tree(root: Path) -> None:
 def test_a_commit_that_is_not_there_is_named() -> None:
     with pytest.raises(ValueError, match="no-such-commit"):
         read_commit("no-such-commit")
+
+
+MOST_MODULES = {"microbatch": 28, "round": 18, "field": 6, "ban": 19}
+"""A reader opens at most so many to follow each; these only get smaller (`join` takes half a minute to follow)."""
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("name", MOST_MODULES)
+def test_ways_through_the_product_do_not_get_longer(name: str) -> None:
+    way = FOLLOW[name]()
+    assert way.count <= MOST_MODULES[name], way.modules
+    assert len(way.more.get("from worker to socket", ())) <= 5

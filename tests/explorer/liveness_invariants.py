@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from noloco_node.journal import events
-from noloco_node.node.training import LONGEST_DRAIN_S
+from noloco_node.node.assignment import LONGEST_DRAIN_S
 from noloco_node.run.protocols import GOSSIP
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import NetworkConfig

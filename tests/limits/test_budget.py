@@ -42,7 +42,7 @@ from noloco_node.limits.rate_limit import FairLimiter, LimitHook, spending
 from noloco_node.network.interface import Conversation, HookedNetwork, PeerNetwork
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema, TensorSpec
 from noloco_node.network.wire import message_bytes
-from noloco_node.node.shifts import Shifts
+from noloco_node.node.sessions import Sessions
 from noloco_node.planning.bandwidth import (
     MicrobatchBytes,
     bandwidth_seconds,
@@ -612,7 +612,7 @@ def test_what_a_budget_carries_is_said_and_what_it_does_not() -> None:
     assert any("hardly ever meet" in line for line in apart)
 
 
-# Shifts, and the file of the month.
+# Sessions, and the file of the month.
 
 
 class Wall:
@@ -628,7 +628,7 @@ class Wall:
 def test_a_node_goes_with_the_hours_and_comes_back(tmp_path: Path) -> None:
     async def main() -> tuple[list[tuple[str, datetime]], list[str]]:
         wall, said = Wall(datetime(2026, 3, 28, 12, 0, tzinfo=BERLIN)), list[str]()
-        shifts = Shifts(
+        sessions = Sessions(
             OwnerLimits(hours=read_hours("22-08")),
             TrafficLedger(tmp_path / "traffic.json", wall, said.append),
             wall,
@@ -637,13 +637,13 @@ def test_a_node_goes_with_the_hours_and_comes_back(tmp_path: Path) -> None:
         asked, network, seen = asyncio.Event(), SimNetwork().network("us"), []
         asyncio.get_running_loop().call_later(60 * 3600, asked.set)
         while not asked.is_set():
-            await shifts.begin()
+            await sessions.begin()
             seen.append(("begun", wall()))
-            async with shifts.shift(network, asked) as (within, leave):
+            async with sessions.session(network, asked) as (within, leave):
                 assert within is network
                 await leave.wait()
             seen.append(("ended", wall()))
-            assert shifts.goes_on() is not asked.is_set()
+            assert sessions.goes_on() is not asked.is_set()
         return seen, said
 
     seen, said = run(main())
@@ -663,15 +663,15 @@ def test_rounds_have_their_share_of_the_line_in_every_shift(tmp_path: Path) -> N
     async def main() -> None:
         wall = Wall(datetime(2026, 11, 29, 12, 0, tzinfo=UTC))
         ledger = TrafficLedger(tmp_path / "traffic.json", wall, lambda _: None)
-        shifts = Shifts(OwnerLimits(upload_bytes_per_s=1e6), ledger, wall, lambda _: None)
+        sessions = Sessions(OwnerLimits(upload_bytes_per_s=1e6), ledger, wall, lambda _: None)
         plain = SimNetwork().network("us")
         for number in range(2):
-            async with shifts.shift(plain, asyncio.Event()) as (network, _):
+            async with sessions.session(plain, asyncio.Event()) as (network, _):
                 assert isinstance(network, HookedNetwork)
-                hook = shifts._hook
+                hook = sessions._hook
                 assert hook is not None
                 assert hook.up.round_share == (0.5, 0.3)[number]
-                shifts.share_with_rounds("gossip", 0.3)  # the run file is known only once the network is open
+                sessions.share_with_rounds("gossip", 0.3)  # the run file is known only once the network is open
                 assert hook.up.round_share == hook.down.round_share == 0.3
 
     run(main())
@@ -686,20 +686,20 @@ def test_a_spent_cap_ends_the_shift_and_the_next_month_begins_another(tmp_path: 
         them = hub.network("them")
         await them.serve("heavy", HEAVY, lambda conversation: conversation.receive())
         plain = hub.network("us")
-        shifts = Shifts(allowance, TrafficLedger(path, wall, said.append), wall, said.append)
-        await shifts.begin()
+        sessions = Sessions(allowance, TrafficLedger(path, wall, said.append), wall, said.append)
+        await sessions.begin()
         assert now() == 0.0
-        async with shifts.shift(plain, asyncio.Event()) as (network, leave):
+        async with sessions.session(plain, asyncio.Event()) as (network, leave):
             while not leave.is_set():
                 await network.publish("key", "us", b"", 10.0)
                 async with network.talk("them", "heavy", HEAVY) as conversation:
                     await conversation.send(Heavy(content=torch.zeros(1_000_000)))
                 await asyncio.sleep(5.0)
-        assert shifts.goes_on()
+        assert sessions.goes_on()
         spent = TrafficLedger(path, wall, said.append).spent
         assert 0.99 * 20_000_000 <= spent.total_bytes <= 36_000_000  # ten seconds between two looks
         # A restart remembers, and waits for the month to end.
-        again = Shifts(allowance, TrafficLedger(path, wall, said.append), wall, said.append)
+        again = Sessions(allowance, TrafficLedger(path, wall, said.append), wall, said.append)
         await again.begin()
         assert f"{wall():%Y-%m-%d}" == "2026-12-01"
         assert TrafficLedger(path, wall, said.append).spent.total_bytes == 0

@@ -21,7 +21,7 @@ from gossip.interface import OuterStepTaken
 from noloco_node.errors import Exit, user_error_of
 from noloco_node.journal import events
 from noloco_node.machine.signals import departure
-from noloco_node.node.training import DRAIN_S
+from noloco_node.node.assignment import DRAIN_S
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Access

@@ -231,7 +231,7 @@ def test_a_stage_that_cannot_be_built_sends_the_mover_back_to_where_it_was(short
         await until(lambda: len(cast.of(mover, events.Moved)) == 2 and at_stage(mover) == 0)
         await cast.steps(mover, 3)
         assert mover.running
-        moving = mover.life.node._tenure.migration  # type: ignore[union-attr]
+        moving = mover.life.node.assignment.migration  # type: ignore[union-attr]
         assert moving._elsewhere() == (), "it does not try again"
         await cast.leave()
         return cast, mover

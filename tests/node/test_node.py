@@ -16,7 +16,7 @@ from gossip.interface import OuterStepTaken
 from noloco_node.errors import Exit, user_error_of
 from noloco_node.journal import events
 from noloco_node.network.interface import Conversation
-from noloco_node.node.training import LONGEST_DRAIN_S
+from noloco_node.node.assignment import LONGEST_DRAIN_S
 from noloco_node.run.peer_state import PeerState, WaitCause
 from noloco_node.run.protocols import MICROBATCH, microbatch_schema, topic
 from noloco_node.sim.clock import run
@@ -162,7 +162,7 @@ def test_a_newcomer_whose_donor_lied_goes_on_from_a_partner(monkeypatch: pytest.
         hub, what = SimNetwork(), recipe(replicas=3, steps=60, per_round=2, extra="staleness_at_most = 2")
         peers = [Peer(hub, what, f"peer-{stage}{number}", stage) for stage in (0, 1) for number in (0, 1)]
         await until(lambda: len(peers[3].of(OuterStepTaken)) >= 4)
-        monkeypatch.setattr("noloco_node.node.joining.join.from_donor", given)
+        monkeypatch.setattr("noloco_node.node.join.from_donor", given)
         late = Peer(hub, what, "peer-late", 1)
         async with asyncio.timeout(600):
             await asyncio.gather(late.task, *[peer.task for peer in peers])

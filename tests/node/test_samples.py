@@ -17,7 +17,7 @@ from torch import Tensor
 
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter
-from noloco_node.node.training import StageWork
+from noloco_node.node.stage_work import StageWork
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork

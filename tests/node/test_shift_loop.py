@@ -20,19 +20,19 @@ from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.limits.budget import OwnerLimits, TrafficLedger, read_hours
 from noloco_node.machine.signals import Departure
 from noloco_node.network.interface import PeerNetwork
-from noloco_node.node import shifts
-from noloco_node.node.shift_loop import (
+from noloco_node.node import sessions
+from noloco_node.node.sessions import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     STEADY_S,
+    Sessions,
     cause,
     failures_with,
     heals,
+    live_in_sessions,
     outlook,
     pause_s,
-    shift_by_shift,
 )
-from noloco_node.node.shifts import Shifts
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm import access
@@ -138,7 +138,7 @@ class Outside:
         self.wall: Callable[[], datetime] = lambda: datetime(2026, 3, 2, 22, tzinfo=UTC) + timedelta(seconds=now())
         allowance = OwnerLimits() if hours is None else OwnerLimits(hours=read_hours(hours))
         ledger = TrafficLedger(directory / "traffic.json", self.wall, self.say)
-        self.shifts = Shifts(allowance, ledger, self.wall, self.say)
+        self.sessions = Sessions(allowance, ledger, self.wall, self.say)
         self._network = SimNetwork().network("us")
 
     def say(self, text: str) -> None:
@@ -176,7 +176,7 @@ class Outside:
             asyncio.get_running_loop().call_later(asked_s, self.leaving.asked.set)
         try:
             async with asyncio.timeout(96 * HOUR_S):
-                await shift_by_shift(self.shifts, self.leaving, self.opened, self.take_part, self.say)
+                await live_in_sessions(self.sessions, self.leaving, self.opened, self.take_part, self.say)
         finally:
             await asyncio.sleep(0)  # for what was cancelled to end
             assert not self.open
@@ -187,7 +187,7 @@ class Outside:
 def within(tmp_path_factory: pytest.TempPathFactory, main: Callable[[Path], Coroutine[Any, Any, None]]) -> None:
     """Run one example, in which the clock on the wall is looked at seldom: most of the hours are waiting."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shifts, "LOOK_EVERY_S", 2 * HOUR_S)
+        patch.setattr(sessions, "LOOK_EVERY_S", 2 * HOUR_S)
         run(main(tmp_path_factory.mktemp("home")))
 
 
@@ -348,14 +348,14 @@ def test_a_pause_ends_with_the_hours_also_where_the_clock_was_set(tmp_path: Path
             return begun + timedelta(seconds=now() + (1800.0 if now() > 100.0 else 0.0))
 
         allowance = OwnerLimits(hours=read_hours("22-08"))
-        kept = Shifts(
+        kept = Sessions(
             allowance, TrafficLedger(tmp_path / "traffic.json", wall, outside.said.append), wall, outside.said.append
         )
         assert kept.lasts_s() == 1800.0
         await kept.pause(40.0)
         assert now() == pytest.approx(40.0)
         await kept.pause(300.0)
-        assert now() == pytest.approx(100.0, abs=shifts.LOOK_EVERY_S)
+        assert now() == pytest.approx(100.0, abs=sessions.LOOK_EVERY_S)
         assert kept.lasts_s() == 0.0
 
     run(main())

@@ -31,9 +31,9 @@ from gossip.rounds.outer_optimiser import OuterOptimiser, Step
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState, Tensors
 from gossip.settings import Format
+from noloco_node.node.assignment import Assignment, Ending
 from noloco_node.node.node import Node
 from noloco_node.node.replica import Replica
-from noloco_node.node.training import Ending, Training
 from noloco_node.sim.hardware.priced_stage import PricedStage
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.scenario import Scenario, decode_scenario, scenario_text
@@ -343,20 +343,20 @@ def test_a_peer_that_is_deaf_to_leave_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_peer_that_finishes_first_when_asked_to_leave_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes no further step, but stays until the others have come to the end."""
-    run = Training.run
+    train = Assignment.train
 
-    async def stays(self: Training, replica: Replica, leave: asyncio.Event, *rest: Any, moves: bool) -> Ending:
+    async def stays(self: Assignment, leave: asyncio.Event) -> Ending:
         async def close() -> None:
             await leave.wait()
-            replica.admission.close()
+            self.replica.admission.close()
 
         async with asyncio.TaskGroup() as group:
             closing = group.create_task(close())
-            ending = await run(self, replica, asyncio.Event(), *rest, moves=moves)
+            ending = await train(self, asyncio.Event())
             closing.cancel()
         return ending
 
-    monkeypatch.setattr(Training, "run", stays)
+    monkeypatch.setattr(Assignment, "train", stays)
     assert "was asked to leave" in first_broken().sentence
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from noloco_node.node.joining.revival import untried
+from noloco_node.node.join import untried
 from noloco_node.state_sync.starting_state import NONE_FAILED, FailedSnapshots, SnapshotTrial
 
 GUESS = math.log(32)
@@ -29,8 +27,7 @@ GUESS = math.log(32)
 def test_the_best_of_those_that_failed_is_taken_where_it_knows_more_than_a_guess(
     tried: dict[str, float], saved_round: int | None, expected: tuple[str, ...]
 ) -> None:
-    newcomer: Any = SimpleNamespace(failed=FailedSnapshots(tried), dimensions=SimpleNamespace(vocabulary=32))
-    assert untried(newcomer, ("a", "b"), saved_round) == expected
+    assert untried(FailedSnapshots(tried), ("a", "b"), saved_round, 32) == expected
 
 
 def test_all_are_compared_with_what_others_lost_before_the_first_of_them() -> None:

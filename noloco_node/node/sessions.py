@@ -1,28 +1,44 @@
-"""When a node takes part: within its hours, and while the month's traffic lasts.
+"""The sessions of a node: when it takes part, and how it comes back.
 
-A node's life is a **shift**: it begins when the hours do and ends politely with them, or when the monthly cap is spent;
-between two shifts there is no network, and nothing of the node but this wait. It comes back by itself. Whether it may
-work is asked of the clock on the wall again and again, so that a machine that slept, or whose clock was set, errs by a
-minute at most.
+A node that keeps hours or a monthly cap lives in sessions. A session begins when the hours do, and ends politely with
+them or when the cap is spent. Between two sessions there is no network: the node only waits. It asks the wall clock
+again and again whether it may work, so that a machine that slept, or whose clock was set, errs by a minute at most.
+
+A failure that keeps the first session from beginning ends the node, because the person who started it is there to mend
+it. Later sessions begin when nobody looks, perhaps while the bootstrap peers or the home router are away. So the node
+reports a failure that time may heal, and tries again after growing pauses until it is in, is asked to leave, or may not
+work any more. Any other failure ends the node as in the first session.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import datetime
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+from noloco_node.errors import Exit, UserError, causes, user_error_of
 from noloco_node.limits.budget import MonthUsage, OwnerLimits, TrafficLedger, in_hours, is_spent, next_month_s
 from noloco_node.limits.rate_limit import LimitHook
+from noloco_node.machine.signals import Departure
 from noloco_node.network.interface import HookedNetwork, PeerNetwork
-from noloco_node.tasks import loop_s
-from noloco_node.units import format_bytes
+from noloco_node.tasks import loop_s, until_event
+from noloco_node.units import format_bytes, format_duration
 
 LOOK_EVERY_S = 60.0
 COUNT_EVERY_S = 2.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
+_MOST_GROWTHS = 10
+STEADY_S = 1800.0
+"""A session that lasted so long was no attempt: what ends it is the first failure of its row."""
+_PASSING = frozenset({Exit.UNREACHABLE, Exit.PORT_TAKEN, Exit.DAEMON, Exit.CONFIG})
+"""The config among them: an earlier session began with it, so what is wrong now is around it, as where an address to
+listen at is away with the router, or a data set with its disk."""
+
+Opened: TypeAlias = Callable[[], AbstractAsyncContextManager[PeerNetwork]]
+TakePart: TypeAlias = Callable[[PeerNetwork, asyncio.Event], Awaitable[None]]
 
 
 class OffReason(NamedTuple):
@@ -46,8 +62,8 @@ def off_reason(limits: OwnerLimits, spent: MonthUsage, now: datetime) -> OffReas
     return max(reasons, key=lambda reason: reason.for_s, default=None)
 
 
-class Shifts:
-    """The shifts of one node. `now`: the time of day here."""
+class Sessions:
+    """The sessions of one node. `now`: the time of day here."""
 
     def __init__(
         self, limits: OwnerLimits, ledger: TrafficLedger, now: Callable[[], datetime], say: Callable[[str], None]
@@ -58,7 +74,7 @@ class Shifts:
         self._line_share: tuple[str, float] | None = None
 
     def share_with_rounds(self, kind: str, share: float) -> None:
-        """In this shift and later ones give rounds, conversations about this kind of topic, that share of the line."""
+        """Give rounds (conversations about this kind of topic) that share of the line, in all sessions from now on."""
         self._line_share = kind, share
         if self._hook is not None:
             self._hook.share_with_rounds(kind, share)
@@ -92,10 +108,10 @@ class Shifts:
             await asyncio.sleep(min(max(left_s, 0.01), LOOK_EVERY_S))
 
     @asynccontextmanager
-    async def shift(
+    async def session(
         self, network: PeerNetwork, asked: asyncio.Event
     ) -> AsyncIterator[tuple[PeerNetwork, asyncio.Event]]:
-        """Enter one shift: yields the network within the budget, and the event that ends the shift.
+        """Enter one session: yields the network within the budget, and the event that ends the session.
 
         The event follows `asked`, and the end of the hours or of the cap; `goes_on` then says which it was.
         """
@@ -111,7 +127,7 @@ class Shifts:
                 hook.share_with_rounds(*self._line_share)
         async with asyncio.TaskGroup() as group:
             watching = [
-                group.create_task(self._close(asked, over), name="end of the shift"),
+                group.create_task(self._close(asked, over), name="end of the session"),
                 group.create_task(self._count(network, hook), name="traffic of the month"),
             ]
             try:
@@ -121,7 +137,7 @@ class Shifts:
                     task.cancel()
 
     def goes_on(self) -> bool:
-        """Say whether the last shift ended for a while only, because of the hours or the cap."""
+        """Say whether the last session ended for a while only, because of the hours or the cap."""
         return self._ended_for is not None
 
     async def _close(self, asked: asyncio.Event, over: asyncio.Event) -> None:
@@ -166,3 +182,90 @@ class Shifts:
         now_received = int(sum(count for name, count in counts.items() if name.startswith("bytes.received.")))
         self._ledger.add(max(0, now_sent - sent), max(0, now_received - received))
         return now_sent, now_received
+
+
+def heals(error: BaseException) -> bool:
+    """Say whether time may heal what ended a session; of several causes all must be such."""
+    return all(isinstance(each, UserError) and each.code in _PASSING for each in causes(error))
+
+
+def pause_s(failures: int) -> float:
+    """Return how long to wait after so many failures in a row: some seconds at first, some minutes at most."""
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(failures - 1, _MOST_GROWTHS))
+
+
+def failures_with(before: int, lasted_s: float) -> int:
+    """Count one failure more, of a session that lasted so long."""
+    return 1 if lasted_s >= STEADY_S else before + 1
+
+
+def cause(trouble: UserError) -> str:
+    """Say in one clause what happened, and the first of its reasons: there may be one for each address."""
+    first, *others = trouble.why.splitlines() or [""]
+    more = f"; and {len(others)} more" if others else ""
+    return f"{trouble.what.rstrip('.')} ({first.strip()}{more})"
+
+
+def outlook(wait_s: float, lasts_s: float) -> str:
+    """Say what follows on a failure: another attempt after `wait_s`, if the node may work for longer than that."""
+    if wait_s < lasts_s:
+        return f"trying again in {format_duration(wait_s)}, Ctrl-C leaves now"
+    return "no time is left to try again in this session"
+
+
+async def live_in_sessions(
+    sessions: Sessions, leaving: Departure, opened: Opened, take_part: TakePart, say: Callable[[str], None]
+) -> None:
+    """Take part in one session after another until the run is over or we are asked to leave; raise what ends the node.
+
+    `opened` opens the network of a session. From the second one on whoever asks us to leave need not wait: neither for
+    the hours, nor for a network that opens, nor for a pause to end.
+    """
+    loop, asked = asyncio.get_running_loop(), leaving.asked
+    returns, failures = False, 0
+    while True:
+        await until_event(asked, sessions.begin())
+        if asked.is_set():
+            return
+        begun_s = loop.time()
+        try:
+            await _one_session(sessions, asked, opened, take_part)
+        except Exception as error:
+            trouble = user_error_of(error)
+            if trouble is None or not returns or asked.is_set() or not heals(error):
+                raise
+            what = cause(trouble)
+            del trouble  # its traceback holds all of the session, which would wait with us
+        else:
+            if asked.is_set() or not sessions.goes_on():
+                return
+            leaving.polite, returns, failures = True, True, 0
+            continue
+        failures = failures_with(failures, loop.time() - begun_s)
+        wait_s = pause_s(failures)
+        say(f"{what}: {outlook(wait_s, sessions.lasts_s())}")
+        await until_event(asked, sessions.pause(wait_s))
+        if not sessions.lasts_s():
+            failures = 0
+
+
+async def _one_session(sessions: Sessions, asked: asyncio.Event, opened: Opened, take_part: TakePart) -> None:
+    """Take part in one session; give up at once if we are asked to leave before the network is open."""
+    loop = asyncio.get_running_loop()
+
+    async def give_up(way_in: asyncio.Timeout) -> None:
+        await asked.wait()
+        way_in.reschedule(loop.time())
+
+    try:
+        async with asyncio.timeout(None) as way_in:
+            watch = loop.create_task(give_up(way_in), name="way in")
+            try:
+                async with opened() as whole, sessions.session(whole, asked) as (network, leave):
+                    watch.cancel()  # `leave` is heeded from now on
+                    await take_part(network, leave)
+            finally:
+                watch.cancel()
+    except TimeoutError:
+        if not way_in.expired():
+            raise

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.node.joining.state_source import (
+from noloco_node.node.state_source import (
     Attempts,
     DownloadFailed,
     FromCheckpoint,

@@ -22,11 +22,19 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter
 from noloco_node.machine.memory import ARENAS, available, trim, within_limit
-from noloco_node.node.joining import stage_claim
-from noloco_node.node.joining.newcomer import Newcomer
-from noloco_node.node.joining.stage_benchmark import TIMES, StageBenchmark, measure
-from noloco_node.node.joining.stage_claim import CLAIMS, LOOKS, ClaimedStage, claim_stage, claims_of
+from noloco_node.node import stage_claim
+from noloco_node.node.node_context import NodeContext, StageRequest
 from noloco_node.node.replica import Replica
+from noloco_node.node.stage_claim import (
+    CLAIMS,
+    LOOKS,
+    TIMES,
+    ClaimedStage,
+    StageBenchmark,
+    claim_stage,
+    claims_of,
+    measure,
+)
 from noloco_node.planning.model_layout import make_stage, model_layout
 from noloco_node.planning.plan import device_needs
 from noloco_node.run.peer_state import PeerState
@@ -89,15 +97,18 @@ class Seeker:
         )
         host.free, host.needs_bytes, host.graph_bytes = free, [100, 200, 300], [20, 20, 20]
         reporter = Reporter(record=self.events.append, say=self.said.append)
-        self.newcomer = Newcomer(
+        self.request = StageRequest(wish)
+        self.context = NodeContext(
             run_file=what,
             dimensions=quadratic_layout(3, WORK),
             membership=self.membership,
             host=host,
             reporter=reporter,
             network=network,
-            requested_stage=wish,
         )
+
+    async def claim(self, served: int | None = None) -> ClaimedStage:
+        return await claim_stage(self.context, self.request, served)
 
     def _build(self, number: int) -> PricedStage:
         self.built.append(number)
@@ -112,7 +123,7 @@ class Seeker:
 
     async def serve(self, stage: int, device_s: float) -> None:
         """Pose as a replica that has been at work for long."""
-        record = PeerRecord(peer=self.newcomer.me, stage=stage, state=PeerState.TRAINING, device_s=device_s)
+        record = PeerRecord(peer=self.context.me, stage=stage, state=PeerState.TRAINING, device_s=device_s)
         await self.membership.claim(record)
 
 
@@ -134,7 +145,7 @@ def test_a_newcomer_measures_itself_and_takes_the_stage_that_limits_the_swarm() 
         for name, stage, device_s in (("a", 0, 0.4), ("b", 0, 0.4), ("c", 1, 0.25), ("d", 2, 2.0), ("e", 2, 2.0)):
             await Seeker(hub, name).serve(stage, device_s)
         late = Seeker(hub, "late", forward_s=0.1)
-        place = await claim_stage(late.newcomer, served=None)
+        place = await late.claim()
         (record,) = [each for each in late.membership.roster.stage(2) if each.peer == "late"]
         return late, place, record
 
@@ -152,7 +163,7 @@ def test_who_comes_while_it_is_measured_changes_its_choice_but_not_what_it_knows
         for name, stage, device_s in (("a", 0, 0.5), ("b", 1, 0.5), ("c", 2, 2.0)):
             await Seeker(hub, name).serve(stage, device_s)
         slow = Seeker(hub, "slow", forward_s=2.0)
-        claiming = asyncio.create_task(claim_stage(slow.newcomer, served=None))
+        claiming = asyncio.create_task(slow.claim())
         await asyncio.sleep(5.0)
         await Seeker(hub, "d").serve(2, 0.1)
         return slow, await claiming
@@ -170,14 +181,14 @@ def test_who_comes_while_it_is_measured_changes_its_choice_but_not_what_it_knows
 def test_newcomers_that_start_together_spread_and_end(count: int) -> None:
     async def main(hub: SimNetwork) -> tuple[list[Seeker], list[ClaimedStage]]:
         seekers = [Seeker(hub, f"p{n:02}", forward_s=(0.1, 0.1, 0.3)[n % 3]) for n in range(count)]
-        places = await asyncio.gather(*[claim_stage(each.newcomer, served=None) for each in seekers])
+        places = await asyncio.gather(*[each.claim() for each in seekers])
         await seekers[0].membership.peek()
         return seekers, places
 
     seekers, places = claimed(main)  # type: ignore[misc]
     claims = claims_of(seekers[0].membership.roster)
     assert sorted((each.peer, each.stage) for each in claims) == [
-        (seeker.newcomer.me, place.number) for seeker, place in zip(seekers, places, strict=True)
+        (seeker.context.me, place.number) for seeker, place in zip(seekers, places, strict=True)
     ]
     assert all(len(each.events) <= CLAIMS for each in seekers)
     capacity = capacities(claims, WORK)
@@ -191,7 +202,7 @@ def test_a_stage_that_does_not_fit_is_left_out() -> None:
         await Seeker(hub, "a").serve(0, 0.5)
         await Seeker(hub, "b").serve(1, 1.0)
         small = Seeker(hub, "small", free=250)
-        return small, await claim_stage(small.newcomer, None)
+        return small, await small.claim()
 
     small, place = claimed(main)  # type: ignore[misc]
     assert place.number == 1
@@ -206,10 +217,10 @@ def test_where_no_stage_fits_the_newcomer_leaves_before_it_builds_or_claims_anyt
         refusals = []
         for seeker in seekers:
             with pytest.raises(UserError) as refusal:
-                await claim_stage(seeker.newcomer, None)
+                await seeker.claim()
             refusals.append(refusal.value)
             assert not seeker.membership.roster.stage(0) + seeker.membership.roster.stage(1)
-        return refusals, seekers, await claim_stage(Seeker(hub, "knows", free=200, wish=1).newcomer, None)
+        return refusals, seekers, await Seeker(hub, "knows", free=200, wish=1).claim()
 
     (whole, one), seekers, place = claimed(main)  # type: ignore[misc]
     assert whole.code is one.code is Exit.DEVICE
@@ -225,8 +236,8 @@ def test_whom_nobody_can_dial_takes_the_first_stage_though_another_is_weaker() -
         for name, stage in (("a", 0), ("b", 0), ("c", 1)):
             await Seeker(hub, name).serve(stage, 0.5)
         hidden, told = (Seeker(hub, name, dials_only=True, wish=wish) for name, wish in (("hidden", None), ("told", 2)))
-        place = await claim_stage(hidden.newcomer, served=2)
-        assert (await claim_stage(told.newcomer, None)).number == 2, "its owner knows best"
+        place = await hidden.claim(2)
+        assert (await told.claim()).number == 2, "its owner knows best"
         return hidden, place, told
 
     hidden, place, told = claimed(main)  # type: ignore[misc]
@@ -245,25 +256,25 @@ def test_a_stage_that_keeps_more_of_a_microbatch_than_was_estimated_is_left_to_o
         await Seeker(hub, "b").serve(1, 1.0)
         # Of stage 2, with one graph: 300 - 20 + 100, four fifths of what must be free.
         small, large = Seeker(hub, "small", free=474), Seeker(hub, "large", free=475)
-        place = await claim_stage(small.newcomer, None)
-        return small, place, await claim_stage(large.newcomer, None)
+        place = await small.claim()
+        return small, place, await large.claim()
 
     small, place, ample = claimed(main)  # type: ignore[misc]
     assert (place, small.built) == (ClaimedStage(1), [2]), "what was built for the measurement is let go"
     assert "stage 2 does not fit" in small.said[0]
     assert ample.number == 2
-    assert small.newcomer.host.needs_bytes == [100, 200, 380], "nor will it move there"
+    assert small.context.host.needs_bytes == [100, 200, 380], "nor will it move there"
 
 
 def test_a_stage_must_fit_main_memory_too_where_the_device_has_its_own() -> None:
     async def main(hub: SimNetwork) -> tuple[ClaimedStage, UserError]:
         poor, poorest = Seeker(hub, "poor", free=1000), Seeker(hub, "poorest", free=1000)
         for seeker, beside in ((poor, [40, 60, 70]), (poorest, [60, 70, 80])):
-            seeker.newcomer.host.beside_bytes[:] = beside
-            seeker.newcomer.host.free_beside_bytes = lambda: 55  # type: ignore[method-assign]
-        place = await claim_stage(poor.newcomer, None)
+            seeker.context.host.beside_bytes[:] = beside
+            seeker.context.host.free_beside_bytes = lambda: 55  # type: ignore[method-assign]
+        place = await poor.claim()
         with pytest.raises(UserError) as refusal:
-            await claim_stage(poorest.newcomer, None)
+            await poorest.claim()
         return place, refusal.value
 
     place, refusal = claimed(main)  # type: ignore[misc]
@@ -276,7 +287,7 @@ def test_of_equals_the_stage_of_an_earlier_life() -> None:
         found = set()
         for served in range(3):
             hub = SimNetwork()
-            place = await claim_stage(Seeker(hub, f"p{served}").newcomer, served)
+            place = await Seeker(hub, f"p{served}").claim(served)
             found.add((served, place.number))
         return found
 
@@ -288,9 +299,9 @@ def test_an_owners_wish_is_taken_at_once_and_a_wrong_one_refused() -> None:
         await Seeker(hub, "a").serve(1, 0.5)
         told = Seeker(hub, "told", wish=1)
         with pytest.raises(UserError, match="no stage 3") as trouble:
-            await claim_stage(Seeker(hub, "wrong", wish=3).newcomer, None)
+            await Seeker(hub, "wrong", wish=3).claim()
         assert trouble.value.code is Exit.USAGE
-        return told, await claim_stage(told.newcomer, served=0)
+        return told, await told.claim(0)
 
     told, place = claimed(main)  # type: ignore[misc]
     assert (place, told.built) == (ClaimedStage(1), [])
@@ -311,11 +322,11 @@ def test_without_the_dht_a_newcomer_gives_up_and_whoever_moves_waits() -> None:
         new, mover = Seeker(hub, "new"), Seeker(hub, "mover", wish=1)
         deaf(new, 10**6)
         with pytest.raises(UserError, match="Nobody could tell") as trouble:
-            await claim_stage(new.newcomer, served=None)
+            await new.claim()
         assert trouble.value.code is Exit.UNREACHABLE
         await mover.serve(0, 0.5)
         deaf(mover, 40)
-        return mover, await claim_stage(mover.newcomer, served=None)
+        return mover, await mover.claim()
 
     mover, place = claimed(main)  # type: ignore[misc]
     assert place == ClaimedStage(1)
@@ -462,7 +473,7 @@ def test_a_source_that_comes_back_to_its_stage_goes_on_in_its_text() -> None:
                 assert replica is not None
                 self.left[name] = weakref.ref(replica)
                 self.seen.append((self.world.now_s, name, event))
-                position = self.world.peers[name].life.node._context.work.text  # type: ignore[union-attr]
+                position = self.world.peers[name].life.node._services.work.text  # type: ignore[union-attr]
                 self.drawn[name, event.origin] = position.position()["drawn"] if position is not None else 0
 
         def struck(self, fault: object) -> None: ...
@@ -487,7 +498,7 @@ def test_a_source_that_comes_back_to_its_stage_goes_on_in_its_text() -> None:
     assert second_s - first_s >= 120.0
     node = worlds[0].peers[mover].life.node
     assert node is not None
-    text = node._context.work.text
+    text = node._services.work.text
     assert text is not None
     assert text.position()["drawn"] > watch[0].drawn[mover, 0] > 0
 

@@ -1,0 +1,395 @@
+"""How a node becomes a replica: it claims a stage, and puts a first state into it.
+
+`stage_claim` claims the stage, and `state_source` says where the first state comes from. This module carries that out.
+
+A newcomer that finds the run begun and its stage empty asks the peers in the roster for a snapshot of the stage. Peers
+with `--keep-snapshots` have one, and so have peers that served the stage before. The newcomer's own checkpoint comes
+first unless a snapshot is clearly newer, because a checkpoint holds the momenta too. With neither, the stage starts
+from the run's first weights: what it had learned is lost, and the node says so loudly.
+
+Nobody vouches for a snapshot, so it is believed within bounds: a snapshot that claims far more progress than the run
+has made is passed over, and where three or more peers offer one, the median norm is the measure. Rounds say less, since
+a stage with a quarter of another's replicas takes four times its steps. The first microbatches then show whether the
+snapshot is worth anything (`noloco_node.state_sync.starting_state`); if not, the node joins again with another one. A
+snapshot holds neither momenta nor the optimiser's memory: those begin at zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from random import Random
+from statistics import median_low
+from typing import NamedTuple
+
+from msgspec import structs
+
+from gossip.exchange.messages import Manifest, ReplicaState
+from gossip.transfer import download
+from gossip.transfer.download import MomentBounds, download_state
+from noloco_node.errors import Exit, UserError
+from noloco_node.journal import events
+from noloco_node.machine.interface import FirstWeights, StageModel
+from noloco_node.node.node_context import NodeContext, StageRequest
+from noloco_node.node.stage_claim import build_stage, claim_stage
+from noloco_node.node.state_source import (
+    Attempts,
+    DownloadFailed,
+    FromCheckpoint,
+    FromPeerSnapshot,
+    FromReplicas,
+    FromSeed,
+    LookAgain,
+    NobodyBack,
+    Seeker,
+    SnapshotNotFound,
+    choose_source,
+    living_replicas,
+)
+from noloco_node.run.peer_state import AT_WORK, PeerState, Wait, WaitCause
+from noloco_node.state_sync import starting_state as starting
+from noloco_node.state_sync.download import (
+    COPY_AGAIN_S,
+    SAY_EVERY_S,
+    SNAPSHOT,
+    DownloadLink,
+    StateDownload,
+    WeightsOf,
+    ask_manifests,
+    copying_s,
+    waiting_line,
+)
+from noloco_node.state_sync.starting_state import FailedSnapshots, SnapshotTrial, StartingState, from_donor
+from noloco_node.state_sync.weight_exchange import TOKENIZER_TOPIC, WeightDownload
+from noloco_node.storage.checkpoint import Checkpoint, Counters
+from noloco_node.storage.weight_store import PIECE_BYTES, WeightStore
+from noloco_node.swarm.roster import PeerRecord
+from noloco_node.tasks import loop_s
+from noloco_node.units import format_bytes
+from pipeline.forward_pass import is_shortage
+from pipeline.inner_step import moment_ratio
+
+LOOKS, LOOK_S = 6, 5.0
+"""How often, and after which pauses, a newcomer looks whether somebody comes back to a run that was begun."""
+
+
+class Start(NamedTuple):
+    """What joining yields: the stage's number, its slice, its first state, and our counters from an earlier session."""
+
+    number: int
+    stage: StageModel
+    starting_state: StartingState
+    counted: Counters | None
+
+
+async def join(context: NodeContext, request: StageRequest) -> Start:
+    """Claim a stage, build it and find its weights; raise `UserError` where this machine cannot hold it."""
+    host = context.host
+    served = await host.last_stage() if request.stage is None else None
+    number, stage = await claim_stage(context, request, served)
+    if stage is None:
+        stage = await build_stage(host, number)
+    saved = await host.load(number)
+    try:
+        starting_state = await _StateSearch(context, request, number, stage, saved).run()
+    except (MemoryError, RuntimeError) as error:
+        if not is_shortage(error):
+            raise
+        raise UserError(
+            f"The state of stage {number} does not fit into the memory that is free.",
+            why=" ".join(str(error).split())[:300] or "no memory is left",
+            hint="end other programs, or serve a smaller stage with --stage",
+            code=Exit.DEVICE,
+        ) from error
+    unfinished = host.partial_download(number, 0)
+    if unfinished is not None:
+        # Perhaps of a copy that an earlier session began and that is not needed now.
+        await host.device.run(unfinished.discard)
+    return Start(number, stage, starting_state, saved.counters if saved is not None else None)
+
+
+class _StateSearch:
+    """The way to a first state: carries out what `choose_source` says until the state is in the stage."""
+
+    def __init__(
+        self, context: NodeContext, request: StageRequest, number: int, stage: StageModel, saved: Checkpoint | None
+    ) -> None:
+        self._context, self._failed = context, request.failed
+        self._number, self._stage, self._saved = number, stage, saved
+        self._device, self._say, self._options = context.host.device, context.reporter.say, context.options
+        self._membership, self._network = context.membership, context.network
+        self._saved_round = saved.counters.round if saved is not None else None
+        self._since_unix_s = context.host.unix_time()
+        self._download: StateDownload | None = None
+
+    async def run(self) -> StartingState:
+        """Return the first state, which is in the stage by then."""
+        seeker = Seeker(
+            me=self._context.me,
+            stage=self._number,
+            saved_round=self._saved_round,
+            staleness_at_most=self._context.run.outer.staleness_at_most,
+            begun=self._options.reached > 0.0 and not self._options.begin_anew,
+            revives=bool(self._failed.losses),
+        )
+        attempts = Attempts()
+        tokenizer = self._context.host.tokenizer
+        while tokenizer is not None and not await self._fetch_tokenizer(tokenizer):
+            self._say(f"waiting for the tokenizer of the run: nobody reached has it; {_ASKING_AGAIN}")
+            await self._wait_for(WaitCause.TOKENIZER, COPY_AGAIN_S)
+        while True:
+            outcome: StartingState | DownloadFailed | SnapshotNotFound | None
+            match choose_source(self._membership.roster, seeker, attempts):
+                case FromSeed(lost):
+                    outcome = await self._from_seed(lost)
+                case FromCheckpoint(living, searched):
+                    outcome = await self._from_checkpoint(living, searched)
+                case FromReplicas(living):
+                    outcome = await self._from_replicas(living)
+                case FromPeerSnapshot(attempt):
+                    outcome = await self._from_snapshot(attempt)
+                case NobodyBack(looks):
+                    await self._look_for_others(looks)
+                    outcome = None
+                case LookAgain(seconds, for_replica):
+                    if for_replica:
+                        now_unix_s = self._context.host.unix_time()
+                        self._say(waiting_line(self._number, self._since_unix_s, now_unix_s, seconds))
+                    await self._wait_for(WaitCause.STATE if for_replica else None, seconds)
+                    outcome = None
+            if isinstance(outcome, StartingState):
+                return outcome
+            attempts = attempts.after(outcome)
+
+    # The run's first weights, and its tokenizer.
+
+    async def _from_seed(self, lost: bool) -> StartingState | None:
+        weights = self._context.host.first_weights
+        if weights is not None and not await self._put_first_weights(weights):
+            self._say(
+                "waiting for the weights that the run starts from: nobody reached has all of stage"
+                f" {self._number}'s; {_ASKING_AGAIN}"
+            )
+            await self._wait_for(WaitCause.WEIGHTS, COPY_AGAIN_S)
+            return None
+        if lost:
+            self._say(
+                f"STAGE {self._number} HAS LOST ITS WEIGHTS: no replica of it lives, nobody in the roster gives a"
+                " snapshot, and we have no checkpoint of it. It starts from the run's first weights. If somebody still"
+                " has its checkpoint, stop this node now and let them join first; join --keep-snapshots guards"
+                " against it"
+            )
+        elif self._options.reached:
+            self._say(f"BEGINNING THE RUN ANEW, FROM ITS FIRST WEIGHTS: it had reached {self._options.reached:.1%}")
+        beginning = await self._device.run(starting.from_seed, self._stage)
+        return replace(beginning, progress=_median_progress(self._at_work()))
+
+    async def _put_first_weights(self, weights: FirstWeights) -> bool:
+        """Fetch what the stage needs of the run's first weights, and put them into it; False where a part is missing.
+
+        Raises `UserError` where the disk refuses, or the weights are not this model's.
+        """
+        store, job = weights.store, self._device.beside
+        line = _ProgressLine(self._context, self._number)
+        fetch, peers = WeightDownload(self._network, store, job, line.tell), self._weight_donors()
+        if not await fetch.digests(peers) or not await fetch.pieces(store.first_pieces(), peers):
+            return False
+        if not await fetch.pieces(await job(store.header_pieces), peers):
+            return False
+        pieces = await job(weights.pieces, self._number)
+        line.begin()
+        try:
+            if not await fetch.pieces(pieces, peers):
+                return False
+        finally:
+            line.close()
+        await self._device.run(self._stage.set_weights, await job(weights.read, self._number))
+        self._say(f"stage {self._number} begins with the weights of the checkpoint that the run goes on from")
+        return True
+
+    async def _fetch_tokenizer(self, store: WeightStore) -> bool:
+        """Fetch the files of the run's tokenizer; False where one is missing."""
+        job = self._device.beside
+        if not await job(store.missing, store.all_pieces()):
+            return True
+        found = await WeightDownload(self._network, store, job, topic=TOKENIZER_TOPIC).everything(self._weight_donors())
+        if found:
+            size = format_bytes(sum(each.size_bytes for each in store.files))
+            self._say(f"the tokenizer of the checkpoint that the run goes on from is here: {size}")
+        return found
+
+    def _weight_donors(self) -> list[str]:
+        """Return the peers to ask: nodes first, so that a bootstrap peer gives each piece as seldom as possible."""
+        nodes = dict.fromkeys(record.peer for records in self._membership.roster.stages for record in records)
+        return [peer for peer in (*nodes, *self._options.bootstrap_peers) if peer != self._context.me]
+
+    async def _look_for_others(self, looks: int) -> None:
+        """Look again who is there; raise `UserError` where nobody came back for long."""
+        reached = f"{self._options.reached:.1%} of the run"
+        if looks == LOOKS:
+            raise UserError(
+                "Nobody who has weights of this run is here.",
+                why=f"{reached} was done when its peers were last seen; beginning anew would throw that away",
+                hint="start those first that hold its checkpoints, then this node; "
+                "where nobody has them any more, join --begin-anew starts from step 0",
+                code=Exit.UNREACHABLE,
+            )
+        if not looks:
+            self._say(f"{reached} is done, and nobody who has its weights is here: looking for {LOOKS * LOOK_S:.0f} s")
+        await asyncio.sleep(LOOK_S)
+        await self._membership.peek()
+
+    # What this peer, or others, have of the stage.
+
+    async def _from_checkpoint(self, living: tuple[PeerRecord, ...], searched: bool) -> StartingState:
+        saved = self._saved
+        assert saved is not None
+        if searched:
+            self._say(
+                f"no snapshot of stage {self._number} is newer than our own checkpoint (round {saved.counters.round})"
+            )
+        line = f"going on from our own checkpoint of inner step {saved.counters.inner_steps}"
+        if living:
+            stage_round = median_low([record.round for record in living])
+            line += f": it is of round {saved.counters.round}, and the stage is in round {stage_round}"
+        self._say(line)
+        starting_state = await self._device.run(starting.from_checkpoint, self._stage, saved)
+        return replace(starting_state, progress=_median_progress(living)) if living else starting_state
+
+    async def _from_replicas(self, living: tuple[PeerRecord, ...]) -> StartingState | DownloadFailed:
+        donors = download.donors(self._context.me, [record.peer for record in living], self._context.run.seed)
+        self._say(f"copying stage {self._number} from one of {len(donors)} replicas")
+        if self._download is None:
+            self._context.reporter.record(events.StateChanged(state=PeerState.CATCHING_UP))
+            self._announce()
+            self._context.host.prepare_text(self._number)
+            self._download = self._new_download()
+        state = await self._download.attempt(donors)
+        if not isinstance(state, ReplicaState):
+            self._say(f"could not copy the state: {state}")
+            return DownloadFailed()
+        # The whole stage says by now how far the run is, not one donor.
+        living = living_replicas(self._membership.roster, self._number, self._context.me) or living
+        starting_state = await self._device.run(from_donor, self._stage, state)
+        starting_state = starting.started(starting_state, [each.round for each in living], _median_progress(living))
+        await self._device.run(self._download.discard)
+        return starting_state
+
+    def _new_download(self) -> StateDownload:
+        options, weight_bytes = self._options, 4 * sum(map(prod, self._stage.shapes))
+        deadline_s = copying_s(weight_bytes, options.slowest_bytes_per_s) if options.deadlines else math.inf
+        line = DownloadLink(self._network, self._device, deadline_s)
+        keep = self._context.host.partial_download(self._number, weight_bytes)
+        inner = self._context.run.inner
+        moments = MomentBounds(moment_ratio(inner.beta1, inner.beta2), inner.clip_norm)
+        return StateDownload(self._number, self._stage, line, self._context.reporter, keep, self._saved, moments)
+
+    async def _from_snapshot(self, attempt: int) -> StartingState | SnapshotNotFound:
+        """Revive a stage without replicas from a snapshot. `attempt`: from 0; before another one some time passes."""
+        me, number, roster = self._context.me, self._number, self._membership.roster
+        asked = starting.asked_of(roster, me, Random(f"{self._context.run.seed}|reviving|{me}|{attempt}"))
+        others = [each for records in roster.stages for each in records if each.peer != me and each.state in AT_WORK]
+        if attempt == 0:
+            self._say(f"no replica of stage {number} lives: asking {len(asked)} peers for a snapshot of it")
+        subject = WeightsOf(number, tuple(tuple(shape) for shape in self._stage.shapes), SNAPSHOT)
+        replies = await ask_manifests(self._network, asked, subject)
+        offers, run = replies.offers, starting.reached(self._membership.roster)
+        believed_donors = starting.donors(self._saved_round, offers, run)
+        order = untried(self._failed, believed_donors, self._saved_round, self._context.dimensions.vocabulary)
+        if not order:
+            return SnapshotNotFound(promised=replies.busy > 0)
+        believed, givers = starting.verify_snapshot(offers, run), list[str]()
+
+        async def objection(peer: str, manifest: Manifest) -> str | None:
+            givers.append(peer)
+            return await believed(peer, manifest)
+
+        wanted = subject.wanted(copying_s(subject.weight_bytes, self._options.slowest_bytes_per_s))
+        wanted = replace(wanted, objection=objection)
+        try:
+            state = await download_state(order, subject.converse(self._network), wanted, self._device.run)
+        except ConnectionError as error:
+            self._say(f"no snapshot of stage {number} could be fetched: {error}")
+            return SnapshotNotFound(promised=True)
+        self._say(f"reviving stage {number} from a snapshot of its round {state.round}")
+        progress = median_low([record.progress for record in others] or [state.progress])
+        usual = self._failed.usual or tuple(record.loss for record in others if record.loss is not None)
+        trial = SnapshotTrial(givers[-1], usual) if givers[-1] not in self._failed.losses else None
+        revived = await self._device.run(from_donor, self._stage, state)
+        return replace(revived, progress=progress, given=trial is not None, trial=trial)
+
+    # What others read of us meanwhile.
+
+    async def _wait_for(self, cause: WaitCause | None, seconds: float) -> None:
+        """Say in our record what we wait for, if there is a cause; look again who is there a while later."""
+        if cause is not None:
+            self._announce(Wait(cause))
+        await asyncio.sleep(seconds)
+        await self._membership.peek()
+
+    def _at_work(self) -> Sequence[PeerRecord]:
+        """Return the records of other peers that train: those of our stage, or of all stages if ours has none."""
+        roster, number, me = self._membership.roster, self._number, self._context.me
+        stages = (living_replicas(roster, stage, me) for stage in range(len(roster.stages)))
+        return living_replicas(roster, number, me) or [record for records in stages for record in records]
+
+    def _announce(self, *waiting: Wait) -> None:
+        """Say in our record that we catch up, and for what we wait."""
+        for record in self._membership.roster.stage(self._number):
+            if record.peer == self._context.me:
+                record = structs.replace(record, state=PeerState.CATCHING_UP, waiting=waiting)
+                self._membership.update(record)
+
+
+_ASKING_AGAIN = (
+    f"asking again in {COPY_AGAIN_S:.0f} s. Whoever has the checkpoint gives --weights DIR to noloco-node bootstrap, or"
+    " to join"
+)
+
+
+def untried(failed: FailedSnapshots, order: Sequence[str], saved_round: int | None, vocabulary: int) -> tuple[str, ...]:
+    """Return the peers to ask, of those whose snapshot is believed: those that gave none that was worth nothing.
+
+    Where none is left and we have no checkpoint, return the best of the others if it knew more than a guess does.
+    """
+    tried = failed.losses
+    left = tuple(peer for peer in order if peer not in tried)
+    if left or not tried or saved_round is not None:
+        return left
+    best = min(tried, key=lambda peer: tried[peer])
+    return (best,) if best in order and tried[best] < math.log(vocabulary) else ()
+
+
+class _ProgressLine:
+    """What a person reads of a download of the first weights."""
+
+    def __init__(self, context: NodeContext, number: int) -> None:
+        self._reporter, self._number = context.reporter, number
+        self._said_s: float | None = None
+
+    def begin(self) -> None:
+        """Say from now on how far it is."""
+        self._said_s = loop_s()
+
+    def tell(self, here: int, count: int) -> None:
+        """Say how many pieces of how many are here."""
+        if self._said_s is None:
+            return
+        what = f"{format_bytes(here * PIECE_BYTES)} of {format_bytes(count * PIECE_BYTES)}"
+        line = f"fetching the weights that stage {self._number} starts from: {what} ({here / count:.0%})"
+        drawn = self._reporter.draw is not None and self._reporter.draw(here / count, line)
+        if not drawn and loop_s() - self._said_s >= SAY_EVERY_S:
+            self._said_s = loop_s()
+            self._reporter.say(line)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._reporter.draw is not None:
+            self._reporter.draw(1.0, "")
+
+
+def _median_progress(records: Sequence[PeerRecord]) -> float:
+    return median_low([record.progress for record in records] or [0.0])

@@ -1,0 +1,137 @@
+"""This peer's part of the run at its stage: a source's is its text; at a later stage the peer works as long as sources
+do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+from torch import Tensor
+
+from noloco_node.journal import events
+from noloco_node.machine.interface import Reporter, Text
+from noloco_node.node.microbatch_source import MicrobatchSource
+from noloco_node.node.replica import Replica
+from noloco_node.run.config import RunConfig
+from noloco_node.storage.checkpoint import Counters
+from noloco_node.swarm.membership import Membership
+from noloco_node.swarm.run_samples import ALONE_S, RunSamples, is_over_below
+from noloco_node.tasks import loop_s
+
+
+class StageWork:
+    """This peer's part of the run, whatever stage it serves.
+
+    `text`: what it trains on as a source; it stays open where the peer moves away from stage 0, and is gone on with.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        me: str,
+        membership: Membership,
+        open_text: Callable[[], Awaitable[Text]],
+        reporter: Reporter,
+    ) -> None:
+        self.text: Text | None = None
+        self._run, self._me, self._membership = run, me, membership
+        self._open_text, self._reporter = open_text, reporter
+        self._source: MicrobatchSource | None = None
+        self._counted: RunSamples | None = None
+        self._resumed: Counters | None = None
+
+    @property
+    def samples(self) -> int:
+        """Sequences that a gradient came back for at the present stage; 0 but for a source."""
+        if self._source is None:
+            return self._resumed.samples if self._resumed else 0
+        return self._source.samples
+
+    def position(self) -> dict[str, Any] | None:
+        """Return where the next draw from the text begins."""
+        if self.text is None:
+            return self._resumed.data_position if self._resumed else None
+        return self.text.position()
+
+    def rest(self) -> None:
+        """Let go of the stage that was served."""
+        self._source = self._counted = self._resumed = None
+
+    def begin(self, progress: float, counted: Counters | None) -> None:
+        """Begin at a stage, at its progress, with our counters of it from an earlier session or assignment.
+
+        From here on the work of others counts, however long our text takes to open.
+        """
+        self._resumed = counted
+        # Our own checkpoint may know of more than the peers that came back before us.
+        reached = max(progress, counted.progress if counted else 0.0)
+        # The swarm forgets a source that was away for long; its own checkpoint does not.
+        own = max(self._membership.roster.own_samples, counted.samples if counted else 0)
+        self._counted = RunSamples(self._run, self._membership, round(reached * self._run.budget_samples), own)
+
+    async def run_until_done(self, replica: Replica) -> None:
+        """Return when this peer's part of the run is done, and nothing of it under way."""
+        if replica.config.stage == 0:
+            source = await self._make_source(replica)
+            await source.run(self._run.pipeline.microbatches_per_step * self._run.pipeline.windows_in_flight)
+        else:
+            begun_s, served = loop_s(), replica.microbatches
+
+            def over() -> bool:
+                roster, idle_s = self._membership.roster, loop_s() - max(begun_s, served.returned_s)
+                return is_over_below(self._run, roster, served.issued.samples, replica.progress.value, idle_s)
+
+            await self._seen(over)
+
+    async def run_until_deserted(self, replica: Replica) -> None:
+        """Return when the run is over at stage 0 and no peer is left to which our microbatches could go.
+
+        A peer that holds our microbatches but has long returned none does not count: it may be waiting for us to leave.
+        """
+
+        def deserted() -> bool:
+            source = self._source
+            if source is None or self._counted is None:
+                return False
+            idle = replica.stranded or loop_s() - source.returned_s > ALONE_S
+            return idle and self._counted.is_over(source.samples, source.returned_s)
+
+        await self._seen(deserted)
+
+    async def _seen(self, over: Callable[[], bool]) -> None:
+        while not over():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ALONE_S):
+                    await self._membership.changed()
+
+    async def _make_source(self, replica: Replica) -> MicrobatchSource:
+        opened, resumed = self.text is None, self._resumed
+        text = self.text or await self._open_text()
+        # A source that comes back to its stage goes on where it was.
+        position = resumed.data_position if resumed is not None and opened else None
+        if position is not None and not await text.restore(position):
+            self._reporter.say("the text is another one than before: reading it from its beginning")
+        self.text = text
+        assert self._counted is not None, "a stage was begun"
+
+        async def draw() -> Tensor:
+            batch = await text.draw()
+            for sentence in text.news():
+                self._reporter.record(events.Noticed(what="text", text=sentence))
+            return batch
+
+        self._source = MicrobatchSource(
+            draw,
+            replica.worker.process,
+            self._counted.progress,
+            samples=self._counted.own_then,
+            me=self._me,
+            prove=self._membership.receipts.prove,
+            budget_s=self._run.pipeline.budget_s,
+            rng=Random(f"{self._run.seed}|source|{self._me}"),
+            told=self._run.pipeline.subspace is not None,
+        )
+        return self._source
