@@ -68,7 +68,6 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     longest_pause_s: float
     merged: float
     single: float
-    untrained: float
 
 
 class Rhythm(NamedTuple):
@@ -117,7 +116,8 @@ async def run_case(home: Path, shape: Shape, steps: int, rhythm: Rhythm | None) 
         seconds, until_unix_s = time.monotonic() - begun_s, time.time()
         unfinished = tuple(peer.name for peer in swarm.peers if not peer.finished)
         say("evaluating")
-        scores = await evaluation(swarm.children, swarm.invite, home / "model", home / "evaluation")
+        homes = [peer.home for peer in swarm.peers]
+        scores = await evaluation(swarm.children, swarm.invite, homes, home / "model", home / "evaluation")
     histories = [peer.history for peer in swarm.peers]
     return Case(
         steps=steps,
@@ -130,7 +130,6 @@ async def run_case(home: Path, shape: Shape, steps: int, rhythm: Rhythm | None) 
         longest_pause_s=max(_pause_s(peer, until_unix_s) for peer in swarm.peers),
         merged=scores.merged,
         single=scores.single,
-        untrained=scores.untrained,
     )
 
 
@@ -218,7 +217,6 @@ def report(calm: Case, chaos: Case) -> list[str]:
         ("longest pause, s", f"{calm.longest_pause_s:.1f}", f"{chaos.longest_pause_s:.1f}"),
         ("merged model, nats", f"{calm.merged:.4f}", f"{chaos.merged:.4f}"),
         ("single replicas, nats", f"{calm.single:.4f}", f"{chaos.single:.4f}"),
-        ("untrained, nats", f"{calm.untrained:.4f}", f"{chaos.untrained:.4f}"),
     )
     text = [f"{calm.steps} inner steps of each source", "", f"{'':<24}{'undisturbed':>14}{'chaos':>14}"]
     text += [f"{name:<24}{one:>14}{other:>14}" for name, one, other in rows]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 
 from noloco_node.demo import swarm_processes
 from noloco_node.demo.child_processes import Child, Children
-from noloco_node.demo.options import letters
+from noloco_node.demo.options import peer_name
 from noloco_node.errors import UserError
 from noloco_node.journal.events import Finished, InnerStep, Started
 from noloco_node.journal.reader import Tail
@@ -83,7 +83,7 @@ class Swarm:
     def __init__(self, home: Path, shape: Shape, run_text: str) -> None:
         self.children, self.invite, self._home = Children(), "", home
         self.peers = [
-            Peer(f"{stage}{letters(replica)}", stage, home / f"{stage}{letters(replica)}")
+            Peer(name := peer_name(stage, replica), stage, home / name)
             for stage in range(shape.stages)
             for replica in range(shape.replicas)
         ]

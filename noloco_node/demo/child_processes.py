@@ -1,12 +1,16 @@
 """Children that never outlive their parent.
 
-Three nets under one another. `Children.stop` asks all at once to leave (SIGINT), waits, insists (SIGTERM), waits, and
-kills what is left of each child's process group, which holds its libp2p daemon too. `Children.kill` does the last step
-alone, without awaiting anything, for an exit in a hurry. And each child watches a pipe from its parent
-(`noloco_node.demo.child_main`), which works when the parent could do neither.
+Three measures, each for the case that the one before fails. `Children.stop` asks all at once to leave (SIGINT), waits,
+insists (SIGTERM), waits, and kills what is left of each child's process group, which holds its libp2p daemon too.
+`Children.kill` does the last step alone, and awaits nothing. And each child watches a pipe from its parent:
 
-A child is started by one synchronous call: there is no moment at which a process exists and nobody knows of it. Its
-output goes to files, so that a full pipe can block nobody and a dead child can be asked for its last words.
+    python -m noloco_node.demo.child_processes MODULE [ARGUMENT ...]
+
+runs a module as `python -m` would, and interrupts its own process when standard input ends, as Ctrl-C would, then more
+firmly. However the parent dies, even by a signal that nobody can catch, the kernel closes the parent's end of the pipe.
+
+A child is started by one synchronous call: at no moment does a process exist of which nobody knows. Its output goes to
+files, so that a full pipe can block nobody and the last words of a dead child can be read.
 """
 
 from __future__ import annotations
@@ -14,10 +18,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import runpy
 import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +33,8 @@ import psutil
 from noloco_node.errors import COMPLAINT, Exit, UserError
 
 POLL_S = 0.05
+FIRMER_AFTER_S = 15.0
+"""Seconds between an interrupt and a termination, and again until the kill, of a child whose parent is gone."""
 LAST_WORDS = 12
 """Lines of a dead child's output that an error message quotes."""
 
@@ -91,6 +99,17 @@ class Child:
         while (code := self.exit_code) is None:  # noqa: ASYNC110 - not every system makes an event of a child's end
             await asyncio.sleep(POLL_S)
         return code
+
+    async def output(self, timeout_s: float) -> str:
+        """Wait for its end and return its standard output; raise `UserError` where it failed, or takes longer."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                code = await self.ended()
+        except TimeoutError:
+            raise self.trouble(f"it was not done after {timeout_s:.0f} s") from None
+        if code != 0:
+            raise self.trouble("it failed")
+        return (self.logs / "out.log").read_text()
 
     def last_words(self) -> str:
         """Return what it complained of last, else the last lines of its standard error, else of its output."""
@@ -203,7 +222,7 @@ class Children:
 
 def tied_command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a Python module so that it ends with its parent."""
-    return [sys.executable, "-m", "noloco_node.demo.child_main", module, *arguments]
+    return [sys.executable, "-m", "noloco_node.demo.child_processes", module, *arguments]
 
 
 def bound_sockets(groups: Iterable[int]) -> frozenset[Path]:
@@ -226,3 +245,30 @@ def _unlink_sockets(paths: Iterable[Path]) -> None:
                 path.unlink()
         except FileNotFoundError:
             continue
+
+
+def leave_with_parent(descriptor: int) -> None:
+    """Read `descriptor` to its end, then signal this process: SIGINT, SIGTERM, SIGKILL, with a pause between."""
+    try:
+        while os.read(descriptor, 4096):
+            pass
+    except OSError:
+        pass  # a standard input that cannot be read is no parent either
+    never = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        os.kill(os.getpid(), number)
+        never.wait(FIRMER_AFTER_S)
+
+
+def main() -> None:
+    """Tie this process to its parent and become the module."""
+    module = sys.argv[1]
+    sys.argv = sys.argv[1:]
+    # A shell that starts us in the background lets its children ignore the interrupt: here it is how they are stopped.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=leave_with_parent, args=(0,), name="parent", daemon=True).start()
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -14,22 +14,19 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, StrMethodFormatter
 
 from noloco_node.charts import COLOURS, INK, QUIET, SAME, Labelled, dress, new_figure, png, write_labels
-from noloco_node.demo.outage import OutageSummary
-from noloco_node.demo.summary import ModelScores
+from noloco_node.demo.summary import ModelScores, Summary
 from noloco_node.observe.braille_chart import smoothed
 from noloco_node.observe.peer_history import PeerHistory, over_tokens
 
 
-def picture(
-    heading: str, histories: Sequence[PeerHistory], scores: ModelScores | None, outage: OutageSummary | None = None
-) -> bytes:
+def picture(heading: str, histories: Sequence[PeerHistory], summary: Summary, scores: ModelScores | None) -> bytes:
     """Return the picture as a PNG."""
-    figure = new_figure(10, 6.4)
+    figure, outage = new_figure(10, 6.4), summary.outage
     loss, gap = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.1))
     figure.subplots_adjust(left=0.075, right=0.80, top=0.86, bottom=0.09, hspace=0.12)
     figure.text(0.075, 0.945, heading, fontsize=14, fontweight="bold", color=INK)
-    figure.text(0.075, 0.905, _subtitle(scores), fontsize=10, color=QUIET)
-    tokens = max(1, sum(history.tokens for history in histories if history.stage == 0))
+    figure.text(0.075, 0.905, _subtitle(summary, scores), fontsize=10, color=QUIET)
+    tokens = max(1, summary.tokens)
     _draw_losses(loss, histories, scores, tokens)
     _draw_gaps(gap, histories)
     for panel in (loss, gap):
@@ -45,11 +42,11 @@ def picture(
     return png(figure)
 
 
-def _subtitle(scores: ModelScores | None) -> str:
+def _subtitle(summary: Summary, scores: ModelScores | None) -> str:
     if scores is None:
         return "training loss, no evaluation"
     return (
-        f"{scores.parameters:,} parameters; merged model {scores.merged:.3f} nats a token on held-out text, "
+        f"{summary.parameters:,} parameters; merged model {scores.merged:.3f} nats a token on held-out text, "
         f"{scores.merged / scores.unigram:.2f} of the byte unigram entropy"
     )
 
@@ -66,12 +63,8 @@ def _draw_losses(panel: Axes, histories: Sequence[PeerHistory], scores: ModelSco
         panel.plot(*zip(*smooth, strict=True), color=colour, linewidth=1.8, solid_capstyle="round")
         labels.append(Labelled(smooth[-1].value, f"training, {history.name}", colour))
     if scores is not None:
-        for height, text, style in (
-            (scores.untrained, f"untrained {scores.untrained:.2f}", (0, (1, 3))),
-            (scores.unigram, f"byte unigrams {scores.unigram:.2f}", (0, (4, 3))),
-        ):
-            panel.axhline(height, color=QUIET, linewidth=1.0, linestyle=style, zorder=0)
-            labels.append(Labelled(height, text, QUIET))
+        panel.axhline(scores.unigram, color=QUIET, linewidth=1.0, linestyle=(0, (4, 3)), zorder=0)
+        labels.append(Labelled(scores.unigram, f"byte unigrams {scores.unigram:.2f}", QUIET))
         panel.plot([tokens], [scores.single], "D", color=QUIET, markersize=6, clip_on=False, zorder=5)
         panel.plot([tokens], [scores.merged], "*", color=INK, markersize=13, clip_on=False, zorder=6)
         labels.append(Labelled(scores.single, f"◆ single replicas {scores.single:.3f}", QUIET))

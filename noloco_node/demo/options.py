@@ -1,7 +1,16 @@
-"""What is asked of a demo: how large a swarm, for how long, even or not; and what no machine can serve.
+"""What is asked of a demo, what no machine can serve, and the directory that it fills.
 
-An uneven swarm has one slow replica, the last of the last stage. There the routes decide what it gets, so that it shows
-whether the others send it no more than it can take; a source would simply draw less.
+    noloco-demo/
+        demo.json               which demo this was; marks the directory as a demo's
+        run.toml                the run file, its step budget frozen
+        bootstrap/ 0a/ 0b/ ...  the homes of the peers: journal, identity, output
+        model/                  the merged model, a Hugging Face directory
+        loss.png summary.txt summary.json
+
+A demo writes over nobody's files: where an earlier demo lies, it takes the next free number (`noloco-demo-2`).
+
+A heterogeneous swarm has one slow replica, the last of the last stage. There routes decide what the replica gets, so
+the demo shows whether the others send it no more than it can take; a slow source would only draw less.
 """
 
 from __future__ import annotations
@@ -13,6 +22,8 @@ import msgspec
 
 from noloco_node import __version__
 from noloco_node.errors import Exit, UserError
+from noloco_node.storage.atomic_file import write_whole
+from noloco_node.storage.home import Home
 
 MOST_PEERS = 64
 PEER_BYTES = 2**29
@@ -21,6 +32,8 @@ MANY, FEW = 3, 2
 """Replicas of a stage: three show that those who do not meet drift apart, and what a merged model gains."""
 SLOWDOWN = 4.0
 """Of the slow replica of a heterogeneous demo."""
+MARK = "demo.json"
+NUMBERS = 1000
 
 
 class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +62,7 @@ class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def slow_peer(self) -> str | None:
         """The name of the replica that is slowed down, if one is."""
-        return f"{self.stages - 1}{letters(self.replicas - 1)}" if self.slowdown > 1 else None
+        return peer_name(self.stages - 1, self.replicas - 1) if self.slowdown > 1 else None
 
     @property
     def bytes(self) -> int:
@@ -58,8 +71,8 @@ class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def killed_peer(self) -> str | None:
-        """The name of the peer that is killed, if one is: nobody would be left of a stage of one."""
-        return f"{self.stages - 1}{letters(0)}" if self.outage and self.replicas > 1 else None
+        """The name of the peer that is killed, if one is: the only replica of a stage is spared."""
+        return peer_name(self.stages - 1, 0) if self.outage and self.replicas > 1 else None
 
 
 def fitting_replicas(stages: int, memory_bytes: int) -> int:
@@ -91,7 +104,51 @@ def mark(demo: DemoConfig, started_at: float) -> bytes:
     return msgspec.json.encode(content, enc_hook=str) + b"\n"
 
 
-def letters(number: int) -> str:
-    """Return a, b, ... z, aa, ab, ..."""
-    rest, last = divmod(number, 26)
-    return (letters(rest - 1) if rest else "") + string.ascii_lowercase[last]
+def peer_name(stage: int, replica: int) -> str:
+    """Return 0a, 0b, ... 0z, 0aa, 0ab, ..."""
+    letters = ""
+    while replica >= 0:
+        replica, last = divmod(replica, 26)
+        letters, replica = string.ascii_lowercase[last] + letters, replica - 1
+    return f"{stage}{letters}"
+
+
+def claim_output_dir(wanted: Path, mark: bytes) -> Home:
+    """Lock `wanted`, or its next free number where an earlier demo lies there, and write `mark` into it.
+
+    Raises `UserError` where it holds other files, or cannot be written.
+    """
+    wanted = wanted.expanduser().absolute()
+    if (names := _names(wanted)) and MARK not in names:
+        raise UserError(
+            f"{wanted} is not empty, and not a demo's",
+            why=f"it holds {', '.join(sorted(names)[:5])}",
+            hint="give another directory with --home",
+            code=Exit.USAGE,
+        )
+    for number in range(1, NUMBERS):
+        candidate = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        if _names(candidate):
+            continue
+        try:
+            home = Home.open(candidate)
+        except UserError as trouble:
+            if trouble.code is Exit.HOME_IN_USE:  # another demo, a moment ahead of us
+                continue
+            raise
+        write_whole(home.path / MARK, mark)
+        return home
+    raise UserError(
+        f"{NUMBERS} demos lie beside {wanted}",
+        why="each keeps its directory",
+        hint="remove some of them, or give another directory with --home",
+        code=Exit.USAGE,
+    )
+
+
+def _names(path: Path) -> set[str]:
+    """Return what is in a directory; the lock of a demo that died at once does not count."""
+    try:
+        return {entry.name for entry in path.iterdir()} - {"lock"}
+    except (FileNotFoundError, NotADirectoryError):
+        return set()

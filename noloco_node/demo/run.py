@@ -1,8 +1,8 @@
 """The demo from beginning to end: calibrate, bootstrap, join, watch, evaluate, sum up, and leave nothing running.
 
-All work is done by children, and this process only reads their journals: so it never loads torch, draws smoothly, and
-answers Ctrl-C at once, whenever it comes. A peer that dies does not end the demo, just as it does not end a swarm; the
-demo ends in an error only where no source is left.
+Children do all work, and this process only reads their journals: so it never loads torch, draws smoothly, and answers
+Ctrl-C at once, whenever it comes. A peer that dies does not end the demo, as it does not end a swarm; the demo ends in
+an error only where no source is left.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -21,10 +21,8 @@ from rich.console import Console
 
 from noloco_node.demo import swarm_processes
 from noloco_node.demo.child_processes import Child, Children
-from noloco_node.demo.options import DemoConfig, check, letters, mark
-from noloco_node.demo.outage import Outage
-from noloco_node.demo.output_dir import claim_output_dir
-from noloco_node.demo.summary import ModelScores, Summary, lines, summarise
+from noloco_node.demo.options import DemoConfig, check, claim_output_dir, mark, peer_name
+from noloco_node.demo.summary import ModelScores, Outage, Summary, lines, summarise
 from noloco_node.errors import UserError
 from noloco_node.journal.events import Event
 from noloco_node.journal.reader import Tail
@@ -57,6 +55,7 @@ class Peer:
     """One peer of the demo: its process, its journal, and what came of it so far."""
 
     child: Child
+    home: Path
     tail: Tail
     history: PeerHistory
 
@@ -77,39 +76,40 @@ async def demonstrate(demo: DemoConfig, page_at: PagePlace | None = None) -> Non
     started_at = time.time()
     with claim_output_dir(demo.home, mark(demo, started_at)) as home:
         async with page_served(page_at) as page:
-            await _Demo(demo, home, Console(), started_at, page).run()
+            await _Demo(demo, home, started_at, page).run()
 
 
 class _Demo:
     """One demo under way."""
 
-    def __init__(self, demo: DemoConfig, home: Home, console: Console, started_at: float, page: Page | None) -> None:
-        self._demo, self._home, self._console, self._started_at, self._page = demo, home, console, started_at, page
-        self._children = Children()
+    def __init__(self, demo: DemoConfig, home: Home, started_at: float, page: Page | None) -> None:
+        self._demo, self._home, self._started_at, self._page = demo, home, started_at, page
+        self._console, self._children = Console(), Children()
         self._outage = None if demo.killed_peer is None else Outage(demo.killed_peer)
+        self._invite = ""
+        self._peers: list[Peer] = []
 
     async def run(self) -> None:
         scores: ModelScores | None = None
         trouble: UserError | None = None
         try:
             run = await self._freeze_run()
-            invite, peers = await self._start_swarm()
-            await self._watch(run, invite, peers)
+            await self._start_swarm()
+            await self._watch(run)
             try:
-                scores = await self._evaluate(invite, peers) if self._demo.evaluated else None
+                scores = await self._evaluate() if self._demo.evaluated else None
             except UserError as error:  # the journals still have something to say
                 trouble = error
         finally:
             if self._children.running():
                 self._say(f"stopping {len(self._children.running())} processes (Ctrl-C: at once)")
             await self._children.stop()
-        self._report(peers, scores)
+        self._report(scores)
         if trouble is not None:
             raise trouble
 
     def _say(self, text: str) -> None:
-        elapsed = format_clock(time.time() - self._started_at)
-        self._print(f"[{elapsed}] {text}")
+        self._print(f"[{format_clock(time.time() - self._started_at)}] {text}")
 
     def _print(self, line: str) -> None:
         self._console.print(line, soft_wrap=True, highlight=False, markup=False)
@@ -126,7 +126,12 @@ class _Demo:
             self._say(f"peer {demo.killed_peer} will be killed on the way, and comes back")
         if demo.slow_peer is not None:
             self._say(f"replica {demo.slow_peer} acts as one {demo.slowdown:g} times slower than the others")
-        self._warn_of_memory()
+        needed, there = demo.bytes, psutil.virtual_memory().available
+        if needed > there:
+            self._say(
+                f"this needs about {format_bytes(needed)} of memory, and {format_bytes(there)} are free here: "
+                "it may well fail"
+            )
         steps = demo.steps or await self._affordable_steps()
         run = self._write_run(steps)
         self._say(
@@ -137,8 +142,7 @@ class _Demo:
 
     async def _affordable_steps(self) -> int:
         """Measure what this machine can do; return how many inner steps of each source fit into the time asked for."""
-        demo = self._demo
-        cores = swarm_processes.cores()
+        demo, cores = self._demo, swarm_processes.cores()
         self._say(f"calibrating: how fast can {min(cores, demo.peers)} of {cores} cores train this model?")
         run = self._write_run(steps=100)
         logs = self._home.path / "calibration"
@@ -152,122 +156,103 @@ class _Demo:
         write_whole(path, text.encode(), public=True)
         return decode_run(text, str(path))
 
-    def _warn_of_memory(self) -> None:
-        needed, there = self._demo.bytes, psutil.virtual_memory().available
-        if needed > there:
-            self._say(
-                f"this needs about {format_bytes(needed)} of memory, and {format_bytes(there)} are free here: "
-                "it may well fail"
-            )
-
-    async def _start_swarm(self) -> tuple[str, list[Peer]]:
-        """Start the bootstrap peer, read its invite, and start everybody else with it."""
-        demo = self._demo
-        invite = await swarm_processes.bootstrap(self._children, self._home.run_file, self._home.path / "bootstrap")
-        self._say(f"the bootstrap peer is up; on this machine others join with:  noloco-node join {invite}")
-        peers = []
+    async def _start_swarm(self) -> None:
+        """Start the bootstrap peer, read its invite, and start all peers with it."""
+        demo, home = self._demo, self._home
+        self._invite = await swarm_processes.bootstrap(self._children, home.run_file, home.path / "bootstrap")
+        self._say(f"the bootstrap peer is up; on this machine others join with:  noloco-node join {self._invite}")
         for stage, replica in itertools.product(range(demo.stages), range(demo.replicas)):
-            name = f"{stage}{letters(replica)}"
+            name = peer_name(stage, replica)
             history = PeerHistory(name, stage, demo.slowdown if name == demo.slow_peer else 1.0)
-            home = self._home.path / name
-            peers.append(Peer(self._join(invite, history, home), Tail(HomePaths(home).journal), history))
-        return invite, peers
+            place = home.path / name
+            self._peers.append(Peer(self._join(history, place), place, Tail(HomePaths(place).journal), history))
 
-    def _join(self, invite: str, history: PeerHistory, logs: Path) -> Child:
+    def _join(self, history: PeerHistory, logs: Path) -> Child:
         home = self._home.path / history.name
-        return swarm_processes.join(self._children, invite, history.stage, home, logs, history.slowdown)
+        return swarm_processes.join(self._children, self._invite, history.stage, home, logs, history.slowdown)
 
-    async def _watch(self, run: RunConfig, invite: str, peers: Sequence[Peer]) -> None:
+    async def _watch(self, run: RunConfig) -> None:
         """Show the swarm until every peer is done, or only stragglers of later stages are not."""
         heading = f"{self._demo.stages} stages x {self._demo.replicas} replicas, {_tokens(run):,} tokens"
-        sources_done_at: float | None = None
-        sources = [peer for peer in peers if peer.history.stage == 0]
-        observer = JournalObserver(heading, [peer.history for peer in peers], run)
+        observer = JournalObserver(heading, [peer.history for peer in self._peers], run)
+        sources = [peer for peer in self._peers if peer.history.stage == 0]
+        sources_done_at = float("inf")
         address = None if self._page is None else self._page.address
-        with LiveView(self._console, whole_screen=False, address=address) as view:
-            while not all(peer.done for peer in peers):
-                now = time.time()
-                for peer in peers:
+        with LiveView(self._console, whole_screen=False, address=address) as live:
+            while True:
+                now, done = time.time(), all(peer.done for peer in self._peers)
+                for peer in self._peers:
                     for event in peer.news():
                         observer.take(peer.history, event)
-                    self._notice_end(peer, observer)
-                seen = observer.view(now)
-                view.show(seen)
+                    if peer.history.gone is None and peer.child.end is not None:
+                        observer.note(peer.history, peer.child.end, now)
+                        self._say(f"{peer.child.name}: {peer.child.end}; its last words: {peer.child.last_word()}")
+                view = observer.view(now)
+                live.show(view)
                 if self._page is not None:
-                    self._page.show(seen)
-                self._play_outage(seen.progress, invite, peers, observer)
+                    self._page.show(view)
                 if all(peer.done for peer in sources):
-                    sources_done_at = sources_done_at or now
-                    if now - sources_done_at > LATE_S:
-                        break
+                    sources_done_at = min(sources_done_at, now)
+                if done or now - sources_done_at > LATE_S:
+                    break
+                self._play_outage(view.progress, observer)
                 await asyncio.sleep(SHOW_EVERY_S)
-            for peer in peers:
-                for event in peer.news():
-                    observer.take(peer.history, event)
-            seen = observer.view(time.time())
-            view.show(seen)
-            if self._page is not None:
-                self._page.show(seen)
         if all(peer.history.finished is None for peer in sources):
             raise sources[0].child.trouble("no source finished its training")
 
-    def _play_outage(self, progress: float, invite: str, peers: Sequence[Peer], observer: JournalObserver) -> None:
+    def _play_outage(self, progress: float, observer: JournalObserver) -> None:
         """Kill the peer whose outage is shown, or start it again, where that is due."""
         if self._outage is None:
             return
         now = time.time()
-        due = self._outage.due(progress, [peer.history for peer in peers], now)
+        due = self._outage.due(progress, [peer.history for peer in self._peers], now)
         if due is None:
             return
-        peer = next(peer for peer in peers if peer.history.name == self._outage.peer)
+        peer = next(peer for peer in self._peers if peer.history.name == self._outage.peer)
         if due == "kill":
             peer.child.kill()
             observer.note(peer.history, "was killed by this demo, without warning; the others go on", now)
         else:
-            peer.child = self._join(invite, peer.history, peer.child.logs / "second-life")
+            peer.child = self._join(peer.history, peer.home / "second-life")
             observer.note(peer.history, "is started again: it copies the weights of another replica", now)
             peer.history.start_life()
 
-    def _notice_end(self, peer: Peer, observer: JournalObserver) -> None:
-        if peer.history.gone is None and peer.child.end is not None:
-            observer.note(peer.history, peer.child.end, time.time())
-            self._say(f"{peer.child.name}: {peer.child.end}; its last words: {peer.child.last_word()}")
-
-    async def _evaluate(self, invite: str, peers: Sequence[Peer]) -> ModelScores:
+    async def _evaluate(self) -> ModelScores:
         self._say("the training is over: gathering the weights, merging the replicas, evaluating")
+        done = [peer for peer in self._peers if peer.history.finished is not None]
+        stages = {peer.history.stage for peer in done}
+        # The checkpoint of a peer that has not finished is old: it counts only where its stage has no other.
+        homes = [peer.home for peer in self._peers if peer in done or peer.history.stage not in stages]
         model, logs = self._home.path / "model", self._home.path / "evaluation"
-        scores = await swarm_processes.evaluation(self._children, invite, model, logs)
-        return scores.named({peer.history.peer: peer.history.name for peer in peers if peer.history.peer})
+        return await swarm_processes.evaluation(self._children, self._invite, homes, model, logs)
 
-    def _report(self, peers: Sequence[Peer], scores: ModelScores | None) -> None:
+    def _report(self, scores: ModelScores | None) -> None:
         """Write and print what came of it, from the journals as the peers left them."""
         from noloco_node.demo.loss_plot import picture
 
-        for peer in peers:
+        for peer in self._peers:
             for event in peer.news():
                 peer.history.take(event)
             peer.tail.close()
-        histories = [peer.history for peer in peers]
+        histories = [peer.history for peer in self._peers]
         outage = None if self._outage is None else self._outage.summary(histories)
         summary = summarise(histories, outage)
         text = lines(summary, scores)
-        write_whole(self._home.path / "summary.txt", ("\n".join(text) + "\n").encode(), public=True)
-        write_whole(self._home.path / "summary.json", _as_json(summary, scores), public=True)
         heading = f"A swarm of {self._demo.stages} stages x {self._demo.replicas} replicas"
-        write_whole(self._home.path / "loss.png", picture(heading, histories, scores, outage), public=True)
-        for line in ["", *text, ""]:
-            self._print(line)
+        for name, content in (
+            ("summary.txt", ("\n".join(text) + "\n").encode()),
+            ("summary.json", _as_json(summary, scores)),
+            ("loss.png", picture(heading, histories, summary, scores)),
+        ):
+            write_whole(self._home.path / name, content, public=True)
+        text = ["", *text, ""]
+        kept = [("the picture:", "loss.png"), ("the numbers:", "summary.json")]
         if scores is not None:
-            self._print(f"What the model makes of {scores.prompt!r}:")
-            for line in (scores.prompt + scores.sample).splitlines():
-                self._print(f"    {line}")
-            self._print("")
-        kept = (("loss.png", "the picture"), ("model", "the merged model"), ("summary.json", "the numbers"))
-        for name, what in kept:
-            if name != "model" or scores is not None:
-                self._print(f"{what + ':':<18} {self._home.path / name}")
-        self._print("")
-        for line in NEXT:
+            text += [f"What the model makes of {scores.prompt!r}:"]
+            text += [f"    {line}" for line in (scores.prompt + scores.sample).splitlines()] + [""]
+            kept.insert(1, ("the merged model:", "model"))
+        text += [f"{what:<18} {self._home.path / name}" for what, name in kept]
+        for line in [*text, "", *NEXT]:
             self._print(line)
 
 

@@ -1,49 +1,123 @@
-"""What a swarm has done, in numbers: from the histories of its peers, and from the scores on its model.
+"""What a swarm has done, in numbers: from the histories of its peers, and from the scores of its model.
 
-Pure: no file, no clock. `lines` is what a person reads, and the struct itself is `summary.json`.
+Pure: no file, no clock. `lines` is what a person reads, and the struct itself is `summary.json`. Beside them stands the
+`Outage` that the demo plays: one peer is killed without warning and started again, so that one sees what the others do
+meanwhile.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal
 
 import msgspec
 
 from noloco_node.charts import SAME
-from noloco_node.demo.outage import OutageSummary, trained
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.units import format_bytes
 
+KILLED_AT = 0.3
+"""Share of the run after which the peer is killed: late enough for a usual speed, and early enough for its return."""
+AWAY_S = 5.0
+"""Between its end and its new start; to load its libraries and copy the weights takes it longer."""
+
 
 class ModelScores(msgspec.Struct, frozen=True, kw_only=True):
-    """What the trained model is worth; losses in mean nats a token on one and the same validation text.
+    """What the trained model is worth; losses in mean nats a token on one and the same held-out text.
 
-    `routes`: loss of each route through single replicas, peer by peer with slashes between (`0a/1b`).
-    `unigram`: entropy of the tokens' own distribution.
+    `replicas`: loss of the merged model with one replica in its stage's place, by that replica. `unigram`: entropy of
+    the tokens' own distribution.
     """
 
     merged: float
-    routes: dict[str, float]
-    untrained: float
+    replicas: dict[str, float]
     unigram: float
     tokens: int
-    parameters: int
     prompt: str
     sample: str
 
     @property
     def single(self) -> float:
-        """Mean loss over the routes through single replicas."""
-        return sum(self.routes.values()) / len(self.routes)
+        """Mean loss over the replicas."""
+        return fmean(self.replicas.values())
 
-    def named(self, names: Mapping[str, str]) -> ModelScores:
-        """Return the same scores with peers called by their names instead of their ids."""
-        routes = {
-            "/".join(names.get(peer, peer) for peer in route.split("/")): loss for route, loss in self.routes.items()
-        }
-        return msgspec.structs.replace(self, routes=routes)
+
+class OutageSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What an outage did. `progress`: share of the run at the kill. `away_s`: until its first inner step afterwards.
+
+    `from_tokens`, `to_tokens`: what the swarm had trained on at the kill, and at the return. Speeds are in tokens/s of
+    the whole swarm: until the kill, until the return, and from then on. None: the peer never came back to work before
+    the run was over.
+    """
+
+    peer: str
+    progress: float
+    away_s: float | None
+    from_tokens: int
+    to_tokens: int
+    tokens_per_s_before: float
+    tokens_per_s_away: float | None
+    tokens_per_s_after: float | None
+
+
+@dataclass(slots=True)
+class Outage:
+    """The outage of `peer`, a name. Times are unix seconds, tokens those of the whole swarm at that time."""
+
+    peer: str
+    progress: float = 0.0
+    killed_at: float | None = None
+    killed_tokens: int = 0
+    restarted: bool = False
+    back_at: float | None = None
+    back_tokens: int = 0
+
+    def due(self, progress: float, histories: Sequence[PeerHistory], now: float) -> Literal["kill", "restart"] | None:
+        """Return what is to be done now, and remember when; `progress`: of the run, 0 to 1."""
+        history = next(each for each in histories if each.name == self.peer)
+        tokens = trained(histories)
+        if self.killed_at is None:
+            if not KILLED_AT <= progress < 1.0 or not history.underway or history.finished is not None:
+                return None
+            self.progress, self.killed_at, self.killed_tokens = progress, now, tokens
+            return "kill"
+        if not self.restarted:
+            self.restarted = now - self.killed_at >= AWAY_S
+            return "restart" if self.restarted else None
+        if self.back_at is None and history.underway and history.gone is None:
+            self.back_at, self.back_tokens = now, tokens
+        return None
+
+    def summary(self, histories: Sequence[PeerHistory]) -> OutageSummary | None:
+        """Return what came of it; None if nobody was killed."""
+        began = min((each.began_at for each in histories if each.began_at is not None), default=None)
+        if self.killed_at is None or began is None:
+            return None
+        ended, tokens = max(each.ended_at for each in histories), trained(histories)
+        away_until, away_tokens = (ended, tokens) if self.back_at is None else (self.back_at, self.back_tokens)
+        return OutageSummary(
+            peer=self.peer,
+            progress=self.progress,
+            away_s=None if self.back_at is None else self.back_at - self.killed_at,
+            from_tokens=self.killed_tokens,
+            to_tokens=away_tokens,
+            tokens_per_s_before=_rate(self.killed_tokens, self.killed_at - began) or 0.0,
+            tokens_per_s_away=_rate(away_tokens - self.killed_tokens, away_until - self.killed_at),
+            tokens_per_s_after=_rate(tokens - away_tokens, ended - away_until),
+        )
+
+
+def trained(histories: Sequence[PeerHistory]) -> int:
+    """Return the tokens that the swarm has trained on; they count once, where they were drawn (stage 0)."""
+    return sum(history.tokens for history in histories if history.stage == 0)
+
+
+def _rate(tokens: int, seconds: float) -> float | None:
+    return tokens / seconds if seconds > 0.0 else None
 
 
 class PeerSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,9 +164,12 @@ class ByteTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole swarm. `seconds`: from the beginning of the first inner step of a source to the end of the last."""
+    """A whole swarm. `parameters`: of the model. `seconds`: from the beginning of the first inner step of a source to
+    the end of the last.
+    """
 
     peers: tuple[PeerSummary, ...]
+    parameters: int
     tokens: int
     seconds: float
     tokens_per_s: float
@@ -103,12 +180,14 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 def summarise(histories: Sequence[PeerHistory], outage: OutageSummary | None = None) -> Summary:
     """Sum up a swarm; tokens count once, where they were drawn (stage 0)."""
-    sources = [history for history in histories if history.stage == 0 and history.began_at is not None]
-    starts = [history.began_at for history in sources if history.began_at is not None]
-    seconds = max((history.ended_at for history in sources), default=0.0) - min(starts, default=0.0)
+    sources = [history for history in histories if history.stage == 0]
+    began = min((history.began_at for history in sources if history.began_at is not None), default=0.0)
+    seconds = max((history.ended_at for history in sources if history.began_at is not None), default=0.0) - began
     tokens = trained(histories)
+    parameters = {history.stage: history.parameters for history in histories if history.parameters}
     return Summary(
         peers=tuple(msgspec.convert(history, PeerSummary, from_attributes=True) for history in histories),
+        parameters=sum(parameters.values()),
         tokens=tokens,
         seconds=seconds,
         tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
@@ -121,7 +200,7 @@ def summarise(histories: Sequence[PeerHistory], outage: OutageSummary | None = N
 def busy(summary: Summary, *, slowed: bool) -> float | None:
     """Return the mean share of device time busy of the replicas slowed down, or of all others; None without any."""
     shares = [peer.busy for peer in summary.peers if peer.busy is not None and (peer.slowdown > 1) is slowed]
-    return sum(shares) / len(shares) if shares else None
+    return fmean(shares) if shares else None
 
 
 def _hops(histories: Sequence[PeerHistory]) -> tuple[HopShare, ...]:
@@ -157,7 +236,7 @@ def _bytes(histories: Sequence[PeerHistory]) -> dict[str, ByteTotals]:
 
 def lines(summary: Summary, scores: ModelScores | None) -> list[str]:
     """Return the summary as plain text; without scores only what the journals tell."""
-    text = [] if scores is None else _score_lines(scores)
+    text = [] if scores is None else _score_lines(summary, scores)
     text += [
         "",
         f"Training: {summary.tokens:,} tokens in {summary.seconds:.0f} s, {summary.tokens_per_s:,.0f} tokens/s",
@@ -184,16 +263,19 @@ def lines(summary: Summary, scores: ModelScores | None) -> list[str]:
     return [*text, "", "Refused and lost", *(trouble or ["  nothing"])]
 
 
-def _score_lines(scores: ModelScores) -> list[str]:
-    low, high = min(scores.routes.values()), max(scores.routes.values())
+def _score_lines(summary: Summary, scores: ModelScores) -> list[str]:
+    low, high = min(scores.replicas.values()), max(scores.replicas.values())
     rows = [
         ("merged model", scores.merged, f"{scores.merged / scores.unigram:.2f} of the byte unigram entropy"),
-        ("single replicas", scores.single, f"mean of {len(scores.routes)} routes, {low:.3f} to {high:.3f}"),
-        ("untrained model", scores.untrained, ""),
+        (
+            "single replicas",
+            scores.single,
+            f"each in its stage's place: mean of {len(scores.replicas)}, {low:.3f} to {high:.3f}",
+        ),
         ("byte unigrams", scores.unigram, "entropy: what counting bytes alone could reach"),
     ]
     return [
-        f"Validation on {scores.tokens:,} held-out tokens, {scores.parameters:,} parameters",
+        f"Validation on {scores.tokens:,} held-out tokens, {summary.parameters:,} parameters",
         "                    nats/token   perplexity",
         *(f"  {name:<16} {loss:>12.4f} {_perplexity(loss):>12}   {remark}".rstrip() for name, loss, remark in rows),
     ]

@@ -1,8 +1,19 @@
-"""The processes of a whole swarm on this machine: which commands they are, what they answer, how much they can do."""
+"""The processes of a whole swarm on this machine: which commands they are, what they answer, how much they can do.
+
+    python -m noloco_node.demo.swarm_processes RUN_FILE
+
+is one of them: it trains the run's model for a few seconds and prints `seconds_per_microbatch` and a number. Peers
+compute in one thread each, so a swarm has the arithmetic of as many cores as it has peers, at most all of them. The
+demo starts that many of these processes at once: cores that share a cache, a clock or a quota are as slow in them as in
+the swarm. Daemons, serialisation and waiting are one measured factor, `EFFICIENCY`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +22,7 @@ import msgspec
 from noloco_node.demo.child_processes import Child, Children, tied_command
 from noloco_node.demo.summary import ModelScores
 from noloco_node.run.config import RunConfig
+from noloco_node.run.runfile import load_run
 
 READY_S = 180.0
 """Longest wait for a calibration or the bootstrap peer; a cold disk may take a minute to load torch."""
@@ -19,13 +31,13 @@ LINGER_S = 1800.0
 ANYWHERE = "/ip4/127.0.0.1/tcp/0"
 EFFICIENCY = 0.7
 """Share of the cores' time that a swarm spends on arithmetic, as measured on two cores."""
+MEASURE_S = 3.0
+PROMPT, SAMPLE_TOKENS = "import os\n\n\ndef ", 112
 
 
 def cores() -> int:
     """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def affordable_steps(
@@ -43,13 +55,10 @@ def affordable_steps(
 
 
 async def calibrations(children: Children, run_file: Path, peers: int, logs: Path) -> list[float]:
-    """Return the seconds of a microbatch, of each core that so many peers keep busy, all measured at the same time."""
-    started = [
-        children.start(
-            f"calibration {number}", tied_command("noloco_node.demo.calibrate", str(run_file)), logs / str(number)
-        )
-        for number in range(min(cores(), peers))
-    ]
+    """Return the seconds of a microbatch on each core that so many peers keep busy, all measured at the same time."""
+    command = tied_command("noloco_node.demo.swarm_processes", str(run_file))
+    count = min(cores(), peers)
+    started = [children.start(f"calibration {number}", command, logs / str(number)) for number in range(count)]
     return [float((await child.line("seconds_per_microbatch", READY_S)).split()[1]) for child in started]
 
 
@@ -61,14 +70,82 @@ async def bootstrap(children: Children, run_file: Path, home: Path) -> str:
 
 
 def join(children: Children, invite: str, stage: int, home: Path, logs: Path, slowdown: float = 1.0) -> Child:
-    """Start a peer that is called as its home is."""
+    """Start a peer that is named like its home."""
     options = ("--stage", str(stage), "--home", str(home), "--listen", ANYWHERE, "--slowdown", f"{slowdown:g}")
     limits = ("--device", "cpu", "--threads", "1", "--linger", f"{LINGER_S:g}", "--refresh", "2")
     return children.start(f"peer {home.name}", tied_command("noloco_node", "join", invite, *options, *limits), logs)
 
 
-async def evaluation(children: Children, invite: str, model: Path, logs: Path) -> ModelScores:
-    """Gather, merge, export to `model`, evaluate and sample, in a child of its own."""
-    command = tied_command("noloco_node.demo.evaluate_swarm", invite, str(model))
-    child = children.start("evaluation", command, logs)
-    return msgspec.json.decode(await child.line("{", LINGER_S), type=ModelScores)
+class _Measured(msgspec.Struct):
+    """What `evaluate --json` says of one model."""
+
+    model: str
+    loss: float
+    tokens: int
+    unigram_entropy: float
+
+
+class _AllMeasured(msgspec.Struct):
+    """What `evaluate --json` says of homes: of the merged model first, then of it with each replica in its place."""
+
+    models: list[_Measured]
+
+
+async def evaluation(children: Children, invite: str, homes: Sequence[Path], model: Path, logs: Path) -> ModelScores:
+    """Export the model of a swarm to `model`, evaluate what its peers' homes hold, and have the model write."""
+
+    async def output(*arguments: str) -> str:
+        child = children.start(arguments[0], tied_command("noloco_node", *arguments), logs / arguments[0])
+        return await child.output(LINGER_S)
+
+    await output("export", invite, "--out", str(model))
+    measured, written = await asyncio.gather(
+        output("evaluate", "--json", *(word for home in homes for word in ("--from-home", str(home)))),
+        output("generate", str(model), "--prompt", PROMPT, "--max-tokens", str(SAMPLE_TOKENS)),
+    )
+    merged, *replicas = msgspec.json.decode(measured, type=_AllMeasured).models
+    return ModelScores(
+        merged=merged.loss,
+        replicas={each.model: each.loss for each in replicas},
+        unigram=merged.unigram_entropy,
+        tokens=merged.tokens,
+        prompt=PROMPT,
+        sample=written.removeprefix(PROMPT).rstrip("\n"),
+    )
+
+
+def seconds_per_microbatch(run: RunConfig, measure_s: float) -> float:
+    """Train the whole model of `run` for so long, stage by stage in one thread.
+
+    Returns the seconds of a microbatch: through all stages, forward, backward and inner steps.
+    """
+    import torch
+
+    from noloco_node.planning.model_layout import make_stage, model_layout
+
+    torch.set_num_threads(1)
+    pipeline, layout, device = run.pipeline, model_layout(run), torch.device("cpu")
+    *stages, last = [make_stage(run, layout, number, device) for number in range(pipeline.stages)]
+    shape = (pipeline.microbatch_size, pipeline.sequence_length + 1)
+    tokens = torch.randint(256, shape, generator=torch.Generator().manual_seed(0))
+    begun, windows = time.perf_counter(), -1  # the first window is slow: memory is taken, kernels are chosen
+    while (elapsed := time.perf_counter() - begun) < measure_s or windows < 1:
+        for _ in range(pipeline.microbatches_per_step):
+            hidden, passes = tokens[:, :-1], []
+            for stage in stages:
+                passes.append(stage.forward(hidden))
+                hidden = passes[-1].output
+            gradient = last.loss(hidden, tokens[:, 1:]).hidden
+            for waiting in reversed(passes):
+                assert gradient is not None
+                gradient = waiting.backward(gradient)
+        for stage in (*stages, last):
+            stage.step(run.inner.learning_rate, pipeline.microbatches_per_step)
+        windows += 1
+        if windows == 0:
+            begun = time.perf_counter()
+    return elapsed / (windows * pipeline.microbatches_per_step)
+
+
+if __name__ == "__main__":
+    print("seconds_per_microbatch", seconds_per_microbatch(load_run(sys.argv[1]), MEASURE_S))

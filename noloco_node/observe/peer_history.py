@@ -47,6 +47,8 @@ class PeerHistory:
     slowdown: float = 1.0
     ledger: ContributionLedger = field(default_factory=ContributionLedger)
     peer: str | None = None
+    parameters: int = 0
+    """Of its stage."""
     state: PeerState | None = None
     waiting: Wait | None = None
     since: float = 0.0
@@ -109,6 +111,7 @@ class PeerHistory:
                 self._take_outer_step(event)
             case events.Started():
                 self.peer, self.stage, self.finished = event.peer, event.stage, None
+                self.parameters = event.parameters
                 self.start_life()
             case events.StateChanged():
                 self.state, self.waiting, self.since = event.state, event.waiting, event.at

@@ -31,7 +31,6 @@ CALM = Case(
     longest_pause_s=4.0,
     merged=2.0,
     single=2.1,
-    untrained=6.0,
 )
 
 

@@ -22,7 +22,7 @@ from noloco_node.journal.writer import Journal
 from noloco_node.machine.signals import STOPS
 
 HANDLERS = ("signal.signal(", "add_signal_handler(")
-SETS_HANDLERS = {"noloco_node.machine.signals", "noloco_node.demo.child_main"}
+SETS_HANDLERS = {"noloco_node.machine.signals", "noloco_node.demo.child_processes"}
 """The second one lets its process heed an interrupt at all, before it becomes a command."""
 
 

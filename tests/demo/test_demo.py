@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,14 +24,12 @@ from typer.testing import CliRunner
 from gossip.interface import OuterStepTaken, RoundSkipped
 from noloco_node.charts import spread
 from noloco_node.cli.main import app
-from noloco_node.demo.child_processes import Children, KillPolicy, bound_sockets, tied_command
+from noloco_node.demo.child_processes import Child, Children, KillPolicy, bound_sockets, tied_command
 from noloco_node.demo.loss_plot import picture
-from noloco_node.demo.options import SLOWDOWN, DemoConfig, fitting_replicas, mark
-from noloco_node.demo.outage import Outage
-from noloco_node.demo.output_dir import claim_output_dir
+from noloco_node.demo.options import SLOWDOWN, DemoConfig, claim_output_dir, fitting_replicas, mark
 from noloco_node.demo.run import demonstrate
-from noloco_node.demo.summary import ModelScores, busy, lines, summarise
-from noloco_node.demo.swarm_processes import EFFICIENCY, affordable_steps
+from noloco_node.demo.summary import ModelScores, Outage, busy, lines, summarise
+from noloco_node.demo.swarm_processes import EFFICIENCY, PROMPT, affordable_steps, evaluation
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.observe.peer_history import PeerHistory
@@ -40,14 +39,7 @@ from noloco_node.storage.atomic_file import write_whole
 from noloco_node.terminal import Forecast
 
 SCORES = ModelScores(
-    merged=2.0,
-    routes={"0a/1a": 2.2, "0a/1b": 2.4},
-    untrained=5.9,
-    unigram=3.2,
-    tokens=65536,
-    parameters=750_000,
-    prompt="def ",
-    sample="main():",
+    merged=2.0, replicas={"0a": 2.2, "0b": 2.4}, unigram=3.2, tokens=65536, prompt="def ", sample="main():"
 )
 
 
@@ -149,7 +141,7 @@ def test_shares_of_hops_are_of_their_sender() -> None:
 def test_a_summary_is_readable_with_and_without_a_verdict() -> None:
     text = "\n".join(lines(summarise(swarm()), SCORES))
     assert "merged model           2.0000         7.39   0.62 of the byte unigram entropy" in text
-    assert "mean of 2 routes, 2.200 to 2.400" in text
+    assert "each in its stage's place: mean of 2, 2.200 to 2.400" in text
     assert "stage 0: 0a 62.5%, 0b 37.5% (even: 50.0%)" in text  # by tokens drawn: ten steps, six steps
     assert "stage 1: 1a 63.8%, 1b 36.2% (even: 50.0%)" in text  # by microbatches that came back: 30 and 17
     assert "3 refused (full), 1 microbatch lost, 1 violations" in text
@@ -164,7 +156,7 @@ def test_no_gap_is_explained() -> None:
     assert remark not in "\n".join(lines(summarise(swarm()), None))
     missed = history("1a", 1, [outer(1, None, None)])
     assert remark not in "\n".join(lines(summarise([*twins, missed]), None))
-    assert picture("A swarm", twins, None).startswith(b"\x89PNG")
+    assert picture("A swarm", twins, summarise(twins), None).startswith(b"\x89PNG")
 
 
 def test_busy_is_the_share_of_the_time_between_steps_for_which_the_device_worked() -> None:
@@ -201,6 +193,8 @@ def test_an_outage_is_told_with_the_speeds_before_meanwhile_and_after() -> None:
     """The first replica of the last stage falls after 3 of 10 steps, and works again 6 s later."""
     source, killed = PeerHistory("0a", 0), PeerHistory("1a", 1)
     outage, told = Outage("1a"), list[str]()
+    assert outage.due(0.9, [source, killed], 100.0) is None  # it does not work yet
+    assert outage.summary([source, killed]) is None
     for second in range(20):
         now, progress = 100.0 + second, second / 20
         source.take(msgspec.structs.replace(inner(second, now), progress=progress))
@@ -213,44 +207,28 @@ def test_an_outage_is_told_with_the_speeds_before_meanwhile_and_after() -> None:
             killed.gone = "killed"
         elif due == "restart":
             killed.start_life()  # its first step is a second away
+        if second == 11:
+            missing = outage.summary([source, killed])
     assert told == ["kill at 6", "restart at 11"]
     found = outage.summary([source, killed])
     assert found is not None
     assert (found.progress, found.away_s) == (pytest.approx(0.3), pytest.approx(6.0))
     assert found.tokens_per_s_away == found.tokens_per_s_after == pytest.approx(4096.0)
     assert "1a was killed after 30% of the run, and at work again 6 s later" in lines(summarise([source], found), None)
+    assert missing is not None
+    assert missing.away_s is None
+    summary = summarise([source, killed], missing)
+    assert picture("A swarm", [source, killed], summary, None).startswith(b"\x89PNG")
+    assert "was not back before the end" in "\n".join(lines(summary, None))
 
 
-def test_nobody_is_killed_before_it_works_or_where_nobody_would_be_left() -> None:
-    source, last = PeerHistory("0a", 0), PeerHistory("1a", 1)
-    assert Outage("1a").due(0.9, [source, last], 100.0) is None
-    assert Outage("1a").summary([source, last]) is None
+def test_the_peer_of_the_outage_is_never_the_only_one_of_its_stage() -> None:
     assert DemoConfig(replicas=1, outage=True).killed_peer is None
     assert DemoConfig(stages=3, replicas=2, outage=True).killed_peer == "2a"
 
 
-def test_a_peer_that_is_not_back_before_the_end_is_told_too() -> None:
-    source, last = PeerHistory("0a", 0), PeerHistory("1a", 1)
-    for second in range(3):
-        source.take(inner(second, 100.0 + second))
-        last.take(inner(second, 100.0 + second))
-    outage = Outage("1a")
-    assert outage.due(0.5, [source, last], 102.0) == "kill"
-    found = outage.summary([source, last])
-    assert found is not None
-    assert found.away_s is None
-    assert picture("A swarm", [source, last], None, found).startswith(b"\x89PNG")
-    assert "was not back before the end" in "\n".join(lines(summarise([source, last], found), None))
-
-
 def test_replicas_are_as_many_as_memory_allows() -> None:
     assert [fitting_replicas(2, gib * 2**30) for gib in (1, 3, 4, 64)] == [2, 2, 3, 3]
-
-
-def test_a_verdict_calls_peers_by_their_names() -> None:
-    named = SCORES.named({"0a": "first", "1b": "last"})
-    assert named.routes == {"first/1a": 2.2, "first/last": 2.4}
-    assert named.single == SCORES.single == pytest.approx(2.3)
 
 
 @given(st.lists(st.floats(0, 1), max_size=12))
@@ -265,7 +243,7 @@ def test_labels_never_lie_over_each_other(heights: list[float]) -> None:
 
 def test_the_picture_is_drawn_for_full_and_for_empty_journals() -> None:
     for histories, scores in ((swarm(), SCORES), (swarm(), None), ([], None)):
-        assert picture("A swarm", histories, scores).startswith(b"\x89PNG")
+        assert picture("A swarm", histories, summarise(histories), scores).startswith(b"\x89PNG")
 
 
 def test_a_forecast_follows_the_recent_rate() -> None:
@@ -279,20 +257,6 @@ def test_a_forecast_follows_the_recent_rate() -> None:
     assert forecast.left_s(1.0, 60.0) == 0.0
 
 
-def test_routes_are_all_of_them_or_hold_every_replica() -> None:
-    from noloco_node.demo.evaluate_swarm import MOST_ROUTES, routes
-    from noloco_node.export.replica_files import FetchedReplica
-
-    def copies(stage: int, count: int) -> list[FetchedReplica]:
-        return [FetchedReplica(f"{stage}.{number}", 1, 10, 1.0, {}) for number in range(count)]
-
-    few = {"/".join(copy.peer for copy in route) for route in routes([copies(0, 2), copies(1, 3)])}
-    assert len(few) == 6
-    many = routes([copies(0, 20), copies(1, 3), copies(2, 7)])
-    assert MOST_ROUTES <= len(many) <= 20
-    assert len({copy.peer for route in many for copy in route}) == 30
-
-
 def test_the_step_budget_fits_the_time() -> None:
     run = decode_run(demo_run_text(stages=2, replicas=2, steps=100, seed=0), "test")
     once = 0.05
@@ -303,6 +267,35 @@ def test_the_step_budget_fits_the_time() -> None:
     # Two stages of two replicas, one at a quarter: 1 1/4 of each stage are at work, enough for two cores, not for four.
     assert affordable_steps(120.0, [once] * 2, run, 4.0) == affordable_steps(120.0, [once] * 2, run)
     assert affordable_steps(120.0, [once] * 4, run, 4.0) == int(2.5 * 120 / per_step_s)
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "directory" / "entry").touch()
+    with pytest.raises(UserError) as caught:
+        write_whole(tmp_path / "directory", b"x")
+    assert caught.value.code is Exit.STORAGE
+    assert [entry.name for entry in tmp_path.iterdir()] == ["directory"]
+
+
+def test_the_model_is_exported_then_evaluated_by_replica_and_sampled(tmp_path: Path) -> None:
+    """The commands are real ones (tests of `export` and `inference` run them); here others answer in their place."""
+    rows = [
+        {"model": model, "loss": loss, "tokens": 9, "unigram_entropy": 3.2}
+        for model, loss in (("merged", 2.0), ("1a", 2.5))
+    ]
+    answers = {"export": "Wrote it.", "evaluate": json.dumps({"models": rows}), "generate": f"{PROMPT}main():\n"}
+    asked: list[str] = []
+
+    class Answering(Children):
+        def start(self, name: str, command: Sequence[str], logs: Path) -> Child:
+            asked.append(name)
+            return super().start(name, python(f"print({answers[name]!r}, end='')"), logs)
+
+    scores = asyncio.run(evaluation(Answering(), "noloco1:x", [tmp_path / "1a"], tmp_path / "model", tmp_path))
+    assert asked[0] == "export"
+    assert (scores.merged, scores.replicas, scores.single, scores.tokens) == (2.0, {"1a": 2.5}, 2.5, 9)
+    assert scores.sample == "main():"
 
 
 def test_a_demo_never_writes_over_files(tmp_path: Path) -> None:
@@ -330,15 +323,6 @@ def test_a_demo_that_is_a_moment_ahead_keeps_its_directory(tmp_path: Path) -> No
         (first.path / "demo.json").unlink()
         with claim_output_dir(tmp_path / "demo", b"{}") as second:
             assert second.path.name == "demo-2"
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    (tmp_path / "directory").mkdir()
-    (tmp_path / "directory" / "entry").touch()
-    with pytest.raises(UserError) as caught:
-        write_whole(tmp_path / "directory", b"x")
-    assert caught.value.code is Exit.STORAGE
-    assert [entry.name for entry in tmp_path.iterdir()] == ["directory"]
 
 
 def test_too_many_peers_are_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -481,32 +465,25 @@ def test_sockets_of_killed_children_are_removed(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_child_that_dies_early_is_quoted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "why", "exit_code"),
+    [
+        ("import sys; sys.exit('no such invite') or 3", "no such invite", None),
+        ("raise SystemExit(4)", "(it said nothing)", Exit.UNREACHABLE),
+        (
+            "import sys; sys.stderr.write('17:00  copy\\nnoloco-node: The disk is full.\\n  why: it is'); sys.exit(9)",
+            "The disk is full.\n  why: it is",
+            Exit.STORAGE,
+        ),
+    ],
+)
+def test_a_child_that_dies_early_is_quoted(tmp_path: Path, code: str, why: str, exit_code: Exit | None) -> None:
     async def main() -> None:
-        child = Children().start("node", python("import sys; sys.exit('no such invite') or 3"), tmp_path)
-        with pytest.raises(UserError) as caught:
-            await child.line("noloco1:", LAST_RESORT_S)
-        assert "node: it ended before it was ready" in caught.value.what
-        assert caught.value.why == "no such invite"
-        coded = Children().start("node", python("raise SystemExit(4)"), tmp_path)
-        with pytest.raises(UserError) as caught:
-            await coded.line("noloco1:", LAST_RESORT_S)
-        assert caught.value.code is Exit.UNREACHABLE
-        assert caught.value.why == "(it said nothing)"
-
-    asyncio.run(main())
-
-
-def test_of_a_child_that_says_why_it_ends_no_more_is_quoted(tmp_path: Path) -> None:
-    async def main() -> None:
-        children = Children(HURRY)
-        words = "17:00:00  copying\\nnoloco-node: The disk is full.\\n  why: it is small\\n  try: a larger one"
-        child = children.start("full", python(f'import sys; sys.stderr.write("{words}"); sys.exit(9)'), tmp_path)
-        with pytest.raises(UserError) as trouble:
-            await child.line("never", LAST_RESORT_S)
-        assert trouble.value.why == "The disk is full.\n  why: it is small\n  try: a larger one"
-        assert trouble.value.code is Exit.STORAGE
-        await children.stop()
+        for ask in (lambda child: child.line("noloco1:", LAST_RESORT_S), lambda child: child.output(LAST_RESORT_S)):
+            with pytest.raises(UserError, match="node: it ") as caught:
+                await ask(Children(HURRY).start("node", python(code), tmp_path))
+            assert caught.value.why == why
+            assert caught.value.code is (exit_code or caught.value.code)
 
     asyncio.run(main())
 
@@ -517,6 +494,8 @@ def test_a_child_that_never_speaks_is_given_up(tmp_path: Path) -> None:
         child = children.start("mute", python("print('half a line', end='', flush=True); input()"), tmp_path)
         with pytest.raises(UserError, match="was not ready after 0 s"):
             await child.line("half", 0.2)
+        with pytest.raises(UserError, match="was not done after 0 s"):
+            await child.output(0.01)
         await children.stop()
 
     asyncio.run(main())
@@ -541,7 +520,7 @@ def test_a_tied_module_ends_with_its_standard_input(tmp_path: Path, monkeypatch:
 def test_the_signals_grow_firmer(tmp_path: Path) -> None:
     code = (
         "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "from noloco_node.demo import child_main\nchild_main.FIRMER_AFTER_S = 0.01\nchild_main.watch(0)"
+        "from noloco_node.demo import child_processes as c\nc.FIRMER_AFTER_S = 0.01\nc.leave_with_parent(0)"
     )
     assert subprocess.run(python(code), stdin=subprocess.DEVNULL, timeout=LAST_RESORT_S).returncode == -signal.SIGTERM
 
