@@ -186,7 +186,7 @@ def write_run(
     if origin is None:
         text = run_text(preset)
     else:
-        from noloco_node.export.huggingface import continuing_text
+        from noloco_node.export.continue_run import continuing_text
 
         text = continuing_text(origin, preset)
     expected = ""

@@ -34,8 +34,8 @@ from gossip.transfer.donor import Donor, DonorLimits
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit, UserError
 from noloco_node.export import exporter, replica_fetch, replica_files
+from noloco_node.export.continue_run import continuing_text
 from noloco_node.export.exporter import SwarmExport, export, merge_files, of_homes, parts_of
-from noloco_node.export.huggingface import continuing_text
 from noloco_node.export.replica_files import MergedReplicas, ReplicaReader, in_home, is_kept, newest
 from noloco_node.export.sources import read_provenance, recipe_of
 from noloco_node.inference.evaluation import _text, evaluate
