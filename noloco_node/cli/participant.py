@@ -42,9 +42,9 @@ from noloco_node.observe.contribution import ledger_of
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import short
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, bandwidth_seconds, microbatch_bytes, slowest_bytes_per_s
+from noloco_node.planning.checkpoint_map import RunWeights
 from noloco_node.planning.model_layout import ModelLayout, check_download, make_stage, model_layout
 from noloco_node.planning.plan import device_needs, graphs_that_fit, in_flight
-from noloco_node.planning.run_weights import RunWeights
 from noloco_node.run.config import RunConfig
 from noloco_node.run.protocols import GOSSIP
 from noloco_node.run.runfile import check_text, summary
@@ -351,7 +351,7 @@ def first_checkpoint(options: JoinOptions, home: RunPaths, run: RunConfig, layou
             WeightStore.whole(options.weights, tokenizer.files).copy_to(tokenizer)
     elif run.model.weights:
         weights = WeightStore.filling(home.weights, run.model.weights, options.most_disk_bytes)
-    return FirstCheckpoint(None if weights is None else RunWeights(layout, weights), tokenizer)
+    return FirstCheckpoint(None if weights is None else RunWeights(layout.prepared, layout.shapes, weights), tokenizer)
 
 
 def _save(directory: Path, checkpoint: Checkpoint, keep: int) -> str:
