@@ -15,7 +15,7 @@ doubling: so those kept lie evenly over all that was read, in bounded memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -111,19 +111,6 @@ class Loss(NamedTuple):
     def perplexity(self) -> float:
         """Return the exponential of the mean; infinite if it does not fit a float."""
         return math.exp(self.mean) if self.mean < 709.0 else math.inf
-
-
-@torch.no_grad()
-def validation_loss(model: Model, batches: Iterable[Tensor]) -> Loss:
-    """Return the mean cross-entropy of predicting every token but the first in batches of int64 [b, s + 1]."""
-    total, tokens = 0.0, 0
-    for batch in batches:
-        losses = _losses(model, batch)
-        total += losses.sum(dtype=torch.float64).item()
-        tokens += losses.numel()
-    if tokens == 0:
-        raise ValueError("there is no token to evaluate on")
-    return Loss(total / tokens, tokens)
 
 
 def _losses(model: Model, batch: Tensor) -> Tensor:
