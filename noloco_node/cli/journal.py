@@ -18,7 +18,7 @@ def me(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a run instead of text.")] = False,
 ) -> None:
     """Say what this home has given to which runs: tokens, hours, bytes, as its own journal has them."""
-    from noloco_node.observe.contribution import report
+    from noloco_node.observe.peer_history import report
 
     typer.echo(report(home or default_home("node"), as_json=as_json))
 
