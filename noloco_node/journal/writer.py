@@ -1,9 +1,13 @@
-"""The journal on the disk: one JSON object a line, appended, and rotated.
+"""Writing the journal: one JSON object a line, appended, and rotated.
 
 Each event is one write to a file opened for appending, so a crash tears one line at most. The reader skips what it
 cannot decode, and the writer begins a new line after a torn one. At MAX_BYTES the file moves to `journal.1.jsonl`, over
 the one before: the two together bound the disk that a journal takes. A disk that is full or gone costs events, and
 never the training: a journal is worth less than the run that it describes.
+
+`JournalThrottle` keeps what strangers can cause at will from filling the journal. It records refusals, losses,
+violations and findings of spot checks one by one, up to a number an hour for each peer and kind; then whenever their
+count has doubled, with how many have come since (`count`). So a flood of a million is some dozens of lines.
 """
 
 from __future__ import annotations

@@ -1,36 +1,30 @@
-"""One peer's journal, folded event by event into what a person asks about.
+"""One peer's journal, folded event by event into what a person asks about: its history, and what it gave to which runs.
 
-The live view and the summary read the same histories, so they cannot disagree. A history is a fold: whoever feeds it
-the same events gets the same numbers, live or years later. It takes no more memory with time: curves are thinned evenly
-when they are full.
+The live view and the demo's summary read the same histories, so they cannot disagree. The same events give the same
+numbers, live or years later. A history takes no more memory with time: curves are thinned evenly when they are full.
 """
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
 from gossip.interface import OuterStepTaken, RoundSkipped
-from noloco_node.admission.ticket import peer_of_file
-from noloco_node.errors import config_error
 from noloco_node.journal import events
-from noloco_node.journal.reader import read
-from noloco_node.observe.swarm_view import Thinned, plain
+from noloco_node.observe.swarm_view import Thinned
 from noloco_node.run.peer_state import PeerState, Wait
-from noloco_node.storage.home import HomePaths
 from noloco_node.swarm.roster import Given
-from noloco_node.units import format_bytes, format_count, format_duration, format_energy
 
 LONGEST_PAUSE_S = 120.0
 """Between two lines of a journal whose node was there all the time: it writes more often."""
+RECENT = 8
+"""Inner steps that the present speed is measured over."""
 
 
 class Contribution(msgspec.Struct, kw_only=True):
@@ -128,49 +122,6 @@ def ledger_of(journal: Iterable[events.Event]) -> ContributionLedger:
     for event in journal:
         ledger.take(event)
     return ledger
-
-
-def report(home: Path, *, as_json: bool) -> str:
-    """Return what the journal of a home says was given, as text or as one JSON object a run."""
-    journal, me = HomePaths(home).journal, peer_of_file(HomePaths(home).identity)
-    found = list(ledger_of(read(journal)).by_run.values())
-    if not found:
-        raise config_error(
-            f"{home} has given nothing yet.",
-            ("its journal does not tell of any run" if journal.exists() else "it has no journal")
-            + (f" (you are {me})" if me else ""),
-            "name the home of a node that took part with --home",
-        )
-    if as_json:
-        return "\n".join(msgspec.json.encode(each).decode() for each in found)
-    return "\n".join([*([f"you are {me}"] if me else []), *(line for each in found for line in _lines(each))])
-
-
-def _lines(given: Contribution) -> list[str]:
-    stages = ", ".join(map(str, sorted(given.stages)))
-    rows: list[tuple[str, Any]] = [
-        ("as", ", ".join(plain(peer) for peer in given.peers)),
-        ("at stage", stages),
-        ("there", format_duration(given.there_s)),
-        ("computed", f"{format_duration(given.device_s)} of CPU or GPU time, joining and serving not counted"),
-        ("tokens", f"{format_count(given.tokens)} in {given.inner_steps:,} inner steps, {given.rounds:,} meetings"),
-    ]
-    if given.covered_tokens:
-        rows.append(("covered", f"receipts for {format_count(given.covered_tokens)} tokens that were drawn here"))
-    rows.append(("sent", f"{format_bytes(given.sent_bytes)}, received {format_bytes(given.received_bytes)}"))
-    if given.joules:
-        rows.append(("energy", f"{format_energy(given.joules)}, as the device tells"))
-    return [f"run {plain(given.run)[:12]}, {_day(given.first_at)} to {_day(given.last_at)}"] + [
-        f"  {name:<10}{value}" for name, value in rows
-    ]
-
-
-def _day(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
-
-
-RECENT = 8
-"""Inner steps that the present speed is measured over."""
 
 
 class Point(NamedTuple):
