@@ -240,8 +240,8 @@ def _lines(given: Contribution) -> list[str]:
         ("computed", f"{format_duration(given.device_s)} of CPU or GPU time, joining and serving not counted"),
         ("tokens", f"{format_count(given.tokens)} in {given.inner_steps:,} inner steps, {given.rounds:,} meetings"),
     ]
-    if given.covered_tokens:
-        rows.append(("covered", f"receipts for {format_count(given.covered_tokens)} tokens that were drawn here"))
+    if given.signed_tokens:
+        rows.append(("signed", f"receipts for {format_count(given.signed_tokens)} tokens that were drawn here"))
     rows.append(("sent", f"{format_bytes(given.sent_bytes)}, received {format_bytes(given.received_bytes)}"))
     if given.joules:
         rows.append(("energy", f"{format_energy(given.joules)}, as the device tells"))

@@ -30,7 +30,7 @@ RECENT = 8
 class Contribution(msgspec.Struct, kw_only=True):
     """What was given to one run. Times are unix seconds; `there_s`: for which the node was there.
 
-    `tokens`: of its windows, whatever its stage; `covered_tokens`: of those that it drew as a source, those that the
+    `tokens`: of its windows, whatever its stage; `signed_tokens`: of those that it drew as a source, those that the
     last stage has signed for. `joules`: of the device meanwhile; 0 where it does not tell.
     """
 
@@ -42,7 +42,7 @@ class Contribution(msgspec.Struct, kw_only=True):
     there_s: float = 0.0
     device_s: float = 0.0
     tokens: int = 0
-    covered_tokens: int = 0
+    signed_tokens: int = 0
     inner_steps: int = 0
     rounds: int = 0
     sent_bytes: int = 0
@@ -101,7 +101,7 @@ class ContributionLedger:
                 now.joules += event.joules - (self._joules if event.joules >= self._joules else 0.0)
                 self._joules = event.joules
             case events.Receipts():
-                now.covered_tokens = max(now.covered_tokens, event.own)
+                now.signed_tokens = max(now.signed_tokens, event.own)
             case events.Moved():
                 self._moves = True
             case _:
@@ -194,7 +194,7 @@ class PeerHistory:
     refused: Counter[str] = field(default_factory=Counter)
     lost: Counter[str] = field(default_factory=Counter)
     violations: int = 0
-    others_covered: dict[str, int] = field(default_factory=dict)
+    others_signed: dict[str, int] = field(default_factory=dict)
     """Tokens of other sources for which it has seen receipts, by peer."""
     finished: str | None = None
     """Why its training ended."""
@@ -228,7 +228,7 @@ class PeerHistory:
             case events.PeerViolation():
                 self.violations += event.count
             case events.Receipts():
-                self.others_covered = event.covered
+                self.others_signed = event.signed
             case events.Finished():
                 self.finished, self.waiting, self.since = event.why, None, event.at
 
@@ -284,9 +284,9 @@ class PeerHistory:
         return self.ledger.now
 
     @property
-    def covered_tokens(self) -> int | None:
+    def signed_tokens(self) -> int | None:
         """Tokens that it drew as a source and has receipts for; None where it knows of none."""
-        return (None if self.contribution is None else self.contribution.covered_tokens) or None
+        return (None if self.contribution is None else self.contribution.signed_tokens) or None
 
     @property
     def is_there(self) -> bool:
