@@ -33,7 +33,7 @@ INNER_ORDERS = {
         addresses settings hivemind_compat | daemon frame_protocol record_checks | control | stream dht_records |
         switchboard | session | relays reachability | network
     """,
-    "noloco_node.sim": "clock hardware network | scenario | peer | stall fault_injection | world | report",
+    "noloco_node.sim": "clock hardware network | scenario | peer | fault_injection | world | report",
 }
 MOST_FILES = 15
 LONE_MODULES = 5

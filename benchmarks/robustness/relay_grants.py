@@ -1,4 +1,4 @@
-"""How many relays grant less than they were told to, as p2pd starts them: the reason why each is asked (`relay_grant`).
+"""How many relays grant less than they were told to, as p2pd starts them: the reason why we ask each one.
 
     python -m benchmarks.robustness.relay_grants --relays 30
 
@@ -16,10 +16,9 @@ from collections import Counter
 from pathlib import Path
 
 from noloco_node.libp2p.addresses import PeerAddress
-from noloco_node.libp2p.control import Control, Grant, granted
-from noloco_node.libp2p.daemon import DaemonConfig, arguments, relay_arguments, start_daemon
+from noloco_node.libp2p.control import Control, Grant
+from noloco_node.libp2p.daemon import DaemonConfig, arguments, relay_arguments
 from noloco_node.libp2p.hivemind_compat import load_hivemind
-from noloco_node.libp2p.session import attached, connect, places
 from noloco_node.libp2p.settings import Reachability, ensure_identity
 
 WAIT_S = 30.0
@@ -35,17 +34,15 @@ async def main(count: int) -> None:
             ensure_identity(here / which)
             return DaemonConfig(identity=here / which, listen=("/ip4/127.0.0.1/tcp/0",))
 
-        asking = start_daemon(parts.binary, arguments(posture("asks"), Reachability.OPEN), here, WAIT_S)
-        async with asking as daemon, attached(parts, ours := Control(daemon, parts.messages), daemon, WAIT_S):
+        asking = Control.start(parts, arguments(posture("asks"), Reachability.OPEN), here, WAIT_S)
+        async with asking as (ours, _):
             for number in range(count):
-                starting = start_daemon(parts.binary, relay_arguments(posture(f"relay-{number}")), here, WAIT_S)
-                async with starting as relay:
-                    control = Control(relay, parts.messages)
-                    async with attached(parts, control, relay, WAIT_S) as client:
-                        peer, begun_s = str(client.peer_id.to_base58()), time.monotonic()
-                        await connect(ours, parts, PeerAddress((await places(parts, control, WAIT_S))[0], peer), WAIT_S)
-                        found[await granted(parts, ours, daemon, peer, WAIT_S)] += 1
-                        seconds.append(time.monotonic() - begun_s)
+                starting = Control.start(parts, relay_arguments(posture(f"relay-{number}")), here, WAIT_S)
+                async with starting as (relay, client):
+                    peer, begun_s = str(client.peer_id.to_base58()), time.monotonic()
+                    await ours.connect(PeerAddress((await relay.places(WAIT_S))[0], peer), WAIT_S)
+                    found[await ours.granted(peer, WAIT_S)] += 1
+                    seconds.append(time.monotonic() - begun_s)
     for grant, times in found.most_common():
         print(f"{times} of {count}: {grant.data_bytes / 2**10:,.0f} KiB each way, {grant.duration_s:,} s a circuit")
     print(f"to connect and ask: {min(seconds):.3f} to {max(seconds):.3f} s")

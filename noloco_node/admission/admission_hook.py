@@ -95,7 +95,6 @@ class AdmissionHook(NetworkHook):
 
     @asynccontextmanager
     async def calling(self, peer: str) -> AsyncIterator[None]:
-        """Show our ticket where that was not done."""
         self.check(peer)
         await self.introduce(peer)
         try:
@@ -137,21 +136,18 @@ class AdmissionHook(NetworkHook):
             raise ConnectionRefusedError(f"{peer} does not let us in: {refusal}") from None
 
     async def before_serve(self) -> None:
-        """Let others show their tickets, before they ask anything."""
         if not self._answers:
             self._answers = True
             await self._network.serve(TOPIC, SCHEMA, self._admit)
 
     @contextmanager
     def answering(self, conversation: Conversation, topic: str) -> Iterator[ConversationHook]:
-        """Answer peers that may ask about the topic."""
         right = Right.LOOK if topic.partition("/")[0] in FOR_LOOKERS else Right.TRAIN
         checked = _Answered(conversation.peer, self._state, right)
         checked.check()
         yield checked
 
     def stamped(self, value: bytes) -> bytes:
-        """Return a record's value with our ticket before it."""
         return stamped(self.held.raw, value)
 
     async def read(
@@ -236,7 +232,6 @@ class AdmissionHook(NetworkHook):
         return answer.revocations[:LIST_BYTES]
 
     async def _admit(self, conversation: Conversation) -> None:
-        """Answer whoever shows a ticket."""
         async with patient(conversation, PATIENCE_S):
             shown = await conversation.receive()
             if not isinstance(shown, ShowTicket) or len(shown.ticket) > TICKET_BYTES:

@@ -97,12 +97,10 @@ class AdmissionState:
         return self.refusal(peer)
 
     def rights(self, peer: str) -> Right:
-        """Return what a peer may do now, by the ticket that it has shown."""
         known = self._shown_by(peer)
         return Right(0) if known is None or self.refusal(peer) else known[1].rights
 
     def refusal(self, peer: str) -> str:
-        """Say why a peer may do nothing; empty where it may."""
         known = self._shown_by(peer)
         return NO_TICKET if known is None else self._objection(peer, known[1])
 
@@ -132,7 +130,6 @@ class AdmissionState:
         return self._shown_by(peer) is not None
 
     def is_revoked(self, peer: str) -> bool:
-        """Say whether the owner has shut a peer id out."""
         key, revoked = key_of(peer), {} if self.revocations is None else self.revocations.revoked
         return key is not None and revoked.get(key, 0) > self._unix_time()
 
@@ -180,7 +177,6 @@ class AdmissionState:
 
 
 def stamped(ticket: bytes, content: bytes) -> bytes:
-    """Return a record's value: its peer's ticket, then the content."""
     return len(ticket).to_bytes(2) + ticket + content
 
 
@@ -195,7 +191,6 @@ def _rank(facts: TicketFacts) -> tuple[int, int]:
 
 
 def not_for(peer: str) -> str:
-    """Return how an answer begins to a peer that has no right to it."""
     return f"not for {peer}: "
 
 
@@ -258,8 +253,6 @@ class HeldTicket:
 
     @classmethod
     def fixed(cls, raw: bytes) -> Self:
-        """Return a ticket that is never replaced."""
-
         async def ask() -> bytes:
             raise not_admitted("")  # the reason is why the ticket was refused
 
@@ -269,7 +262,6 @@ class HeldTicket:
 
     @property
     def raw(self) -> bytes:
-        """The ticket, encoded."""
         return self._raw
 
     @raw.setter
@@ -278,11 +270,9 @@ class HeldTicket:
 
     @property
     def is_expired(self) -> bool:
-        """Whether it lets us do nothing any more."""
         return self.until <= self._unix_time()
 
     async def begin(self) -> None:
-        """Hold the best ticket that there is; `UserError` where there is none."""
         best = self._best()
         if until_of(best) - self._unix_time() < 2 * LEAST_PAUSE_S:
             try:
@@ -365,11 +355,9 @@ class HeldTicket:
 
 
 def until_of(raw: bytes) -> int:
-    """Return when a ticket of our own expires (Unix seconds)."""
     return min((link.until for link in decode(raw) or ()), default=0)
 
 
 def rights_of(raw: bytes) -> Right:
-    """Return what a ticket of our own lets us do."""
     chain = decode(raw)
     return Right(chain[-1].rights) if chain else Right(0)

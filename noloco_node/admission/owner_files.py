@@ -41,17 +41,14 @@ class MemberList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def key_file(run: Path) -> Path:
-    """Return where the owner's key lies."""
     return run.with_suffix(".owner")
 
 
 def members_file(run: Path) -> Path:
-    """Return where the owner's list lies."""
     return run.with_suffix(".members")
 
 
 def public_half(key: Ed25519PrivateKey) -> str:
-    """Return what the run file pins."""
     return key.public_key().public_bytes_raw().hex()
 
 
@@ -120,7 +117,6 @@ def alone_with_members(run: Path) -> Iterator[None]:
 
 
 def save_members(run: Path, members: MemberList) -> None:
-    """Write the owner's list; `UserError` where that cannot be."""
     try:
         atomic_file.write(members_file(run), msgspec.json.format(msgspec.json.encode(members)), public=True)
     except OSError as error:

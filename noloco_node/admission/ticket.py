@@ -55,7 +55,6 @@ def key_of(peer: str) -> bytes | None:
 
 
 def peer_of(key: bytes) -> str:
-    """Return the peer id of a public key."""
     raw = ID_HEADER + key
     number, text = int.from_bytes(raw, "big"), ""
     while number:
@@ -79,7 +78,6 @@ def peer_of_file(identity: Path) -> str | None:
 
 
 def is_signed_by(key: bytes, signature: bytes, told: bytes) -> bool:
-    """Say whether `signature` is that of a public key under what is `told`."""
     try:
         Ed25519PublicKey.from_public_bytes(key).verify(signature, told)
     except (InvalidSignature, ValueError):
@@ -88,7 +86,6 @@ def is_signed_by(key: bytes, signature: bytes, told: bytes) -> bool:
 
 
 def _decoded(text: str) -> bytes | None:
-    """Decode base 58; None if it is no such text, or too long to be a peer id."""
     if not 0 < len(text) <= _LONGEST_ID:
         return None
     number = 0
@@ -161,7 +158,6 @@ def grant(key: Ed25519PrivateKey, run: str, rights: Right, until: int, subject: 
 
 
 def encode(chain: Chain) -> bytes:
-    """Return a ticket as it travels."""
     return msgspec.msgpack.encode(chain)
 
 
@@ -219,7 +215,6 @@ def _signable_grant(run: str, rights: Right, until: int, subject: bytes) -> byte
 def extended(
     chain: Sequence[TicketGrant], key: Ed25519PrivateKey, run: str, rights: Right, until: int, subject: bytes
 ) -> Chain:
-    """Return a chain with one more grant, signed by the key that its last one is for."""
     return (*chain, grant(key, run, rights, until, subject))
 
 
@@ -236,7 +231,6 @@ class InviteCredential(msgspec.Struct, frozen=True):
         return ("i" if self.seed else "t") + raw
 
     def __repr__(self) -> str:
-        """Return no secret."""
         return f"InviteCredential({'open' if not self.chain else 'invitation' if self.seed else 'ticket'})"
 
     def ticket(
@@ -298,7 +292,6 @@ def signed_list(key: Ed25519PrivateKey, run: str, number: int, revoked: Mapping[
 
 
 def encode_list(revocations: RevocationList) -> bytes:
-    """Return a list as it travels."""
     return msgspec.msgpack.encode(revocations)
 
 

@@ -79,7 +79,6 @@ class TicketSigner(NamedTuple):
     chain: Chain = ()
 
     def ticket(self, run: str, peer: str, rights: Right, until: int) -> bytes:
-        """Return a ticket for a peer; ValueError for an id that is no public key."""
         subject = key_of(peer)
         if subject is None:
             raise ValueError(f"{peer} is no Ed25519 peer id")
@@ -130,7 +129,6 @@ class TicketService:
         self._quota, self._looks = PrefixQuota(), PrefixQuota(LOOKS_A_PREFIX, LOOK_REFILL_S)
 
     async def answer(self, conversation: Conversation) -> None:
-        """Answer one request."""
         async with patient(conversation, PATIENCE_S):
             request = await conversation.receive()
             if not isinstance(request, TicketRequest):
@@ -182,7 +180,6 @@ class TicketService:
 
 
 def is_work(run: str, peer: str, nonce: int, bits: int = WORK_BITS) -> bool:
-    """Say whether a number is good for a run and a peer id."""
     return 0 <= nonce < 2**64 and _value(_begun(run, peer), nonce) < 2 ** (64 - bits)
 
 

@@ -68,7 +68,6 @@ def parse_peer_address(text: str) -> PeerAddress:
 
 
 def relay_record(places: Sequence[str]) -> bytes:
-    """Return the record that tells of these addresses."""
     return msgspec.msgpack.encode(list(places))
 
 
@@ -123,7 +122,6 @@ def check_listen(addresses: Sequence[str]) -> None:
 
 
 def check_announce(addresses: Sequence[str]) -> None:
-    """Check the addresses that we tell others; `UserError` when one is wrong or has no port."""
     for text in addresses:
         try:
             parts = _parse(text)
@@ -135,14 +133,12 @@ def check_announce(addresses: Sequence[str]) -> None:
 
 
 def port_of(text: str) -> int:
-    """Return the TCP or UDP port of an address, 0 where it has none."""
     parts = text.split("/")
     ports = [parts[i + 1] for i, part in enumerate(parts[:-1]) if part in ("tcp", "udp")]
     return int(ports[0]) if ports and ports[0].isdecimal() else 0
 
 
 def with_port(text: str, port: int) -> str:
-    """Return an address with its first TCP or UDP port replaced."""
     parts = text.split("/")
     place = next(i for i, part in enumerate(parts) if part in ("tcp", "udp"))
     return "/".join([*parts[: place + 1], str(port), *parts[place + 2 :]])
@@ -219,7 +215,6 @@ def _try_port(text: str, kinds: Sequence[str], host: str, port: int) -> None:
 
 
 def bootstrap_address(text: str) -> PeerAddress:
-    """Parse the address of a bootstrap peer; `UserError` when it is wrong."""
     try:
         return parse_peer_address(text)
     except ValueError as error:
@@ -248,7 +243,6 @@ def plain_cause(words: str, address: PeerAddress) -> str:
 
 
 def unreachable(causes: Mapping[str, str]) -> UserError:
-    """Return the error that names every address that was tried and why it failed."""
     return UserError(
         "No bootstrap peer could be reached.",
         why="\n       ".join(f"{address}: {cause}" for address, cause in causes.items()),

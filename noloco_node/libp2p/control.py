@@ -12,18 +12,25 @@ reserves a place at a relay is told (libp2p's circuit protocol, version 2), so a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypeVar
 
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
+from multiaddr import Multiaddr
 
-from noloco_node.libp2p.daemon import Daemon
-from noloco_node.libp2p.hivemind_compat import HivemindParts
+from noloco_node.libp2p.addresses import PeerAddress, place_text, plain_cause
+from noloco_node.libp2p.daemon import Daemon, start_daemon
+from noloco_node.libp2p.hivemind_compat import DaemonClient, HivemindParts, daemon_trouble, disconnect
 from noloco_node.network.schema import Violation
 
 T = TypeVar("T")
+_MOMENT_S = 2.0
+"""For other peers to answer once one has."""
+_LATE = "it did not answer while others did"
 _ANSWER_BYTES = 1 << 20
 _PREAMBLE_BYTES = 64 * 1024
 
@@ -36,7 +43,6 @@ _DURATION, _DATA = 1, 2
 
 
 def delimited(message: Any) -> bytes:
-    """Return a protobuf message with its length before it, as a varint."""
     content: bytes = message.SerializeToString()
     length, prefix = len(content), bytearray()
     while length >= 0x80:
@@ -72,7 +78,6 @@ class Preamble:
         self._view = memoryview(self.content)
 
     def wants(self) -> memoryview:
-        """Return where the next bytes belong."""
         return self._view
 
     def got(self, count: int) -> bool:
@@ -100,11 +105,41 @@ class Preamble:
         return False
 
 
-class Control:
-    """Asks the daemon; `messages` is the module of its protobuf messages."""
+class Grant(NamedTuple):
+    """How long a circuit lasts (seconds), and how many bytes it carries each way; 0: without limit."""
 
-    def __init__(self, daemon: Daemon, messages: Any) -> None:
-        self._daemon, self._messages = daemon, messages
+    duration_s: int
+    data_bytes: int
+
+    def covers(self, wanted: Grant) -> bool:
+        return all(given == 0 or 0 < least <= given for given, least in zip(self, wanted, strict=True))
+
+
+class Control:
+    """Asks a daemon."""
+
+    def __init__(self, parts: HivemindParts, daemon: Daemon) -> None:
+        self.parts, self.daemon = parts, daemon
+
+    @classmethod
+    @asynccontextmanager
+    async def start(
+        cls, parts: HivemindParts, arguments: Sequence[str], directory: Path, start_s: float
+    ) -> AsyncIterator[tuple[Self, DaemonClient]]:
+        """Run a daemon for as long as the context, with hivemind's P2P on it, without which it would end.
+
+        Raises `UserError` (Exit.DAEMON) when it does not start or does not answer.
+        """
+        async with start_daemon(parts.binary, arguments, directory, start_s) as daemon:
+            control = cls(parts, daemon)
+            try:
+                client = await control.bounded(parts.connect(daemon.control_path), start_s)
+            except ConnectionError as error:
+                raise daemon_trouble(str(error)) from None
+            try:
+                yield control, client
+            finally:
+                await disconnect(client)
 
     async def ask(self, request: Any, wait_s: float) -> Any:
         """Make one request.
@@ -112,20 +147,81 @@ class Control:
         Raises ConnectionRefusedError with the daemon's words when it says no, ConnectionAbortedError when it does not
         answer in time, ConnectionResetError when it is gone.
         """
+        async with self._connected(wait_s) as (reader, writer):
+            writer.write(delimited(request))
+            await writer.drain()
+            answer = self.parts.messages.Response.FromString(await read_delimited(reader))
+        if answer.type == answer.ERROR:
+            raise ConnectionRefusedError(answer.error.msg)
+        return answer
+
+    async def places(self, wait_s: float) -> list[str]:
+        """Return the addresses that the daemon knows of itself, without its peer id."""
+        request = self.parts.messages.Request
+        answer = await self.ask(request(type=request.IDENTIFY), wait_s)
+        return [place for place in map(place_text, answer.identify.addrs) if place]
+
+    async def connect(self, address: PeerAddress, wait_s: float) -> str | None:
+        """Connect the daemon to one address; return None, or in plain words the cause of the failure."""
+        pb, peer = self.parts.messages, self.parts.peer_bytes(address.peer)
+        wanted = pb.ConnectRequest(peer=peer, addrs=[Multiaddr(address.transport).to_bytes()])
+        try:
+            await self.ask(pb.Request(type=pb.Request.CONNECT, connect=wanted), wait_s)
+        except ConnectionAbortedError:
+            return f"no answer within {wait_s:g} s (is a firewall in between?)"
+        except ConnectionRefusedError as error:
+            return plain_cause(str(error), address)
+        return None
+
+    async def connect_all(self, doors: Sequence[PeerAddress], wait_s: float) -> dict[PeerAddress, str | None]:
+        """Connect to addresses at once; return for each None or the cause of its failure.
+
+        Once one has answered, the others have a moment left: the dead do not hold us up.
+        """
+        knocks = {asyncio.ensure_future(self.connect(address, wait_s)): address for address in doors}
+        pending = set(knocks)
+        try:
+            while pending:
+                answered = any(task.done() and task.result() is None for task in knocks)
+                done, pending = await asyncio.wait(
+                    pending, timeout=_MOMENT_S if answered else None, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    break
+            return {address: task.result() if task.done() else _LATE for task, address in knocks.items()}
+        finally:
+            for task in knocks:
+                task.cancel()
+            # Where our daemon died all have failed alike, and one of them is raised.
+            await asyncio.gather(*knocks, return_exceptions=True)
+
+    async def granted(self, relay: str, wait_s: float) -> Grant:
+        """Reserve a place at a relay that the daemon is connected with, and return what it grants.
+
+        Raises ConnectionError where it does not answer, refuses, or is no relay.
+        """
+        pb = self.parts.messages
+        wanted = pb.StreamOpenRequest(peer=self.parts.peer_bytes(relay), proto=[HOP])
+        async with self._connected(wait_s) as (reader, writer):
+            writer.write(delimited(pb.Request(type=pb.Request.STREAM_OPEN, streamOpen=wanted)))
+            opened = pb.Response.FromString(await read_delimited(reader))
+            if opened.type == opened.ERROR:
+                raise ConnectionRefusedError(f"{relay} relays for nobody: {opened.error.msg}")
+            writer.write(_RESERVE)
+            return grant_of(await read_delimited(reader))
+
+    @asynccontextmanager
+    async def _connected(self, wait_s: float) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """Hold a connection for one exchange; ConnectionAbortedError where that takes longer than `wait_s`."""
         try:
             async with asyncio.timeout(wait_s):
-                reader, writer = await self.reach(asyncio.open_unix_connection(self._daemon.control_path))
+                reader, writer = await self.reach(asyncio.open_unix_connection(self.daemon.control_path))
                 try:
-                    writer.write(delimited(request))
-                    await writer.drain()
-                    answer = self._messages.Response.FromString(await read_delimited(reader))
+                    yield reader, writer
                 finally:
                     writer.close()
         except TimeoutError:
             raise ConnectionAbortedError(f"no answer within {wait_s:g} s") from None
-        if answer.type == answer.ERROR:
-            raise ConnectionRefusedError(answer.error.msg)
-        return answer
 
     async def reach(self, connecting: Coroutine[Any, Any, T]) -> T:
         """Connect to the daemon; ConnectionResetError when it is gone: our loss is no fault of the peer we want."""
@@ -137,50 +233,16 @@ class Control:
     async def bounded(self, call: Coroutine[Any, Any, T], wait_s: float) -> T:
         """Await a call that may hang for ever: no longer than `wait_s` seconds, nor than the daemon lives."""
         task = asyncio.get_running_loop().create_task(call)
-        ends: set[asyncio.Future[Any]] = {task, self._daemon.died}
+        ends: set[asyncio.Future[Any]] = {task, self.daemon.died}
         try:
             await asyncio.wait(ends, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
-            if self._daemon.died.done():
-                raise ConnectionResetError(f"our own libp2p daemon died: {self._daemon.died.result()}")
+            if self.daemon.died.done():
+                raise ConnectionResetError(f"our own libp2p daemon died: {self.daemon.died.result()}")
             raise ConnectionAbortedError(f"no answer within {wait_s:g} s")
         finally:
             task.cancel()
-
-
-class Grant(NamedTuple):
-    """How long a circuit lasts (seconds), and how many bytes it carries each way; 0: without limit."""
-
-    duration_s: int
-    data_bytes: int
-
-    def covers(self, wanted: Grant) -> bool:
-        """Say whether it is no less than what is wanted."""
-        return all(given == 0 or 0 < least <= given for given, least in zip(self, wanted, strict=True))
-
-
-async def granted(parts: HivemindParts, control: Control, daemon: Daemon, relay: str, wait_s: float) -> Grant:
-    """Reserve a place at a relay that `daemon` is connected with, and return what it grants.
-
-    Raises ConnectionError where it does not answer, refuses, or is no relay.
-    """
-    pb = parts.messages
-    wanted = pb.StreamOpenRequest(peer=parts.peer_bytes(relay), proto=[HOP])
-    try:
-        async with asyncio.timeout(wait_s):
-            reader, writer = await control.reach(asyncio.open_unix_connection(daemon.control_path))
-            try:
-                writer.write(delimited(pb.Request(type=pb.Request.STREAM_OPEN, streamOpen=wanted)))
-                opened = pb.Response.FromString(await read_delimited(reader))
-                if opened.type == opened.ERROR:
-                    raise ConnectionRefusedError(f"{relay} relays for nobody: {opened.error.msg}")
-                writer.write(_RESERVE)
-                return grant_of(await read_delimited(reader))
-            finally:
-                writer.close()
-    except TimeoutError:
-        raise ConnectionAbortedError(f"no answer within {wait_s:g} s") from None
 
 
 def grant_of(raw: bytes) -> Grant:
@@ -197,7 +259,6 @@ def grant_of(raw: bytes) -> Grant:
 
 
 def _fields(raw: bytes) -> dict[int, Any]:
-    """Return the fields of a protobuf message by their numbers, of several of one number the last."""
     try:
         message = Empty.FromString(raw)
     except DecodeError:

@@ -102,7 +102,6 @@ class Daemon:
         return self.died.done()
 
     async def stop(self) -> None:
-        """End the process: politely, then not."""
         try:
             if not self.died.done():
                 self._process.terminate()
@@ -177,7 +176,6 @@ async def start_daemon(binary: str, arguments: Sequence[str], parent: Path, star
 
 
 def _plain(line: bytes) -> str:
-    """Return the sentence in a line of the daemon's output, which is JSON for what its libraries log."""
     text = line.decode(errors="replace").strip()
     if not text.startswith("{"):
         return text
@@ -241,7 +239,6 @@ def remove_stale(parent: Path) -> list[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Say whether this is a directory, no link to one, that belongs to our user alone."""
     found = path.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 

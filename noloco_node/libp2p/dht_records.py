@@ -67,13 +67,11 @@ class DhtRecords:
 
     @property
     def neighbours(self) -> int:
-        """How many other nodes of the DHT we know."""
         return self._joined().neighbours
 
     async def join(
         self, parts: HivemindParts, client: DaemonClient, bootstrap: Sequence[PeerAddress], wait_s: float
     ) -> None:
-        """Become a node of the DHT that the bootstrap peers are in."""
         peers = [address.peer for address in bootstrap]
         node = await self._control.bounded(
             DhtNode.create(parts, client, peers, Signatures(self._accepts), self._secret.code, _ANSWER_S), wait_s
@@ -97,7 +95,6 @@ class DhtRecords:
         return accepts is None or place == place_of(self._secret.key(RELAYS_KEY)) or accepts(peer, content)
 
     async def greet(self, peer_id: PeerId) -> None:
-        """Make ourselves known to a node (again)."""
         await self._control.bounded(self._joined().ping(peer_id), self._wait_s)
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
@@ -145,7 +142,6 @@ class DhtRecords:
         return contents
 
     def _kept(self, place: bytes) -> Any:
-        """Return hivemind's dictionary of what we keep at a place, or an empty one."""
         return getattr(self._joined().storage.get(int.from_bytes(place)), "value", {})
 
     def _joined(self) -> DhtNode:
@@ -166,7 +162,6 @@ class DhtRecords:
         return self._signer.signed(place_of(key), expiry, content)
 
     async def close(self) -> None:
-        """Stop answering others; returns soon even when the daemon is gone."""
         if self._node is not None:
             with contextlib.suppress(ConnectionError):
                 await self._control.bounded(self._node.shutdown(), _CLOSE_S)

@@ -52,12 +52,10 @@ class PeerLiveness:
 
     @property
     def silence_s(self) -> float:
-        """How long a silence is borne with."""
         return deadline_s(self._gaps, 0, self._silences)
 
     @property
     def stall_s(self) -> float:
-        """How long it is borne with that the peer takes none of our bytes."""
         return deadline_s(self._pauses, 0, self._stalls)
 
     def hear(self, now_s: float, since_s: float) -> None:
@@ -70,7 +68,6 @@ class PeerLiveness:
         self._heard_s = now_s
 
     def is_silent(self, now_s: float, since_s: float) -> bool:
-        """Say whether the peer is to be given up by a stream that has listened since `since_s`."""
         return now_s - max(self._heard_s, since_s) > self.silence_s
 
     def give_up(self, since_s: float) -> None:
@@ -79,7 +76,6 @@ class PeerLiveness:
             self._silent_since_s = max(self._heard_s, since_s)
 
     def take(self, pause_s: float) -> None:
-        """Note that the peer took bytes again, after so long."""
         self._pauses = self._with(self._pauses, pause_s, self.stall_s)
 
     def _with(self, known: RttEstimate | None, gap_s: float, most_s: float) -> RttEstimate | None:
@@ -95,7 +91,6 @@ class LivenessTable:
         self._peers: dict[str, PeerLiveness] = {}
 
     def streams(self, peer: str) -> int:
-        """Return how many streams are open with a peer."""
         return self._peers[peer].streams if peer in self._peers else 0
 
     def begin(self, peer: str) -> PeerLiveness:
@@ -113,7 +108,6 @@ class LivenessTable:
         return liveness
 
     def end(self, peer: str) -> None:
-        """Note that a stream with a peer is over."""
         self._peers[peer].streams -= 1
 
 
@@ -222,12 +216,10 @@ class FrameProtocol:
         return message
 
     def discard(self) -> None:
-        """Drop the messages that wait: nobody will ask for them."""
         self._inbox.clear()
         self.held_bytes, self.is_full = self._incoming_bytes, False
 
     def check_receive(self) -> None:
-        """Raise a ConnectionError where no message can come any more."""
         if self.closed is not None or self.send_state is _ENDED:
             self._raise_closed()
         if self.peer_ended:
@@ -248,7 +240,6 @@ class FrameProtocol:
         self._sent_s = now_s
 
     def finish_message(self) -> None:
-        """Note that a message is out; a ConnectionError where the stream closed meanwhile."""
         if self.closed is not None:
             self._raise_closed()
         self.send_state = _BETWEEN_FRAMES
@@ -297,11 +288,9 @@ class FrameProtocol:
     # Ends.
 
     def leave(self, now_s: float) -> StreamClosed | None:
-        """End politely, once the other has ended too."""
         return self._end(wire.end(), "the conversation was left while a message was being sent", now_s)
 
     def fail(self, sentence: str, now_s: float) -> StreamClosed | None:
-        """End with an error that the other side gets to read."""
         return self._end(wire.error(sentence), sentence, now_s)
 
     def break_off(self, error: ConnectionError) -> StreamClosed | None:
@@ -309,7 +298,6 @@ class FrameProtocol:
         return self._close(error)
 
     def lose_connection(self) -> StreamClosed | None:
-        """Note that no bytes can come or go any more."""
         if self.peer_ended or self.send_state is _ENDED:
             return self._close(None)
         return self._close(ConnectionResetError(f"the stream with {self.peer} broke"))
@@ -323,7 +311,6 @@ class FrameProtocol:
         raise ConnectionResetError(f"the conversation with {self.peer} is over")
 
     def _receive_message(self, message: Any, last_bytes: int) -> Event | None:
-        """Take a message that is whole now, with the last bytes that came of it."""
         if self.send_state is _ENDED:
             self._drop_incoming()
             return None

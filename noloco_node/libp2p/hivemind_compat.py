@@ -119,18 +119,15 @@ class HivemindParts(NamedTuple):
     binary: str
 
     def peer_bytes(self, peer: str) -> bytes:
-        """Return a peer id as the daemon takes it; ConnectionRefusedError when it is none."""
         try:
             return bytes(self.PeerID.from_base58(peer).to_bytes())
         except ValueError:
             raise ConnectionRefusedError(f"{peer!r} is no peer id") from None
 
     def peer_text(self, peer: bytes) -> str:
-        """Return a peer id in base 58."""
         return str(self.PeerID(peer).to_base58())
 
     def connect(self, control_path: str) -> Coroutine[Any, Any, DaemonClient]:
-        """Return a call that connects hivemind's P2P with a daemon of ours."""
         call: Coroutine[Any, Any, DaemonClient] = self.P2P.replicate(self.Multiaddr(f"/unix{control_path}"))
         return call
 
@@ -188,11 +185,9 @@ class DhtNode:
 
     @property
     def neighbours(self) -> int:
-        """How many other nodes of the DHT we know."""
         return len(self._node.protocol.routing_table.uid_to_peer_id)
 
     def replace_store(self, store: StoreSubkey) -> None:
-        """Have others' records stored by a function of ours."""
         self.storage.store_subkey = store
 
     def filter_answers(self, keep_good: Callable[[bytes, DhtEntries], None]) -> None:
@@ -208,22 +203,18 @@ class DhtNode:
         self._node.protocol._validate_dictionary = validate
 
     def ping(self, peer_id: PeerId) -> Coroutine[Any, Any, Any]:
-        """Return a call that makes us known to a node."""
         call: Coroutine[Any, Any, Any] = self._node.protocol.call_ping(peer_id)
         return call
 
     def store(self, key: str, subkey: str, value: bytes, expiry: float) -> Coroutine[Any, Any, bool]:
-        """Return a call that stores a record, and says whether others took it."""
         call: Coroutine[Any, Any, bool] = self._node.store(key, value, expiry, subkey=subkey)
         return call
 
     def get(self, key: str) -> Coroutine[Any, Any, DhtEntry | None]:
-        """Return a call that looks the latest records up: the value is a mapping where there are some."""
         call: Coroutine[Any, Any, DhtEntry | None] = self._node.get(key, latest=True)
         return call
 
     def shutdown(self) -> Coroutine[Any, Any, None]:
-        """Return a call that stops answering others."""
         call: Coroutine[Any, Any, None] = self._node.shutdown()
         return call
 

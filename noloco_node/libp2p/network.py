@@ -34,10 +34,10 @@ from noloco_node.libp2p.control import Grant
 from noloco_node.libp2p.daemon import MOST_DEATHS, DaemonConfig, private_directory, restart_pause_s
 from noloco_node.libp2p.hivemind_compat import daemon_trouble, ignore_orphaned_waits, load_hivemind
 from noloco_node.libp2p.reachability import preflight, preflight_goal
-from noloco_node.libp2p.session import LinkContext, Session
+from noloco_node.libp2p.session import Session
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity
 from noloco_node.libp2p.stream import Stream
-from noloco_node.libp2p.switchboard import StreamContext, Switchboard
+from noloco_node.libp2p.switchboard import PeerContext, Switchboard
 from noloco_node.network.interface import Handler
 from noloco_node.network.schema import Schema
 
@@ -49,9 +49,10 @@ _ATTEMPTS = 3
 class Libp2pNetwork:
     """Implements `interface.PeerNetwork`; made by `Libp2pNetwork.open`."""
 
-    def __init__(self, settings: NetworkSettings, context: LinkContext, tell: Callable[[str], None]) -> None:
-        self._settings, self._context, self._tell = settings, context, tell
-        self._switchboard = context.exchange.switchboard
+    def __init__(self, context: PeerContext, tell: Callable[[str], None]) -> None:
+        self._settings, self._context, self._tell = context.settings, context, tell
+        settings = context.settings
+        self._switchboard = context.switchboard
         self._doors = [bootstrap_address(text) for text in settings.bootstrap]
         self._peer_id, self._dialable = "", True
         self._session: Session | None = None
@@ -79,8 +80,9 @@ class Libp2pNetwork:
         ignore_orphaned_waits(asyncio.get_running_loop())
         switchboard = Switchboard(settings.timeouts, settings.capacity)
         with private_directory() as directory:
-            exchange = StreamContext(switchboard, met or KnownPeers(), RunSecret(settings.run), settings.timeouts)
-            network = cls(settings, LinkContext(parts, directory, exchange, settings), tell)
+            secret = RunSecret(settings.run)
+            context = PeerContext(parts, directory, settings, secret, switchboard, met or KnownPeers())
+            network = cls(context, tell)
             try:
                 await network._begin(settings.identity or directory / "identity.key")
                 yield network
@@ -91,7 +93,6 @@ class Libp2pNetwork:
 
     @property
     def peer_id(self) -> str:
-        """Our own peer id in base 58."""
         return self._peer_id
 
     @property
@@ -101,7 +102,6 @@ class Libp2pNetwork:
 
     @asynccontextmanager
     async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Stream]:
-        """Open a conversation; see `interface.PeerNetwork.talk`."""
         session = await self._now()
         try:
             stream = await session.dialer.dial(peer, topic, schema)
@@ -133,7 +133,6 @@ class Libp2pNetwork:
             raise daemon_trouble(str(error)) from None
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
-        """Store a record; see `interface.PeerNetwork.publish`."""
         try:
             session = await self._now()
         except ConnectionResetError:
@@ -141,12 +140,9 @@ class Libp2pNetwork:
         return await session.records.publish(key, subkey, value, lifetime_s)
 
     async def read(self, key: str) -> Mapping[str, bytes]:
-        """Return the live records under `key`; ConnectionAbortedError when the DHT does not answer in time."""
         return await (await self._now()).records.read(key)
 
     async def read_all(self, keys: Sequence[str]) -> list[Mapping[str, bytes] | None]:
-        """Read several keys at a time; see `interface.PeerNetwork.read_all`."""
-
         async def read(key: str) -> Mapping[str, bytes] | None:
             with suppress(ConnectionError):
                 return await self.read(key)
@@ -179,7 +175,7 @@ class Libp2pNetwork:
         start_s = self._settings.timeouts.start_s
         pool = relays.RelayPool(self._context.parts, self._context.directory, start_s, self._tell, self._granted)
         async with relays.relaying(pool, chosen) as places, asyncio.TaskGroup() as group:
-            key = self._context.exchange.secret.key(RELAYS_KEY)
+            key = self._context.secret.key(RELAYS_KEY)
             telling = group.create_task(
                 relays.tell(places, lambda raw, lifetime_s: self.publish(key, self.peer_id, raw, lifetime_s))
             )
@@ -189,7 +185,6 @@ class Libp2pNetwork:
                 telling.cancel()
 
     def statistics(self) -> dict[str, int | float]:
-        """Return counts since the start: conversations, bytes by topic, violations, failures of our own."""
         session = self._session
         records = {} if session is None else {"publish.failed": session.records.unpublished}
         rejoined = self._rejoined + (0 if session is None else session.rejoined)
@@ -199,7 +194,6 @@ class Libp2pNetwork:
     # One session after another.
 
     async def _begin(self, identity: Path) -> None:
-        """Start the service, and return when the first session is there; `UserError` when it cannot be."""
         settings = self._settings
         goal = preflight_goal(settings, identity_is_old=ensure_identity(identity))
         config = DaemonConfig(
@@ -209,7 +203,7 @@ class Libp2pNetwork:
             lends_line=settings.lends_line,
         )
         if any(goal):
-            config = await preflight(self._context, settings, config, goal, self._tell)
+            config = await preflight(self._context, config, goal, self._tell)
         self._dialable = config.dialable
         self._service = asyncio.get_running_loop().create_task(self._serve(config), name="network")
         await self._wait_for_session(self._service, None)
@@ -266,7 +260,7 @@ class Libp2pNetwork:
     async def _live(self, config: DaemonConfig) -> str:
         """Run one session until its daemon dies, and return the daemon's last words."""
         again = bool(self._peer_id)
-        met = self._context.exchange.known_peers
+        met = self._context.known_peers
         doors = met.beside(self._doors) if again else self._doors
         async with Session.open(self._context, config, doors, alone=again) as session:
             try:
@@ -307,7 +301,6 @@ class Libp2pNetwork:
         return self._session
 
     async def _wait_for_session(self, service: asyncio.Task[None], wait_s: float | None) -> None:
-        """Wait until a session is there, or none can come any more, or for so long."""
         present = asyncio.get_running_loop().create_task(self._present.wait())
         ends: set[asyncio.Future[Any]] = {present, service}
         try:
@@ -321,12 +314,11 @@ class Libp2pNetwork:
     async def _relays(self) -> tuple[str, ...]:
         """Return the relays that the swarm tells of, as far as we can find out now."""
         try:
-            return relays_of(await self.read(self._context.exchange.secret.key(RELAYS_KEY)))
+            return relays_of(await self.read(self._context.secret.key(RELAYS_KEY)))
         except ConnectionError:
             return ()
 
     async def _close(self) -> None:
-        """Break all streams, then end the service and its daemon."""
         self._switchboard.close()
         if self._service is not None:
             self._service.cancel()

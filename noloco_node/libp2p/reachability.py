@@ -36,11 +36,10 @@ from noloco_node.libp2p.addresses import (
     port_of,
 )
 from noloco_node.libp2p.control import Control
-from noloco_node.libp2p.daemon import DaemonConfig, start_daemon
-from noloco_node.libp2p.hivemind_compat import HivemindParts, daemon_trouble
-from noloco_node.libp2p.session import LinkContext, attached, connect, dialled, places
+from noloco_node.libp2p.daemon import DaemonConfig
+from noloco_node.libp2p.hivemind_compat import daemon_trouble
 from noloco_node.libp2p.settings import NetworkSettings, Reachability, ensure_identity, peer_bytes
-from noloco_node.libp2p.switchboard import StreamDialer
+from noloco_node.libp2p.switchboard import PeerContext, StreamDialer
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
 
@@ -116,7 +115,6 @@ def is_place(text: str) -> bool:
 
 
 def host_of(origin: str) -> tuple[str, str] | None:
-    """Return kind and host of the address that a peer comes from; None when it comes through a relay."""
     parts = origin.split("/")
     if len(parts) < 3 or parts[1] not in ("ip4", "ip6") or "p2p-circuit" in parts:
         return None
@@ -131,7 +129,6 @@ class DialBackService:
         self._turns = asyncio.Semaphore(_MOST_DIALS)
 
     async def answer(self, conversation: Conversation) -> None:
-        """Answer one question."""
         try:
             async with asyncio.timeout(ASK_S):
                 question = await conversation.receive()
@@ -143,7 +140,6 @@ class DialBackService:
             raise ConnectionAbortedError(f"{conversation.peer} took too long") from None
 
     async def _dial(self, home: tuple[str, str] | None, ports: Sequence[int]) -> str:
-        """Return the first place where the asker greets us; empty if there is none."""
         if home is None:
             return ""
         kind, host = home
@@ -161,7 +157,6 @@ class DialBackService:
 
 
 async def _greets(host: str, port: int) -> bool:
-    """Say whether a libp2p program greets whoever dials this address."""
     try:
         async with asyncio.timeout(_DIAL_S):
             reader, writer = await asyncio.open_connection(host, port)
@@ -196,48 +191,40 @@ def dialled_ports(listen: Sequence[str]) -> tuple[int, ...]:
 
 
 async def preflight(
-    context: LinkContext,
-    settings: NetworkSettings,
-    config: DaemonConfig,
-    goal: PreflightGoal,
-    tell: Callable[[str], None],
+    context: PeerContext, config: DaemonConfig, goal: PreflightGoal, tell: Callable[[str], None]
 ) -> DaemonConfig:
     """Return the config as it should be; `UserError` if our identity is in use, or there is no relay and must be.
 
-    Whom we join by may be out of reach: then nothing is found out here, and the session says why.
+    The peers that we join by may be out of reach: then nothing is found out here, and the session says why.
     """
-    doors = [bootstrap_address(text) for text in settings.bootstrap]
-    parts, timeouts, identity = context.parts, context.exchange.timeouts, context.directory / "scout.key"
+    settings, identity = context.settings, context.directory / "scout.key"
+    doors, timeouts = [bootstrap_address(text) for text in settings.bootstrap], settings.timeouts
     ensure_identity(identity)
     place = f"-hostAddrs={','.join(config.listen)}" if goal.reach else "-noListenAddrs=1"
     chosen = (f"-id={identity}", place, "-dhtClient=1", "-tls=1", "-relay=1", "-idleTimeout=30s")
-    async with start_daemon(parts.binary, chosen, context.directory, timeouts.start_s) as daemon:
-        control = Control(daemon, parts.messages)
-        async with attached(parts, control, daemon, timeouts.start_s) as client:
-            try:
-                causes = await dialled(
-                    {asyncio.ensure_future(connect(control, parts, door, timeouts.reach_s)): door for door in doors}
-                )
-                reached = [door for door, cause in causes.items() if cause is None]
-                if reached and goal.identity:
-                    await _check_identity(parts, control, config.identity)
-                if not reached or not goal.reach:
-                    return config
-                dialer = StreamDialer(parts, control, daemon, context.exchange, client.peer_id.to_base58())
-                ports = dialled_ports(config.listen) if settings.reach is Reachability.AUTO else ()
-                found = await asyncio.gather(*(_ask(dialer, door.peer, ports) for door in reached[:_MOST_ASKED]))
-                own = await places(parts, control, timeouts.dht_s)
-            except ConnectionError as error:
-                raise daemon_trouble(str(error)) from None
+    async with Control.start(context.parts, chosen, context.directory, timeouts.start_s) as (control, client):
+        try:
+            causes = await control.connect_all(doors, timeouts.reach_s)
+            reached = [door for door, cause in causes.items() if cause is None]
+            if reached and goal.identity:
+                await _check_identity(control, config.identity)
+            if not reached or not goal.reach:
+                return config
+            dialer = StreamDialer(control, context, client.peer_id.to_base58())
+            ports = dialled_ports(config.listen) if settings.reach is Reachability.AUTO else ()
+            found = await asyncio.gather(*(_ask(dialer, door.peer, ports) for door in reached[:_MOST_ASKED]))
+            own = await control.places(timeouts.dht_s)
+        except ConnectionError as error:
+            raise daemon_trouble(str(error)) from None
     return choose_daemon_config(settings, config, own, judge([each for each in found if each is not None]), tell)
 
 
-async def _check_identity(parts: HivemindParts, control: Control, identity: Path) -> None:
+async def _check_identity(control: Control, identity: Path) -> None:
     """Raise `UserError` if a peer with this identity answers in the swarm. One that is cut off is not found."""
     ours = peer_bytes(identity)
     if ours is None:
         return
-    pb = parts.messages
+    pb = control.parts.messages
     wanted = pb.Request(type=pb.Request.CONNECT, connect=pb.ConnectRequest(peer=ours, addrs=[]))
     for _ in range(_SEARCHES):
         try:
@@ -252,7 +239,7 @@ async def _check_identity(parts: HivemindParts, control: Control, identity: Path
         return
     raise UserError(
         "Another node with the identity of this one is running.",
-        why=f"the peer {parts.peer_text(ours)} answers in the swarm, and {identity} holds its key",
+        why=f"the peer {control.parts.peer_text(ours)} answers in the swarm, and {identity} holds its key",
         hint="stop the other one; if this home is a copy of its home, delete that file here to become a new peer",
         code=Exit.HOME_IN_USE,
     )

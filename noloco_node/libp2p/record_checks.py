@@ -59,12 +59,10 @@ class Signer:
         self._key = key
 
     def signed(self, place: bytes, expiry: float, content: bytes) -> bytes:
-        """Return a record's value: the signature, then the content. `expiry`: Unix seconds."""
         return self._key.sign(_signable(place, expiry, content)) + content
 
 
 def read_signer(path: Path) -> Signer | None:
-    """Return the signer of an identity file; None for keys of other types than our own."""
     key = read_key(path)
     return None if key is None else Signer(key)
 
@@ -80,7 +78,6 @@ def content_of(place: bytes, peer: str, expiry: float, value: bytes) -> bytes | 
 
 
 def _is_signed(place: bytes, peer: str, expiry: float, value: bytes) -> bool:
-    """Look a verdict up, or find and keep it."""
     # Lengths first: no other place, peer and value, which strangers choose, may make the same bytes.
     told = f"{len(peer)} {len(place)} {peer}".encode(errors="surrogatepass") + _signable(place, expiry, value)
     digest = hashlib.blake2b(told, key=_SECRET, digest_size=16).digest()
@@ -116,7 +113,6 @@ class Signatures:
         self._accepts = accepts
 
     def validate(self, record: Any) -> bool:
-        """Say whether a record is of our form, signed by the peer of its subkey, and accepted."""
         if not has_our_form(record):
             return False
         peer, value = map(msgspec.msgpack.decode, (record.subkey, record.value))

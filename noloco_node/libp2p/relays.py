@@ -45,10 +45,8 @@ from noloco_node.libp2p.daemon import (
     DaemonConfig,
     relay_arguments,
     restart_pause_s,
-    start_daemon,
 )
 from noloco_node.libp2p.hivemind_compat import HivemindParts, daemon_trouble
-from noloco_node.libp2p.session import attached, places
 from noloco_node.libp2p.settings import NetworkSettings, ensure_identity
 
 logger = logging.getLogger(__name__)
@@ -134,20 +132,19 @@ async def _keep(pool: RelayPool, config: DaemonConfig, ready: asyncio.Future[tup
     loop, deaths, starts = asyncio.get_running_loop(), deque[float](maxlen=MOST_DEATHS + 1), 0
     while True:
         try:
-            async with start_daemon(pool.parts.binary, relay_arguments(config), pool.directory, pool.start_s) as daemon:
-                control = Control(daemon, pool.parts.messages)
-                async with attached(pool.parts, control, daemon, pool.start_s) as client:
-                    peer = str(client.peer_id.to_base58())
-                    found = await _addresses(pool.parts, control, peer)
-                    starts += 1
-                    if not await _grants_enough(pool, config, peer):
-                        if starts < _MOST_STARTS:
-                            continue
-                        pool.tell(f"the relay on port {port_of(config.listen[0])} breaks circuits early")
-                    starts = 0
-                    if not ready.done():
-                        ready.set_result(found)
-                    why = await daemon.wait()
+            starting = Control.start(pool.parts, relay_arguments(config), pool.directory, pool.start_s)
+            async with starting as (control, client):
+                peer = str(client.peer_id.to_base58())
+                found = await _addresses(control, peer)
+                starts += 1
+                if not await _grants_enough(pool, config, peer):
+                    if starts < _MOST_STARTS:
+                        continue
+                    pool.tell(f"the relay on port {port_of(config.listen[0])} breaks circuits early")
+                starts = 0
+                if not ready.done():
+                    ready.set_result(found)
+                why = await control.daemon.wait()
         except (UserError, ConnectionError) as error:
             if not ready.done():
                 ready.set_exception(error if isinstance(error, UserError) else daemon_trouble(str(error)))
@@ -164,7 +161,6 @@ async def _keep(pool: RelayPool, config: DaemonConfig, ready: asyncio.Future[tup
 
 
 async def _grants_enough(pool: RelayPool, config: DaemonConfig, peer: str) -> bool:
-    """Say whether a relay grants what it was told to; also yes where that cannot be found out."""
     # Not at the announced address: whether we reach ourselves there is up to our router.
     doors = [PeerAddress(place, peer) for place in from_this_machine(config.listen)]
     for _ in range(_LOOKS):
@@ -179,8 +175,8 @@ async def _grants_enough(pool: RelayPool, config: DaemonConfig, peer: str) -> bo
     return True
 
 
-async def _addresses(parts: HivemindParts, control: Control, peer: str) -> tuple[str, ...]:
-    found = await places(parts, control, _ASK_S)
+async def _addresses(control: Control, peer: str) -> tuple[str, ...]:
+    found = await control.places(_ASK_S)
     if not found:
         raise daemon_trouble("a relay listens on none of the addresses asked for")
     return tuple(f"{place}/p2p/{peer}" for place in (beyond_this_machine(found) or found)[:RELAY_PLACES])

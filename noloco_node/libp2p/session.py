@@ -1,6 +1,6 @@
 """One daemon at work for a peer: started, asked, connected to others, a node of the DHT. It ends with the daemon.
 
-What outlives it is handed in (`StreamContext`: topics and streams, of which those by way of this daemon break with it),
+What outlives it is handed in (`PeerContext`: topics and streams, of which those by way of this daemon break with it),
 so that another session can follow under the same identity and addresses.
 
 The daemon is told of no bootstrap peers; we connect it to each ourselves. Its own way ends in one message for a closed
@@ -12,12 +12,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import NamedTuple, NoReturn
-
-from multiaddr import Multiaddr
+from typing import NoReturn
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.addresses import (
@@ -26,16 +23,14 @@ from noloco_node.libp2p.addresses import (
     beyond_this_machine,
     parse_peer_address,
     place_text,
-    plain_cause,
     port_of,
     unreachable,
 )
-from noloco_node.libp2p.control import Control, Grant, granted
-from noloco_node.libp2p.daemon import Daemon, DaemonConfig, arguments, start_daemon
+from noloco_node.libp2p.control import Control, Grant
+from noloco_node.libp2p.daemon import DaemonConfig, arguments
 from noloco_node.libp2p.dht_records import DhtRecords
-from noloco_node.libp2p.hivemind_compat import DaemonClient, HivemindParts, daemon_trouble, disconnect
-from noloco_node.libp2p.settings import NetworkSettings, TimeoutSettings
-from noloco_node.libp2p.switchboard import StreamContext, StreamDialer
+from noloco_node.libp2p.hivemind_compat import DaemonClient, daemon_trouble
+from noloco_node.libp2p.switchboard import PeerContext, StreamDialer
 
 logger = logging.getLogger(__name__)
 
@@ -44,55 +39,40 @@ REJOIN_S = 15.0
 _RELAY_S = 10.0
 """For a relay to give us a place."""
 _LOOK_S = 0.2
-_MOMENT_S = 2.0
-"""For other peers to answer once one has."""
-_LATE = "it did not answer while others did"
 _MOST_CIRCUITS = 2
 _CIRCUIT = "/p2p-circuit"
-
-
-class LinkContext(NamedTuple):
-    """What every session of a peer stands on: hivemind's parts, a directory for sockets, what outlives daemons."""
-
-    parts: HivemindParts
-    directory: Path
-    exchange: StreamContext
-    settings: NetworkSettings
 
 
 class Session:
     """Made by `Session.open`; `died` of its daemon ends it."""
 
-    def __init__(self, context: LinkContext, config: DaemonConfig, daemon: Daemon, client: DaemonClient) -> None:
-        self.daemon, self.peer_id = daemon, client.peer_id.to_base58()
+    def __init__(self, context: PeerContext, config: DaemonConfig, control: Control, client: DaemonClient) -> None:
+        self.daemon, self.peer_id = control.daemon, client.peer_id.to_base58()
         self.rejoined = 0
-        self._parts, self._config, self._client = context.parts, config, client
-        self._timeouts: TimeoutSettings = context.exchange.timeouts
-        self._control = Control(daemon, context.parts.messages)
-        self.dialer = StreamDialer(context.parts, self._control, daemon, context.exchange, self.peer_id)
-        self.records = DhtRecords(self._control, config.identity, context.exchange.secret, context.settings)
+        self._parts, self._config, self._control, self._client = context.parts, config, control, client
+        self._timeouts = context.settings.timeouts
+        self.dialer = StreamDialer(control, context, self.peer_id)
+        self.records = DhtRecords(control, config.identity, context.secret, context.settings)
 
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, context: LinkContext, config: DaemonConfig, doors: Sequence[PeerAddress], *, alone: bool
+        cls, context: PeerContext, config: DaemonConfig, doors: Sequence[PeerAddress], *, alone: bool
     ) -> AsyncIterator[Session]:
         """Join by whichever of `doors` open, for as long as the context; `alone`: also if none does.
 
         Raises `UserError`, with what to try, when that cannot be.
         """
-        start_s = context.exchange.timeouts.start_s
         chosen = arguments(config, context.settings.reach)
-        async with start_daemon(context.parts.binary, chosen, context.directory, start_s) as daemon:
-            control = Control(daemon, context.parts.messages)
-            async with attached(context.parts, control, daemon, start_s) as client:
-                session = cls(context, config, daemon, client)
-                try:
-                    await session._join(doors, alone)
-                    yield session
-                finally:
-                    session.dialer.close()
-                    await session.records.close()
+        start_s = context.settings.timeouts.start_s
+        async with Control.start(context.parts, chosen, context.directory, start_s) as (control, client):
+            session = cls(context, config, control, client)
+            try:
+                await session._join(doors, alone)
+                yield session
+            finally:
+                session.dialer.close()
+                await session.records.close()
 
     async def addresses(self) -> tuple[str, ...]:
         """Return the multiaddrs under which others may reach us, each ending in /p2p/ID; those of this machine only
@@ -156,7 +136,7 @@ class Session:
 
         The failures of others are logged.
         """
-        causes = await dialled({asyncio.ensure_future(self.connect(address)): address for address in doors})
+        causes = await self._control.connect_all(doors, self._timeouts.reach_s)
         failed = {str(address): cause for address, cause in causes.items() if cause is not None}
         if failed and len(failed) == len(doors):
             raise unreachable(failed)
@@ -165,18 +145,13 @@ class Session:
         return [address for address, cause in causes.items() if cause is None]
 
     async def granted(self, doors: Sequence[PeerAddress]) -> Grant:
-        """Return what a relay grants that is reached at one of `doors`; `UserError` or ConnectionError if it is not."""
         await self.knock(doors)
-        return await granted(self._parts, self._control, self.daemon, doors[0].peer, self._timeouts.reach_s)
-
-    async def connect(self, address: PeerAddress) -> str | None:
-        """Connect the daemon to one address; return None, or the cause of the failure."""
-        return await connect(self._control, self._parts, address, self._timeouts.reach_s)
+        return await self._control.granted(doors[0].peer, self._timeouts.reach_s)
 
     # Inside.
 
     async def _places(self) -> list[str]:
-        return await places(self._parts, self._control, self._timeouts.dht_s)
+        return await self._control.places(self._timeouts.dht_s)
 
     async def _join(self, doors: Sequence[PeerAddress], alone: bool) -> None:
         reached: list[PeerAddress] = []
@@ -211,62 +186,6 @@ class Session:
                 hint="start again, or choose another port with --listen",
                 code=Exit.PORT_TAKEN,
             )
-
-
-@asynccontextmanager
-async def attached(
-    parts: HivemindParts, control: Control, daemon: Daemon, wait_s: float
-) -> AsyncIterator[DaemonClient]:
-    """Hold hivemind's P2P on a daemon of ours; `UserError` when it does not answer. Without it the daemon would end."""
-    try:
-        client = await control.bounded(parts.connect(daemon.control_path), wait_s)
-    except ConnectionError as error:
-        raise daemon_trouble(str(error)) from None
-    try:
-        yield client
-    finally:
-        await disconnect(client)
-
-
-async def places(parts: HivemindParts, control: Control, wait_s: float) -> list[str]:
-    """Return the addresses that a daemon knows of itself, without its peer id."""
-    answer = await control.ask(parts.messages.Request(type=parts.messages.Request.IDENTIFY), wait_s)
-    return [place for place in map(place_text, answer.identify.addrs) if place]
-
-
-async def connect(control: Control, parts: HivemindParts, address: PeerAddress, wait_s: float) -> str | None:
-    """Connect a daemon to one address; return None, or in plain words the cause of the failure."""
-    pb = parts.messages
-    wanted = pb.ConnectRequest(peer=parts.peer_bytes(address.peer), addrs=[Multiaddr(address.transport).to_bytes()])
-    try:
-        await control.ask(pb.Request(type=pb.Request.CONNECT, connect=wanted), wait_s)
-    except ConnectionAbortedError:
-        return f"no answer within {wait_s:g} s (is a firewall in between?)"
-    except ConnectionRefusedError as error:
-        return plain_cause(str(error), address)
-    return None
-
-
-async def dialled(knocks: Mapping[asyncio.Future[str | None], PeerAddress]) -> dict[PeerAddress, str | None]:
-    """Return for each address None or the cause of its failure, as `connect` does.
-
-    Once one has answered, the others have a moment left: the dead do not hold us up.
-    """
-    pending = set(knocks)
-    try:
-        while pending:
-            answered = any(task.done() and task.result() is None for task in knocks)
-            done, pending = await asyncio.wait(
-                pending, timeout=_MOMENT_S if answered else None, return_when=asyncio.FIRST_COMPLETED
-            )
-            if not done:
-                break
-        return {address: task.result() if task.done() else _LATE for task, address in knocks.items()}
-    finally:
-        for task in knocks:
-            task.cancel()
-        # Where our daemon died all have failed alike, and one of them is raised.
-        await asyncio.gather(*knocks, return_exceptions=True)
 
 
 def _is_circuit(place: str) -> bool:

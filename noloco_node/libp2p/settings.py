@@ -63,11 +63,9 @@ class TimeoutSettings(msgspec.Struct, frozen=True, kw_only=True):
     """For the libp2p daemon to start."""
 
     def silences(self) -> TimeoutBounds:
-        """Return the bounds of a silence after which a peer is given up."""
         return TimeoutBounds(max(self.least_silence_s, 3 * self.beat_s), self.most_silence_s, self.silence_s)
 
     def stalls(self) -> TimeoutBounds:
-        """Return the bounds of the time in which a peer must take some of our bytes."""
         return TimeoutBounds(self.stall_s, self.most_stall_s, self.stall_s)
 
 
@@ -131,7 +129,6 @@ class RunSecret:
         return f"RunSecret({self.prefix})"
 
     def key(self, name: str) -> str:
-        """Return a key of the DHT for what the network keeps there itself."""
         return f"{self._run}/{name}"
 
     def proof(self, caller: str, callee: str, topic: str) -> bytes:
@@ -139,7 +136,6 @@ class RunSecret:
         return self.code("call", caller.encode(), callee.encode(), topic.encode())
 
     def code(self, purpose: str, *parts: bytes) -> bytes:
-        """Return a message authentication code; equal ones have equal parts."""
         told = b"".join(len(part).to_bytes(8) + part for part in (purpose.encode(), *parts))
         return hmac.digest(self._key, told, "sha256")
 

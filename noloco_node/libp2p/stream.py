@@ -114,7 +114,6 @@ class StreamOpening(asyncio.BufferedProtocol):
         self._is_over = False
 
     def break_off(self, error: ConnectionError) -> None:
-        """Close the connection at once, unless it is a stream's by now."""
         if self._is_over:
             return
         self._is_over = True
@@ -179,16 +178,13 @@ class Stream(asyncio.BufferedProtocol):
 
     @property
     def peer(self) -> str:
-        """The other's peer id."""
         return self._protocol.peer
 
     @property
     def is_quiet(self) -> bool:
-        """Whether both ends are open, and no message waits or is under way to us."""
         return self._protocol.is_quiet
 
     def limit(self, up: Pace | None, down: Pace | None) -> None:
-        """See `Conversation.limit`."""
         self._up, self._down = up, down
 
     async def send(self, message: Any) -> None:
@@ -211,7 +207,6 @@ class Stream(asyncio.BufferedProtocol):
                     self.break_off(ConnectionResetError("a message was cut short by its sender"))
 
     async def receive(self) -> Any:
-        """Return the next message; a `ConnectionError` when none can come any more."""
         size = await self._wait_for_message()
         if self._down is not None:
             await self._down.admit(size, size)
@@ -219,7 +214,6 @@ class Stream(asyncio.BufferedProtocol):
         return self._next_message()
 
     async def _wait_for_message(self) -> int:
-        """Return the size of the next message when it is there."""
         while (size := self._protocol.next_message_bytes) is None:
             self._protocol.check_receive()
             self._news.clear()
@@ -243,15 +237,12 @@ class Stream(asyncio.BufferedProtocol):
         return self._protocol.peer_ended
 
     def leave(self) -> None:
-        """End politely: say END, and close when the other has ended too."""
         self._end(self._protocol.leave)
 
     def fail(self, sentence: str) -> None:
-        """End with an error that the other side gets to read."""
         self._end(functools.partial(self._protocol.fail, sentence))
 
     def break_off(self, error: ConnectionError) -> None:
-        """Break the stream at once, whatever is under way."""
         self._react(self._protocol.break_off(error))
 
     def evict(self) -> None:
@@ -260,7 +251,6 @@ class Stream(asyncio.BufferedProtocol):
         self.break_off(ConnectionResetError("too much waits here to be received, and this has waited longest"))
 
     def discard(self) -> None:
-        """Drop what came and was not received: nobody will ask for it."""
         self._protocol.discard()
         self._count_held()
 
@@ -340,7 +330,6 @@ class Stream(asyncio.BufferedProtocol):
 
 
 def _pieces(buffers: Sequence[Buffer], most_bytes: int) -> Iterator[memoryview]:
-    """Yield what lies in `buffers` in pieces of at most so many bytes, without copies."""
     for buffer in buffers:
         view = memoryview(buffer)
         for start in range(0, len(view), most_bytes):

@@ -16,14 +16,14 @@ import asyncio
 import hmac
 import logging
 from collections import Counter
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from noloco_node.libp2p.addresses import KnownPeers, PeerAddress, place_text
 from noloco_node.libp2p.control import Control, Preamble, delimited
-from noloco_node.libp2p.daemon import Daemon
 from noloco_node.libp2p.frame_protocol import FrameProtocol, LivenessTable
 from noloco_node.libp2p.hivemind_compat import HivemindParts
-from noloco_node.libp2p.settings import PROOF_BYTES, Capacity, RunSecret, TimeoutSettings
+from noloco_node.libp2p.settings import PROOF_BYTES, Capacity, NetworkSettings, RunSecret, TimeoutSettings
 from noloco_node.libp2p.stream import ByteCounts, ReceiveBudget, Stream, StreamOpening
 from noloco_node.network.interface import VIOLATION_GRACE_S, Handler
 from noloco_node.network.schema import Schema, Violation
@@ -60,11 +60,9 @@ class Switchboard:
 
     @property
     def topics(self) -> tuple[str, ...]:
-        """What is served here."""
         return tuple(self._topics)
 
     def statistics(self) -> dict[str, int | float]:
-        """Return counts since the start: conversations, losses by kind, bytes by topic, violations by peer."""
         counts: dict[str, int | float] = dict(self._counts)
         for topic, traffic in self._traffic.items():
             counts[f"bytes.sent.{topic}"] = traffic.sent_bytes
@@ -75,7 +73,6 @@ class Switchboard:
         return counts | {"conversations.now": len(self._streams)}
 
     def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
-        """Answer streams about `topic` from now on."""
         self._receive_budget.expect(schema.body_bytes)
         self._topics[topic] = (schema, handler)
 
@@ -99,14 +96,12 @@ class Switchboard:
                 self._answers = False
 
     def call(self, transport: asyncio.Transport, peer: str, topic: str, schema: Schema) -> Stream:
-        """Make a stream of a connection that we opened."""
         self._counts["conversations.opened"] += 1
         stream = Stream(transport, self._protocol(peer, schema), self._topic_traffic(topic), self.lost)
         self._streams[stream] = None
         return stream
 
     def unopened(self) -> None:
-        """Count a stream that we could not open."""
         self._counts["conversations.unopened"] += 1
 
     def answer(self, transport: asyncio.Transport, peer: str, topic: str, origin: str = "") -> Stream:
@@ -157,7 +152,6 @@ class Switchboard:
             task.cancel()
 
     def close(self) -> None:
-        """Break every stream and answer no more."""
         self._answers = False
         for stream in list(self._streams):
             stream.break_off(ConnectionResetError("the network was closed"))
@@ -202,29 +196,31 @@ class Switchboard:
             del self._answering[peer]
 
 
-class StreamContext(NamedTuple):
-    """What outlives a daemon: streams and topics of this peer, whom it has met, the run's secret, how long to wait."""
+class PeerContext(NamedTuple):
+    """What outlives a daemon of this peer: hivemind's parts, a directory for sockets, settings and the run's secret,
+    streams and topics, and whom it has met."""
 
+    parts: HivemindParts
+    directory: Path
+    settings: NetworkSettings
+    secret: RunSecret
     switchboard: Switchboard
     known_peers: KnownPeers
-    secret: RunSecret
-    timeouts: TimeoutSettings
 
 
 class StreamDialer:
     """Opens and accepts streams as long as one daemon lives, under the peer id `me`."""
 
-    def __init__(
-        self, parts: HivemindParts, control: Control, daemon: Daemon, exchange: StreamContext, me: str
-    ) -> None:
-        self._parts, self._control, self._daemon, self._exchange, self._me = parts, control, daemon, exchange, me
+    def __init__(self, control: Control, context: PeerContext, me: str) -> None:
+        self._control, self._context, self._me = control, context, me
+        self._parts, self._daemon, self._secret = control.parts, control.daemon, context.secret
+        self._timeouts = context.settings.timeouts
         self._unproven: dict[StreamOpening, asyncio.TimerHandle] = {}
         """Streams of others until they have proved that they know the run, each with its deadline."""
         self._server: asyncio.Server | None = None
         self._offered: set[str] = set()
 
     async def listen(self) -> None:
-        """Accept streams for the topics that the daemon is told of."""
         self._server = await asyncio.get_running_loop().create_unix_server(self._opening, self._daemon.stream_path)
 
     def _opening(self) -> StreamOpening:
@@ -253,14 +249,14 @@ class StreamDialer:
         pb = self._parts.messages
         # hivemind's Multiaddr, for it encodes the path of a Unix socket as the daemon reads it.
         place = self._parts.Multiaddr(f"/unix{self._daemon.stream_path}").to_bytes()
-        wanted = pb.StreamHandlerRequest(addr=place, proto=[self._exchange.secret.prefix + topic], balanced=False)
+        wanted = pb.StreamHandlerRequest(addr=place, proto=[self._secret.prefix + topic], balanced=False)
         request = pb.Request(type=pb.Request.STREAM_HANDLER, streamHandler=wanted)
-        await self._control.ask(request, self._exchange.timeouts.dht_s)
+        await self._control.ask(request, self._timeouts.dht_s)
         self._offered.add(topic)
 
     async def dial(self, peer: str, topic: str, schema: Schema) -> Stream:
         """Open a stream; ConnectionRefusedError when that cannot be, ConnectionResetError without a daemon."""
-        pb, loop, timeouts = self._parts.messages, asyncio.get_running_loop(), self._exchange.timeouts
+        pb, loop, timeouts = self._parts.messages, asyncio.get_running_loop(), self._timeouts
         opened: asyncio.Future[Stream] = loop.create_future()
         connection: StreamOpening | Stream
 
@@ -269,8 +265,8 @@ class StreamDialer:
             answer = pb.Response.FromString(bytes(preamble.content))
             if answer.type == pb.Response.ERROR:
                 raise _refused(peer, topic, answer.error.msg)
-            transport.write(self._exchange.secret.proof(self._me, peer, topic))
-            connection = self._exchange.switchboard.call(transport, peer, topic, schema)
+            transport.write(self._secret.proof(self._me, peer, topic))
+            connection = self._context.switchboard.call(transport, peer, topic, schema)
             if not opened.done():
                 opened.set_result(connection)
 
@@ -280,7 +276,7 @@ class StreamDialer:
 
         connection = opening = StreamOpening(introduce, lost)
         is_open = False
-        wanted = pb.StreamOpenRequest(peer=self._parts.peer_bytes(peer), proto=[self._exchange.secret.prefix + topic])
+        wanted = pb.StreamOpenRequest(peer=self._parts.peer_bytes(peer), proto=[self._secret.prefix + topic])
         try:
             async with asyncio.timeout(timeouts.open_s):
                 connecting = loop.create_unix_connection(lambda: opening, self._daemon.control_path)
@@ -297,25 +293,22 @@ class StreamDialer:
             if not is_open:
                 # Also where it opened in the very moment in which we were cancelled.
                 connection.break_off(ConnectionResetError("the stream was not opened"))
-                self._exchange.switchboard.unopened()
+                self._context.switchboard.unopened()
         return stream
 
     def close(self) -> None:
-        """Accept no more streams."""
         if self._server is not None:
             self._server.close()
 
     def _answer(self, transport: asyncio.Transport, preamble: Preamble) -> None:
-        """Pass on a stream that a peer has opened, who knows the run."""
         arrival = self._parts.messages.StreamInfo.FromString(bytes(preamble.content))
         origin, peer = place_text(arrival.addr), self._parts.peer_text(arrival.peer)
-        secret = self._exchange.secret
-        topic = str(arrival.proto).removeprefix(secret.prefix)
-        if not hmac.compare_digest(preamble.proof, secret.proof(peer, self._me, topic)):
+        topic = str(arrival.proto).removeprefix(self._secret.prefix)
+        if not hmac.compare_digest(preamble.proof, self._secret.proof(peer, self._me, topic)):
             raise ConnectionRefusedError(f"{peer} does not know the run")
         if origin:
-            self._exchange.known_peers.note([PeerAddress(origin, peer)])
-        self._exchange.switchboard.answer(transport, peer, topic, origin)
+            self._context.known_peers.note([PeerAddress(origin, peer)])
+        self._context.switchboard.answer(transport, peer, topic, origin)
 
 
 def _refused(peer: str, topic: str, words: str) -> ConnectionRefusedError:

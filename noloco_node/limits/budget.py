@@ -138,7 +138,6 @@ class Bucket(NamedTuple):
 
     @property
     def slice_bytes(self) -> int:
-        """How much is granted at once."""
         return int(min(LARGEST_SLICE_BYTES, max(1024.0, self.rate * SLICE_S)))
 
 
@@ -149,7 +148,6 @@ def full_bucket(rate: float, now_s: float) -> Bucket:
 
 
 def filled(bucket: Bucket, now_s: float) -> Bucket:
-    """Return the bucket as it is at `now_s`."""
     tokens = min(bucket.burst_bytes, bucket.tokens + bucket.rate * max(0.0, now_s - bucket.at_s))
     return bucket._replace(tokens=tokens, at_s=max(now_s, bucket.at_s))
 
@@ -164,7 +162,6 @@ def take(bucket: Bucket, count: float, now_s: float) -> tuple[Bucket, float]:
 
 
 def give_back(bucket: Bucket, count: float) -> Bucket:
-    """Return tokens that were granted and not used."""
     return bucket._replace(tokens=min(bucket.burst_bytes, bucket.tokens + count))
 
 
@@ -212,12 +209,10 @@ class MonthUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def total_bytes(self) -> int:
-        """Both directions together."""
         return self.sent_bytes + self.received_bytes
 
 
 def month_of(now: datetime) -> str:
-    """Return the calendar month of a moment, such as 2026-11."""
     return f"{now.year:04}-{now.month:02}"
 
 
@@ -239,7 +234,6 @@ def is_spent(spent: MonthUsage, cap_bytes: int | None, now: datetime) -> bool:
 
 
 def next_month_s(now: datetime) -> float:
-    """Return the seconds until the next calendar month."""
     year, month = divmod(now.year * 12 + now.month, 12)
     return datetime(year, month + 1, 1, tzinfo=now.tzinfo).timestamp() - now.timestamp()
 
@@ -254,11 +248,9 @@ class TrafficLedger:
 
     @property
     def spent(self) -> MonthUsage:
-        """What was spent this month."""
         return spend(self._spent, self._now(), 0, 0)
 
     def add(self, sent_bytes: int, received_bytes: int) -> None:
-        """Count so many bytes."""
         self._spent = spend(self._spent, self._now(), sent_bytes, received_bytes)
 
     def keep(self) -> None:

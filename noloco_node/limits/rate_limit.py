@@ -156,14 +156,12 @@ class LimitHook(NetworkHook):
         self.up.round_share = self.down.round_share = share
 
     def opened(self, conversation: Conversation, topic: str) -> ConversationHook:
-        """Limit a conversation."""
         in_round = topic.partition("/")[0] == self._round_topic
         conversation.limit(self.up.pace(in_round=in_round), self.down.pace(in_round=in_round))
         return NO_HOOK
 
     @contextmanager
     def answering(self, conversation: Conversation, topic: str) -> Iterator[ConversationHook]:
-        """Limit a conversation that another peer opened as well."""
         yield self.opened(conversation, topic)
 
     def statistics(self) -> dict[str, int | float]:

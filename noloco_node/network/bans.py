@@ -49,7 +49,6 @@ class _Standing(NamedTuple):
 
     @property
     def until_s(self) -> float:
-        """Until when it is shut out for any reason."""
         return max(self.banned_until_s, self.found_until_s)
 
 
@@ -104,17 +103,14 @@ class BanHook(NetworkHook):
         """Conversations by address prefix."""
 
     def calling(self, peer: str) -> AbstractAsyncContextManager[None]:
-        """Refuse to call who is shut out."""
         self._refuse_banned(peer)
         return super().calling(peer)
 
     def opened(self, conversation: Conversation, topic: str) -> ConversationHook:
-        """Note violations in a conversation that we opened."""
         return _Watch(conversation.peer, self)
 
     @contextmanager
     def answering(self, conversation: Conversation, topic: str) -> Iterator[ConversationHook]:
-        """Refuse to answer who is shut out; note violations."""
         place = address_prefix(conversation.origin)
         prefix = str(place) if place is not None and place.is_global else ""
         self._refuse_banned(conversation.peer)
@@ -135,7 +131,6 @@ class BanHook(NetworkHook):
                 del self._answering[prefix]
 
     def statistics(self) -> dict[str, int | float]:
-        """Return the counts of bans, and of conversations that these refused."""
         return dict(self._counts)
 
     def note(self, peer: str, prefix: str = "") -> None:

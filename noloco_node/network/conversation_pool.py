@@ -64,7 +64,6 @@ class ConversationPool:
             await self._end(next(iter(self._idle)))
 
     async def aclose(self) -> None:
-        """End all conversations, and keep none any more."""
         self._closed = True
         for conversation in list(self._idle):
             await self._end(conversation)
@@ -102,7 +101,6 @@ class SendTurns:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Wait for a turn, and keep it within the context."""
         async with self._next:
             while len(self._since_s) >= self.at_once:
                 await self._wait()

@@ -45,7 +45,6 @@ class TensorSpec(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes on the wire."""
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
     def __str__(self) -> str:
@@ -99,7 +98,6 @@ class Schema:
 
     @property
     def body_bytes(self) -> int:
-        """Bytes of the largest body that a message of this schema may have."""
         return max(sum(_largest_bytes(layouts) for layouts in rule.layouts.values()) for rule in self._rules.values())
 
     def pack(self, message: Any) -> tuple[bytes, list[Buffer]]:
@@ -345,7 +343,6 @@ def _bytes_of(name: str, tensor: Tensor, spec: TensorSpec) -> memoryview:
 
 
 def _view(flat: Tensor) -> memoryview:
-    """Return the memory of a flat CPU tensor as bytes."""
     import torch
 
     array: Any = flat.view(torch.uint8).numpy()

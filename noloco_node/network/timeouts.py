@@ -88,7 +88,6 @@ class AdaptiveTimeout:
         return deadline_s(known.estimate or self._first, known.timeouts, self._bounds)
 
     def took(self, peer: str, seconds: float) -> None:
-        """Note what a wait took that was answered."""
         before = self._peers.get(peer, _Known()).estimate
         if before is None:
             self._first = observed(self._first, seconds)
@@ -130,5 +129,4 @@ class DialTimeouts(NetworkHook):
         self._timing.took(peer, loop_s() - begun_s)
 
     def statistics(self) -> dict[str, int | float]:
-        """Return how many dials were given up for taking too long."""
         return {"dials.given_up": self._given_up}

@@ -180,7 +180,6 @@ class FrameDecoder:
 
 
 def encode(message: Any, schema: Schema) -> list[Buffer]:
-    """Return the MESSAGE frame of `message` as buffers to write in order; see `Schema.pack`."""
     header, body = schema.pack(message)
     return [_PREFIX.pack(FrameKind.MESSAGE, len(header), sum(map(len, body))) + header, *body]
 
@@ -191,12 +190,10 @@ def message_bytes(message: Any, schema: Schema) -> int:
 
 
 def beat() -> bytes:
-    """Return a BEAT frame."""
     return _PREFIX.pack(FrameKind.BEAT, 0, 0)
 
 
 def end() -> bytes:
-    """Return an END frame."""
     return _PREFIX.pack(FrameKind.END, 0, 0)
 
 

@@ -17,9 +17,9 @@ from sample_messages import Ask
 from noloco_node.libp2p.addresses import KnownPeers, place_text
 from noloco_node.libp2p.control import Control, delimited, read_delimited
 from noloco_node.libp2p.hivemind_compat import load_hivemind
-from noloco_node.libp2p.settings import PROOF_BYTES, Capacity, RunSecret
+from noloco_node.libp2p.settings import PROOF_BYTES, Capacity, NetworkSettings, RunSecret
 from noloco_node.libp2p.stream import Stream
-from noloco_node.libp2p.switchboard import StreamContext, StreamDialer, Switchboard
+from noloco_node.libp2p.switchboard import PeerContext, StreamDialer, Switchboard
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema
 
@@ -27,6 +27,11 @@ SECRET = RunSecret("run")
 ME = "12D3KooWGKMUkB1hfRmXSjnKxXmYRyUnjGFQkSXPLfNkoR3r2hvS"
 SOMEBODY = "12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
 SCHEMA = Schema({Ask: MessageSpec("Ask")})
+
+
+def context(board: Switchboard) -> PeerContext:
+    settings = NetworkSettings(run="run", timeouts=PATIENT)
+    return PeerContext(load_hivemind(), Path(), settings, SECRET, board, KnownPeers())
 
 
 class Watched(Switchboard):
@@ -60,8 +65,7 @@ def dialled(directory: Path, answer: Any, opened: Callable[[asyncio.Task[Stream]
         server = await asyncio.start_unix_server(daemon, place)
         board = Watched(patience, Capacity())
         likeness: Any = SimpleNamespace(control_path=place, stream_path=str(directory / "streams.sock"))
-        exchange = StreamContext(board, KnownPeers(), SECRET, patience)
-        dialer = StreamDialer(parts, Control(likeness, pb), likeness, exchange, ME)
+        dialer = StreamDialer(Control(parts, likeness), context(board), ME)
         dialling = asyncio.get_running_loop().create_task(dialer.dial(SOMEBODY, "topic", SCHEMA))
         board.opened = lambda: opened(dialling)
         try:
@@ -134,8 +138,7 @@ def knocked(directory: Path, topic: str, sent: Callable[[RunSecret], bytes]) -> 
     async def main() -> tuple[bytes, dict[str, int | float]]:
         parts, board, started = load_hivemind(), Switchboard(PATIENT, Capacity()), asyncio.Event()
         likeness: Any = SimpleNamespace(control_path="", stream_path=str(directory / "streams.sock"))
-        exchange = StreamContext(board, KnownPeers(), SECRET, PATIENT)
-        dialer = StreamDialer(parts, Control(likeness, parts.messages), likeness, exchange, ME)
+        dialer = StreamDialer(Control(parts, likeness), context(board), ME)
 
         async def answer(conversation: Conversation) -> None:
             await conversation.send(Ask(text="what is it?"))

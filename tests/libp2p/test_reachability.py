@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,7 +26,7 @@ from noloco_node.libp2p.addresses import (
     with_port,
     with_ports_chosen,
 )
-from noloco_node.libp2p.control import Grant, grant_of
+from noloco_node.libp2p.control import Control, Grant, grant_of
 from noloco_node.libp2p.daemon import RELAY_DATA_BYTES, RELAY_TIME_S, DaemonConfig, arguments, relay_arguments
 from noloco_node.libp2p.reachability import (
     DialBackReply,
@@ -37,7 +38,6 @@ from noloco_node.libp2p.reachability import (
     preflight_goal,
 )
 from noloco_node.libp2p.relays import relay_configs
-from noloco_node.libp2p.session import dialled
 from noloco_node.libp2p.settings import NetworkSettings, Reachability
 from noloco_node.sim.clock import run
 
@@ -169,14 +169,19 @@ def test_nobody_is_dialled_back_over_a_relay(origin: str, host: tuple[str, str] 
 
 
 def test_once_one_has_answered_the_dead_do_not_hold_us_up() -> None:
-    async def answer(after_s: float, cause: str | None) -> str | None:
-        await asyncio.sleep(after_s)
-        return cause
-
     async def main(*answers: tuple[float, str | None]) -> tuple[list[str | None], float]:
-        loop = asyncio.get_running_loop()
-        knocks = {asyncio.ensure_future(answer(*each)): PeerAddress(str(each), "a") for each in answers}
-        return list((await dialled(knocks)).values()), loop.time()
+        class Answering(Control):
+            """A daemon that connects to a place as is said."""
+
+            async def connect(self, address: PeerAddress, wait_s: float) -> str | None:
+                after_s, cause = answers[int(address.transport)]
+                await asyncio.sleep(after_s)
+                return cause
+
+        nothing: Any = None
+        doors = [PeerAddress(str(number), "a") for number in range(len(answers))]
+        causes = await Answering(nothing, nothing).connect_all(doors, 60.0)
+        return list(causes.values()), asyncio.get_running_loop().time()
 
     causes, took_s = run(main((1.0, None), (2.5, None), (0.5, "closed"), (15.0, "silent")))
     assert causes[:3] == [None, None, "closed"]

@@ -15,9 +15,8 @@ from limits import PATIENT
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.addresses import KnownPeers
 from noloco_node.libp2p.network import Libp2pNetwork
-from noloco_node.libp2p.session import LinkContext
-from noloco_node.libp2p.settings import Capacity, NetworkSettings, Reachability
-from noloco_node.libp2p.switchboard import StreamContext, Switchboard
+from noloco_node.libp2p.settings import Capacity, NetworkSettings, RunSecret
+from noloco_node.libp2p.switchboard import PeerContext, Switchboard
 from noloco_node.network.interface import Conversation
 from noloco_node.sim.clock import run
 from noloco_node.swarm.run_distribution import SCHEMA
@@ -41,12 +40,10 @@ class Daemon:
 @asynccontextmanager
 async def network(daemon: Daemon | None) -> AsyncIterator[Libp2pNetwork]:
     switchboard = Switchboard(PATIENT, Capacity())
-    exchange = StreamContext(switchboard, KnownPeers(), "/test/", PATIENT)
     parts: Any = None
+    settings = NetworkSettings(run="ab" * 32, timeouts=PATIENT)
     made = Libp2pNetwork(
-        NetworkSettings(run="ab" * 32, timeouts=PATIENT),
-        LinkContext(parts, Path(), exchange, Reachability.OPEN),
-        print,
+        PeerContext(parts, Path(), settings, RunSecret(settings.run), switchboard, KnownPeers()), print
     )
     session: Any = None if daemon is None else SimpleNamespace(daemon=daemon, dialer=daemon)
     made._session = session
