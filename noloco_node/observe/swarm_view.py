@@ -124,7 +124,7 @@ class GivenInAll(msgspec.Struct, frozen=True, kw_only=True):
 class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a run beside its peers.
 
-    `tokens`: trained so far, by all. `trouble`: why this may be out of date. `routes_told`: what is known of the routes.
+    `tokens`: trained so far, by all. `trouble`: why this may be out of date. `routes_told`: what is known of routes.
     """
 
     name: str
