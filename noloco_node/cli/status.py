@@ -33,7 +33,7 @@ from noloco_node.cli.options import (
     page_place,
 )
 from noloco_node.observe.bottleneck import all_waits
-from noloco_node.observe.recording import Keyboard, Playback, Recording, read_journals
+from noloco_node.observe.playback import Keyboard, Playback, Recording, read_journals
 from noloco_node.observe.roster_observer import RosterObserver
 from noloco_node.observe.screen import LiveView, lines, time_left
 from noloco_node.observe.swarm_view import SwarmView, plain, short

@@ -1,4 +1,4 @@
-"""A swarm as its peers' journals tell it: while they are written, or long after (`recording`)."""
+"""A swarm as its peers' journals tell it: while they are written, or long after (`playback`)."""
 
 from __future__ import annotations
 

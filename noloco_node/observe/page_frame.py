@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from noloco_node.observe.recording import PlaybackState
+from noloco_node.observe.playback import PlaybackState
 from noloco_node.observe.screen import fitting_peers, time_left
 from noloco_node.observe.swarm_view import (
     LONGEST_VIRTUAL_S,

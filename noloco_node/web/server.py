@@ -24,7 +24,7 @@ from aiohttp import web
 
 from noloco_node.observe.metrics import NodeMetrics
 from noloco_node.observe.page_frame import page_frame
-from noloco_node.observe.recording import KEYS, PlaybackState
+from noloco_node.observe.playback import KEYS, PlaybackState
 from noloco_node.observe.swarm_view import SwarmView
 from noloco_node.terminal import say
 from noloco_node.web.places import PagePlace, ServedPlace

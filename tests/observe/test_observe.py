@@ -32,7 +32,7 @@ from noloco_node.observe.bottleneck import (
 )
 from noloco_node.observe.journal_observer import JournalObserver
 from noloco_node.observe.peer_history import PeerHistory
-from noloco_node.observe.recording import FASTEST, SILENT, SLOWEST, Playback, Recording, meanings, read_journals
+from noloco_node.observe.playback import FASTEST, SILENT, SLOWEST, Playback, Recording, meanings, read_journals
 from noloco_node.observe.roster_observer import RosterObserver
 from noloco_node.observe.screen import LiveView, line, lines, picture
 from noloco_node.observe.swarm_view import MOST_WORDS, SwarmView, plain

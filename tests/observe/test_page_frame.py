@@ -14,7 +14,7 @@ from noloco_node.journal import events
 from noloco_node.observe.journal_observer import JournalObserver, routes
 from noloco_node.observe.page_frame import MOST_MOMENTS, MOST_PEERS, MOST_ROUTES, page_frame
 from noloco_node.observe.peer_history import PeerHistory
-from noloco_node.observe.recording import Playback
+from noloco_node.observe.playback import Playback
 from noloco_node.observe.roster_observer import RosterObserver
 from noloco_node.observe.screen import time_left
 from noloco_node.observe.swarm_view import Route

@@ -18,7 +18,7 @@ import pytest
 from limits import LAST_RESORT_S
 from page_frames import HOSTILE, view_of, with_course
 
-from noloco_node.observe.recording import Playback
+from noloco_node.observe.playback import Playback
 from noloco_node.web import server
 from noloco_node.web.places import PagePlace, ServedPlace
 from noloco_node.web.server import page_served

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from noloco_node.cli.main import app
 from noloco_node.cli.options import page_place
 from noloco_node.errors import Exit, UserError
-from noloco_node.observe.recording import Playback
+from noloco_node.observe.playback import Playback
 from noloco_node.tasks import background
 from noloco_node.web import server
 from noloco_node.web.places import PagePlace, ServedPlace, kept_token, metrics_place
