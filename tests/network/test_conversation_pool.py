@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import pytest
+from coroutine_tests import run_main
 
 from noloco_node.network import conversation_pool
 from noloco_node.network.conversation_pool import IDLE_S, ConversationPool
@@ -78,75 +79,63 @@ async def world(*others: str) -> AsyncIterator[World]:
     assert all(made.network.open_calls(name) == 0 for name in ("a", *made.others))
 
 
-def test_a_first_call_takes_three_latencies_down_and_every_further_one_a_single_one() -> None:
-    async def main() -> None:
-        async with world() as w:
-            took_s = [await w.ask(str(number)) for number in range(4)]
-            assert took_s == pytest.approx([4 * LATENCY_S] + 3 * [2 * LATENCY_S])
-            assert w.opened == 1
-
-    run(main())
+@run_main(run)
+async def test_a_first_call_takes_three_latencies_down_and_every_further_one_a_single_one() -> None:
+    async with world() as w:
+        took_s = [await w.ask(str(number)) for number in range(4)]
+        assert took_s == pytest.approx([4 * LATENCY_S] + 3 * [2 * LATENCY_S])
+        assert w.opened == 1
 
 
-def test_calls_at_the_same_time_have_a_conversation_each_and_leave_them_to_the_next() -> None:
-    async def main() -> None:
-        async with world() as w:
-            for _ in range(3):
-                await asyncio.gather(*(w.ask(f"{number}") for number in range(5)))
-            assert w.opened == 5
-
-    run(main())
+@run_main(run)
+async def test_calls_at_the_same_time_have_a_conversation_each_and_leave_them_to_the_next() -> None:
+    async with world() as w:
+        for _ in range(3):
+            await asyncio.gather(*(w.ask(f"{number}") for number in range(5)))
+        assert w.opened == 5
 
 
-def test_a_call_that_is_cancelled_breaks_its_own_stream_alone() -> None:
-    async def main() -> None:
-        async with world() as w:
-            other, cut = (asyncio.ensure_future(w.ask("slowly")) for _ in range(2))
-            await asyncio.sleep(0.5)
-            cut.cancel()
-            assert await other == pytest.approx(1.0 + 4 * LATENCY_S)
-            assert w.handled == ["slowly"], "the callee's work was cancelled too"
-            assert await w.ask("again") == pytest.approx(2 * LATENCY_S)
-            assert w.opened == 2
-
-    run(main())
+@run_main(run)
+async def test_a_call_that_is_cancelled_breaks_its_own_stream_alone() -> None:
+    async with world() as w:
+        other, cut = (asyncio.ensure_future(w.ask("slowly")) for _ in range(2))
+        await asyncio.sleep(0.5)
+        cut.cancel()
+        assert await other == pytest.approx(1.0 + 4 * LATENCY_S)
+        assert w.handled == ["slowly"], "the callee's work was cancelled too"
+        assert await w.ask("again") == pytest.approx(2 * LATENCY_S)
+        assert w.opened == 2
 
 
-def test_a_stream_that_broke_while_nobody_used_it_is_opened_anew() -> None:
-    async def main() -> None:
-        async with world() as w:
-            await w.ask("one")
-            w.network.kill("b")
-            await asyncio.sleep(1.0)
-            w.others["b"] = w.network.network("b")
-            await w.serve()
-            assert await w.ask("two") == pytest.approx(4 * LATENCY_S)
-
-    run(main())
+@run_main(run)
+async def test_a_stream_that_broke_while_nobody_used_it_is_opened_anew() -> None:
+    async with world() as w:
+        await w.ask("one")
+        w.network.kill("b")
+        await asyncio.sleep(1.0)
+        w.others["b"] = w.network.network("b")
+        await w.serve()
+        assert await w.ask("two") == pytest.approx(4 * LATENCY_S)
 
 
-def test_an_answer_too_many_is_nobodys() -> None:
-    async def main() -> None:
-        async with world() as w:
-            await w.ask("twice")
-            await w.ask("once")
-            assert w.opened == 2
-
-    run(main())
+@run_main(run)
+async def test_an_answer_too_many_is_nobodys() -> None:
+    async with world() as w:
+        await w.ask("twice")
+        await w.ask("once")
+        assert w.opened == 2
 
 
-def test_a_conversation_that_nobody_uses_is_ended() -> None:
-    async def main() -> None:
-        async with world("b", "c") as w:
-            await w.ask("one", "c")
-            for _ in range(3):
-                await asyncio.sleep(0.6 * IDLE_S)
-                await w.ask("one", "b")
-            assert w.opened == 2
-            assert w.network.open_calls("b") == 1
-            assert w.network.open_calls("c") == 0
-
-    run(main())
+@run_main(run)
+async def test_a_conversation_that_nobody_uses_is_ended() -> None:
+    async with world("b", "c") as w:
+        await w.ask("one", "c")
+        for _ in range(3):
+            await asyncio.sleep(0.6 * IDLE_S)
+            await w.ask("one", "b")
+        assert w.opened == 2
+        assert w.network.open_calls("b") == 1
+        assert w.network.open_calls("c") == 0
 
 
 def test_no_more_than_so_many_are_kept_and_the_longest_idle_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,14 +151,12 @@ def test_no_more_than_so_many_are_kept_and_the_longest_idle_goes_first(monkeypat
     run(main())
 
 
-def test_who_is_under_way_when_the_pool_closes_has_its_answer_and_nothing_is_kept() -> None:
-    async def main() -> None:
-        async with world() as w:
-            call = asyncio.ensure_future(w.ask("slowly"))
-            await asyncio.sleep(0.5)
-            await w.pool.aclose()
-            await call
-            await asyncio.sleep(1.0)
-            assert w.network.open_calls("a") == w.network.open_calls("b") == 0
-
-    run(main())
+@run_main(run)
+async def test_who_is_under_way_when_the_pool_closes_has_its_answer_and_nothing_is_kept() -> None:
+    async with world() as w:
+        call = asyncio.ensure_future(w.ask("slowly"))
+        await asyncio.sleep(0.5)
+        await w.pool.aclose()
+        await call
+        await asyncio.sleep(1.0)
+        assert w.network.open_calls("a") == w.network.open_calls("b") == 0

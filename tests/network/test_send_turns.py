@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from coroutine_tests import run_main
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,22 +42,20 @@ def test_never_more_at_once_and_first_come_first_served(jobs: list[tuple[int, fl
     run(main())
 
 
-def test_slow_receivers_hold_up_nobody_for_long_and_who_gives_up_leaves_its_place() -> None:
-    async def main() -> None:
-        turns, loop = SendTurns(FEWEST), asyncio.get_running_loop()
+@run_main(run)
+async def test_slow_receivers_hold_up_nobody_for_long_and_who_gives_up_leaves_its_place() -> None:
+    turns, loop = SendTurns(FEWEST), asyncio.get_running_loop()
 
-        async def send(seconds: float) -> float:
-            async with turns.turn():
-                await asyncio.sleep(seconds)
-            return loop.time()
+    async def send(seconds: float) -> float:
+        async with turns.turn():
+            await asyncio.sleep(seconds)
+        return loop.time()
 
-        slow = [asyncio.create_task(send(NOT_FOR_GOOD)) for _ in range(FEWEST)]
-        await asyncio.sleep(0)
-        gives_up = asyncio.create_task(send(NOT_FOR_GOOD))
-        await asyncio.sleep(LEAST_S / 2)
-        gives_up.cancel()
-        assert await send(0.1) <= LEAST_S + 0.2
-        assert await send(0.1) <= LEAST_S + 0.4, "the others have had their turns"
-        await asyncio.gather(*slow)
-
-    run(main())
+    slow = [asyncio.create_task(send(NOT_FOR_GOOD)) for _ in range(FEWEST)]
+    await asyncio.sleep(0)
+    gives_up = asyncio.create_task(send(NOT_FOR_GOOD))
+    await asyncio.sleep(LEAST_S / 2)
+    gives_up.cancel()
+    assert await send(0.1) <= LEAST_S + 0.2
+    assert await send(0.1) <= LEAST_S + 0.4, "the others have had their turns"
+    await asyncio.gather(*slow)
