@@ -185,21 +185,22 @@ class DhtNode:
 
         self._node.protocol._validate_dictionary = validate
 
-    def ping(self, peer_id: PeerId) -> Coroutine[Any, Any, Any]:
-        call: Coroutine[Any, Any, Any] = self._node.protocol.call_ping(peer_id)
-        return call
+    async def ping(self, peer_id: PeerId) -> None:
+        """Make us known to a node."""
+        await self._node.protocol.call_ping(peer_id)
 
-    def store(self, key: str, subkey: str, value: bytes, expiry: float) -> Coroutine[Any, Any, bool]:
-        call: Coroutine[Any, Any, bool] = self._node.store(key, value, expiry, subkey=subkey)
-        return call
+    async def store(self, key: str, subkey: str, value: bytes, expiry: float) -> bool:
+        """Store a record; say whether others took it."""
+        return bool(await self._node.store(key, value, expiry, subkey=subkey))
 
-    def get(self, key: str) -> Coroutine[Any, Any, DhtEntry | None]:
-        call: Coroutine[Any, Any, DhtEntry | None] = self._node.get(key, latest=True)
-        return call
+    async def get(self, key: str) -> DhtEntry | None:
+        """Look the latest records up: the value is a mapping where there are some."""
+        found: DhtEntry | None = await self._node.get(key, latest=True)
+        return found
 
-    def shutdown(self) -> Coroutine[Any, Any, None]:
-        call: Coroutine[Any, Any, None] = self._node.shutdown()
-        return call
+    async def shutdown(self) -> None:
+        """Stop answering others."""
+        await self._node.shutdown()
 
 
 class _RequestCodes:

@@ -109,7 +109,7 @@ async def test_whoever_only_knows_an_address_gets_nothing(monkeypatch: pytest.Mo
         server, _ = let_in(whole, Clock())
         await serve(server)
         (door,) = await whole.addresses()
-        names = whole._context.exchange.secret.prefix + " ".join(whole._switchboard.topics)
+        names = whole._context.secret.prefix + " ".join(whole._switchboard.topics)
         assert RECIPE.digest not in names
         assert RECIPE.run.name not in names.split("/")
         with pytest.raises(UserError, match="takes part in this run") as caught:
