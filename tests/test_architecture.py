@@ -41,7 +41,7 @@ VAGUE = "common handler helper helpers info manager master misc rank util utils"
 METAPHORS = """
     acquaintances again ahead alongside anatomy around blueprint bowl broken cadence copies course crowd departure desk
     former freight gate inside keepers leash line lines misfit others outlook pace post prospects pulse recipe rest room
-    salvage scene scout shelf sightings situation standstill stint tally told toys trade visit visits watch way
+    salvage scene scout shelf sightings situation standstill stint issued told toys trade visit visits watch way
 """
 
 APART = ("benchmarks", "explorer", "research", "support", "system")

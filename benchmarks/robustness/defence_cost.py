@@ -8,7 +8,7 @@
 
 Production nodes in virtual time train the small Llama of `training_attacks`, 2 stages x 4 replicas. The defences are
 influence (a partner's weights, activations and gradients are measured before they count), receipts (samples are signed
-for, and believed as far as they are covered), admission (tickets are shown, and stand before every record) and bans.
+for, and believed as far as they are signed), admission (tickets are shown, and stand before every record) and bans.
 None of them can be switched off in the product: here their parts are replaced from outside. Spot checks are in both:
 their cost is a setting. The difference of two runs is one of two large numbers, which other programs shift; `--parts`
 adds up what the functions of each defence take, and not what waits and wrappers around them do. Bytes are those of
@@ -41,7 +41,7 @@ from noloco_node.network.interface import HookedNetwork, NetworkHook, PeerNetwor
 from noloco_node.sim.network.peer_network import SimPeerNetwork
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.world import World, simulate
-from noloco_node.swarm.receipts import ReceiptLedger, Tally
+from noloco_node.swarm.receipts import IssuedReceipts, ReceiptLedger
 from noloco_node.swarm.run_samples import RunSamples
 from pipeline.activation_codec import SizeBound
 
@@ -85,7 +85,7 @@ def without_receipts() -> Iterator[None]:
     with (
         mock.patch.multiple(SimPeerNetwork, publish=published, read_all=read),
         mock.patch.multiple(ReceiptLedger, take=lambda *_: None, prove=lambda *_: None),
-        mock.patch.object(RunSamples, "_covered", return_value=float("inf")),
+        mock.patch.object(RunSamples, "_signed", return_value=float("inf")),
     ):
         yield
 
@@ -130,9 +130,9 @@ def with_admission() -> Iterator[None]:
 PARTS: dict[str, tuple[tuple[type, str], ...]] = {
     "influence": ((OuterOptimiser, "_bounded"), (SizeBound, "bounded")),
     "receipts": (
-        *((ReceiptLedger, name) for name in ("take", "prove", "covered", "credited", "believed_in_all")),
-        *((Tally, name) for name in ("add", "raw")),
-        (RunSamples, "_covered"),
+        *((ReceiptLedger, name) for name in ("take", "prove", "signed", "verified", "believed_in_all")),
+        *((IssuedReceipts, name) for name in ("add", "raw")),
+        (RunSamples, "_signed"),
     ),
     "bans": ((BanHook, "_refuse_banned"), (BanList, "note")),
     "admission": (

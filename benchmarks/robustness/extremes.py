@@ -42,7 +42,7 @@ from noloco_node.run.presets import demo_run_text
 from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import Watcher, World, simulate
-from noloco_node.swarm.receipts import ReceiptRecord, RunProgress, SourceRecord, Tally, met_work
+from noloco_node.swarm.receipts import IssuedReceipts, ReceiptRecord, RunProgress, SourceRecord, met_work
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText, RunHistory
 from noloco_node.swarm.run_samples import believed_samples, is_over_below
@@ -185,15 +185,15 @@ def _counted(stages: list[list[PeerRecord]], sources: dict[str, bytes], receipts
     for now_s in (0.0, 1.0):
         progress.receipts.take(receipts)
         progress.take(sources, stages[0], now_s)
-    credits = progress.credits()
-    samples = sum(each.claimed for each in credits)
-    finished = sum(each.finished for each in credits)
+    other_sources = progress.other_sources()
+    samples = sum(each.claimed for each in other_sources)
+    finished = sum(each.finished for each in other_sources)
     return Roster(
         stages=tuple(map(tuple, stages)),
         run_samples=samples,
-        sources=1 + len(credits),
+        sources=1 + len(other_sources),
         sources_finished=finished,
-        credits=credits,
+        other_sources=other_sources,
     )
 
 
@@ -221,9 +221,9 @@ def _decide(stages: list[list[PeerRecord]], roster: Roster, rng: Draws) -> None:
     reason(choose_stage(capacity, (0, 1), rng), capacity, 0.5)
     should_yield("honest-0", claims, WORK)
     decide(OwnPlacement("honest-0", 0, 0.0), MigrationState(), claims, WORK, StagePace(), 100.0)
-    tally, signed = Tally(1), {each.peer: {"liar-1": each.claimed} for each in roster.credits}
-    tally.add("liar-0", stages[0][-1].samples, 16)
-    met = met_work("honest-0", tally, signed)
+    issued, signed = IssuedReceipts(1), {each.peer: {"liar-1": each.claimed} for each in roster.other_sources}
+    issued.add("liar-0", stages[0][-1].samples, 16)
+    met = met_work("honest-0", issued, signed)
     assert met is not None
     assert all(map(math.isfinite, met))
     is_over_below(run, roster, {"liar-0": 7}, stages[0][-1].progress, 1.0)

@@ -53,7 +53,7 @@ DRAW_EVERY_S = 1.0
 PLAY_EVERY_S = 0.1
 PLAIN_MOMENTS = 40
 """Of a recording that is told in lines."""
-MOST_CREDITS = 64
+MOST_SOURCES_SHOWN = 64
 """Sources that the table shows."""
 
 
@@ -93,8 +93,8 @@ def summary(recipe: RunFileText, roster: Roster, invite: str) -> dict[str, Any]:
         "left_s": view.left_s,
         "bottleneck": view.bottleneck,
         "samples": roster.run_samples,
-        "samples_covered": roster.covered_samples,
-        "credits": roster.credits,
+        "samples_signed": roster.signed_samples,
+        "other_sources": roster.other_sources,
         "budget_samples": recipe.run.budget_samples,
         "sources": roster.sources,
         "sources_finished": roster.sources_finished,
@@ -139,9 +139,9 @@ def picture(recipe: RunFileText, roster: Roster, late: Mapping[str, float] = Map
     waits = [(each.peer, all_waits(each.waiting, each.stage) or moving.get(each.peer)) for each in peers]
     budgets = [(each.peer, each.budget) for each in peers]
     tokens = recipe.run.pipeline.sequence_length
-    credits = [
-        (each.peer, f"{each.claimed * tokens:,} claimed, {each.covered * tokens:,} covered by receipts")
-        for each in roster.credits
+    other_sources = [
+        (each.peer, f"{each.claimed * tokens:,} claimed, {each.signed * tokens:,} signed by receipts")
+        for each in roster.other_sources
     ]
     names = [(each.peer, shown_name(each.name)) for each in peers]
     for title, rows in (
@@ -149,7 +149,7 @@ def picture(recipe: RunFileText, roster: Roster, late: Mapping[str, float] = Map
         ("No news:", silent),
         ("Waiting for:", waits),
         ("Bandwidth used, of what a budget allows:", budgets),
-        ("Tokens of each source:", credits[:MOST_CREDITS]),
+        ("Tokens of each source:", other_sources[:MOST_SOURCES_SHOWN]),
     ):
         said = [(peer, words) for peer, words in rows if words]
         if said:

@@ -175,13 +175,13 @@ class SpotCheck(_Event, frozen=True, tag="spot_check"):
 
 
 class Receipts(_Event, frozen=True, tag="receipts"):
-    """How far sources' work is covered. `claimed`: tokens of the largest others, as they say; `covered`: by receipts.
+    """How far sources' work is signed. `claimed`: tokens of the largest others, as they say; `signed`: by receipts.
 
-    `own`: tokens that were drawn here and are covered.
+    `own`: tokens that were drawn here and are signed.
     """
 
     claimed: dict[str, int]
-    covered: dict[str, int]
+    signed: dict[str, int]
     own: int = 0
 
 

@@ -276,7 +276,7 @@ class Assignment:
         run, number = context.run, replica.config.stage
         if number > 0:
             await self._serve(MICROBATCH, microbatch_schema(run, context.dimensions.width), replica.microbatches.serve)
-        context.membership.give_receipts(replica.microbatches.tally if replica.config.last else None)
+        context.membership.give_receipts(replica.microbatches.issued if replica.config.last else None)
         await self._serve(GOSSIP, gossip_schema(run, self._shapes), self._meet)
         await self._serve(STATE, state_schema(self._shapes), self._give)
         self._announce(PeerState.TRAINING)

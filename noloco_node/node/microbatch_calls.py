@@ -15,7 +15,7 @@ from noloco_node.network.timeouts import AdaptiveTimeout, TimeoutBounds
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import MICROBATCH, topic
-from noloco_node.swarm.receipts import Tally
+from noloco_node.swarm.receipts import IssuedReceipts
 from noloco_node.swarm.roster import Roster
 from noloco_node.tasks import loop_s
 from pipeline.activation_codec import SizeBound, UnusualSizeError
@@ -138,7 +138,7 @@ class MicrobatchServer:
         self.bound = SizeBound(ACTIVATION_CODECS[config.run.pipeline.codec].down)
         """Of the activations that come."""
         # By the clock of the world, so that a later life's is higher.
-        self.tally = Tally(int(1000 * context.unix_time()))
+        self.issued = IssuedReceipts(int(1000 * context.unix_time()))
         """What came back from here, by source; in a run of one stage, what partners brought to meetings."""
         self.returned_s = -math.inf
         """When something did last (loop seconds)."""
@@ -200,7 +200,7 @@ class MicrobatchServer:
         reply = await self._worker.process(replace(microbatch, hidden=hidden, source=source), conversation.peer)
         if isinstance(reply, Gradient):
             self.returned_s = loop_s()
-            self.tally.add(source, len(microbatch.targets))
+            self.issued.add(source, len(microbatch.targets))
         try:
             async with self._turns.turn():
                 if not conversation.is_quiet:

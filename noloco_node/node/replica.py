@@ -273,7 +273,7 @@ class Replica:
         if run.pipeline.stages > 1:
             return  # the last stage sees the samples themselves
         likely = min(theirs, MOST_BROUGHT * max(ours, run.outer.inner_steps_per_round))
-        self.microbatches.tally.add(partner, likely * run.samples_per_step, brought=ours * run.samples_per_step)
+        self.microbatches.issued.add(partner, likely * run.samples_per_step, brought=ours * run.samples_per_step)
 
     # What we say of ourselves.
 

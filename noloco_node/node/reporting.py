@@ -88,15 +88,15 @@ class ProgressReporter:
         self._reporter.record(events.Traffic(sent=bytes_by["bytes.sent."], received=bytes_by["bytes.received."]))
 
     def record_receipts(self) -> None:
-        """Journal what the largest sources claim, and what of that is covered, where anything is known of it."""
-        credits = self._membership.roster.credits
-        largest = sorted(credits, key=lambda credit: (-credit.claimed, credit.peer))[:MOST_SOURCES]
-        own = self._membership.receipts.covered(self._replica.config.peer)
-        if own or any(credit.covered for credit in largest):
+        """Journal what the largest sources claim, and what of that is signed, where anything is known of it."""
+        other_sources = self._membership.roster.other_sources
+        largest = sorted(other_sources, key=lambda source: (-source.claimed, source.peer))[:MOST_SOURCES]
+        own = self._membership.receipts.signed(self._replica.config.peer)
+        if own or any(source.signed for source in largest):
             tokens = self._replica.config.run.pipeline.sequence_length
-            claimed = {credit.peer: credit.claimed * tokens for credit in largest}
-            covered = {credit.peer: credit.covered * tokens for credit in largest}
-            self._reporter.record(events.Receipts(claimed=claimed, covered=covered, own=own * tokens))
+            claimed = {source.peer: source.claimed * tokens for source in largest}
+            signed = {source.peer: source.signed * tokens for source in largest}
+            self._reporter.record(events.Receipts(claimed=claimed, signed=signed, own=own * tokens))
 
 
 class HopSample:

@@ -82,7 +82,7 @@ class StageWork:
 
             def over() -> bool:
                 roster, idle_s = self._membership.roster, loop_s() - max(begun_s, served.returned_s)
-                return is_over_below(self._run, roster, served.tally.samples, replica.progress.value, idle_s)
+                return is_over_below(self._run, roster, served.issued.samples, replica.progress.value, idle_s)
 
             await self._seen(over)
 

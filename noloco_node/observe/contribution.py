@@ -29,7 +29,7 @@ LONGEST_PAUSE_S = 120.0
 class Contribution(msgspec.Struct, kw_only=True):
     """What was given to one run. Times are unix seconds; `there_s`: for which the node was there.
 
-    `tokens`: of its windows, whatever its stage; `covered_tokens`: of those that it drew as a source, those that the
+    `tokens`: of its windows, whatever its stage; `signed_tokens`: of those that it drew as a source, those that the
     last stage has signed for. `joules`: of the device meanwhile; 0 where it does not tell.
     """
 
@@ -41,7 +41,7 @@ class Contribution(msgspec.Struct, kw_only=True):
     there_s: float = 0.0
     device_s: float = 0.0
     tokens: int = 0
-    covered_tokens: int = 0
+    signed_tokens: int = 0
     inner_steps: int = 0
     rounds: int = 0
     sent_bytes: int = 0
@@ -100,7 +100,7 @@ class ContributionLedger:
                 now.joules += event.joules - (self._joules if event.joules >= self._joules else 0.0)
                 self._joules = event.joules
             case events.Receipts():
-                now.covered_tokens = max(now.covered_tokens, event.own)
+                now.signed_tokens = max(now.signed_tokens, event.own)
             case events.Moved():
                 self._moves = True
             case _:
@@ -148,8 +148,8 @@ def _lines(given: Contribution) -> list[str]:
         ("computed", f"{format_duration(given.device_s)} of CPU or GPU time, joining and serving not counted"),
         ("tokens", f"{format_count(given.tokens)} in {given.inner_steps:,} inner steps, {given.rounds:,} meetings"),
     ]
-    if given.covered_tokens:
-        rows.append(("covered", f"receipts for {format_count(given.covered_tokens)} tokens that were drawn here"))
+    if given.signed_tokens:
+        rows.append(("signed", f"receipts for {format_count(given.signed_tokens)} tokens that were drawn here"))
     rows.append(("sent", f"{format_bytes(given.sent_bytes)}, received {format_bytes(given.received_bytes)}"))
     if given.joules:
         rows.append(("energy", f"{format_energy(given.joules)}, as the device tells"))

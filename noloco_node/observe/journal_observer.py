@@ -91,19 +91,19 @@ class JournalObserver:
             routes_told=ALL_ROUTES,
         )
         names = {history.peer: history.name for history in self.histories if history.peer}
-        covered = self._covered()
-        peers = [_with_receipts(peer_view(history, names, now), covered) for history in self.histories]
+        signed = self._signed()
+        peers = [_with_receipts(peer_view(history, names, now), signed) for history in self.histories]
         stages = self._run.pipeline.stages if self._run else 1 + max((each.stage for each in self.histories), default=0)
         return swarm_view(totals, stages, peers, self._changes, self._course, now)
 
-    def _covered(self) -> dict[str, int]:
+    def _signed(self) -> dict[str, int]:
         """Return the tokens of sources for which there are receipts, as far as any journal tells."""
-        covered: dict[str, int] = {}
+        signed: dict[str, int] = {}
         for history in self.histories:
-            own = {} if history.peer is None or not history.covered_tokens else {history.peer: history.covered_tokens}
-            for peer, tokens in (*history.others_covered.items(), *own.items()):
-                covered[peer] = max(covered.get(peer, 0), tokens)
-        return covered
+            own = {} if history.peer is None or not history.signed_tokens else {history.peer: history.signed_tokens}
+            for peer, tokens in (*history.others_signed.items(), *own.items()):
+                signed[peer] = max(signed.get(peer, 0), tokens)
+        return signed
 
 
 class Recording:
@@ -286,13 +286,11 @@ def peer_view(history: PeerHistory, names: Mapping[str, str], now: float) -> Pee
     )
 
 
-def _with_receipts(peer: PeerView, covered: Mapping[str, int]) -> PeerView:
-    if peer.peer not in covered:
+def _with_receipts(peer: PeerView, signed: Mapping[str, int]) -> PeerView:
+    if peer.peer not in signed:
         return peer
     # What was signed for may have been lost on its way back, and is drawn again.
-    return msgspec.structs.replace(
-        peer, tokens_claimed=peer.tokens, tokens_covered=min(peer.tokens, covered[peer.peer])
-    )
+    return msgspec.structs.replace(peer, tokens_claimed=peer.tokens, tokens_signed=min(peer.tokens, signed[peer.peer]))
 
 
 def change_text(event: events.Event) -> str | None:

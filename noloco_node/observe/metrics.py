@@ -73,9 +73,7 @@ class NodeMetrics:
         self._budget = gauge("line_budget_bytes", "Allowed and used of the line, a second or a month.", "kind")
         self._progress = gauge("progress_ratio", "Share of the run's tokens that are trained.")
         self._swarm_tokens = gauge("swarm_tokens", "Tokens that all peers have trained.")
-        self._source_tokens = gauge(
-            "source_tokens", "Tokens of other sources, claimed, or covered by receipts.", "kind"
-        )
+        self._source_tokens = gauge("source_tokens", "Tokens of other sources, claimed, or signed by receipts.", "kind")
         self._speed = gauge("swarm_tokens_per_second", "Speed of the whole swarm.")
         self._left_s = gauge("swarm_left_seconds", "Time left at the present speed; NaN where nothing moves.")
         self._replicas = gauge("replicas", "Peers at a stage.", "stage")
@@ -135,7 +133,7 @@ class NodeMetrics:
                 self._energy.inc(self._growth("energy", "", event.joules))
             case events.Receipts():
                 self._source_tokens.labels("claimed").set(sum(event.claimed.values()))
-                self._source_tokens.labels("covered").set(sum(event.covered.values()))
+                self._source_tokens.labels("signed").set(sum(event.signed.values()))
             case events.PeerViolation():
                 self._violations.inc(event.count)
             case events.Noticed() if event.what == events.DISK:

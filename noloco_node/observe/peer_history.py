@@ -94,7 +94,7 @@ class PeerHistory:
     refused: Counter[str] = field(default_factory=Counter)
     lost: Counter[str] = field(default_factory=Counter)
     violations: int = 0
-    others_covered: dict[str, int] = field(default_factory=dict)
+    others_signed: dict[str, int] = field(default_factory=dict)
     """Tokens of other sources for which it has seen receipts, by peer."""
     finished: str | None = None
     """Why its training ended."""
@@ -128,7 +128,7 @@ class PeerHistory:
             case events.PeerViolation():
                 self.violations += event.count
             case events.Receipts():
-                self.others_covered = event.covered
+                self.others_signed = event.signed
             case events.Finished():
                 self.finished, self.waiting, self.since = event.why, None, event.at
 
@@ -184,9 +184,9 @@ class PeerHistory:
         return self.ledger.now
 
     @property
-    def covered_tokens(self) -> int | None:
+    def signed_tokens(self) -> int | None:
         """Tokens that it drew as a source and has receipts for; None where it knows of none."""
-        return (None if self.contribution is None else self.contribution.covered_tokens) or None
+        return (None if self.contribution is None else self.contribution.signed_tokens) or None
 
     @property
     def is_there(self) -> bool:

@@ -31,7 +31,7 @@ from noloco_node.observe.swarm_view import (
 )
 from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import PeerState
-from noloco_node.swarm.roster import HOP_LETTERS, MOST_HOPS, Given, PeerRecord, Roster, SourceCredit, shown_name
+from noloco_node.swarm.roster import HOP_LETTERS, MOST_HOPS, Given, PeerRecord, Roster, SourceProgress, shown_name
 from noloco_node.swarm.run_samples import believed_samples
 
 LEAST_SPAN_S, SPAN_S = 20.0, 60.0
@@ -83,9 +83,10 @@ class RosterObserver:
             routes_told=TOLD_ROUTES,
         )
         self._lines.take(records)
-        credits = {credit.peer: credit for credit in roster.credits}
+        other_sources = {source.peer: source for source in roster.other_sources}
         peers = [
-            self._peer_view(record, at, late.get(record.peer), credits.get(record.peer)) for record in records.values()
+            self._peer_view(record, at, late.get(record.peer), other_sources.get(record.peer))
+            for record in records.values()
         ]
         return swarm_view(totals, len(roster.stages), peers, self._changes, self._course, at)
 
@@ -112,7 +113,7 @@ class RosterObserver:
         )
 
     def _peer_view(
-        self, record: PeerRecord, at: float, silent_s: float | None, credit: SourceCredit | None
+        self, record: PeerRecord, at: float, silent_s: float | None, source: SourceProgress | None
     ) -> PeerView:
         wait = record.waiting[0] if record.waiting and silent_s is None else None
         waits, since_s, cause = SILENT if silent_s is not None else None, silent_s, None
@@ -125,7 +126,7 @@ class RosterObserver:
         speed = record.tokens_per_s if record.state is PeerState.TRAINING and not idle else 0.0
         busy = speed / self._microbatch_tokens * record.device_s
         given = record.given or Given(0, 0, 0, 0)
-        claimed = None if credit is None else credit.claimed * self._tokens
+        claimed = None if source is None else source.claimed * self._tokens
         view = PeerView(
             peer=record.peer,
             name=called(record),
@@ -142,7 +143,7 @@ class RosterObserver:
             cause=cause,
             since=None if since_s is None else at - since_s,
             tokens_claimed=claimed,
-            tokens_covered=None if credit is None else credit.covered * self._tokens,
+            tokens_signed=None if source is None else source.signed * self._tokens,
             met=record.partner,
             tokens=max(given.tokens, claimed or 0),
             there_s=float(given.seconds),
@@ -156,10 +157,10 @@ class RosterObserver:
         if own is None or own.peer != record.peer:
             return view
         rates = {"sent_per_s": own.sent_per_s, "received_per_s": own.received_per_s}
-        if own.covered_tokens is not None:
+        if own.signed_tokens is not None:
             # A roster has the claims of other sources alone: what this peer drew stands in its own record.
-            rates |= {"tokens_claimed": max(view.tokens, own.covered_tokens)}
-        return msgspec.structs.replace(view, tokens_covered=own.covered_tokens, **rates)
+            rates |= {"tokens_claimed": max(view.tokens, own.signed_tokens)}
+        return msgspec.structs.replace(view, tokens_signed=own.signed_tokens, **rates)
 
     def tell(self, name: str, text: str, at: float) -> None:
         """Add to what happened what no record says."""

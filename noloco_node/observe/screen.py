@@ -102,7 +102,7 @@ def _top(view: SwarmView, width: int, height: int) -> list[RenderableType]:
     full = round(view.progress * cells)
     bar = Text("━" * full, style="green", no_wrap=True).append("━" * (cells - full), style="dim")
     bar.append(f"  {figures}", style="bold").truncate(width, overflow="ellipsis")
-    facts = [f"{tokens}{of} tokens{_covered(view.given, width)}"]
+    facts = [f"{tokens}{of} tokens{_signed(view.given, width)}"]
     facts += [] if view.loss is None else [f"loss {view.loss:.3f}"]
     facts += [] if view.gap is None else [f"gap {view.gap:.2g}"]
     facts.append(f"{there} peer{'s' * (there != 1)}")
@@ -115,12 +115,12 @@ def _top(view: SwarmView, width: int, height: int) -> list[RenderableType]:
     return [heading, bar, quiet, *said_lines, Text()]
 
 
-def _covered(given: GivenInAll, width: int) -> str:
+def _signed(given: GivenInAll, width: int) -> str:
     if not given.drawn:
         return ""
     if width < WIDE:
-        return f" ({given.covered / given.drawn:.0%} covered)"
-    return f" (receipts cover {format_count(given.covered)} of {format_count(given.drawn)} claimed)"
+        return f" ({given.signed / given.drawn:.0%} signed)"
+    return f" (receipts cover {format_count(given.signed)} of {format_count(given.drawn)} claimed)"
 
 
 def _stage_table(stages: Sequence[StageView], view: SwarmView, width: int) -> Table:

@@ -35,7 +35,7 @@ class PeerFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What every view shows of one peer. `busy`: share of its time for which its device works, or the line that limits
     it; None if unknown.
 
-    `waits`: what it waits for, in words. `tokens`: of its windows, as it says; `tokens_covered`: that it drew as a
+    `waits`: what it waits for, in words. `tokens`: of its windows, as it says; `tokens_signed`: that it drew as a
     source and has receipts for; `there_s`, `line_bytes`, `joules`: what it gave beside them, where known. `share`: of
     its stage's speed. `sent_per_s`, `received_per_s`: bytes over its line; `budget`: what it uses of what its owner
     allows, in words.
@@ -46,7 +46,7 @@ class PeerFigures(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     round: int = 0
     tokens: int = 0
-    tokens_covered: int | None = None
+    tokens_signed: int | None = None
     there_s: float | None = None
     line_bytes: int | None = None
     joules: float | None = None
@@ -110,7 +110,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
 class GivenInAll(msgspec.Struct, frozen=True, kw_only=True):
     """What peers say they have given, together: tokens of their windows, their time, bytes of their lines, energy.
 
-    `drawn`: tokens that sources say they drew, where others keep count of these; `covered`: by receipts.
+    `drawn`: tokens that sources say they drew, where others keep count of these; `signed`: by receipts.
     """
 
     tokens: int
@@ -118,7 +118,7 @@ class GivenInAll(msgspec.Struct, frozen=True, kw_only=True):
     line_bytes: int
     joules: float
     drawn: int
-    covered: int
+    signed: int
 
 
 class SwarmView(msgspec.Struct, frozen=True, kw_only=True):
@@ -250,12 +250,12 @@ def _given_in_all(peers: Sequence[PeerView]) -> GivenInAll:
         joules=sum(peer.joules or 0.0 for peer in peers),
         drawn=sum(peer.tokens_claimed or 0 for peer in peers),
         # Of each peer at most what it claims: the two figures are of the same tokens.
-        covered=sum(min(peer.tokens_covered or 0, peer.tokens_claimed or 0) for peer in peers),
+        signed=sum(min(peer.tokens_signed or 0, peer.tokens_claimed or 0) for peer in peers),
     )
 
 
 def _all_finished(peers: Sequence[PeerView]) -> bool:
-    """Say whether all that are there have finished: a run ends a little before its last tokens are covered."""
+    """Say whether all that are there have finished: a run ends a little before its last tokens are signed."""
     states = {peer.state for peer in peers} - {"gone"}
     return states == {"finished"}
 

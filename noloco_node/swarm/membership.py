@@ -36,8 +36,15 @@ import msgspec
 
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.run.peer_state import PeerState
-from noloco_node.swarm.receipts import SOURCE_LIFETIME_S, ReceiptLedger, RunProgress, SourceCount, SourceRecord, Tally
-from noloco_node.swarm.roster import Given, PeerRecord, Roster, SourceCredit
+from noloco_node.swarm.receipts import (
+    SOURCE_LIFETIME_S,
+    IssuedReceipts,
+    ReceiptLedger,
+    RunProgress,
+    SourceCount,
+    SourceRecord,
+)
+from noloco_node.swarm.roster import Given, PeerRecord, Roster, SourceProgress
 from noloco_node.swarm.stage_records import CLOCK_ERROR_S, RECORD_BYTES, Published, StageRecords
 from noloco_node.tasks import loop_s
 
@@ -76,7 +83,7 @@ class Membership:
         """By how much our clock has been behind the others'."""
         self._records = StageRecords(network.peer_id, stages, self._lifetime_s, refresh_s)
         self._progress = RunProgress(network.peer_id)
-        self._tally: Tally | None = None
+        self._issued: IssuedReceipts | None = None
         self._roster = Roster(stages=((),) * stages)
         self._change = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -116,13 +123,13 @@ class Membership:
         return self._progress.receipts
 
     @property
-    def tally(self) -> Tally | None:
+    def issued(self) -> IssuedReceipts | None:
         """What we give receipts for: at the last stage, or to our partners in a run of one stage."""
-        return self._tally
+        return self._issued
 
-    def give_receipts(self, tally: Tally | None) -> None:
-        """Publish receipts for what this tally counts, from the next record on; None: publish none."""
-        self._tally = tally
+    def give_receipts(self, issued: IssuedReceipts | None) -> None:
+        """Publish receipts for what this issued counts, from the next record on; None: publish none."""
+        self._issued = issued
 
     def note_samples(self, samples: int) -> None:
         """Note how many samples we have done at stage 0, whatever our record says by now."""
@@ -130,7 +137,7 @@ class Membership:
             self._progress.note(self.me, SourceRecord(samples, finished=False), loop_s())
 
     def begin_counting(self) -> None:
-        """Begin to count what other sources do from now on (`Roster.credits`)."""
+        """Begin to count what other sources do from now on (`Roster.other_sources`)."""
         self._progress.begin()
         self._show(self._roster.read_at)
 
@@ -185,7 +192,7 @@ class Membership:
             now_s = loop_s()
             self._records.take(dict(zip(watched, found, strict=True)), now_s, self._unix_time())
             if receipts is not None:
-                self._progress.receipts.take(receipts, () if self.tally is None else self.tally.brought)
+                self._progress.receipts.take(receipts, () if self.issued is None else self.issued.brought)
             if sources is not None:
                 self._progress.take(sources, self._records.believed[0].values(), now_s)
             self._records.keep_only(watched)
@@ -246,8 +253,8 @@ class Membership:
         source = self._progress.sources.get(self._network.peer_id)
         if source is not None:
             stored.append(self._store(self._sources_key, msgspec.msgpack.encode(source.said), SOURCE_LIFETIME_S))
-        if self.tally is not None and self.tally.samples:
-            stored.append(self._store(self._receipts_key, self.tally.raw(), SOURCE_LIFETIME_S))
+        if self.issued is not None and self.issued.samples:
+            stored.append(self._store(self._receipts_key, self.issued.raw(), SOURCE_LIFETIME_S))
         # All at once: others may still call who leaves, until its last record is out.
         await asyncio.gather(*stored)
 
@@ -261,8 +268,8 @@ class Membership:
         """Make the new snapshot, and wake who waits if it differs."""
         before, me = self._roster, self._network.peer_id
         believed, old_since_s = self._records.believed, self._records.old_since_s(now_s)
-        sources, credits = self._progress.sources, self._progress.credits()
-        self._roster = roster_of(me, self._own, believed, sources, now_s, old_since_s, credits)
+        sources, other_sources = self._progress.sources, self._progress.other_sources()
+        self._roster = roster_of(me, self._own, believed, sources, now_s, old_since_s, other_sources)
         if msgspec.structs.replace(before, read_at=now_s) != self._roster:
             self._change.set()
             self._change = asyncio.Event()
@@ -275,7 +282,7 @@ def roster_of(
     sources: Mapping[str, SourceCount],
     read_at: float,
     old_since_s: float | None,
-    credits: tuple[SourceCredit, ...] = (),
+    other_sources: tuple[SourceProgress, ...] = (),
 ) -> Roster:
     """Return the roster of what one reader believes: others' records by stage and peer, its own, and all sources."""
     stages = []
@@ -296,5 +303,5 @@ def roster_of(
         first_samples=sum(source.first for peer, source in sources.items() if peer != me),
         sources=len(finished | at_work),
         sources_finished=len(finished),
-        credits=credits,
+        other_sources=other_sources,
     )

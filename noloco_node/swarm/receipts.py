@@ -36,7 +36,7 @@ import msgspec
 
 from noloco_node.network.wire import decoded
 from noloco_node.run.peer_state import AT_WORK, PeerState
-from noloco_node.swarm.roster import PeerRecord, SourceCredit
+from noloco_node.swarm.roster import PeerRecord, SourceProgress
 from noloco_node.swarm.stage_records import CLOCK_ERROR_S, MOST_RECORDS, at_most
 from noloco_node.units import LARGEST_COUNT, Count
 
@@ -44,7 +44,7 @@ RECEIPT_BYTES = 4096
 LONGEST_ID = 64
 MOST_LISTED = 48
 """Sources in one record: those of which most was computed since the last."""
-MOST_TALLIED = 1024
+MOST_SOURCES = 1024
 MOST_SIGNERS = 1024
 MOST_OF_STRANGER = 128
 """Sources that are remembered of a signer who has proved nothing to us."""
@@ -71,7 +71,7 @@ class ReceiptRecord(msgspec.Struct, frozen=True, array_like=True):
     samples: Annotated[dict[str, Count], msgspec.Meta(max_length=MOST_LISTED)]
 
 
-class Tally:
+class IssuedReceipts:
     """Samples that passed here and came back, by source; in a run of one stage, those that partners brought.
 
     `epoch`: another one in each life of this replica. `brought`: our own samples that each partner met.
@@ -90,7 +90,7 @@ class Tally:
         self.samples[source] = self.samples.pop(source, 0) + samples
         if brought:
             self.brought[source] += brought
-        if len(self.samples) > MOST_TALLIED:
+        if len(self.samples) > MOST_SOURCES:
             forgotten = next(iter(self.samples))
             del self.samples[forgotten], self._told[forgotten], self.brought[forgotten]
 
@@ -129,11 +129,11 @@ class _SignerBook:
 
 
 class ReceiptLedger:
-    """What one reader makes of all receipts. `credited`: since it began to work itself (`begin`)."""
+    """What one reader makes of all receipts. `verified`: since it began to work itself (`begin`)."""
 
     def __init__(self) -> None:
         self._books: dict[str, _SignerBook] = {}
-        self._covered: Counter[str] = Counter()
+        self._signed: Counter[str] = Counter()
         self._has_read = self._counts = False
         self._shares: dict[str, float] = {}
         """Of our own samples, by who computed them, as of the last reading."""
@@ -158,7 +158,7 @@ class ReceiptLedger:
             self._microbatch = samples
 
     @property
-    def signed(self) -> Mapping[str, Mapping[str, int]]:
+    def signed_lately(self) -> Mapping[str, Mapping[str, int]]:
         """What was signed since we began, and since the last window was over, by source and signer."""
         return self._window
 
@@ -171,9 +171,9 @@ class ReceiptLedger:
             record = decode_receipts(raws[signer])
             if record is None or (signer not in known and len(self._books) >= 2 * MOST_SIGNERS):
                 continue
-            most = MOST_TALLIED if signer in proved else MOST_OF_STRANGER
+            most = MOST_SOURCES if signer in proved else MOST_OF_STRANGER
             grown = self._books.setdefault(signer, _SignerBook()).take(record, most)
-            self._covered.update(grown)
+            self._signed.update(grown)
             for source, count in grown.items() if self._has_read and self._counts else ():
                 self._window[source][signer] += count
         self._has_read = True
@@ -181,11 +181,11 @@ class ReceiptLedger:
         if self._proved.total() >= ENOUGH * self._microbatch * max(1, len(self._proved)):
             self._settle()
 
-    def covered(self, source: str) -> int:
+    def signed(self, source: str) -> int:
         """Return all samples of a source for which anybody signed."""
-        return self._covered[source]
+        return self._signed[source]
 
-    def credited(self, source: str) -> int:
+    def verified(self, source: str) -> int:
         """Return the samples of a source, since we began, that are believed."""
         return int(self._settled.get(source, 0.0) + self._believed(self._window.get(source)))
 
@@ -210,7 +210,7 @@ class ReceiptLedger:
         for source, signed in self._window.items():
             if believed := self._believed(signed):
                 self._settled[source] = self._settled.pop(source, 0.0) + believed
-        for idle in list(islice(self._settled, max(0, len(self._settled) - MOST_TALLIED))):
+        for idle in list(islice(self._settled, max(0, len(self._settled) - MOST_SOURCES))):
             del self._settled[idle]
         self._window.clear()
         self._proved_before, self._proved = self._proved, Counter()
@@ -241,28 +241,28 @@ class MetWork(NamedTuple):
     replicas: float
 
 
-def met_work(me: str, tally: Tally, signed: Mapping[str, Mapping[str, int]]) -> MetWork | None:
+def met_work(me: str, issued: IssuedReceipts, signed: Mapping[str, Mapping[str, int]]) -> MetWork | None:
     """Return what we believe, None before our first meeting. `signed`: samples by source and signer."""
-    if not tally.brought:
+    if not issued.brought:
         return None
-    seen: dict[str, Mapping[str, int]] = {me: tally.samples}
+    seen: dict[str, Mapping[str, int]] = {me: issued.samples}
     others: dict[str, dict[str, int]] = {}
     for source, by in signed.items():
         for signer, samples in by.items():
             if signer not in (me, source):
                 others.setdefault(signer, {})[source] = samples
     seen |= others
-    voices = {peer: float(brought) for peer, brought in tally.brought.items() if peer in others}
+    voices = {peer: float(brought) for peer, brought in issued.brought.items() if peer in others}
     voices[me] = sum(voices.values()) / len(voices) if voices else 1.0
     weights = {peer: voice / sum(voices.values()) for peer, voice in voices.items()}
     typical = weighted_median({peer: float(sum(seen[peer].values())) for peer in voices}, weights)
     replicas = weighted_median({peer: _replicas(me, seen[me], peer, seen[peer]) for peer in voices}, weights)
     # Whatever the others say: devices differ by so much, and of so few partners nobody can tell how many there are.
-    typical = min(typical, float(MOST_BROUGHT * tally.brought.total()))
-    replicas = min(replicas, float((1 + len(tally.brought)) ** 2))
+    typical = min(typical, float(MOST_BROUGHT * issued.brought.total()))
+    replicas = min(replicas, float((1 + len(issued.brought)) ** 2))
     said = sum(samples for by in seen.values() for source, samples in by.items() if source != me)
     # What partners brought to us we have seen ourselves.
-    likely = max(MOST_TIMES * replicas * typical, float(sum(tally.samples.values())))
+    likely = max(MOST_TIMES * replicas * typical, float(sum(issued.samples.values())))
     return MetWork(min(float(said), likely), replicas)
 
 
@@ -345,15 +345,17 @@ class RunProgress:
         self.receipts.begin()
         self._claimed_before = {peer: source.samples for peer, source in self.sources.items()}
 
-    def credits(self) -> tuple[SourceCredit, ...]:
-        """Return of each other source what it claims, and what of that is covered."""
-        return tuple(self._credit(peer, source) for peer, source in sorted(self.sources.items()) if peer != self._me)
+    def other_sources(self) -> tuple[SourceProgress, ...]:
+        """Return of each other source what it claims, and what of that is signed."""
+        return tuple(
+            self._progress_of(peer, source) for peer, source in sorted(self.sources.items()) if peer != self._me
+        )
 
-    def _credit(self, peer: str, source: SourceCount) -> SourceCredit:
+    def _progress_of(self, peer: str, source: SourceCount) -> SourceProgress:
         claimed, receipts = source.samples, self.receipts
         since = max(0, claimed - self._claimed_before.get(peer, 0))
-        credited = min(since, receipts.credited(peer))
-        return SourceCredit(peer, claimed, min(claimed, receipts.covered(peer)), credited, source.said.finished)
+        verified = min(since, receipts.verified(peer))
+        return SourceProgress(peer, claimed, min(claimed, receipts.signed(peer)), verified, source.said.finished)
 
 
 def counted(known: SourceCount | None, news: SourceRecord, now_s: float) -> SourceCount:

@@ -86,7 +86,7 @@ class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
         return speed(self.device_s)
 
 
-class SourceCredit(msgspec.Struct, frozen=True):
+class SourceProgress(msgspec.Struct, frozen=True):
     """A source's samples: as it claims them, as receipts cover them, and as we believe them since we began.
 
     `finished`: it says that its part is done.
@@ -94,8 +94,8 @@ class SourceCredit(msgspec.Struct, frozen=True):
 
     peer: str
     claimed: int
-    covered: int
-    credited: int
+    signed: int
+    verified: int
     finished: bool
 
 
@@ -115,7 +115,7 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
     sources: int = 0
     """Sources at work now, or finished. One that left early, or died, is neither: it ends no run and holds up none."""
     sources_finished: int = 0
-    credits: tuple[SourceCredit, ...] = ()
+    other_sources: tuple[SourceProgress, ...] = ()
     """The other sources, at work or not, with what receipts say of them."""
 
     @property
@@ -124,9 +124,9 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         return self.run_samples - self.own_samples
 
     @property
-    def covered_samples(self) -> int:
+    def signed_samples(self) -> int:
         """Our own sequences, and those of all others that receipts cover."""
-        return self.own_samples + sum(credit.covered for credit in self.credits)
+        return self.own_samples + sum(source.signed for source in self.other_sources)
 
     @property
     def unserved(self) -> list[int]:

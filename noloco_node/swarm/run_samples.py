@@ -5,7 +5,7 @@ To a source count its own samples, those of every other source that it has heard
 those of sources that the DHT had forgotten. One that is heard of later brings along what it had done before, and as
 many fewer are unlisted.
 
-What others do from then on counts as far as it is covered by receipts (`noloco_node.swarm.receipts`): those of the last
+What others do from then on counts as far as it is signed by receipts (`noloco_node.swarm.receipts`): those of the last
 stage, or in a run of one stage those that replicas give each other at meetings.
 
 The run is over when the budget is reached, or the sources that did most of the work say that they have finished: by
@@ -47,7 +47,7 @@ def run_over(sources: int, finished: int) -> bool:
     return 2 * finished > sources > 0
 
 
-class _Credited(NamedTuple):
+class _Verified(NamedTuple):
     """Samples of other sources that are believed: of all, of those at work or finished, and of the finished.
 
     `in_all`: not only since we began.
@@ -71,7 +71,7 @@ class RunSamples:
         self._run, self._membership, self._reached, self._begun = run, membership, reached, begun
         self.own_then = own
         self._unlisted = max(0, reached - own - begun.others_samples)
-        self._credited = Derived(lambda: membership.roster, self._credit)
+        self._verified = Derived(lambda: membership.roster, self._progress_of)
         self._met = Derived(lambda: membership.roster, self._meet)
         membership.begin_counting()
 
@@ -85,32 +85,32 @@ class RunSamples:
             return 1.0
         unlisted = max(0, self._unlisted - (roster.first_samples - self._begun.first_samples))
         claimed = own + roster.others_samples + unlisted
-        return min(1.0, max(own, min(claimed, self._covered(own))) / self._run.budget_samples)
+        return min(1.0, max(own, min(claimed, self._signed(own))) / self._run.budget_samples)
 
     def is_over(self, own: int, returned_s: float) -> bool:
         """Say whether the sources that did most of the work since we began have finished."""
         roster = self._membership.roster
         if self._run.pipeline.stages == 1:
             most_say_so = run_over(roster.sources, roster.sources_finished)
-            nearly = self._covered(own) >= NEARLY_OVER * self._run.budget_samples
+            nearly = self._signed(own) >= NEARLY_OVER * self._run.budget_samples
             return self._met_all_finished(roster) or (nearly and most_say_so)
-        credited = self._credited()
-        if run_over(own - self.own_then + credited.present, credited.finished):
+        verified = self._verified()
+        if run_over(own - self.own_then + verified.present, verified.finished):
             return True
         # Who came late and is fast has done most since, and does not know how far the run was.
-        if run_over(own + credited.present_in_all, credited.finished_in_all):
+        if run_over(own + verified.present_in_all, verified.finished_in_all):
             return True
-        nearly = self._covered(own) >= NEARLY_OVER * self._run.budget_samples
+        nearly = self._signed(own) >= NEARLY_OVER * self._run.budget_samples
         others = roster.sources - roster.sources_finished > 1
         idle = loop_s() - returned_s > (IDLE_S if others else ALONE_S)
         # A source to which nothing comes back is not at work: it may be that its stages ended without it.
         return (nearly or idle) and run_over(roster.sources - idle, roster.sources_finished)
 
-    def _covered(self, own: int) -> float:
+    def _signed(self, own: int) -> float:
         """Return the samples of the run that receipts cover, `own` being ours."""
         roster = self._membership.roster
         if self._run.pipeline.stages > 1:
-            return self._reached + (own - self.own_then) + self._credited().all
+            return self._reached + (own - self.own_then) + self._verified().all
         since, met = own - self.own_then, self._met()
         places = UNMET_TIMES * self._run.pipeline.replicas
         samples, replicas = (0.0, float(min(roster.sources, places))) if met is None else met
@@ -121,32 +121,34 @@ class RunSamples:
         """Return what meetings show, as of the last reading."""
         membership = self._membership
         return (
-            None if membership.tally is None else met_work(membership.me, membership.tally, membership.receipts.signed)
+            None
+            if membership.issued is None
+            else met_work(membership.me, membership.issued, membership.receipts.signed_lately)
         )
 
     def _met_all_finished(self, roster: Roster) -> bool:
         """Say whether those with whom we had most of our meetings have finished, ourselves counted as one of them."""
-        tally = self._membership.tally
-        finished = {credit.peer for credit in roster.credits if credit.finished}
+        issued = self._membership.issued
+        finished = {source.peer for source in roster.other_sources if source.finished}
         present = finished | {record.peer for record in roster.stage(0)}
-        met = {} if tally is None else {peer: brought for peer, brought in tally.brought.items() if peer in present}
+        met = {} if issued is None else {peer: brought for peer, brought in issued.brought.items() if peer in present}
         total = sum(met.values())
         if not met or total < self._run.budget_samples // (LEAST_SERVED * self._run.pipeline.replicas):
             return False
         return run_over(total + total // len(met), sum(met[peer] for peer in finished & met.keys()))
 
-    def _credit(self, roster: Roster) -> _Credited:
+    def _progress_of(self, roster: Roster) -> _Verified:
         there = {record.peer for record in roster.stage(0)}
-        finished = [credit for credit in roster.credits if credit.finished]
-        at_work = [credit for credit in roster.credits if not credit.finished and credit.peer in there]
-        since, since_finished = (sum(credit.credited for credit in each) for each in (finished + at_work, finished))
+        finished = [source for source in roster.other_sources if source.finished]
+        at_work = [source for source in roster.other_sources if not source.finished and source.peer in there]
+        since, since_finished = (sum(source.verified for source in each) for each in (finished + at_work, finished))
         in_all = in_all_finished = 0
         if finished:  # to ask about all is dear, and of no use before
             believed = self._membership.receipts.believed_in_all
-            in_all_finished = sum(min(credit.claimed, believed(credit.peer)) for credit in finished)
-            in_all = in_all_finished + sum(min(credit.claimed, believed(credit.peer)) for credit in at_work)
-        total = sum(credit.credited for credit in roster.credits)
-        return _Credited(total, since, since_finished, in_all, in_all_finished)
+            in_all_finished = sum(min(source.claimed, believed(source.peer)) for source in finished)
+            in_all = in_all_finished + sum(min(source.claimed, believed(source.peer)) for source in at_work)
+        total = sum(source.verified for source in roster.other_sources)
+        return _Verified(total, since, since_finished, in_all, in_all_finished)
 
 
 def is_over_below(run: RunConfig, roster: Roster, served: Mapping[str, int], progress: float, idle_s: float) -> bool:
@@ -154,7 +156,7 @@ def is_over_below(run: RunConfig, roster: Roster, served: Mapping[str, int], pro
 
     `served`: samples that passed through it, by source; `idle_s`: since the last of them did, or it began.
     """
-    finished = {credit.peer for credit in roster.credits if credit.finished}
+    finished = {source.peer for source in roster.other_sources if source.finished}
     present = finished | {record.peer for record in roster.stage(0)}
     done = {peer: served.get(peer, 0) for peer in present}
     most_say_so = run_over(roster.sources, roster.sources_finished)
@@ -170,8 +172,8 @@ def is_over_below(run: RunConfig, roster: Roster, served: Mapping[str, int], pro
 
 def believed_samples(run: RunConfig, roster: Roster) -> int:
     """Return the samples of the run that who looks on believes. Receipts of replicas that are gone went with them."""
-    if not roster.credits:
+    if not roster.other_sources:
         return roster.run_samples
     progress = [record.progress for stage in roster.stages for record in stage if record.state in AT_WORK]
     reached = round(median_low(progress or [0.0]) * run.budget_samples)
-    return min(roster.run_samples, max(roster.covered_samples, reached))
+    return min(roster.run_samples, max(roster.signed_samples, reached))

@@ -298,7 +298,7 @@ const COLUMNS = [
   ["stage", "stage", (peer) => peer.stage, (peer) => String(peer.stage)],
   ["state", "state", (peer) => peer.state],
   ["tokens", "tokens, claimed", (peer) => peer.tokens, (peer) => brief.format(peer.tokens)],
-  ["covered", "covered", (peer) => peer.tokens_covered ?? -1, (peer) => counted(peer.tokens_covered)],
+  ["signed", "signed", (peer) => peer.tokens_signed ?? -1, (peer) => counted(peer.tokens_signed)],
   ["tokens_per_s", "tokens/s", (peer) => peer.tokens_per_s, (peer) => speed(peer.tokens_per_s)],
   ["share", "of its stage", (peer) => peer.share ?? -1, (peer) => percent(peer.share)],
   ["waits", "waits for", (peer) => peer.waits_s ?? (peer.waits === null ? -1 : 0), (peer) => waits(peer)],
@@ -365,10 +365,10 @@ function drawPeers() {
   });
   const more = frame.more_peers;
   write(byId("more-peers"), more ? `and ${english.format(more)} more peers; shown first are those that do not train, or wait` : "");
-  const { tokens, drawn, covered, there_s: thereS, line_bytes: lineBytes, joules } = frame.given;
+  const { tokens, drawn, signed, there_s: thereS, line_bytes: lineBytes, joules } = frame.given;
   const words = [`${brief.format(tokens)} tokens`, span(thereS), scaled(lineBytes, "B")];
   if (joules) words.push(energy(joules));
-  const receipts = drawn ? ` The last stage has signed for ${brief.format(Math.min(covered, drawn))} of the ${brief.format(drawn)} tokens that sources claim.` : "";
+  const receipts = drawn ? ` The last stage has signed for ${brief.format(Math.min(signed, drawn))} of the ${brief.format(drawn)} tokens that sources claim.` : "";
   write(byId("given-key"), `Together, as each says itself: ${words.join(", ")}.${receipts}`);
 }
 

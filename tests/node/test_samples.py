@@ -23,7 +23,7 @@ from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.storage.checkpoint import Counters
 from noloco_node.swarm.membership import Membership
-from noloco_node.swarm.receipts import SOURCE_LIFETIME_S, Tally
+from noloco_node.swarm.receipts import SOURCE_LIFETIME_S, IssuedReceipts
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.swarm.stage_records import CLOCK_ERROR_S
 from pipeline.messages import Gradient, Microbatch, Reply
@@ -63,12 +63,12 @@ class Life:
     ) -> None:
         clock = asyncio.get_running_loop().time
         self._there, self._rng, self._met = there, Random(name), 0
-        self.tally = Tally(int(1000 * clock()))
+        self.issued = IssuedReceipts(int(1000 * clock()))
         self._presence = Membership(hub.network(name), "run", 1, refresh_s=REFRESH_S, unix_time=clock)
         self._name, self._begun_with, self._counters = name, progress, counters
         self.done = 0
         """Samples of this life."""
-        self._presence.give_receipts(self.tally)
+        self._presence.give_receipts(self.issued)
         self.stamp = progress
         self.recorded: list[events.Event] = []
         self._duty = StageWork(
@@ -104,8 +104,8 @@ class Life:
         if others:
             partner = self._rng.choice(others)
             ours, theirs = (life.done - life._met for life in (self, partner))
-            self.tally.add(partner._name, theirs, brought=ours)
-            partner.tally.add(self._name, ours, brought=theirs)
+            self.issued.add(partner._name, theirs, brought=ours)
+            partner.issued.add(self._name, ours, brought=theirs)
             self._met, partner._met = self.done, partner.done
 
     def _record(self, state: PeerState) -> PeerRecord:

@@ -70,11 +70,11 @@ def test_a_life_counts_from_zero_however_short_the_one_before_was() -> None:
 
 def test_energy_is_added_up_over_lives_and_receipts_are_not() -> None:
     def told(joules: float, own: int) -> list[events.Event]:
-        return [events.Energy(at=1.0, joules=joules), events.Receipts(at=1.0, claimed={}, covered={}, own=own)]
+        return [events.Energy(at=1.0, joules=joules), events.Receipts(at=1.0, claimed={}, signed={}, own=own)]
 
     begun = events.Started(at=0.0, peer="p", stage=0, run="a", version="0")
     found = ledger_of([begun, *told(7200.0, 30), *told(10800.0, 50), begun, *told(3600.0, 40)]).by_run["a"]
-    assert (found.joules, found.covered_tokens) == (14400.0, 50)
+    assert (found.joules, found.signed_tokens) == (14400.0, 50)
     assert found.given().joules == 14400
 
 
@@ -82,7 +82,7 @@ def test_me_tells_what_the_journal_of_a_home_says(tmp_path: Path) -> None:
     taken = life(1e9, "0123456789abcdef", 0, 99)
     taken += [
         events.Energy(at=1e9 + 100, joules=7200.0),
-        events.Receipts(at=1e9 + 100, claimed={}, covered={}, own=400),
+        events.Receipts(at=1e9 + 100, claimed={}, signed={}, own=400),
     ]
     with Journal(tmp_path / "journal.jsonl", now=iter([event.at for event in taken]).__next__) as journal:
         for event in taken:

@@ -21,7 +21,7 @@ from noloco_node.observe.swarm_view import Route
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
-from noloco_node.swarm.roster import Given, PeerRecord, Roster, SourceCredit
+from noloco_node.swarm.roster import Given, PeerRecord, Roster, SourceProgress
 
 RUN = decode_run(demo_run_text(stages=2, replicas=2, steps=100, seed=0), "a test's run file")
 
@@ -96,29 +96,29 @@ def test_what_peers_give_is_told_as_they_say_it_and_added_up() -> None:
         PeerRecord(peer="A", stage=0, state=PeerState.TRAINING, given=Given(100, 7200, 10**9, 0, 3600)),
         PeerRecord(peer="B", stage=1, state=PeerState.TRAINING, given=Given(300, 3600, 10**8, 9 * 10**8)),
     ]
-    sources = (SourceCredit("A", claimed=50, covered=40, credited=0, finished=False),)
-    roster = Roster(stages=tuple((record,) for record in records), run_samples=50, credits=sources)
+    sources = (SourceProgress("A", claimed=50, signed=40, verified=0, finished=False),)
+    roster = Roster(stages=tuple((record,) for record in records), run_samples=50, other_sources=sources)
     view, length = RosterObserver(RUN, "run").view(roster, BEGUN), RUN.pipeline.sequence_length
     first, second = page_frame(view).peers
-    assert (first.tokens, first.tokens_covered, first.there_s, first.joules) == (50 * length, 40 * length, 7200, 3600)
-    assert (second.tokens, second.tokens_covered, second.line_bytes, second.joules) == (300, None, 10**9, None)
+    assert (first.tokens, first.tokens_signed, first.there_s, first.joules) == (50 * length, 40 * length, 7200, 3600)
+    assert (second.tokens, second.tokens_signed, second.line_bytes, second.joules) == (300, None, 10**9, None)
     given = view.given
-    assert (given.tokens, given.drawn, given.covered) == (50 * length + 300, 50 * length, 40 * length)
+    assert (given.tokens, given.drawn, given.signed) == (50 * length + 300, 50 * length, 40 * length)
     assert (given.there_s, given.line_bytes, given.joules) == (10800.0, 2 * 10**9, 3600.0)
 
 
 @given(st.integers(0, 200), st.integers(0, 200), st.integers(0, 200))
-def test_receipts_never_cover_more_than_sources_claim(claimed: int, covered: int, mine: int) -> None:
+def test_receipts_never_cover_more_than_sources_claim(claimed: int, signed: int, mine: int) -> None:
     """A roster has the claims of other sources alone: those of the node that shows the page are in its own record."""
     own = PeerHistory("mine", 0)
     own.take(events.Started(peer="A", stage=0, run="r", version="1", at=BEGUN))
-    own.take(events.Receipts(claimed={}, covered={}, own=mine, at=BEGUN))
+    own.take(events.Receipts(claimed={}, signed={}, own=mine, at=BEGUN))
     records = [PeerRecord(peer=peer, stage=0, state=PeerState.TRAINING) for peer in "AB"]
-    credits = (SourceCredit("B", claimed=claimed, covered=covered, credited=0, finished=False),)
-    view = RosterObserver(RUN, "run", own).view(Roster(stages=(tuple(records), ()), credits=credits), BEGUN)
+    other_sources = (SourceProgress("B", claimed=claimed, signed=signed, verified=0, finished=False),)
+    view = RosterObserver(RUN, "run", own).view(Roster(stages=(tuple(records), ()), other_sources=other_sources), BEGUN)
     length = RUN.pipeline.sequence_length
-    assert view.given.covered == min(claimed, covered) * length + mine
-    assert view.given.covered <= view.given.drawn
+    assert view.given.signed == min(claimed, signed) * length + mine
+    assert view.given.signed <= view.given.drawn
 
 
 @pytest.mark.parametrize(("state", "over"), [(PeerState.FINISHED, True), (PeerState.TRAINING, False)])

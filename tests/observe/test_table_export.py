@@ -144,10 +144,10 @@ def test_weights_and_biases_sends_nothing(homes: Path, tmp_path: Path, monkeypat
 @pytest.mark.parametrize("kind", [TableFormat.CSV, TableFormat.PARQUET])
 def test_a_count_beyond_a_column_of_whole_numbers_is_a_float(tmp_path: Path, kind: TableFormat) -> None:
     with Journal(tmp_path / "journal.jsonl") as journal:
-        journal.write(events.Receipts(claimed={"a": 2**63}, covered={"a": 1}, own=0))
-        journal.write(events.Receipts(claimed={"a": 7}, covered={"a": 1}, own=0))
+        journal.write(events.Receipts(claimed={"a": 2**63}, signed={"a": 1}, own=0))
+        journal.write(events.Receipts(claimed={"a": 7}, signed={"a": 1}, own=0))
     assert export_journals([tmp_path], tmp_path / "out", kind).startswith("Wrote 2 rows")
     if kind is TableFormat.PARQUET:
         table = pyarrow.parquet.read_table(tmp_path / "out")
         assert table["claimed.a"].to_pylist() == [2.0**63, 7.0]
-        assert table["covered.a"].to_pylist() == [1, 1]
+        assert table["signed.a"].to_pylist() == [1, 1]

@@ -43,7 +43,7 @@ def view_of(peers: int, stages: int, moment: int = 0, name: str = "a swarm", wor
             met=peer(number + stages),
             tokens=1000 * (number + 1),
             tokens_claimed=1000 * (number + 1) if number % stages == 0 else None,
-            tokens_covered=900 * (number + 1) if number % stages == 0 else None,
+            tokens_signed=900 * (number + 1) if number % stages == 0 else None,
             there_s=3600.0,
             line_bytes=10**9,
             joules=7.2e5,

@@ -17,7 +17,7 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm.membership import Membership
-from noloco_node.swarm.receipts import MOST_BROUGHT, MOST_TIMES, MetWork, ReceiptLedger, Tally, met_work
+from noloco_node.swarm.receipts import MOST_BROUGHT, MOST_TIMES, IssuedReceipts, MetWork, ReceiptLedger, met_work
 from noloco_node.swarm.roster import PeerRecord
 
 ROUND = 8
@@ -28,28 +28,28 @@ class Swarm:
     """Replicas that meet in pairs each round. `speeds`: of each. What is known of it is what they sign."""
 
     def __init__(self, speeds: Sequence[int], seed: int) -> None:
-        self.tallies = {f"r{number}": Tally(1) for number in range(len(speeds))}
-        self.unmet = dict.fromkeys(self.tallies, 0)
-        self.done = dict.fromkeys(self.tallies, 0)
-        self.lost = dict.fromkeys(self.tallies, 0)
+        self.issued = {f"r{number}": IssuedReceipts(1) for number in range(len(speeds))}
+        self.unmet = dict.fromkeys(self.issued, 0)
+        self.done = dict.fromkeys(self.issued, 0)
+        self.lost = dict.fromkeys(self.issued, 0)
         """What was more than a partner believes of one meeting."""
-        self._speeds, self._rng = dict(zip(self.tallies, speeds, strict=True)), Random(seed)
+        self._speeds, self._rng = dict(zip(self.issued, speeds, strict=True)), Random(seed)
 
     def round(self) -> None:
         for name, speed in self._speeds.items():
             self.unmet[name] += ROUND * speed
             self.done[name] += ROUND * speed
-        free = list(self.tallies)
+        free = list(self.issued)
         self._rng.shuffle(free)
         for one, other in zip(free[::2], free[1::2], strict=False):
             for asked, partner in ((one, other), (other, one)):
                 likely = min(self.unmet[partner], MOST_BROUGHT * max(ROUND, self.unmet[asked]))
-                self.tallies[asked].add(partner, likely, brought=self.unmet[asked])
+                self.issued[asked].add(partner, likely, brought=self.unmet[asked])
                 self.lost[partner] += self.unmet[partner] - likely
             self.unmet[one] = self.unmet[other] = 0
 
     def raws(self) -> dict[str, bytes]:
-        return {name: tally.raw() for name, tally in self.tallies.items() if tally.samples}
+        return {name: issued.raw() for name, issued in self.issued.items() if issued.samples}
 
 
 def ledger() -> ReceiptLedger:
@@ -60,7 +60,7 @@ def ledger() -> ReceiptLedger:
 
 
 def others(swarm: Swarm, read: ReceiptLedger, me: str = "r0") -> MetWork:
-    found = met_work(me, swarm.tallies[me], read.signed)
+    found = met_work(me, swarm.issued[me], read.signed_lately)
     assert found is not None
     return found
 
@@ -71,7 +71,7 @@ def test_honest_work_counts_but_for_what_met_nobody_yet(speeds: list[int], round
     swarm, read = Swarm(speeds, seed), ledger()
     for _ in range(rounds):
         swarm.round()
-        read.take(swarm.raws(), swarm.tallies["r0"].brought)
+        read.take(swarm.raws(), swarm.issued["r0"].brought)
     true = sum(done for name, done in swarm.done.items() if name != "r0")
     unmet = sum(swarm.unmet[name] + swarm.lost[name] for name in swarm.done if name != "r0")
     found = others(swarm, read)
@@ -88,8 +88,8 @@ def test_work_that_was_done_out_of_sight_counts_once_it_is_read() -> None:
             name: raw for number, (name, raw) in enumerate(swarm.raws().items()) if (reading + 7 * number) % 30 >= 3
         }
         if not 200 <= reading < 400:
-            read.take(found, swarm.tallies["r0"].brought)
-    read.take(swarm.raws(), swarm.tallies["r0"].brought)
+            read.take(found, swarm.issued["r0"].brought)
+    read.take(swarm.raws(), swarm.issued["r0"].brought)
     assert others(swarm, read).samples == sum(swarm.done.values()) - swarm.done["r0"]
 
 
@@ -100,11 +100,11 @@ def test_names_that_meet_nobody_count_for_twice_the_work_at_most(names: int) -> 
         swarm.round()
     liars = {}
     for number in range(names):
-        tally = Tally(1)
-        tally.add(f"name{(number + 1) % names}", 10**12)
-        tally.add("r1", 10**12)
-        liars[f"name{number}"] = tally.raw()
-    read.take(swarm.raws() | liars, swarm.tallies["r0"].brought)
+        issued = IssuedReceipts(1)
+        issued.add(f"name{(number + 1) % names}", 10**12)
+        issued.add("r1", 10**12)
+        liars[f"name{number}"] = issued.raw()
+    read.take(swarm.raws() | liars, swarm.issued["r0"].brought)
     found = others(swarm, read)
     assert found.replicas == 4
     assert found.samples <= MOST_TIMES * 4 * 40 * ROUND
@@ -118,15 +118,15 @@ def test_liars_that_meet_others_count_little_more_while_they_are_fewer(mets: int
         swarm.round()
     for number in range(8 - mets, 8):
         for name in range(1000):
-            swarm.tallies[f"r{number}"].add(f"name{name}", 10**12)
-    read.take(swarm.raws(), swarm.tallies["r0"].brought)
-    typical = sum(swarm.tallies["r0"].samples.values())
+            swarm.issued[f"r{number}"].add(f"name{name}", 10**12)
+    read.take(swarm.raws(), swarm.issued["r0"].brought)
+    typical = sum(swarm.issued["r0"].samples.values())
     assert others(swarm, read).samples <= MOST_TIMES * 2 * 8 * typical
 
 
 @given(st.integers(1, 6), st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 10**15), min_size=1))
 def test_even_where_all_partners_lie_their_word_has_a_bound(partners: int, lies: dict[str, int]) -> None:
-    ours = Tally(1)
+    ours = IssuedReceipts(1)
     for number in range(partners):
         ours.add(f"liar{number}", MOST_BROUGHT * ROUND, brought=ROUND)
     signed = {source: {f"liar{number}": samples for number in range(partners)} for source, samples in lies.items()}
@@ -136,7 +136,7 @@ def test_even_where_all_partners_lie_their_word_has_a_bound(partners: int, lies:
 
 
 def test_nothing_is_believed_before_the_first_meeting() -> None:
-    assert met_work("r0", Tally(1), {"name": {"other": 10**12}}) is None
+    assert met_work("r0", IssuedReceipts(1), {"name": {"other": 10**12}}) is None
 
 
 def test_names_do_not_end_a_run_of_one_stage() -> None:

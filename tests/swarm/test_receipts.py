@@ -25,9 +25,9 @@ from noloco_node.swarm.receipts import (
     MOST_LISTED,
     MOST_LIVES,
     RECEIPT_BYTES,
+    IssuedReceipts,
     ReceiptLedger,
     ReceiptRecord,
-    Tally,
     decode_receipts,
 )
 from noloco_node.swarm.roster import PeerRecord
@@ -43,7 +43,7 @@ def test_receipts_survive_a_restart_and_count_once() -> None:
     ledger = ReceiptLedger()
     for record in (raw(1, a=5), raw(1, a=9), raw(1, a=7), raw(2, a=3), raw(1, a=11), raw(2, a=4), raw(2, a=4)):
         ledger.take({"signer": record})
-    assert ledger.covered("a") == 11 + 4
+    assert ledger.signed("a") == 11 + 4
 
 
 def test_a_life_that_began_by_a_clock_set_back_counts() -> None:
@@ -53,7 +53,7 @@ def test_a_life_that_began_by_a_clock_set_back_counts() -> None:
     for count in range(0, 5000, 500):
         ledger.take({"signer": raw(20, a=count)})
         ledger.take({"signer": raw(50, a=1000)})
-    assert ledger.covered("a") == 1000 + 4500
+    assert ledger.signed("a") == 1000 + 4500
 
 
 def test_the_lives_of_a_signer_that_are_remembered_are_bounded() -> None:
@@ -68,8 +68,8 @@ def test_what_is_covered_never_shrinks(said: list[tuple[int, int]]) -> None:
     ledger, before = ReceiptLedger(), 0
     for epoch, count in said:
         ledger.take({"signer": raw(epoch, a=count)})
-        assert before <= ledger.covered("a") <= sum(count for _, count in said)
-        before = ledger.covered("a")
+        assert before <= ledger.signed("a") <= sum(count for _, count in said)
+        before = ledger.signed("a")
 
 
 @pytest.mark.parametrize(
@@ -89,20 +89,20 @@ def test_what_is_no_receipt_is_none(garbage: bytes) -> None:
     assert decode_receipts(garbage) is None
     ledger = ReceiptLedger()
     ledger.take({"signer": garbage})
-    assert ledger.covered("a") == 0
+    assert ledger.signed("a") == 0
 
 
 def test_a_record_of_a_thousand_sources_is_bounded_and_all_come_in_turn() -> None:
-    tally, ledger = Tally(1), ReceiptLedger()
+    issued, ledger = IssuedReceipts(1), ReceiptLedger()
     names = [f"12D3KooW{number:044}" for number in range(1000)]
     ledger.prove("signer", 1)
     for name in names:
-        tally.add(name, 2**40)
+        issued.add(name, 2**40)
     for _ in range(len(names) // MOST_LISTED + 1):
-        record = tally.raw()
+        record = issued.raw()
         assert len(record) <= RECEIPT_BYTES
         ledger.take({"signer": record})
-    assert all(ledger.covered(name) == 2**40 for name in names)
+    assert all(ledger.signed(name) == 2**40 for name in names)
 
 
 class Swarm:
@@ -110,7 +110,7 @@ class Swarm:
 
     def __init__(self, speeds: list[float], sources: int = 4, seed: int = 0) -> None:
         self.rng, self.speeds = Random(seed), {f"y{number}": speed for number, speed in enumerate(speeds)}
-        self.tallies = {name: Tally(1) for name in self.speeds}
+        self.issued = {name: IssuedReceipts(1) for name in self.speeds}
         self.true: Counter[str] = Counter()
         self.sources, self.ledger = [f"x{number}" for number in range(sources)], ReceiptLedger()
         self.signed_for_nothing: dict[str, dict[str, int]] = {}
@@ -121,11 +121,11 @@ class Swarm:
         """Let each source have so many microbatches computed, and read what is signed."""
         for source in ["me", *self.sources]:
             for signer in self.rng.choices(list(self.speeds), list(self.speeds.values()), k=microbatches):
-                self.tallies[signer].add(source, batch)
+                self.issued[signer].add(source, batch)
                 self.true[source] += batch
                 if source == "me":
                     self.ledger.prove(signer, batch)
-        raws = {name: tally.raw() for name, tally in self.tallies.items()}
+        raws = {name: issued.raw() for name, issued in self.issued.items()}
         for signer, lies in self.signed_for_nothing.items():
             honest = decode_receipts(raws[signer]).samples if signer in raws else {}  # type: ignore[union-attr]
             raws[signer] = msgspec.msgpack.encode(ReceiptRecord(1, honest | lies))
@@ -139,7 +139,7 @@ def test_honest_work_is_credited(speeds: list[float], microbatches: int) -> None
     for _ in range(40):
         swarm.refresh(microbatches)
     for source in swarm.sources:
-        assert 0.95 * swarm.true[source] <= swarm.ledger.credited(source) <= swarm.true[source]
+        assert 0.95 * swarm.true[source] <= swarm.ledger.verified(source) <= swarm.true[source]
 
 
 def test_who_proved_nothing_to_us_has_no_voice() -> None:
@@ -147,9 +147,9 @@ def test_who_proved_nothing_to_us_has_no_voice() -> None:
     swarm.signed_for_nothing = {f"z{number}": {"liar": 10**12, "x0": 10**12, "me": 40} for number in range(100)}
     for _ in range(10):
         swarm.refresh()
-    assert swarm.ledger.credited("liar") == 0
-    assert swarm.ledger.credited("x0") <= swarm.true["x0"]
-    assert swarm.ledger.covered("liar") == 100 * 10**12, "as anybody can see who looks"
+    assert swarm.ledger.verified("liar") == 0
+    assert swarm.ledger.verified("x0") <= swarm.true["x0"]
+    assert swarm.ledger.signed("liar") == 100 * 10**12, "as anybody can see who looks"
 
 
 def test_a_signer_that_works_signs_little_more_for_its_friend() -> None:
@@ -158,9 +158,9 @@ def test_a_signer_that_works_signs_little_more_for_its_friend() -> None:
     for number in range(1, 41):
         swarm.signed_for_nothing = {"y0": {"x0": 10**9 * number, "friend": 10**9 * number}}
         swarm.refresh()
-    assert swarm.ledger.credited("x0") < 1.45 * swarm.true["x0"]
-    assert swarm.ledger.credited("friend") < 0.3 * swarm.true["x1"]
-    assert all(swarm.ledger.credited(name) >= 0.9 * swarm.true[name] for name in ("x1", "x2", "x3"))
+    assert swarm.ledger.verified("x0") < 1.45 * swarm.true["x0"]
+    assert swarm.ledger.verified("friend") < 0.3 * swarm.true["x1"]
+    assert all(swarm.ledger.verified(name) >= 0.9 * swarm.true[name] for name in ("x1", "x2", "x3"))
 
 
 def test_who_comes_late_learns_what_others_did_before_and_one_signer_adds_little() -> None:
@@ -172,7 +172,7 @@ def test_who_comes_late_learns_what_others_did_before_and_one_signer_adds_little
     swarm.ledger.prove("y0", 2)
     assert swarm.ledger.believed_in_all("friend") == 0, "the first reply proves nothing"
     swarm.refresh()
-    assert swarm.ledger.credited("x1") < 0.2 * swarm.true["x1"]
+    assert swarm.ledger.verified("x1") < 0.2 * swarm.true["x1"]
     assert 0.8 * swarm.true["x1"] <= swarm.ledger.believed_in_all("x1") <= swarm.true["x1"]
     assert swarm.ledger.believed_in_all("friend") < 0.02 * swarm.true["x1"]
 
@@ -207,4 +207,4 @@ def test_a_run_of_real_nodes_ends_by_receipts_and_not_by_a_claim() -> None:
     steps = sum(isinstance(event, events.InnerStep) for told in heard[:2] for event in told)
     assert steps * setting.run.samples_per_step >= 0.9 * setting.run.budget_samples
     last = [[event for event in told if isinstance(event, events.Receipts)][-1] for told in heard[:2]]
-    assert all(set(each.covered.values()) > {0} for each in last), "the liar's, and more than that of the other source"
+    assert all(set(each.signed.values()) > {0} for each in last), "the liar's, and more than that of the other source"

@@ -159,7 +159,7 @@ def events() -> list[Any]:
         journal.Lost(peer=DONOR, what="microbatch", why="the stream broke", count=2),
         journal.PeerViolation(peer=DONOR, topic="gossip/0", why="Weights.fast[0] is not finite"),
         journal.Energy(joules=5400.5),
-        journal.Receipts(claimed={DONOR: 4096}, covered={DONOR: 4032}, own=2048),
+        journal.Receipts(claimed={DONOR: 4096}, signed={DONOR: 4032}, own=2048),
         journal.SpotCheck(peer=DONOR, finding="quarantined", distance=1.75, usual=0.0625, for_s=600.0, count=2),
         journal.CatchUp(
             what="began",

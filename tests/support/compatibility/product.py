@@ -65,7 +65,7 @@ from noloco_node.run.peer_state import Wait, WaitCause
 from noloco_node.run.presets import PRESETS, run_text
 from noloco_node.run.protocols import gossip_schema, microbatch_schema, state_schema, topic
 from noloco_node.run.runfile import canonical, content_hashes
-from noloco_node.sim.report.collector import EventCollector as Tally
+from noloco_node.sim.report.collector import EventCollector
 from noloco_node.sim.report.command import SimulationFlags as Flags
 from noloco_node.sim.report.command import complete, put_together
 from noloco_node.sim.report.figures import Report, make_report

@@ -79,7 +79,7 @@ def simulated(name: str) -> Simulated:
     """Simulate a scenario as `noloco-node simulate SCENARIO --json --trace` does."""
     torch.set_num_threads(1)
     path = SCENARIOS[name]
-    tallies: list[product.Tally] = []
+    collectors: list[product.EventCollector] = []
     topics: set[str] = set()
     keys: set[str] = set()
     with TemporaryDirectory() as directory:
@@ -88,11 +88,11 @@ def simulated(name: str) -> Simulated:
 
             def watch(world: product.World) -> list[product.Watcher]:
                 _surround(world, BUDGETS.get(name, {}), topics, keys)
-                tallies.append(product.Tally(world))
-                return [tallies[0], product.Trace(world, file)]
+                collectors.append(product.EventCollector(world))
+                return [collectors[0], product.Trace(world, file)]
 
             def finish(world: product.World) -> tuple[product.Report, dict[str, list[float]]]:
-                return product.make_report(world, tallies[0]), _weights(world)
+                return product.make_report(world, collectors[0]), _weights(world)
 
             setting = product.complete(product.put_together(path, product.Flags()), path)
             report, weights = product.simulate(setting, watch, finish)
