@@ -140,7 +140,7 @@ class Swarm:
 
     async def send(self, replica: Any, count: int) -> None:
         """Have a source send so many microbatches through a replica of stage 0, one after another."""
-        from noloco_node.node.microbatch_source import MicrobatchSource
+        from noloco_node.node.microbatches import MicrobatchSource
 
         batch = self.run.pipeline.microbatch_size
         source = MicrobatchSource(
@@ -226,7 +226,7 @@ def follow_round() -> Way:
     """Follow a round of two replicas, from its opening to both outer steps."""
     from gossip.interface import OuterStepTaken
     from noloco_node.sim import clock
-    from noloco_node.sim.hardware.device import VirtualDevice
+    from noloco_node.sim.hardware.priced_stage import VirtualDevice
     from noloco_node.sim.network.sim_network import SimNetwork
 
     trace = CallTrace()

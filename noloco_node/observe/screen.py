@@ -120,7 +120,7 @@ def _signed(given: GivenInAll, width: int) -> str:
         return ""
     if width < WIDE:
         return f" ({given.signed / given.drawn:.0%} signed)"
-    return f" (receipts cover {format_count(given.signed)} of {format_count(given.drawn)} claimed)"
+    return f" (receipts sign for {format_count(given.signed)} of {format_count(given.drawn)} claimed)"
 
 
 def _stage_table(stages: Sequence[StageView], view: SwarmView, width: int) -> Table:

@@ -128,7 +128,7 @@ class Membership:
         return self._issued
 
     def give_receipts(self, issued: IssuedReceipts | None) -> None:
-        """Publish receipts for what this issued counts, from the next record on; None: publish none."""
+        """Publish receipts for what `issued` counts, from the next record on; None: publish none."""
         self._issued = issued
 
     def note_samples(self, samples: int) -> None:

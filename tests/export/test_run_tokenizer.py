@@ -12,7 +12,7 @@ from toy_gossip import at_once
 
 from noloco_node.data.encoding import open_encoder, open_tokenizer
 from noloco_node.errors import Exit, UserError
-from noloco_node.export.huggingface import continuing_text
+from noloco_node.export.continue_run import continuing_text
 from noloco_node.export.replica_fetch import fetched_tokenizer, reading_with_tokenizer
 from noloco_node.planning.plan import plan
 from noloco_node.run.config import DataConfig

@@ -12,7 +12,7 @@ from checkpoints import write_model
 
 from docs import generate_families as families
 from noloco_node.errors import Exit, UserError
-from noloco_node.export.huggingface import continuing_text
+from noloco_node.export.continue_run import continuing_text
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.planning.plan import plan
 from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig

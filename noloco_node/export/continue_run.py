@@ -1,0 +1,205 @@
+"""The run file of a run that goes on from a Hugging Face directory (`init --from DIR`); torch is not loaded for it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+
+from noloco_node.errors import UserError, config_error
+from noloco_node.export.sources import NOTES, run_of
+from noloco_node.run.config import TOKENIZER_FILES, TRAVELLING, DataConfig, RunConfig
+from noloco_node.run.presets import numbers_of, written
+from noloco_node.run.runfile import text_of
+from noloco_node.storage.weight_store import LARGEST_FILE_BYTES, described
+from noloco_node.terminal import say
+
+_MODEL = """\
+[model]
+# The model of a checkpoint, and its files. They are no path: whoever has the checkpoint gives --weights DIR to
+# noloco-node bootstrap, or to join, and the others fetch from there what their stage needs.
+architecture = {architecture}
+# Share of activations zeroed in training; 0 is best as long as no text is seen twice.
+dropout = 0.0
+
+[model.sizes]
+{sizes}
+
+{weights}
+"""
+OWN_TEXT = "your-text/"
+"""Stands in a run file for a text that is still to be named."""
+_NO_SIZE = {"architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "use_cache"}
+"""Of a config: what says nothing of the model's shape, or is the run's to say."""
+
+
+def continuing_text(directory: Path, preset: str) -> str:
+    """Return the text of a run that goes on from the checkpoint in `directory`; raise `UserError` if it has none.
+
+    Cut and sequences are those of the checkpoint's own run, else the preset's as far as the model has layers and
+    positions; the learning rate is a tenth of the preset's. A checkpoint whose tokenizer is not ByT5's is read with its
+    own. The files are read whole, for their digests.
+    """
+    directory = directory.expanduser().absolute()
+    given, config, files = numbers_of(preset), _config_of(directory), weight_files(directory)
+    from pipeline.model_config import longest_sequence  # which loads torch
+
+    positions = longest_sequence(config) or given.sequence_length
+    stages, length = min(given.stages, config.num_hidden_layers), min(given.sequence_length, positions)
+    own_tokenizer: list[Path] = []
+    before = run_of(directory) if (directory / NOTES).exists() else None
+    if before is not None:
+        stages, length = before.pipeline.stages, before.pipeline.sequence_length
+    if before is None or before.data.tokenizer != "byt5":
+        own_tokenizer = _tokenizer_files(directory, config.vocab_size)
+    numbers = msgspec.structs.replace(
+        given,
+        about="going on from a finished model",
+        stages=stages,
+        microbatches=max(given.microbatches, 2 * stages),
+        sequence_length=length,
+        learning_rate=f"{float(given.learning_rate) / 10:g}",
+    )
+    model = _MODEL.format(
+        architecture=_toml(config.model_type),
+        sizes="\n".join(f"{name} = {_toml(value)}" for name, value in sizes_of(config).items()),
+        weights=_sections("model.weights", files),
+    )
+    text = written(
+        numbers,
+        "continued",
+        0,
+        model=model,
+        tokenizer=TRAVELLING if own_tokenizer else "byt5",
+        tokenizer_files=_sections("data.tokenizer_files", own_tokenizer),
+        data=_data_of(before),
+    )
+    if before is None:
+        say(f'text: set [data] in the run file: it trains on "{OWN_TEXT}", which each source names with --data')
+    else:
+        say(f"text: as the run of this model had it: {text_of(before.data)}")
+    _check(text, files)
+    return text
+
+
+def _data_of(before: RunConfig | None) -> dict[str, str]:
+    """Return the text of the new run: that of the model's own run, else the owner's to name."""
+    if before is None:
+        return {"source": "text", "path": OWN_TEXT}
+    fields = ("source", "path", "commit", "subset", "split", "field")
+    return {name: value for name in fields if (value := getattr(before.data, name)) is not None}
+
+
+def sizes_of(config: Any) -> dict[str, Any]:
+    """Return the fields of a config that shape its model, for a run file."""
+    from pipeline.model_config import UNSET, dropout_fields
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(each) for name, each in value.items()}
+        return UNSET if value is None else value
+
+    default = type(config)()
+    known = {*vars(default), "head_dim"} - _NO_SIZE - set(dropout_fields(default))
+    return {name: plain(value) for name, value in config.to_diff_dict().items() if name in known and name[0] != "_"}
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint; raise `UserError` (CONFIG) if there are none."""
+    index = directory / "model.safetensors.index.json"
+    try:
+        if index.is_file():
+            return [directory / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _no_model(directory, f"{index.name} cannot be read: {error}") from error
+    whole = directory / "model.safetensors"
+    found = [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
+    if not found:
+        raise _no_model(directory, "it has no safetensors file")
+    return found
+
+
+def _tokenizer_files(directory: Path, vocabulary: int) -> list[Path]:
+    """Return the files of a checkpoint's tokenizer; raise `UserError` (CONFIG) if they do not make one that fits."""
+    files = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
+    if {each.name for each in files} <= {"config.json", "generation_config.json"}:
+        raise _no_model(directory, "it has no tokenizer: no tokenizer.json, nor another file of one")
+    from noloco_node.data.encoding import check_vocabulary, open_encoder
+
+    with TemporaryDirectory() as place:
+        for each in files:
+            shutil.copy(each, place)
+        data = DataConfig(tokenizer=place)
+        try:
+            open_encoder(data)
+            check_vocabulary(data, vocabulary)
+        except UserError as error:
+            why = error.why.replace(place, str(directory))
+            raise _no_model(directory, f"its tokenizer cannot be used: {why}") from error
+    return files
+
+
+def _sections(name: str, paths: list[Path]) -> str:
+    return "\n\n".join(_section(name, path) for path in paths)
+
+
+def _section(name: str, path: Path) -> str:
+    try:
+        file = described(path)
+    except OSError as error:
+        raise _no_model(path.parent, str(error)) from error
+    if file.size_bytes > LARGEST_FILE_BYTES:
+        why = f"{path.name} is larger than {LARGEST_FILE_BYTES // 2**30} GiB"
+        raise config_error(f"{path.parent} cannot travel.", why, "save it in shards of 5 GB, as transformers does")
+    lines = (f"{field} = {_toml(value)}" for field, value in msgspec.structs.asdict(file).items())
+    return "\n".join((f"[[{name}]]", *lines))
+
+
+def _check(text: str, files: list[Path]) -> None:
+    """Raise `UserError` where the files do not hold the model that the run file describes."""
+    from noloco_node.planning.checkpoint_map import check_files
+    from noloco_node.planning.model_layout import model_layout
+    from noloco_node.run.runfile import decode_run
+
+    layout = model_layout(decode_run(text, "the new run file"))
+    check_files(layout.prepared, layout.shapes, files)
+    for note in layout.notes:
+        say(note)
+
+
+def _toml(value: Any) -> str:
+    """Return a value of JSON in TOML, in a line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(name)} = {_toml(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value)
+
+
+def _config_of(directory: Path) -> Any:
+    if not (directory / "config.json").is_file():
+        raise _no_model(directory, "it has no config.json")
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        why = str(error).partition("\n")[0]
+        raise _no_model(directory, f"its config.json is none that transformers knows: {why}") from error
+    if not isinstance(getattr(config, "num_hidden_layers", None), int):
+        raise _no_model(directory, f"a {config.model_type} model has no list of layers")
+    if getattr(config, "quantization_config", None) is not None:
+        raise _no_model(directory, "its weights are quantised")
+    return config
+
+
+def _no_model(directory: Path, why: str) -> UserError:
+    return config_error(
+        f"{directory} holds no model to go on from.",
+        why=why,
+        hint="a Hugging Face directory with safetensors files, such as noloco-node export writes",
+    )
