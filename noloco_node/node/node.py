@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
-from noloco_node.journal.throttle import JournalThrottle
+from noloco_node.journal.writer import JournalThrottle
 from noloco_node.machine.interface import Dimensions, Host, Reporter
 from noloco_node.network.bans import BanHook
 from noloco_node.network.interface import HookedNetwork, PeerNetwork
