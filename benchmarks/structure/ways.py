@@ -178,7 +178,7 @@ class Peers:
         from noloco_node.libp2p.network import Libp2pNetwork
         from noloco_node.libp2p.settings import NetworkSettings
         from noloco_node.network.bans import BanHook
-        from noloco_node.network.conversation_pool import DialTimeouts
+        from noloco_node.network.calls import DialTimeouts
         from noloco_node.network.interface import HookedNetwork
 
         settings = NetworkSettings(run="ways", listen=(LOCAL,), bootstrap=self._bootstrap)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
 
 from noloco_node.journal import events
-from noloco_node.network.conversation_pool import (
+from noloco_node.network.calls import (
     DIALS,
     MOST_PEERS,
     AdaptiveTimeout,

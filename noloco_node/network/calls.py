@@ -1,4 +1,4 @@
-"""Conversations that stay open between calls, and the turns in which large messages leave on them.
+"""Calls of other peers: conversations that stay open between them, turns to send, and how long to wait for an answer.
 
 **Pool.** Only a first call pays the round trip that opens a stream. A call has a conversation to itself, and answers
 belong to questions by their order. So nothing has to be correlated, and a call that is cancelled or lost breaks one
@@ -9,6 +9,14 @@ when the last is. One after another, the next stage begins with the first while 
 too few: a receiver's line may be busy, and a long line carries less than it could while one message waits for its last
 bytes. A receiver that is slow keeps a turn for `PATIENCE` times what a message usually takes, and then the next one
 leaves beside it, so a slow receiver, or three, hold up nobody for long.
+
+**Timeouts.** One fixed number is wrong both ways: twenty seconds for a dial let one silent peer hold up all who have a
+microbatch for it; two seconds would cut off every slow line. So each wait is bounded by what was observed, as TCP
+bounds its retransmissions (RFC 6298): a smoothed mean of the times, and four times their smoothed deviation, or as much
+again as the mean if that is more. For a peer that was never reached, the first contacts with others count. Each wait in
+vain makes the next one for that peer half as long again, up to a bound; an answer ends that. (With doubling, a silent
+peer would cost more at each trial than the time for which it is left alone.) The bounds are wide, because an event loop
+that was busy for a second must accuse nobody.
 """
 
 from __future__ import annotations
@@ -36,6 +44,11 @@ PATIENCE = 4.0
 LEAST_S = 1.0
 """Of a turn: what a message usually takes is not yet known, or next to nothing."""
 SMOOTHING = 0.1
+MEAN_WEIGHT, DEVIATION_WEIGHT, DEVIATIONS = 1 / 8, 1 / 4, 4.0
+MOST_PEERS = 1024
+"""Of which times are remembered; beyond them the one that was heard of longest ago is forgotten."""
+GROWTH = 1.5
+MOST_GROWTHS = 12
 
 
 class ConversationPool:
@@ -123,13 +136,6 @@ class SendTurns:
                 await self._left.wait()
         except TimeoutError:
             self._since_s.pop(oldest, None)
-
-
-MEAN_WEIGHT, DEVIATION_WEIGHT, DEVIATIONS = 1 / 8, 1 / 4, 4.0
-MOST_PEERS = 1024
-"""Of which times are remembered; beyond them the one that was heard of longest ago is forgotten."""
-GROWTH = 1.5
-MOST_GROWTHS = 12
 
 
 class RttEstimate(NamedTuple):
