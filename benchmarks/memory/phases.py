@@ -33,7 +33,7 @@ from gossip.rule.outer_step import OuterState, Tensors
 from gossip.settings import Format, OuterConfig
 from gossip.transfer.chunks import cut, digest
 from noloco_node.machine.memory import trim
-from noloco_node.planning.message_sizes import gossip_memory
+from noloco_node.planning.bandwidth import gossip_memory
 from noloco_node.storage.checkpoint import Checkpoint, Counters, save
 from noloco_node.storage.transfer_files import StateFile
 from pipeline.inner_step import Inner

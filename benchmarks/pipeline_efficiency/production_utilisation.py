@@ -18,10 +18,8 @@ from noloco_node.machine.interface import Reporter
 from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.sim.clock import run
-from noloco_node.sim.hardware.device import VirtualDevice
-from noloco_node.sim.hardware.memory_host import MemoryHost
-from noloco_node.sim.hardware.memory_store import MemoryStore
-from noloco_node.sim.hardware.priced_stage import PricedStage, Prices
+from noloco_node.sim.hardware.memory_host import MemoryHost, MemoryStore
+from noloco_node.sim.hardware.priced_stage import PricedStage, Prices, VirtualDevice
 from noloco_node.sim.hardware.quadratic_model import QuadraticModel, RandomBatches, quadratic_layout
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork

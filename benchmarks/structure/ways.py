@@ -226,7 +226,7 @@ def follow_round() -> Way:
     """Follow a round of two replicas, from its opening to both outer steps."""
     from gossip.interface import OuterStepTaken
     from noloco_node.sim import clock
-    from noloco_node.sim.hardware.device import VirtualDevice
+    from noloco_node.sim.hardware.priced_stage import VirtualDevice
     from noloco_node.sim.network.sim_network import SimNetwork
 
     trace = CallTrace()

@@ -21,9 +21,9 @@ from noloco_node.data.encoding import with_tokenizer_in
 from noloco_node.machine import memory
 from noloco_node.machine.device import Device
 from noloco_node.planning.bandwidth import bandwidth_seconds, microbatch_bytes
+from noloco_node.planning.checkpoint_map import RunWeights
 from noloco_node.planning.model_layout import ModelLayout, make_stage
 from noloco_node.planning.plan import device_needs, graphs_that_fit, in_flight
-from noloco_node.planning.run_weights import RunWeights
 from noloco_node.run.config import RunConfig
 from noloco_node.storage.checkpoint import Checkpoint, save
 from noloco_node.storage.checkpoint_store import CheckpointStore, SnapshotDirectory
@@ -143,7 +143,7 @@ def first_checkpoint(options: JoinOptions, home: RunPaths, run: RunConfig, layou
             WeightStore.whole(options.weights, tokenizer.files).copy_to(tokenizer)
     elif run.model.weights:
         weights = WeightStore.filling(home.weights, run.model.weights, options.most_disk_bytes)
-    return FirstCheckpoint(None if weights is None else RunWeights(layout, weights), tokenizer)
+    return FirstCheckpoint(None if weights is None else RunWeights(layout.prepared, layout.shapes, weights), tokenizer)
 
 
 def _save(directory: Path, checkpoint: Checkpoint, keep: int) -> str:

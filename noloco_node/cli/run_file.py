@@ -191,7 +191,7 @@ def write_run(
         text = continuing_text(origin, preset)
     expected = ""
     if options.are_given:
-        from noloco_node.planning.machine_text import describe_changes, describe_expectation, planned_values
+        from noloco_node.planning.plan_text import describe_changes, describe_expectation, planned_values
         from noloco_node.planning.search import plan_for
 
         before, machines = decode_run(text, f"the preset {preset}"), options.machines()
@@ -226,7 +226,7 @@ def check(
     # What cannot be read is said before torch is loaded, and before a long report, not below it.
     allowance = read_owner_limits(max_upload, max_download, monthly_cap, None)
     _ = options.figures(), load_run(path)
-    from noloco_node.planning import bandwidth, machine_text
+    from noloco_node.planning import bandwidth, plan_text
     from noloco_node.planning.plan_text import fitted, report
 
     typer.echo(report(path, as_json=as_json))
@@ -235,4 +235,4 @@ def check(
     if not as_json:
         options = options.completed_from(path)
         machines = options.machines() if options.are_given else None
-        typer.echo("\n" + "\n".join(machine_text.report(path, machines)))
+        typer.echo("\n" + "\n".join(plan_text.report_machines(path, machines)))

@@ -199,7 +199,7 @@ class ComputeHost(Protocol):
 class FirstWeights(Protocol):
     """The weights that a run starts from, where they are those of a checkpoint.
 
-    `noloco_node.planning.run_weights.RunWeights` is the real one.
+    `noloco_node.planning.checkpoint_map.RunWeights` is the real one.
     """
 
     @property

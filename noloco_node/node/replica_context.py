@@ -13,8 +13,7 @@ from gossip.transfer.chunks import HeldCopy
 from noloco_node.journal import events
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.schema import Schema
-from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
-from noloco_node.planning.message_sizes import sets
+from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, sets
 from noloco_node.run.config import RunConfig
 from noloco_node.swarm.roster import Roster
 from pipeline.inner_step import Schedule

@@ -1,7 +1,7 @@
 """What keeps a swarm from going faster, in one sentence: what the simulator's report and the live views have in common.
 
 A simulation knows exactly what each device waited for over a whole run, and what its lines carried
-(`noloco_node.sim.report.bottleneck`). A live view has only what peers say of themselves at this moment: their devices'
+(`noloco_node.sim.report.text`). A live view has only what peers say of themselves at this moment: their devices'
 time a microbatch, their speed, and what they wait for. It says the first of these that holds:
 
 1. the run is over, or nobody is there;

@@ -3,7 +3,8 @@
 On disk a family may keep other names, and other tensors, than its modules have in memory: Mixtral's experts lie one by
 one and are computed with as one. transformers knows how one becomes the other (`transformers.conversion_mapping`), and
 does so for a whole model at once; a stage asks the same rules for its own parameters, and reads nothing else. With
-tensors on the meta device they say whether a checkpoint fits before any of it is read.
+tensors on the meta device they say whether a checkpoint fits before any of it is read. `RunWeights` reads a stage's
+part of the weights that a run starts from.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from noloco_node.errors import UserError, config_error
+from noloco_node.storage.weight_store import FilePieceKey, WeightStore
 from pipeline.decoder_slice import find_decoder_parts
 from pipeline.model_config import Prepared
 from pipeline.partition import skeleton
@@ -174,3 +176,29 @@ def unfit(where: str, error: Exception) -> UserError:
         " ".join(str(error).split())[:500],
         "a Hugging Face directory with safetensors files of the model's own family and sizes",
     )
+
+
+class RunWeights:
+    """The weights that a run starts from; implements `noloco_node.machine.interface.FirstWeights`.
+
+    `stages`: the parameters of each stage. `store`: the files as this machine has them.
+    """
+
+    def __init__(self, prepared: Prepared, stages: Sequence[Shapes], store: WeightStore) -> None:
+        self._prepared, self._stages, self.store = prepared, stages, store
+
+    def pieces(self, stage: int) -> list[FilePieceKey]:
+        """Return the pieces that hold a stage's parameters; the headers of all files are here.
+
+        Raises `UserError` where these are none.
+        """
+        try:
+            names = self.store.tensors()
+            return self.store.pieces_of(CheckpointMap(self._prepared, names).sources(self._stages[stage]))
+        except ValueError as error:
+            raise unfit(str(self.store.directory), error) from error
+
+    def read(self, stage: int) -> list[Tensor]:
+        """Return a stage's parameters; its pieces are here. Raises `UserError` where the files are of another model."""
+        paths = [self.store.directory / each.file for each in self.store.files]
+        return read_parameters(self._prepared, self._stages[stage], paths)

@@ -1,12 +1,11 @@
 """What a run file means, before anybody trains: memory, traffic, tokens, and how busy the slowest stage will be.
 
 Parameters and bytes are exact, as the wire and the optimiser have them. Work is floating-point operations of the
-matrices and of attention. The memory of a graph is measured on a small model of the family (`graph_memory`).
-As many microbatches as a window holds, or two, wait for their gradients at once, except at the last stage. Their graphs
-are kept while there is room, and one is what it takes: the others are computed again. With two windows in flight the
+matrices and of attention. The memory of a graph is measured on a small model of the family (`graph_memory`). As many
+microbatches as a window holds, or two, wait for their gradients at once, except at the last stage. Their graphs are
+kept while there is room, and one is what it takes: the others are computed again. With two windows in flight the
 weights before the step stay as long as a microbatch waits on them. A peer on a GPU that has bfloat16 computes in it,
-unless the run forbids it.
-The efficiency, and what would raise it, is `advice`'s.
+unless the run forbids it. The efficiency, and what would raise it, is `advice`'s.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ import msgspec
 from gossip.settings import OuterConfig
 from noloco_node.data.encoding import check_vocabulary
 from noloco_node.machine.memory import usable_bytes
-from noloco_node.planning.advice import BUSY, WindowSuggestion, predict_efficiency, suggest_windows
-from noloco_node.planning.message_sizes import float32_bytes, gossip_memory, hop_bytes, round_bytes
+from noloco_node.planning.bandwidth import float32_bytes, gossip_memory, hop_bytes, round_bytes
+from noloco_node.planning.queue_model import BUSY, WindowSuggestion, predict_efficiency, suggest_windows
 from noloco_node.run.config import TRAVELLING, PipelineConfig, RunConfig
 from noloco_node.run.runfile import content_hashes, run_digest
 

@@ -1,13 +1,17 @@
-"""How busy a pipeline of equal replicas is: its queues in virtual time, without tensors and without a network.
+"""How busy the slowest stage of a run will be, and which other windows would make it busier.
 
-The unit of time is the caller's. A microbatch takes a forward pass at every stage on its way down and a backward pass,
-twice the work, on its way up; the last stage does both at once. Senders share microbatches out as production does
-(`pipeline.routing`). A replica admits a window of microbatches between two inner steps, or two, the others queue; with
-two a gradient may have to wait for its turn, since those let in before the last step have one kept
-(`pipeline.admission_window`). The last stage has one window whatever the others have.
+The forecast follows the queues of a pipeline of equal replicas in virtual time, without tensors and without a network.
+A microbatch takes a forward pass at every stage on its way down and a backward pass, twice the work, on its way up;
+the last stage does both at once. Senders share microbatches out as production does (`pipeline.routing`). A replica
+admits one or two windows of microbatches between two inner steps, and the others queue; with two windows a gradient
+may have to wait for its turn, because every microbatch admitted before the last step keeps one
+(`pipeline.admission_window`). The last stage has one window always. Refusals, the time of inner steps, rounds,
+bandwidth and faults are left out. `tests/planning/test_windows.py` holds the model against production nodes.
 
-Refusals, inner steps, rounds, bandwidth and faults are left out. `tests/planning/test_windows.py` holds the model
-against production nodes.
+The network is not known here, so `check` shows a forecast for three lengths of a message. Without another network or
+other machines a person can change the window: a longer one runs dry less often, and a multiple of the replicas is
+shared out without a rest. With a smaller microbatch the batch stays the same, and a message then takes more forward
+passes.
 """
 
 from __future__ import annotations
@@ -18,10 +22,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from random import Random
 
+import msgspec
+from msgspec import structs
+
+from noloco_node.run.config import PipelineConfig
 from pipeline.routing import Bag, Hop, next_hop
 
 _LONGEST = 256
-"""Window in the model: beyond, filling and draining no longer count."""
+"""Window in the model, and the longest that is suggested: beyond, filling and draining no longer count."""
 _FEWEST_UNEVEN = 5
 _LEAST_WINDOWS, _MOST_WINDOWS = 5, 120
 """Of every replica in one forecast; the first third of them, or the first two dozen, warm up."""
@@ -203,3 +211,83 @@ def _stand_in(replicas: int, window: int, most: int) -> int:
     else:
         candidates = [min(replicas, next(number for number in range(_FEWEST_UNEVEN, _LONGEST) if window % number))]
     return next((number for number in candidates if number <= most), 1)
+
+
+MESSAGES = (0.0, 1.0, 3.0)
+"""How long a message may take, in forward passes of the slowest stage of the run as it is."""
+BUSY = 0.85
+"""Efficiency with which nobody needs advice."""
+_HOPS = 8_000
+"""Of one forecast: a tenth of a second."""
+
+
+class WindowSuggestion(msgspec.Struct, frozen=True, kw_only=True):
+    """Another window and, where the batch is to stay the same, another microbatch."""
+
+    microbatches_per_step: int
+    microbatch_size: int
+    batch: float
+    """Sequences of an inner step, in batches of the run as it is."""
+    efficiency: tuple[float, ...]
+
+
+def predict_efficiency(pipeline: PipelineConfig, work: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the share of its time for which the slowest stage works, for each of `MESSAGES`.
+
+    `work`: of a microbatch at each stage, in any unit.
+    """
+    return _predict(pipeline, work, 1)
+
+
+def suggest_windows(pipeline: PipelineConfig, work: tuple[float, ...]) -> tuple[WindowSuggestion, ...]:
+    """Return what other windows would give: a longer one, and one twice as long as that."""
+    window, replicas = pipeline.microbatches_per_step, pipeline.replicas
+    least = 2 * window if window % replicas == 0 else window
+    first = -(-least // replicas) * replicas
+    if first > 4 * window:
+        first = 2 * window
+    found = []
+    for longer in (first, 2 * first):
+        if longer > _LONGEST:
+            break
+        factor, rest = divmod(longer, window)
+        shrinks = rest == 0 and pipeline.microbatch_size % factor == 0
+        found.append(
+            WindowSuggestion(
+                microbatches_per_step=longer,
+                microbatch_size=pipeline.microbatch_size // (factor if shrinks else 1),
+                batch=1.0 if shrinks else longer / window,
+                efficiency=_predict(
+                    structs.replace(pipeline, microbatches_per_step=longer), work, factor if shrinks else 1
+                ),
+            )
+        )
+    return tuple(found)
+
+
+def _predict(pipeline: PipelineConfig, work: tuple[float, ...], message: int) -> tuple[float, ...]:
+    """`message`: how many times as long as `MESSAGES` one takes, in forward passes of the microbatch as it is here."""
+    passes = [each / max(work) for each in work]
+    window, windows = pipeline.microbatches_per_step, pipeline.windows_in_flight
+    return tuple(efficiency(passes, pipeline.replicas, window, windows, length * message, _HOPS) for length in MESSAGES)
+
+
+def in_words(now: tuple[float, ...], others: tuple[WindowSuggestion, ...], replicas: int) -> list[str]:
+    """Say a prediction and its remedies in lines of plain text."""
+    nothing, one, three = now
+    lines = [
+        f"The slowest stage works about {nothing:.0%} of the time if messages take none, {one:.0%} if a message "
+        f"takes as long as its forward pass, and {three:.0%} if three times as long.",
+    ]
+    for other in others:
+        nothing, one, three = other.efficiency
+        fields = f"microbatches_per_step = {other.microbatches_per_step}"
+        if other.batch == 1.0:
+            fields += f", microbatch_size = {other.microbatch_size}"
+            batch = "the same batch"
+        else:
+            batch = f"a batch {other.batch:.3g} times as large"
+        even = replicas > 1 and other.microbatches_per_step % replicas == 0
+        why = f"{batch}, a multiple of the replicas" if even else batch
+        lines.append(f"  {nothing:4.0%}, {one:4.0%}, {three:4.0%} with {fields} ({why})")
+    return lines

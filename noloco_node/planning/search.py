@@ -6,8 +6,8 @@ reach the same the mildest is taken: fewer stages, exact windows, the batch that
 The budget of tokens stays what it was. The batch is the tokens of an inner step of all replicas of the first stage,
 each of which takes steps of its own (Local-SGD): more replicas share the batch that was asked for, in shorter windows
 or smaller microbatches. Another batch is taken only where each doubling brings `DOUBLING` times the tokens a second,
-never beyond `MOST_TOKENS`, and never so large that the run has fewer than `LEAST_STEPS` inner steps, if it had as many.
-Machines that would make it so have no work, and are left over.
+never beyond `MOST_TOKENS`, and never so large that the run has fewer than `LEAST_STEPS` inner steps, if it had as
+many. Machines that would make it so have no work, and are left over.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _with_rounds(planned: Planned, before: RunConfig) -> RunConfig:
     """Return the plan with rounds as often as their share allows, and the budget of tokens that the run had."""
     run, outer = planned.run, before.outer
     steps = max(1, round(before.budget_samples / planned.batch))
-    # Rarer rounds than these teach nothing; `machine_text` says so where lines do not carry them in time.
+    # Rarer rounds than these teach nothing; `plan_text` says so where lines do not carry them in time.
     early = max(outer.inner_steps_per_round, min(planned.expected.steps_per_round, steps // LEAST_ROUNDS))
     late = outer.late_inner_steps_per_round
     if late is not None:

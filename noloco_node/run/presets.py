@@ -1,7 +1,7 @@
 """Run files to start from: a commented text (`template.toml`), filled in for four sizes (`presets.toml`) and a demo.
 
-`tiny` trains on a laptop in minutes. `125m`, `1b` and `7b` have the sizes, learning rates and outer steps of the NoLoCo
-paper (arXiv 2506.10911), in the Llama family; their batches are smaller than the paper's, so that a peer is one
+`tiny` trains on a laptop in minutes. `125m`, `1b` and `7b` have the sizes, learning rates and outer steps of the
+NoLoCo paper (arXiv 2506.10911), in the Llama family; their batches are smaller than the paper's, so that a peer is one
 accelerator. All of them read the standard library of Python as bytes, because that needs no network: whoever means it
 puts a data set and a tokenizer of the hub in their place.
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 
 from msgspec import structs
 
-from noloco_node.sim.hardware.device import Stutter
-from noloco_node.sim.network.corruption import Corruption
+from noloco_node.sim.hardware.priced_stage import Stutter
 from noloco_node.sim.network.link_model import Access, NetworkConditions
+from noloco_node.sim.network.medium import Corruption
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario import faults

@@ -19,13 +19,11 @@ from noloco_node.network.interface import PeerNetwork
 from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.node.replica import Replica
-from noloco_node.sim.hardware.device import Stutter, VirtualDevice
-from noloco_node.sim.hardware.memory_host import MemoryHost
-from noloco_node.sim.hardware.memory_store import MemoryStore
-from noloco_node.sim.hardware.priced_stage import PricedStage
+from noloco_node.sim.hardware.memory_host import MemoryHost, MemoryStore
+from noloco_node.sim.hardware.priced_stage import PricedStage, Stutter, VirtualDevice
 from noloco_node.sim.hardware.quadratic_model import VOCABULARY, RandomBatches
-from noloco_node.sim.network.corruption import Corruption
 from noloco_node.sim.network.link_model import Access
+from noloco_node.sim.network.medium import Corruption
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.scenario.setup import SimSetup
 from noloco_node.storage.checkpoint import Checkpoint
@@ -235,7 +233,7 @@ class SimulatedPeer:
     async def _open_text(self) -> Text:
         run = self._setting.run
         if self._setting.scenario.swarm.model == "transformer":
-            from noloco_node.sim.hardware.block_text import BlockText
+            from noloco_node.sim.hardware.memory_host import BlockText
 
             return BlockText(run, self.name, self._setting.dimensions.vocabulary)
         shape = (run.pipeline.microbatch_size, run.pipeline.sequence_length)

@@ -1,13 +1,18 @@
 """The world of a simulation: its peers, what happens to them and when, and its end.
 
 All planned peers start together; faults come at their times. The run is over when every process has ended: by itself
-when the token budget is used up, or because it was asked to once `duration_s` had passed, or once nobody could take a
-step any more (`stall`). Whoever does not end within `GRACE_S` of that waits for ever: `Stuck` says who, and where.
+when the token budget is used up, or because the world asked it to once `duration_s` had passed or nobody could take a
+step any more. `Stuck` names peers that do not end within `GRACE_S` of that, and where they wait.
 
-A fault for which there is nothing to happen to (the crash of a peer that is gone) does not happen, and watchers do not
-hear of it. A peer that is restarted while it still leaves comes back when it has left.
+A stage whose replicas all left for ever stops the whole run: nobody can step, and the others look for that stage as
+long as they live. So the world ends when nobody has taken an inner step for `patience_s` and no fault is left that
+could change it. A slow run must never be taken for such a standstill: the patience is many times what a window and a
+copy of the weights take on the slowest machine and line.
 
-Observers hear every journal event and look at the world every `LOOK_S` or so; they may raise to end it.
+A fault does not happen where there is nothing for it to happen to (the crash of a peer that is gone), and watchers do
+not hear of it. A peer that is restarted while it still leaves comes back when it has left.
+
+Watchers hear every journal event and look at the world every `LOOK_S` or so; they may raise to end it.
 """
 
 from __future__ import annotations
@@ -24,9 +29,9 @@ from gossip.interface import OuterStepTaken
 from noloco_node.errors import user_error_of
 from noloco_node.journal import events
 from noloco_node.run.protocols import GOSSIP
-from noloco_node.sim import clock, stall
+from noloco_node.sim import clock
 from noloco_node.sim.fault_injection import FaultInjector
-from noloco_node.sim.hardware.device import Stutter
+from noloco_node.sim.hardware.priced_stage import Stutter
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.peer import SimulatedPeer, Tampering
 from noloco_node.sim.scenario import faults
@@ -124,7 +129,7 @@ class World:
     async def _work(self) -> None:
         """Wait until every process has ended and no fault is left that starts one."""
         setting = self.setting
-        duration_s, patience_s = setting.scenario.swarm.duration_s, stall.patience_s(setting)
+        duration_s, most_still_s = setting.scenario.swarm.duration_s, patience_s(setting)
         starts = [fault.at_s for fault in setting.faults if isinstance(fault, faults.Join | faults.Restart)]
         last_start_s = max(starts, default=-1.0)
         last_fault_s = max((faults.ends_s(fault) for fault in setting.faults), default=0.0)
@@ -134,10 +139,10 @@ class World:
                 for peer in hostile:  # what they do among themselves need not end
                     self._crash(peer)
                 return
-            still_s = max(self.ended_s, last_fault_s) + patience_s
+            still_s = max(self.ended_s, last_fault_s) + most_still_s
             if self.now_s >= min(duration_s, still_s):
                 if still_s < duration_s:
-                    self.standstill = stall.sentence(self.peers, self.setting.run.pipeline.stages, self.ended_s)
+                    self.standstill = standstill_sentence(self.peers, self.setting.run.pipeline.stages, self.ended_s)
                 await self._send_home()
                 return
             await self._news(min(duration_s, still_s))
@@ -275,3 +280,51 @@ def simulate(setting: SimSetup, watch: Callable[[World], Sequence[Watcher]], fin
         return finish(world)
 
     return clock.run(main())
+
+
+LEAST_S = 1800.0
+REFRESHES = 20
+TIMES = 20
+"""As long as the slowest window and copy of the weights."""
+TRIPS = 4
+"""Latencies of a call at most: its stream is opened, it goes there and back."""
+MOST_NAMES = 20
+
+
+def patience_s(setting: SimSetup) -> float:
+    """Return after how many virtual seconds without an inner step nobody will ever take one."""
+    scenario, pipeline = setting.scenario, setting.run.pipeline
+    devices, line = scenario.devices, setting.access()
+    slowness, pause_s = max(devices.slowness), devices.stutter_pause_s
+    slowest, slowest_pause_s = 1.0, 0.0
+    bytes_per_s = min(line.up_bytes_per_s, line.down_bytes_per_s)
+    for fault in setting.faults:
+        match fault:
+            case faults.Slow():
+                slowest = max(slowest, fault.factor)
+            case faults.StutterFault():
+                slowest_pause_s = max(slowest_pause_s, fault.pause_s)
+            case faults.LinkFault():
+                rates = [rate for rate in (fault.up_bytes_per_s, fault.down_bytes_per_s) if rate is not None]
+                bytes_per_s = min([bytes_per_s, *rates])
+    job_s = max(prices.forward_s for prices in setting.prices) * slowness * slowest
+    pass_s = 3 * job_s + 2 * max(pause_s, slowest_pause_s)
+    there_and_back = setting.sizes.microbatch_bytes + setting.sizes.gradient_bytes
+    # All replicas of a stage may send to the same one.
+    way_s = there_and_back * pipeline.replicas / bytes_per_s + TRIPS * scenario.network.latency.mean_s
+    window_s = pipeline.microbatches_per_step * pipeline.stages * (pass_s + way_s)
+    copy_s = setting.sizes.largest_state_bytes / bytes_per_s
+    return max(LEAST_S, REFRESHES * scenario.swarm.refresh_s, TIMES * (window_s + copy_s))
+
+
+def standstill_sentence(peers: Mapping[str, SimulatedPeer], stages: int, since_s: float) -> str:
+    """Say who waits for ever, and for what; `since_s` is the virtual time of the last inner step."""
+    waiting = [peer.name for peer in peers.values() if peer.running]
+    served = {peer.stage for peer in peers.values() if peer.running and peer.replica}
+    bare = [str(stage) for stage in range(stages) if stage not in served]
+    text = f"Nobody took an inner step after {since_s:,.0f} s, and no fault was left that could have changed it"
+    if bare:
+        text += f": nobody serves stage{'s' * (len(bare) > 1)} {', '.join(bare)}"
+    names = ", ".join(waiting[:MOST_NAMES])
+    more = len(waiting) - MOST_NAMES
+    return f"{text}. {names}{f' and {more} more' if more > 0 else ''} waited for ever."

@@ -32,8 +32,7 @@ from noloco_node.network.wire import message_bytes
 from noloco_node.planning.bandwidth import MicrobatchBytes
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Access
-from noloco_node.sim.network.peer_network import SimPeerNetwork
-from noloco_node.sim.network.sim_network import SimNetwork
+from noloco_node.sim.network.sim_network import SimNetwork, SimPeerNetwork
 from noloco_node.storage.home import RunPaths
 from noloco_node.swarm import speed_test
 from noloco_node.swarm.invite import Invite

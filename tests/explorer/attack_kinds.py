@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from msgspec import structs
 
-from noloco_node.sim.network.corruption import Corruption
+from noloco_node.sim.network.medium import Corruption
 from noloco_node.swarm.receipts import SourceRecord
 from noloco_node.swarm.roster import PeerRecord
 from pipeline.messages import Reason

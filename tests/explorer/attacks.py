@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from noloco_node.machine.interface import StageModel
     from noloco_node.network.interface import Conversation, Handler, PeerNetwork
     from noloco_node.network.schema import Schema
-    from noloco_node.sim.network.corruption import Corruption
+    from noloco_node.sim.network.medium import Corruption
     from noloco_node.sim.network.sim_network import SimNetwork
     from pipeline.inner_step import OptimiserState, StepReport
     from pipeline.worker import WorkerForward

@@ -17,8 +17,8 @@ from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.ticket import MEMBER, Right, encode, grant, key_of, peer_of
 from noloco_node.journal import events
 from noloco_node.network.interface import PeerNetwork
+from noloco_node.planning.checkpoint_map import RunWeights
 from noloco_node.planning.model_layout import model_layout
-from noloco_node.planning.run_weights import RunWeights
 from noloco_node.run.config import AdmissionRule
 from noloco_node.run.peer_state import Wait, WaitCause
 from noloco_node.sim.clock import run
@@ -66,7 +66,14 @@ class Continued:
         store = store or WeightStore.filling(self.directory / name, self.recipe.run.model.weights)
         if self.recipe.run.data.tokenizer_files:
             more = {"tokenizer": self.tokenizer(name), **more}
-        return Peer(self.hub, self.recipe, name, stage, first_weights=RunWeights(self.layout, store), **more)
+        return Peer(
+            self.hub,
+            self.recipe,
+            name,
+            stage,
+            first_weights=RunWeights(self.layout.prepared, self.layout.shapes, store),
+            **more,
+        )
 
     async def bootstrap(self) -> None:
         network, schema = self.hub.network("bootstrap"), weight_exchange.SCHEMA

@@ -29,8 +29,7 @@ from noloco_node.node.health import (
 from noloco_node.observe.bottleneck import all_waits
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import VirtualLoop, run
-from noloco_node.sim.network.peer_network import SimPeerNetwork
-from noloco_node.sim.network.sim_network import SimNetwork
+from noloco_node.sim.network.sim_network import SimNetwork, SimPeerNetwork
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.units import format_duration

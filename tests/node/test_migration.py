@@ -30,7 +30,7 @@ from noloco_node.node.node_context import NodeOptions
 from noloco_node.node.replica import Replica
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
-from noloco_node.sim.hardware.memory_store import MemoryStore
+from noloco_node.sim.hardware.memory_host import MemoryStore
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import decode_scenario

@@ -20,10 +20,9 @@ from noloco_node.node.assignment import LONGEST_DRAIN_S
 from noloco_node.run.peer_state import PeerState, WaitCause
 from noloco_node.run.protocols import MICROBATCH, microbatch_schema, topic
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.corruption import Corruption
 from noloco_node.sim.network.link_model import Access
-from noloco_node.sim.network.peer_network import SimPeerNetwork
-from noloco_node.sim.network.sim_network import SimNetwork
+from noloco_node.sim.network.medium import Corruption
+from noloco_node.sim.network.sim_network import SimNetwork, SimPeerNetwork
 from noloco_node.state_sync.starting_state import FAR, from_donor
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord

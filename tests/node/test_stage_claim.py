@@ -39,10 +39,8 @@ from noloco_node.planning.model_layout import make_stage, model_layout
 from noloco_node.planning.plan import device_needs
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
-from noloco_node.sim.hardware.device import VirtualDevice
-from noloco_node.sim.hardware.memory_host import MemoryHost
-from noloco_node.sim.hardware.memory_store import MemoryStore
-from noloco_node.sim.hardware.priced_stage import PricedStage, Prices
+from noloco_node.sim.hardware.memory_host import MemoryHost, MemoryStore
+from noloco_node.sim.hardware.priced_stage import PricedStage, Prices, VirtualDevice
 from noloco_node.sim.hardware.quadratic_model import QuadraticModel, RandomBatches, quadratic_layout
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork

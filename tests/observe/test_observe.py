@@ -41,9 +41,9 @@ from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
 from noloco_node.sim.peer import SimulatedPeer
-from noloco_node.sim.report.bottleneck import bottleneck
 from noloco_node.sim.report.collector import EventCollector
 from noloco_node.sim.report.figures import make_report
+from noloco_node.sim.report.text import bottleneck
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import Watcher, World, simulate

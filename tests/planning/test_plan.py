@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from gossip.rounds.round_schedule import steps_per_round
 from noloco_node.errors import Exit, UserError
-from noloco_node.planning.advice import MESSAGES
-from noloco_node.planning.message_sizes import PROBE_BYTES
+from noloco_node.planning.bandwidth import PROBE_BYTES
 from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
 from noloco_node.planning.plan import RunPlan, graphs_that_fit, mean_steps_per_round, memories, plan
 from noloco_node.planning.plan_text import describe, report
+from noloco_node.planning.queue_model import MESSAGES
 from noloco_node.run.config import RunConfig
 from noloco_node.run.presets import PRESETS, run_text
 from noloco_node.run.runfile import decode_run, validate

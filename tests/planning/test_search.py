@@ -20,10 +20,9 @@ from noloco_node.doctor.machine_checks import Grade, Need, Supply, judge_gpu, ju
 from noloco_node.errors import Exit, UserError
 from noloco_node.machine.memory import free_of_gpu
 from noloco_node.planning import search
-from noloco_node.planning.machine_text import IDLE
 from noloco_node.planning.model_layout import ModelLayout, model_layout
 from noloco_node.planning.plan import LEAST_ROUNDS, LEAST_STEPS, plan
-from noloco_node.planning.plan_text import WIDTH
+from noloco_node.planning.plan_text import IDLE, WIDTH
 from noloco_node.planning.search import DOUBLING, MOST_TOKENS, Planned, batch_of, plan_for
 from noloco_node.planning.throughput import Machines, fits, forecast, gpu_memories
 from noloco_node.run.config import InnerConfig, ModelConfig, PipelineConfig, RunConfig

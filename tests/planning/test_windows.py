@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from benchmarks.pipeline_efficiency.production_utilisation import PipelineShape, Trial, measure, spread_speeds
-from noloco_node.planning.advice import MESSAGES, in_words, predict_efficiency, suggest_windows
+from noloco_node.planning.queue_model import MESSAGES, in_words, predict_efficiency, suggest_windows
 from noloco_node.planning.queue_model import efficiency as queued
-from noloco_node.planning.windows import MicrobatchSeconds, seconds_each, way_seconds
+from noloco_node.planning.throughput import MicrobatchSeconds, seconds_each, way_seconds
 from noloco_node.run.config import PipelineConfig
 
 

@@ -15,14 +15,12 @@ from typer.testing import CliRunner
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit, UserError
 from noloco_node.run.presets import run_text
-from noloco_node.sim.report.bottleneck import bottleneck
 from noloco_node.sim.report.collector import EventCollector
 from noloco_node.sim.report.command import SimulationFlags, SimulationRequest, complete, put_together, simulate_scenario
-from noloco_node.sim.report.figures import COMPUTING, Report, make_report
+from noloco_node.sim.report.figures import COMPUTING, MOMENTS, Report, make_report
 from noloco_node.sim.report.plot import picture
-from noloco_node.sim.report.progress_bar import done_share, progress_line
-from noloco_node.sim.report.text import heading, lines
-from noloco_node.sim.report.timeline import MOMENTS
+from noloco_node.sim.report.text import bottleneck, heading, lines
+from noloco_node.sim.report.watchers import done_share, progress_line
 from noloco_node.sim.scenario.scenario import Scenario, decode_scenario, load_scenario
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import Watcher, World, simulate

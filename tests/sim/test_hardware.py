@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from noloco_node.sim import clock
 from noloco_node.sim.clock import Deadlock, run
 from noloco_node.sim.hardware import quadratic_model
-from noloco_node.sim.hardware.device import Stutter, VirtualDevice
-from noloco_node.sim.hardware.priced_stage import PricedStage, Prices
+from noloco_node.sim.hardware.priced_stage import PricedStage, Prices, Stutter, VirtualDevice
 from noloco_node.sim.hardware.quadratic_model import QuadraticModel, RandomBatches, quadratic_layout
 
 

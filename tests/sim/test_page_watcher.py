@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from noloco_node.observe.swarm_view import SwarmView
-from noloco_node.sim.report import page_watcher
-from noloco_node.sim.report.page_watcher import PageWatcher
+from noloco_node.sim.report import watchers
+from noloco_node.sim.report.watchers import PageWatcher
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import Watcher, World, simulate
@@ -52,7 +52,7 @@ def run(page: Any) -> str:
 
 
 def test_a_page_shows_faults_routes_and_meetings_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_watcher, "SHOW_EVERY_S", 0.0)
+    monkeypatch.setattr(watchers, "SHOW_EVERY_S", 0.0)
     page = _Page()
     assert run(page) == run(None)
     last = page.views[-1]

@@ -11,12 +11,11 @@ import torch
 from msgspec import json
 
 from noloco_node.journal import events
-from noloco_node.sim.hardware.device import VirtualDevice
+from noloco_node.sim.hardware.priced_stage import VirtualDevice
 from noloco_node.sim.peer import PeerLife, SimulatedPeer
-from noloco_node.sim.report import collector, stage_time
-from noloco_node.sim.report.collector import EventCollector
+from noloco_node.sim.report import collector
+from noloco_node.sim.report.collector import EventCollector, StageTime, StageTimes
 from noloco_node.sim.report.figures import Report, make_report
-from noloco_node.sim.report.stage_time import StageTime, StageTimes
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import Watcher, World, simulate
@@ -83,7 +82,7 @@ def seen() -> Seen:
 def kept() -> Seen:
     """The same simulation where nothing is added up before its end."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage_time, "SETTLED_S", float("inf"))
+        patch.setattr(collector, "SETTLED_S", float("inf"))
         return Seen()
 
 
@@ -135,7 +134,7 @@ def test_a_few_looks_that_count_for_more_divide_the_time_alike(seen: Seen, monke
 
 
 def test_garbage_is_collected_once_in_many_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    times, count = StageTimes(1), 2 * stage_time.FORGOTTEN + 1
+    times, count = StageTimes(1), 2 * collector.FORGOTTEN + 1
     collected: list[float] = []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(times.seconds(0.0)[0][0]))
     peer = SimulatedPeer.__new__(SimulatedPeer)
@@ -144,9 +143,9 @@ def test_garbage_is_collected_once_in_many_lives(monkeypatch: pytest.MonkeyPatch
     for _ in range(count):
         over = StageTime(peer=peer, life=PeerLife(1, device), stage=0, begun_s=0.0, ended_s=2.0, busy_s=1.0)
         times.open[over] = None
-        times.settle(2.0 + stage_time.SETTLED_S / 2)
+        times.settle(2.0 + collector.SETTLED_S / 2)
         assert over in times.open
-        times.settle(2.0 + stage_time.SETTLED_S)
+        times.settle(2.0 + collector.SETTLED_S)
         assert not times.open
-    assert collected == [stage_time.FORGOTTEN, 2 * stage_time.FORGOTTEN]
+    assert collected == [collector.FORGOTTEN, 2 * collector.FORGOTTEN]
     assert times.seconds(100.0) == ((1.0 * count,), (2.0 * count,))

@@ -16,8 +16,7 @@ from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
-from noloco_node.sim.stall import LEAST_S, patience_s
-from noloco_node.sim.world import Watcher, World, simulate
+from noloco_node.sim.world import LEAST_S, Watcher, World, patience_s, simulate
 
 SWARM = """
 [swarm]

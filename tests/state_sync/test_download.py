@@ -26,7 +26,7 @@ from noloco_node.machine.interface import Reporter, StageModel
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.sim.clock import run
-from noloco_node.sim.hardware.device import VirtualDevice
+from noloco_node.sim.hardware.priced_stage import VirtualDevice
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.download import (

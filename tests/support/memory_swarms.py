@@ -17,9 +17,8 @@ from noloco_node.machine.interface import FirstWeights, Reporter, Runner, Snapsh
 from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.planning.model_layout import ModelLayout, make_stage, model_layout
-from noloco_node.sim.hardware.device import VirtualDevice
-from noloco_node.sim.hardware.memory_host import MemoryHost
-from noloco_node.sim.hardware.memory_store import MemoryStore
+from noloco_node.sim.hardware.memory_host import MemoryHost, MemoryStore
+from noloco_node.sim.hardware.priced_stage import VirtualDevice
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.storage.weight_store import WeightStore

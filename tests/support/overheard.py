@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 from noloco_node.journal import events
-from noloco_node.network.interface import Conversation, Handler, PeerNetwork
+from noloco_node.network.interface import Conversation, Handler, HookedConversation, PeerNetwork
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.peer import SimulatedPeer
@@ -33,31 +33,20 @@ class Heard(NamedTuple):
 Tell = Callable[[Heard], Awaitable[None]]
 
 
-class OverheardConversation:
+class OverheardConversation(HookedConversation):
     """A conversation that tells what is done in it before it goes on."""
 
     def __init__(self, inner: Conversation, me: str, calls: bool, tell: Tell) -> None:
-        self._inner, self._me, self._calls, self._tell = inner, me, calls, tell
-
-    @property
-    def peer(self) -> str:
-        return self._inner.peer
-
-    @property
-    def origin(self) -> str:
-        return self._inner.origin
-
-    @property
-    def is_quiet(self) -> bool:
-        return self._inner.is_quiet
+        super().__init__(inner)
+        self._me, self._calls, self._tell = me, calls, tell
 
     async def send(self, message: Any) -> None:
         await self._tell(Heard(self._me, self.peer, self._calls, "sends", message))
-        await self._inner.send(message)
+        await super().send(message)
         await self._tell(Heard(self._me, self.peer, self._calls, "sent", message))
 
     async def receive(self) -> Any:
-        message = await self._inner.receive()
+        message = await super().receive()
         await self._tell(Heard(self._me, self.peer, self._calls, "received", message))
         return message
 

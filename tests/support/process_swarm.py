@@ -26,8 +26,16 @@ max_position_embeddings = 64"""
 """Costs next to nothing: part of a run file."""
 
 
-def run_file(directory: Path, *, steps: int = 1_000_000, gamma: float = 0.7) -> Path:
-    """Write the recipe of a model that costs next to nothing."""
+def run_file(
+    directory: Path,
+    *,
+    steps: int = 1_000_000,
+    replicas: int = 2,
+    window: int = 4,
+    inner: str = "warmup_steps = 5",
+    outer: str = "alpha = 0.5\ngamma = 0.7\nbeta = 0.7\ninner_steps_per_round = 10",
+) -> Path:
+    """Write a run file of two stages that cost next to nothing. `inner`, `outer`: lines of these sections."""
     path = directory / "run.toml"
     path.write_text(f"""
 name = "tiny"
@@ -35,20 +43,17 @@ seed = 3
 {TINY_MODEL}
 [pipeline]
 stages = 2
-replicas = 2
+replicas = {replicas}
 sequence_length = 32
 microbatch_size = 4
-microbatches_per_step = 4
+microbatches_per_step = {window}
 [inner]
 steps = {steps}
 learning_rate = 0.003
-warmup_steps = 5
+{inner}
 [outer]
-alpha = 0.5
-gamma = {gamma}
-beta = {gamma}
-inner_steps_per_round = 10
 overlap_steps = 4
+{outer}
 """)
     return path
 

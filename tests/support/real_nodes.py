@@ -22,8 +22,7 @@ from noloco_node.machine.device import Device, WallClock
 from noloco_node.machine.interface import Reporter, SnapshotStore, StageModel
 from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
-from noloco_node.sim.hardware.memory_host import MemoryHost
-from noloco_node.sim.hardware.memory_store import MemoryStore
+from noloco_node.sim.hardware.memory_host import MemoryHost, MemoryStore
 from noloco_node.sim.hardware.priced_stage import PricedStage, Prices
 from noloco_node.sim.hardware.quadratic_model import RandomBatches
 from noloco_node.sim.scenario.setup import SimSetup

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.sim.clock import VirtualLoop, run
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
-from noloco_node.sim.network.peer_network import SimPeerNetwork
-from noloco_node.sim.network.sim_network import SimNetwork
+from noloco_node.sim.network.sim_network import SimNetwork, SimPeerNetwork
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.stage_records import CLOCK_S, DhtRead, is_doubtful

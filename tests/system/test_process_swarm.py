@@ -414,7 +414,7 @@ def file_as_home(lone: Lone, _: ExitStack) -> Wrong:
 def unstable_run(lone: Lone, _: ExitStack) -> Wrong:
     directory = lone.commands.directory / "unstable"
     directory.mkdir()
-    run = run_file(directory, gamma=1.6)
+    run = run_file(directory, outer="alpha = 0.5\ngamma = 1.6\nbeta = 1.6")
     return Wrong(("bootstrap", "--run", str(run)), Exit.CONFIG, ("outer.gamma", "1.6", "1.5"))
 
 

@@ -26,7 +26,7 @@ import pytest
 import torch
 from memory_swarms import until
 from msgspec import structs
-from process_swarm import LOCAL, TINY_MODEL, host, is_finished
+from process_swarm import host, is_finished, join, run_file
 from processes import Command, Commands
 
 from gossip.interface import OuterStepTaken, RoundSkipped
@@ -131,31 +131,6 @@ def meetings(outer: list[OuterStepTaken]) -> list[OuterStepTaken]:
     return [event for event in outer if event.partner is not None]
 
 
-def run_file(directory: Path, *, replicas: int, steps: int) -> Path:
-    """Write a recipe whose learning rate is constant."""
-    path = directory / "run.toml"
-    path.write_text(f"""
-name = "agreement"
-seed = {SEED}
-{TINY_MODEL}
-[pipeline]
-stages = {STAGES}
-replicas = {replicas}
-sequence_length = 32
-microbatch_size = {MICROBATCH}
-microbatches_per_step = {WINDOW}
-[inner]
-steps = {steps}
-learning_rate = {RATE}
-warmup_steps = 0
-final_fraction = 1.0
-[outer]
-inner_steps_per_round = {PER_ROUND}
-overlap_steps = 4
-""")
-    return path
-
-
 def train_really(commands: Commands, run: Path, replicas: int) -> Swarm:
     """Train a run with real processes, to its end or until all have met often enough."""
     bootstrap, invite = host(commands, run)
@@ -178,8 +153,7 @@ def train_really(commands: Commands, run: Path, replicas: int) -> Swarm:
 
 def _join(commands: Commands, invite: str, stage: int, replicas: int) -> list[Command]:
     """Start the replicas of a stage, and wait until they are there."""
-    options = ("--stage", str(stage), "--listen", LOCAL, "--refresh", str(REFRESH_S), "--threads", "1")
-    nodes = [commands.start("join", invite, *options, home=True) for _ in range(replicas)]
+    nodes = [join(commands, invite, stage, "--refresh", str(REFRESH_S)) for _ in range(replicas)]
     commands.until(lambda: all(node.events(Started) for node in nodes), f"stage {stage} is there", alive=nodes)
     return nodes
 
@@ -237,7 +211,10 @@ def train_twice(replicas: int, steps: int) -> Pair:
     torch.set_num_threads(1)
     try:
         with Commands() as commands:
-            run = run_file(commands.directory, replicas=replicas, steps=steps)
+            # The learning rate is constant.
+            inner, outer = "warmup_steps = 0\nfinal_fraction = 1.0", f"inner_steps_per_round = {PER_ROUND}"
+            sizes = {"replicas": replicas, "steps": steps, "window": WINDOW}
+            run = run_file(commands.directory, **sizes, inner=inner, outer=outer)
             real = train_really(commands, run, replicas)
             return Pair(real, train_simulated(run, real))
     finally:

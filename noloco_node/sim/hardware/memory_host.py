@@ -1,18 +1,60 @@
-"""A machine in memory and virtual time, as a node sees it."""
+"""The machine of a simulated node: its disk, its text and its clock, in memory and virtual time."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
 
 from gossip.exchange.messages import ReplicaState
 from gossip.transfer.assembly import ChunkStore
 from gossip.transfer.chunks import CopyInMemory, HeldCopy
+from noloco_node.data.blocks import open_blocks, shuffled
+from noloco_node.data.encoding import check_vocabulary
 from noloco_node.machine.interface import FirstWeights, Runner, SnapshotStore, StageModel, Text
-from noloco_node.sim.hardware.memory_store import MemoryStore
+from noloco_node.run.config import RunConfig
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.storage.weight_store import WeightStore
+
+
+class MemoryStore:
+    """Implements `machine.interface.ArchivedStages`. `present`: returns the last checkpoint that the peer has saved."""
+
+    def __init__(self, present: Callable[[], Checkpoint | None]) -> None:
+        self._present = present
+        self._aside: dict[int, Checkpoint] = {}
+
+    async def served(self) -> int | None:
+        """Return the stage of the last checkpoint; None without one."""
+        present = self._present()
+        return None if present is None else present.counters.stage
+
+    async def load(self, stage: int) -> Checkpoint | None:
+        """Return a copy of the last checkpoint of a stage, or None: a replica writes into what it goes on from."""
+        present = self._present()
+        found = present if present is not None and present.counters.stage == stage else self._aside.get(stage)
+        if found is None:
+            return None
+        groups = found.tensors.items()
+        return Checkpoint(found.counters, {group: tuple([each.clone() for each in kept]) for group, kept in groups})
+
+    async def set_aside(self, own: int) -> None:
+        """Keep the last checkpoint if it is of another stage than `own`."""
+        present = self._present()
+        if present is not None and present.counters.stage != own:
+            self._aside[present.counters.stage] = present
+
+    async def stages(self) -> tuple[int, ...]:
+        """Return the stages of which something lies aside."""
+        return tuple(sorted(self._aside))
+
+    async def slow(self, stage: int) -> Checkpoint | None:
+        """Return the slow weights of a stage that lie aside, or None."""
+        kept = self._aside.get(stage)
+        return None if kept is None else Checkpoint(kept.counters, {"slow": kept.tensors["slow"]})
 
 
 class MemoryHost:
@@ -85,3 +127,30 @@ class MemoryHost:
 
     def line_s(self, stage: int) -> float:
         return self._line_s[stage] if self._line_s else 0.0
+
+
+class BlockText:
+    """A `noloco_node.machine.interface.Text` that reads where it stands: virtual time does not pass meanwhile."""
+
+    def __init__(self, run: RunConfig, peer: str, vocabulary: int) -> None:
+        check_vocabulary(run.data, vocabulary)
+        length = run.pipeline.sequence_length
+        blocks = open_blocks(run.data, length, run.seed, peer)
+        self._blocks = shuffled(blocks, length, run.seed, peer) if run.data.shuffle else blocks
+        self._batch = run.pipeline.microbatch_size
+
+    async def draw(self) -> Tensor:
+        """Return the next microbatch, int64 [batch, sequence + 1]."""
+        return self._blocks.next_batch(self._batch)
+
+    def position(self) -> dict[str, Any]:
+        """Return where the next draw begins."""
+        return self._blocks.position()
+
+    async def restore(self, position: Mapping[str, Any]) -> bool:
+        """Go back to a position; False where it is of another text."""
+        return self._blocks.restore(dict(position))
+
+    def news(self) -> list[str]:
+        """Return what was left out of the text since the last call."""
+        return self._blocks.news()

@@ -1,15 +1,22 @@
-"""Any stage in virtual time: it names a price for what it does, and watches that it is used as a stage may be.
+"""A device in virtual time, and a stage on it that names a price for each job and watches its promises.
 
-Wrapped around a bowl or a real slice of a model. What it watches are promises of the gate and the rounds that nothing
-else would notice broken: that an inner step gets exactly the passes of its window, and that no weights change between
-a microbatch's forward and its backward pass. With two windows in flight they may change once, by one inner step and
-what follows it in the same pause.
+The device runs one job after the other. It computes a job at once, in the event loop, and hands the result over when
+its price has passed. `PricedStage` names the price from within the job, by `charge`, in seconds of a device of speed
+1; `slowness` makes a device slower, and one that stutters stops every now and then for a moment.
+
+`PricedStage` wraps a bowl or a real slice of a model. It watches promises of the gate and the rounds that nothing else
+would notice broken: an inner step gets exactly the passes of its window, and no weights change between the forward and
+the backward pass of a microbatch. With two windows in flight they may change once, by one inner step and what follows
+it in the same pause.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from random import Random
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 from torch import Tensor
@@ -165,3 +172,112 @@ class PricedStage:
     def statistics(self) -> dict[str, int | float]:
         """Return counts since the start."""
         return self._stage.statistics()
+
+
+T = TypeVar("T")
+
+
+class Stutter(NamedTuple):
+    """Of all jobs the share `share` take `pause_s` longer."""
+
+    share: float = 0.0
+    pause_s: float = 0.0
+
+
+class _Job:
+    """`waiter` is replaced when its task is cancelled while the job is under way."""
+
+    __slots__ = ("args", "begun", "ended", "function", "waiter")
+
+    def __init__(self, function: Callable[..., Any], args: tuple[object, ...], waiter: asyncio.Future[Any]) -> None:
+        self.function, self.args, self.waiter = function, args, waiter
+        self.begun = self.ended = False
+
+
+class VirtualDevice:
+    """Runs jobs in their turn. A job that has begun is always finished, also when its caller is cancelled."""
+
+    def __init__(self, job_s: float = 0.0, *, seed: str = "") -> None:
+        """`job_s`: what every job costs, whatever it says itself."""
+        self.busy_s = 0.0
+        self.jobs = 0
+        self.slowness, self.stutter = 1.0, Stutter()
+        self._job_s, self._rng = job_s, Random(f"{seed}|stutter")
+        self._queue: deque[_Job] = deque()
+        self._busy = False
+        self._charged_s = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is under way."""
+        return self._busy
+
+    def charge(self, seconds: float) -> None:
+        """Say from within a job what it costs."""
+        self._charged_s += seconds * self.slowness
+
+    def clock(self) -> float:
+        """Return the virtual time as the job in hand sees it."""
+        return asyncio.get_running_loop().time() + self._charged_s
+
+    async def run(self, job: Callable[..., T], *args: object) -> T:
+        """Run `job(*args)` in its turn."""
+        loop = asyncio.get_running_loop()
+        entry = _Job(job, args, loop.create_future())
+        self._queue.append(entry)
+        if not self._busy:
+            self._begin()
+        try:
+            result: T = await entry.waiter
+        except asyncio.CancelledError:
+            if not entry.begun:
+                self._queue.remove(entry)
+                raise
+            await self._see_through(entry)
+            raise
+        return result
+
+    async def beside(self, job: Callable[..., T], *args: object) -> T:
+        """Run `job(*args)` beside what the device does; it costs what every job costs."""
+        result = job(*args)
+        await asyncio.sleep(self._job_s * self.slowness)
+        return result
+
+    async def _see_through(self, entry: _Job) -> None:
+        """Wait for a job whose caller was cancelled."""
+        while not entry.ended:
+            entry.waiter = asyncio.get_running_loop().create_future()
+            try:
+                await entry.waiter
+            except asyncio.CancelledError:
+                continue
+            except Exception:  # the caller is gone: what the job raised is nobody's any more
+                return
+
+    def _begin(self) -> None:
+        entry = self._queue.popleft()
+        self._busy = entry.begun = True
+        self._charged_s = self._job_s * self.slowness
+        failure, result = None, None
+        try:
+            result = entry.function(*entry.args)
+        except Exception as error:  # handed to whoever waits for the job
+            failure = error
+        cost_s, self._charged_s = self._charged_s, 0.0
+        if self.stutter.share and self._rng.random() < self.stutter.share:
+            cost_s += self.stutter.pause_s
+        self.busy_s += cost_s
+        self.jobs += 1
+        asyncio.get_running_loop().call_later(cost_s, self._end, entry, result, failure)
+
+    def _end(self, entry: _Job, result: Any, failure: Exception | None) -> None:
+        entry.ended, self._busy = True, False
+        if entry.waiter.cancelled():
+            # Its task wakes up to a cancellation that came in this very moment: the job is done all the same.
+            pass
+        elif failure is None:
+            entry.waiter.set_result(result)
+        else:
+            entry.waiter.set_exception(failure)
+        if self._queue:
+            self._begin()

@@ -4,16 +4,17 @@ What one end sends stands in a queue, and one timer for each entry lets the othe
 depends on how the event loop breaks ties, and arrival times never fall: a late message holds up those behind it, as on
 any reliable stream.
 
-The same argument settles what a loss is. libp2p's streams are reliable and ordered, so one message in the middle cannot
-be missing; what a volunteer sees of a bad line is a stream that breaks. A lost message therefore breaks its stream, at
-both ends, one latency later. A duplicate is what a misbehaving relay or peer sends: the same message twice in a row.
+The same argument settles what a loss is. libp2p's streams are reliable and ordered, so one message in the middle
+cannot be missing; what a volunteer sees of a bad line is a stream that breaks. A lost message therefore breaks its
+stream, at both ends, one latency later. A duplicate is what a misbehaving relay or peer sends: the same message twice
+in a row.
 
 `send` does not suspend while the line is free, for the real one does not either: the kernel takes a small message at
 once. On a line with a bandwidth it returns when the transfer is through, and a sender who is cancelled before breaks
 the stream: half a frame is out.
 
-A message that nothing special happens to is put in flight at once: one timer. All else (cuts, shared bandwidth, losses,
-wrong messages) is `Outbox`'s, which is made when first needed.
+A message that nothing special happens to is put in flight at once: one timer. All else (cuts, shared bandwidth,
+losses, wrong messages) is `Outbox`'s, which is made when first needed.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ from typing import Any
 from noloco_node.network import wire
 from noloco_node.network.interface import VIOLATION_GRACE_S, ConversationEnded, Pace
 from noloco_node.network.schema import Schema, Violation
-from noloco_node.sim.network.bandwidth import AccessLine
-from noloco_node.sim.network.link_model import SILENCE_S
+from noloco_node.sim.network.link_model import SILENCE_S, AccessLine
 from noloco_node.sim.network.medium import Medium
 from noloco_node.sim.network.outbox import EndOfStream, Outbox
 

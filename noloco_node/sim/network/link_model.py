@@ -1,15 +1,25 @@
-"""What the lines between simulated peers are like: how long a message takes, and how often it does not arrive.
+"""Lines between simulated peers: latency, losses, and bandwidth that simultaneous transfers share.
 
-Times are seconds, rates bytes a second. Everything here is data and its draws; `medium` acts on it.
+Times are seconds, rates bytes a second. Bandwidth is a fluid model, as in flow-level network simulators: a transfer
+from i to j moves at
+
+    rate = min(up_i / transfers that leave i, down_j / transfers that reach j)
+
+until its bytes are through. The rate depends on counts alone, so the start or the end of a transfer changes only those
+that share one of its two links. (Max-min fairness would give others the rest of a share that one transfer cannot use,
+and changes would spread; where every link carries transfers of one kind the two agree.) Where a link has a share for
+rounds, their transfers together have that while others are under way, as `noloco_node.limits` grants it on a line
+whose rate is known. Nothing moves faster than a link, and every byte is counted.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -82,3 +92,158 @@ class Access:
     def __post_init__(self) -> None:
         if not (self.up_bytes_per_s > 0 and self.down_bytes_per_s > 0):
             raise ValueError("the rates of a line are above 0")
+
+
+class LinkUse(NamedTuple):
+    """What became of one direction of a peer's line: bytes moved, bytes that it could have moved, seconds in use.
+
+    An unlimited line could have moved any number, and is never counted as in use.
+    """
+
+    moved_bytes: float
+    capacity_bytes: float
+    busy_s: float
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the capacity that was used, 0 to 1."""
+        return self.moved_bytes / self.capacity_bytes if self.capacity_bytes else 0.0
+
+
+class Link:
+    """One direction of one peer's line. `round_share`: what rounds have of it; None: they are as others."""
+
+    __slots__ = (
+        "_busy_s",
+        "_capacity_bytes",
+        "_changed_s",
+        "_rounds",
+        "_since_s",
+        "flows",
+        "moved_bytes",
+        "rate",
+        "round_share",
+    )
+
+    def __init__(self, rate: float, now_s: float, round_share: float | None = None) -> None:
+        self.rate, self.round_share = rate, round_share
+        self._rounds = 0
+        self.moved_bytes = 0.0
+        self.flows: dict[Transfer, None] = {}
+        self._capacity_bytes = self._busy_s = 0.0
+        self._changed_s = self._since_s = now_s
+
+    def use(self, now_s: float) -> LinkUse:
+        """Return what was moved since the beginning, transfers under way included."""
+        moved_bytes = self.moved_bytes + sum(flow.unsettled_bytes(now_s) for flow in self.flows)
+        busy_s = self._busy_s + (now_s - self._since_s if self.flows else 0.0)
+        return LinkUse(moved_bytes, self._capacity_bytes + self._could_move(now_s), busy_s)
+
+    def change(self, rate: float, now_s: float) -> None:
+        """Set another rate, for the transfers under way too."""
+        self._capacity_bytes += self._could_move(now_s)
+        self._changed_s, self.rate = now_s, rate
+        for flow in list(self.flows):
+            flow.retime(now_s)
+
+    def add(self, flow: Transfer, now_s: float) -> None:
+        """Let one more transfer share this link."""
+        if not self.flows:
+            self._since_s = now_s
+        self.flows[flow] = None
+        self._rounds += flow.in_round
+
+    def remove(self, flow: Transfer, now_s: float) -> None:
+        """Note that a transfer is over."""
+        del self.flows[flow]
+        self._rounds -= flow.in_round
+        if not self.flows:
+            self._busy_s += now_s - self._since_s
+
+    def rate_of(self, flow: Transfer) -> float:
+        """Return what a transfer may have of this link now."""
+        count, rounds = len(self.flows), self._rounds
+        if self.round_share is None or not 0 < rounds < count:
+            return self.rate / count
+        return self.rate * (self.round_share / rounds if flow.in_round else (1.0 - self.round_share) / (count - rounds))
+
+    def _could_move(self, now_s: float) -> float:
+        lasted_s = now_s - self._changed_s
+        return self.rate * lasted_s if lasted_s else 0.0
+
+
+class AccessLine(NamedTuple):
+    """What connects one peer with the world."""
+
+    up: Link
+    down: Link
+
+
+class Transfer:
+    """So many bytes on their way through a sender's uplink and a receiver's downlink; calls `done` when through."""
+
+    __slots__ = ("_done", "_down", "_rate", "_settled_s", "_timer", "_up", "in_round", "remaining_bytes")
+
+    def __init__(
+        self, up: Link, down: Link, size_bytes: float, done: Callable[[], object], *, in_round: bool = False
+    ) -> None:
+        self._up, self._down, self._done, self.in_round = up, down, done, in_round
+        self.remaining_bytes = float(size_bytes)
+        self._rate = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        now_s = self._settled_s = asyncio.get_running_loop().time()
+        up.add(self, now_s)
+        down.add(self, now_s)
+        self._retime_neighbours(now_s)
+
+    def cancel(self) -> None:
+        """Stop: what has not passed never will, and the others get this transfer's share. No more after the end."""
+        now_s = asyncio.get_running_loop().time()
+        self.settle(now_s)
+        self._leave(now_s)
+
+    def unsettled_bytes(self, now_s: float) -> float:
+        """Return what has passed since it was counted last."""
+        lasted_s = now_s - self._settled_s
+        return min(self.remaining_bytes, self._rate * lasted_s) if lasted_s else 0.0
+
+    def settle(self, now_s: float) -> None:
+        """Count what has passed until now."""
+        moved = self.unsettled_bytes(now_s)
+        self._settled_s = now_s
+        self.remaining_bytes -= moved
+        self._up.moved_bytes += moved
+        self._down.moved_bytes += moved
+
+    def retime(self, now_s: float) -> None:
+        """Take the rate that the two links have for this transfer now."""
+        rate = min(self._up.rate_of(self), self._down.rate_of(self))
+        if rate == self._rate:
+            return
+        self.settle(now_s)
+        self._rate = rate
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(now_s + self.remaining_bytes / rate, self._finish)
+
+    def _finish(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self._up.moved_bytes += self.remaining_bytes
+        self._down.moved_bytes += self.remaining_bytes
+        self.remaining_bytes = 0.0
+        self._leave(now_s)
+        self._done()
+
+    def _leave(self, now_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._up.remove(self, now_s)
+        self._down.remove(self, now_s)
+        self._retime_neighbours(now_s)
+
+    def _retime_neighbours(self, now_s: float) -> None:
+        """Retime whoever shares one of the links, this transfer included while it runs."""
+        for flow in list(self._up.flows):
+            flow.retime(now_s)
+        for flow in list(self._down.flows):
+            flow.retime(now_s)

@@ -1,7 +1,7 @@
 """What one end of a conversation has yet to put in flight, where the medium is not free.
 
-Each message meets its fate when it is sent: lost, late, doubled, corrupted, or nothing. Then the line: a stream is
-one flow, so its messages are transferred one after the other, each sharing the links of both peers with other streams.
+Each message meets its fate when it is sent: lost, late, doubled, corrupted, or nothing. Then the line: a stream is one
+flow, so its messages are transferred one after the other, each sharing the links of both peers with other streams.
 
 While nothing passes between the two peers, what is due to leave is held back. It leaves when they are heard again, and
 is dropped when its stream breaks, or after `SILENCE_S` if the stream has been left: nothing grows behind a peer that
@@ -15,10 +15,8 @@ import math
 from typing import Any, NamedTuple, Protocol
 
 from noloco_node.network.schema import Schema, Violation
-from noloco_node.sim.network.bandwidth import Link, Transfer
-from noloco_node.sim.network.corruption import spoil
-from noloco_node.sim.network.link_model import SILENCE_S
-from noloco_node.sim.network.medium import Medium
+from noloco_node.sim.network.link_model import SILENCE_S, Link, Transfer
+from noloco_node.sim.network.medium import Medium, spoil
 
 
 class Endpoint(Protocol):

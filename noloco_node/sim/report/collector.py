@@ -1,24 +1,28 @@
-"""What a simulation is seen to do: counted as it happens, without the nodes' knowing.
+"""What a simulation is seen to do: counted as it happens, without the knowledge of the nodes.
 
-Most figures are totals that nodes keep anyway and that `report` reads at the end. What is not kept anywhere is counted
-here: what devices wait for, who is suspected and rightly so, and how all of it went over time.
+Most figures are totals that nodes keep anyway; `figures` reads them at the end. The collector counts the rest: what
+devices wait for, who is suspected and rightly so, and how all of it went over time.
 
-**Waiting.** About once a virtual second every peer is looked at, and a device that has nothing to do is counted under
-one `Cause`, the first that holds. The causes are exclusive and complete: with the time at work they make a whole.
-Moments are drawn at random and times at work are exact, so that it is only the division of idle time that is sampled.
-In a run of many hours it is fewer looks that count, each for as many seconds as lie between them.
+**Waiting.** About once a virtual second the collector looks at every peer, and counts a device that has nothing to do
+under one `Cause`, the first that holds. With the time at work the causes make a whole. Moments are drawn at random and
+times at work are exact, so that only the division of idle time is sampled.
 
 **Suspicions.** The world knows what a node can only guess: a suspicion is true if its peer was gone, silent, cut off,
-could not be dialled or tampered with its messages, then or within `RECENT_S`, for a dial into the dark takes long.
+could not be dialled or tampered with its messages, then or within `RECENT_S`, since a lost dial takes long.
 
 **Time.** Rows hold running totals, so that leaving out every second one, when there are too many, loses no count. From
-then on one is written, and the waiting looked at, half as often.
+then on the collector writes a row, and looks at the waiting, half as often.
+
+**Lives.** The time of a peer at a stage is added to totals once, when it is over, and its node is released: in a day
+of churn a peer lives a dozen lives, and neither a look at all of them nor their memory may grow with each.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -27,14 +31,138 @@ import msgspec
 
 from gossip.interface import OuterStepTaken
 from noloco_node.journal import events
+from noloco_node.node.replica import Replica
 from noloco_node.observe.bottleneck import Cause
 from noloco_node.run.peer_state import PeerState
-from noloco_node.sim.peer import SimulatedPeer
-from noloco_node.sim.report.stage_time import StageTime, StageTimes
+from noloco_node.sim.network.link_model import LinkUse
+from noloco_node.sim.peer import PeerLife, SimulatedPeer
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.world import Watcher, World
 from pipeline.next_stage import Wanted
+
+SETTLED_S = 10.0
+"""After the end of a time at a stage its counters may still move: its last calls break."""
+FORGOTTEN = 100
+"""Lives after which garbage is collected: the parts of a node refer to each other, and by itself the collector looks
+through what is old once in many hours (`noloco_node.sim.clock`).
+"""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class StageTime:
+    """One life of a peer at one stage, until its training there was over.
+
+    `lines`: use of its uplink and downlink by then. `before_s`: for which its device had worked at other stages.
+    `left`: what it trained, where it went on to another stage. `counted`: its replica's counters, once it is settled.
+    """
+
+    peer: SimulatedPeer
+    life: PeerLife
+    stage: int | None
+    begun_s: float
+    ended_s: float | None = None
+    busy_s: float = 0.0
+    lines: tuple[LinkUse, LinkUse] | None = None
+    suspects: frozenset[str] = frozenset()
+    traffic: events.Traffic | None = None
+    before_s: float = 0.0
+    left: Replica | None = None
+    counted: Mapping[str, int | float] | None = None
+
+    def worked_s(self) -> float:
+        """Return the seconds that the device was at work so far."""
+        return self.life.device.busy_s - self.before_s if self.ended_s is None else self.busy_s
+
+    def alive_s(self, now_s: float) -> float:
+        """Return how long the peer has been there."""
+        return (now_s if self.ended_s is None else self.ended_s) - self.begun_s
+
+    @property
+    def replica(self) -> Replica | None:
+        """What trains in this life, at this stage."""
+        return self.life.replica if self.left is None else self.left
+
+    @property
+    def succeeded(self) -> int:
+        """Microbatches whose gradient came back here."""
+        if self.counted is not None:
+            return int(self.counted.get("worker.succeeded", 0))
+        return int(self.replica.worker.statistics()["succeeded"]) if self.replica is not None else 0
+
+    def counters(self) -> Mapping[str, int | float]:
+        """Return the counters of what trains, or trained, in this life; none where it never began."""
+        if self.counted is not None:
+            return self.counted
+        return self.replica.statistics() if self.replica is not None else {}
+
+    @property
+    def past(self) -> bool:
+        """Whether its peer is at another stage by now, or lives another life."""
+        return self.left is not None or (self.life is not self.peer.life and not self.life.device.busy)
+
+    def settle(self) -> bool:
+        """Keep the counters, and let go of what trained; say whether a whole life is over."""
+        self.counted, moved = self.counters(), self.left is not None
+        self.left = None
+        if not moved:
+            self.life.forget()
+        return not moved
+
+
+class StageTimes:
+    """All times of peers at stages in one world: those that may still change, and the totals of the others."""
+
+    def __init__(self, stages: int) -> None:
+        self.all: list[StageTime] = []
+        self.open: dict[StageTime, None] = {}
+        """Those that may still change."""
+        self._now: dict[str, StageTime] = {}
+        self._busy_s, self._alive_s = [0.0] * stages, [0.0] * stages
+        self._microbatches = self._forgotten = 0
+
+    def begin(self, peer: SimulatedPeer, now_s: float) -> None:
+        """Note that a peer has come, or gone on to another stage."""
+        stage_time = StageTime(peer=peer, life=peer.life, stage=peer.stage, begun_s=now_s, before_s=peer.device.busy_s)
+        self.all.append(stage_time)
+        self.open[stage_time] = None
+        self._now[peer.name] = stage_time
+
+    def of(self, peer: SimulatedPeer) -> StageTime:
+        """Return the present stage time of a peer, or its last."""
+        return self._now[peer.name]
+
+    def settle(self, now_s: float) -> None:
+        """Add what is over to the totals."""
+        for stage_time in list(self.open):
+            if stage_time.ended_s is not None and now_s - stage_time.ended_s >= SETTLED_S and stage_time.past:
+                self._settle(stage_time)
+
+    def _settle(self, stage_time: StageTime) -> None:
+        self._forgotten += stage_time.settle()
+        del self.open[stage_time]
+        if stage_time.stage is not None:
+            self._busy_s[stage_time.stage] += stage_time.busy_s
+            self._alive_s[stage_time.stage] += stage_time.alive_s(0.0)
+        if stage_time.stage == 0:
+            self._microbatches += stage_time.succeeded
+        if self._forgotten == FORGOTTEN:
+            self._forgotten = 0
+            gc.collect()
+
+    def microbatches(self) -> int:
+        """Return the microbatches whose gradient came back where they were drawn."""
+        return self._microbatches + sum(stage_time.succeeded for stage_time in self.open if stage_time.stage == 0)
+
+    def seconds(self, now_s: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return by stage for how long devices were at work so far, and for how long peers were there."""
+        busy_s, alive_s = self._busy_s.copy(), self._alive_s.copy()
+        for stage_time in self.open:
+            if stage_time.stage is not None:
+                busy_s[stage_time.stage] += stage_time.worked_s()
+                alive_s[stage_time.stage] += stage_time.alive_s(now_s)
+        return tuple(busy_s), tuple(alive_s)
+
 
 RECENT_S = 30.0
 SEEN_AT_ONCE = 1024

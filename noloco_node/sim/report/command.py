@@ -26,10 +26,8 @@ from noloco_node.run.runfile import load_run
 from noloco_node.sim.clock import Deadlock
 from noloco_node.sim.report.collector import EventCollector
 from noloco_node.sim.report.figures import Report, make_report
-from noloco_node.sim.report.page_watcher import PageWatcher
-from noloco_node.sim.report.progress_bar import ProgressBar
 from noloco_node.sim.report.text import lines
-from noloco_node.sim.report.trace import EventTrace, trace_file
+from noloco_node.sim.report.watchers import EventTrace, PageWatcher, ProgressBar, trace_file
 from noloco_node.sim.scenario.faults import Hostile
 from noloco_node.sim.scenario.scenario import Scenario, line_of, load_scenario, problems
 from noloco_node.sim.scenario.setup import SimSetup, base, build_setup

@@ -1,7 +1,7 @@
 """The figures of a simulation: one struct, which is the JSON, and from which the text and the pictures are made.
 
-Everything in it follows from the scenario, to the bit, but for `real_s`. Shares of time are of the time for which a
-peer's training lasted: from the start of its process to the end of its last round, or to its crash.
+Everything in it but `real_s` follows from the scenario, to the bit. Shares of time are of the time for which the
+training of a peer lasted: from the start of its process to the end of its last round, or to its crash.
 """
 
 from __future__ import annotations
@@ -9,17 +9,67 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
 from noloco_node import __version__
 from noloco_node.observe.bottleneck import Cause
-from noloco_node.sim.report.collector import EventCollector, Happened, Migrated
-from noloco_node.sim.report.stage_time import StageTime
-from noloco_node.sim.report.timeline import TimelinePoint, timeline_of, training_s
+from noloco_node.sim.report.collector import EventCollector, Happened, Migrated, Row, StageTime
 from noloco_node.sim.scenario.scenario import Scenario
 from noloco_node.sim.scenario.setup import SimSetup
 from noloco_node.sim.world import World
+
+MOMENTS = 60
+"""Pieces of the timeline, at most."""
+
+
+class TimelinePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of the run up to `until_s`; devices and gap by stage. None where there was nothing to measure."""
+
+    until_s: float
+    tokens_per_s: float
+    devices: tuple[float | None, ...]
+    gap: tuple[float | None, ...]
+    loss: float | None
+
+
+def training_s(rows: Sequence[Row], ended_s: float) -> float:
+    """Return the seconds from the last moment without a gradient to the first with all of them."""
+    total = rows[-1].microbatches
+    begun_s = max((row.at_s for row in rows if not row.microbatches), default=0.0)
+    done_s = min((row.at_s for row in rows if row.microbatches == total), default=ended_s)
+    return max(0.0, min(done_s, ended_s) - begun_s)
+
+
+def timeline_of(rows: Sequence[Row], setting: SimSetup) -> tuple[TimelinePoint, ...]:
+    """Cut the rows into pieces of about equal length."""
+    stages, every = setting.run.pipeline.stages, range(setting.run.pipeline.stages)
+    zero = (0.0,) * stages
+    start = Row(0.0, 0, zero, zero, zero, (0,) * stages, 0.0, 0)
+    pieces = min(MOMENTS, len(rows))
+    marks = [start, *(rows[(number + 1) * len(rows) // pieces - 1] for number in range(pieces))]
+    return tuple(
+        TimelinePoint(
+            until_s=now.at_s,
+            tokens_per_s=(now.microbatches - then.microbatches) * setting.microbatch_tokens / (now.at_s - then.at_s),
+            devices=tuple(_ratio(now.busy_s[s] - then.busy_s[s], now.alive_s[s] - then.alive_s[s]) for s in every),
+            gap=tuple(_quotient(now.gap[s] - then.gap[s], now.gaps[s] - then.gaps[s]) for s in every),
+            loss=_quotient(now.loss - then.loss, now.losses - then.losses),
+        )
+        for then, now in pairwise(marks)
+        if now.at_s > then.at_s
+    )
+
+
+def _ratio(worked_s: float, alive_s: float) -> float | None:
+    """A job counts when it begins, so that a short piece may hold more work than time."""
+    return min(1.0, max(0.0, worked_s / alive_s)) if alive_s > 1e-9 else None
+
+
+def _quotient(total: float, count: int) -> float | None:
+    return total / count if count else None
+
 
 COMPUTING, UNSEEN = "computing", "unseen"
 ENDS = 0.1

@@ -17,10 +17,9 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, Multiple
 
 from noloco_node.charts import COLOURS, INK, QUIET, SAME, Labelled, dress, new_figure, png, write_labels
 from noloco_node.observe.bottleneck import Cause
-from noloco_node.sim.report.bottleneck import bottleneck
 from noloco_node.sim.report.collector import Happened
 from noloco_node.sim.report.figures import COMPUTING, UNSEEN, Report
-from noloco_node.sim.report.text import rate_words, size_words
+from noloco_node.sim.report.text import bottleneck, rate_words, size_words
 from noloco_node.sim.scenario.faults import kind_of
 from noloco_node.units import format_clock
 

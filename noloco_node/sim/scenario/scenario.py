@@ -1,9 +1,9 @@
 """A scenario: which swarm to simulate, on what machines and lines, and what happens to it; its file, read and written.
 
-A scenario may name a run file: model, cut and steps are then those of the run, a pass costs what its operations
-take on a device of `tflops`, and messages weigh what they would; only the arithmetic is that of a bowl. Its section
-`swarm` may change any field of the sections `pipeline`, `inner` and `outer` of the run. Without a run file the swarm is
-a small one of bowls, and the scenario itself says what passes cost and messages weigh.
+A scenario may name a run file: model, cut and steps are then those of the run, a pass costs what its operations take
+on a device of `tflops`, and messages weigh what they would; only the arithmetic is that of a bowl. Its section `swarm`
+may change any field of the sections `pipeline`, `inner` and `outer` of the run. Without a run file the swarm is a
+small one of bowls, and the scenario itself says what passes cost and messages weigh.
 """
 
 from __future__ import annotations

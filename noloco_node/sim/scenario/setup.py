@@ -17,8 +17,15 @@ from noloco_node.errors import config_error
 from noloco_node.limits.budget import OwnerLimits
 from noloco_node.machine.interface import Dimensions, StageModel
 from noloco_node.machine.memory import free_of_gpu, usable_bytes
-from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, bandwidth_seconds, microbatch_bytes
-from noloco_node.planning.message_sizes import PROBE_BYTES, HopBytes, float32_bytes, hop_bytes
+from noloco_node.planning.bandwidth import (
+    PROBE_BYTES,
+    SLOWEST_BYTES_PER_S,
+    HopBytes,
+    bandwidth_seconds,
+    float32_bytes,
+    hop_bytes,
+    microbatch_bytes,
+)
 from noloco_node.planning.plan import graphs_that_fit, in_flight, mean_steps_per_round, memories
 from noloco_node.planning.throughput import coding_seconds
 from noloco_node.run.config import InnerConfig, ModelConfig, PipelineConfig, RunConfig

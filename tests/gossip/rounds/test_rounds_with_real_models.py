@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gossip.interface import OuterStepTaken
 from noloco_node.journal import events
-from noloco_node.planning.message_sizes import round_bytes
+from noloco_node.planning.bandwidth import round_bytes
 from noloco_node.planning.model_layout import make_stage
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork

@@ -38,10 +38,10 @@ from gossip.exchange.messages import (
     Gone,
     Implausible,
     Manifest,
-    Offer,
     Parts,
     Piece,
     PieceRequest,
+    Propose,
     ReplicaState,
     Section,
     StateRequest,
@@ -510,7 +510,7 @@ def test_dead_silent_and_confused_donors_cost_only_their_deadlines() -> None:
     def tamper(sender: str, receiver: str, message: Any) -> Any:
         if receiver == "silent":
             return SWALLOW
-        return {"cut": CUT, "confused": Offer(round=1)}.get(sender, message)
+        return {"cut": CUT, "confused": Propose(round=1)}.get(sender, message)
 
     async def main() -> float:
         world = World(tamper=tamper)
@@ -811,7 +811,7 @@ def test_a_copy_in_use_is_held_until_its_deadline() -> None:
     "first",
     [
         None,
-        Offer(round=1),
+        Propose(round=1),
         PieceRequest(snapshot="here", section=Section.SLOW, number=len(SPANS)),
         PieceRequest(snapshot="here", section=Section.SLOW, number=-1),
         PieceRequest(snapshot="here", section=Section.GATHERED, number=0),

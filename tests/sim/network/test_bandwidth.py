@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.bandwidth import Link, Transfer
+from noloco_node.sim.network.link_model import Link, Transfer
 
 Jobs = list[tuple[int, int, float, float]]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema, TensorSpec, Violation
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.corruption import GARBLING, Corruption, spoil, tensors_of
+from noloco_node.sim.network.medium import GARBLING, Corruption, spoil, tensors_of
 from noloco_node.sim.network.sim_network import SimNetwork
 
 

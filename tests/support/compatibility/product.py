@@ -69,8 +69,8 @@ from noloco_node.sim.report.collector import EventCollector
 from noloco_node.sim.report.command import SimulationFlags as Flags
 from noloco_node.sim.report.command import complete, put_together
 from noloco_node.sim.report.figures import Report, make_report
-from noloco_node.sim.report.trace import EventTrace as Trace
-from noloco_node.sim.report.trace import trace_file
+from noloco_node.sim.report.watchers import EventTrace as Trace
+from noloco_node.sim.report.watchers import trace_file
 from noloco_node.sim.scenario.scenario import scenario_text
 from noloco_node.sim.world import Watcher, World, simulate
 from noloco_node.state_sync.download import SNAPSHOT

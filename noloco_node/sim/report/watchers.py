@@ -1,0 +1,144 @@
+"""What watches a simulation while it runs: `events.jsonl`, the progress on the standard error, and the page.
+
+Progress and page look by the real clock; nothing in a simulation depends on them.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from noloco_node.errors import Exit, UserError
+from noloco_node.journal import events
+from noloco_node.observe.journal_observer import JournalObserver
+from noloco_node.observe.peer_history import PeerHistory
+from noloco_node.sim.peer import SimulatedPeer
+from noloco_node.sim.report.text import fault_words
+from noloco_node.sim.scenario import faults
+from noloco_node.sim.scenario.faults import Fault
+from noloco_node.sim.world import Watcher, World
+from noloco_node.storage import atomic_file
+from noloco_node.terminal import DRAW_EVERY_S, Bar, Forecast
+from noloco_node.units import format_clock
+from noloco_node.web.server import Page
+
+
+@contextmanager
+def trace_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file to write, which is at `path` once the block has ended well; raise `UserError` where it cannot be."""
+    try:
+        with atomic_file.replacing(path) as aside:
+            with aside.open("wb") as file:
+                yield file
+            atomic_file.flush(aside)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path}",
+            why=error.strerror or str(error),
+            hint="free some space, or give another directory with --out",
+            code=Exit.STORAGE,
+        ) from error
+
+
+class EventTrace(Watcher):
+    """Writes what happens in a world."""
+
+    def __init__(self, world: World, file: BinaryIO) -> None:
+        self._world, self._file, self._encoder = world, file, msgspec.json.Encoder()
+
+    def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
+        """Write an event."""
+        self._write({"node": peer.name, **events.fields_of(event)})
+
+    def struck(self, fault: Fault) -> None:
+        """Write a fault."""
+        self._write({"event": "fault", "text": fault_words(fault), **msgspec.to_builtins(fault)})
+
+    def _write(self, fields: dict[str, Any]) -> None:
+        self._file.write(self._encoder.encode({**fields, "at": self._world.now_s}) + b"\n")
+
+
+PLAIN_EVERY_S = 10.0
+
+
+class ProgressBar(Watcher):
+    """Looks how far a world is; the bar is to be closed by whoever opened it."""
+
+    def __init__(self, world: World, bar: Bar) -> None:
+        self._world, self._bar, self._forecast = world, bar, Forecast()
+        self._begun_s = self._looked_s = self._printed_s = time.monotonic()
+
+    def look(self) -> None:
+        """Say how far it is, if it is time to."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < DRAW_EVERY_S:
+            return
+        self._looked_s = now_s
+        done = done_share(self._world)
+        left_s = self._forecast.left_s(done, now_s)
+        line = f"simulating: {progress_line(done, self._world.now_s, now_s - self._begun_s, left_s)}"
+        if not self._bar.draw(done, line) and now_s - self._printed_s >= PLAIN_EVERY_S:
+            self._printed_s = now_s
+            print(line, file=sys.stderr, flush=True)
+
+
+def done_share(world: World) -> float:
+    """Return how much of a simulation is done, by its tokens or by its time, whichever is nearer its end."""
+    return min(1.0, max(world.progress, world.now_s / world.setting.scenario.swarm.duration_s))
+
+
+def progress_line(done: float, virtual_s: float, real_s: float, left_s: float | None) -> str:
+    """Return one line on the state of a simulation."""
+    left = "" if left_s is None else f", about {format_clock(left_s)} left"
+    speed = f"{virtual_s / real_s:,.1f} times real time" if real_s > 0.0 else "just begun"
+    return f"{done:.0%}, virtual time {format_clock(virtual_s)}, {speed}{left}"
+
+
+SHOW_EVERY_S = 0.1
+
+
+class PageWatcher(Watcher):
+    """Feeds a page."""
+
+    def __init__(self, world: World, page: Page) -> None:
+        self._world, self._page = world, page
+        self._observer = JournalObserver(world.setting.scenario.name, (), world.setting.run)
+        self._histories: dict[str, PeerHistory] = {}
+        self._shown_s = float("-inf")
+
+    def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
+        """Fold an event in."""
+        history = self._histories.get(peer.name)
+        if history is None:
+            history = self._histories[peer.name] = PeerHistory(peer.name, peer.stage or 0)
+            self._observer.histories.append(history)
+        history.gone = None
+        self._observer.take(history, events.stamped(event, self._world.now_s))
+
+    def struck(self, fault: Fault) -> None:
+        """Tell of a fault."""
+        history = self._histories.get(fault.peer) if isinstance(fault, faults.Crash) else None
+        if history is not None:
+            self._observer.note(history, "crashed", self._world.now_s)
+        else:
+            self._observer.tell("fault:", fault_words(fault), self._world.now_s)
+
+    def look(self) -> None:
+        """Show the swarm, if the last time was long enough ago."""
+        now_s = time.monotonic()
+        if now_s - self._shown_s >= SHOW_EVERY_S:
+            self._shown_s = now_s
+            self.show()
+
+    def show(self) -> None:
+        """Show the swarm as it is now."""
+        for name, history in self._histories.items():
+            if history.finished is not None and self._world.progress < 1.0 and not self._world.peers[name].running:
+                history.gone = "has left"  # a journal alone cannot tell it from one that still serves its weights
+        self._page.show(self._observer.view(self._world.now_s))
