@@ -40,7 +40,7 @@ from statistics import median, median_high
 import torch
 from torch import Tensor
 
-from pipeline.messages import BLOCK, TOP_BYTES, ActivationCode
+from pipeline.messages import BLOCK, TOP_BYTES, ActivationCode, ActivationCodec
 
 LARGEST = 2.0**50
 """Of what is let in: the sum of the squares of 65,536 such values is finite."""
@@ -95,6 +95,11 @@ def seed_of(wire: Tensor) -> int:
     """Return the seed of the dither of the gradient of these activations, as they travelled: 64 bits."""
     content = wire.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return int.from_bytes(blake2b(content.data, digest_size=8).digest(), "big")
+
+
+def gradient_seed(codec: ActivationCodec, activations: Tensor) -> int:
+    """Return the seed of the gradient of activations that travelled; 0 where it needs none."""
+    return seed_of(activations) if codec.back.dithered else 0
 
 
 def bound_of_norm(code: ActivationCode, wire: Tensor) -> float:
@@ -290,7 +295,6 @@ class SizeBound:
         return scaled(self._code, wire, most / size)
 
     def statistics(self) -> dict[str, int | float]:
-        """Return how many messages were scaled down and refused."""
         return {name: self._counts[name] for name in ("scaled", "refused")}
 
     def _usual(self) -> float:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeline.activation_codec import decode, encode, seed_of
+from pipeline.activation_codec import decode, encode, gradient_seed
 from pipeline.messages import ActivationCodec
 
 T = TypeVar("T")
@@ -138,7 +138,6 @@ class PendingForward:
 
     @property
     def has_graph(self) -> bool:
-        """Whether backward needs no recomputation."""
         return self._graph is not None
 
     def waits_on(self, weights: WeightSet) -> bool:
@@ -171,11 +170,6 @@ class PendingForward:
         self.give_up()
         seed = gradient_seed(self._codec, self.output)
         return self._run(origin, graph, or_memory_error(lambda: decode(code, gradient.to(self._device), seed)))
-
-
-def gradient_seed(codec: ActivationCodec, activations: Tensor) -> int:
-    """Return the seed of the gradient of activations that travelled; 0 where it needs none."""
-    return seed_of(activations) if codec.back.dithered else 0
 
 
 def input_gradient(codec: ActivationCodec, graph: Graph) -> Tensor | None:

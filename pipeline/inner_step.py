@@ -84,14 +84,12 @@ class InnerOptimiser:
         return nn.utils.clip_grad_norm_(self._weights, self._clip_norm).item()
 
     def step(self, learning_rate: float) -> None:
-        """Move the weights by their gradients."""
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         self._adamw.step()
         self._taken += 1
 
     def forget_gradients(self) -> None:
-        """Let go of the gradients."""
         self._adamw.zero_grad(set_to_none=True)
 
     def state(self) -> OptimiserState:

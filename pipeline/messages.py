@@ -118,7 +118,6 @@ class ActivationCode(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The name of the dtype on the wire."""
         return _PLAIN.get(self.bits, "uint8")
 
     def row(self, width: int) -> int:
@@ -138,7 +137,6 @@ class ActivationCode(NamedTuple):
         return prod(tokens) * self.width(row)
 
     def size_bytes(self, tokens: int, width: int) -> int:
-        """Return the bytes of so many tokens."""
         return tokens * self.row(width) * {"float32": 4, "bfloat16": 2, "uint8": 1}[self.dtype]
 
 

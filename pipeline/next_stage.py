@@ -155,7 +155,6 @@ class NextStage:
 
     @property
     def suspects(self) -> frozenset[str]:
-        """The replicas that are under suspicion now."""
         return self._standing.suspects(_now_s()) if self._standing.suspicions else frozenset()
 
     def forgive(self, for_s: float) -> None:
@@ -190,7 +189,6 @@ class NextStage:
             await asyncio.wait(self._late)
 
     def statistics(self) -> dict[str, int | float]:
-        """Return totals since the start: gradients, refusals and losses met at the next stage."""
         names = ["gradients", "lost_unreachable", "lost_given_up", "lost_broken"]
         names += [f"refused_{reason.name.lower()}" for reason in Reason]
         totals: dict[str, int | float] = {name: self._counts[name] for name in names}

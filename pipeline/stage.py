@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from pipeline.activation_codec import decode
+from pipeline.activation_codec import decode, gradient_seed
 from pipeline.decoder_slice import Slice, multiplied_weights
 from pipeline.forward_pass import (
     Graph,
@@ -43,7 +43,6 @@ from pipeline.forward_pass import (
     WeightSet,
     check_targets,
     chunked_cross_entropy,
-    gradient_seed,
     input_gradient,
     or_memory_error,
     random_state,

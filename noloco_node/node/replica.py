@@ -249,11 +249,9 @@ class Replica:
     # What the rounds ask of us (gossip.interface.GossipReplica).
 
     async def snapshot(self) -> Tensors:
-        """Return a copy of the fast weights."""
         return await self._run(self._stage.weights)
 
     async def correct(self, correction: Tensors) -> None:
-        """Add to the fast weights."""
         await self._run(self._stage.correct, correction)
 
     def alone(self, retry_after_s: float) -> AbstractAsyncContextManager[None]:
