@@ -8,7 +8,7 @@ A caller that may be cancelled wraps it in `to_the_end`.
 **In place.** `take_step` moves slow weights, momentum, residuals and the snapshot a piece at a time, and decodes what
 both sent anew for each piece: it needs the memory of some pieces, and cannot fail half-way for what a partner has sent.
 The snapshot becomes the correction. Each value goes through the same operations in the same order as in
-`outer_step.step_pair`, and none looks at another value, so the pieces may be of any size.
+`research.theory.pair_step`, and none looks at another value, so the pieces may be of any size.
 
 With a lossy codec means and pull are taken over what *both* decode, or a pair that meets would drift apart. But the
 slow weights move from where they really are, and the correction starts at the real snapshot. Where a partner counts in

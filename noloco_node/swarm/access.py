@@ -43,7 +43,7 @@ WORK_S = 120.0
 
 
 class RunAccess:
-    """What one peer enters a run with, over all of its shifts. `home`: of its identity, where its ticket is kept.
+    """What one peer enters a run with, over all of its sessions. `home`: of its identity, where its ticket is kept.
 
     `owner`: the key of the run's owner, who needs no invite to look. `state`: what we know already of who may take
     part. `early_s`: so long before its end our ticket is renewed.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from coroutine_tests import run_main
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -96,6 +97,7 @@ def test_each_reason_to_shut_somebody_out_has_an_end_of_its_own(happens: list[tu
         assert both.left_s("x", now_s) == max(violations.left_s("x", now_s), quarantine_ends_s - now_s, 0.0)
 
 
+@run_main(run)
 async def test_a_hostile_peer_is_neither_served_nor_called_and_others_are() -> None:
     hub = SimNetwork()
     served: list[str] = []
@@ -134,36 +136,39 @@ async def test_a_hostile_peer_is_neither_served_nor_called_and_others_are() -> N
     assert await say("liar", "good"), "and then again"
 
 
-async def test_what_a_callee_sends_counts_as_well() -> None:
-    hub = SimNetwork()
+def test_what_a_callee_sends_counts_as_well() -> None:
+    async def main() -> None:
+        hub = SimNetwork()
 
-    class Wrong:
-        """A conversation in which what comes is wrong."""
+        class Wrong:
+            """A conversation in which what comes is wrong."""
 
-        peer, origin = "liar", ""
-        is_quiet = True
+            peer, origin = "liar", ""
+            is_quiet = True
 
-        async def receive(self) -> None:
-            raise Violation("a bad word")
+            async def receive(self) -> None:
+                raise Violation("a bad word")
 
-    inner = hub.network("victim")
-    victim = HookedNetwork(inner, BanHook())
+        inner = hub.network("victim")
+        victim = HookedNetwork(inner, BanHook())
 
-    @asynccontextmanager
-    async def talk(*_: Any) -> Any:
-        yield Wrong()
+        @asynccontextmanager
+        async def talk(*_: Any) -> Any:
+            yield Wrong()
 
-    inner.talk = talk  # type: ignore[method-assign,assignment]
-    refused = 0
-    for _ in range(100):
-        try:
-            async with victim.talk("liar", "talk", SCHEMA) as conversation:
-                await conversation.receive()
-        except Violation:
-            await asyncio.sleep(1.0)
-        except ConnectionRefusedError:
-            refused += 1
-    assert refused == 95
+        inner.talk = talk  # type: ignore[method-assign,assignment]
+        refused = 0
+        for _ in range(100):
+            try:
+                async with victim.talk("liar", "talk", SCHEMA) as conversation:
+                    await conversation.receive()
+            except Violation:
+                await asyncio.sleep(1.0)
+            except ConnectionRefusedError:
+                refused += 1
+        assert refused == 95
+
+    run(main())
 
 
 def test_who_was_found_at_fault_is_shut_out_for_as_long_as_was_said() -> None:

@@ -64,7 +64,7 @@ def test_a_life_counts_from_zero_however_short_the_one_before_was() -> None:
 
     moved = events.Moved(at=2.0, origin=0, target=1, why="w")
     again = [*begun(0.0, 1, 10, 100.0), *begun(1.0, 2, 50, 150.0), moved, *begun(3.0, 2, 70, 160.0)]
-    found = ledger_of([*again, *begun(4.0, 2, 90, 170.0)]).by_run["a"]  # the next shift of the same process
+    found = ledger_of([*again, *begun(4.0, 2, 90, 170.0)]).by_run["a"]  # the next session of the same process
     assert (found.sent_bytes, found.received_bytes, found.joules) == (10 + 70 + 90, 10 + 70 + 90, 100.0 + 170.0)
 
 

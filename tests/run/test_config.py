@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from gossip.rule.shares import MOST
 from gossip.rule.stability import stability_bound, weighed_stability_bound
 from gossip.settings import OuterConfig
-from noloco_node.cli.join_options import JoinOptions
+from noloco_node.cli.options import JoinOptions
 from noloco_node.errors import Exit, UserError
 from noloco_node.run import runfile
 from noloco_node.run.config import DataConfig, ModelConfig, RunConfig
