@@ -197,7 +197,7 @@ class InvariantChecker(Watcher):
     def _check_rosters(self) -> None:
         training, now_s = self._context.training(hostile=True), self._world.now_s
         roster_s = self._context.delays.roster_s
-        # Who drains before it moves says that it leaves: as long as that is news it may be seen, and then no more.
+        # A peer that drains before it moves publishes that it leaves: others may see that for a while, and then no more.
         going, gone = set[str](), set[str]()
         for record, replica in training:
             moves = record.asked is None and is_closed(replica)
