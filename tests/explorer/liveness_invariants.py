@@ -11,9 +11,8 @@ from noloco_node.run.protocols import GOSSIP
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import NetworkConfig
 from noloco_node.sim.world import LOOK_S
-from tests.explorer.introspection import is_closed, slots
 from tests.explorer.life_records import Asked, LifeRecord
-from tests.explorer.observation import CheckerContext
+from tests.explorer.observation import CheckerContext, is_closed, slots
 
 STANDSTILL_S = 90.0
 """Without an inner step anywhere: a newcomer's patience with ghosts, and a suspicion, lie within."""
