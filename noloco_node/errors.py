@@ -41,7 +41,7 @@ class Exit(IntEnum):
     """The device failed while it computed, and computes nothing any more for this process. The slow weights are saved;
     another start may find it well."""
     INTERRUPTED = 130
-    """Interrupted before the work was done. A node between two of its shifts leaves with 0."""
+    """Interrupted before the work was done. A node between two of its sessions leaves with 0."""
 
 
 NEEDS_A_PERSON = frozenset(

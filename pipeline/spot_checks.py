@@ -109,7 +109,7 @@ class CheckBudget:
         return self._left >= FULL_CHECK + KEPT and drawn < DRAWN
 
 
-class _Standing(NamedTuple):
+class _Record(NamedTuple):
     """Of one replica. `accusers`: the last ones, each once. `until_s`: the end of its quarantine; 0: it is in none."""
 
     score: float = 0.0
@@ -125,7 +125,7 @@ class Verdicts:
         self._limit, self._passed = (DEEP_LIMIT, DEEP_PASSED) if deep else (LIMIT, PASSED)
         self._distances: dict[str, deque[float]] = {}
         self._known = 0
-        self._standings: dict[str, _Standing] = {}
+        self._records: dict[str, _Record] = {}
         self._doubts_until_s = -math.inf
         self.quarantined: frozenset[str] = frozenset()
 
@@ -137,7 +137,7 @@ class Verdicts:
 
     def suspects(self, peer: str) -> bool:
         """Say whether a replica has a score."""
-        return peer in self._standings and self._standings[peer].score > 0.0
+        return peer in self._records and self._records[peer].score > 0.0
 
     def agree(self, one: str, other: str, distance: float) -> bool:
         """Note the distance of a pair; say whether it agrees. If not, a third replica is to be asked."""
@@ -165,27 +165,27 @@ class Verdicts:
         verdicts = [Verdict(odd, CheckFinding.STRUCK, far, usual)]
         if odd in self.quarantined:
             return verdicts  # this check was under way when the quarantine began
-        standing = self._strike(odd, far, pair)
+        record = self._strike(odd, far, pair)
         others = set(replicas) - self.quarantined - {odd}
-        accusers = others.intersection(standing.accusers)
-        if standing.score < self._limit or len(accusers) < min(MOST_ACCUSERS, len(others) // 2 + 1):
+        accusers = others.intersection(record.accusers)
+        if record.score < self._limit or len(accusers) < min(MOST_ACCUSERS, len(others) // 2 + 1):
             return verdicts
         if len(self.quarantined.intersection(replicas)) + 1 >= len(others):
             freed = [Verdict(peer, CheckFinding.PAROLED) for peer in sorted(self.quarantined)]
-            self._standings.clear()
+            self._records.clear()
             self.quarantined = frozenset()
             self._doubts_until_s = now_s + DOUBT_S
             return [*verdicts, *freed, Verdict("", CheckFinding.DOUBTED, far, usual, DOUBT_S)]
-        for_s = QUARANTINES_S[min(standing.quarantines, len(QUARANTINES_S) - 1)]
-        self._standings[odd] = standing._replace(
-            score=self._limit - PAROLE, quarantines=standing.quarantines + 1, until_s=now_s + for_s
+        for_s = QUARANTINES_S[min(record.quarantines, len(QUARANTINES_S) - 1)]
+        self._records[odd] = record._replace(
+            score=self._limit - PAROLE, quarantines=record.quarantines + 1, until_s=now_s + for_s
         )
         self.quarantined |= {odd}
         return [*verdicts, Verdict(odd, CheckFinding.QUARANTINED, far, usual, for_s)]
 
     def paroled(self, now_s: float) -> list[Verdict]:
         """End the quarantines that are over."""
-        over = [peer for peer in self.quarantined if self._standings[peer].until_s <= now_s]
+        over = [peer for peer in self.quarantined if self._records[peer].until_s <= now_s]
         self.quarantined -= set(over)
         return [Verdict(peer, CheckFinding.PAROLED) for peer in sorted(over)]
 
@@ -198,25 +198,25 @@ class Verdicts:
             del self._distances[next(iter(self._distances))]
 
     def _pass(self, peer: str) -> None:
-        standing = self._standings.get(peer)
-        if standing is None or peer in self.quarantined:
+        record = self._records.get(peer)
+        if record is None or peer in self.quarantined:
             return
-        score = max(0.0, standing.score - self._passed)
-        self._standings[peer] = standing._replace(score=score, accusers=standing.accusers if score else ())
+        score = max(0.0, record.score - self._passed)
+        self._records[peer] = record._replace(score=score, accusers=record.accusers if score else ())
 
-    def _strike(self, peer: str, weight: float, accusers: Collection[str]) -> _Standing:
-        standing = self._standings.pop(peer, _Standing())
-        kept = [*(each for each in standing.accusers if each not in accusers), *accusers]
-        standing = standing._replace(
-            score=min(self._limit, standing.score + weight), accusers=tuple(kept[-2 * MOST_ACCUSERS :])
+    def _strike(self, peer: str, weight: float, accusers: Collection[str]) -> _Record:
+        record = self._records.pop(peer, _Record())
+        kept = [*(each for each in record.accusers if each not in accusers), *accusers]
+        record = record._replace(
+            score=min(self._limit, record.score + weight), accusers=tuple(kept[-2 * MOST_ACCUSERS :])
         )
-        self._standings[peer] = standing
-        while len(self._standings) > MOST_PEERS:
+        self._records[peer] = record
+        while len(self._records) > MOST_PEERS:
             # The replica with the least score goes first, of these the one with the oldest strike.
-            least = min(self._standings, key=lambda each: (each in self.quarantined, self._standings[each].score))
+            least = min(self._records, key=lambda each: (each in self.quarantined, self._records[each].score))
             self.quarantined -= {least}
-            del self._standings[least]
-        return standing
+            del self._records[least]
+        return record
 
 
 MOST_ASKED = 4

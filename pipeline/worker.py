@@ -1,22 +1,18 @@
 """One microbatch through this stage: in at the gate, forward, the next stage's reply, backward, and the gradient back.
 
 A microbatch is a coroutine. The call to the next stage returns the gradient, so the chain of calls is the call stack
-and the autograd graph a local variable: errors travel up, cancellation travels down, nothing has to be correlated or
-swept.
+and the autograd graph a local variable: errors travel up, and cancellation travels down.
 
-A microbatch has succeeded here when its own backward is complete, whatever becomes of the reply. If its caller is cut
-off while backward runs, the sample counts for this window although the caller will have it computed again elsewhere:
-such samples are counted (`counted_twice`), for they are rare and harmless, and undoing a backward is neither.
+A microbatch has succeeded here when its own backward pass is complete. If its caller is cut off meanwhile, the sample
+counts in this window although the caller will have it computed again elsewhere; such samples are counted
+(`counted_twice`). With two windows in flight a backward pass may have to wait for its turn, until the inner step.
 
-Whose gradient has come asks the gate for its turn before backward begins. With one window in flight the turn is there
-at once; with two it may have to wait for the inner step, and then its forward pass is one step older than the weights.
+The travelling budget bounds everything before our own backward pass. That runs without a deadline: all work of later
+stages is done, and a caller that does not want the result any more cancels the call.
 
-The travelling budget bounds everything up to our own backward. That runs without a deadline: all work below it is done,
-and whoever does not want the result any more cancels the call.
-
-`WorkerCompute.run` must be shielded: a call that has begun is awaited to its end even when its caller is cancelled.
-Only then is a slot never free, and no step taken, while a backward still runs. That the work was completed is noted by
-the work itself, for a cancelled caller does not learn it from a result.
+`WorkerCompute.run` must be shielded: a job that has begun is awaited to its end even when its caller is cancelled, so
+no slot is free and no step taken while a backward pass runs. The job itself notes its result, because a cancelled
+caller does not get it.
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SHORT_S = 5.0
-"""When a stage that ran out of memory may be asked again."""
+"""A stage that ran out of memory may be asked again after so long."""
 SMOOTHING = 0.1
 """Weight of the newest microbatch in the moving average of device seconds."""
 
@@ -73,14 +69,14 @@ class Run(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerCompute:
-    """Where tensor work happens, and the clock (seconds) that measures it from within."""
+    """Runs jobs on the device; `clock` measures them there, in seconds."""
 
     run: Run
     clock: Callable[[], float] = time.perf_counter
 
 
 class _Work(Generic[T]):
-    """A piece of device work that keeps its own result, for a caller who is cancelled while it runs."""
+    """A job of the device that keeps its own result, for a caller that is cancelled while it runs."""
 
     def __init__(self, clock: Callable[[], float], function: Callable[[], T]) -> None:
         self._clock, self._function = clock, function
@@ -118,7 +114,7 @@ class Worker:
 
     async def process(self, microbatch: Microbatch, sender: str) -> Reply:
         """Take a microbatch through this stage and all later ones; return its gradient, or why there is none."""
-        # The budget is a stranger's: not a number reads as none left.
+        # The budget is a stranger's: if it is not a number, none is left.
         budget_s = min(max(0.0, microbatch.budget_s), self._budget_s)
         deadline_s = asyncio.get_running_loop().time() + budget_s
         reply: Reply = Refused(reason=Reason.EXPIRED)
@@ -141,7 +137,7 @@ class Worker:
         return reply
 
     def abandon(self) -> None:
-        """Begin no backward pass any more: the weights will change under the graphs that still wait for a reply."""
+        """Begin no backward pass any more: the weights will change under the graphs that wait for a reply."""
         self._abandoned = True
         self._gate.turns.end()
 
@@ -150,7 +146,7 @@ class Worker:
         self._counts["counted_twice"] += 1
 
     def statistics(self) -> dict[str, int | float]:
-        """Return what became of the microbatches that got a slot, since the start."""
+        """Return totals of the microbatches that got a slot, since the start."""
         names = ("succeeded", "expired", "no_route", "counted_twice", "shortages")
         return {**{name: self._counts[name] for name in names}, "device_s": self.device_s}
 

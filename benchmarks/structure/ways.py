@@ -140,7 +140,7 @@ class Swarm:
 
     async def send(self, replica: Any, count: int) -> None:
         """Have a source send so many microbatches through a replica of stage 0, one after another."""
-        from noloco_node.node.microbatch_source import MicrobatchSource
+        from noloco_node.node.microbatches import MicrobatchSource
 
         batch = self.run.pipeline.microbatch_size
         source = MicrobatchSource(

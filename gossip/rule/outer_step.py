@@ -1,4 +1,4 @@
-"""The outer rule: how a replica's slow weights move when it has met a partner, or nobody; and how weights are adopted.
+"""The outer rule: how a replica's slow weights move after a meeting, or after a round alone.
 
 With fast weights theta, slow weights phi, outer momentum m, and the mean taken over the two replicas of a pair, weighed
 where the run says so (`shares`):
@@ -6,18 +6,17 @@ where the run says so (`shares`):
     u = beta (mean(phi) - mean(theta)) + gamma (phi - mean(phi))
     m <- alpha m + u;    phi <- phi - m;    theta <- phi
 
-The first term is the mean pseudo-gradient g = phi - theta, the second one pulls the pair together (NoLoCo, arXiv
+The first term is the mean pseudo-gradient g = phi - theta, the second pulls the pair together (NoLoCo, arXiv
 2506.10911, equations 1 to 3; the printed equation has the opposite sign on the beta term, a misprint: it would undo the
 inner progress). It is heavy-ball momentum, without the look-ahead of torch's `nesterov=True`, as in the reference.
 
-With gamma = beta the slow weights of the partner cancel: u = beta (phi - mean(theta)). Then only fast weights travel,
-half the bytes.
+With gamma = beta the partner's slow weights cancel: u = beta (phi - mean(theta)). Then only fast weights travel.
 
 Among many replicas that pair at random, their disagreement contracts exactly for 0 < gamma < 2 (1 - alpha^2). The paper
 prints another range, which admits diverging choices (alpha 0.9, gamma 0.7).
 
 The replica trains on while it waits for a partner, so theta <- phi becomes a correction: new slow weights minus the
-snapshot that was exchanged, added to whatever the fast weights are by then.
+snapshot that was exchanged, added to the fast weights as they are by then.
 
 **Delayed momentum.** The momentum may move once in a period of N outer steps instead. With a spread c in [0, 1/N], and
 Delta, what a period gathers, zero at its start:
@@ -26,15 +25,14 @@ Delta, what a period gathers, zero at its start:
     k-th step of the period, k < N:   phi <- phi - u - c alpha m
     N-th step:                        phi <- phi - u - (1 - (N - 1) c) alpha m;   m <- alpha m + Delta;   Delta <- 0
 
-Gradient and pull act at once; what is delayed is the momentum, so that contributions that arrive one by one are not
-each amplified by all that came before (Asynchronous Local-SGD, arXiv 2401.09135, algorithm 3, for a server). N counts
-this replica's own outer steps, in pairs and solo; the two of a pair need not be in the same place of their periods.
-The server divides each contribution by N, as N of them are parallel work on one stretch. Here the pair's mean has
-averaged the parallel work, and N steps in a row hold work done in a row: nothing is divided. What a period moves in
-total is its last m, whatever c; with N = 1 it is the rule above to the bit.
+Gradient and pull act at once; only the momentum is delayed, so that contributions that arrive one by one are not each
+amplified by all before (Asynchronous Local-SGD, arXiv 2401.09135, algorithm 3, for a server). N counts this replica's
+own outer steps; the two of a pair need not be in the same place of their periods. The server divides each contribution
+by N, as N of them are parallel work. Here the pair's mean has averaged the parallel work, and nothing is divided. What
+a period moves in total is its last m, whatever c; with N = 1 it is the rule above to the bit.
 
 All tensors are float32 on the CPU, one per parameter in the stage's order. Each value moves by itself, so the rule may
-be applied a piece at a time. `move` writes into the state that it is given; nothing else here writes into an argument.
+be applied a piece at a time. `research.theory.pair_step` takes the same step of whole sets, in new tensors.
 """
 
 from __future__ import annotations
@@ -86,23 +84,6 @@ class OuterState(NamedTuple):
     meetings: int = 0
 
 
-class Stepped(NamedTuple):
-    """What an outer step yields: the new state, and what to add to the fast weights (new slow minus snapshot)."""
-
-    state: OuterState
-    correction: Tensors
-
-
-def pseudo_gradient(slow: Tensors, fast: Tensors) -> Tensors:
-    """Return slow minus fast: what the inner steps did, in the sign of a gradient."""
-    return tuple(torch.sub(phi, theta) for phi, theta in zip(slow, fast, strict=True))
-
-
-def mean(own: Tensors, theirs: Tensors, shares: Shares = EVEN) -> Tensors:
-    """Return the mean of two sets of weights, to the bit the same on both sides."""
-    return tuple(mean_into(torch.empty_like(x), x, y, shares) for x, y in zip(own, theirs, strict=True))
-
-
 def mean_into(out: Tensor, own: Tensor, theirs: Tensor, shares: Shares) -> Tensor:
     """Write the mean of two tensors; `out` may be one of them."""
     if shares == EVEN:
@@ -147,40 +128,3 @@ def _contribution(phi: Tensor, theta: Tensor, slow: Tensor | None, outer: Outer)
     if slow is not None:
         theta.add_(torch.sub(phi, slow, out=slow), alpha=outer.gamma)
     return theta
-
-
-def outer_step(
-    state: OuterState, fast_mean: Tensors, slow_mean: Tensors | None, outer: Outer, delay: Delay = UNDELAYED
-) -> OuterState:
-    """Do what `move` does, in new tensors."""
-    slow, momentum, gathered = map(_copied, state[:3])
-    means = _copied(fast_mean), None if slow_mean is None else _copied(slow_mean)
-    return move(OuterState(slow, momentum, gathered, state.meetings), *means, outer, delay)
-
-
-def _copied(tensors: Tensors) -> Tensors:
-    return tuple([tensor.clone() for tensor in tensors])
-
-
-def step_pair(
-    state: OuterState,
-    own: Tensors,
-    other: Tensors,
-    other_slow: Tensors | None,
-    outer: Outer,
-    delay: Delay = UNDELAYED,
-    shares: Shares = EVEN,
-) -> Stepped:
-    """Step after a meeting: `own` and `other` are the snapshots of fast weights, `other_slow` the partner's slow ones.
-
-    A replica does the same in place, of weights that are still coded: `gossip.rounds.outer_optimiser`.
-    """
-    slow_mean = None if other_slow is None else mean(state.slow, other_slow, shares)
-    after = outer_step(state, mean(own, other, shares), slow_mean, outer, delay)
-    return Stepped(after, pseudo_gradient(after.slow, own))
-
-
-def step_alone(state: OuterState, own: Tensors, outer: Outer, delay: Delay = UNDELAYED) -> Stepped:
-    """Step without a partner: the means are over one, which is heavy-ball SGD on one's own pseudo-gradient."""
-    after = outer_step(state, own, state.slow, outer, delay)
-    return Stepped(after, pseudo_gradient(after.slow, own))

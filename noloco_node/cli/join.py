@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 
 from noloco_node.cli.event_loop import run
-from noloco_node.cli.join_options import JoinOptions
-from noloco_node.cli.options import KeptInviteArgument, default_home, page_place, taking
+from noloco_node.cli.options import JoinOptions, KeptInviteArgument, default_home, page_place, taking
 from noloco_node.data.dataset_documents import check_source
 from noloco_node.libp2p.addresses import check_announce, check_listen
 from noloco_node.swarm.invite import found, parse

@@ -12,7 +12,7 @@ ones are the whole day. A day's stretch is two instants, worked out from the dat
 put forward or back it begins and ends once, an hour longer or shorter, and a time of day that the clock leaves out
 counts as the instant that it would have been.
 
-The **ledger** is a small file in a home, written once a minute while anything moves and when a shift ends, so a node
+The **ledger** is a small file in a home, written once a minute while anything moves and when a session ends, so a node
 that is killed forgets a minute at most. A file that cannot be decoded counts as nothing spent, and a disk that refuses
 costs the counting and not the training: both are said.
 """

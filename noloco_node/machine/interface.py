@@ -1,6 +1,6 @@
 """What a node is handed by the machine that it runs on: a device, a slice of the model, text, a disk, a clock.
 
-`noloco_node.cli.host_machine.HostMachine` is made of real hardware, and a simulation's of memory and virtual time
+`noloco_node.cli.participant.HostMachine` is made of real hardware, and a simulation's of memory and virtual time
 (`noloco_node.sim.hardware.memory_host.MemoryHost`). The node cannot tell the difference.
 """
 

@@ -1,9 +1,8 @@
-"""Who sends what no peer may send is served for a while, and then not, and for longer each time.
+"""Bans: a peer that violates the protocol is tolerated briefly, then shut out for growing periods.
 
-Violations count against the identity that is authenticated, and against the public address prefix that it comes from,
-where many identities share one person. They are forgotten by halves. So a peer that errs now and then is never shut
-out, and one identity that goes on does not get beyond a few. What fails in one moment counts as one: a peer that dies
-leaves several answers half sent.
+Violations count against the authenticated identity, and against the public address prefix that it comes from, because
+one person may own many identities. Half of them is forgotten in each half-life, so a peer that errs now and then is
+never banned. Violations within a moment count as one: a peer that dies leaves several answers half sent.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from noloco_node.network.schema import Violation
 from noloco_node.tasks import loop_s
 
 MOST_VIOLATIONS = 5.0
-"""Of an identity, until it is shut out."""
+"""Of an identity, until it is banned."""
 MOST_OF_PREFIX = 20.0
 """Of an address prefix: a household, or an office, has several peers."""
 HALF_LIFE_S = 600.0
 MOMENT_S = 1.0
 FIRST_BAN_S, LONGEST_BAN_S = 60.0, 6 * 3600.0
 TIMES_LONGER = 4.0
-"""Each ban than the one before it, unless a day of good conduct lies between them."""
+"""Each ban lasts so many times the one before it, unless a day of good conduct lies between them."""
 FORGIVEN_S = 86_400.0
 MOST_KNOWN = 4096
 MOST_AT_ONCE = 256
@@ -35,10 +34,9 @@ MOST_AT_ONCE = 256
 
 
 class _Standing(NamedTuple):
-    """Of one identity or prefix. `points`: violations, as many as were not forgotten at `at_s`.
+    """Of one identity or prefix. `points`: the violations that were not forgotten at `at_s`.
 
-    Each reason to shut it out has an end of its own: `banned_until_s` for violations, `found_until_s` for what others
-    found of it.
+    Each reason to shut it out has an end of its own: `banned_until_s` for violations, `found_until_s` for a quarantine.
     """
 
     points: float = 0.0
@@ -53,17 +51,17 @@ class _Standing(NamedTuple):
 
 
 class BanList:
-    """Who is shut out until when; no clock of its own.
+    """Which identities and prefixes are shut out until when; it has no clock of its own.
 
-    It remembers `MOST_KNOWN` at most; of more those go first that are shut out for the shortest time or not at all, of
-    these the one that offended longest ago.
+    Of more than `MOST_KNOWN` it forgets the one whose last reason ends first, of equals the one that offended longest
+    ago.
     """
 
     def __init__(self) -> None:
         self._standings: OrderedDict[str, _Standing] = OrderedDict()
 
     def note(self, who: str, now_s: float, most: float = MOST_VIOLATIONS) -> float:
-        """Count a violation; return for how long that shuts its sender out, 0 if it does not."""
+        """Count a violation; return for how long that bans its sender, 0 if it does not."""
         known = self._standings.get(who, _Standing())
         ban_s = 0.0
         if now_s - known.at_s >= MOMENT_S:
@@ -77,11 +75,11 @@ class BanList:
         return ban_s
 
     def shut_out(self, who: str, now_s: float, for_s: float) -> None:
-        """Shut somebody out for so long from now on, for what others found of it; 0 ends that, and no ban."""
+        """Quarantine a peer for so long from now on; 0 ends the quarantine, and no ban."""
         self._remember(who, self._standings.get(who, _Standing())._replace(found_until_s=now_s + for_s))
 
     def left_s(self, who: str, now_s: float) -> float:
-        """Return for how long somebody is shut out from now on."""
+        """Return for how long an identity or prefix is shut out from now on."""
         return max(0.0, self._standings.get(who, _Standing()).until_s - now_s)
 
     def _remember(self, who: str, standing: _Standing) -> None:
@@ -94,7 +92,7 @@ class BanList:
 
 
 class BanHook(NetworkHook):
-    """Neither serves nor calls who is shut out."""
+    """Neither serves nor calls peers that are shut out."""
 
     def __init__(self) -> None:
         self._bans = BanList()
@@ -142,7 +140,7 @@ class BanHook(NetworkHook):
         self._counts["bans.begun"] += banned
 
     def shut_out(self, peer: str, for_s: float) -> None:
-        """Neither serve nor call a peer for so long, for what others found of it; 0 ends that."""
+        """Quarantine a peer for so long; 0 ends the quarantine."""
         self._bans.shut_out(peer, loop_s(), for_s)
 
     def _refuse_banned(self, who: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter, Text
-from noloco_node.node.microbatch_source import MicrobatchSource
+from noloco_node.node.microbatches import MicrobatchSource
 from noloco_node.node.replica import Replica
 from noloco_node.run.config import RunConfig
 from noloco_node.storage.checkpoint import Counters

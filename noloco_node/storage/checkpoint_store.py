@@ -8,7 +8,7 @@ them.
 A replica saves itself after each round, and without rounds every few minutes. Writing takes a bounded share of the
 time: a large replica on a slow disk saves less often. A checkpoint begins between two inner steps, where weights,
 momentum and optimiser belong together, and is written from the replica's memory beside the passes of the next window; a
-step waits until all is read (`gossip.rounds.weights_lock`).
+step waits until all is read (`gossip.rounds.outer_optimiser.WeightsLock`).
 
 A disk that refuses is said once, with the cause. The roster shows it (`CheckpointWriter.trouble`) until a checkpoint is
 written again.

@@ -14,7 +14,7 @@ A record that we see for the first time may be from a peer that died minutes ago
 time of writing, both against our clock and against the youngest of all records read so far; then its peer counts from
 its next record on. Two clocks must agree, since one of them may be wrong: when all records look old, we believe them.
 `CLOCK_S` allows for a writer's slow clock, because a reader that looks at a stage only now and then
-(`pipeline.migration`) sees every record of it for the first time.
+(`pipeline.placement`) sees every record of it for the first time.
 
 A record that still lies in the DHT after its lifetime is remembered, so that it does not count as news once more.
 """

@@ -65,7 +65,7 @@ class ServedViews:
             await supervised(VIEWS, lambda: self._look(membership, network, recipe), warn)
 
     async def _look(self, membership: Membership, network: PeerNetwork, recipe: RunFileText) -> None:
-        if self._observer is None:  # of an earlier shift there is more to show
+        if self._observer is None:  # of an earlier session there is more to show
             self._observer = RosterObserver(recipe.run, recipe.digest, self.own)
         while True:
             while self._told:

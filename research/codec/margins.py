@@ -21,11 +21,12 @@ from torch import Tensor
 
 from gossip.exchange.codec import Feedback
 from gossip.exchange.swap import FEW, MARGIN, common_steps, probe_coordinates
-from gossip.rule.outer_step import Tensors, mean
+from gossip.rule.outer_step import Tensors
 from gossip.settings import Format
 from research.codec.whole_sets import decode, encode, settle
 from research.laboratory.experiments.cell import Cell
 from research.laboratory.methods.replicas import Swarm
+from research.theory.pair_step import mean
 
 MARGINS = (1.25, 1.5, 2.0)
 SHAPES = ((3000, 100), (100000,), (100000,), (30000,), (500,), (500,))

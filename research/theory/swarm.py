@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from gossip.rounds.matching import GREEDY_AT_MOST, partners_of_round
-from gossip.rule.outer_step import Outer, OuterState, step_alone, step_pair
+from gossip.rule.outer_step import Outer, OuterState
 from research.theory.moments import Law
+from research.theory.pair_step import step_alone, step_pair
 
 RESCALED_EVERY = 10
 

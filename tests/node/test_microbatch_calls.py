@@ -14,8 +14,8 @@ from memory_swarms import recipe
 from noloco_node.journal import events
 from noloco_node.network.conversation_pool import IDLE_S, SendTurns
 from noloco_node.network.interface import Conversation
-from noloco_node.node import microbatch_calls
-from noloco_node.node.microbatch_calls import MicrobatchClient, MicrobatchServer
+from noloco_node.node import microbatches
+from noloco_node.node.microbatches import MicrobatchClient, MicrobatchServer
 from noloco_node.node.replica_context import ReplicaConfig
 from noloco_node.run.protocols import microbatch_schema
 from noloco_node.sim.clock import run
@@ -138,7 +138,7 @@ def test_a_conversation_that_nobody_uses_is_ended_after_the_callers_patience() -
 
 
 def test_of_too_many_idle_conversations_the_longest_idle_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(microbatch_calls, "MOST_IDLE", 2)
+    monkeypatch.setattr(microbatches, "MOST_IDLE", 2)
 
     async def main() -> None:
         b = await callee()

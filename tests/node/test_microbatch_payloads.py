@@ -10,7 +10,7 @@ from torch import Tensor
 
 from noloco_node.network.conversation_pool import SendTurns
 from noloco_node.network.wire import Violation
-from noloco_node.node.microbatch_calls import MicrobatchClient, MicrobatchServer
+from noloco_node.node.microbatches import MicrobatchClient, MicrobatchServer
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
 from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.protocols import gossip_schema, microbatch_schema

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from noloco_node.node.microbatch_source import LONGEST_RETRY_S, MicrobatchSource
+from noloco_node.node.microbatches import LONGEST_RETRY_S, MicrobatchSource
 from noloco_node.sim.clock import run
 from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
 

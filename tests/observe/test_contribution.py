@@ -15,7 +15,8 @@ from noloco_node.errors import UserError
 from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
 from noloco_node.libp2p.settings import ensure_identity
-from noloco_node.observe.contribution import ledger_of, report
+from noloco_node.observe.journal_reports import report
+from noloco_node.observe.peer_history import ledger_of
 from noloco_node.swarm.roster import Given
 
 DAY_S = 86400.0
@@ -64,7 +65,7 @@ def test_a_life_counts_from_zero_however_short_the_one_before_was() -> None:
 
     moved = events.Moved(at=2.0, origin=0, target=1, why="w")
     again = [*begun(0.0, 1, 10, 100.0), *begun(1.0, 2, 50, 150.0), moved, *begun(3.0, 2, 70, 160.0)]
-    found = ledger_of([*again, *begun(4.0, 2, 90, 170.0)]).by_run["a"]  # the next shift of the same process
+    found = ledger_of([*again, *begun(4.0, 2, 90, 170.0)]).by_run["a"]  # the next session of the same process
     assert (found.sent_bytes, found.received_bytes, found.joules) == (10 + 70 + 90, 10 + 70 + 90, 100.0 + 170.0)
 
 

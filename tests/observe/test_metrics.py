@@ -63,7 +63,7 @@ def test_a_scrape_tells_what_the_journal_does() -> None:
     assert value(metrics, "device_busy_seconds_total") == 0.5
     assert value(metrics, "waiting_seconds_total", reason="room at the next stage") == 5.0
     assert [value(metrics, "rounds_total", result=result) for result in ("met", "solo", "skipped")] == [1, 1, 1]
-    # A total that is smaller than before is that of a new network, in a later shift.
+    # A total that is smaller than before is that of a new network, in a later session.
     assert value(metrics, "bytes_total", direction="sent", kind="microbatch") == 170
     assert value(metrics, "device_energy_joules_total") == 45.0
     assert value(metrics, "refusals_total", side="there", reason="full") == 3

@@ -214,10 +214,10 @@ def test_memory_is_bounded() -> None:
     for number in range(100):
         pair = [f"{number}-{each}" for each in "xy"]
         verdicts.judge(dict(zip(combinations([*pair, "z"], 2), (0.02, 1.9, 1.9), strict=True)), crowd, 0.0)
-    assert len(verdicts._standings) == MOST_PEERS
+    assert len(verdicts._records) == MOST_PEERS
     assert len(verdicts._distances) <= MOST_COMPARED
     assert max(len(each) for each in verdicts._distances.values()) <= MOST_KNOWN
-    assert max(len(standing.accusers) for standing in verdicts._standings.values()) <= 2 * MOST_ACCUSERS
+    assert max(len(standing.accusers) for standing in verdicts._records.values()) <= 2 * MOST_ACCUSERS
 
 
 def test_a_budget_is_kept_and_some_of_it_is_for_suspects() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gossip.exchange.swap import MARGIN, common_steps
-from gossip.rule.outer_step import Outer, OuterState, outer_step
+from gossip.rule.outer_step import Outer, OuterState
 from gossip.settings import Format, absolute, wire_bytes
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.sim import clock
@@ -34,6 +34,7 @@ from research.laboratory.methods.replicas import Swarm
 from research.laboratory.methods.server_rules import Server, ServerState, nesterov
 from research.laboratory.methods.virtual_trainee import Device
 from research.laboratory.running import trial
+from research.theory.pair_step import outer_step
 
 seeds = st.integers(0, 2**20)
 few = settings(max_examples=25, deadline=None)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from repository import ROOT
 
-from gossip.rule.outer_step import Tensors, pseudo_gradient
+from gossip.rule.outer_step import Tensors
 from research.laboratory.experiments.cell import Cell, Result, Rule
 from research.laboratory.experiments.choices import lacks
 from research.laboratory.experiments.grid import at
@@ -31,6 +31,7 @@ from research.laboratory.methods.sparse_mean import CHUNK, DECAY, SparseMean, ch
 from research.laboratory.methods.synchronous import groups
 from research.laboratory.running import trial
 from research.laboratory.running.store import Store
+from research.theory.pair_step import pseudo_gradient
 
 few = settings(max_examples=25, deadline=None)
 seeds = st.integers(0, 2**20)

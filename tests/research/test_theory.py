@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossip.rule.outer_step import Outer, OuterState, step_alone, step_pair
+from gossip.rule.outer_step import Outer, OuterState
 from gossip.rule.stability import stability_bound
 from noloco_node.errors import Exit, UserError
 from noloco_node.run.runfile import decode_run
@@ -26,6 +26,7 @@ from research.theory.moments import (
     stationary,
 )
 from research.theory.noise import exponents, followed, foretold
+from research.theory.pair_step import step_alone, step_pair
 from research.theory.report import Report
 from research.theory.stable_range import RUN
 from research.theory.swarm import Swarm, growth, partners

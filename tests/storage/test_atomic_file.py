@@ -72,4 +72,4 @@ def test_only_two_modules_write_to_descriptors_themselves() -> None:
     root = Path(noloco_node.__file__).parent
     raw = re.compile(r"\bos\.(write|pwrite|writev|pwritev|sendfile|copy_file_range)\(|buffering=0")
     found = {str(path.relative_to(root)) for path in root.rglob("*.py") if raw.search(path.read_text())}
-    assert found == {"storage/atomic_file.py", "journal/writer.py", "machine/stop_signals.py"}
+    assert found == {"storage/atomic_file.py", "journal/writer.py", "machine/signals.py"}

@@ -20,7 +20,7 @@ from random import Random
 
 import torch
 
-from gossip.rule.outer_step import Delay, Tensors, pseudo_gradient
+from gossip.rule.outer_step import Delay, Tensors
 from research.laboratory.experiments.cell import Rule
 from research.laboratory.experiments.hardware_model import LATENCY_S, exchange_s
 from research.laboratory.experiments.task import Text
@@ -37,6 +37,7 @@ from research.laboratory.methods.server_rules import (
     heavy_ball,
     nesterov,
 )
+from research.theory.pair_step import pseudo_gradient
 
 Apply = Callable[[ServerState, Tensors], ServerState]
 

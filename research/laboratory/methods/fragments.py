@@ -16,13 +16,14 @@ from random import Random
 
 import torch
 
-from gossip.rule.outer_step import Tensors, pseudo_gradient
+from gossip.rule.outer_step import Tensors
 from research.laboratory.experiments.hardware_model import all_reduce, exchange_s
 from research.laboratory.methods.coded_mean import CodedMean
 from research.laboratory.methods.near_code import message_bytes, toward
 from research.laboratory.methods.replicas import Replica, Swarm
 from research.laboratory.methods.server_rules import Server, begin, heavy_ball, nesterov
 from research.laboratory.methods.synchronous import groups, own_steps, share_of, taken_since
+from research.theory.pair_step import pseudo_gradient
 
 
 async def streaming(swarm: Swarm) -> None:

@@ -19,12 +19,13 @@ from random import Random
 import torch
 
 from gossip.rounds.round_schedule import dynamic_steps
-from gossip.rule.outer_step import Outer, OuterState, outer_step, pseudo_gradient
+from gossip.rule.outer_step import Outer, OuterState
 from research.laboratory.experiments.hardware_model import all_gather, all_reduce, exchange_s
 from research.laboratory.methods.coded_mean import CodedMean
 from research.laboratory.methods.replicas import Model, Replica, Swarm, mean_of
 from research.laboratory.methods.server_rules import Server, begin, heavy_ball, nesterov
 from research.laboratory.methods.sparse_mean import SparseMean
+from research.theory.pair_step import outer_step, pseudo_gradient
 
 
 async def parallel(swarm: Swarm) -> None:

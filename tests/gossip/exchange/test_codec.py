@@ -15,10 +15,11 @@ from torch import Tensor
 from gossip.exchange.codec import PIECE, Coded, Feedback, check, restore_both_int4, restore_int4, round_int4
 from gossip.exchange.messages import Implausible
 from gossip.exchange.swap import FAR, FEW, FINEST, NORM_RATIO, STEP_OF_NOTHING, common_steps, norm, probe_coordinates
-from gossip.rule.outer_step import Tensors, mean
+from gossip.rule.outer_step import Tensors
 from gossip.settings import BLOCK, Format, wire_bytes, wire_specs
 from noloco_node.network.schema import TensorSpec
 from research.codec.whole_sets import decode, encode, meant_by, settle
+from research.theory.pair_step import mean
 
 SHAPES = ((3, 7), (), (0,), (2 * BLOCK + 5,), (BLOCK,), (2, 0, 3), (1,))
 LOSSY = (Format.BFLOAT16, Format.INT8, Format.INT4)

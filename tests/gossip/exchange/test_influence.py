@@ -27,8 +27,9 @@ from gossip.exchange.influence import (
 from gossip.exchange.messages import Implausible
 from gossip.exchange.swap import norm
 from gossip.rounds.outer_optimiser import Owed, Rule, Step, take_step
-from gossip.rule.outer_step import UNDELAYED, Outer, OuterState, Tensors, pseudo_gradient, step_pair
+from gossip.rule.outer_step import UNDELAYED, Outer, OuterState, Tensors
 from gossip.settings import Format
+from research.theory.pair_step import pseudo_gradient, step_pair
 
 SHAPES = ((20, 40), (300,))
 OUTER = Outer(alpha=0.0, beta=1.0, gamma=1.0)

@@ -32,9 +32,10 @@ from gossip.interface import Candidate, Origin, PartnerTooStale, RoundSkipped
 from gossip.rounds.outer_optimiser import Step
 from gossip.rounds.prefetch import SWAPS_AT_MOST, Prefetched
 from gossip.rounds.round_state import VAIN_AT_MOST
-from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors, outer_step
+from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors
 from gossip.settings import Format, RoundTimeouts, absolute, wire_bytes
 from noloco_node.sim.clock import run
+from research.theory.pair_step import outer_step
 
 REFERENCE = Outer(alpha=0.5, beta=0.7, gamma=0.7)
 APART = Outer(alpha=0.4, beta=0.7, gamma=0.5)

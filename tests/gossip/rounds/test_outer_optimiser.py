@@ -15,11 +15,12 @@ from toy_gossip import ToySettings, at_once
 from gossip.exchange.codec import OWED, PIECE, Encoded, Feedback, Sides, encode
 from gossip.exchange.messages import Implausible
 from gossip.rounds.outer_optimiser import OuterOptimiser, Owed, Rule, Snapshot, Step, WeightsLock, take_step
-from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors, pseudo_gradient, step_alone, step_pair
+from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors
 from gossip.rule.shares import EVEN, Shares, shares_by_steps
 from gossip.settings import BLOCK, Format
 from noloco_node.sim.clock import run
 from research.codec.whole_sets import decode, meant_by
+from research.theory.pair_step import pseudo_gradient, step_alone, step_pair
 
 SHAPES = ((3, 700), (), (0,), (2 * BLOCK + 5,), (1,))
 few = settings(max_examples=25, deadline=None)

@@ -10,21 +10,12 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from gossip.rule.outer_step import (
-    Delay,
-    Outer,
-    OuterState,
-    Tensors,
-    mean,
-    outer_step,
-    pseudo_gradient,
-    step_alone,
-    step_pair,
-)
+from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors
 from gossip.rule.stability import Momentum, contracts, stability_bound
 from gossip.settings import OuterConfig
 from noloco_node.run.config import ModelConfig, RunConfig
 from noloco_node.run.validation import problems
+from research.theory.pair_step import mean, outer_step, pseudo_gradient, step_alone, step_pair
 
 SHAPES = ((3, 2), (5,), ())
 

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossip.rule.outer_step import mean
 from gossip.rule.shares import (
     DISOWNED,
     EVEN,
@@ -21,6 +20,7 @@ from gossip.rule.shares import (
     whose_weights_count,
 )
 from gossip.rule.stability import stability_bound, weighed_stability_bound
+from research.theory.pair_step import mean
 
 claims = st.integers(0, 2**62)
 honest = st.integers(1, 60)

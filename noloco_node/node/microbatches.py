@@ -1,10 +1,12 @@
-"""A microbatch to and from other peers: the calls of the next stage's replicas, and the answers to those before us."""
+"""The microbatches of a replica: the source draws them, the client calls the next stage, the server answers peers."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from noloco_node.journal import events
@@ -26,10 +28,83 @@ from pipeline.worker import Worker
 if TYPE_CHECKING:
     from torch import Tensor
 
+RETRY_S = 1.0
+"""Pause before a source tries the same tokens again, where the refusal names none."""
+LONGEST_RETRY_S = 30.0
+"""The longest such pause: by then the next stage may have healed, or has other replicas."""
 REPLIES = TimeoutBounds(least_s=10.0, most_s=math.inf, unknown_s=math.inf)
 """Of a reply to a microbatch, where one stage is below us."""
 MOST_IDLE = 256
-"""Conversations that wait here for another microbatch: half of what is answered at all."""
+"""Conversations that wait here for another microbatch: half of all that are answered at a time."""
+
+
+class MicrobatchSource:
+    """Turns text into microbatches, keeps a fixed number of them in flight, and counts the samples that came back.
+
+    The source hands them to its own worker as if they had come from outside. A refused microbatch is tried again with
+    the same tokens: a sample without a gradient has not been trained on. At a progress of 1 every source stops.
+    """
+
+    def __init__(
+        self,
+        draw: Callable[[], Awaitable[Tensor]],
+        process: Callable[[Microbatch, str], Awaitable[Reply]],
+        progress: Callable[[int, float], float],
+        *,
+        samples: int = 0,
+        prove: Callable[[str, int], None],
+        me: str,
+        budget_s: float,
+        rng: Random,
+        told: bool = False,
+    ) -> None:
+        """Hand in the callables.
+
+        `draw`: returns the next tokens [batch, sequence + 1], int64. `process`: the worker's. `progress`: returns the
+        run's progress, given this source's samples so far and when the last of them came back. `samples`: of an earlier
+        life. `prove`: takes the peer that computed the loss of so many samples. `budget_s`: how long a microbatch may
+        travel. `told`: later stages have to know all ids.
+        """
+        self.samples = samples
+        self.returned_s = loop_s()
+        """When a gradient came back last, or we began."""
+        self._draw, self._process, self._progress, self._prove = draw, process, progress, prove
+        self._me, self._budget_s, self._rng, self._told = me, budget_s, rng, told
+
+    async def run(self, in_flight: int) -> None:
+        """Keep `in_flight` microbatches in flight until the run's token budget is used up."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(in_flight):
+                group.create_task(self._keep_sending())
+
+    async def _keep_sending(self) -> None:
+        while self._run_progress() < 1.0:
+            tokens = await self._draw()
+            while not await self._try(tokens):
+                if self._run_progress() >= 1.0:
+                    return
+
+    def _run_progress(self) -> float:
+        return self._progress(self.samples, self.returned_s)
+
+    async def _try(self, tokens: Tensor) -> bool:
+        microbatch = Microbatch(
+            hidden=tokens[:, :-1],
+            targets=tokens if self._told else tokens[:, 1:],
+            progress=self._run_progress(),
+            budget_s=self._budget_s,
+        )
+        match await self._process(microbatch, self._me):
+            case Gradient(computed_by=signer):
+                self.samples += len(tokens)
+                self.returned_s = loop_s()
+                self._prove(signer, len(tokens))
+                return True
+            case Refused(retry_after_s=retry_after_s):
+                # The estimate is a stranger's: not a number reads as none.
+                rest_s = min(retry_after_s, LONGEST_RETRY_S) if retry_after_s > 0.0 else RETRY_S
+                await asyncio.sleep(rest_s * self._rng.uniform(0.8, 1.2))
+                return False
 
 
 class MicrobatchClient:
@@ -39,9 +114,9 @@ class MicrobatchClient:
         self._config, self._context, self._turns = config, context, turns
         self._timeout = AdaptiveTimeout(REPLIES)
         self.bound = SizeBound(ACTIVATION_CODECS[config.run.pipeline.codec].back)
-        """Of the gradients that are returned to us."""
+        """Bounds the gradients that replicas return."""
         self._unbounded: dict[asyncio.Timeout, float] = {}
-        """Calls that began before anybody had replied, and when (loop seconds)."""
+        """Calls that began before any replica had replied, and when (loop seconds)."""
         self._pool = ConversationPool(context.network, topic(MICROBATCH, config.stage + 1), context.microbatch_schema)
 
     def hops(self, roster: Roster) -> tuple[Hop, ...]:
@@ -71,10 +146,9 @@ class MicrobatchClient:
         await self._pool.aclose()
 
     async def _reply(self, peer: str, microbatch: Microbatch) -> Reply:
-        """Send a microbatch and return what comes; ConnectionAbortedError when nothing does for very much too long."""
-        # Whoever is nearest to a replica that hangs must be the first to give up, with time left for another to answer,
-        # or the innocent are accused. (A usual deadline is twice the mean at least.) That is why waits in vain do not
-        # lengthen it: those who wait above would not know. Who needs three times as long as the others is left out.
+        """Send a microbatch and return the reply; ConnectionAbortedError when it takes far too long."""
+        # The caller that is nearest to a replica that hangs must give up first, with time left to ask another one, or
+        # innocent replicas are accused. So waits in vain do not lengthen its deadline: callers above would not know.
         begun_s, share = loop_s(), 1.0 + (self._config.run.pipeline.stages - 1 - self._config.stage) / 2
         limit = self._limit(share * self._timeout.deadline_s(peer), begun_s)
         try:
@@ -82,7 +156,7 @@ class MicrobatchClient:
                 try:
                     reply = await self._exchange(peer, microbatch)
                 except ConversationEnded:
-                    # It was let go of while our microbatch was on its way, and nothing was taken: once more.
+                    # The callee closed the idle stream while our microbatch was on its way: try once more.
                     reply = await self._exchange(peer, microbatch)
         except TimeoutError:
             waited_s = loop_s() - begun_s
@@ -99,7 +173,7 @@ class MicrobatchClient:
         return reply
 
     def _bounded(self, peer: str, gradient: Tensor) -> Tensor:
-        """Return what counts of a gradient; ConnectionAbortedError where none does of an honest one, else Violation."""
+        """Return what counts of a gradient; Violation for a bad one, ConnectionAbortedError for an unusual size."""
         try:
             return self.bound.bounded(peer, gradient)
         except UnusualSizeError as error:
@@ -108,14 +182,14 @@ class MicrobatchClient:
             raise Violation(str(error)) from None
 
     def _limit(self, most_s: float, begun_s: float) -> asyncio.Timeout:
-        """Return the limit of a call; one that nothing bounds yet is bounded by the first reply of anybody."""
+        """Return the time limit of a call; before any reply has come, the first one will set it."""
         limit = asyncio.timeout(most_s if self._config.deadlines and most_s < math.inf else None)
         if self._config.deadlines and most_s == math.inf:
             self._unbounded[limit] = begun_s
         return limit
 
     def _bound_first(self, most_s: float) -> None:
-        """Bound the calls that began before the first reply came: by now it is known what one takes."""
+        """Limit the calls that began before the first reply came."""
         unbounded, self._unbounded = self._unbounded, {}
         for limit, begun_s in unbounded.items():
             limit.reschedule(max(loop_s(), begun_s + most_s))
@@ -131,19 +205,19 @@ class MicrobatchClient:
 
 
 class MicrobatchServer:
-    """Takes microbatches of other peers, on each conversation one after another."""
+    """Takes microbatches of peers of the stage before, one after another on each conversation."""
 
     def __init__(self, config: ReplicaConfig, context: ReplicaContext, worker: Worker, turns: SendTurns) -> None:
         self._config, self._context, self._worker, self._turns = config, context, worker, turns
         self.bound = SizeBound(ACTIVATION_CODECS[config.run.pipeline.codec].down)
-        """Of the activations that come."""
-        # By the clock of the world, so that a later life's is higher.
+        """Bounds the activations that peers send."""
+        # By Unix time, so that a later life's number is higher.
         self.issued = IssuedReceipts(int(1000 * context.unix_time()))
-        """What came back from here, by source; in a run of one stage, what partners brought to meetings."""
+        """Samples whose gradient we returned, by source; in a run of one stage, what partners brought to meetings."""
         self.returned_s = -math.inf
-        """When something did last (loop seconds)."""
+        """When we returned a gradient last (loop seconds)."""
         self._idle: dict[Conversation, asyncio.Timeout] = {}
-        """The waits for another microbatch; the longest comes first."""
+        """The waits for another microbatch, the longest first."""
         self._closed = False
 
     @property
@@ -152,7 +226,7 @@ class MicrobatchServer:
         return len(self._idle)
 
     async def serve(self, conversation: Conversation) -> None:
-        """Answer microbatches of another peer until no more come."""
+        """Answer the microbatches of one peer until it sends no more."""
         try:
             async with asyncio.timeout(self._config.run.pipeline.budget_s):
                 microbatch = await conversation.receive()
@@ -165,14 +239,14 @@ class MicrobatchServer:
                 microbatch = await self._next(conversation)
 
     def close(self) -> None:
-        """End the conversations that are idle, and the others once they have their answer."""
+        """End the idle conversations, and the others once they have their answer."""
         self._closed = True
         for wait in self._idle.values():
             _end(wait)
 
     async def _next(self, conversation: Conversation) -> Any:
-        """Return what comes next; None when the caller has ended, or is not to be waited for any longer."""
-        # The caller ends first, or its next microbatch might meet our end on its way.
+        """Return the next message; None when the caller has ended, or after it was idle for long."""
+        # The caller has to end an idle stream first, or its next microbatch might meet our end on its way.
         wait_s = IDLE_S + self._config.run.pipeline.budget_s
         try:
             async with asyncio.timeout(wait_s) as wait:

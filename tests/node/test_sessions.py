@@ -1,4 +1,4 @@
-"""A node that keeps hours outlives an outage at the start of a later shift, and leaves when it is asked to."""
+"""A node that keeps hours outlives an outage at the start of a later session, and leaves when it is asked to."""
 
 from __future__ import annotations
 
@@ -114,13 +114,13 @@ def test_what_happened_is_one_sentence() -> None:
     assert "no time is left" in outlook(160.0, 100.0)
 
 
-# One shift after another, in virtual time.
+# One session after another, in virtual time.
 
 
 class Outside:
     """A world whose network opens, fails to open, or takes its time, as `outcomes` say; afterwards it opens.
 
-    An outcome is an error to fail with, or the seconds that opening takes. The first shift begins at 22:00, time 0.
+    An outcome is an error to fail with, or the seconds that opening takes. The first session begins at 22:00, time 0.
     """
 
     def __init__(self, directory: Path, *outcomes: Exception | float, hours: str | None = "22-08") -> None:
@@ -134,7 +134,7 @@ class Outside:
         self.said_at: dict[str, float] = {}
         self.leaving = Departure(asyncio.Event())
         self.breaks: dict[int, tuple[float, Exception]] = {}
-        """By the number of the shift joined: after how many seconds it breaks, and by what."""
+        """By the number of the session joined: after how many seconds it breaks, and by what."""
         self.wall: Callable[[], datetime] = lambda: datetime(2026, 3, 2, 22, tzinfo=UTC) + timedelta(seconds=now())
         allowance = OwnerLimits() if hours is None else OwnerLimits(hours=read_hours(hours))
         ledger = TrafficLedger(directory / "traffic.json", self.wall, self.say)
@@ -192,7 +192,7 @@ def within(tmp_path_factory: pytest.TempPathFactory, main: Callable[[Path], Coro
 
 
 SECOND_S = 24 * HOUR_S
-"""When the second shift begins."""
+"""When the second session begins."""
 
 
 @pytest.mark.parametrize("code", Exit)
@@ -370,7 +370,7 @@ def test_without_hours_there_is_one_shift(tmp_path: Path) -> None:
     run(main())
 
 
-# By whom a later shift comes in.
+# By whom a later session comes in.
 
 
 class Opens:
