@@ -63,7 +63,7 @@ SCHEMA = Schema({ShowTicket: MessageSpec("ShowTicket"), TicketVerdict: MessageSp
 
 
 class AdmissionHook(NetworkHook):
-    """The tickets of one member, or of somebody who looks.
+    """The tickets of one member, or of a visitor.
 
     `network`: on which tickets are shown. `ticket`: our own, or one that is never replaced.
     """

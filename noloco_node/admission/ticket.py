@@ -2,7 +2,7 @@
 
 Each grant says which key may do what, and until when, in which run. The last one is for the key of a peer id. Nobody
 passes on more than it has: a delegate (`SIGN`) any of its rights, an invitation (`ONCE`) what its one holder is to
-have, and whoever may look lets others look. So a ticket is checked by anybody who knows the run file, with no server.
+have, and a peer that may look lets others look. So anybody who knows the run file can check a ticket, with no server.
 
 **An invite's credential** (`InviteCredential`) is what a peer gets its ticket by: nothing but the right to ask, an
 invitation, or a ticket. As text it begins with a letter that says which:
@@ -296,7 +296,7 @@ def encode_list(revocations: RevocationList) -> bytes:
 
 
 def decode_list(raw: bytes, owner: bytes, run: str) -> RevocationList | None:
-    """Return the list that somebody sent, if the owner of the run has signed it."""
+    """Return the list that a stranger sent, if the owner of the run has signed it."""
     if len(raw) > LIST_BYTES:
         return None
     try:

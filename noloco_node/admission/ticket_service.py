@@ -1,14 +1,14 @@
 """A signing peer gives tickets by the rule of the run, to newcomers and to members whose ticket expires.
 
-In an open run to whoever asks with an invite and a proof of work, within bounds. In the others to whom the owner has
-named, for as long as the owner's list says: who prolongs a member there (`noloco-node members invite PEER`) need not
-send it anything. A delegate that the owner's list names gets the right to sign anew in every run.
+In an open run a peer gets one that asks with an invite and a proof of work, within bounds. In other runs a peer gets
+one that the owner's list names, for as long as the list says: an owner who prolongs a member there (`noloco-node
+members invite PEER`) need not send it anything. A delegate on the list gets the right to sign anew in every run.
 
 A ticket that only lets a peer look costs little work, and has bounds of its own: passing identities are many, and leave
 those that train their share.
 
 The bounds are by address prefix (/24 of IPv4, /48 of IPv6), over time: making identities is free, coming from many
-networks is not. Whoever comes through a relay shows no address of its own, and all who do share one bound.
+networks is not. Peers that come through relays show no address of their own, and share one bound.
 
 The work is a number that is hard to find and easy to check: a second or so of a core, for this run and this peer id
 alone. That is nothing to one peer and a nuisance to thousands; the bounds hold back more than the work does.

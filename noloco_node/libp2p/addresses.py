@@ -166,7 +166,7 @@ def beyond_this_machine(addresses: Sequence[str]) -> list[str]:
 
 
 def from_this_machine(listen: Sequence[str]) -> list[str]:
-    """Return the addresses at which somebody on this machine reaches whoever listens at these."""
+    """Return the addresses at which a program on this machine reaches one that listens at these."""
     return [text.replace("/ip4/0.0.0.0/", "/ip4/127.0.0.1/").replace("/ip6/::/", "/ip6/::1/") for text in listen]
 
 

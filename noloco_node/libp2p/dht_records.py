@@ -1,15 +1,13 @@
 """Records that expire, in hivemind's DHT.
 
 Nothing is cached: the DHT is small, and a roster that is a minute old is worse than a slow one. A record is stored at
-the nodes nearest to its key and carries its own expiry; the one that expires last wins. What we store for others is
-bounded in number, size and time.
+the nodes nearest to its key and carries its own expiry; the one that expires last wins.
 
-Every record is signed by the peer that it is filed under (`record_checks`). Unsigned ones are neither stored here nor
-believed when others return them; and hivemind, which would throw a node's whole answer away for one bad record in it,
-is given the rest of it. The expiry is signed as well: an old record that was given a later one would keep its peer's
-next ones out. How many records of one key are looked at is bounded, those that were known before first and then in an
-order that nobody outside can guess: a flood costs us little, and blinds nobody who can see already. Nor is more stored
-under one key than fits into one answer.
+Every record is signed by the peer that it is filed under (`record_checks`), its expiry included: an old record with a
+later expiry would keep its peer's next ones out. We neither store unsigned records nor believe them when others return
+them; hivemind would throw a node's whole answer away for one bad record in it, so we hand it the rest. We look at a
+bounded number of records under one key, those that were known before first and then in an order that nobody outside
+can guess: a flood costs us little, and hides nobody whom we see already.
 
 Expiry is by the clock, and a clock may be set back: then our record in the DHT would outlive the new one, and the new
 one be refused. So the expiry of what we publish never falls, as far as others still take it.

@@ -79,7 +79,7 @@ class PeerLiveness:
         self._pauses = self._with(self._pauses, pause_s, self.stall_s)
 
     def _with(self, known: RttEstimate | None, gap_s: float, most_s: float) -> RttEstimate | None:
-        """Return an estimate with one more gap. One that is longer than is borne with was our own absence."""
+        """Return an estimate with one more gap. A gap longer than we tolerate was our own absence."""
         return observed(known, gap_s) if self._least_gap_s <= gap_s <= most_s else known
 
 
@@ -207,7 +207,7 @@ class FrameProtocol:
         return None
 
     def next_message(self, now_s: float) -> Any:
-        """Return the message that has waited longest; there must be one. Whoever was full listens again from now on."""
+        """Return the message that has waited longest; there must be one. A stream that was full listens again."""
         message, size = self._inbox.popleft()
         self.held_bytes -= size
         if self.is_full:

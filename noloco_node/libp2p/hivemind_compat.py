@@ -38,11 +38,8 @@ _SILENT_S = 15.0
 class PeerId(Protocol):
     """hivemind's PeerID."""
 
-    def to_base58(self) -> str:
-        """Return it as text."""
-
-    def to_bytes(self) -> bytes:
-        """Return it as the daemon takes it."""
+    def to_base58(self) -> str: ...
+    def to_bytes(self) -> bytes: ...
 
 
 class DaemonClient(Protocol):
@@ -50,8 +47,7 @@ class DaemonClient(Protocol):
 
     peer_id: PeerId
 
-    async def shutdown(self) -> None:
-        """Let go of the daemon."""
+    async def shutdown(self) -> None: ...
 
 
 class DhtEntry(Protocol):
@@ -67,19 +63,11 @@ class DhtEntries(Protocol):
     maxsize: float
     latest_expiration_time: float
 
-    def get(self, key: Any) -> DhtEntry | None:
-        """Return what is kept under a key."""
-
-    def items(self) -> Iterator[tuple[Any, DhtEntry]]:
-        """Return all keys with what is kept under them."""
-
-    def freeze(self) -> AbstractContextManager[Any]:
-        """Forget nothing meanwhile."""
-
+    def get(self, key: Any) -> DhtEntry | None: ...
+    def items(self) -> Iterator[tuple[Any, DhtEntry]]: ...
+    def freeze(self) -> AbstractContextManager[Any]: ...
     def __contains__(self, key: Any) -> bool: ...
-
     def __len__(self) -> int: ...
-
     def __delitem__(self, key: Any) -> None: ...
 
 
@@ -98,14 +86,9 @@ class LocalStorage(DhtEntries, Protocol):
 class RecordValidator(Protocol):
     """Decides which records are stored and believed."""
 
-    def validate(self, record: Any) -> bool:
-        """Say whether a record is good."""
-
-    def sign_value(self, record: Any) -> bytes:
-        """Return the value to store."""
-
-    def strip_value(self, record: Any) -> bytes:
-        """Return the value to hand out."""
+    def validate(self, record: Any) -> bool: ...
+    def sign_value(self, record: Any) -> bytes: ...
+    def strip_value(self, record: Any) -> bytes: ...
 
 
 class HivemindParts(NamedTuple):
@@ -202,21 +185,22 @@ class DhtNode:
 
         self._node.protocol._validate_dictionary = validate
 
-    def ping(self, peer_id: PeerId) -> Coroutine[Any, Any, Any]:
-        call: Coroutine[Any, Any, Any] = self._node.protocol.call_ping(peer_id)
-        return call
+    async def ping(self, peer_id: PeerId) -> None:
+        """Make us known to a node."""
+        await self._node.protocol.call_ping(peer_id)
 
-    def store(self, key: str, subkey: str, value: bytes, expiry: float) -> Coroutine[Any, Any, bool]:
-        call: Coroutine[Any, Any, bool] = self._node.store(key, value, expiry, subkey=subkey)
-        return call
+    async def store(self, key: str, subkey: str, value: bytes, expiry: float) -> bool:
+        """Store a record; say whether others took it."""
+        return bool(await self._node.store(key, value, expiry, subkey=subkey))
 
-    def get(self, key: str) -> Coroutine[Any, Any, DhtEntry | None]:
-        call: Coroutine[Any, Any, DhtEntry | None] = self._node.get(key, latest=True)
-        return call
+    async def get(self, key: str) -> DhtEntry | None:
+        """Look the latest records up: the value is a mapping where there are some."""
+        found: DhtEntry | None = await self._node.get(key, latest=True)
+        return found
 
-    def shutdown(self) -> Coroutine[Any, Any, None]:
-        call: Coroutine[Any, Any, None] = self._node.shutdown()
-        return call
+    async def shutdown(self) -> None:
+        """Stop answering others."""
+        await self._node.shutdown()
 
 
 class _RequestCodes:

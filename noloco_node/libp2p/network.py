@@ -1,7 +1,7 @@
 """The network over libp2p: conversations on raw streams, records in hivemind's DHT, one daemon, one event loop.
 
 One `Session` is one daemon's life. When it dies, what was under way breaks at once, and another session begins: the
-same identity, the same ports, the topics served again, the swarm joined again by whoever is left of it. Calls that
+same identity, the same ports, the topics served again, the swarm joined again by the peers that are left. Calls that
 begin meanwhile wait for it. Before the first one a `preflight` may find out how it must be started: to be reached
 through relays, say, or at an address that only others see.
 """
@@ -172,8 +172,7 @@ class Libp2pNetwork:
     async def relaying(self, identities: Sequence[Path]) -> AsyncIterator[tuple[str, ...]]:
         """Run a relay for each identity, at the ports after our own, and tell the swarm of them; see `relays`."""
         chosen = relays.relay_configs(self._settings, identities)
-        start_s = self._settings.timeouts.start_s
-        pool = relays.RelayPool(self._context.parts, self._context.directory, start_s, self._tell, self._granted)
+        pool = relays.RelayPool(self._context, self._tell, self._granted)
         async with relays.relaying(pool, chosen) as places, asyncio.TaskGroup() as group:
             key = self._context.secret.key(RELAYS_KEY)
             telling = group.create_task(

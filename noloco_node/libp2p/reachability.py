@@ -94,7 +94,7 @@ class ReachVerdict(NamedTuple):
 
 
 def judge(answers: Sequence[DialBackReply]) -> ReachVerdict:
-    """Take one success as proof: whoever failed may be in the wrong place."""
+    """Take one success as proof: a peer that failed may be in the wrong place."""
     places = tuple(dict.fromkeys(answer.place for answer in answers if is_place(answer.place)))
     tried = any(answer.tried for answer in answers)
     relays = tuple(dict.fromkeys(relay for answer in answers for relay in answer.relays))
@@ -202,7 +202,7 @@ async def preflight(
     ensure_identity(identity)
     place = f"-hostAddrs={','.join(config.listen)}" if goal.reach else "-noListenAddrs=1"
     chosen = (f"-id={identity}", place, "-dhtClient=1", "-tls=1", "-relay=1", "-idleTimeout=30s")
-    async with Control.start(context.parts, chosen, context.directory, timeouts.start_s) as (control, client):
+    async with context.start(chosen) as (control, client):
         try:
             causes = await control.connect_all(doors, timeouts.reach_s)
             reached = [door for door, cause in causes.items() if cause is None]

@@ -1,13 +1,12 @@
 """Which records of the DHT are believed, and which are kept for others: signed ones of our form, within bounds.
 
-Each record is signed with its peer's key, which an Ed25519 peer id contains. So a reader needs nothing but the peer
-id, under which the record is filed, and no authority. What is signed is the place of the record (the DHT's hash of its
-key), its expiry and its content, behind words that make the signature good for nothing else. So whoever repeats an old
-record cannot have it outlive a later one, which expires later.
+Each record is signed with its peer's key, which an Ed25519 peer id contains, so a reader needs nothing but the peer id,
+under which the record is filed. The signature covers the record's place (the DHT's hash of its key), its expiry and its
+content, behind words that make it good for nothing else.
 
-No stranger can use the bounds against others. hivemind's own bound drops what expires first when there is too much, and
-a stranger's records expire when it likes. So newcomers are refused instead. Three more traits of hivemind's storage are
-mended here: what is stored once more with an earlier expiry ends the life of what is there; each such attempt leaves an
+No stranger can use the bounds against others. When there is too much, hivemind drops what expires first, and a
+stranger's records expire when it likes; so we refuse new records instead. We mend three more traits of hivemind's
+storage: what is stored once more with an earlier expiry ends the life of what is there; each such attempt leaves an
 entry in a heap until it expires; and a reading adds what others answer to what we keep ourselves.
 """
 

@@ -2,15 +2,12 @@
 
 A peer that nobody can dial keeps a connection to a relay, and is dialled through it (libp2p's circuits). libp2p waits
 three minutes before it is content with a single relay, and takes four at once. So a bootstrap peer runs four, each a
-daemon with a key and a port of its own, and pays for them with memory alone while nobody needs them.
+daemon with a key and a port of its own; an idle relay costs memory alone. A relay that grants less than it was told to
+is started again. No bandwidth budget bounds what passes through a relay: the daemon knows a most of bytes and of hours
+for each circuit, but no rate, and a circuit that has ended is opened again.
 
-What passes through a relay is bounded by no bandwidth budget: the daemon knows a most of bytes and of hours for each
-circuit, and a circuit that has ended is opened again; it knows no rate.
-
-A relay that grants less than it was told to is started again.
-
-They are told of in the DHT, in one record of each bootstrap peer, not in the invite: invites stay short, and every peer
-can read it for a newcomer who asks (`reachability`). A rogue record can only lead to a relay that does not relay: what
+Each bootstrap peer names its relays in one record in the DHT, not in the invite, so invites stay short, and every peer
+can read it for a newcomer that asks (`reachability`). A rogue record can only lead to a relay that does not relay: what
 passes through a relay is encrypted and authenticated between its two ends.
 """
 
@@ -46,8 +43,9 @@ from noloco_node.libp2p.daemon import (
     relay_arguments,
     restart_pause_s,
 )
-from noloco_node.libp2p.hivemind_compat import HivemindParts, daemon_trouble
+from noloco_node.libp2p.hivemind_compat import daemon_trouble
 from noloco_node.libp2p.settings import NetworkSettings, ensure_identity
+from noloco_node.libp2p.switchboard import PeerContext
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +59,12 @@ _LOOK_S = 0.2
 
 
 class RelayPool(NamedTuple):
-    """What relays stand on: hivemind's parts, a directory for sockets, how long a daemon may take, a voice.
+    """What relays need. `tell`: a person, of what happens to them.
 
     `ask`: what the relay at one of these addresses grants; ConnectionError where it cannot be asked.
     """
 
-    parts: HivemindParts
-    directory: Path
-    start_s: float
+    context: PeerContext
     tell: Callable[[str], None]
     ask: Callable[[Sequence[PeerAddress]], Awaitable[Grant]]
 
@@ -132,8 +128,7 @@ async def _keep(pool: RelayPool, config: DaemonConfig, ready: asyncio.Future[tup
     loop, deaths, starts = asyncio.get_running_loop(), deque[float](maxlen=MOST_DEATHS + 1), 0
     while True:
         try:
-            starting = Control.start(pool.parts, relay_arguments(config), pool.directory, pool.start_s)
-            async with starting as (control, client):
+            async with pool.context.start(relay_arguments(config)) as (control, client):
                 peer = str(client.peer_id.to_base58())
                 found = await _addresses(control, peer)
                 starts += 1
@@ -152,7 +147,7 @@ async def _keep(pool: RelayPool, config: DaemonConfig, ready: asyncio.Future[tup
             why = str(error)
         except Exception as error:
             if not ready.done():
-                ready.set_exception(error)  # or whoever waits for it would for ever
+                ready.set_exception(error)  # or its reader would wait for ever
             raise
         deaths.append(loop.time())
         wait_s = restart_pause_s(deaths, loop.time())

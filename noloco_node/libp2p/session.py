@@ -64,8 +64,7 @@ class Session:
         Raises `UserError`, with what to try, when that cannot be.
         """
         chosen = arguments(config, context.settings.reach)
-        start_s = context.settings.timeouts.start_s
-        async with Control.start(context.parts, chosen, context.directory, start_s) as (control, client):
+        async with context.start(chosen) as (control, client):
             session = cls(context, config, control, client)
             try:
                 await session._join(doors, alone)

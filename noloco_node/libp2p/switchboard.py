@@ -16,13 +16,15 @@ import asyncio
 import hmac
 import logging
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from noloco_node.libp2p.addresses import KnownPeers, PeerAddress, place_text
 from noloco_node.libp2p.control import Control, Preamble, delimited
 from noloco_node.libp2p.frame_protocol import FrameProtocol, LivenessTable
-from noloco_node.libp2p.hivemind_compat import HivemindParts
+from noloco_node.libp2p.hivemind_compat import DaemonClient, HivemindParts
 from noloco_node.libp2p.settings import PROOF_BYTES, Capacity, NetworkSettings, RunSecret, TimeoutSettings
 from noloco_node.libp2p.stream import ByteCounts, ReceiveBudget, Stream, StreamOpening
 from noloco_node.network.interface import VIOLATION_GRACE_S, Handler
@@ -206,6 +208,10 @@ class PeerContext(NamedTuple):
     secret: RunSecret
     switchboard: Switchboard
     known_peers: KnownPeers
+
+    def start(self, arguments: Sequence[str]) -> AbstractAsyncContextManager[tuple[Control, DaemonClient]]:
+        """Run a daemon of ours; see `Control.start`."""
+        return Control.start(self.parts, arguments, self.directory, self.settings.timeouts.start_s)
 
 
 class StreamDialer:

@@ -1,18 +1,15 @@
 """What keeps a network to a budget, over libp2p and in memory alike.
 
 Each direction has one `FairLimiter` for all conversations. **Upload** is paced within a message: the stream asks for
-each piece of it, a slice of the rate, so that over any stretch of t seconds no more leaves than rate * t + burst. Where
-the network below takes messages whole only (in memory), a message leaves when the last of its bytes has been granted.
-**Download** is held back by reading: a message that has come is handed out when its bytes are granted, and as every
-conversation here is questions and answers, nobody is sent the next before the last was taken. So what was ever handed
-out is never more than rate * t + burst; single messages come as fast as they are sent.
+each piece, a slice of the rate, so over any stretch of t seconds no more leaves than rate * t + burst. A network in
+memory sends a message when the last of its bytes has been granted. **Download** is held back by reading: a message that
+came is handed out when its bytes are granted. Every conversation here is questions and answers, so nobody is sent the
+next message before the last was taken.
 
-Nobody takes us for dead meanwhile. Until its first piece is granted a message holds up no beat, and after that pieces
-come in turn with those of other messages, a twentieth of a second of the rate each: oftener than beats would, unless
-some dozens of large messages are under way at once. Small messages come before the large ones (`budget`), so that
-offers, answers and records of who is there do not starve behind a copy. Of the large ones those of rounds have a share
-of the line: that much while others wait, however many those are, and all of it while nobody does. The DHT's records and
-libp2p's own words (some hundred bytes a second) do not pass here.
+Pieces of all messages come in turn, a twentieth of a second of the rate each: oftener than beats would, unless some
+dozens of large messages are under way at once, so nobody takes us for dead. Small messages come before large ones, so
+that proposals, answers and records do not starve behind a copy. Of the large ones those of rounds have a share of the
+line while others wait, and all of it while none does. The DHT's records and libp2p's own traffic do not pass here.
 """
 
 from __future__ import annotations

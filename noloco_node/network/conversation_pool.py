@@ -38,7 +38,7 @@ SMOOTHING = 0.1
 
 
 class ConversationPool:
-    """Conversations about one topic with any peers; whoever answers must take one call after another on each."""
+    """Conversations about one topic with any peers; the peer that answers must take one call after another on each."""
 
     def __init__(self, network: PeerNetwork, topic: str, schema: Schema) -> None:
         self._network, self._topic, self._schema = network, topic, schema
@@ -96,7 +96,7 @@ class SendTurns:
         self._next = asyncio.Lock()
         self._left = asyncio.Event()
         self._since_s: dict[object, float] = {}
-        """Who has a turn, and since when, the oldest first."""
+        """Since when each turn has been held, the oldest first."""
         self._usual_s = 0.0
 
     @asynccontextmanager

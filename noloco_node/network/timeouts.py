@@ -1,14 +1,13 @@
 """How long to wait for a peer to take a call or to answer a proposal: as long as usual, and a good deal more.
 
-One fixed number is wrong both ways. Twenty seconds for a dial let one silent peer hold up everybody who has a
-microbatch for it; two seconds would cut off whoever has a slow line. So each wait is bounded by what was observed, as
-TCP bounds its retransmissions (RFC 6298): a smoothed mean of the times, and four times their smoothed deviation, or as
-much again as the mean if that is more. What is known of one peer counts for that peer; of a peer that was never reached
-one knows what first contacts took with others.
+One fixed number is wrong both ways: twenty seconds for a dial let one silent peer hold up all who have a microbatch for
+it; two seconds would cut off every slow line. So each wait is bounded by what was observed, as TCP bounds its
+retransmissions (RFC 6298): a smoothed mean of the times, and four times their smoothed deviation, or as much again as
+the mean if that is more. For a peer that was never reached, the first contacts with others count.
 
-Each wait that was in vain makes the next one for that peer half as long again, up to a bound, so that no line is too
-slow for ever; an answer ends that. (Doubling would have a silent peer cost more at each trial than it is left alone
-for.) The bounds are wide: an event loop that was busy for a second must not accuse anybody.
+Each wait in vain makes the next one for that peer half as long again, up to a bound; an answer ends that. (With
+doubling, a silent peer would cost more at each trial than the time for which it is left alone.) The bounds are wide,
+because an event loop that was busy for a second must accuse nobody.
 """
 
 from __future__ import annotations

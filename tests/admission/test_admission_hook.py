@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 from admission_keys import NOW_S, OWNER, RUN, key, member, public
+from coroutine_tests import run_by
 
 from noloco_node.admission.admission_hook import LIST_LIFETIME_S, AdmissionHook
 from noloco_node.admission.admission_state import AdmissionState
@@ -92,15 +93,13 @@ def revoked(number: int, *keys: int) -> bytes:
     return encode_list(signed_list(key(0), RUN, number, {public(each): NOW_S + 10**6 for each in keys}))
 
 
-def test_members_converse_and_read_each_other() -> None:
-    async def play(swarm: Swarm) -> None:
-        server, other = await swarm.server(1), swarm.network(2, member(2))
-        for topic in ("gossip/0", "run", "state/1"):
-            assert await asked(other, server, topic) == "hello"
-        assert await other.publish("roster", other.peer_id, b"I am here", 60.0)
-        assert await server.read_all(["roster", "nothing"]) == [{other.peer_id: b"I am here"}, {}]
-
-    played(play)
+@run_by(played, gives=1)
+async def test_members_converse_and_read_each_other(swarm: Swarm) -> None:
+    server, other = await swarm.server(1), swarm.network(2, member(2))
+    for topic in ("gossip/0", "run", "state/1"):
+        assert await asked(other, server, topic) == "hello"
+    assert await other.publish("roster", other.peer_id, b"I am here", 60.0)
+    assert await server.read_all(["roster", "nothing"]) == [{other.peer_id: b"I am here"}, {}]
 
 
 def expired(number: int) -> bytes:
@@ -120,140 +119,127 @@ def of_another_peer(number: int) -> bytes:
 
 
 @pytest.mark.parametrize("made", [lambda _: b"", forged, expired, of_another_run, of_another_peer])
-def test_whoever_has_no_good_ticket_gets_nothing(made: Callable[[int], bytes]) -> None:
-    async def play(swarm: Swarm) -> None:
-        server, stranger = await swarm.server(1), swarm.network(2, made(2))
-        for topic in ("gossip/0", "run", "state/1"):
-            with pytest.raises(ConnectionRefusedError, match="does not let us in"):
-                await asked(stranger, server, topic)
-        # Nor where it leaves the ticket out altogether.
-        bare = swarm.hub.network(peer_of(public(4)))
+@run_by(played, gives=1)
+async def test_whoever_has_no_good_ticket_gets_nothing(swarm: Swarm, made: Callable[[int], bytes]) -> None:
+    server, stranger = await swarm.server(1), swarm.network(2, made(2))
+    for topic in ("gossip/0", "run", "state/1"):
+        with pytest.raises(ConnectionRefusedError, match="does not let us in"):
+            await asked(stranger, server, topic)
+    # Nor where it leaves the ticket out altogether.
+    bare = swarm.hub.network(peer_of(public(4)))
+    with pytest.raises(ConnectionError):
+        await asked(bare, server, "run")
+    with pytest.raises(UserError) as caught:
+        await swarm.hooks[stranger.peer_id].enter([server.peer_id])
+    assert caught.value.code is Exit.NOT_ADMITTED
+    await stranger.publish("roster", stranger.peer_id, b"I am here", 60.0)
+    await bare.publish("roster", bare.peer_id, b"I am here", 60.0)
+    assert await server.read_all(["roster"]) == [{}]
+    assert swarm.heard == []
+
+
+@run_by(played, gives=1)
+async def test_whoever_may_look_may_not_train(swarm: Swarm) -> None:
+    ticket = encode((grant(key(0), RUN, Right.LOOK, NOW_S + 999, public(2)),))
+    server, visitor = await swarm.server(1), swarm.network(2, ticket)
+    assert await asked(visitor, server, "run") == "hello"
+    with pytest.raises(ConnectionError, match="does not let it"):
+        await asked(visitor, server, "gossip/0")
+    await visitor.publish("roster", visitor.peer_id, b"I am here", 60.0)
+    assert await server.read_all(["roster"]) == [{}]
+
+
+@run_by(played, gives=1)
+async def test_a_ticket_ends_at_its_second_also_within_a_conversation(swarm: Swarm) -> None:
+    server, other = await swarm.server(1), swarm.network(2, member(2, until=NOW_S + 100))
+    async with other.talk(server.peer_id, "gossip/0", SCHEMA) as conversation:
+        await conversation.send(Word(text="before"))
+        assert (await conversation.receive()).text == "before"
+        await asyncio.sleep(100.0 - asyncio.get_running_loop().time())
+        await conversation.send(Word(text="after"))
         with pytest.raises(ConnectionError):
-            await asked(bare, server, "run")
-        with pytest.raises(UserError) as caught:
-            await swarm.hooks[stranger.peer_id].enter([server.peer_id])
-        assert caught.value.code is Exit.NOT_ADMITTED
-        await stranger.publish("roster", stranger.peer_id, b"I am here", 60.0)
-        await bare.publish("roster", bare.peer_id, b"I am here", 60.0)
-        assert await server.read_all(["roster"]) == [{}]
-        assert swarm.heard == []
-
-    played(play)
+            await conversation.receive()
+    assert swarm.heard == ["before"]
 
 
-def test_whoever_may_look_may_not_train() -> None:
-    async def play(swarm: Swarm) -> None:
-        ticket = encode((grant(key(0), RUN, Right.LOOK, NOW_S + 999, public(2)),))
-        server, visitor = await swarm.server(1), swarm.network(2, ticket)
-        assert await asked(visitor, server, "run") == "hello"
-        with pytest.raises(ConnectionError, match="does not let it"):
-            await asked(visitor, server, "gossip/0")
-        await visitor.publish("roster", visitor.peer_id, b"I am here", 60.0)
-        assert await server.read_all(["roster"]) == [{}]
-
-    played(play)
-
-
-def test_a_ticket_ends_at_its_second_also_within_a_conversation() -> None:
-    async def play(swarm: Swarm) -> None:
-        server, other = await swarm.server(1), swarm.network(2, member(2, until=NOW_S + 100))
-        async with other.talk(server.peer_id, "gossip/0", SCHEMA) as conversation:
-            await conversation.send(Word(text="before"))
-            assert (await conversation.receive()).text == "before"
-            await asyncio.sleep(100.0 - asyncio.get_running_loop().time())
-            await conversation.send(Word(text="after"))
-            with pytest.raises(ConnectionError):
-                await conversation.receive()
-        assert swarm.heard == ["before"]
-
-    played(play)
-
-
-def test_whoever_is_revoked_is_out_everywhere_within_a_minute() -> None:
+@run_by(played, gives=1)
+async def test_whoever_is_revoked_is_out_everywhere_within_a_minute(swarm: Swarm) -> None:
     """Told to one peer alone, which leaves soon after: the list goes on by way of the others."""
+    servers = [await swarm.server(number) for number in (1, 2, 3)]
+    victim = swarm.network(5, member(5))
+    assert [await asked(victim, server, "gossip/0") for server in servers] == ["hello"] * 3
 
-    async def play(swarm: Swarm) -> None:
-        servers = [await swarm.server(number) for number in (1, 2, 3)]
-        victim = swarm.network(5, member(5))
-        assert [await asked(victim, server, "gossip/0") for server in servers] == ["hello"] * 3
+    async def live(network: PeerNetwork) -> None:
+        while True:
+            await network.publish("roster", network.peer_id, b"I am here", 60.0)
+            await network.read_all(["roster"])
+            await asyncio.sleep(REFRESH_S)
 
-        async def live(network: PeerNetwork) -> None:
-            while True:
-                await network.publish("roster", network.peer_id, b"I am here", 60.0)
-                await network.read_all(["roster"])
-                await asyncio.sleep(REFRESH_S)
-
-        tasks = [asyncio.create_task(live(network)) for network in (*servers, victim)]
-        await asyncio.sleep(1.0)
-        owner = swarm.network(6, encode((grant(key(0), RUN, Right.LOOK, NOW_S + 999, public(6)),)))
-        swarm.states[owner.peer_id].take_revocations(revoked(1, 5))
-        await swarm.hooks[owner.peer_id].enter([servers[0].peer_id])
-        begun_s = asyncio.get_running_loop().time()
-        await asyncio.sleep(2 * REFRESH_S)
-        tasks[0].cancel()
-        for server in servers:
-            with pytest.raises(ConnectionError):
-                await asked(victim, server, "gossip/0")
-        for server in servers[1:]:
-            (found,) = await server.read_all(["roster"])
-            assert found is not None
-            assert server.peer_id in found
-            assert victim.peer_id not in found
-        assert asyncio.get_running_loop().time() - begun_s < 60.0
-        with pytest.raises(ConnectionRefusedError, match="no member"):
-            await asked(servers[1], victim, "gossip/0")
-        # It learns of it itself, and says why.
-        assert tasks[-1].done()
-        error = tasks[-1].exception()
-        assert isinstance(error, UserError)
-        assert error.code is Exit.NOT_ADMITTED
-        assert "shut you out" in error.why
-        # Newcomers know of it as long as anybody is there.
-        await asyncio.sleep(2 * LIST_LIFETIME_S)
-        newcomer = await swarm.server(7)
-        await newcomer.read_all(["roster"])
+    tasks = [asyncio.create_task(live(network)) for network in (*servers, victim)]
+    await asyncio.sleep(1.0)
+    owner = swarm.network(6, encode((grant(key(0), RUN, Right.LOOK, NOW_S + 999, public(6)),)))
+    swarm.states[owner.peer_id].take_revocations(revoked(1, 5))
+    await swarm.hooks[owner.peer_id].enter([servers[0].peer_id])
+    begun_s = asyncio.get_running_loop().time()
+    await asyncio.sleep(2 * REFRESH_S)
+    tasks[0].cancel()
+    for server in servers:
         with pytest.raises(ConnectionError):
-            await asked(victim, newcomer, "gossip/0")
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    played(play)
-
-
-def test_an_invitation_is_for_whoever_shows_it_first() -> None:
-    async def play(swarm: Swarm) -> None:
-        link = grant(key(0), RUN, MEMBER | Right.ONCE, NOW_S + 999, public(8))
-        invitation = InviteCredential((link,), (8).to_bytes(32))
-
-        def holder(number: int, rights: Right) -> PeerNetwork:
-            ticket = invitation.ticket(RUN, peer_of(public(number)), rights, NOW_S, None)
-            return swarm.network(number, ticket or b"")
-
-        looker, first, second = holder(4, Right.LOOK), holder(2, MEMBER), holder(3, MEMBER)
-
-        server = await swarm.server(1)
-        assert await asked(looker, server, "run") == "hello"
-        assert await asked(first, server, "gossip/0") == "hello"
-        with pytest.raises(ConnectionError, match="used by somebody else"):
-            await asked(second, server, "gossip/0")
-        assert await asked(holder(5, Right.LOOK), server, "run") == "hello"
-        # Revoked, it ends for all who came by it.
-        swarm.states[server.peer_id].take_revocations(revoked(1, 8))
-        for network in (first, looker):
-            with pytest.raises(ConnectionError, match="shut it out"):
-                await asked(network, server, "run")
-
-    played(play)
+            await asked(victim, server, "gossip/0")
+    for server in servers[1:]:
+        (found,) = await server.read_all(["roster"])
+        assert found is not None
+        assert server.peer_id in found
+        assert victim.peer_id not in found
+    assert asyncio.get_running_loop().time() - begun_s < 60.0
+    with pytest.raises(ConnectionRefusedError, match="no member"):
+        await asked(servers[1], victim, "gossip/0")
+    # It learns of it itself, and says why.
+    assert tasks[-1].done()
+    error = tasks[-1].exception()
+    assert isinstance(error, UserError)
+    assert error.code is Exit.NOT_ADMITTED
+    assert "shut you out" in error.why
+    # Newcomers know of it as long as anybody is there.
+    await asyncio.sleep(2 * LIST_LIFETIME_S)
+    newcomer = await swarm.server(7)
+    await newcomer.read_all(["roster"])
+    with pytest.raises(ConnectionError):
+        await asked(victim, newcomer, "gossip/0")
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_a_listed_run_takes_no_invitations() -> None:
-    async def play(swarm: Swarm) -> None:
-        link = grant(key(0), RUN, MEMBER | Right.ONCE, NOW_S + 999, public(8))
-        ticket = InviteCredential((link,), (8).to_bytes(32)).ticket(RUN, peer_of(public(2)), MEMBER, NOW_S, None)
-        server = await swarm.server(1)
-        with pytest.raises(ConnectionError, match="not one of this run's owner"):
-            await asked(swarm.network(2, ticket or b""), server, "gossip/0")
-        assert await asked(swarm.network(3, member(3)), server, "gossip/0") == "hello"
+@run_by(played, gives=1)
+async def test_an_invitation_is_for_whoever_shows_it_first(swarm: Swarm) -> None:
+    link = grant(key(0), RUN, MEMBER | Right.ONCE, NOW_S + 999, public(8))
+    invitation = InviteCredential((link,), (8).to_bytes(32))
 
-    played(play, rule="listed")
+    def holder(number: int, rights: Right) -> PeerNetwork:
+        ticket = invitation.ticket(RUN, peer_of(public(number)), rights, NOW_S, None)
+        return swarm.network(number, ticket or b"")
+
+    looker, first, second = holder(4, Right.LOOK), holder(2, MEMBER), holder(3, MEMBER)
+
+    server = await swarm.server(1)
+    assert await asked(looker, server, "run") == "hello"
+    assert await asked(first, server, "gossip/0") == "hello"
+    with pytest.raises(ConnectionError, match="used by somebody else"):
+        await asked(second, server, "gossip/0")
+    assert await asked(holder(5, Right.LOOK), server, "run") == "hello"
+    # Revoked, it ends for all who came by it.
+    swarm.states[server.peer_id].take_revocations(revoked(1, 8))
+    for network in (first, looker):
+        with pytest.raises(ConnectionError, match="shut it out"):
+            await asked(network, server, "run")
+
+
+@run_by(played, gives=1, rule="listed")
+async def test_a_listed_run_takes_no_invitations(swarm: Swarm) -> None:
+    link = grant(key(0), RUN, MEMBER | Right.ONCE, NOW_S + 999, public(8))
+    ticket = InviteCredential((link,), (8).to_bytes(32)).ticket(RUN, peer_of(public(2)), MEMBER, NOW_S, None)
+    server = await swarm.server(1)
+    with pytest.raises(ConnectionError, match="not one of this run's owner"):
+        await asked(swarm.network(2, ticket or b""), server, "gossip/0")
+    assert await asked(swarm.network(3, member(3)), server, "gossip/0") == "hello"

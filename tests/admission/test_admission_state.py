@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import pytest
 from admission_keys import NOW_S, OWNER, RUN, key, member, public
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.admission.admission_state import MOST_LOOKERS, MOST_SHOWN, AdmissionState, stamped, unstamped
+from noloco_node.admission import admission_state
+from noloco_node.admission.admission_state import (
+    MOST_LOOKERS,
+    MOST_SHOWN,
+    AdmissionState,
+    addressed,
+    stamped,
+    told,
+    unstamped,
+)
 from noloco_node.admission.ticket import (
     MEMBER,
     MOST_REVOKED,
@@ -122,3 +132,25 @@ def test_no_bytes_of_a_stranger_are_a_record_to_keep(raw: bytes, peer: str) -> N
     assert unstamped(stamped(b"ticket", raw)) == (b"ticket", raw)
     assert state.accepts(peer, list_of(1, 1))
     assert AdmissionState(RUN, lambda: NOW_S).accepts(peer, raw)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "said"),
+    [
+        (admission_state.NO_TICKET, "you have shown no ticket"),
+        (admission_state.EXPIRED, "your ticket has expired"),
+        (admission_state.SHUT_OUT, "the owner of the run has shut you out"),
+        (admission_state.FOREIGN, "your ticket is not one of this run's owner"),
+        ("its ticket does not let it train", "your ticket does not let you train"),
+    ],
+)
+def test_a_refusal_is_said_to_us(refusal: str, said: str) -> None:
+    assert addressed(refusal) == said
+    assert addressed(said) == said
+    assert told([refusal, refusal]) == f"the bootstrap peer says: {said}"
+
+
+@given(st.text())
+def test_whatever_a_stranger_says_is_one_short_line_that_moves_no_cursor(text: str) -> None:
+    assert addressed(text).isprintable()
+    assert len(addressed(text)) <= 1000

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from admission_keys import admitted, key
+from coroutine_tests import run_main
 from limits import LAST_RESORT_S, PATIENT
 
 from noloco_node.admission.admission_state import AdmissionState
@@ -102,75 +103,71 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     asyncio.run(limited())
 
 
-def test_whoever_only_knows_an_address_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with opened() as whole:
-            server, _ = let_in(whole, Clock())
-            await serve(server)
-            (door,) = await whole.addresses()
-            names = whole._context.exchange.secret.prefix + " ".join(whole._switchboard.topics)
-            assert RECIPE.digest not in names
-            assert RECIPE.run.name not in names.split("/")
-            with pytest.raises(UserError, match="takes part in this run") as caught:
-                async with opened(door, run="a guess"):
-                    pass
-            assert caught.value.code is Exit.OTHER_RUN
+@run_main(run)
+async def test_whoever_only_knows_an_address_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened() as whole:
+        server, _ = let_in(whole, Clock())
+        await serve(server)
+        (door,) = await whole.addresses()
+        names = whole._context.secret.prefix + " ".join(whole._switchboard.topics)
+        assert RECIPE.digest not in names
+        assert RECIPE.run.name not in names.split("/")
+        with pytest.raises(UserError, match="takes part in this run") as caught:
+            async with opened(door, run="a guess"):
+                pass
+        assert caught.value.code is Exit.OTHER_RUN
 
-            # One that has seen the names, as libp2p shows them, and calls by them.
-            class Imitation(RunSecret):
-                def __init__(self, run: str) -> None:
-                    super().__init__(run)
-                    self.prefix = RunSecret(RECIPE.digest).prefix
+        # One that has seen the names, as libp2p shows them, and calls by them.
+        class Imitation(RunSecret):
+            def __init__(self, run: str) -> None:
+                super().__init__(run)
+                self.prefix = RunSecret(RECIPE.digest).prefix
 
-            monkeypatch.setattr(libp2p_network, "RunSecret", Imitation)
-            async with opened(run="a guess") as stranger:
-                assert stranger._session is not None
-                await stranger._session.knock([parse_peer_address(door)])
-                await gets_nothing(stranger, whole.peer_id)
-                verdict = await command.dialled_back(stranger, [whole.peer_id], (4001,))
-                assert verdict == reachability.ReachVerdict(None, (), ())
-                assert (await Membership(stranger, RECIPE.digest, 2).peek()).stages == ((), ())
-            assert whole.statistics().get("conversations.answered", 0) == 0
-
-    run(main())
+        monkeypatch.setattr(libp2p_network, "RunSecret", Imitation)
+        async with opened(run="a guess") as stranger:
+            assert stranger._session is not None
+            await stranger._session.knock([parse_peer_address(door)])
+            await gets_nothing(stranger, whole.peer_id)
+            verdict = await command.dialled_back(stranger, [whole.peer_id], (4001,))
+            assert verdict == reachability.ReachVerdict(None, (), ())
+            assert (await Membership(stranger, RECIPE.digest, 2).peek()).stages == ((), ())
+        assert whole.statistics().get("conversations.answered", 0) == 0
 
 
-def test_whoever_knows_the_run_and_has_no_ticket_or_no_longer_one_is_out() -> None:
-    async def main() -> None:
-        clock = Clock()
-        async with opened() as first:
-            server, known = let_in(first, clock)
-            roster = await serve(server)
-            (door,) = await first.addresses()
-            async with opened(door) as second, opened(door) as third, opened(door) as stranger:
-                await gets_nothing(stranger, first.peer_id)
-                guest = Membership(stranger, RECIPE.digest, RECIPE.run.pipeline.stages)
-                await guest.claim(PeerRecord(peer=stranger.peer_id, stage=0, state=PeerState.TRAINING))
+@run_main(run)
+async def test_whoever_knows_the_run_and_has_no_ticket_or_no_longer_one_is_out() -> None:
+    clock = Clock()
+    async with opened() as first:
+        server, known = let_in(first, clock)
+        roster = await serve(server)
+        (door,) = await first.addresses()
+        async with opened(door) as second, opened(door) as third, opened(door) as stranger:
+            await gets_nothing(stranger, first.peer_id)
+            guest = Membership(stranger, RECIPE.digest, RECIPE.run.pipeline.stages)
+            await guest.claim(PeerRecord(peer=stranger.peer_id, stage=0, state=PeerState.TRAINING))
 
-                (short, _), (member, state) = let_in(second, clock, until_s=600.0), let_in(third, clock)
-                for network in (short, member):
-                    assert (await fetch(network, [first.peer_id], RECIPE.digest)).text == RECIPE.text
-                    await serve(network)
-                there = {record.peer for record in (await roster.peek()).stages[1]}
-                assert there == {first.peer_id, second.peer_id, third.peer_id}
-                assert roster.roster.stages[0] == ()
+            (short, _), (member, state) = let_in(second, clock, until_s=600.0), let_in(third, clock)
+            for network in (short, member):
+                assert (await fetch(network, [first.peer_id], RECIPE.digest)).text == RECIPE.text
+                await serve(network)
+            there = {record.peer for record in (await roster.peek()).stages[1]}
+            assert there == {first.peer_id, second.peer_id, third.peer_id}
+            assert roster.roster.stages[0] == ()
 
-                # The owner's list, told to one of them, reaches the other with the roster.
-                subject = key_of(third.peer_id) or b""
-                raw = encode_list(signed_list(key(0), RECIPE.digest, 1, {subject: int(clock() + 9999)}))
-                assert known.take_revocations(raw)
-                await roster.peek()
-                await gets_nothing(member, first.peer_id)
-                with pytest.raises(UserError, match="does not let us in") as caught:
-                    await member.read_all(["anything"])
-                assert caught.value.code is Exit.NOT_ADMITTED
-                assert state.raw_revocations == raw
+            # The owner's list, told to one of them, reaches the other with the roster.
+            subject = key_of(third.peer_id) or b""
+            raw = encode_list(signed_list(key(0), RECIPE.digest, 1, {subject: int(clock() + 9999)}))
+            assert known.take_revocations(raw)
+            await roster.peek()
+            await gets_nothing(member, first.peer_id)
+            with pytest.raises(UserError, match="does not let us in") as caught:
+                await member.read_all(["anything"])
+            assert caught.value.code is Exit.NOT_ADMITTED
+            assert state.raw_revocations == raw
 
-                assert (await fetch(short, [first.peer_id], RECIPE.digest)).text == RECIPE.text
-                clock.ahead_s = 601.0
-                with pytest.raises(UserError, match="does not let us in"):
-                    await fetch(short, [first.peer_id], RECIPE.digest)
-                with pytest.raises(UserError, match="does not let us in"):
-                    await short.read_all(["anything"])
-
-    run(main())
+            assert (await fetch(short, [first.peer_id], RECIPE.digest)).text == RECIPE.text
+            clock.ahead_s = 601.0
+            with pytest.raises(UserError, match="does not let us in"):
+                await fetch(short, [first.peer_id], RECIPE.digest)
+            with pytest.raises(UserError, match="does not let us in"):
+                await short.read_all(["anything"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from admission_keys import NOW_S, OWNER, admitted, key, public
+from coroutine_tests import run_main
 from memory_swarms import Peer, recipe, until
 
 from noloco_node.admission import ticket_service
@@ -49,30 +50,28 @@ class AdmittedHub:
         return admitted(self.hub.network(peer), state, ticket)
 
 
-def test_a_swarm_of_members_trains_and_goes_on_without_who_is_shut_out() -> None:
-    async def main() -> None:
-        hub: Any = AdmittedHub()
-        peers = [Peer(hub, RECIPE, peer_of(public(number + 1)), number // 2, job_s=0.5) for number in range(4)]
-        victim, others = peers[3], peers[:3]
-        await until(lambda: all(len(peer.of(events.InnerStep)) > 5 for peer in peers))
-        begun_s = asyncio.get_running_loop().time()
-        raw = encode_list(signed_list(key(0), RECIPE.digest, 1, {public(4): NOW_S + 10**6}))
-        assert hub.states[peers[0].name].take_revocations(raw)
-        await asyncio.wait([victim.task])
-        assert asyncio.get_running_loop().time() - begun_s < REFRESHES_S
-        trouble = user_error_of(victim.task.exception())
-        assert trouble is not None
-        assert trouble.code is Exit.NOT_ADMITTED
-        await asyncio.sleep(REFRESHES_S)
-        assert all(state.revocations is not None for state in hub.states.values())
-        await until(lambda: len(others[0].node.roster.stages[1]) == 1, 60.0 - REFRESHES_S)
-        before = {peer.name: len(peer.of(events.InnerStep)) for peer in others}
-        await until(lambda: all(len(peer.of(events.InnerStep)) > before[peer.name] for peer in others))
-        for peer in others:
-            peer.leave.set()
-        await asyncio.gather(*(peer.task for peer in others))
-
-    run(main())
+@run_main(run)
+async def test_a_swarm_of_members_trains_and_goes_on_without_who_is_shut_out() -> None:
+    hub: Any = AdmittedHub()
+    peers = [Peer(hub, RECIPE, peer_of(public(number + 1)), number // 2, job_s=0.5) for number in range(4)]
+    victim, others = peers[3], peers[:3]
+    await until(lambda: all(len(peer.of(events.InnerStep)) > 5 for peer in peers))
+    begun_s = asyncio.get_running_loop().time()
+    raw = encode_list(signed_list(key(0), RECIPE.digest, 1, {public(4): NOW_S + 10**6}))
+    assert hub.states[peers[0].name].take_revocations(raw)
+    await asyncio.wait([victim.task])
+    assert asyncio.get_running_loop().time() - begun_s < REFRESHES_S
+    trouble = user_error_of(victim.task.exception())
+    assert trouble is not None
+    assert trouble.code is Exit.NOT_ADMITTED
+    await asyncio.sleep(REFRESHES_S)
+    assert all(state.revocations is not None for state in hub.states.values())
+    await until(lambda: len(others[0].node.roster.stages[1]) == 1, 60.0 - REFRESHES_S)
+    before = {peer.name: len(peer.of(events.InnerStep)) for peer in others}
+    await until(lambda: all(len(peer.of(events.InnerStep)) > before[peer.name] for peer in others))
+    for peer in others:
+        peer.leave.set()
+    await asyncio.gather(*(peer.task for peer in others))
 
 
 class Renewed:

@@ -24,6 +24,7 @@ import psutil
 import pytest
 import torch
 import uvloop
+from coroutine_tests import run_main
 from handlers import echo
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -257,21 +258,19 @@ def test_conversations_end_as_they_should(loop: Any) -> None:
     run(main(), loop)
 
 
-def test_beats_keep_a_long_silence_alive() -> None:
-    async def main() -> None:
-        async with pair(QUICK) as (one, _, other, _):
+@run_main(run)
+async def test_beats_keep_a_long_silence_alive() -> None:
+    async with pair(QUICK) as (one, _, other, _):
 
-            async def think(conversation: Conversation) -> None:
-                await conversation.receive()
-                await asyncio.sleep(1.5 * SILENCE_S)
-                await conversation.send(Ask(text="done"))
+        async def think(conversation: Conversation) -> None:
+            await conversation.receive()
+            await asyncio.sleep(1.5 * SILENCE_S)
+            await conversation.send(Ask(text="done"))
 
-            await other.serve("think", SMALL, think)
-            async with one.talk(other.peer_id, "think", SMALL) as conversation:
-                await conversation.send(Ask(text="think"))
-                assert await conversation.receive() == Ask(text="done")
-
-    run(main())
+        await other.serve("think", SMALL, think)
+        async with one.talk(other.peer_id, "think", SMALL) as conversation:
+            await conversation.send(Ask(text="think"))
+            assert await conversation.receive() == Ask(text="done")
 
 
 @on_both_loops
@@ -357,22 +356,20 @@ def test_a_topic_may_be_served_by_another_handler_later() -> None:
     run(main())
 
 
-def test_daemons_that_die_again_and_again_are_given_up() -> None:
-    async def main() -> None:
-        async with peer() as (one, _):
-            cast(Any, one)._deaths.extend([asyncio.get_running_loop().time()] * 10)
-            (daemon,) = p2pds()
-            os.kill(daemon, signal.SIGKILL)
-            with pytest.raises(UserError, match="again and again") as trouble:
-                await one.wait_daemon()
-            assert trouble.value.code is Exit.DAEMON
-            # Nothing hangs.
-            assert not await one.publish("key", "me", b"x", RECORD_S)
-            await fails(lambda: one.read("key"), ConnectionResetError, "our own libp2p daemon")
-            assert await one.read_all(["key", "another"]) == [None, None]
-            await fails(one.talk(NOBODY, "x", SMALL).__aenter__, ConnectionResetError, "our own libp2p daemon")
-
-    run(main())
+@run_main(run)
+async def test_daemons_that_die_again_and_again_are_given_up() -> None:
+    async with peer() as (one, _):
+        cast(Any, one)._deaths.extend([asyncio.get_running_loop().time()] * 10)
+        (daemon,) = p2pds()
+        os.kill(daemon, signal.SIGKILL)
+        with pytest.raises(UserError, match="again and again") as trouble:
+            await one.wait_daemon()
+        assert trouble.value.code is Exit.DAEMON
+        # Nothing hangs.
+        assert not await one.publish("key", "me", b"x", RECORD_S)
+        await fails(lambda: one.read("key"), ConnectionResetError, "our own libp2p daemon")
+        assert await one.read_all(["key", "another"]) == [None, None]
+        await fails(one.talk(NOBODY, "x", SMALL).__aenter__, ConnectionResetError, "our own libp2p daemon")
 
 
 @settings(deadline=None)
@@ -392,43 +389,39 @@ def test_a_daemon_is_started_again_at_once_then_ever_later_then_never(deaths: li
         assert sooner <= wait
 
 
-def test_a_silent_peer_is_given_up_on_both_sides() -> None:
-    async def main() -> None:
-        async with pair(QUICK) as (one, _, other, other_daemon):
-            work = Work()
-            await other.serve("work", SMALL, work)
-            async with one.talk(other.peer_id, "work", SMALL) as conversation:
-                await conversation.send(Ask(text="work"))
-                await work.begun.wait()
-                os.kill(other_daemon, signal.SIGSTOP)
-                try:
-                    await fails(conversation.receive, ConnectionAbortedError, r"was silent for 3\.0 s")
-                    await work.ended.wait()
-                finally:
-                    os.kill(other_daemon, signal.SIGCONT)
-
-    run(main())
+@run_main(run)
+async def test_a_silent_peer_is_given_up_on_both_sides() -> None:
+    async with pair(QUICK) as (one, _, other, other_daemon):
+        work = Work()
+        await other.serve("work", SMALL, work)
+        async with one.talk(other.peer_id, "work", SMALL) as conversation:
+            await conversation.send(Ask(text="work"))
+            await work.begun.wait()
+            os.kill(other_daemon, signal.SIGSTOP)
+            try:
+                await fails(conversation.receive, ConnectionAbortedError, r"was silent for 3\.0 s")
+                await work.ended.wait()
+            finally:
+                os.kill(other_daemon, signal.SIGCONT)
 
 
-def test_records_are_found_by_others_and_expire() -> None:
-    async def main() -> None:
-        async with pair() as (one, _, other, _):
-            assert await one.read("run/stage/0") == {}
-            assert await one.publish("run/stage/0", one.peer_id, b"first", RECORD_S)
-            found, lifetime_s = await one.read("run/stage/0"), 1.0
-            while other.peer_id not in found:  # a busy machine may come too late for a short life
-                assert await other.publish("run/stage/0", other.peer_id, b"short", lifetime_s)
-                found, lifetime_s = await one.read("run/stage/0"), 2 * lifetime_s
-            assert found == {one.peer_id: b"first", other.peer_id: b"short"}
-            assert await one.publish("run/stage/0", one.peer_id, b"second", RECORD_S + 1.0)
-            while other.peer_id in found:
-                found = await other.read("run/stage/0")
-            assert found == {one.peer_id: b"second"}
-            for size, lifetime_s in ((20_000, 10.0), (10, 1e6)):
-                with pytest.raises(ValueError, match="more than the DHT takes"):
-                    await one.publish("key", "me", b"x" * size, lifetime_s)
-
-    run(main())
+@run_main(run)
+async def test_records_are_found_by_others_and_expire() -> None:
+    async with pair() as (one, _, other, _):
+        assert await one.read("run/stage/0") == {}
+        assert await one.publish("run/stage/0", one.peer_id, b"first", RECORD_S)
+        found, lifetime_s = await one.read("run/stage/0"), 1.0
+        while other.peer_id not in found:  # a busy machine may come too late for a short life
+            assert await other.publish("run/stage/0", other.peer_id, b"short", lifetime_s)
+            found, lifetime_s = await one.read("run/stage/0"), 2 * lifetime_s
+        assert found == {one.peer_id: b"first", other.peer_id: b"short"}
+        assert await one.publish("run/stage/0", one.peer_id, b"second", RECORD_S + 1.0)
+        while other.peer_id in found:
+            found = await other.read("run/stage/0")
+        assert found == {one.peer_id: b"second"}
+        for size, lifetime_s in ((20_000, 10.0), (10, 1e6)):
+            with pytest.raises(ValueError, match="more than the DHT takes"):
+                await one.publish("key", "me", b"x" * size, lifetime_s)
 
 
 def test_whom_the_dht_has_forgotten_it_meets_again_though_connections_outlasted_it(
@@ -491,20 +484,18 @@ def test_each_trouble_at_the_start_is_told_from_the_others() -> None:
     assert trouble_of("/ip4/127.0.0.1/tcp/1").code is Exit.CONFIG
 
 
-def test_a_wrong_peer_id_is_named_and_one_good_address_is_enough() -> None:
-    async def main() -> None:
-        async with peer() as (one, _):
-            (good,) = await one.addresses()
-            wrong = good.replace(one.peer_id, NOBODY)
-            with pytest.raises(UserError, match=f"another peer answers there: {one.peer_id}") as trouble:
-                async with peer(wrong):
-                    pytest.fail("it started")
-            assert trouble.value.code is Exit.UNREACHABLE
-            async with peer(wrong, "/ip4/127.0.0.1/tcp/1/p2p/" + NOBODY, good) as (other, _):
-                assert await other.publish("key", other.peer_id, b"x", RECORD_S)
-                assert await one.read("key") == {other.peer_id: b"x"}
-
-    run(main())
+@run_main(run)
+async def test_a_wrong_peer_id_is_named_and_one_good_address_is_enough() -> None:
+    async with peer() as (one, _):
+        (good,) = await one.addresses()
+        wrong = good.replace(one.peer_id, NOBODY)
+        with pytest.raises(UserError, match=f"another peer answers there: {one.peer_id}") as trouble:
+            async with peer(wrong):
+                pytest.fail("it started")
+        assert trouble.value.code is Exit.UNREACHABLE
+        async with peer(wrong, "/ip4/127.0.0.1/tcp/1/p2p/" + NOBODY, good) as (other, _):
+            assert await other.publish("key", other.peer_id, b"x", RECORD_S)
+            assert await one.read("key") == {other.peer_id: b"x"}
 
 
 def test_an_identity_survives_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
@@ -522,23 +513,21 @@ def test_an_identity_survives_and_a_damaged_one_is_refused(tmp_path: Path) -> No
     assert trouble_of(identity=tmp_path / "absent" / "identity").code is Exit.STORAGE
 
 
-def test_a_copied_identity_is_noticed_at_the_start(tmp_path: Path) -> None:
-    async def main() -> None:
-        identity, copy = tmp_path / "identity", tmp_path / "copy"
-        async with peer() as (boot, _):
-            door = await boot.addresses()
-            async with peer(*door, identity=identity) as (original, _):
-                copy.write_bytes(identity.read_bytes())
-                with pytest.raises(UserError, match="identity of this one") as trouble:
-                    async with peer(*door, identity=copy):
-                        pytest.fail("it started")
-                assert trouble.value.code is Exit.HOME_IN_USE
-                assert original.peer_id in trouble.value.why
-            # Once the original is gone, the identity is free.
-            async with peer(*door, identity=copy) as (heir, _):
-                assert heir.peer_id == original.peer_id
-
-    run(main())
+@run_main(run)
+async def test_a_copied_identity_is_noticed_at_the_start(tmp_path: Path) -> None:
+    identity, copy = tmp_path / "identity", tmp_path / "copy"
+    async with peer() as (boot, _):
+        door = await boot.addresses()
+        async with peer(*door, identity=identity) as (original, _):
+            copy.write_bytes(identity.read_bytes())
+            with pytest.raises(UserError, match="identity of this one") as trouble:
+                async with peer(*door, identity=copy):
+                    pytest.fail("it started")
+            assert trouble.value.code is Exit.HOME_IN_USE
+            assert original.peer_id in trouble.value.why
+        # Once the original is gone, the identity is free.
+        async with peer(*door, identity=copy) as (heir, _):
+            assert heir.peer_id == original.peer_id
 
 
 def test_whoever_asks_is_dialled_back_and_told_of_relays(tmp_path: Path) -> None:
@@ -577,36 +566,31 @@ def test_whoever_asks_is_dialled_back_and_told_of_relays(tmp_path: Path) -> None
     run(main())
 
 
-def test_every_relay_grants_what_it_was_told_to(tmp_path: Path) -> None:
-    # p2pd gives every few of them limits that end a circuit after 128 KiB.
-    async def main() -> None:
-        async with peer(listen=("/ip4/0.0.0.0/tcp/0",), reach=Reachability.OPEN) as (boot, _):
-            async with boot.relaying([tmp_path / f"{number}.key" for number in range(6)]) as relays:
-                for relay in relays:
-                    assert await boot._granted([parse_peer_address(relay)]) == Grant(RELAY_TIME_S, RELAY_DATA_BYTES)
-                with pytest.raises(UserError, match="reached"):
-                    await boot._granted([PeerAddress("/ip4/127.0.0.1/tcp/1", NOBODY)])
-            async with peer(*await boot.addresses()) as (other, _):
-                own = [parse_peer_address(text) for text in await other.addresses()]
-                assert (await boot._granted(own)).data_bytes > 0
-
-    run(main())
+@run_main(run)
+async def test_every_relay_grants_what_it_was_told_to(tmp_path: Path) -> None:
+    async with peer(listen=("/ip4/0.0.0.0/tcp/0",), reach=Reachability.OPEN) as (boot, _):
+        async with boot.relaying([tmp_path / f"{number}.key" for number in range(6)]) as relays:
+            for relay in relays:
+                assert await boot._granted([parse_peer_address(relay)]) == Grant(RELAY_TIME_S, RELAY_DATA_BYTES)
+            with pytest.raises(UserError, match="reached"):
+                await boot._granted([PeerAddress("/ip4/127.0.0.1/tcp/1", NOBODY)])
+        async with peer(*await boot.addresses()) as (other, _):
+            own = [parse_peer_address(text) for text in await other.addresses()]
+            assert (await boot._granted(own)).data_bytes > 0
 
 
 @pytest.mark.parametrize("listen", ["/ip6/::1/tcp/0", "/ip4/127.0.0.1/udp/0/quic-v1", "/ip6/::1/udp/0/quic-v1"])
-def test_peers_converse_over_ipv6_and_over_quic(listen: str) -> None:
-    async def main() -> None:
-        async with peer(listen=(listen,)) as (one, _):
-            (address,) = await one.addresses()
-            assert address.startswith(listen.split("0/quic")[0].removesuffix("0"))
-            async with peer(address, listen=(listen,)) as (other, _):
-                await other.serve("bulk", LARGE, echo)
-                numbers = torch.randn(BIG)
-                async with one.talk(other.peer_id, "bulk", LARGE) as conversation:
-                    await conversation.send(Bulk(numbers=numbers))
-                    assert torch.equal((await conversation.receive()).numbers, numbers)
-
-    run(main())
+@run_main(run)
+async def test_peers_converse_over_ipv6_and_over_quic(listen: str) -> None:
+    async with peer(listen=(listen,)) as (one, _):
+        (address,) = await one.addresses()
+        assert address.startswith(listen.split("0/quic")[0].removesuffix("0"))
+        async with peer(address, listen=(listen,)) as (other, _):
+            await other.serve("bulk", LARGE, echo)
+            numbers = torch.randn(BIG)
+            async with one.talk(other.peer_id, "bulk", LARGE) as conversation:
+                await conversation.send(Bulk(numbers=numbers))
+                assert torch.equal((await conversation.receive()).numbers, numbers)
 
 
 def test_directories_of_dead_processes_are_swept_away_and_no_others(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from coroutine_tests import run_main
 from limits import PATIENT
 
 from noloco_node.errors import Exit, UserError
@@ -64,27 +65,23 @@ async def answer(conversation: Conversation) -> None:
         (ConnectionRefusedError("told already"), False, True),
     ],
 )
-def test_a_daemon_that_cannot_be_told_ends_the_node_with_its_code(
+@run_main(run)
+async def test_a_daemon_that_cannot_be_told_ends_the_node_with_its_code(
     fails: ConnectionError | None, dead: bool, heard: bool
 ) -> None:
-    async def main() -> None:
-        async with network(Daemon(fails, dead=dead)) as made:
-            if not heard:
-                await made.serve("topic", SCHEMA, answer)
-                return
-            with pytest.raises(UserError) as caught:
-                await made.serve("topic", SCHEMA, answer)
-            assert caught.value.code is Exit.DAEMON
-            assert caught.value.why == str(fails)
-
-    run(main())
+    async with network(Daemon(fails, dead=dead)) as made:
+        if not heard:
+            await made.serve("topic", SCHEMA, answer)
+            return
+        with pytest.raises(UserError) as caught:
+            await made.serve("topic", SCHEMA, answer)
+        assert caught.value.code is Exit.DAEMON
+        assert caught.value.why == str(fails)
 
 
-def test_so_does_a_daemon_that_does_not_come_back() -> None:
-    async def main() -> None:
-        async with network(None) as made:
-            with pytest.raises(UserError) as caught:
-                await made.serve("topic", SCHEMA, answer)
-            assert caught.value.code is Exit.DAEMON
-
-    run(main())
+@run_main(run)
+async def test_so_does_a_daemon_that_does_not_come_back() -> None:
+    async with network(None) as made:
+        with pytest.raises(UserError) as caught:
+            await made.serve("topic", SCHEMA, answer)
+        assert caught.value.code is Exit.DAEMON

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from coroutine_tests import run_main
 from limits import LAST_RESORT_S, PATIENT, RECORD_S
 
 from noloco_node.libp2p.network import Libp2pNetwork
@@ -91,19 +92,16 @@ def only_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     shutil.rmtree(temporary)
 
 
-def test_stock_hivemind_gets_nothing_of_a_run_whose_address_it_knows() -> None:
+@run_main(run)
+async def test_stock_hivemind_gets_nothing_of_a_run_whose_address_it_knows() -> None:
     """Else it would be a neighbour, and be given others' records to keep."""
-
-    async def main() -> None:
-        async with ours() as first:
-            (door,) = await first.addresses()
-            async with stock("--initial_peers", door) as (output, process), ours(door) as second:
-                await said(output, "(bootstrap failed)")
-                await process.wait()
-                assert await first.publish("run/stage/0", first.peer_id, b"first", RECORD_S)
-                assert await second.publish("run/stage/0", second.peer_id, b"second", RECORD_S)
-                everything = {first.peer_id: b"first", second.peer_id: b"second"}
-                assert await first.read("run/stage/0") == everything
-                assert await second.read("run/stage/0") == everything
-
-    run(main())
+    async with ours() as first:
+        (door,) = await first.addresses()
+        async with stock("--initial_peers", door) as (output, process), ours(door) as second:
+            await said(output, "(bootstrap failed)")
+            await process.wait()
+            assert await first.publish("run/stage/0", first.peer_id, b"first", RECORD_S)
+            assert await second.publish("run/stage/0", second.peer_id, b"second", RECORD_S)
+            everything = {first.peer_id: b"first", second.peer_id: b"second"}
+            assert await first.read("run/stage/0") == everything
+            assert await second.read("run/stage/0") == everything

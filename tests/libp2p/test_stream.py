@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from coroutine_tests import run_by
 from handlers import Work, echo, now
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -173,29 +174,25 @@ def scene(handler: Handler, play: Callable[[Line], Awaitable[None]], **settings:
     run(main())
 
 
-def test_a_slow_link_is_not_a_silent_peer() -> None:
-    async def play(line: Line) -> None:
-        stream, numbers = line.call(), torch.randn(BIG)
-        await stream.send(Bulk(numbers=numbers))
-        reply = await stream.receive()
-        assert torch.equal(reply.numbers, numbers)
-        assert now() > 3 * PATIENCE.silence_s
-
-    scene(echo, play, rate=1e5)
+@run_by(scene, echo, gives=1, rate=100000.0)
+async def test_a_slow_link_is_not_a_silent_peer(line: Line) -> None:
+    stream, numbers = line.call(), torch.randn(BIG)
+    await stream.send(Bulk(numbers=numbers))
+    reply = await stream.receive()
+    assert torch.equal(reply.numbers, numbers)
+    assert now() > 3 * PATIENCE.silence_s
 
 
-def test_beats_behind_the_bulk_of_another_stream_accuse_nobody() -> None:
-    async def play(line: Line) -> None:
-        quiet, busy = line.call(), line.call()
-        await quiet.send(Ask(text="work"))
-        line.cut(0, 1)  # the link of the quiet stream carries nothing for a while, the busy one all the time
-        await busy.send(Bulk(numbers=torch.zeros(BIG)))
-        assert now() > 1.5 * PATIENCE.silence_s
-        line.pipes[0].cut = line.pipes[1].cut = False
-        await quiet.send(Ask(text="again"))
-        assert (await quiet.receive()).text == "work"
-
-    scene(echo, play, rate=1e5)
+@run_by(scene, echo, gives=1, rate=100000.0)
+async def test_beats_behind_the_bulk_of_another_stream_accuse_nobody(line: Line) -> None:
+    quiet, busy = line.call(), line.call()
+    await quiet.send(Ask(text="work"))
+    line.cut(0, 1)  # the link of the quiet stream carries nothing for a while, the busy one all the time
+    await busy.send(Bulk(numbers=torch.zeros(BIG)))
+    assert now() > 1.5 * PATIENCE.silence_s
+    line.pipes[0].cut = line.pipes[1].cut = False
+    await quiet.send(Ask(text="again"))
+    assert (await quiet.receive()).text == "work"
 
 
 def test_silence_is_noticed_in_time_by_both_and_cancels_the_work() -> None:
@@ -243,26 +240,23 @@ def test_a_line_that_stutters_is_borne_with_and_its_end_is_noticed_all_the_same(
     scene(work, play)
 
 
-def test_a_program_that_hangs_is_noticed_however_often_it_is_called() -> None:
+@run_by(scene, echo, gives=1)
+async def test_a_program_that_hangs_is_noticed_however_often_it_is_called(line: Line) -> None:
     """Its daemon goes on opening streams."""
-
-    async def play(line: Line) -> None:
-        first = line.call()
-        await first.send(Ask(text="work"))
-        assert (await first.receive()).text == "work"
-        await asyncio.sleep(30)
+    first = line.call()
+    await first.send(Ask(text="work"))
+    assert (await first.receive()).text == "work"
+    await asyncio.sleep(30)
+    line.cut()
+    begun = now()
+    receiving = asyncio.create_task(first.receive())
+    while not receiving.done():
+        line.call()
         line.cut()
-        begun = now()
-        receiving = asyncio.create_task(first.receive())
-        while not receiving.done():
-            line.call()
-            line.cut()
-            await asyncio.sleep(1)
-        with pytest.raises(ConnectionAbortedError, match="b was silent"):
-            receiving.result()
-        assert now() - begun <= PATIENCE.silence_s
-
-    scene(echo, play)
+        await asyncio.sleep(1)
+    with pytest.raises(ConnectionAbortedError, match="b was silent"):
+        receiving.result()
+    assert now() - begun <= PATIENCE.silence_s
 
 
 def test_whoever_has_ended_owes_no_beats_and_can_be_called_later() -> None:
@@ -284,29 +278,29 @@ def test_whoever_has_ended_owes_no_beats_and_can_be_called_later() -> None:
     scene(work, play)
 
 
-def test_what_is_known_of_a_line_outlives_its_streams_and_a_silence_that_was_none_is_learnt_from() -> None:
-    async def play(line: Line) -> None:
-        stream = line.call()
-        await stream.send(Ask(text="work"))
-        await asyncio.sleep(30)
-        stream.break_off(ConnectionResetError("enough"))
-        await asyncio.sleep(100)
-        # Known from the stream before: an even line, of which six seconds of silence are too much.
-        stream = line.call()
-        line.cut()
-        with pytest.raises(ConnectionAbortedError, match=r"silent for 5\.0 s"):
-            await stream.receive()
-        await asyncio.sleep(2)
-        # It is there again: so the silence was the line's.
-        stream = line.call()
-        await asyncio.sleep(2)
-        line.cut(-1, -2)
-        await asyncio.sleep(6)
-        line.pipes[-1].cut = line.pipes[-2].cut = False
-        await stream.send(Ask(text="still there?"))
-        assert (await stream.receive()).text == "still there?"
-
-    scene(echo, play)
+@run_by(scene, echo, gives=1)
+async def test_what_is_known_of_a_line_outlives_its_streams_and_a_silence_that_was_none_is_learnt_from(
+    line: Line,
+) -> None:
+    stream = line.call()
+    await stream.send(Ask(text="work"))
+    await asyncio.sleep(30)
+    stream.break_off(ConnectionResetError("enough"))
+    await asyncio.sleep(100)
+    # Known from the stream before: an even line, of which six seconds of silence are too much.
+    stream = line.call()
+    line.cut()
+    with pytest.raises(ConnectionAbortedError, match=r"silent for 5\.0 s"):
+        await stream.receive()
+    await asyncio.sleep(2)
+    # It is there again: so the silence was the line's.
+    stream = line.call()
+    await asyncio.sleep(2)
+    line.cut(-1, -2)
+    await asyncio.sleep(6)
+    line.pipes[-1].cut = line.pipes[-2].cut = False
+    await stream.send(Ask(text="still there?"))
+    assert (await stream.receive()).text == "still there?"
 
 
 MOMENTS = st.lists(st.floats(0.0, 100.0), max_size=60)
@@ -356,17 +350,15 @@ def test_the_lines_of_strangers_are_forgotten_but_never_those_in_use() -> None:
     assert (pulses.streams("kept"), pulses.streams("nobody")) == (2, 0)
 
 
-def test_who_was_busy_itself_accuses_nobody() -> None:
-    async def play(line: Line) -> None:
-        stream = line.call()
-        await stream.send(Ask(text="work"))
-        loop: Any = asyncio.get_running_loop()
-        loop.call_later(10.3, loop.jump, 10 * PATIENCE.silence_s)
-        await asyncio.sleep(200)
-        await stream.send(Ask(text="still there?"))
-        assert [(await stream.receive()).text for _ in range(2)] == ["work", "still there?"]
-
-    scene(echo, play)
+@run_by(scene, echo, gives=1)
+async def test_who_was_busy_itself_accuses_nobody(line: Line) -> None:
+    stream = line.call()
+    await stream.send(Ask(text="work"))
+    loop: Any = asyncio.get_running_loop()
+    loop.call_later(10.3, loop.jump, 10 * PATIENCE.silence_s)
+    await asyncio.sleep(200)
+    await stream.send(Ask(text="still there?"))
+    assert [(await stream.receive()).text for _ in range(2)] == ["work", "still there?"]
 
 
 def test_whoever_takes_no_bytes_is_given_up() -> None:
@@ -382,14 +374,12 @@ def test_whoever_takes_no_bytes_is_given_up() -> None:
     scene(Work(), play)
 
 
-def test_a_tensor_may_change_as_soon_as_it_is_sent() -> None:
-    async def play(line: Line) -> None:
-        stream, numbers = line.call(), torch.arange(float(BIG))
-        await stream.send(Bulk(numbers=numbers))
-        numbers.zero_()
-        assert torch.equal((await stream.receive()).numbers, torch.arange(float(BIG)))
-
-    scene(echo, play, rate=1e5)
+@run_by(scene, echo, gives=1, rate=100000.0)
+async def test_a_tensor_may_change_as_soon_as_it_is_sent(line: Line) -> None:
+    stream, numbers = line.call(), torch.arange(float(BIG))
+    await stream.send(Bulk(numbers=numbers))
+    numbers.zero_()
+    assert torch.equal((await stream.receive()).numbers, torch.arange(float(BIG)))
 
 
 @pytest.mark.parametrize("after_s", [0.05, 1.0, 9.0])
@@ -488,22 +478,20 @@ def test_a_handler_that_fails_is_told_to_the_caller_and_harms_no_other(caplog: p
     assert "a secret" in caplog.text
 
 
-def test_room_is_bounded_and_given_back() -> None:
-    async def play(line: Line) -> None:
-        streams = [line.call() for _ in range(3)]
-        for stream in streams[:2]:
-            await stream.send(Ask(text="hello"))
-        with pytest.raises(ConnectionResetError, match="busy with 2 conversations of yours"):
-            await streams[2].receive()
-        assert (await streams[0].receive()).text == "hello"
-        streams[0].break_off(ConnectionResetError("enough"))
-        await asyncio.sleep(1)
-        another = line.call()
-        await another.send(Ask(text="room?"))
-        assert (await another.receive()).text == "room?"
-        assert line.b.statistics()["conversations.busy"] == 1
-
-    scene(echo, play, capacity=Capacity(per_peer=2))
+@run_by(scene, echo, gives=1, capacity=Capacity(per_peer=2))
+async def test_room_is_bounded_and_given_back(line: Line) -> None:
+    streams = [line.call() for _ in range(3)]
+    for stream in streams[:2]:
+        await stream.send(Ask(text="hello"))
+    with pytest.raises(ConnectionResetError, match="busy with 2 conversations of yours"):
+        await streams[2].receive()
+    assert (await streams[0].receive()).text == "hello"
+    streams[0].break_off(ConnectionResetError("enough"))
+    await asyncio.sleep(1)
+    another = line.call()
+    await another.send(Ask(text="room?"))
+    assert (await another.receive()).text == "room?"
+    assert line.b.statistics()["conversations.busy"] == 1
 
 
 def test_a_stranger_to_the_schema_is_a_violation_on_both_sides() -> None:
@@ -541,18 +529,16 @@ def test_a_handler_that_waits_for_a_message_learns_that_it_was_a_violation() -> 
     scene(listen, play)
 
 
-def test_one_peer_cannot_take_the_room_of_all_by_streams_that_only_linger() -> None:
-    async def play(line: Line) -> None:
-        greedy = [line.call() for _ in range(10)]
-        assert line.b.statistics()["conversations.now"] == 4
-        for stream in greedy[4:]:
-            with pytest.raises(ConnectionResetError, match="broke"):
-                await stream.receive()
-        other = line.call("c")
-        await other.send(Ask(text="hello"))
-        assert (await other.receive()).text == "hello"
-
-    scene(echo, play, capacity=Capacity(conversations=4, per_peer=1))
+@run_by(scene, echo, gives=1, capacity=Capacity(conversations=4, per_peer=1))
+async def test_one_peer_cannot_take_the_room_of_all_by_streams_that_only_linger(line: Line) -> None:
+    greedy = [line.call() for _ in range(10)]
+    assert line.b.statistics()["conversations.now"] == 4
+    for stream in greedy[4:]:
+        with pytest.raises(ConnectionResetError, match="broke"):
+            await stream.receive()
+    other = line.call("c")
+    await other.send(Ask(text="hello"))
+    assert (await other.receive()).text == "hello"
 
 
 # What waits to be received.
@@ -595,60 +581,53 @@ def test_what_waits_to_be_received_is_bounded_whoever_sends_it(calls: list[tuple
     scene(deaf, play, capacity=Capacity(unread_bytes=most))
 
 
-def test_whoever_fills_the_room_makes_way_for_others() -> None:
-    async def play(line: Line) -> None:
-        greedy = [line.call() for _ in range(4)]
-        for stream in greedy:
-            await stream.send(Bulk(numbers=torch.ones(BIG)))
-        # Two of them are a peer's share; the oldest two had to go.
-        await asyncio.sleep(1)
-        for stream in greedy[:2]:
-            with pytest.raises(ConnectionResetError):
-                await stream.receive()
-        assert line.b.statistics()["unread.evicted"] == 2
-        other = line.call("c")
-        await other.send(Bulk(numbers=torch.ones(BIG)))
-        await asyncio.sleep(1)
-        await other.send(Ask(text="still there?"))
-        assert line.b.statistics()["unread.evicted"] == 2
-
-    scene(deaf, play, capacity=Capacity(unread_bytes=4_200_000))
-
-
-def test_there_is_room_for_the_messages_of_every_topic_whatever_the_bound() -> None:
-    async def play(line: Line) -> None:
-        idle = [line.call(name) for name in "aac"]
-        for stream in idle:
-            await stream.send(Ask(text="and then silence, but for beats"))
-            await stream.receive()
-        stream = line.call()
+@run_by(scene, deaf, gives=1, capacity=Capacity(unread_bytes=4200000))
+async def test_whoever_fills_the_room_makes_way_for_others(line: Line) -> None:
+    greedy = [line.call() for _ in range(4)]
+    for stream in greedy:
         await stream.send(Bulk(numbers=torch.ones(BIG)))
-        assert len((await stream.receive()).numbers) == BIG
-        assert line.b.statistics() | {"unread.bytes": 0, "unread.evicted": 0} == line.b.statistics()
+    # Two of them are a peer's share; the oldest two had to go.
+    await asyncio.sleep(1)
+    for stream in greedy[:2]:
+        with pytest.raises(ConnectionResetError):
+            await stream.receive()
+    assert line.b.statistics()["unread.evicted"] == 2
+    other = line.call("c")
+    await other.send(Bulk(numbers=torch.ones(BIG)))
+    await asyncio.sleep(1)
+    await other.send(Ask(text="still there?"))
+    assert line.b.statistics()["unread.evicted"] == 2
 
-    scene(echo, play, capacity=Capacity(unread_bytes=0), rate=1e5)
+
+@run_by(scene, echo, gives=1, capacity=Capacity(unread_bytes=0), rate=100000.0)
+async def test_there_is_room_for_the_messages_of_every_topic_whatever_the_bound(line: Line) -> None:
+    idle = [line.call(name) for name in "aac"]
+    for stream in idle:
+        await stream.send(Ask(text="and then silence, but for beats"))
+        await stream.receive()
+    stream = line.call()
+    await stream.send(Bulk(numbers=torch.ones(BIG)))
+    assert len((await stream.receive()).numbers) == BIG
+    assert line.b.statistics() | {"unread.bytes": 0, "unread.evicted": 0} == line.b.statistics()
 
 
-def test_what_came_with_the_end_of_its_stream_is_forgotten_with_it() -> None:
-    # uvloop may hand over a whole conversation at once, before the handler's task has begun.
-    async def play(line: Line) -> None:
-        for end in (wire.error("enough"), wire.end(), b"", b"\xff"):
-            called = StreamOpening(lambda transport, _: answered(line.b, transport, "a"))
-            pipe = Pipe(called, 1.0, [])
-            called.connection_made(pipe)
-            first = b"".join(map(bytes, wire.encode(Ask(text="hello"), SCHEMA)))
-            for content in (b"\0", first, end):
-                while content:
-                    room = pipe.protocol.get_buffer(-1)
-                    count = min(len(room), len(content))
-                    room[:count] = content[:count]
-                    content = content[count:]
-                    pipe.protocol.buffer_updated(count)
-            pipe.protocol.connection_lost(None)
-        await asyncio.sleep(1)
-        assert line.b.statistics()["unread.bytes"] == 0
-
-    scene(echo, play)
+@run_by(scene, echo, gives=1)
+async def test_what_came_with_the_end_of_its_stream_is_forgotten_with_it(line: Line) -> None:
+    for end in (wire.error("enough"), wire.end(), b"", b"\xff"):
+        called = StreamOpening(lambda transport, _: answered(line.b, transport, "a"))
+        pipe = Pipe(called, 1.0, [])
+        called.connection_made(pipe)
+        first = b"".join(map(bytes, wire.encode(Ask(text="hello"), SCHEMA)))
+        for content in (b"\0", first, end):
+            while content:
+                room = pipe.protocol.get_buffer(-1)
+                count = min(len(room), len(content))
+                room[:count] = content[:count]
+                content = content[count:]
+                pipe.protocol.buffer_updated(count)
+        pipe.protocol.connection_lost(None)
+    await asyncio.sleep(1)
+    assert line.b.statistics()["unread.bytes"] == 0
 
 
 def test_what_a_budget_holds_back_still_counts() -> None:
@@ -747,100 +726,86 @@ def test_what_is_paced_never_leaves_faster_than_the_rate(rate: float, count: int
     scene(take, play, rate=1e9, step_s=1e-4)
 
 
-def test_whoever_has_no_budget_writes_as_much_at_once_as_ever() -> None:
-    async def play(line: Line) -> None:
-        stream = line.call()
-        stream.limit(FairLimiter(None).pace(), None)
-        await stream.send(Bulk(numbers=torch.zeros(BIG)))
-        assert [size for _, size in line.written if size > 1000] == [4 * BIG]
-
-    scene(echo, play, rate=1e9)
+@run_by(scene, echo, gives=1, rate=1000000000.0)
+async def test_whoever_has_no_budget_writes_as_much_at_once_as_ever(line: Line) -> None:
+    stream = line.call()
+    stream.limit(FairLimiter(None).pace(), None)
+    await stream.send(Bulk(numbers=torch.zeros(BIG)))
+    assert [size for _, size in line.written if size > 1000] == [4 * BIG]
 
 
-def test_a_message_that_waits_for_its_turn_holds_up_no_beat_and_may_be_taken_back() -> None:
-    async def play(line: Line) -> None:
-        stream, never = line.call(), asyncio.Event()
+@run_by(scene, echo, gives=1)
+async def test_a_message_that_waits_for_its_turn_holds_up_no_beat_and_may_be_taken_back(line: Line) -> None:
+    stream, never = line.call(), asyncio.Event()
 
-        async def admit(size: int, message_bytes: int) -> None:
-            await never.wait()
+    async def admit(size: int, message_bytes: int) -> None:
+        await never.wait()
 
-        stream.limit(Pace(1000, admit), None)
-        sending = asyncio.create_task(stream.send(Bulk(numbers=torch.zeros(BIG))))
-        await asyncio.sleep(30)
-        assert sum(size == 13 for _, size in line.written) >= 25
-        sending.cancel()
-        await asyncio.wait([sending])
-        stream.limit(None, None)
+    stream.limit(Pace(1000, admit), None)
+    sending = asyncio.create_task(stream.send(Bulk(numbers=torch.zeros(BIG))))
+    await asyncio.sleep(30)
+    assert sum(size == 13 for _, size in line.written) >= 25
+    sending.cancel()
+    await asyncio.wait([sending])
+    stream.limit(None, None)
+    await stream.send(Ask(text="still there?"))
+    assert (await stream.receive()).text == "still there?"
+
+
+@run_by(scene, echo, gives=1)
+async def test_a_paced_message_that_is_cut_breaks_its_stream(line: Line) -> None:
+    stream, passed = line.call(), asyncio.Semaphore(5)
+
+    async def admit(size: int, message_bytes: int) -> None:
+        assert size <= 1000
+        assert message_bytes > 4 * BIG
+        await passed.acquire()
+
+    stream.limit(Pace(1000, admit), None)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1):
+            await stream.send(Bulk(numbers=torch.zeros(BIG)))
+    with pytest.raises(ConnectionResetError):
         await stream.send(Ask(text="still there?"))
-        assert (await stream.receive()).text == "still there?"
-
-    scene(echo, play)
 
 
-def test_a_paced_message_that_is_cut_breaks_its_stream() -> None:
-    async def play(line: Line) -> None:
-        stream, passed = line.call(), asyncio.Semaphore(5)
-
-        async def admit(size: int, message_bytes: int) -> None:
-            assert size <= 1000
-            assert message_bytes > 4 * BIG
-            await passed.acquire()
-
-        stream.limit(Pace(1000, admit), None)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1):
-                await stream.send(Bulk(numbers=torch.zeros(BIG)))
-        with pytest.raises(ConnectionResetError):
-            await stream.send(Ask(text="still there?"))
-
-    scene(echo, play)
+@run_by(scene, echo, gives=1)
+async def test_a_topic_that_nobody_serves_breaks_the_stream(line: Line) -> None:
+    del line.b._topics["work"]
+    stream = line.call()
+    with pytest.raises(ConnectionResetError, match="broke"):
+        await stream.receive()
 
 
-def test_a_topic_that_nobody_serves_breaks_the_stream() -> None:
-    async def play(line: Line) -> None:
-        del line.b._topics["work"]
-        stream = line.call()
+@run_by(scene, echo, gives=1, capacity=Capacity(conversations=2))
+async def test_streams_that_only_linger_are_bounded_too(line: Line) -> None:
+    streams = [line.call() for _ in range(12)]
+    assert line.b.statistics()["conversations.now"] == 8
+    for stream in streams[8:]:
         with pytest.raises(ConnectionResetError, match="broke"):
             await stream.receive()
 
-    scene(echo, play)
+
+@run_by(scene, echo, gives=1)
+async def test_whoever_calls_while_we_close_is_turned_away(line: Line) -> None:
+    line.b.close()
+    with pytest.raises(ConnectionResetError, match="broke"):
+        await line.call().receive()
 
 
-def test_streams_that_only_linger_are_bounded_too() -> None:
-    async def play(line: Line) -> None:
-        streams = [line.call() for _ in range(12)]
-        assert line.b.statistics()["conversations.now"] == 8
-        for stream in streams[8:]:
-            with pytest.raises(ConnectionResetError, match="broke"):
-                await stream.receive()
-
-    scene(echo, play, capacity=Capacity(conversations=2))
-
-
-def test_whoever_calls_while_we_close_is_turned_away() -> None:
-    async def play(line: Line) -> None:
-        line.b.close()
-        with pytest.raises(ConnectionResetError, match="broke"):
-            await line.call().receive()
-
-    scene(echo, play)
-
-
-def test_nothing_is_forgotten_after_many_conversations() -> None:
-    async def play(line: Line) -> None:
-        for number in range(50):
-            stream = line.call()
-            await stream.send(Ask(text=str(number)))
-            assert (await stream.receive()).text == str(number)
-            if number % 2:
-                stream.leave()
-            else:
-                stream.break_off(ConnectionResetError("enough"))
-        await asyncio.sleep(2)
-        for board in (line.a, line.b):
-            assert board.statistics()["conversations.now"] == 0
-            assert board.statistics()["unread.bytes"] == 0
-            assert not any(pulse.streams for pulse in board._liveness._peers.values())
-            assert not board._answering
-
-    scene(echo, play)
+@run_by(scene, echo, gives=1)
+async def test_nothing_is_forgotten_after_many_conversations(line: Line) -> None:
+    for number in range(50):
+        stream = line.call()
+        await stream.send(Ask(text=str(number)))
+        assert (await stream.receive()).text == str(number)
+        if number % 2:
+            stream.leave()
+        else:
+            stream.break_off(ConnectionResetError("enough"))
+    await asyncio.sleep(2)
+    for board in (line.a, line.b):
+        assert board.statistics()["conversations.now"] == 0
+        assert board.statistics()["unread.bytes"] == 0
+        assert not any(pulse.streams for pulse in board._liveness._peers.values())
+        assert not board._answering

@@ -15,6 +15,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 import torch
+from coroutine_tests import run_main
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S, PATIENT
@@ -659,22 +660,20 @@ def test_a_node_goes_with_the_hours_and_comes_back(tmp_path: Path) -> None:
     assert any("waiting until 2026-03-28 22:00" in line for line in said)
 
 
-def test_rounds_have_their_share_of_the_line_in_every_shift(tmp_path: Path) -> None:
-    async def main() -> None:
-        wall = Wall(datetime(2026, 11, 29, 12, 0, tzinfo=UTC))
-        ledger = TrafficLedger(tmp_path / "traffic.json", wall, lambda _: None)
-        sessions = Sessions(OwnerLimits(upload_bytes_per_s=1e6), ledger, wall, lambda _: None)
-        plain = SimNetwork().network("us")
-        for number in range(2):
-            async with sessions.session(plain, asyncio.Event()) as (network, _):
-                assert isinstance(network, HookedNetwork)
-                hook = sessions._hook
-                assert hook is not None
-                assert hook.up.round_share == (0.5, 0.3)[number]
-                sessions.share_with_rounds("gossip", 0.3)  # the run file is known only once the network is open
-                assert hook.up.round_share == hook.down.round_share == 0.3
-
-    run(main())
+@run_main(run)
+async def test_rounds_have_their_share_of_the_line_in_every_shift(tmp_path: Path) -> None:
+    wall = Wall(datetime(2026, 11, 29, 12, 0, tzinfo=UTC))
+    ledger = TrafficLedger(tmp_path / "traffic.json", wall, lambda _: None)
+    sessions = Sessions(OwnerLimits(upload_bytes_per_s=1e6), ledger, wall, lambda _: None)
+    plain = SimNetwork().network("us")
+    for number in range(2):
+        async with sessions.session(plain, asyncio.Event()) as (network, _):
+            assert isinstance(network, HookedNetwork)
+            hook = sessions._hook
+            assert hook is not None
+            assert hook.up.round_share == (0.5, 0.3)[number]
+            sessions.share_with_rounds("gossip", 0.3)  # the run file is known only once the network is open
+            assert hook.up.round_share == hook.down.round_share == 0.3
 
 
 def test_a_spent_cap_ends_the_shift_and_the_next_month_begins_another(tmp_path: Path) -> None:

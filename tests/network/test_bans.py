@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from coroutine_tests import run_main
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -97,80 +98,75 @@ def test_each_reason_to_shut_somebody_out_has_an_end_of_its_own(happens: list[tu
         assert both.left_s("x", now_s) == max(violations.left_s("x", now_s), quarantine_ends_s - now_s, 0.0)
 
 
-def test_a_hostile_peer_is_neither_served_nor_called_and_others_are() -> None:
-    async def main() -> None:
-        hub = SimNetwork()
-        served: list[str] = []
+@run_main(run)
+async def test_a_hostile_peer_is_neither_served_nor_called_and_others_are() -> None:
+    hub = SimNetwork()
+    served: list[str] = []
 
-        async def handler(conversation: Conversation) -> None:
-            served.append(conversation.peer)
-            if (await conversation.receive()).word == "bad":
-                raise Violation("a bad word")
-            await conversation.send(Word("yes"))
+    async def handler(conversation: Conversation) -> None:
+        served.append(conversation.peer)
+        if (await conversation.receive()).word == "bad":
+            raise Violation("a bad word")
+        await conversation.send(Word("yes"))
 
-        victim = HookedNetwork(hub.network("victim"), BanHook())
-        await victim.serve("talk", SCHEMA, handler)
-        others = {name: hub.network(name) for name in ("liar", "honest")}
-        for network in others.values():
-            await network.serve("talk", SCHEMA, handler)
+    victim = HookedNetwork(hub.network("victim"), BanHook())
+    await victim.serve("talk", SCHEMA, handler)
+    others = {name: hub.network(name) for name in ("liar", "honest")}
+    for network in others.values():
+        await network.serve("talk", SCHEMA, handler)
 
-        async def say(name: str, word: str) -> bool:
-            try:
-                async with others[name].talk("victim", "talk", SCHEMA) as conversation:
-                    await conversation.send(Word(word))
-                    return isinstance(await conversation.receive(), Word)
-            except ConnectionError:
-                return False
+    async def say(name: str, word: str) -> bool:
+        try:
+            async with others[name].talk("victim", "talk", SCHEMA) as conversation:
+                await conversation.send(Word(word))
+                return isinstance(await conversation.receive(), Word)
+        except ConnectionError:
+            return False
 
-        for _ in range(3600):
-            assert not await say("liar", "bad")
+    for _ in range(3600):
+        assert not await say("liar", "bad")
+        await asyncio.sleep(1.0)
+    assert served.count("liar") <= 30
+    assert victim.statistics()["bans.refused"] > 3500
+    assert not await say("liar", "good"), "not yet"
+    assert await say("honest", "good")
+    with pytest.raises(ConnectionRefusedError, match="shut out"):
+        async with victim.talk("liar", "talk", SCHEMA):
+            raise AssertionError("we call nobody whom we do not serve")
+    await asyncio.sleep(LONGEST_BAN_S)
+    assert await say("liar", "good"), "and then again"
+
+
+async def test_what_a_callee_sends_counts_as_well() -> None:
+    hub = SimNetwork()
+
+    class Wrong:
+        """A conversation in which what comes is wrong."""
+
+        peer, origin = "liar", ""
+        is_quiet = True
+
+        async def receive(self) -> None:
+            raise Violation("a bad word")
+
+    inner = hub.network("victim")
+    victim = HookedNetwork(inner, BanHook())
+
+    @asynccontextmanager
+    async def talk(*_: Any) -> Any:
+        yield Wrong()
+
+    inner.talk = talk  # type: ignore[method-assign,assignment]
+    refused = 0
+    for _ in range(100):
+        try:
+            async with victim.talk("liar", "talk", SCHEMA) as conversation:
+                await conversation.receive()
+        except Violation:
             await asyncio.sleep(1.0)
-        assert served.count("liar") <= 30
-        assert victim.statistics()["bans.refused"] > 3500
-        assert not await say("liar", "good"), "not yet"
-        assert await say("honest", "good")
-        with pytest.raises(ConnectionRefusedError, match="shut out"):
-            async with victim.talk("liar", "talk", SCHEMA):
-                raise AssertionError("we call nobody whom we do not serve")
-        await asyncio.sleep(LONGEST_BAN_S)
-        assert await say("liar", "good"), "and then again"
-
-    run(main())
-
-
-def test_what_a_callee_sends_counts_as_well() -> None:
-    async def main() -> None:
-        hub = SimNetwork()
-
-        class Wrong:
-            """A conversation in which what comes is wrong."""
-
-            peer, origin = "liar", ""
-            is_quiet = True
-
-            async def receive(self) -> None:
-                raise Violation("a bad word")
-
-        inner = hub.network("victim")
-        victim = HookedNetwork(inner, BanHook())
-
-        @asynccontextmanager
-        async def talk(*_: Any) -> Any:
-            yield Wrong()
-
-        inner.talk = talk  # type: ignore[method-assign,assignment]
-        refused = 0
-        for _ in range(100):
-            try:
-                async with victim.talk("liar", "talk", SCHEMA) as conversation:
-                    await conversation.receive()
-            except Violation:
-                await asyncio.sleep(1.0)
-            except ConnectionRefusedError:
-                refused += 1
-        assert refused == 95
-
-    run(main())
+        except ConnectionRefusedError:
+            refused += 1
+    assert refused == 95
 
 
 def test_who_was_found_at_fault_is_shut_out_for_as_long_as_was_said() -> None:

@@ -8,9 +8,12 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import pytest
+from coroutine_tests import run_main
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from noloco_node.network import conversation_pool
-from noloco_node.network.conversation_pool import IDLE_S, ConversationPool
+from noloco_node.network.conversation_pool import FEWEST, IDLE_S, LEAST_S, ConversationPool, SendTurns
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema
 from noloco_node.sim.clock import run
@@ -78,75 +81,63 @@ async def world(*others: str) -> AsyncIterator[World]:
     assert all(made.network.open_calls(name) == 0 for name in ("a", *made.others))
 
 
-def test_a_first_call_takes_three_latencies_down_and_every_further_one_a_single_one() -> None:
-    async def main() -> None:
-        async with world() as w:
-            took_s = [await w.ask(str(number)) for number in range(4)]
-            assert took_s == pytest.approx([4 * LATENCY_S] + 3 * [2 * LATENCY_S])
-            assert w.opened == 1
-
-    run(main())
+@run_main(run)
+async def test_a_first_call_takes_three_latencies_down_and_every_further_one_a_single_one() -> None:
+    async with world() as w:
+        took_s = [await w.ask(str(number)) for number in range(4)]
+        assert took_s == pytest.approx([4 * LATENCY_S] + 3 * [2 * LATENCY_S])
+        assert w.opened == 1
 
 
-def test_calls_at_the_same_time_have_a_conversation_each_and_leave_them_to_the_next() -> None:
-    async def main() -> None:
-        async with world() as w:
-            for _ in range(3):
-                await asyncio.gather(*(w.ask(f"{number}") for number in range(5)))
-            assert w.opened == 5
-
-    run(main())
+@run_main(run)
+async def test_calls_at_the_same_time_have_a_conversation_each_and_leave_them_to_the_next() -> None:
+    async with world() as w:
+        for _ in range(3):
+            await asyncio.gather(*(w.ask(f"{number}") for number in range(5)))
+        assert w.opened == 5
 
 
-def test_a_call_that_is_cancelled_breaks_its_own_stream_alone() -> None:
-    async def main() -> None:
-        async with world() as w:
-            other, cut = (asyncio.ensure_future(w.ask("slowly")) for _ in range(2))
-            await asyncio.sleep(0.5)
-            cut.cancel()
-            assert await other == pytest.approx(1.0 + 4 * LATENCY_S)
-            assert w.handled == ["slowly"], "the callee's work was cancelled too"
-            assert await w.ask("again") == pytest.approx(2 * LATENCY_S)
-            assert w.opened == 2
-
-    run(main())
+@run_main(run)
+async def test_a_call_that_is_cancelled_breaks_its_own_stream_alone() -> None:
+    async with world() as w:
+        other, cut = (asyncio.ensure_future(w.ask("slowly")) for _ in range(2))
+        await asyncio.sleep(0.5)
+        cut.cancel()
+        assert await other == pytest.approx(1.0 + 4 * LATENCY_S)
+        assert w.handled == ["slowly"], "the callee's work was cancelled too"
+        assert await w.ask("again") == pytest.approx(2 * LATENCY_S)
+        assert w.opened == 2
 
 
-def test_a_stream_that_broke_while_nobody_used_it_is_opened_anew() -> None:
-    async def main() -> None:
-        async with world() as w:
-            await w.ask("one")
-            w.network.kill("b")
-            await asyncio.sleep(1.0)
-            w.others["b"] = w.network.network("b")
-            await w.serve()
-            assert await w.ask("two") == pytest.approx(4 * LATENCY_S)
-
-    run(main())
+@run_main(run)
+async def test_a_stream_that_broke_while_nobody_used_it_is_opened_anew() -> None:
+    async with world() as w:
+        await w.ask("one")
+        w.network.kill("b")
+        await asyncio.sleep(1.0)
+        w.others["b"] = w.network.network("b")
+        await w.serve()
+        assert await w.ask("two") == pytest.approx(4 * LATENCY_S)
 
 
-def test_an_answer_too_many_is_nobodys() -> None:
-    async def main() -> None:
-        async with world() as w:
-            await w.ask("twice")
-            await w.ask("once")
-            assert w.opened == 2
-
-    run(main())
+@run_main(run)
+async def test_an_answer_too_many_is_nobodys() -> None:
+    async with world() as w:
+        await w.ask("twice")
+        await w.ask("once")
+        assert w.opened == 2
 
 
-def test_a_conversation_that_nobody_uses_is_ended() -> None:
-    async def main() -> None:
-        async with world("b", "c") as w:
-            await w.ask("one", "c")
-            for _ in range(3):
-                await asyncio.sleep(0.6 * IDLE_S)
-                await w.ask("one", "b")
-            assert w.opened == 2
-            assert w.network.open_calls("b") == 1
-            assert w.network.open_calls("c") == 0
-
-    run(main())
+@run_main(run)
+async def test_a_conversation_that_nobody_uses_is_ended() -> None:
+    async with world("b", "c") as w:
+        await w.ask("one", "c")
+        for _ in range(3):
+            await asyncio.sleep(0.6 * IDLE_S)
+            await w.ask("one", "b")
+        assert w.opened == 2
+        assert w.network.open_calls("b") == 1
+        assert w.network.open_calls("c") == 0
 
 
 def test_no_more_than_so_many_are_kept_and_the_longest_idle_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,14 +153,62 @@ def test_no_more_than_so_many_are_kept_and_the_longest_idle_goes_first(monkeypat
     run(main())
 
 
-def test_who_is_under_way_when_the_pool_closes_has_its_answer_and_nothing_is_kept() -> None:
+@run_main(run)
+async def test_who_is_under_way_when_the_pool_closes_has_its_answer_and_nothing_is_kept() -> None:
+    async with world() as w:
+        call = asyncio.ensure_future(w.ask("slowly"))
+        await asyncio.sleep(0.5)
+        await w.pool.aclose()
+        await call
+        await asyncio.sleep(1.0)
+        assert w.network.open_calls("a") == w.network.open_calls("b") == 0
+
+
+NOT_FOR_GOOD = 1000.0
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 0.9), st.booleans()), max_size=30), st.integers(1, 20))
+def test_never_more_at_once_and_first_come_first_served(jobs: list[tuple[int, float, bool]], receivers: int) -> None:
     async def main() -> None:
-        async with world() as w:
-            call = asyncio.ensure_future(w.ask("slowly"))
-            await asyncio.sleep(0.5)
-            await w.pool.aclose()
-            await call
-            await asyncio.sleep(1.0)
-            assert w.network.open_calls("a") == w.network.open_calls("b") == 0
+        turns, under_way, order = SendTurns(receivers), set[int](), list[int]()
+
+        async def send(number: int, seconds: float, breaks: bool) -> None:
+            try:
+                async with turns.turn():
+                    under_way.add(number)
+                    order.append(number)
+                    assert len(under_way) <= turns.at_once <= max(FEWEST, receivers)
+                    await asyncio.sleep(seconds)
+                    under_way.remove(number)
+                    if breaks:
+                        raise ConnectionResetError
+            except ConnectionResetError:
+                pass
+
+        async with asyncio.TaskGroup() as group:
+            for number, (pause, seconds, breaks) in enumerate(jobs):
+                await asyncio.sleep(pause / 10)
+                group.create_task(send(number, seconds, breaks))
+        assert order == list(range(len(jobs)))
 
     run(main())
+
+
+@run_main(run)
+async def test_slow_receivers_hold_up_nobody_for_long_and_who_gives_up_leaves_its_place() -> None:
+    turns, loop = SendTurns(FEWEST), asyncio.get_running_loop()
+
+    async def send(seconds: float) -> float:
+        async with turns.turn():
+            await asyncio.sleep(seconds)
+        return loop.time()
+
+    slow = [asyncio.create_task(send(NOT_FOR_GOOD)) for _ in range(FEWEST)]
+    await asyncio.sleep(0)
+    gives_up = asyncio.create_task(send(NOT_FOR_GOOD))
+    await asyncio.sleep(LEAST_S / 2)
+    gives_up.cancel()
+    assert await send(0.1) <= LEAST_S + 0.2
+    assert await send(0.1) <= LEAST_S + 0.4, "the others have had their turns"
+    await asyncio.gather(*slow)

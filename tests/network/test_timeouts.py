@@ -10,6 +10,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
+from coroutine_tests import run_main
 from hypothesis import given
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
@@ -97,52 +98,48 @@ async def echo(conversation: Conversation) -> None:
     await conversation.send(await conversation.receive())
 
 
-def test_a_dial_into_the_dark_costs_what_is_usual_and_not_what_the_transport_allows() -> None:
-    async def main() -> None:
-        hub = SimNetwork(NetworkConditions(latency=Latency(mean_s=0.05)))
-        network, other = HookedNetwork(hub.network("a"), DialTimeouts()), hub.network("b")
-        await other.serve("echo", SCHEMA, echo)
-        loop = asyncio.get_running_loop()
+@run_main(run)
+async def test_a_dial_into_the_dark_costs_what_is_usual_and_not_what_the_transport_allows() -> None:
+    hub = SimNetwork(NetworkConditions(latency=Latency(mean_s=0.05)))
+    network, other = HookedNetwork(hub.network("a"), DialTimeouts()), hub.network("b")
+    await other.serve("echo", SCHEMA, echo)
+    loop = asyncio.get_running_loop()
 
-        async def ask() -> float:
-            begun_s = loop.time()
-            try:
-                async with network.talk("b", "echo", SCHEMA) as conversation:
-                    await conversation.send(Word(text="hello"))
-                    assert await conversation.receive() == Word(text="hello")
-            except ConnectionRefusedError:
-                return loop.time() - begun_s
-            return 0.0
+    async def ask() -> float:
+        begun_s = loop.time()
+        try:
+            async with network.talk("b", "echo", SCHEMA) as conversation:
+                await conversation.send(Word(text="hello"))
+                assert await conversation.receive() == Word(text="hello")
+        except ConnectionRefusedError:
+            return loop.time() - begun_s
+        return 0.0
 
-        assert await ask() == 0.0
-        hub.silence("b")
-        spent = [await ask() for _ in range(3)]
-        assert spent == pytest.approx([DIALS.least_s, 1.5 * DIALS.least_s, 2.25 * DIALS.least_s])
-        assert network.statistics()["dials.given_up"] == 3
-        hub.resume("b")
-        assert await ask() == 0.0
-        hub.silence("b")
-        assert await ask() == pytest.approx(DIALS.least_s), "an answer ends the growth"
-
-    run(main())
+    assert await ask() == 0.0
+    hub.silence("b")
+    spent = [await ask() for _ in range(3)]
+    assert spent == pytest.approx([DIALS.least_s, 1.5 * DIALS.least_s, 2.25 * DIALS.least_s])
+    assert network.statistics()["dials.given_up"] == 3
+    hub.resume("b")
+    assert await ask() == 0.0
+    hub.silence("b")
+    assert await ask() == pytest.approx(DIALS.least_s), "an answer ends the growth"
 
 
-def test_a_slow_line_is_learnt_and_its_peer_reached() -> None:
-    async def main() -> None:
-        hub = SimNetwork(NetworkConditions(latency=Latency(mean_s=6.0)))
-        network, other = HookedNetwork(hub.network("a"), DialTimeouts()), hub.network("b")
-        await other.serve("echo", SCHEMA, echo)
-        refused = 0
-        for _ in range(10):
-            try:
-                async with network.talk("b", "echo", SCHEMA) as conversation:
-                    await conversation.send(Word(text="hello"))
-                    await conversation.receive()
-            except ConnectionRefusedError:
-                refused += 1
-        assert refused == 1, "a dial takes twelve seconds here"
-
-    run(main())
+@run_main(run)
+async def test_a_slow_line_is_learnt_and_its_peer_reached() -> None:
+    hub = SimNetwork(NetworkConditions(latency=Latency(mean_s=6.0)))
+    network, other = HookedNetwork(hub.network("a"), DialTimeouts()), hub.network("b")
+    await other.serve("echo", SCHEMA, echo)
+    refused = 0
+    for _ in range(10):
+        try:
+            async with network.talk("b", "echo", SCHEMA) as conversation:
+                await conversation.send(Word(text="hello"))
+                await conversation.receive()
+        except ConnectionRefusedError:
+            refused += 1
+    assert refused == 1, "a dial takes twelve seconds here"
 
 
 def test_one_silent_replica_holds_the_others_up_for_seconds() -> None:

@@ -1,0 +1,32 @@
+"""Tests that are coroutine functions: a decorator runs each as its module runs coroutines."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+
+def run_by(runner: Callable[..., Any], *before: Any, gives: int = 0, **options: Any) -> Callable[..., Any]:
+    """Run a coroutine function as a test, by `runner(*before, function, **options)`.
+
+    The runner gives the first `gives` arguments itself; pytest gives the others, by their names.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., None]:
+        def test(**arguments: Any) -> None:
+            runner(*before, partial(function, **arguments), **options)
+
+        signature = inspect.signature(function)
+        test.__signature__ = signature.replace(parameters=[*signature.parameters.values()][gives:])  # type: ignore[attr-defined]
+        test.__name__, test.__doc__, test.__module__ = function.__name__, function.__doc__, function.__module__
+        test.pytestmark = getattr(function, "pytestmark", [])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def run_main(run: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Run a coroutine function as a test, by `run(function())`."""
+    return run_by(lambda main: run(main()))
