@@ -93,7 +93,6 @@ def gossip_memory(outer: OuterConfig, shapes: Shapes) -> GossipMemory:
 
 
 def float32_bytes(shapes: Shapes) -> int:
-    """Return the bytes of one set of weights."""
     return 4 * sum(map(prod, shapes))
 
 
@@ -163,7 +162,6 @@ def bandwidth_table(run: RunConfig, stages: Sequence[MicrobatchBytes], allowance
 
 
 def _warnings(run: RunConfig, moved: MicrobatchBytes, allowance: OwnerLimits) -> Iterator[str]:
-    """Yield what is wrong with a budget at one stage."""
     each_s, travel_s = bandwidth_seconds(moved, allowance), run.pipeline.budget_s
     window = run.pipeline.microbatches_per_step * run.pipeline.windows_in_flight
     if each_s * window > travel_s:

@@ -55,7 +55,6 @@ class ModelLayout(NamedTuple):
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that the model knows."""
         return int(self.prepared.config.vocab_size)
 
     def ordinary(self, number: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

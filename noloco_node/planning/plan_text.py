@@ -24,7 +24,6 @@ WIDTH = 80
 
 
 def describe(plan: RunPlan) -> list[str]:
-    """Say a plan in lines of plain text."""
     lines = [
         f"{plan.name}: {format_count(plan.parameters)} parameters in {len(plan.stages)} stages, "
         f"run id {plan.run_id[:16]}",

@@ -166,7 +166,6 @@ class _Model:
             self._at(replica.free_at, self._step, stage, microbatch)
 
     def _step(self, stage: int, microbatch: _Microbatch) -> None:
-        """Take an inner step: the next window opens."""
         replica = microbatch.path[stage]
         replica.stepping = False
         replica.steps += 1

@@ -92,7 +92,6 @@ class Machines(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: float
 
     def in_words(self) -> str:
-        """Say how many there are and what they hold."""
         return (
             f"{self.count} machine{'s' if self.count > 1 else ''} with {format_bytes(self.gpu_bytes)} on the GPU and "
             f"{format_bytes(self.ram_bytes)} beside it"
@@ -154,7 +153,6 @@ class Missing(NamedTuple):
     ram: float
 
     def in_words(self) -> str:
-        """Say how much is missing, and where."""
         parts = ((self.gpu, "on the GPU"), (self.ram, "beside it"))
         return " and ".join(f"{format_bytes(size)} {where}" for size, where in parts if size)
 

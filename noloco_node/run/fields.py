@@ -54,7 +54,6 @@ def is_section(annotation: Any) -> TypeGuard[type]:
 
 
 def fields_of(section: type) -> tuple[Field, ...]:
-    """Return the fields of a section in their order."""
     if not issubclass(section, msgspec.Struct):
         hints = get_type_hints(section, include_extras=True)
         return tuple(

@@ -48,7 +48,6 @@ class PeerLife:
 
     @property
     def running(self) -> bool:
-        """Whether the process is there."""
         return self.task is not None and not self.task.done() and not self.crashed
 
     @property
@@ -111,12 +110,10 @@ class SimulatedPeer:
 
     @property
     def life(self) -> PeerLife:
-        """The present life, or the last."""
         return self.lives[-1]
 
     @property
     def running(self) -> bool:
-        """Whether the peer's process is there."""
         return bool(self.lives) and self.life.running
 
     @property
@@ -131,12 +128,10 @@ class SimulatedPeer:
 
     @property
     def device(self) -> VirtualDevice:
-        """The device of the last life."""
         return self.life.device
 
     @property
     def stage(self) -> int | None:
-        """The stage that the peer serves, or served last; None before it has one."""
         if self.replica is not None:
             return self.replica.config.stage
         return self.disk.counters.stage if self.disk is not None else self.asked_stage
@@ -184,7 +179,6 @@ class SimulatedPeer:
             life.task.cancel()
 
     def ask_to_leave(self) -> None:
-        """Ask the node to leave politely."""
         self.life.leave.set()
 
     def slow_down(self, factor: float) -> None:

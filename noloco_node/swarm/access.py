@@ -43,7 +43,7 @@ WORK_S = 120.0
 
 
 class RunAccess:
-    """What one peer enters a run with, over all of its sessions. `home`: of its identity, where its ticket is kept.
+    """How one peer enters a run, over all of its sessions. `home`: of its identity, where its ticket is kept.
 
     `owner`: the key of the run's owner, who needs no invite to look. `state`: what we know already of who may take
     part. `early_s`: so long before its end our ticket is renewed.
@@ -250,7 +250,7 @@ def with_bootstrap_addresses(settings: NetworkSettings, doors: tuple[str, ...]) 
 
 
 class Visitor(msgspec.Struct, frozen=True):
-    """Whoever looks at a swarm without joining it.
+    """A visitor: it looks at a swarm without joining it.
 
     `allowed`: the directories of this machine that the run file may name. `home`: of the identity whose ticket is shown
     where the run lists its peers. `run`: the run file beside which the key of its owner may lie, who may always look.

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from handlers import virtual
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,17 +58,15 @@ def test_timers_of_one_moment_come_in_the_order_in_which_they_were_set() -> None
     assert run(main()) == list(range(50))
 
 
-def test_deadlines_that_were_met_do_not_pile_up() -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, clock.VirtualLoop)
-        for _ in range(5000):
-            async with asyncio.timeout(1e6):
-                await asyncio.sleep(0.001)
-        assert loop.timer_count <= 2 * clock.MANY_TIMERS
-        assert now() == pytest.approx(5.0)
-
-    run(main())
+@virtual
+async def test_deadlines_that_were_met_do_not_pile_up() -> None:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, clock.VirtualLoop)
+    for _ in range(5000):
+        async with asyncio.timeout(1e6):
+            await asyncio.sleep(0.001)
+    assert loop.timer_count <= 2 * clock.MANY_TIMERS
+    assert now() == pytest.approx(5.0)
 
 
 ORDERS = """
@@ -115,99 +114,87 @@ def test_sets_of_tasks_have_the_same_order_in_every_process() -> None:
 
 
 @given(prices=st.lists(st.floats(0.0, 10.0), min_size=1, max_size=20), slowness=st.floats(0.1, 10.0))
-def test_jobs_run_in_turn_at_the_prices_that_they_name(prices: list[float], slowness: float) -> None:
-    async def main() -> None:
-        device = VirtualDevice()
-        device.slowness = slowness
-        spans: list[tuple[float, float]] = []
+@virtual
+async def test_jobs_run_in_turn_at_the_prices_that_they_name(prices: list[float], slowness: float) -> None:
+    device = VirtualDevice()
+    device.slowness = slowness
+    spans: list[tuple[float, float]] = []
 
-        def job(price: float) -> float:
-            begun = device.clock()
-            device.charge(price)
-            spans.append((begun, device.clock()))
-            return price
+    def job(price: float) -> float:
+        begun = device.clock()
+        device.charge(price)
+        spans.append((begun, device.clock()))
+        return price
 
-        assert await asyncio.gather(*[device.run(job, price) for price in prices]) == prices
-        assert now() == pytest.approx(slowness * sum(prices), abs=1e-6)
-        assert device.busy_s == pytest.approx(now(), abs=1e-6)
-        for (begun, ended), price in zip(spans, prices, strict=True):
-            assert ended - begun == pytest.approx(slowness * price, abs=1e-6)
-        assert spans == sorted(spans)
-
-    run(main())
+    assert await asyncio.gather(*[device.run(job, price) for price in prices]) == prices
+    assert now() == pytest.approx(slowness * sum(prices), abs=1e-6)
+    assert device.busy_s == pytest.approx(now(), abs=1e-6)
+    for (begun, ended), price in zip(spans, prices, strict=True):
+        assert ended - begun == pytest.approx(slowness * price, abs=1e-6)
+    assert spans == sorted(spans)
 
 
-def test_a_job_that_has_begun_is_awaited_to_its_end_by_whoever_is_cancelled() -> None:
-    async def main() -> None:
-        device, done = VirtualDevice(job_s=10.0), []
-        first = asyncio.create_task(device.run(done.append, "first"))
-        second = asyncio.create_task(device.run(done.append, "second"))
+@virtual
+async def test_a_job_that_has_begun_is_awaited_to_its_end_by_whoever_is_cancelled() -> None:
+    device, done = VirtualDevice(job_s=10.0), []
+    first = asyncio.create_task(device.run(done.append, "first"))
+    second = asyncio.create_task(device.run(done.append, "second"))
+    await asyncio.sleep(1.0)
+    second.cancel()
+    for _ in range(3):  # impatience does not help
+        first.cancel()
         await asyncio.sleep(1.0)
-        second.cancel()
-        for _ in range(3):  # impatience does not help
-            first.cancel()
-            await asyncio.sleep(1.0)
-        assert not first.done()
-        await asyncio.wait({first, second})
-        assert first.cancelled()
-        assert second.cancelled()
-        assert now() == 10.0
-        assert done == ["first"]
-        await device.run(done.append, "third")
-        assert now() == 20.0
-
-    run(main())
+    assert not first.done()
+    await asyncio.wait({first, second})
+    assert first.cancelled()
+    assert second.cancelled()
+    assert now() == 10.0
+    assert done == ["first"]
+    await device.run(done.append, "third")
+    assert now() == 20.0
 
 
-def test_a_cancellation_in_the_moment_of_completion_spoils_nothing() -> None:
-    async def main() -> None:
-        device = VirtualDevice(job_s=1.0)
-        task = asyncio.create_task(device.run(lambda: None))
-        asyncio.get_running_loop().call_at(1.0, task.cancel)
-        await asyncio.wait({task})
-        assert await device.run(lambda: 7) == 7
-
-    run(main())
+@virtual
+async def test_a_cancellation_in_the_moment_of_completion_spoils_nothing() -> None:
+    device = VirtualDevice(job_s=1.0)
+    task = asyncio.create_task(device.run(lambda: None))
+    asyncio.get_running_loop().call_at(1.0, task.cancel)
+    await asyncio.wait({task})
+    assert await device.run(lambda: 7) == 7
 
 
-def test_what_a_job_raises_reaches_its_caller_after_its_time() -> None:
-    async def main() -> None:
-        device = VirtualDevice(job_s=2.0)
+@virtual
+async def test_what_a_job_raises_reaches_its_caller_after_its_time() -> None:
+    device = VirtualDevice(job_s=2.0)
 
-        def fail() -> None:
-            raise ValueError("no")
+    def fail() -> None:
+        raise ValueError("no")
 
-        with pytest.raises(ValueError, match="no"):
-            await device.run(fail)
-        assert now() == 2.0
-        assert await device.run(lambda: 1) == 1
-
-    run(main())
+    with pytest.raises(ValueError, match="no"):
+        await device.run(fail)
+    assert now() == 2.0
+    assert await device.run(lambda: 1) == 1
 
 
-def test_what_is_computed_beside_waits_for_no_job() -> None:
-    async def main() -> None:
-        device = VirtualDevice(job_s=10.0)
-        device.slowness = 2.0
-        jobs = [asyncio.create_task(device.run(lambda: None)) for _ in range(3)]
-        await asyncio.sleep(1.0)
-        assert await device.beside(sum, [1, 2]) == 3
-        assert now() == 21.0
-        await asyncio.gather(*jobs)
-        assert now() == 60.0
-
-    run(main())
+@virtual
+async def test_what_is_computed_beside_waits_for_no_job() -> None:
+    device = VirtualDevice(job_s=10.0)
+    device.slowness = 2.0
+    jobs = [asyncio.create_task(device.run(lambda: None)) for _ in range(3)]
+    await asyncio.sleep(1.0)
+    assert await device.beside(sum, [1, 2]) == 3
+    assert now() == 21.0
+    await asyncio.gather(*jobs)
+    assert now() == 60.0
 
 
-def test_a_stuttering_device_stops_as_often_as_it_was_told() -> None:
-    async def main() -> None:
-        device = VirtualDevice(job_s=0.01, seed="x")
-        device.stutter = Stutter(share=0.2, pause_s=1.0)
-        for _ in range(1000):
-            await device.run(lambda: None)
-        assert now() == pytest.approx(10.0 + 200.0, rel=0.2)
-
-    run(main())
+@virtual
+async def test_a_stuttering_device_stops_as_often_as_it_was_told() -> None:
+    device = VirtualDevice(job_s=0.01, seed="x")
+    device.stutter = Stutter(share=0.2, pause_s=1.0)
+    for _ in range(1000):
+        await device.run(lambda: None)
+    assert now() == pytest.approx(10.0 + 200.0, rel=0.2)
 
 
 # Stages.

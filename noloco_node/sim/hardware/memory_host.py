@@ -28,7 +28,6 @@ class MemoryStore:
         self._aside: dict[int, Checkpoint] = {}
 
     async def served(self) -> int | None:
-        """Return the stage of the last checkpoint; None without one."""
         present = self._present()
         return None if present is None else present.counters.stage
 
@@ -48,7 +47,6 @@ class MemoryStore:
             self._aside[present.counters.stage] = present
 
     async def stages(self) -> tuple[int, ...]:
-        """Return the stages of which something lies aside."""
         return tuple(sorted(self._aside))
 
     async def slow(self, stage: int) -> Checkpoint | None:
@@ -140,11 +138,9 @@ class BlockText:
         self._batch = run.pipeline.microbatch_size
 
     async def draw(self) -> Tensor:
-        """Return the next microbatch, int64 [batch, sequence + 1]."""
         return self._blocks.next_batch(self._batch)
 
     def position(self) -> dict[str, Any]:
-        """Return where the next draw begins."""
         return self._blocks.position()
 
     async def restore(self, position: Mapping[str, Any]) -> bool:
@@ -152,5 +148,4 @@ class BlockText:
         return self._blocks.restore(dict(position))
 
     def news(self) -> list[str]:
-        """Return what was left out of the text since the last call."""
         return self._blocks.news()

@@ -57,11 +57,9 @@ class _WatchedPass:
 
     @property
     def output(self) -> Tensor:
-        """Activations for the next stage."""
         return self._forward.output
 
     def backward(self, gradient: Tensor, /) -> Tensor | None:
-        """Run the backward pass, at its price."""
         had_graph, self.has_graph = self.has_graph, False
         return self._stage._backward(self._forward, self._version, gradient, again=not had_graph)
 
@@ -89,16 +87,13 @@ class PricedStage:
 
     @property
     def shapes(self) -> Sequence[tuple[int, ...]]:
-        """The shape of each parameter."""
         return self._stage.shapes
 
     @property
     def fixed(self) -> frozenset[int]:
-        """Numbers of the parameters that are never moved."""
         return self._stage.fixed
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, /) -> _WatchedPass:
-        """Run a forward pass, at its price."""
         self._charge(self._prices.forward_s + self._prices.coding_s)
         waiting = _WatchedPass(self, self._stage.forward(hidden, targets))
         if self._prices.graphs is not None:
@@ -107,7 +102,6 @@ class PricedStage:
         return waiting
 
     def loss(self, hidden: Tensor, targets: Tensor, /) -> Gradient:
-        """Run forward and backward of the last stage, at their price."""
         self._charge(3 * self._prices.forward_s + 2 * self._prices.coding_s)
         gradient = self._stage.loss(hidden, targets)
         self._collected += 1
@@ -123,7 +117,6 @@ class PricedStage:
         return hidden
 
     def step(self, learning_rate: float, microbatches: int, /) -> StepReport:
-        """Take an inner step, at its price."""
         self._charge(self._prices.step_s)
         if self._collected != microbatches:
             self._wrong(f"an inner step for {microbatches} microbatches was taken on {self._collected}")
@@ -132,22 +125,18 @@ class PricedStage:
         return self._stage.step(learning_rate, microbatches)
 
     def discard(self) -> None:
-        """Forget the gradients collected so far."""
         self._collected = 0
         self._stage.discard()
 
     def weights(self) -> tuple[Tensor, ...]:
-        """Return a copy of the fast weights, at its price."""
         self._charge(self._prices.copy_s)
         return self._stage.weights()
 
     def set_weights(self, weights: Sequence[Tensor], /) -> None:
-        """Replace the fast weights."""
         self._note_change()
         self._stage.set_weights(weights)
 
     def correct(self, delta: Sequence[Tensor], /) -> None:
-        """Add to the fast weights, at the price of a copy."""
         self._charge(self._prices.copy_s)
         self._note_change()
         self._stage.correct(delta)
@@ -166,11 +155,9 @@ class PricedStage:
         return self._stage.optimiser_state()
 
     def load_optimiser_state(self, state: OptimiserState, /) -> None:
-        """Continue from another inner optimiser's memory."""
         self._stage.load_optimiser_state(state)
 
     def statistics(self) -> dict[str, int | float]:
-        """Return counts since the start."""
         return self._stage.statistics()
 
 
@@ -209,7 +196,6 @@ class VirtualDevice:
 
     @property
     def busy(self) -> bool:
-        """Whether a job is under way."""
         return self._busy
 
     def charge(self, seconds: float) -> None:

@@ -64,7 +64,6 @@ class _Pass:
         self._bowl, self.output, self._away = bowl, output, away
 
     def backward(self, gradient: Tensor, /) -> Tensor | None:
-        """Add this microbatch's slope to the gradient."""
         if gradient.shape != self.output.shape:
             raise ValueError(f"a gradient of {list(gradient.shape)} for activations of {list(self.output.shape)}")
         self._bowl._collect(self._away)
@@ -90,7 +89,6 @@ class QuadraticModel:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shape of the weights."""
         return ((self._size,),)
 
     @property
@@ -150,27 +148,22 @@ class QuadraticModel:
         return StepReport(norm, True)
 
     def discard(self) -> None:
-        """Forget the slopes collected so far."""
         self._gradient = [0.0] * self._size
 
     def weights(self) -> tuple[Tensor, ...]:
-        """Return a copy of the weights."""
         return (self._weights.clone(),)
 
     def set_weights(self, weights: Sequence[Tensor], /) -> None:
-        """Replace the weights."""
         (only,) = weights
         self._put(only.clone())
 
     def correct(self, delta: Sequence[Tensor], /) -> None:
-        """Add to the weights."""
         self._put(self._weights + delta[0])
 
     def _put(self, weights: Tensor) -> None:
         self._weights, self._values = weights, weights.tolist()
 
     def current_weights(self) -> tuple[Tensor, ...]:
-        """Return the weights themselves."""
         return (self._weights,)
 
     def optimiser_state(self) -> OptimiserState:
@@ -178,11 +171,9 @@ class QuadraticModel:
         return OptimiserState(self._steps, (torch.zeros(self._size), torch.zeros(self._size)))
 
     def load_optimiser_state(self, state: OptimiserState, /) -> None:
-        """Take over the counter."""
         self._steps = state.steps
 
     def statistics(self) -> dict[str, int | float]:
-        """Return counts since the start."""
         return {"passes": self._passes, "inner_steps": self._steps, "skipped_steps": self._skipped}
 
 
@@ -196,20 +187,16 @@ class RandomBatches:
         self.drawn = 0
 
     async def draw(self) -> Tensor:
-        """Return the next microbatch, int64 [batch, sequence + 1]."""
         self.drawn += 1
         batch, sequence = self._shape
         return torch.full((batch, sequence + 1), (self._first + self.drawn) % VOCABULARY)
 
     def position(self) -> dict[str, Any]:
-        """Return how many were drawn."""
         return {"drawn": self.drawn}
 
     async def restore(self, position: Mapping[str, Any]) -> bool:
-        """Go back to a position."""
         self.drawn = int(position["drawn"])
         return True
 
     def news(self) -> list[str]:
-        """Nothing is left out of it."""
         return []

@@ -60,7 +60,6 @@ class StreamHost:
         self._byte_counts: dict[str, StreamByteCounts] = {}
 
     def byte_counts(self, topic: str) -> StreamByteCounts:
-        """Return the counts of bytes about one topic."""
         counts = self._byte_counts.get(topic)
         if counts is None:
             counts = self._byte_counts[topic] = StreamByteCounts(topic)
@@ -147,7 +146,6 @@ class StreamEnd:
                 self._check()
 
     async def receive(self) -> Any:
-        """Return the next message."""
         if self._down is not None:
             await self._wait_for_message()
             await self._admitted(self._down, self._inbox[0])
@@ -318,7 +316,6 @@ class StreamEnd:
         return self._sent_s == now_s and bool(self._in_flight) and self._in_flight[-1].__class__ is not EndOfStream
 
     def _receive_next(self) -> None:
-        """Take what arrives next."""
         content = self._incoming.pop(0)
         if content.__class__ is EndOfStream:
             if content.message is not None:

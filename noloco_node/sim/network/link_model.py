@@ -46,7 +46,6 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def is_constant(self) -> bool:
-        """Whether every draw is the mean."""
         return self.shape == "constant" or self.std_s == 0.0
 
     def sampler(self, rng: Random) -> Callable[[], float]:
@@ -154,7 +153,6 @@ class Link:
         self._rounds += flow.in_round
 
     def remove(self, flow: Transfer, now_s: float) -> None:
-        """Note that a transfer is over."""
         del self.flows[flow]
         self._rounds -= flow.in_round
         if not self.flows:

@@ -222,7 +222,6 @@ class Medium:
         self._round_kind, self._round_share = kind, share
 
     def is_rounds(self, topic: str) -> bool:
-        """Say whether a conversation belongs to a round."""
         return topic.partition("/")[0] == self._round_kind
 
     def set_access(self, peer: str, access: Access) -> None:
@@ -239,7 +238,6 @@ class Medium:
         self._update_state()
 
     def dials_only(self, peer: str) -> bool:
-        """Say whether nobody can open a stream to a peer."""
         access = self._accesses.get(peer)
         return access is not None and access.dials_only
 

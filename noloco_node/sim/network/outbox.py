@@ -134,7 +134,6 @@ class Outbox:
         self._take(_Item(ending))
 
     def release(self) -> None:
-        """Let go of what was held back, if the two peers are heard again."""
         if self._held and not self._medium.is_cut(self._end.me, self._end.peer):
             held, self._held = self._held, []
             self._stop_holding()
@@ -183,7 +182,6 @@ class Outbox:
             self._transmit(item)
 
     def _continue(self) -> None:
-        """Put in flight what is through the line, and turn to the next."""
         assert self._moving is not None
         self._transmit(self._moving)
         self._transfer = self._moving = None

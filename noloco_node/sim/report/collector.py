@@ -71,11 +71,9 @@ class StageTime:
     counted: Mapping[str, int | float] | None = None
 
     def worked_s(self) -> float:
-        """Return the seconds that the device was at work so far."""
         return self.life.device.busy_s - self.before_s if self.ended_s is None else self.busy_s
 
     def alive_s(self, now_s: float) -> float:
-        """Return how long the peer has been there."""
         return (now_s if self.ended_s is None else self.ended_s) - self.begun_s
 
     @property
@@ -85,7 +83,6 @@ class StageTime:
 
     @property
     def succeeded(self) -> int:
-        """Microbatches whose gradient came back here."""
         if self.counted is not None:
             return int(self.counted.get("worker.succeeded", 0))
         return int(self.replica.worker.statistics()["succeeded"]) if self.replica is not None else 0
@@ -233,7 +230,6 @@ class EventCollector(Watcher):
     # What the world tells.
 
     def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
-        """Count what only events tell."""
         match event:
             case events.StateChanged(state=PeerState.JOINING):
                 self.stage_times.begin(peer, self._world.now_s)
@@ -339,7 +335,6 @@ class EventCollector(Watcher):
         self.rows.append(self._row(self.stage_times.microbatches()))
 
     def _row(self, microbatches: int) -> Row:
-        """Return the totals of this moment."""
         now_s, sums = self._world.now_s, self.sums
         busy_s, alive_s = self.stage_times.seconds(now_s)
         return Row(

@@ -114,7 +114,6 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def work(self) -> float:
-        """Share of the training time at work."""
         return min(1.0, self.time[COMPUTING] / self.training) if self.training > 0.0 else 0.0
 
 
@@ -314,7 +313,6 @@ def _directions(setting: SimSetup, counts: dict[str, int | float]) -> dict[str, 
 
 
 def _network(counts: dict[str, int | float]) -> dict[str, int]:
-    """Return the network's other counts."""
     words = ("conversations.", "dials.", "records.", "messages.")
     return {name: int(counts[name]) for name in sorted(counts) if name.startswith(words)}
 

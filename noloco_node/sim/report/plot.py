@@ -48,7 +48,6 @@ FAULT = "#D55E00"
 
 
 def picture(report: Report) -> bytes:
-    """Return the picture as a PNG."""
     bars = 0.4 + 0.28 * min(len(report.stages), MOST_BARS)
     sentence = _wrapped(bottleneck(report))
     head = 0.98 + 0.17 * sentence.count("\n")

@@ -35,7 +35,6 @@ WIDTH = 100
 
 
 def lines(report: Report) -> list[str]:
-    """Return the report as plain text."""
     return [
         *heading(report),
         "",
@@ -78,7 +77,6 @@ def heading(report: Report) -> list[str]:
 
 
 def size_words(report: Report) -> str:
-    """Return how large the swarm is."""
     stages, replicas = len(report.stages), report.replicas
     return f"{stages} stage{'s' * (stages > 1)} of {replicas} replica{'s' * (replicas > 1)}"
 

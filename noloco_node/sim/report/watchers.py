@@ -53,11 +53,9 @@ class EventTrace(Watcher):
         self._world, self._file, self._encoder = world, file, msgspec.json.Encoder()
 
     def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
-        """Write an event."""
         self._write({"node": peer.name, **events.fields_of(event)})
 
     def struck(self, fault: Fault) -> None:
-        """Write a fault."""
         self._write({"event": "fault", "text": fault_words(fault), **msgspec.to_builtins(fault)})
 
     def _write(self, fields: dict[str, Any]) -> None:
@@ -94,7 +92,6 @@ def done_share(world: World) -> float:
 
 
 def progress_line(done: float, virtual_s: float, real_s: float, left_s: float | None) -> str:
-    """Return one line on the state of a simulation."""
     left = "" if left_s is None else f", about {format_clock(left_s)} left"
     speed = f"{virtual_s / real_s:,.1f} times real time" if real_s > 0.0 else "just begun"
     return f"{done:.0%}, virtual time {format_clock(virtual_s)}, {speed}{left}"
@@ -113,7 +110,6 @@ class PageWatcher(Watcher):
         self._shown_s = float("-inf")
 
     def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
-        """Fold an event in."""
         history = self._histories.get(peer.name)
         if history is None:
             history = self._histories[peer.name] = PeerHistory(peer.name, peer.stage or 0)
@@ -122,7 +118,6 @@ class PageWatcher(Watcher):
         self._observer.take(history, events.stamped(event, self._world.now_s))
 
     def struck(self, fault: Fault) -> None:
-        """Tell of a fault."""
         history = self._histories.get(fault.peer) if isinstance(fault, faults.Crash) else None
         if history is not None:
             self._observer.note(history, "crashed", self._world.now_s)
@@ -137,7 +132,6 @@ class PageWatcher(Watcher):
             self.show()
 
     def show(self) -> None:
-        """Show the swarm as it is now."""
         for name, history in self._histories.items():
             if history.finished is not None and self._world.progress < 1.0 and not self._world.peers[name].running:
                 history.gone = "has left"  # a journal alone cannot tell it from one that still serves its weights

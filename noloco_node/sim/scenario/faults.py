@@ -184,7 +184,6 @@ def ends_s(fault: Fault) -> float:
 
 
 def peers_of(fault: Fault) -> tuple[str, ...]:
-    """Return the peers that a fault names."""
     if isinstance(fault, Partition):
         return tuple(peer for group in fault.groups for peer in group)
     return () if isinstance(fault, Storm | Churn) else (fault.peer,)

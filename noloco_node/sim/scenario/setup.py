@@ -86,7 +86,6 @@ class MessageSizes:
         return FRAME_BYTES + WEIGHT_SETS * max(self.stage_bytes)
 
     def size_bytes(self, message: object, topic: str) -> int:
-        """Return what a message weighs, by its kind and topic."""
         match message:
             case Microbatch():
                 return self.microbatch_bytes
@@ -139,12 +138,10 @@ class SimSetup(NamedTuple):
 
     @property
     def run(self) -> RunConfig:
-        """The run's config."""
         return self.recipe.run
 
     @property
     def peers(self) -> list[str]:
-        """The planned peers, stage by stage."""
         return planned(self.run.pipeline.stages, self.run.pipeline.replicas)
 
     def access(self) -> Access:
@@ -233,7 +230,6 @@ def _line_seconds(scenario: Scenario, run: RunConfig, plan: ModelLayout) -> tupl
 
 
 def _run(start: RunConfig, swarm: SwarmConfig, seed: int) -> RunConfig:
-    """Return the run with what the scenario changes of it."""
     given: dict[str, dict[str, Any]] = {"pipeline": {}, "inner": {}, "outer": {}}
     for name, (section, _) in RUN_FIELDS.items():
         if (value := getattr(swarm, name)) is not None:

@@ -6,6 +6,7 @@ import asyncio
 import math
 
 import pytest
+from handlers import virtual
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -98,21 +99,19 @@ def test_every_byte_passes_and_none_faster_than_a_line(jobs: Jobs, rates: list[f
             assert 0 <= use.utilisation <= 1
 
 
-def test_a_cancelled_transfer_and_a_new_rate_change_the_others_at_once() -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        up, down, ended = Link(100.0, 0.0), Link(math.inf, 0.0), []
-        first = Transfer(up, down, 1000, lambda: ended.append(("first", loop.time())))
-        Transfer(up, down, 1000, lambda: ended.append(("second", loop.time())))
-        await asyncio.sleep(10)
-        assert up.use(10.0).moved_bytes == pytest.approx(1000)
-        first.cancel()
-        await asyncio.sleep(2.5)
-        up.change(25.0, loop.time())
-        await asyncio.sleep(100)
-        assert ended == [("second", pytest.approx(10 + 2.5 + 10))]
-        assert up.use(loop.time()).moved_bytes == pytest.approx(1500)
-        assert up.use(loop.time()).capacity_bytes == pytest.approx(12.5 * 100 + 100 * 25)
-        assert up.use(loop.time()).busy_s == pytest.approx(22.5)
-
-    run(main())
+@virtual
+async def test_a_cancelled_transfer_and_a_new_rate_change_the_others_at_once() -> None:
+    loop = asyncio.get_running_loop()
+    up, down, ended = Link(100.0, 0.0), Link(math.inf, 0.0), []
+    first = Transfer(up, down, 1000, lambda: ended.append(("first", loop.time())))
+    Transfer(up, down, 1000, lambda: ended.append(("second", loop.time())))
+    await asyncio.sleep(10)
+    assert up.use(10.0).moved_bytes == pytest.approx(1000)
+    first.cancel()
+    await asyncio.sleep(2.5)
+    up.change(25.0, loop.time())
+    await asyncio.sleep(100)
+    assert ended == [("second", pytest.approx(10 + 2.5 + 10))]
+    assert up.use(loop.time()).moved_bytes == pytest.approx(1500)
+    assert up.use(loop.time()).capacity_bytes == pytest.approx(12.5 * 100 + 100 * 25)
+    assert up.use(loop.time()).busy_s == pytest.approx(22.5)

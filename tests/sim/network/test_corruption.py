@@ -8,13 +8,13 @@ from random import Random
 
 import pytest
 import torch
+from handlers import virtual
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema, TensorSpec, Violation
-from noloco_node.sim.clock import run
 from noloco_node.sim.network.medium import GARBLING, Corruption, spoil, tensors_of
 from noloco_node.sim.network.sim_network import SimNetwork
 
@@ -101,37 +101,35 @@ def test_both_outcomes_of_a_flip_happen_and_its_seed_decides() -> None:
     assert 0 < violations < len(outcomes)
 
 
-def test_a_violation_breaks_the_conversation_at_both_ends_and_is_counted() -> None:
-    async def main() -> None:
-        heard: list[Load] = []
+@virtual
+async def test_a_violation_breaks_the_conversation_at_both_ends_and_is_counted() -> None:
+    heard: list[Load] = []
 
-        async def listen(conversation: Conversation) -> None:
-            heard.append(await conversation.receive())
-            await conversation.send(heard[-1])
+    async def listen(conversation: Conversation) -> None:
+        heard.append(await conversation.receive())
+        await conversation.send(heard[-1])
 
-        hub = SimNetwork()
-        a, b = hub.network("a"), hub.network("b")
-        await b.serve("load", SCHEMA, listen)
+    hub = SimNetwork()
+    a, b = hub.network("a"), hub.network("b")
+    await b.serve("load", SCHEMA, listen)
 
-        async def exchange() -> Load:
-            async with a.talk("b", "load", SCHEMA) as conversation:
-                await conversation.send(load())
-                answer: Load = await conversation.receive()
-                return answer
+    async def exchange() -> Load:
+        async with a.talk("b", "load", SCHEMA) as conversation:
+            await conversation.send(load())
+            answer: Load = await conversation.receive()
+            return answer
 
-        hub.corrupt("a", Corruption.NOT_FINITE)
-        with pytest.raises(ConnectionResetError, match=r"b ended with an error: .*not finite"):
-            await exchange()
-        assert heard == []
-        assert b.statistics()["violations.a"] == 1
-        hub.corrupt("b", Corruption.SHAPE)
-        with pytest.raises(Violation, match="expected"):
-            await exchange()
-        assert a.statistics()["violations.b"] == 1
-        assert torch.equal((await exchange()).one, load().one)
-        await asyncio.sleep(1)
-        assert hub.statistics()["messages.tampered"] == 2
-        assert hub.open_calls("a") == hub.open_calls("b") == 0
-        assert hub.failures == []
-
-    run(main())
+    hub.corrupt("a", Corruption.NOT_FINITE)
+    with pytest.raises(ConnectionResetError, match=r"b ended with an error: .*not finite"):
+        await exchange()
+    assert heard == []
+    assert b.statistics()["violations.a"] == 1
+    hub.corrupt("b", Corruption.SHAPE)
+    with pytest.raises(Violation, match="expected"):
+        await exchange()
+    assert a.statistics()["violations.b"] == 1
+    assert torch.equal((await exchange()).one, load().one)
+    await asyncio.sleep(1)
+    assert hub.statistics()["messages.tampered"] == 2
+    assert hub.open_calls("a") == hub.open_calls("b") == 0
+    assert hub.failures == []
