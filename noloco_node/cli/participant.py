@@ -101,7 +101,7 @@ async def take_part(invite: invites.Invite, options: JoinOptions) -> None:
 
 
 class Recorder(NamedTuple):
-    """Writes events to the journal, with what only this process knows, and shows them."""
+    """Writes events to the journal, adds what only this process knows, and shows them."""
 
     journal: Journal
     views: ServedViews
