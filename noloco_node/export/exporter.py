@@ -128,16 +128,6 @@ class SwarmExport:
             self.parts.make()
             return [await self._stage(number) for number in range(len(self.layout.shapes))]
 
-    async def replicas(self) -> list[list[ReplicaFile]]:
-        """Return the living replicas of every stage, a file each."""
-        with _said_of_disk(self.parts.path):
-            self.parts.make()
-            stages = []
-            for number in range(len(self.layout.shapes)):
-                lying, came = await self._fetch_replicas(number)
-                stages.append(newest([*lying, *came], number))
-            return stages
-
     async def _stage(self, number: int) -> MergedReplicas:
         found = await asyncio.to_thread(self.parts.finished, number, await self._rounds(number))
         if found is not None:

@@ -28,12 +28,11 @@ from gossip.transfer.donor import Donor, DonorLimits
 from gossip.transfer.download import DonorBusy
 from noloco_node.errors import Exit, UserError
 from noloco_node.export import exporter, replica_fetch
-from noloco_node.export.exporter import SwarmExport, export, merge_files, parts_of
+from noloco_node.export.exporter import SwarmExport, export, parts_of
 from noloco_node.export.replica_files import (
     MergedReplicas,
     PartsDirectory,
     ReplicaFile,
-    ReplicaReader,
     is_kept,
     parts_beside,
 )
@@ -430,30 +429,6 @@ def test_a_finished_part_is_kept_until_its_stage_is_far_or_lives_again(
     part = MergedReplicas({}, (standing,), (), "keeper" if of_snapshot else None)
     near = not rounds or round >= sorted(rounds)[(len(rounds) - 1) // 2] - behind
     assert is_kept(part, rounds, behind) == (near and not (of_snapshot and rounds))
-
-
-def test_single_replicas_are_files_of_which_each_stage_has_one_at_least(swarm: Swarm) -> None:
-    async def main() -> None:
-        for peer, stage in (("a", 0), ("b", 0), ("c", 1)):
-            await swarm.replica(peer, stage)
-        stages = await swarm.export_to_come().replicas()
-        assert [[each.peer for each in stage] for stage in stages] == [["a", "b"], ["c"]]
-        for number, stage in enumerate(stages):
-            with ReplicaReader(stage, PLAN.shapes[number]) as reader:
-                for place, each in enumerate(stage):
-                    assert same_tensors(tuple(reader.weights(place).values()), swarm.given(each.peer))
-        found = merge_files([each for stage in stages for each in stage], RUN, PLAN)
-        assert [peers_of(stage) for stage in found] == [["a", "b"], ["c"]]
-        del swarm.records["c"]
-        swarm.export_to_come().parts.remove()
-        stages = await swarm.export_to_come().replicas()
-        with pytest.raises(UserError, match="no usable weights of stage 1"):
-            merge_files([each for stage in stages for each in stage], RUN, PLAN)
-
-    run(main())
-
-
-# A stage that died.
 
 
 def test_a_stage_that_died_comes_from_the_newest_snapshot_and_that_is_said(
