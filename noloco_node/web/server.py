@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from threading import Thread
+from typing import NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -42,10 +43,8 @@ WRITE_S = 30.0
 """For which a reader may take none of what it asked for."""
 REQUEST_S = 5.0
 """For which a request may take to arrive, and its answer to leave; the page's stream of frames excepted."""
-REQUEST_BYTES, MOST_HEADERS = 8190, 64
-"""Of a request's first line, and of each of its headers, which are so many."""
-MOST_SCRAPES, MOST_READERS, MOST_PAGE_CONNECTIONS = 16, 32, 128
-"""At once. A connection beyond them is closed unanswered."""
+MOST_READERS = 32
+"""Of the page's frames, at once."""
 MOST_KEYS = 64
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -58,6 +57,21 @@ HEADERS = {
 }
 
 
+class _Bounds(NamedTuple):
+    """`connections` at once: one beyond them is closed unanswered. `line_bytes`: of a request's first line and each of
+    its headers.
+    """
+
+    connections: int
+    line_bytes: int
+    headers: int
+
+
+OF_METRICS = _Bounds(connections=16, line_bytes=512, headers=16)
+OF_PAGE = _Bounds(connections=128, line_bytes=8190, headers=64)
+"""A browser sends the cookies of everything else on the same host."""
+
+
 class _Refused(asyncio.Protocol):
     """A connection beyond those that are allowed."""
 
@@ -68,9 +82,9 @@ class _Refused(asyncio.Protocol):
 
 @asynccontextmanager
 async def _listening(
-    answer: Callable[[web.Request], Awaitable[web.StreamResponse]], place: ServedPlace, option: str, most: int
+    answer: Callable[[web.Request], Awaitable[web.StreamResponse]], place: ServedPlace, option: str, bounds: _Bounds
 ) -> AsyncIterator[str]:
-    """Answer requests on at most so many connections for as long as the body runs; yield the address."""
+    """Answer requests within bounds for as long as the body runs; yield the address."""
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # or strangers could fill the log
 
     async def bounded(request: web.Request) -> web.StreamResponse:
@@ -95,9 +109,9 @@ async def _listening(
         access_log=None,
         shutdown_timeout=1.0,
         keepalive_timeout=REQUEST_S,  # which begins with the connection: so a request must arrive within it
-        max_line_size=REQUEST_BYTES,
-        max_field_size=REQUEST_BYTES,
-        max_headers=MOST_HEADERS,
+        max_line_size=bounds.line_bytes,
+        max_field_size=bounds.line_bytes,
+        max_headers=bounds.headers,
     )
     await runner.setup()
     try:
@@ -105,7 +119,7 @@ async def _listening(
         assert server is not None
         try:
             listener = await asyncio.get_running_loop().create_server(
-                lambda: server() if len(server.connections) < most else _Refused(), place.host, place.port
+                lambda: server() if len(server.connections) < bounds.connections else _Refused(), place.host, place.port
             )
         except OSError as error:
             raise place.refused(option, error) from error
@@ -150,7 +164,7 @@ async def metrics_served(place: ServedPlace | None, run_id: str) -> AsyncIterato
         response.force_close()
         return await _send(request, response)
 
-    async with _listening(answer, place, "--metrics", MOST_SCRAPES) as address:
+    async with _listening(answer, place, "--metrics", OF_METRICS) as address:
         say(f"metrics for Prometheus: {address}{METRICS_PATH}")
         yield metrics
 
@@ -223,7 +237,7 @@ async def page_served(where: PagePlace | None, *, takes_keys: bool = False) -> A
         yield None
         return
     page = Page(takes_keys=takes_keys and bool(where.token))
-    async with _listening(_page_answers(page, where), where.place, "--web", MOST_PAGE_CONNECTIONS) as address:
+    async with _listening(_page_answers(page, where), where.place, "--web", OF_PAGE) as address:
         page.address = f"{address}/{where.token}/" if where.token else f"{address}/"
         say(f"the swarm in a browser: {page.address}")
         try:

@@ -26,7 +26,7 @@ from noloco_node.observe.playback import Playback
 from noloco_node.tasks import background
 from noloco_node.web import server
 from noloco_node.web.places import PagePlace, ServedPlace, kept_token, metrics_place
-from noloco_node.web.server import FILES, HEADERS, MOST_SCRAPES, Page, metrics_served, page_in_thread, page_served
+from noloco_node.web.server import FILES, HEADERS, OF_METRICS, Page, metrics_served, page_in_thread, page_served
 
 WHOLE_BYTES = 150_000
 OWN = PagePlace(ServedPlace("127.0.0.1", 0), "0123456789abcdef0123456789abcdef")
@@ -318,7 +318,8 @@ def test_metrics_are_there_and_nothing_else(said: list[str]) -> None:
                 (b"GET /etc/passwd HTTP/1.0\r\n\r\n", b"404"),
                 (b"POST /metrics HTTP/1.0\r\n\r\n", b"405"),
                 (b"x" * 100_000, b"400"),
-                (b"GET /metrics HTTP/1.1\r\n" + b"x: y\r\n" * 100 + b"\r\n", b"400"),
+                (b"GET /metrics HTTP/1.1\r\n" + b"x: y\r\n" * 20 + b"\r\n", b"400"),
+                (b"GET /metrics HTTP/1.1\r\nx: " + b"y" * 600 + b"\r\n\r\n", b"400"),
             ):
                 assert (await ask(port, request)).partition(b" ")[2].startswith(status)
 
@@ -328,7 +329,7 @@ def test_metrics_are_there_and_nothing_else(said: list[str]) -> None:
 def test_connections_are_few(said: list[str]) -> None:
     async def main() -> None:
         async with scraped(said) as port:
-            held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MOST_SCRAPES)]
+            held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(OF_METRICS.connections)]
             assert await ask(port, b"GET /metrics HTTP/1.0\r\n\r\n") == b""
             for _, writer in held:
                 await closed(writer)
