@@ -60,7 +60,7 @@ def test_the_lives_of_a_signer_that_are_remembered_are_bounded() -> None:
     ledger = ReceiptLedger()
     for epoch in range(100):
         ledger.take({"signer": raw(epoch, a=1)})
-    assert len(ledger._books["signer"].lives) == MOST_SESSIONS
+    assert len(ledger._books["signer"].sessions) == MOST_SESSIONS
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50)), max_size=20))
