@@ -2,8 +2,8 @@
 
 `tiny` trains on a laptop in minutes. `125m`, `1b` and `7b` have the sizes, learning rates and outer steps of the
 NoLoCo paper (arXiv 2506.10911), in the Llama family; their batches are smaller than the paper's, so that a peer is one
-accelerator. All of them read the standard library of Python as bytes, because that needs no network: whoever means it
-puts a data set and a tokenizer of the hub in their place.
+accelerator. All of them read the standard library of Python as bytes, because that needs no network. For a real run
+put a data set and a tokenizer of the hub in their place.
 
 The text is written by hand and not generated from the structs: a run file is the first page of the manual.
 """
@@ -24,7 +24,7 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.storage import atomic_file
 
 Preset: TypeAlias = dict[str, Any]
-"""What a preset says (`presets.toml`), by field."""
+"""The values of a preset (`presets.toml`), by field."""
 
 
 def _packaged(name: str) -> str:
