@@ -70,7 +70,7 @@ class RoundSkipped:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeetingLost:
-    """A meeting that had been agreed came to nothing. `implausible`: the partner's weights could not be right."""
+    """An agreed meeting came to nothing. `implausible`: the partner's weights could not be right."""
 
     round: int
     partner: str
@@ -112,9 +112,9 @@ class GossipReplica(Protocol):
         """Add this to the fast weights. Called only in a pause between two inner steps."""
 
     def alone(self, retry_after_s: float) -> AbstractAsyncContextManager[None]:
-        """Take in no microbatch, wait until none is in flight, and take them in again at the end.
+        """Admit no microbatch, wait until none is in flight, and admit them again at the end.
 
-        Whoever comes meanwhile is refused, with this hint. Used by the blocking form alone.
+        A microbatch that comes meanwhile is refused, with this hint. Only the blocking form uses it.
         """
 
 
@@ -130,7 +130,7 @@ class Candidate(NamedTuple):
 
 
 class RoundProgress(NamedTuple):
-    """How a replica gets on. `progress`: of the run, 0 to 1. `speed`: ours, in the unit of the candidates'."""
+    """`progress`: of the run, 0 to 1. `speed`: of our replica, in the unit of the candidates'."""
 
     progress: float = 0.0
     speed: float = 0.0
@@ -140,7 +140,7 @@ UNKNOWN = RoundProgress()
 
 
 class Timing(Protocol):
-    """How long to wait for each partner's answer to a proposal, dial included; it learns from what it is told."""
+    """How long to wait for each partner's answer to a proposal, dial included; it learns from past waits."""
 
     def deadline_s(self, peer: str, /) -> float:
         """Return how long to wait for a peer."""
@@ -154,12 +154,12 @@ class Timing(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundContext:
-    """What the rounds are handed.
+    """The means by which rounds reach the node.
 
-    `partners` leaves ourselves out, and returns the very same tuple until the roster is another one. `record` takes
-    events in order and does not wait. `seed`: of the run. `fixed`: numbers of the tensors that neither training nor a
-    round moves. `answers`: None waits `RoundTimeouts.answer_s` for each. `saw` is told of each meeting in which both
-    sides step: the partner, the inner steps that it says it has taken since it met anybody, and ours.
+    `partners` leaves ourselves out, and returns the same tuple until the roster changes. `record` takes events in order
+    and does not wait. `seed`: of the run. `fixed`: numbers of the tensors that neither training nor a round moves.
+    `answers`: None waits `RoundTimeouts.answer_s` for each. `saw` is called for each meeting in which both sides step,
+    with the partner, the inner steps that it claims since it met anybody, and ours.
     """
 
     seed: int

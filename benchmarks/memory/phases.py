@@ -56,7 +56,7 @@ class Phase(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """What is planned of the whole process over what it had."""
+        """Planned bytes of the whole process over measured ones."""
         return (DEVICE + self.planned) / (DEVICE + self.resident)
 
 

@@ -1,7 +1,7 @@
 """The modules of the product and the imports between them, read from syntax trees: nothing is imported for it.
 
-An import counts wherever it stands: at the top, in a function, or under TYPE_CHECKING. Whoever reads a module has to
-know all of them.
+An import counts wherever it stands: at the top, in a function, or under TYPE_CHECKING. A reader of a module
+has to know all of them.
 """
 
 from __future__ import annotations

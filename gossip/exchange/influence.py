@@ -1,33 +1,29 @@
-"""How much of a partner's weights counts: as much as lies within the distance that partners have, and no more.
+"""How much of a partner's weights counts: as much as lies within the usual distance of partners, and no more.
 
 Weights honestly differ, by what both have learned since they last agreed. So a partner's distance from our weights is
-measured in our own pseudo-gradient's norm, and compared with the median of what partners before it showed. Where fast
-and slow weights are nearly the same (a snapshot taken soon after a step) our own norm says little, and the ratio would
-diverge: the median of our own norms is its floor.
+measured in our own pseudo-gradient's norm, and compared with the median of what partners showed before. Soon after a
+step our own norm is near zero and the ratio would diverge: the median of our own norms is its floor.
 
-    distance within CLIP medians       counts whole, to the bit as if nobody had looked
+    distance within CLIP medians       counts whole, to the bit as without a bound
     up to REFUSE medians               counts as far as CLIP medians go: the difference is scaled down
     beyond, or not finite              is implausible: the meeting is lost
-    beyond CLIP, as mostly             likewise: who is far each time is not far by chance; an only partner may be
-                                       faster than we are, and is only scaled down
+    beyond CLIP, as mostly             likewise, unless it is our only partner, which may be faster than we are
 
-Replicas of a stage began alike, so their weights have much in common: whoever sends the negative of them, or noise of
-the same norm, is not LEAST_ALIKE. In the first rounds, where weights are hardly longer than a step, no distance would
-show that.
+Replicas of a stage began alike, so their weights have a cosine of at least LEAST_ALIKE; the negative of our weights, or
+noise of their norm, has less. In the first rounds, where weights are hardly longer than a step, no distance shows that.
 
-Whoever walks backwards stays within any distance. What gives it away is the direction: the cosine between what we have
-learned and where the partner stands, both seen from our slow weights. One of them is noisy, the mean of a partner's
-last few is less so. Who pulls back counts the less the more it does, to LEAST_PULL, unless most others pull back too:
-they still come together, only slower. Nobody is refused for it, for an honest partner that lags stands where we come
-from, and pulls back as well. The only other replica of a stage counts whole.
+A partner that walks backwards stays within any distance. Its direction shows it: the cosine between what we have
+learned and where the partner stands, both seen from our slow weights, as a mean over its last meetings. A partner that
+pulls back counts less, down to LEAST_PULL, unless most others pull back too. It is never refused for it, since an
+honest partner that lags pulls back as well. The only other replica of a stage counts whole.
 
-Of fewer than LEAST_VALUES weights none of this says anything: they only have to be finite.
+Fewer than LEAST_VALUES weights only have to be finite.
 
-Each partner has one voice in the median, its own median of late, and so has our guess, TYPICAL: else the first partner
-would be the measure of all, and a liar that came first would count whole. What was refused is heard too: if honest
-distances grow for a reason, the median follows them after some meetings. Where nothing but refusals has come for
-SELF_DOUBT meetings it may be us who are far, and our guess has no voice. So nobody is shut out for ever. The median is
-never less than TYPICAL: a pair that always meets agrees to the last bit, and a third replica would be far from it.
+Each partner has one voice in the median, its own median of late, and so has our guess, TYPICAL: else a liar that came
+first would be the measure of all. Refused distances have a voice too: if honest distances grow for a reason, the median
+follows after some meetings. After SELF_DOUBT refusals in a row our guess has no voice, for it may be us who are far. So
+nobody is shut out for ever. The median is never below TYPICAL: a pair that always meets agrees to the last bit, and any
+third replica would seem far.
 """
 
 from __future__ import annotations
@@ -47,11 +43,11 @@ CLIP = 4.0
 REFUSE = 8.0
 """Medians of the distance that counts whole, and that counts at all."""
 TYPICAL = 1.0
-"""The least median, in our own pseudo-gradients: who is no farther than one step does no more than one step's harm."""
+"""The least median, in our own pseudo-gradients: within one step a partner does no more than one step's harm."""
 VOICES, PARTNERS, MOVES = 4, 32, 16
-"""How much is remembered: distances of each partner, partners, and norms of our own pseudo-gradients."""
+"""The distances of each partner, the partners, and the norms of our own pseudo-gradients that are kept."""
 LEAST_PULL, NO_PULL = 0.25, -0.5
-"""What counts at least of a partner that pulls back, and the mean cosine at which nothing else would."""
+"""The least share of a partner that pulls back, and the mean cosine at which its share would be 0."""
 NEWEST = 0.4
 """The least weight of the newest meeting in the mean."""
 OFTEN = 3
@@ -65,11 +61,11 @@ LEAST_VALUES = 256
 
 
 class Deviation(NamedTuple):
-    """Where a partner's weights lie.
+    """Where a partner's weights lie, and their number of `values`.
 
-    `values`: how many they are. `distance`: from ours. `own`: norm of our pseudo-gradient. `alike`: cosine of both
-    weights. `direction`: cosine between what we have learned and where the partner's fast weights are, from our slow
-    ones; 0 of slow weights. Weights that are all zero are not alike, unless ours are.
+    `distance`: from ours. `own`: norm of our pseudo-gradient. `alike`: cosine of both weights; all zeros are not alike,
+    unless ours are zero too. `direction`: cosine between what we have learned and where the partner's fast weights are,
+    from our slow ones; 0 for slow weights.
     """
 
     values: int
@@ -80,7 +76,7 @@ class Deviation(NamedTuple):
 
 
 def measure(theirs: Coded, own: Tensors, owed: Feedback, slow: Tensors, fast: Tensors) -> Deviation:
-    """Measure what came beside our weights `own`, `slow` or `fast` themselves, of which `owed` is still to be sent."""
+    """Measure a partner's weights beside ours, `own`: either `slow` or `fast`, with what is still `owed` of them."""
     apart = learned = along = ours = across = 0.0
     reader, near, memory, moved = Reader(theirs, own), *(scratch(own) for _ in range(3))
     for number, tensor in enumerate(own):
@@ -107,7 +103,7 @@ def _cosine(product: float, square: float, other: float) -> float:
 
 
 class _Seen:
-    """What one partner has shown."""
+    """The history of one partner."""
 
     def __init__(self) -> None:
         self.ratios: deque[float] = deque(maxlen=VOICES)
@@ -127,7 +123,7 @@ class _Seen:
 
 
 class InfluenceBound:
-    """What partners have shown of one set of weights, and how much of the next one counts."""
+    """The history of partners for one set of weights, and the share of the next one that counts."""
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
@@ -136,9 +132,9 @@ class InfluenceBound:
         """Meetings in a row that were refused."""
 
     def share(self, partner: str, deviation: Deviation, *, only: bool = False) -> float:
-        """Return which part of the way to a partner's weights counts, 1 for all; raise Implausible where none does.
+        """Return the share of the way to a partner's weights that counts; raise Implausible where none does.
 
-        `only`: our stage has no other.
+        `only`: our stage has no other partner.
         """
         if not math.isfinite(deviation.distance):
             raise Implausible("weights too far to measure")
@@ -168,11 +164,11 @@ class InfluenceBound:
 
     @property
     def _in_doubt(self) -> bool:
-        """Whether it may be us."""
+        """Whether our own weights may be the far ones."""
         return self._refused >= SELF_DOUBT
 
     def _pull(self, seen: _Seen) -> float:
-        """Return what counts of a partner for its direction; all where most others pull back as well."""
+        """Return the share that a partner's direction leaves; 1 where most others pull back as well."""
         others = [other.cosine for other in self._seen.values() if other is not seen and other.directions]
         if seen.cosine >= 0.0 or (len(others) >= LEAST_OTHERS and median_low(others) < 0.0):
             return 1.0
@@ -186,7 +182,7 @@ class InfluenceBound:
 
 
 def check_alike(theirs: Coded, own: Tensors) -> None:
-    """Raise Implausible where weights that we are to go on from have nothing in common with ours."""
+    """Raise Implausible where weights that we are to adopt have nothing in common with ours."""
     deviation = measure(theirs, own, Feedback(theirs.form), own, own)
     if deviation.values >= LEAST_VALUES and deviation.alike < LEAST_ALIKE:
         raise Implausible(f"weights to adopt that are not like ours: cosine {deviation.alike:.2f}")

@@ -98,12 +98,10 @@ class MeetingProtocol:
         if not round_state.is_free:
             return None, None
         order = round_state.partners.order(round_state.schedule.round)
-        places = range(min(len(order), ASKED_AT_MOST))
+        delay_s = round_state.schedule.preference_delay_s
         # Later preferences wait longer, so the good enough are the first ones.
-        good_enough = list(
-            takewhile(lambda place: not round_state.schedule.preference_delay_s(place, len(order)), places)
-        )
-        return round_state.queue.next(order[: len(good_enough)], now())
+        good_enough = takewhile(lambda place: not delay_s(place, len(order)), range(min(len(order), ASKED_AT_MOST)))
+        return round_state.queue.next([order[place] for place in good_enough], now())
 
     async def _ask(self, peer: str) -> None:
         round_state, patience = self._round_state, self._round_state.timeouts
@@ -121,7 +119,10 @@ class MeetingProtocol:
                 if answers:
                     answers.took(peer, now() - asked_s)
                 if isinstance(reply, Decline):
-                    self._note_refusal(peer, reply)
+                    round_state.counts["declined"] += 1
+                    if round_state.is_open:
+                        round_state.schedule.adopt(reply.round, round_state.claims)
+                    round_state.queue.declined(peer, reply, now())
                 elif not isinstance(reply, Accept):
                     raise ConnectionAbortedError(f"expected an answer, got {type(reply).__name__}")
                 elif round_state.is_free:
@@ -135,13 +136,6 @@ class MeetingProtocol:
                 round_state.queue.put_off(peer, patience.sleep_s, now())
         finally:
             round_state.note_answer()
-
-    def _note_refusal(self, peer: str, reply: Decline) -> None:
-        round_state = self._round_state
-        round_state.counts["declined"] += 1
-        if round_state.is_open:
-            round_state.schedule.adopt(reply.round, round_state.claims)
-        round_state.queue.declined(peer, reply, now())
 
     async def _meet_until(
         self, conversation: Conversation, meeting: Meeting, accepted: Accept | None, deadline: asyncio.Timeout

@@ -34,9 +34,6 @@ from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors, mean_into,
 from gossip.rule.shares import EVEN, Shares, shares_by_steps
 from gossip.settings import Format, OuterConfig, absolute
 
-Steps = tuple[float, ...]
-"""Of int4, one a parameter; empty in other codecs."""
-
 
 class Snapshot(NamedTuple):
     """A copy of the fast weights, and the inner steps that the replica had taken by then."""
@@ -66,7 +63,7 @@ class Step(NamedTuple):
 
 
 class Owed(NamedTuple):
-    """What a codec has left out of the fast and of the slow weights."""
+    """The rounding errors of the fast and of the slow weights that are still to be sent."""
 
     fast: Feedback
     slow: Feedback
@@ -106,16 +103,12 @@ class OuterOptimiser:
         self._compute, self._partners = compute, partners
         self._coordinates = probe_coordinates(seed, [tensor.numel() for tensor in state.slow])
         self._owed = self._nothing_owed()
-        self._state = _of_rule(state, settings.alpha)
+        self.state = _of_rule(state, settings.alpha)
+        """Its tensors move with the next step."""
         self.weights = WeightsLock()
         self._fast_bound, self._slow_bound = InfluenceBound(), InfluenceBound()
         """Of the fast and of the slow weights that partners bring."""
         self.version = 0
-
-    @property
-    def state(self) -> OuterState:
-        """The state as it is: its tensors move with the next step."""
-        return self._state
 
     def _nothing_owed(self) -> Owed:
         return Owed(Feedback(self._codec), Feedback(self._codec))
@@ -141,8 +134,8 @@ class OuterOptimiser:
             return None
         return self._owed.fast.probe(snapshot.fast, self._coordinates)
 
-    def steps(self, mine: Tensor | None, theirs: Tensor | None) -> Steps:
-        """Return the steps of int4 that follow from two probes, the same on both sides."""
+    def steps(self, mine: Tensor | None, theirs: Tensor | None) -> tuple[float, ...]:
+        """Return the steps of int4 that follow from two probes, one a parameter, the same on both sides; else none."""
         if not self._codec.is_modular or mine is None or theirs is None:
             return ()
         return common_steps(mine, theirs, [len(indices) for indices in self._coordinates])
@@ -151,11 +144,11 @@ class OuterOptimiser:
         """Return what the two sides count in the mean, given the inner steps that each brings."""
         return shares_by_steps(own_steps, their_steps) if self._weighs else EVEN
 
-    async def encode_fast(self, snapshot: Snapshot, steps: Steps) -> Encoded:
+    async def encode_fast(self, snapshot: Snapshot, steps: tuple[float, ...]) -> Encoded:
         """Return the snapshot as it travels."""
         return await self._compute(encode, self._codec, snapshot.fast, self._owed.fast.residual, steps)
 
-    async def encode_slow(self, steps: Steps) -> Encoded:
+    async def encode_slow(self, steps: tuple[float, ...]) -> Encoded:
         """Return the slow weights likewise: the same for the same steps, until the next outer step."""
         return await self._compute(encode, self._codec, self.state.slow, self._owed.slow.residual, steps)
 
@@ -184,13 +177,13 @@ class OuterOptimiser:
 
     async def bound_fast(self, partner: str, sides: Sides, snapshot: Snapshot) -> Sides:
         """Return both sides with the share of the partner's that counts; raise Implausible where none does."""
-        owed, bound = self._owed.fast, self._fast_bound
-        return await self._compute(self._bounded, bound, partner, sides, (snapshot.fast, owed), snapshot)
+        ours = snapshot.fast, self._owed.fast
+        return await self._compute(self._bounded, self._fast_bound, partner, sides, ours, snapshot)
 
     async def bound_slow(self, partner: str, sides: Sides, snapshot: Snapshot) -> Sides:
         """Do likewise with slow weights; the snapshot says how far ours have come since."""
-        owed, bound = self._owed.slow, self._slow_bound
-        return await self._compute(self._bounded, bound, partner, sides, (self.state.slow, owed), snapshot)
+        ours = self.state.slow, self._owed.slow
+        return await self._compute(self._bounded, self._slow_bound, partner, sides, ours, snapshot)
 
     def _bounded(
         self, bound: InfluenceBound, partner: str, sides: Sides, ours: tuple[Tensors, Feedback], snapshot: Snapshot
@@ -201,7 +194,14 @@ class OuterOptimiser:
     async def adopting(self, wire: Tensors, snapshot: Snapshot, *, alike: bool) -> Step:
         """Check weights that we are to adopt, and that they are like ours; return the step to them."""
         theirs = Coded(absolute(self._codec), wire)
-        await self._compute(_check_absolute, theirs, self._adopted(snapshot), alike)
+        own = self._adopted(snapshot)
+
+        def check_theirs() -> None:
+            check(theirs, own, Feedback(theirs.form), norm(own))
+            if alike:
+                check_alike(theirs, own)
+
+        await self._compute(check_theirs)
         return Step(snapshot.fast, adopts=theirs)
 
     # The step.
@@ -213,16 +213,10 @@ class OuterOptimiser:
             await self._replica.correct(step.snapshot)
 
     def _take(self, step: Step) -> None:
-        self._state = take_step(step, self._state, self._owed, self._rule)
+        self.state = take_step(step, self.state, self._owed, self._rule)
         if step.adopts is not None:
             self._owed = self._nothing_owed()
         self.version += 1
-
-
-def _check_absolute(theirs: Coded, own: Tensors, alike: bool) -> None:
-    check(theirs, own, Feedback(theirs.form), norm(own))
-    if alike:
-        check_alike(theirs, own)
 
 
 def _of_rule(state: OuterState, alpha: float) -> OuterState:
@@ -277,11 +271,11 @@ def _adopt(theirs: Coded, snapshot: Tensors, state: OuterState, fixed: frozenset
 
 
 class _Work:
-    """One step under way. `gathered`: what a momentum period gathers, where it has just begun."""
+    """One step under way. `gathered`: new tensors for what a momentum period gathers, where one has just begun."""
 
     def __init__(self, step: Step, state: OuterState, owed: Owed, rule: Rule, longest: int) -> None:
-        self._step, self._state, self._owed, self._rule = step, state, owed, rule
-        self._fast, self._slow = (None if sides is None else _Seen(sides, state.slow) for sides in step[1:3])
+        self._step, self.state, self._owed, self._rule = step, state, owed, rule
+        self._fast, self._slow = (None if sides is None else _BothSides(sides, state.slow) for sides in step[1:3])
         self._near, self._own, self._fast_mean, self._slow_mean = (scratch(state.slow, longest) for _ in range(4))
         self.gathered: Tensors = ()
         if rule.delay.period > 1 and state.momentum and not state.gathered:
@@ -289,7 +283,7 @@ class _Work:
 
     def move(self, number: int, at: slice) -> OuterState:
         """Move one piece; return its state."""
-        slow, momentum, gathered, meetings = self._state
+        slow, momentum, gathered, meetings = self.state
         fast, phi = self._step.snapshot[number].view(-1)[at], slow[number].view(-1)[at]
         before = OuterState((phi,), _part(momentum, number, at), _part(gathered, number, at), meetings)
         fast_mean, _ = self._mean(self._fast, self._owed.fast, self._step.snapshot, number, at, self._fast_mean)
@@ -310,7 +304,7 @@ class _Work:
         return after
 
     def _mean(
-        self, seen: _Seen | None, owed: Feedback, weights: Tensors, number: int, at: slice, out: Tensor
+        self, seen: _BothSides | None, owed: Feedback, weights: Tensors, number: int, at: slice, out: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the mean of what both decode of a piece of one set of weights, and what both decode of ours.
 
@@ -330,7 +324,7 @@ class _Work:
         return out, own
 
 
-class _Seen:
+class _BothSides:
     """Both sides' weights as both see them. Not `lossy`: ours are exact."""
 
     def __init__(self, sides: Sides, own: Tensors) -> None:
@@ -381,7 +375,7 @@ class WeightsLock:
             release()
 
     async def read(self) -> Callable[[], None]:
-        """Keep the weights as they are until what is returned has been called; to call it again does nothing."""
+        """Keep the weights as they are until the returned function is called; a second call does nothing."""
         async with self._turn:
             self._readers += 1
             self._unread.clear()
@@ -399,7 +393,7 @@ class WeightsLock:
 
 
 async def to_the_end(work: Coroutine[None, None, None]) -> None:
-    """Await `work` to its end even when cancelled: half corrected weights are worse than a late cancellation."""
+    """Await `work` to its end even when cancelled: no weights are left half corrected."""
     task = asyncio.create_task(work)
     cancelled = None
     while not task.done():

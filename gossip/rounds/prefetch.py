@@ -1,13 +1,12 @@
 """Slow weights ahead of time: swapped with the next partner while both still train, so that a meeting is shorter.
 
 Where gamma differs from beta, the rule needs the partner's slow weights too. They do not move between two rounds, and
-the next partner is known from the seed: whoever has ended its round swaps slow weights with it in the background. Both
-must have ended theirs; who is first is declined, and the other, once it is done, asks in turn. If another partner comes
-after all, or slow weights have moved since, they travel in the meeting as they would have done anyway: there the holder
-says which version it holds, and the owner sends its slow weights unless it is the present one.
+the next partner follows from the seed, so a replica that has ended its round swaps slow weights with it in the
+background. A replica that has not ended its own declines, and asks in turn once it has. If another partner comes after
+all, or slow weights have moved since, they travel in the meeting: there each side says which version it holds.
 
-It costs the memory of both sides' weights as they travel and, where it was in vain, the traffic; never a wait. Nobody
-has our slow weights sent more than `SWAPS_AT_MOST` times ahead of one round.
+A swap costs memory for both sides' weights as they travel and, if it was in vain, traffic; never a wait. No peer gets
+our slow weights more than `SWAPS_AT_MOST` times ahead of one round.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from gossip.rounds.outer_optimiser import OuterOptimiser
 from gossip.rounds.round_state import RoundState, now
 
 SWAPS_AT_MOST = 2
-"""With one peer, of one version of our slow weights: a second one mends the first, if that was broken or outdated."""
+"""With one peer, of one version of our slow weights; the second replaces a first that broke or is outdated."""
 
 
 class Prefetched(NamedTuple):
@@ -43,15 +42,15 @@ class Prefetched(NamedTuple):
 
     peer: str
     version: int
-    """Of ours. Another after every outer step, and so is theirs."""
+    """Of ours; both versions change with every outer step."""
     their_version: int
     slow: Sides
 
 
 class SlowWeightPrefetcher:
-    """One replica's swaps ahead of its rounds: `run` as a background task, `answer_one` for each that comes in.
+    """One replica's swaps ahead of its rounds: `run` proposes in the background, `answer_one` answers.
 
-    `bytes_sent`, `bytes_received`: for swaps since the last outer step. `swapping`: with whom one is under way.
+    `bytes_sent`, `bytes_received`: of swaps since the last outer step. `swapping`: the peer of the swap under way.
     """
 
     def __init__(self, round_state: RoundState, optimiser: OuterOptimiser, context: RoundContext) -> None:
@@ -60,10 +59,10 @@ class SlowWeightPrefetcher:
         self.swapping: str | None = None
         self._prefetched: Prefetched | None = None
         self._begun: Counter[str] = Counter()
-        """Swaps since the last outer step by peer, whatever came of them."""
+        """By peer, the swaps begun since the last outer step."""
         self._asking: str | None = None
         self._put_off: tuple[str, int, float] | None = None
-        """Whom not to ask again, for which version of our slow weights, and until when."""
+        """A peer not to ask again, for which version of our slow weights, and until when."""
 
     def of(self, peer: str) -> Prefetched | None:
         """Return what was swapped with a peer; at most one peer's copy is held."""
@@ -94,7 +93,7 @@ class SlowWeightPrefetcher:
             await round_state.nap(wait_s)
 
     async def answer_one(self, conversation: Conversation, deadline: asyncio.Timeout) -> None:
-        """Answer a proposal at once; if it is accepted, move the deadline on to a meeting's, and swap."""
+        """Answer a proposal at once; if it is accepted, move the deadline to that of a meeting, and swap."""
         round_state = self._round_state
         reason = self._refusal(conversation.peer)
         if reason is not None:
@@ -107,7 +106,7 @@ class SlowWeightPrefetcher:
         await self._swap(conversation, Accept(round=round_state.schedule.round))
 
     def _next_partner(self) -> str | None:
-        """Return whom we expect to meet next, or None while our slow weights may still move before that."""
+        """Return the peer that we expect to meet next, or None while our slow weights may move before that."""
         round_state = self._round_state
         if not round_state.between_rounds:
             return None
@@ -160,7 +159,7 @@ class SlowWeightPrefetcher:
                     await self._swap(conversation, None)
                     again_s = 0.0
         except (ConnectionError, TimeoutError) as loss:
-            # What is implausible was counted where it was found.
+            # `_swap` has counted what is implausible.
             round_state.counts["unanswered"] += not isinstance(loss, Implausible)
         finally:
             self._asking = None
@@ -176,20 +175,19 @@ class SlowWeightPrefetcher:
                 await conversation.send(accepted)
             await self._swap_once(conversation, asked=accepted is not None)
         except Implausible as lie:
-            self._note_implausible(conversation.peer, str(lie))
+            self._round_state.counts["implausible"] += 1
+            lost = MeetingLost(
+                round=self._round_state.next_round, partner=conversation.peer, why=str(lie), implausible=True
+            )
+            self._context.record(lost)
             raise
         finally:
             self.swapping = None
             self._round_state.ring()
 
-    def _note_implausible(self, peer: str, why: str) -> None:
-        round_state = self._round_state
-        round_state.counts["implausible"] += 1
-        self._context.record(MeetingLost(round=round_state.next_round, partner=peer, why=why, implausible=True))
-
     async def _swap_once(self, conversation: Conversation, *, asked: bool) -> None:
         optimiser, version = self._optimiser, self._optimiser.version
-        # Two copies are one too many; and a meeting that begins meanwhile must not count on what this swap replaces.
+        # No memory for two copies; and a meeting that begins meanwhile must not use what this swap replaces.
         self._prefetched = None
         round, last_met = self._round_state.weight_age
         mine = Probe(
@@ -211,7 +209,7 @@ class SlowWeightPrefetcher:
         self._must_be(version)
         self._prefetched = Prefetched(conversation.peer, version, theirs.version, slow)
         self._round_state.counts["sent_ahead"] += 1
-        # The asker stays until the asked has all: its leaving ends the conversation.
+        # The asker stays until the asked has all, since its leaving ends the conversation.
         if asked:
             await conversation.send(Acknowledge())
         elif not isinstance(await conversation.receive(), Acknowledge):

@@ -106,7 +106,7 @@ class RoundState:
         self.queue = PartnerQueue(self.timeouts, self.rng)
         self.counts: Counter[str] = Counter()
         self.pause = asyncio.Lock()
-        self._phase: Phase = CLOSED
+        self.phase: Phase = CLOSED
         self.leaving = False
         self.asking: str | None = None
         self.last_met, self.steps_when_met = origin.last_met, origin.inner_steps
@@ -119,34 +119,29 @@ class RoundState:
         self._changed = asyncio.Event()
 
     @property
-    def phase(self) -> Phase:
-        """The phase of the round."""
-        return self._phase
-
-    @property
     def is_open(self) -> bool:
         """Whether a round is open, met or not."""
-        return isinstance(self._phase, Open | InMeeting)
+        return isinstance(self.phase, Open | InMeeting)
 
     @property
     def is_free(self) -> bool:
         """Whether a round is open, and a partner may still be agreed on."""
-        return isinstance(self._phase, Open)
+        return isinstance(self.phase, Open)
 
     @property
     def snapshot(self) -> Snapshot | None:
         """The snapshot of the open round; None where none is open, and in the blocking form."""
-        return self._phase.snapshot if isinstance(self._phase, Open | InMeeting) else None
+        return self.phase.snapshot if isinstance(self.phase, Open | InMeeting) else None
 
     @property
     def meeting(self) -> Meeting | None:
         """The meeting that was agreed and has not ended."""
-        return self._phase.meeting if isinstance(self._phase, InMeeting) else None
+        return self.phase.meeting if isinstance(self.phase, InMeeting) else None
 
     @property
     def between_rounds(self) -> bool:
         """Whether the slow weights are those of the next meeting: none is open, and no step waits."""
-        return isinstance(self._phase, Closed) and not self.leaving
+        return isinstance(self.phase, Closed) and not self.leaving
 
     @property
     def weight_age(self) -> WeightAge:
@@ -227,41 +222,41 @@ class RoundState:
 
     def open(self, snapshot: Snapshot | None) -> None:
         """Let the round be met. A round that is open goes on with this snapshot, and so does a meeting in it."""
-        if isinstance(self._phase, PendingStep) or self.leaving:
+        if isinstance(self.phase, PendingStep) or self.leaving:
             raise self._illegal("open")
-        self._phase = Open(snapshot) if self.meeting is None else InMeeting(snapshot, self.meeting)
+        self.phase = Open(snapshot) if self.meeting is None else InMeeting(snapshot, self.meeting)
         self.ring()
 
     def engage(self, peer: str, their_round: int) -> Meeting:
         """Bind ourselves to one partner. Wakes nobody: there is less to do than before."""
-        if not isinstance(self._phase, Open):
+        if not isinstance(self.phase, Open):
             raise self._illegal("engage")
         self.schedule.adopt(their_round, self.claims)
         meeting = Meeting(peer, now())
-        self._phase = InMeeting(self._phase.snapshot, meeting)
+        self.phase = InMeeting(self.phase.snapshot, meeting)
         return meeting
 
     def end_meeting(self) -> None:
         """End the meeting without a step of ours: the round is free again."""
-        if not isinstance(self._phase, InMeeting):
+        if not isinstance(self.phase, InMeeting):
             raise self._illegal("end_meeting")
-        self._phase = Open(self._phase.snapshot)
+        self.phase = Open(self.phase.snapshot)
         self.ring()
 
     def step(self, pending: PendingStep) -> None:
         """End the meeting and its round with a step for the next pause."""
-        if not isinstance(self._phase, InMeeting):
+        if not isinstance(self.phase, InMeeting):
             raise self._illegal("step")
-        partner = self._phase.meeting.partner
-        self._phase = pending
+        partner = self.phase.meeting.partner
+        self.phase = pending
         self.note_met(partner)
         self.ring()
 
     def take_step(self) -> PendingStep | None:
         """Return the step that waits, to be applied now. `finish` wakes those who wait."""
-        if not isinstance(self._phase, PendingStep):
+        if not isinstance(self.phase, PendingStep):
             return None
-        pending, self._phase = self._phase, CLOSED
+        pending, self.phase = self.phase, CLOSED
         return pending
 
     def close(self) -> None:
@@ -269,9 +264,9 @@ class RoundState:
 
         Wakes nobody: in the same pause the caller takes a step, or opens the next round, and that does.
         """
-        if isinstance(self._phase, PendingStep):
+        if isinstance(self.phase, PendingStep):
             raise self._illegal("close")
-        self._phase = CLOSED
+        self.phase = CLOSED
 
     def finish(self, round: int, last_met: int, *, adopted: bool = False) -> None:
         """Count an outer step, which has moved the weights; `adopted`: it has replaced them by a partner's.
@@ -290,12 +285,12 @@ class RoundState:
     def leave(self) -> None:
         """End the round, and open none any more; a step that waits still waits."""
         self.leaving = True
-        if not isinstance(self._phase, PendingStep):
-            self._phase = CLOSED
+        if not isinstance(self.phase, PendingStep):
+            self.phase = CLOSED
         self.ring()
 
     def _illegal(self, what: str) -> RuntimeError:
-        return RuntimeError(f"{what} of a round that is {type(self._phase).__name__}, leaving: {self.leaving}")
+        return RuntimeError(f"{what} of a round that is {type(self.phase).__name__}, leaving: {self.leaving}")
 
     # Notes that change no phase.
 

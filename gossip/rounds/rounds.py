@@ -49,11 +49,11 @@ from gossip.rule.outer_step import OuterState
 from gossip.settings import OuterConfig
 
 NOT_KNOWN = -1
-"""How many inner steps slow weights hold that lack some."""
+"""Stands for the number of inner steps that slow weights hold, where they lack some."""
 
 
 class RoundsView(NamedTuple):
-    """What a replica's gossip is at: whom it meets, with whom it swaps ahead, how many partners it asks later."""
+    """The partner that a replica meets, the one that it swaps with ahead, and how many partners it asks later."""
 
     meeting_partner: str | None
     prefetch_partner: str | None
@@ -92,12 +92,12 @@ class Rounds:
 
     @property
     def weights(self) -> WeightsLock:
-        """What weights are moved under, by rounds and by whoever else moves or reads them."""
+        """The lock under which weights are moved or read."""
         return self._optimiser.weights
 
     @property
     def finished(self) -> int:
-        """The number of the last finished round, met or solo: what the roster's record says."""
+        """The number of the last finished round, met or solo, as our record states it."""
         return self._schedule.finished
 
     @property
@@ -107,7 +107,7 @@ class Rounds:
 
     @property
     def met_partners(self) -> Collection[str]:
-        """With whom a meeting has ended in a step of ours, within memory."""
+        """The latest partners of meetings that ended in a step of ours."""
         return self._round_state.met_partners
 
     def statistics(self) -> dict[str, int | float]:
@@ -116,7 +116,7 @@ class Rounds:
 
     @property
     def disowned(self) -> bool:
-        """Whether our weights are those of which we said so: we have not gone on from others yet."""
+        """Whether we have disowned our weights and not adopted others yet."""
         return not self._round_state.owns
 
     def disown(self) -> None:
@@ -128,7 +128,7 @@ class Rounds:
 
     @property
     def view(self) -> RoundsView:
-        """What goes on just now, for whoever watches."""
+        """The activity of the moment, for a screen."""
         meeting = self._round_state.meeting
         return RoundsView(
             meeting_partner=None if meeting is None else meeting.partner,
@@ -136,13 +136,13 @@ class Rounds:
             put_off=self._round_state.queue.put_off_count,
         )
 
-    # What the shell calls.
+    # Called by the node.
 
     async def between_steps(self, inner_steps: int, seconds_per_step: float, going: RoundProgress = UNKNOWN) -> None:
         """Do what is due in a pause between two inner steps, with nothing in flight.
 
-        `inner_steps`: this replica's count. `seconds_per_step`: what one takes now, for the estimates given to askers.
-        `going`: what the length of our rounds follows, where the settings let it follow something.
+        `inner_steps`: this replica's count. `seconds_per_step`: of one step now, for the estimates given to askers.
+        `going`: progress and speed, which the length of our rounds may follow.
         """
         round_state = self._round_state
         async with round_state.pause:
@@ -155,7 +155,7 @@ class Rounds:
             if not round_state.is_open and self._schedule.due and not round_state.leaving:
                 await self._open_round()
             if round_state.is_open:
-                # Somebody more may have become good enough.
+                # Another partner may have become good enough.
                 round_state.ring()
 
     async def run(self) -> None:
@@ -225,7 +225,7 @@ class Rounds:
     # In a pause, under the lock.
 
     async def _tend(self) -> None:
-        """Look after an open round that nobody has accepted yet."""
+        """Step alone, skip, or retake the snapshot of an open round that has no partner yet, where that is due."""
         round_state = self._round_state
         if round_state.queue.nobody_left(round_state.partners.peers):
             await self._step_alone()

@@ -1,4 +1,4 @@
-"""When the outer rule draws replicas together: apart from it, so that a run file is checked without loading torch.
+"""The range of gamma in which the outer rule draws replicas together. Does not load torch: `check` uses it.
 
 The question: many replicas, no inner progress (theta = phi), random disjoint pairs. Does their disagreement die out?
 A replica's slow weights phi, momentum m and gathered Delta, measured from the mean of all, move in a meeting by

@@ -18,7 +18,7 @@ def me(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a run instead of text.")] = False,
 ) -> None:
     """Say what this home has given to which runs: tokens, hours, bytes, as its own journal has them."""
-    from noloco_node.observe.contribution import report
+    from noloco_node.observe.journal_reports import report
 
     typer.echo(report(home or default_home("node"), as_json=as_json))
 
@@ -33,7 +33,7 @@ def export_journal(
     kind: Annotated[str, typer.Option("--to", help="csv, parquet, tensorboard, or wandb (offline).")] = "csv",
 ) -> None:
     """Write journals as a table, one row an event, or as curves for TensorBoard or Weights & Biases."""
-    from noloco_node.observe.table_export import TableFormat, export_journals
+    from noloco_node.observe.journal_reports import TableFormat, export_journals
 
     if kind not in list(TableFormat):
         raise typer.BadParameter(f"{kind!r} is none of {', '.join(TableFormat)}")

@@ -38,8 +38,7 @@ from noloco_node.network.interface import PeerNetwork
 from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.node.sessions import Sessions, live_in_sessions
-from noloco_node.observe.contribution import ledger_of
-from noloco_node.observe.peer_history import PeerHistory
+from noloco_node.observe.peer_history import PeerHistory, ledger_of
 from noloco_node.observe.swarm_view import short
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, bandwidth_seconds, microbatch_bytes, slowest_bytes_per_s
 from noloco_node.planning.checkpoint_map import RunWeights
@@ -102,7 +101,7 @@ async def take_part(invite: invites.Invite, options: JoinOptions) -> None:
 
 
 class Recorder(NamedTuple):
-    """Writes events to the journal, with what only this process knows, and shows them."""
+    """Writes events to the journal, adds what only this process knows, and shows them."""
 
     journal: Journal
     views: ServedViews

@@ -33,11 +33,9 @@ from noloco_node.cli.options import (
     page_place,
 )
 from noloco_node.observe.bottleneck import all_waits
-from noloco_node.observe.journal_observer import Recording, read_journals
-from noloco_node.observe.live_view import LiveView
-from noloco_node.observe.playback import Keyboard, Playback
+from noloco_node.observe.playback import Keyboard, Playback, Recording, read_journals
 from noloco_node.observe.roster_observer import RosterObserver
-from noloco_node.observe.screen import lines, time_left
+from noloco_node.observe.screen import LiveView, lines, time_left
 from noloco_node.observe.swarm_view import SwarmView, plain, short
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.access import Visitor, visited

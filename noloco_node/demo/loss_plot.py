@@ -15,8 +15,8 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, StrMethod
 
 from noloco_node.charts import COLOURS, INK, QUIET, SAME, Labelled, dress, new_figure, png, write_labels
 from noloco_node.demo.summary import ModelScores, Summary
-from noloco_node.observe.braille_chart import smoothed
 from noloco_node.observe.peer_history import PeerHistory, over_tokens
+from noloco_node.observe.screen import smoothed
 
 
 def picture(heading: str, histories: Sequence[PeerHistory], summary: Summary, scores: ModelScores | None) -> bytes:

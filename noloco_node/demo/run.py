@@ -27,8 +27,8 @@ from noloco_node.errors import UserError
 from noloco_node.journal.events import Event
 from noloco_node.journal.reader import Tail
 from noloco_node.observe.journal_observer import JournalObserver
-from noloco_node.observe.live_view import LiveView
 from noloco_node.observe.peer_history import PeerHistory
+from noloco_node.observe.screen import LiveView
 from noloco_node.run.config import RunConfig
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run

@@ -1,13 +1,18 @@
-"""The journal on the disk: one JSON object a line, appended, and rotated.
+"""Writing the journal: one JSON object a line, appended, and rotated.
 
 Each event is one write to a file opened for appending, so a crash tears one line at most. The reader skips what it
 cannot decode, and the writer begins a new line after a torn one. At MAX_BYTES the file moves to `journal.1.jsonl`, over
 the one before: the two together bound the disk that a journal takes. A disk that is full or gone costs events, and
 never the training: a journal is worth less than the run that it describes.
+
+`JournalThrottle` keeps what strangers can cause at will from filling the journal. It records refusals, losses,
+violations and findings of spot checks one by one, up to a number an hour for each peer and kind; then whenever their
+count has doubled, with how many have come since (`count`). So a flood of a million is some dozens of lines.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -17,7 +22,9 @@ from typing import Self
 import msgspec
 
 from noloco_node.errors import Exit, UserError
+from noloco_node.journal import events
 from noloco_node.journal.events import Event, fields_of
+from noloco_node.tasks import loop_s
 
 MAX_BYTES = 64 * 2**20
 """Some 300,000 inner steps."""
@@ -95,3 +102,62 @@ def _size_and_torn(path: Path) -> tuple[int, bool]:
             return 0, False
         file.seek(-1, os.SEEK_END)
         return size, file.read(1) != b"\n"
+
+
+ONE_BY_ONE = 32
+"""Refusals and losses by one peer of one kind; of violations the first alone."""
+PERIOD_S = 3600.0
+MOST_KINDS = 256
+"""That are counted apart; the others, of many identities, together."""
+
+MOST_HOPS = 32
+"""Next hops in one line: 32 names are 2 KiB, 17 MB a day."""
+
+_Throttled = events.RefusedMicrobatch | events.Lost | events.PeerViolation | events.SpotCheck
+
+
+class JournalThrottle:
+    """Hands events on to `record`, those of floods as counts."""
+
+    def __init__(self, record: Callable[[events.Event], None]) -> None:
+        self._record = record
+        self._since_s = -math.inf
+        self._counts: dict[tuple[object, ...], tuple[int, int]] = {}
+        """Events of each kind in this period, and how many of them were told."""
+
+    def __call__(self, event: events.Event) -> None:
+        """Take an event."""
+        if not isinstance(event, _Throttled):
+            self._record(_of_most(event) if isinstance(event, events.Hops) else event)
+            return
+        if loop_s() - self._since_s >= PERIOD_S:
+            self._since_s = loop_s()
+            self._counts.clear()
+        kind, most = _kind_of(event)
+        if kind not in self._counts and len(self._counts) >= MOST_KINDS:
+            kind = (type(event),)
+        seen, told = self._counts.get(kind, (0, 0))
+        seen += 1
+        if seen <= most or seen >= 2 * told:
+            self._record(msgspec.structs.replace(event, count=seen - told))
+            told = seen
+        self._counts[kind] = seen, told
+
+
+def _of_most(hops: events.Hops) -> events.Hops:
+    """Return the hops that returned most; the others as one sum. A name that returned nothing is left out."""
+    worked = sorted((peer for peer, count in hops.counts.items() if count), key=lambda peer: -hops.counts[peer])
+    listed = {peer: hops.counts[peer] for peer in worked[:MOST_HOPS]}
+    return events.Hops(at=hops.at, counts=listed, others=sum(hops.counts.values()) - sum(listed.values()) + hops.others)
+
+
+def _kind_of(event: _Throttled) -> tuple[tuple[object, ...], int]:
+    match event:
+        case events.RefusedMicrobatch():
+            return (type(event), event.peer, event.reason, event.here), ONE_BY_ONE
+        case events.Lost():
+            return (type(event), event.peer, event.what), ONE_BY_ONE
+        case events.PeerViolation():
+            return (type(event), event.peer, event.topic), 1
+        case events.SpotCheck():
+            return (type(event), event.peer, event.finding), ONE_BY_ONE

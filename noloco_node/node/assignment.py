@@ -18,19 +18,13 @@ import asyncio
 from collections.abc import Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from math import inf, prod
 from typing import Any, NamedTuple, TypeAlias
 
 from msgspec import structs
 
-from gossip.transfer.chunks import cut
-from gossip.transfer.donor import Donor, DonorLimits
-from gossip.transfer.download import piece_s
 from noloco_node import __version__
 from noloco_node.journal import events
 from noloco_node.limits.rate_limit import spending
-from noloco_node.network.interface import Conversation, Handler
-from noloco_node.network.schema import Schema, Violation
 from noloco_node.node.health import HealthMonitor
 from noloco_node.node.join import Start
 from noloco_node.node.migration import MigrationWatcher
@@ -38,11 +32,12 @@ from noloco_node.node.node_context import NodeContext
 from noloco_node.node.replica import Replica
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
 from noloco_node.node.reporting import ProgressReporter
+from noloco_node.node.stage_server import StageServer
 from noloco_node.node.stage_work import StageWork
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
-from noloco_node.run.protocols import GOSSIP, MICROBATCH, STATE, gossip_schema, microbatch_schema, state_schema, topic
+from noloco_node.run.protocols import gossip_schema, microbatch_schema
 from noloco_node.state_sync.download import copying_s
-from noloco_node.state_sync.snapshot_keeper import SnapshotKeeper, SnapshotKeeperConfig, turn_away
+from noloco_node.state_sync.snapshot_keeper import SnapshotKeeper, SnapshotKeeperConfig
 from noloco_node.state_sync.starting_state import SnapshotTrial
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.storage.checkpoint_store import CheckpointWriter
@@ -121,12 +116,7 @@ class Assignment:
         self._context, self._services, self._addresses = context, services, addresses
         self._reporter = context.reporter
         replica = self.replica = _make_replica(context, services, start)
-        self._shapes = tuple(context.dimensions.shapes[start.number].values())
-        self._served: dict[str, Schema] = {}
-        """The topics that we serve at this stage, and their schemas."""
-        self._meetings: set[asyncio.Task[object]] = set()
-        """Others' offers that we are answering, which may take as long as an exchange."""
-        self._donor = Donor(replica.state, context.host.device.beside, self._shapes, self._donor_limits())
+        self._server = StageServer(context, replica)
         self.migration = MigrationWatcher(
             context,
             start.number,
@@ -153,7 +143,9 @@ class Assignment:
     async def run(self, leave: asyncio.Event) -> AssignmentEnd:
         """Serve, train and save until the assignment ends."""
         context, services = self._context, self._services
-        await self._start_serving()
+        await self._server.begin()
+        self._announce(PeerState.TRAINING)
+        self._reporter.record(events.StateChanged(state=PeerState.TRAINING))
         async with aclosing(self.replica), background(services.writer.run()), background(self._keep_snapshots()):
             async with background(supervised("the report of progress", self._progress.run, context.warn)):
                 try:
@@ -173,8 +165,7 @@ class Assignment:
             await self._linger(leave)
         if isinstance(ending, MoveTo | RetrySnapshot):
             services.work.rest()
-            self._donor.close()
-            await self._end_meetings()
+            await self._server.aclose()
         moves = self.migration.moves + isinstance(ending, MoveTo)
         return AssignmentEnd(ending, saved, moves, self.migration.device_s, finished)
 
@@ -227,8 +218,7 @@ class Assignment:
         """Claim our place at another stage, or anew at ours, and serve this one no more."""
         self._reporter.record(events.StateChanged(state=PeerState.LEAVING))
         await self.migration.take_place(stage, self.replica.worker.device_s)
-        for name, schema in self._served.items():
-            await self._context.network.serve(name, schema, _gone)
+        await self._server.stop()
 
     async def _drain(self, steps: asyncio.Task[None]) -> None:
         """Wait until the step loop has ended: by itself, once nothing is in flight; a complete window is still used."""
@@ -267,54 +257,6 @@ class Assignment:
             progress=replica.progress.value,
             discarded=discarded,
         )
-
-    # What others may ask of us.
-
-    async def _start_serving(self) -> None:
-        """Serve what a replica serves."""
-        context, replica = self._context, self.replica
-        run, number = context.run, replica.config.stage
-        if number > 0:
-            await self._serve(MICROBATCH, microbatch_schema(run, context.dimensions.width), replica.microbatches.serve)
-        context.membership.give_receipts(replica.microbatches.issued if replica.config.last else None)
-        await self._serve(GOSSIP, gossip_schema(run, self._shapes), self._meet)
-        await self._serve(STATE, state_schema(self._shapes), self._give)
-        self._announce(PeerState.TRAINING)
-        context.reporter.record(events.StateChanged(state=PeerState.TRAINING))
-
-    async def _serve(self, protocol: str, schema: Schema, handler: Handler) -> None:
-        name = topic(protocol, self.replica.config.stage)
-        self._served[name] = schema
-        handler = violations_journalled(self._context.reporter.record, protocol, handler)
-        await self._context.network.serve(name, schema, handler)
-
-    async def _give(self, conversation: Conversation) -> None:
-        """Give our weights to a peer that asks, once we know that they are worth anything."""
-        doubtful = self.replica.starting_weights.doubtful
-        await (turn_away(conversation) if doubtful else self._donor.serve(conversation))
-
-    async def _meet(self, conversation: Conversation) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._meetings.add(task)
-        try:
-            await self.replica.rounds.serve(conversation)
-        finally:
-            self._meetings.discard(task)
-
-    async def _end_meetings(self) -> None:
-        """Break off what is left of meetings: each holds the replica in memory, and nothing comes of it any more."""
-        left = set(self._meetings)
-        for task in left:
-            task.cancel()
-        if left:
-            await asyncio.wait(left)
-
-    def _donor_limits(self) -> DonorLimits:
-        """Return the limits of copies: one outlives its newcomer's patience, so that one that comes back finds it."""
-        sizes, options = [4 * prod(shape) for shape in self._shapes], self._context.options
-        patience_s = copying_s(sum(sizes), options.slowest_bytes_per_s) if options.deadlines else inf
-        return DonorLimits(deadline_s=8 * patience_s, piece_s=piece_s(patience_s, len(cut(sizes))))
 
     async def _linger(self, leave: asyncio.Event) -> None:
         """Go on serving the weights after the end of a run."""
@@ -429,21 +371,3 @@ def _make_replica(context: NodeContext, services: NodeServices, start: Start) ->
         )
     )
     return Replica(config, start.stage, context.host.device, replica_context, start.starting_state)
-
-
-async def _gone(conversation: Conversation) -> None:
-    """Turn away a peer that still asks; this handler keeps no weights in memory."""
-    raise ConnectionResetError(f"we serve another stage now, {conversation.peer}")
-
-
-def violations_journalled(record: Callable[[events.Event], None], topic: str, handler: Handler) -> Handler:
-    """Journal what a peer sends that no peer may send; the network ends that conversation by itself."""
-
-    async def journalled(conversation: Conversation) -> None:
-        try:
-            await handler(conversation)
-        except Violation as violation:
-            record(events.PeerViolation(peer=conversation.peer, topic=topic, why=str(violation)))
-            raise
-
-    return journalled

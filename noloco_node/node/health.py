@@ -32,17 +32,17 @@ from noloco_node.tasks import loop_s
 from noloco_node.units import format_duration
 
 LEAST_S = 5.0
-"""Of a sleep, or of a change of the clock: what is shorter matters to nobody."""
+"""Shorter sleeps and changes of the clock are not reported."""
 STILL_S = 10.0
-"""By which the event loop may be late: a busy machine is not a stopped one."""
+"""The event loop may be late by this: a busy machine is not a stopped one."""
 TICK_S = 5.0
 REMIND_S = 300.0
 NEVER_SERVED_S = 60.0
-"""For which a stage that nobody has served yet is no news: swarms take their time to begin."""
+"""A stage that no peer has served yet is no news for this long: swarms take time to begin."""
 SKEW_S = 60.0
-"""By which our clock may differ before it is worth a word; it is measured to some ten seconds."""
+"""Our clock may differ by this without a warning; it is measured to about ten seconds."""
 GRACE_S = 15.0
-"""For which nobody is suspected after we were away."""
+"""After we were away, no peer is suspected for this long."""
 
 
 class JumpKind(StrEnum):
@@ -104,14 +104,14 @@ class Condition(NamedTuple):
 
 
 class Said(NamedTuple):
-    """When a condition was said last (loop seconds), and what is to be said at its end."""
+    """When the owner was last told of a condition (loop seconds), and the line for its end."""
 
     at_s: float
     over: str
 
 
 class Spoken(NamedTuple):
-    """One thing to say: of which condition, in which words, and whether it is over."""
+    """One line for the owner: its condition, its words, and whether the condition is over."""
 
     what: str
     text: str
@@ -121,7 +121,7 @@ class Spoken(NamedTuple):
 def warnings_due(
     said: Mapping[str, Said], conditions: Mapping[str, Condition], now_s: float
 ) -> tuple[tuple[Spoken, ...], dict[str, Said]]:
-    """Return what is to be said now, and what will have been said then."""
+    """Return the warnings due now and the updated warning history."""
     spoken = [Spoken(what, known.over, True) for what, known in said.items() if what not in conditions]
     after = {}
     for what, condition in conditions.items():
@@ -172,7 +172,7 @@ def wrong_clock(skew_s: float) -> Condition:
 
 
 def _served(roster: Roster) -> tuple[bool, ...]:
-    """Say of each stage whether anybody is at work there."""
+    """Return for each stage whether a peer is at work there."""
     return tuple(any(record.state in AT_WORK for record in records) for records in roster.stages)
 
 
@@ -199,7 +199,7 @@ class HealthMonitor:
 
     @property
     def trouble(self) -> tuple[str, ...]:
-        """What lasts now, each in few words."""
+        """The conditions that last now, each in few words."""
         return tuple(condition.brief for condition in self._conditions.values())
 
     async def run(self) -> NoReturn:
@@ -209,7 +209,7 @@ class HealthMonitor:
             self.look(TICK_S)
 
     def look(self, expected_s: float) -> None:
-        """Look at clocks and roster, `expected_s` after the last time, and say what is to be said."""
+        """Look at clocks and roster, `expected_s` after the last time, and give the warnings due."""
         before, self._clocks = self._clocks, self._look_at_clocks()
         happened = compare(before, self._clocks, expected_s)
         for happening in happened:
@@ -238,7 +238,7 @@ class HealthMonitor:
     def _look_around(self, roster: Roster) -> dict[str, Condition]:
         now_s, found = self._clocks.loop_s, {}
         if roster.old_since_s is not None:
-            # Who is gone, and how right our clock is, cannot be said either.
+            # Nor can we tell which peers are gone, or how right our clock is.
             return {"roster": old_roster(now_s - roster.old_since_s)}
         over = run_over(roster.sources, roster.sources_finished)
         for number in self._membership.watched:

@@ -20,11 +20,11 @@ from dataclasses import replace
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
-from noloco_node.journal.throttle import JournalThrottle
+from noloco_node.journal.writer import JournalThrottle
 from noloco_node.machine.interface import Dimensions, Host, Reporter
 from noloco_node.network.bans import BanHook
+from noloco_node.network.calls import DialTimeouts
 from noloco_node.network.interface import HookedNetwork, PeerNetwork
-from noloco_node.network.timeouts import DialTimeouts
 from noloco_node.node.assignment import (
     AskedToLeave,
     Assignment,
@@ -33,12 +33,12 @@ from noloco_node.node.assignment import (
     NodeServices,
     RetrySnapshot,
     RunOver,
-    violations_journalled,
 )
 from noloco_node.node.health import HealthMonitor
 from noloco_node.node.join import Start, join
 from noloco_node.node.node_context import NodeContext, NodeOptions, StageRequest
 from noloco_node.node.replica import Replica
+from noloco_node.node.stage_server import violations_journalled
 from noloco_node.node.stage_work import StageWork
 from noloco_node.run.peer_state import PeerState
 from noloco_node.state_sync import weight_exchange

@@ -1,4 +1,4 @@
-"""What a node tells while it trains: its record to the swarm, totals to the journal, a line to the person watching."""
+"""What a node reports while it trains: its record to the swarm, totals to the journal, a line to its owner."""
 
 from __future__ import annotations
 

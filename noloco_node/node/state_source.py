@@ -1,13 +1,14 @@
-"""Where a newcomer's first state comes from: one decision, made of what it knows and without any effect.
+"""Where a newcomer's first state comes from: one pure decision.
 
-Where the run has begun and the stage lives, it is this peer's own checkpoint if that is a few rounds behind at most,
-else a living replica's state. Older weights, or the first ones, would be averaged into those of the living: rather wait
-than begin with them. Where nobody lives, it is a snapshot that somebody keeps, or our checkpoint. With neither, and in
-a run that has not begun, it is the run's first weights: its seed's, or those of the model that it continues.
+If the run has begun and the stage lives, the state is this peer's own checkpoint if that is at most a few rounds
+behind, else a living replica's state. Older weights, or the first ones, would be averaged into those of the living
+replicas, so the newcomer rather waits. If no replica of the stage lives, the state is a snapshot that some peer keeps,
+or our checkpoint. With neither, and in a run that has not begun, it is the run's first weights: from its seed, or from
+the model that it continues.
 
-A run of which nobody is here may still have been begun: bootstrap peers and homes remember how far it had come
-(`noloco_node.swarm.run_distribution`). Its weights are then with peers that are away, and a newcomer waits for them a
-while. It begins anew only where its owner says so, or beside others that have.
+A run without any peer may still have begun: bootstrap peers and homes remember its progress
+(`noloco_node.swarm.run_distribution`). Then peers that are away have its weights, and a newcomer waits for them a
+while. It begins anew only if its owner says so, or beside peers that have.
 """
 
 from __future__ import annotations

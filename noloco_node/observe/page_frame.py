@@ -11,17 +11,16 @@ from typing import Any
 
 import msgspec
 
-from noloco_node.observe.bottleneck import StageView
 from noloco_node.observe.playback import PlaybackState
 from noloco_node.observe.screen import fitting_peers, time_left
 from noloco_node.observe.swarm_view import (
     LONGEST_VIRTUAL_S,
     Change,
-    GivenInAll,
     Moment,
     PeerFigures,
     PeerView,
     Route,
+    SwarmFigures,
     SwarmView,
     plain,
     short,
@@ -51,33 +50,18 @@ class FrameCourse(msgspec.Struct, frozen=True, kw_only=True):
     gap: list[float | None]
 
 
-class PageFrame(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a page shows. `virtual`: times are seconds since the beginning of a simulation.
+class PageFrame(SwarmFigures, frozen=True, kw_only=True):
+    """All that a page shows. `virtual`: times are seconds since the beginning of a simulation. `left`: time, in words.
 
     `routes`: places of two peers in the list, and microbatches a second between them. `more_peers`: how many are left
     out.
     """
 
-    name: str
-    run_id: str
-    at: float
     virtual: bool
-    progress: float
-    tokens: int
-    budget_tokens: int | None
-    tokens_per_s: float
     left: str
-    loss: float | None
-    gap: float | None
-    bottleneck: str
-    limit: int | None
-    trouble: str | None
-    given: GivenInAll
-    stages: tuple[StageView, ...]
     peers: list[FramePeer]
     more_peers: int
     routes: list[tuple[int, int, float]]
-    routes_told: str
     changes: list[Change]
     course: FrameCourse
     playback: PlaybackState | None
@@ -87,27 +71,16 @@ def page_frame(view: SwarmView, playback: PlaybackState | None = None) -> PageFr
     """Return what a page shows of a view."""
     shown = fitting_peers(view.peers, MOST_PEERS)
     places = {peer.peer: number for number, peer in enumerate(shown)}
+    figures = {field: _plain(getattr(view, field)) for field in SwarmFigures.__struct_fields__}
+    figures["run_id"] = view.run_id[:12]
+    figures["stages"] = tuple(msgspec.structs.replace(each, waits=_plain(each.waits)) for each in view.stages)
     return PageFrame(
-        name=plain(view.name),
-        run_id=view.run_id[:12],
-        at=view.at,
+        **figures,
         virtual=view.at < LONGEST_VIRTUAL_S,
-        progress=view.progress,
-        tokens=view.tokens,
-        budget_tokens=view.budget_tokens,
-        tokens_per_s=view.tokens_per_s,
         left=time_left(view),
-        loss=view.loss,
-        gap=view.gap,
-        bottleneck=plain(view.bottleneck),
-        limit=view.limit,
-        trouble=view.trouble and plain(view.trouble),
-        given=view.given,
-        stages=tuple(msgspec.structs.replace(each, waits=each.waits and plain(each.waits)) for each in view.stages),
         peers=[_peer(each, places, view.at) for each in shown],
         more_peers=len(view.peers) - len(shown),
         routes=_routes(view.routes, places),
-        routes_told=view.routes_told,
         changes=[Change(at=each.at, name=plain(each.name), text=plain(each.text)) for each in view.changes],
         course=_course(view.course),
         playback=playback,
@@ -126,9 +99,11 @@ def _peer(peer: PeerView, places: dict[str, int], at: float) -> FramePeer:
 
 def _shown(value: Any) -> Any:
     """Return a figure in few digits, and words as plain text."""
-    if isinstance(value, str):
-        return plain(value)
-    return round(value, 4) if isinstance(value, float) else value
+    return round(value, 4) if isinstance(value, float) else _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    return plain(value) if isinstance(value, str) else value
 
 
 def _routes(routes: Sequence[Route], places: dict[str, int]) -> list[tuple[int, int, float]]:
@@ -143,14 +118,11 @@ def _routes(routes: Sequence[Route], places: dict[str, int]) -> list[tuple[int, 
 def _course(moments: Sequence[Moment]) -> FrameCourse:
     stride = 1 + len(moments) // MOST_MOMENTS
     kept = [*moments[:-1:stride], *moments[-1:]]
+    digits = {"at": 1, "progress": 5, "tokens_per_s": 4, "loss": 4, "gap": 6}
     return FrameCourse(
-        at=[round(each.at, 1) for each in kept],
-        progress=[round(each.progress, 5) for each in kept],
-        tokens_per_s=[round(each.tokens_per_s, 4) for each in kept],
-        loss=[_rounded(each.loss) for each in kept],
-        gap=[_rounded(each.gap, 6) for each in kept],
+        **{name: [_rounded(getattr(each, name), many) for each in kept] for name, many in digits.items()}
     )
 
 
-def _rounded(value: float | None, digits: int = 4) -> float | None:
+def _rounded(value: float | None, digits: int) -> Any:
     return None if value is None else round(value, digits)

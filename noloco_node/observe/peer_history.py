@@ -1,27 +1,127 @@
-"""One peer's journal, folded event by event into what a person asks about.
+"""One peer's journal, folded event by event into what a person asks about: its history, and what it gave to which runs.
 
-The live view and the summary read the same histories, so they cannot disagree. A history is a fold: whoever feeds it
-the same events gets the same numbers, live or years later. It takes no more memory with time: curves are thinned evenly
-when they are full.
+The live view and the demo's summary read the same histories, so they cannot disagree. The same events give the same
+numbers, live or years later. A history takes no more memory with time: curves are thinned evenly when they are full.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
+import msgspec
+
 from gossip.interface import OuterStepTaken, RoundSkipped
 from noloco_node.journal import events
-from noloco_node.observe.contribution import Contribution, ContributionLedger
 from noloco_node.observe.swarm_view import Thinned
 from noloco_node.run.peer_state import PeerState, Wait
+from noloco_node.swarm.roster import Given
 
+LONGEST_PAUSE_S = 120.0
+"""Between two lines of a journal whose node was there all the time: it writes more often."""
 RECENT = 8
 """Inner steps that the present speed is measured over."""
+
+
+class Contribution(msgspec.Struct, kw_only=True):
+    """What was given to one run. Times are unix seconds; `there_s`: for which the node was there.
+
+    `tokens`: of its windows, whatever its stage; `signed_tokens`: of those that it drew as a source, those that the
+    last stage has signed for. `joules`: of the device meanwhile; 0 where it does not tell.
+    """
+
+    run: str
+    peers: list[str] = msgspec.field(default_factory=list)
+    stages: list[int] = msgspec.field(default_factory=list)
+    first_at: float
+    last_at: float
+    there_s: float = 0.0
+    device_s: float = 0.0
+    tokens: int = 0
+    signed_tokens: int = 0
+    inner_steps: int = 0
+    rounds: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    joules: float = 0.0
+
+    def given(self) -> Given:
+        """Return what our record says of it."""
+        return Given(self.tokens, round(self.there_s), self.sent_bytes, self.received_bytes, round(self.joules))
+
+
+class ContributionLedger:
+    """Adds up events, journalled long ago or just now: `by_run`, in the order of the first time."""
+
+    def __init__(self) -> None:
+        self.by_run: dict[str, Contribution] = {}
+        self.now: Contribution | None = None
+        """What is given to the run that is taken part in; None before there is one."""
+        self._sent = self._received = self._pid = 0
+        self._joules = 0.0
+        self._moves = False
+        """Whether the node is on its way to another stage: its totals go on there."""
+
+    def given(self, run: str) -> Given | None:
+        """Return what our record says of what was given to a run; None of none."""
+        found = self.by_run.get(run)
+        return None if found is None else found.given()
+
+    def take(self, event: events.Event) -> None:
+        """Add an event."""
+        if isinstance(event, events.Started):
+            begun = Contribution(run=event.run, first_at=event.at, last_at=event.at)
+            begun = self.now = self.by_run.setdefault(event.run, begun)
+            begun.peers += [event.peer] * (event.peer not in begun.peers)
+            begun.stages += [event.stage] * (event.stage not in begun.stages)
+            self._begin_totals(event.pid)
+        now = self.now
+        if now is None:
+            return
+        pause_s = event.at - now.last_at
+        now.there_s += pause_s if 0.0 < pause_s <= LONGEST_PAUSE_S else 0.0
+        now.last_at = max(now.last_at, event.at)
+        match event:
+            case events.InnerStep():
+                now.inner_steps += 1
+                now.tokens += event.tokens
+                now.device_s += max(0.0, event.device_s)
+            case OuterStepTaken():
+                now.rounds += event.partner is not None
+            case events.Traffic():
+                sent, received = sum(event.sent.values()), sum(event.received.values())
+                now.sent_bytes += sent - self._sent
+                now.received_bytes += received - self._received
+                self._sent, self._received = sent, received
+            case events.Energy():
+                now.joules += event.joules - (self._joules if event.joules >= self._joules else 0.0)
+                self._joules = event.joules
+            case events.Receipts():
+                now.signed_tokens = max(now.signed_tokens, event.own)
+            case events.Moved():
+                self._moves = True
+            case _:
+                pass
+
+    def _begin_totals(self, pid: int) -> None:
+        """Begin the totals that begin with a life: of traffic with each network, of energy with each process."""
+        if not self._moves:
+            self._sent = self._received = 0
+        if pid != self._pid:
+            self._joules = 0.0
+        self._moves, self._pid = False, pid
+
+
+def ledger_of(journal: Iterable[events.Event]) -> ContributionLedger:
+    """Return the ledger of what a journal says."""
+    ledger = ContributionLedger()
+    for event in journal:
+        ledger.take(event)
+    return ledger
 
 
 class Point(NamedTuple):

@@ -1,4 +1,8 @@
-"""Playing a recording: how the time of the run passes, and the keys that a person steers it with."""
+"""Journals of a run that is over, played: read again as of any time, and the keys that a person steers with.
+
+Back is forth from the beginning: a fold cannot be undone, and folding a hundred thousand events again takes a part of a
+second.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,33 @@ import select
 import sys
 import termios
 import tty
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
+from operator import itemgetter
+from pathlib import Path
 from typing import Self
 
 import msgspec
 
+from noloco_node.errors import UserError, config_error
+from noloco_node.journal import events
+from noloco_node.journal.reader import journals_in, read
+from noloco_node.observe.journal_observer import JournalObserver
+from noloco_node.observe.peer_history import PeerHistory
+from noloco_node.observe.swarm_view import Change, SwarmView
+from noloco_node.run.config import RunConfig
+from noloco_node.run.runfile import decode_run
+from noloco_node.storage.home import HomePaths
 from noloco_node.units import format_clock
+
+TRACE = "events.jsonl"
+"""What `simulate --trace` writes."""
+MOMENTS = 240
+"""Of the course of a recording."""
+SILENT_S = 30.0
+"""Without a line in its journal, before a peer counts as gone: one that lives writes more often."""
+SILENT = "its journal falls silent"
 
 KEYS = {
     "\x1b[C": "forward",
@@ -138,3 +163,141 @@ def meanings(typed: str) -> list[str]:
             found.append(KEYS[key])
         typed = typed[len(key or " ") :]
     return found
+
+
+class Recording:
+    """Journals of a run that is over, or crashed, to be looked at as of any time between `begun` and `ended`."""
+
+    def __init__(
+        self,
+        journals: Mapping[str, Sequence[events.Event]],
+        name: str,
+        run: RunConfig | None,
+        faults: Sequence[Change] = (),
+    ) -> None:
+        """`journals`: the events of each, in order, by the name of its peer. `faults`: that befell a simulation."""
+        self._title, self._run, self._faults = name, run, faults
+        self._events = sorted(
+            chain.from_iterable(((event.at, peer, event) for event in taken) for peer, taken in journals.items()),
+            key=itemgetter(0),
+        )
+        if not self._events:
+            raise config_error(
+                "There is nothing to play.", "no event in these journals is legible", "give the home of a node"
+            )
+        self.begun, self.ended = self._events[0][0], self._events[-1][0]
+        self._rewind()
+
+    def _rewind(self) -> None:
+        self._by_name: dict[str, PeerHistory] = {}
+        self._heard: dict[str, float] = {}
+        self._observer = JournalObserver(self._title, (), self._run)
+        self._next, self._now, self._told = 0, self.begun, 0
+
+    def at(self, now: float) -> SwarmView:
+        """Return the swarm as of `now`."""
+        now = min(max(now, self.begun), self.ended)
+        if now < self._now:
+            self._rewind()
+        step = max(1e-3, (self.ended - self.begun) / MOMENTS)
+        while self._now + step < now:  # so that the course has them all, however far it jumps
+            self._fold(self._now + step)
+            self._observer.view(self._now)
+        self._fold(now)
+        return self._observer.view(now)
+
+    def _fold(self, now: float) -> None:
+        while self._next < len(self._events) and self._events[self._next][0] <= now:
+            _, name, event = self._events[self._next]
+            if name not in self._by_name:
+                self._by_name[name] = PeerHistory(name, 0)
+                self._observer.histories.append(self._by_name[name])
+            self._note_silence(name, event.at)
+            self._by_name[name].gone = None
+            self._observer.take(self._by_name[name], event)
+            self._heard[name] = event.at
+            self._next += 1
+        self._now = now
+        while self._told < len(self._faults) and self._faults[self._told].at <= now:
+            fault = self._faults[self._told]
+            self._observer.tell(fault.name, fault.text, fault.at)
+            self._told += 1
+        for name in self._by_name:
+            self._note_silence(name, now)
+
+    def _note_silence(self, name: str, now: float) -> None:
+        history, heard = self._by_name[name], self._heard.get(name, now)
+        if now - heard >= SILENT_S and history.gone is None and history.finished is None:
+            self._observer.note(history, SILENT, heard)
+
+
+def read_journals(places: Sequence[Path]) -> Recording:
+    """Return the recording of the last run in journals: files, homes, or directories of homes; or of a simulation.
+
+    Raises `UserError` where none is there.
+    """
+    traces = [path for place in places for path in (place, place / TRACE) if path.name == TRACE and path.is_file()]
+    if traces:
+        return _read_trace(traces[0])
+    journals = journals_in(places)
+    run = next((found for path in journals.values() if (found := _run_of(path.parent)) is not None), None)
+    title = run.name if run is not None else places[0].absolute().name
+    taken = {name: list(read(path)) for name, path in journals.items()}
+    begun = [event for each in taken.values() for event in each if isinstance(event, events.Started)]
+    last = max(begun, key=lambda event: event.at, default=None)
+    if last is not None:
+        taken = {name: list(_of_run(each, last.run)) for name, each in taken.items()}
+    return Recording(taken, title, run)
+
+
+class _TraceLine(msgspec.Struct):
+    """What a line of a simulation's events says beside its event. `text`: of a fault, in words."""
+
+    event: str
+    at: float
+    node: str = ""
+    text: str = ""
+
+
+def _read_trace(path: Path) -> Recording:
+    """Return the recording of a simulation that wrote its events."""
+    taken: dict[str, list[events.Event]] = {}
+    faults: list[Change] = []
+    with path.open("rb") as lines:
+        for line in lines:
+            try:
+                found = msgspec.json.decode(line, type=_TraceLine)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+            event = events.decode(line)
+            if event is not None and found.node:
+                taken.setdefault(found.node, []).append(event)
+            elif found.event == "fault":
+                faults.append(Change(at=found.at, name="fault:", text=found.text))
+    return Recording(taken, path.absolute().parent.name, None, faults)
+
+
+def _of_run(journal: Iterable[events.Event], run: str) -> Iterator[events.Event]:
+    """Yield what a journal says of one run: a home may have taken part in several."""
+    before: list[events.Event] = []
+    now: str | None = None
+    for event in journal:
+        if isinstance(event, events.Started):
+            now = event.run
+            if now == run:
+                yield from before
+            before = []
+        if now is None:
+            before.append(event)  # of the way into the first run
+        elif now == run:
+            yield event
+
+
+def _run_of(home: Path) -> RunConfig | None:
+    """Return the run of the run file that lies in a home or beside it, if one does and is legible."""
+    for path in (HomePaths(home).run_file, HomePaths(home.parent).run_file):
+        try:
+            return decode_run(path.read_text(), str(path))
+        except (OSError, UnicodeDecodeError, UserError):
+            continue
+    return None

@@ -19,7 +19,6 @@ from noloco_node.observe.journal_observer import routes
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import (
     MOST_CHANGES,
-    TOLD_ROUTES,
     Change,
     Course,
     PeerView,
@@ -79,8 +78,6 @@ class RosterObserver:
             budget_tokens=run.budget_samples * self._tokens,
             tokens_per_s=self._tokens_per_s(roster, samples, at),
             trouble=_age(roster),
-            routes=self._all_routes(roster, at),
-            routes_told=TOLD_ROUTES,
         )
         self._lines.take(records)
         other_sources = {source.peer: source for source in roster.other_sources}
@@ -88,7 +85,8 @@ class RosterObserver:
             self._peer_view(record, at, late.get(record.peer), other_sources.get(record.peer))
             for record in records.values()
         ]
-        return swarm_view(totals, len(roster.stages), peers, self._changes, self._course, at)
+        routes = self._all_routes(roster, at)
+        return swarm_view(totals, len(roster.stages), peers, self._changes, self._course, at, routes)
 
     def _all_routes(self, roster: Roster, at: float) -> tuple[Route, ...]:
         """Return the routes that peers tell of, with ours as we know them."""

@@ -1,4 +1,4 @@
-"""A view as text: a picture that fills a terminal and no more, and plain lines.
+"""A view as text: a picture that fills a terminal and no more, and plain lines; `LiveView` shows one after the other.
 
 A picture begins with what counts most: how far the run is, how fast it goes, what holds it back. What does not fit is
 left out from below, and of stages and peers those come first that a person should look at.
@@ -6,18 +6,21 @@ left out from below, and of stages and peers those come first that a person shou
 
 from __future__ import annotations
 
+import math
 import textwrap
 import time
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Literal
+from operator import itemgetter
+from typing import Literal, NamedTuple, Self
 
-from rich.console import Group, RenderableType
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from noloco_node.observe.bottleneck import StageView
-from noloco_node.observe.braille_chart import Series, chart, smoothed
 from noloco_node.observe.peer_history import Point
 from noloco_node.observe.swarm_view import (
     LONGEST_VIRTUAL_S,
@@ -36,6 +39,9 @@ LEAST_CHART = 5
 """Lines below which a curve says nothing."""
 MOST_CHART = 12
 LEAST_WIDTH, LEAST_HEIGHT = 40, 10
+PLAIN_EVERY_S = 5.0
+DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+"""Bit of the dot in column x and row y of a braille cell; the code page begins at U+2800."""
 
 
 def picture(view: SwarmView, width: int, height: int, footer: str = "") -> RenderableType:
@@ -254,3 +260,106 @@ def _fitted(words: str, width: int) -> Text:
     text = Text(words, no_wrap=True)
     text.truncate(width, overflow="ellipsis")
     return text
+
+
+class LiveView:
+    """A context, so that the terminal is always given back.
+
+    `whole_screen`: on the terminal's other screen, so that nothing is left of it; otherwise the last picture stays.
+    `address`: of the page where the same is shown, which a picture that fills the terminal would hide.
+    """
+
+    def __init__(self, console: Console, *, whole_screen: bool, address: str | None = None) -> None:
+        self._console, self._whole_screen, self._address = console, whole_screen, address
+        self._live = Live(console=console, auto_refresh=False, screen=whole_screen) if console.is_terminal else None
+        self._plain_at = float("-inf")
+        self._told: tuple[Change, ...] = ()
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, view: SwarmView, footer: str = "") -> None:
+        """Draw a view; or print what is new, and a line about the whole if the last one is old."""
+        if self._live is not None:
+            width, height = self._console.size
+            below = "\n".join(filter(None, (self._address and f"in a browser: {self._address}", footer)))
+            # Below a picture that stays there is a line for the cursor.
+            self._live.update(picture(view, width, height - (not self._whole_screen), below), refresh=True)
+            return
+        for change in view.changes:
+            if change not in self._told:
+                self._print(change_line(change))
+        self._told = view.changes
+        if view.at - self._plain_at >= PLAIN_EVERY_S:
+            self._plain_at = view.at
+            self._print(line(view))
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+# The curve, in braille characters: two by four dots in each cell of a terminal.
+
+
+class Series(NamedTuple):
+    """Points with x from 0 to 1, in one colour."""
+
+    points: Sequence[Point]
+    style: str
+
+
+def smoothed(points: Sequence[Point]) -> list[Point]:
+    """Return the mean over a twentieth of the points around each: windows are small and their losses noisy.
+
+    Centred, so that the curve does not lag: at the start, where it is steep, over fewer points; at the end over those
+    before.
+    """
+    count, places = len(points), np.arange(len(points))
+    reach = max(1, count // 40)
+    sums = np.cumsum([0.0, *(point.value for point in points)])
+    first = places - np.minimum(reach, places)
+    end = places + np.minimum(np.minimum(reach, places), count - 1 - places) + 1
+    means = (sums[end] - sums[first]) / (end - first)
+    return [Point(point.x, mean) for point, mean in zip(points, means.tolist(), strict=True)]
+
+
+def chart(series: Sequence[Series], width: int, height: int) -> list[Text]:
+    """Draw all series into `height` lines of `width` cells, the scale at the left included; it is logarithmic."""
+    finite = [Series([point for point in one.points if 0 < point.value < math.inf], one.style) for one in series]
+    drawn = [one for one in finite if one.points]
+    if not drawn:
+        return [Text() for _ in range(height)]
+    values = [point.value for one in drawn for point in one.points]
+    low, high = min(values), max(values)
+    columns = max(1, width - 8)
+    bits = [[0] * columns for _ in range(height)]
+    styles = [[""] * columns for _ in range(height)]
+    for one in drawn:
+        for x, y in _dots(one.points, (2 * columns, 4 * height), (low, high)):
+            bits[y // 4][x // 2] |= DOTS[x % 2][y % 4]
+            styles[y // 4][x // 2] = one.style
+    lines = []
+    for row in range(height):
+        scale = f"{high:6.2f} ┤" if row == 0 else f"{low:6.2f} ┤" if row == height - 1 else "       │"
+        line = Text()
+        line.append(scale, style="dim")
+        for style, run in groupby(zip(styles[row], bits[row], strict=True), key=itemgetter(0)):
+            line.append("".join(chr(0x2800 + cell) if cell else " " for _, cell in run), style=style)
+        lines.append(line)
+    return lines
+
+
+def _dots(points: Sequence[Point], size: tuple[int, int], scale: tuple[float, float]) -> list[tuple[int, int]]:
+    """Return the dots of a line through the points, one for each column that it crosses."""
+    (width, height), (low, high) = size, scale
+    x = (np.clip([point.x for point in points], 0, 1) * (width - 1)).astype(int)
+    depth = 1 - np.log([point.value / low for point in points]) / max(math.log(high / low), 1e-6)
+    columns = np.arange(x[0], x[-1] + 1)
+    rows = np.interp(columns, x, depth * (height - 1)).round().astype(int)
+    return list(zip(columns.tolist(), rows.tolist(), strict=True))

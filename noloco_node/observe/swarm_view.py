@@ -121,34 +121,46 @@ class GivenInAll(msgspec.Struct, frozen=True, kw_only=True):
     signed: int
 
 
-class SwarmView(msgspec.Struct, frozen=True, kw_only=True):
-    """A swarm at one moment. `tokens`: trained so far, by all. `left_s`: None where nothing moves.
+class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a run beside its peers.
 
-    `bottleneck`: what holds it back, in one sentence; `limit`: the stage that this names. `trouble`: why this may be
-    out of date. `given`: by all that are shown. `routes`: those taken lately, as far as they are
-    known here; `routes_told`: what is known of them.
+    `tokens`: trained so far, by all. `trouble`: why this may be out of date. `routes_told`: what is known of routes.
     """
 
     name: str
     run_id: str = ""
-    at: float
     progress: float
     tokens: int
     budget_tokens: int | None
     tokens_per_s: float
-    left_s: float | None
+    trouble: str | None = None
+    routes_told: str = TOLD_ROUTES
+
+
+class SwarmFigures(RunTotals, frozen=True, kw_only=True):
+    """What every view shows of a swarm.
+
+    `bottleneck`: what holds it back, in one sentence; `limit`: the stage that this names. `given`: by all that are
+    shown.
+    """
+
+    at: float
     loss: float | None
     gap: float | None
     bottleneck: str
     limit: int | None = None
-    trouble: str | None = None
     stages: tuple[StageView, ...]
+    given: GivenInAll
+
+
+class SwarmView(SwarmFigures, frozen=True, kw_only=True):
+    """A swarm at one moment. `left_s`: None where nothing moves. `routes`: taken lately, as far as is known here."""
+
+    left_s: float | None
     peers: tuple[PeerView, ...]
     changes: tuple[Change, ...] = ()
     course: tuple[Moment, ...] = ()
-    given: GivenInAll
     routes: tuple[Route, ...] = ()
-    routes_told: str = TOLD_ROUTES
 
 
 class Thinned(Generic[T]):
@@ -173,26 +185,21 @@ class Thinned(Generic[T]):
 Course: TypeAlias = Thinned[Moment]
 
 
-class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a run beside its peers."""
-
-    name: str
-    run_id: str = ""
-    progress: float
-    tokens: int
-    budget_tokens: int | None
-    tokens_per_s: float
-    is_speed_known: bool = True
-    """Whether `tokens_per_s` has all who are at work: not while some have taken only their first step."""
-    trouble: str | None = None
-    routes: tuple[Route, ...] = ()
-    routes_told: str = TOLD_ROUTES
-
-
 def swarm_view(
-    totals: RunTotals, stages: int, peers: Sequence[PeerView], changes: Sequence[Change], course: Course, at: float
+    totals: RunTotals,
+    stages: int,
+    peers: Sequence[PeerView],
+    changes: Sequence[Change],
+    course: Course,
+    at: float,
+    routes: Sequence[Route] = (),
+    *,
+    is_speed_known: bool = True,
 ) -> SwarmView:
-    """Put a view together, and add its moment to the course."""
+    """Put a view together, and add its moment to the course.
+
+    `is_speed_known`: whether the speed has all who are at work: not while some have taken only their first step.
+    """
     by_stage: list[list[PeerView]] = [[] for _ in range(stages)]
     for peer in peers:
         if 0 <= peer.stage < stages:
@@ -201,34 +208,29 @@ def swarm_view(
     sources = [peer for peer in peers if peer.stage == 0] or peers
     loss = _mean([peer.loss for peer in sources if peer.trains]) or _mean([peer.loss for peer in sources])
     gap = _mean([peer.gap for peer in peers])
-    speed = totals.tokens_per_s
+    speed, budget = totals.tokens_per_s, totals.budget_tokens
     is_over = totals.progress >= 1.0 or _all_finished(peers)
-    left_s = 0.0 if is_over else _left_s(totals)
+    left_s = 0.0 if is_over else None
+    if not is_over and budget is not None and speed > 0.0 and is_speed_known:
+        left_s = max(0.0, budget - totals.tokens) / speed
     bottleneck = present_bottleneck(seen, speed, is_over=is_over)
     if is_over and totals.progress < 1.0:
         bottleneck = Bottleneck("The run is over: all peers that are there have finished.")
     course.add(Moment(at=at, progress=totals.progress, tokens_per_s=speed, loss=loss, gap=gap))
     return SwarmView(
-        name=totals.name,
-        run_id=totals.run_id,
+        **msgspec.structs.asdict(totals),
         at=at,
-        progress=totals.progress,
-        tokens=totals.tokens,
-        budget_tokens=totals.budget_tokens,
-        tokens_per_s=speed,
         left_s=left_s,
         loss=loss,
         gap=gap,
         bottleneck=bottleneck.sentence,
         limit=bottleneck.stage,
-        trouble=totals.trouble,
         stages=seen,
         peers=tuple(sorted(_with_shares(peers, seen), key=lambda peer: (peer.stage, peer.name, peer.peer))),
         changes=tuple(sorted(changes, key=lambda change: change.at)),  # silence is noticed late
         course=tuple(course.points),
         given=_given_in_all(peers),
-        routes=totals.routes,
-        routes_told=totals.routes_told,
+        routes=tuple(routes),
     )
 
 
@@ -258,12 +260,6 @@ def _all_finished(peers: Sequence[PeerView]) -> bool:
     """Say whether all that are there have finished: a run ends a little before its last tokens are signed."""
     states = {peer.state for peer in peers} - {"gone"}
     return states == {"finished"}
-
-
-def _left_s(totals: RunTotals) -> float | None:
-    if totals.budget_tokens is None or totals.tokens_per_s <= 0.0 or not totals.is_speed_known:
-        return None
-    return max(0.0, totals.budget_tokens - totals.tokens) / totals.tokens_per_s
 
 
 def _with_shares(peers: Sequence[PeerView], stages: Sequence[StageView]) -> Iterator[PeerView]:

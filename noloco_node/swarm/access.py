@@ -25,8 +25,8 @@ from noloco_node.errors import Exit, UserError, config_error, reason_of
 from noloco_node.libp2p.addresses import KnownPeers
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.settings import NetworkSettings
+from noloco_node.network.calls import DialTimeouts
 from noloco_node.network.interface import HookedNetwork, PeerNetwork, ask
-from noloco_node.network.timeouts import DialTimeouts
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import read_run_text
 from noloco_node.storage import atomic_file
@@ -43,7 +43,7 @@ WORK_S = 120.0
 
 
 class RunAccess:
-    """What one peer enters a run with, over all of its sessions. `home`: of its identity, where its ticket is kept.
+    """How one peer enters a run, over all of its sessions. `home`: of its identity, where its ticket is kept.
 
     `owner`: the key of the run's owner, who needs no invite to look. `state`: what we know already of who may take
     part. `early_s`: so long before its end our ticket is renewed.
@@ -250,7 +250,7 @@ def with_bootstrap_addresses(settings: NetworkSettings, doors: tuple[str, ...]) 
 
 
 class Visitor(msgspec.Struct, frozen=True):
-    """Whoever looks at a swarm without joining it.
+    """A visitor: it looks at a swarm without joining it.
 
     `allowed`: the directories of this machine that the run file may name. `home`: of the identity whose ticket is shown
     where the run lists its peers. `run`: the run file beside which the key of its owner may lie, who may always look.
@@ -272,7 +272,7 @@ class Visitor(msgspec.Struct, frozen=True):
 async def visited(invite: str, visitor: Visitor) -> AsyncIterator[tuple[PeerNetwork, RunFileText, Membership]]:
     """Visit the swarm of an invite without joining it: a passing identity, no listening, one look at the roster.
 
-    A peer that does not take calls holds the visitor up no longer than a node (`noloco_node.network.timeouts`).
+    A peer that does not take calls holds the visitor up no longer than a node (`noloco_node.network.calls`).
     """
     parsed = invites.parse(invite)
     access = RunAccess(

@@ -1,4 +1,4 @@
-"""Whom a bootstrap peer lets in: everybody, or, in a run with an owner, who has a ticket."""
+"""Which peers a bootstrap peer lets in: everybody or, in a run with an owner, peers that have a ticket."""
 
 from __future__ import annotations
 

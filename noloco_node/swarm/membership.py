@@ -1,25 +1,21 @@
-"""Who is there: our own record kept alive in the DHT, and everybody's read into one immutable `Roster`.
+"""The members of the run: our own record kept alive in the DHT, and everybody's read into one immutable `Roster`.
 
-Each peer has one record, under the key of its stage and its own id as the subkey. It is published every `refresh_s`,
-each time with a higher serial number, and a peer of which no news comes for `LIFETIME_S` (or as long as its record asks
-for, within bounds) leaves the roster: a peer that dies without a word leaves by itself
-(`noloco_node.swarm.stage_records` has the rules). In the same rhythm the stages are read: all of them by whoever looks
-for a place, by a peer at work those that it has to do with (`focus`). Where a newcomer of the next stage is copying its
-weights they are read four times as often, so that it does not wait for work. Decisions only ever look at the last
-snapshot; they never wait for the DHT.
+Each peer has one record, under the key of its stage with its own id as the subkey. A peer publishes its record every
+`refresh_s` with a higher serial number. A peer without news for `LIFETIME_S`, or for as long as its record asks within
+bounds, leaves the roster, so a peer that dies leaves by itself (`noloco_node.swarm.stage_records` has the rules). A
+peer that leaves politely publishes that as its last record, and readers drop it at once.
 
-In the DHT a record stays for five minutes longer than it is believed, since it expires by the clocks of others. If our
-own clock turns out to be behind theirs, we ask for as much more.
+In the same rhythm a peer reads the stages: a peer that looks for a place reads all of them, a peer at work those that
+it works with (`focus`). While a newcomer of the next stage copies its weights, we read four times as often, so that it
+does not wait for work. Decisions look only at the last snapshot and never wait for the DHT.
 
-The DHT is written by strangers and read over lossy paths: `noloco_node.swarm.stage_records` checks what it says. (That
-a peer itself has written its record is for the network to say: records are signed.) A peer on its way out publishes
-that as its last record, and readers drop it at once.
+In the DHT a record stays five minutes longer than it is believed, since it expires by other peers' clocks; if our clock
+is behind theirs, we ask for as much more. The network guarantees that a peer signed its own record. After a reading
+that fails, the roster stays as it is and says since when it is old (`Roster.old_since_s`): peers in it can still be
+called.
 
-A source also reads the receipts for the samples of all others (`noloco_node.swarm.receipts`), and so does who looks on;
-a replica of the last stage publishes those that it gives.
-
-After a reading that fails the roster stays as it is, and says since when it is old (`Roster.old_since_s`): whoever is
-in it can still be called. How much of the run is done is read at the same time (`noloco_node.swarm.receipts`).
+A source and a visitor also read the receipts for all sources' samples, and how much of the run is done
+(`noloco_node.swarm.receipts`). A replica of the last stage publishes the receipts that it gives.
 """
 
 from __future__ import annotations
@@ -49,12 +45,12 @@ from noloco_node.swarm.stage_records import CLOCK_ERROR_S, RECORD_BYTES, Publish
 from noloco_node.tasks import loop_s
 
 LIFETIME_S = 30.0
-"""For which our record is believed at least; others' too, since all of a run refresh alike as a rule."""
+"""The least time for which a record is believed; peers of a run usually refresh alike."""
 REFRESHES = 3
-"""That our record outlives: one or two may be lost on the way."""
+"""Our record outlives this many refreshes: one or two may be lost on the way."""
 LONGEST_IN_DHT_S = 3600.0
 READS_FOR_NEWCOMERS = 4
-"""Readings in the time of one, while somebody is about to take work from us."""
+"""Readings in the time of one, while a newcomer is about to take work from us."""
 
 
 class Membership:
@@ -183,7 +179,7 @@ class Membership:
         async with self._reading:
             watched = self._records.watched if stages is None else tuple(stages)
             keys = [*map(self._stage_key, watched), self._sources_key]
-            # Who trains later stages sees for itself what passes.
+            # A peer of a later stage sees for itself what passes.
             counts = self._own is None or self._own.stage == 0
             read = await self._network.read_all([*keys, self._receipts_key] if counts else keys)
             receipts = read[-1] if counts else None
@@ -209,7 +205,7 @@ class Membership:
             await self._rest(self._refresh_s * self._rng.uniform(0.9, 1.1))
 
     async def _rest(self, pause_s: float) -> None:
-        """Wait until it is time for the next round, or for haste; look out for newcomers meanwhile."""
+        """Wait until the next reading is due or `publish_now` is called; look out for newcomers meanwhile."""
         now_s = asyncio.get_running_loop().time
         until_s = now_s() + pause_s
         while (left_s := until_s - now_s()) > 0:
@@ -265,7 +261,7 @@ class Membership:
             await self._network.publish(key, self._network.peer_id, raw, lifetime_s)
 
     def _show(self, now_s: float) -> None:
-        """Make the new snapshot, and wake who waits if it differs."""
+        """Make the new snapshot, and wake the waiting tasks if it differs."""
         before, me = self._roster, self._network.peer_id
         believed, old_since_s = self._records.believed, self._records.old_since_s(now_s)
         sources, other_sources = self._progress.sources, self._progress.other_sources()

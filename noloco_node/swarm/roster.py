@@ -1,7 +1,7 @@
-"""The roster: who serves what, as one immutable snapshot that decisions read.
+"""The roster: which peer serves which stage, as one immutable snapshot that decisions read.
 
 Each peer keeps one record of itself in the DHT, refreshed long before it expires. A background task reads the records
-of all stages into a `Roster`. Peers disagree for a while about who is there; every decision tolerates that."""
+of all stages into a `Roster`. Rosters of different peers differ for a while; every decision tolerates that."""
 
 from __future__ import annotations
 
@@ -149,10 +149,10 @@ def some_addresses(roster: Roster) -> list[str]:
 
 
 class Derived(Generic[T]):
-    """Something made of the last roster, made anew when the roster is another one.
+    """A value computed from the last roster, and computed anew only when there is a new roster.
 
-    A roster never changes, so that its identity is all there is to compare; whoever asks at every microbatch pays for
-    the length of the roster once a reading.
+    A roster never changes, so comparing identities is enough: a caller at every microbatch pays for the length of the
+    roster once a reading.
     """
 
     def __init__(self, roster: Callable[[], Roster], make: Callable[[Roster], T]) -> None:

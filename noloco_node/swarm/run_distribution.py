@@ -169,7 +169,7 @@ class RunHistory:
             self.note(await membership.changed())
 
     def note(self, roster: Roster) -> None:
-        """Note how far the replicas are that have finished a round."""
+        """Note the median progress of replicas that have finished a round."""
         found = [record.progress for records in roster.stages for record in records if record.round > 0]
         if not found:
             return
@@ -202,7 +202,7 @@ class RunHistory:
 
 
 async def reached(network: PeerNetwork, peers: Sequence[str]) -> float:
-    """Return the furthest that any of these peers has seen the run at; 0 where none knows, or none answers."""
+    """Return the furthest progress that any of these peers has seen; 0 if none knows or answers."""
     return max(await asyncio.gather(*[_asked(network, peer) for peer in peers]), default=0.0)
 
 

@@ -1,16 +1,15 @@
-"""Which samples of a run count, and when it is over by them: for a source, a later stage, and whoever looks on.
+"""Which samples of a run count, and when the run is over: for a source, for a later stage, and for a visitor.
 
-To a source count its own samples, those of every other source that it has heard of, as these claim them
-(`noloco_node.swarm.receipts`), and the unlisted ones: what the run had reached beyond these when it began. They are
-those of sources that the DHT had forgotten. One that is heard of later brings along what it had done before, and as
-many fewer are unlisted.
+A source counts its own samples, the claims of every other source that it has heard of
+(`noloco_node.swarm.receipts`), and the unlisted samples: those that the run had reached beyond these when the source
+began, from sources that the DHT had forgotten. A source that is heard of later brings its earlier samples along, and as
+many fewer are unlisted. From then on, claims count as far as receipts cover them: receipts of the last stage, or in a
+run of one stage those that replicas give each other at meetings.
 
-What others do from then on counts as far as it is signed by receipts (`noloco_node.swarm.receipts`): those of the last
-stage, or in a run of one stage those that replicas give each other at meetings.
-
-The run is over when the budget is reached, or the sources that did most of the work say that they have finished: by
-receipts for a source, by what passed through it for a later stage, by its own meetings for the replica of a run of one
-stage. Those who may have done nothing are believed only near the end of the budget, or where no work comes any more.
+The run is over when the budget is reached, or when the sources that did most of the work say that they have finished. A
+source judges by receipts who did the work, a later stage by what passed through it, and a replica of a run of one stage
+by its own meetings. Sources that may have done nothing are believed only near the end of the budget, or when no work
+comes any more.
 """
 
 from __future__ import annotations

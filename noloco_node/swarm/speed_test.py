@@ -1,8 +1,8 @@
-"""What every node answers a doctor: it sends some load, or takes some, so that a newcomer can measure its line.
+"""Answers a doctor that measures its line: every node sends some load, or takes some.
 
-Strangers ask, so it costs little: one measurement at a time, a few MiB each, and over time no more than
-`LOAD_BYTES_PER_S` for all who ask together. A node with a bandwidth budget spends it from that. Nothing here loads
-torch: bootstrap peers answer too.
+Strangers ask, so the answer costs little: one measurement at a time, a few MiB each, and at most `LOAD_BYTES_PER_S`
+over time for all who ask. A node with a bandwidth budget spends it from that. This module does not load torch, because
+bootstrap peers answer too.
 """
 
 from __future__ import annotations

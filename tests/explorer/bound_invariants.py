@@ -15,9 +15,8 @@ from noloco_node.node.replica import Replica
 from noloco_node.run.protocols import MICROBATCH, topic
 from noloco_node.sim.clock import MANY_TIMERS, VirtualLoop
 from noloco_node.sim.network.sim_network import SimNetwork
-from tests.explorer.introspection import sizes, slots
 from tests.explorer.life_records import LifeRecord
-from tests.explorer.observation import CheckerContext
+from tests.explorer.observation import CheckerContext, sizes, slots
 
 SPARE_CALLS = 8
 VERSIONS = 4

@@ -20,10 +20,8 @@ from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.scenario import Scenario
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import World, simulate
-from tests.explorer.introspection import doubts_weights
-from tests.explorer.invariant_error import InvariantBroken
 from tests.explorer.life_records import fast_of
-from tests.explorer.observation import CheckerContext
+from tests.explorer.observation import CheckerContext, InvariantBroken, doubts_weights
 
 FARTHEST = 1.25
 """On the way: no honest weights of a clean run come that far."""

@@ -41,12 +41,10 @@ from noloco_node.sim.world import LOOK_S, Watcher, World
 from noloco_node.swarm.membership import LIFETIME_S
 from tests.explorer.bound_invariants import BoundInvariants
 from tests.explorer.distance_invariants import DistanceInvariants
-from tests.explorer.introspection import is_closed, slots
-from tests.explorer.invariant_error import told
 from tests.explorer.life_records import Break, Delays, LifeRecord, begin_record, fast_of
 from tests.explorer.liveness_invariants import LivenessInvariants
 from tests.explorer.meetings import MeetingChecker
-from tests.explorer.observation import CheckerContext
+from tests.explorer.observation import CheckerContext, is_closed, slots, told
 from tests.explorer.round_invariants import RoundInvariants
 
 SETTLED_S = 60.0
@@ -197,7 +195,7 @@ class InvariantChecker(Watcher):
     def _check_rosters(self) -> None:
         training, now_s = self._context.training(hostile=True), self._world.now_s
         roster_s = self._context.delays.roster_s
-        # Who drains before it moves says that it leaves: as long as that is news it may be seen, and then no more.
+        # A peer that drains before it moves says that it leaves: others may see that for a while, and then no more.
         going, gone = set[str](), set[str]()
         for record, replica in training:
             moves = record.asked is None and is_closed(replica)

@@ -1,4 +1,4 @@
-"""What is known of each life of a peer, from its journal alone."""
+"""The record of each life of a peer, from its journal alone."""
 
 from __future__ import annotations
 

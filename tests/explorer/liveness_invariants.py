@@ -11,9 +11,8 @@ from noloco_node.run.protocols import GOSSIP
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import NetworkConfig
 from noloco_node.sim.world import LOOK_S
-from tests.explorer.introspection import is_closed, slots
 from tests.explorer.life_records import Asked, LifeRecord
-from tests.explorer.observation import CheckerContext
+from tests.explorer.observation import CheckerContext, is_closed, slots
 
 STANDSTILL_S = 90.0
 """Without an inner step anywhere: a newcomer's patience with ghosts, and a suspicion, lie within."""
@@ -59,7 +58,7 @@ class LivenessInvariants:
     _asked: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def look(self) -> None:
-        """Complain of whoever waits in vain."""
+        """Complain of peers that wait in vain."""
         self._check_gone()
         self._check_talks()
         self._check_meetings()
@@ -67,7 +66,7 @@ class LivenessInvariants:
         if not self.finished and self._possible():
             self._check_steps()
 
-    # Who is asked to leave goes.
+    # A peer that is asked to leave goes.
 
     def note_leave(self, peer: SimulatedPeer) -> None:
         """Note that a peer was asked to leave, if it is there."""
@@ -116,7 +115,7 @@ class LivenessInvariants:
                     sentence = f"{name} was asked to leave {now_s - at_s:.0f} s ago, and is still there"
                     self.context.complain("wait", f"{sentence}:\n  " + self._waits())
 
-    # Who asks is answered.
+    # A peer that asks is answered.
 
     def _check_talks(self) -> None:
         """Complain of gossip that lasts between two who neither meet nor swap: somebody waits for an answer."""
@@ -137,7 +136,7 @@ class LivenessInvariants:
                     sentence = f"{name} and {end.peer} have waited for an answer for {now_s - since_s:.0f} s"
                     context.complain("wait", sentence)
 
-    # Who looks for a partner finds one.
+    # A replica that looks for a partner finds one.
 
     def note_meeting(self, stage: int) -> None:
         """Note that a replica of a stage has met another."""
@@ -171,7 +170,7 @@ class LivenessInvariants:
                     sentence = f"{record.name} has opened {openings} rounds since {since_s:.1f} s and met nobody"
                     self.context.complain("meet", f"{sentence}, nor has anybody else of its stage")
 
-    # Who works gets on.
+    # A replica that has work takes steps.
 
     def _check_end(self) -> None:
         """Complain when the run is over and somebody does not see it."""

@@ -1,15 +1,42 @@
-"""What all parts of the checker know: who is there, since when nothing has happened, and what was found broken."""
+"""What all parts of the checker know: who is there, since when nothing has happened, and what was found broken.
+
+Below: what the checker reads of a node that no public counter shows. A counter would be updated by the code that is
+checked. The checker changes nothing.
+"""
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gossip.settings import OuterConfig
+from noloco_node.errors import leaves
 from noloco_node.node.replica import Replica
 from noloco_node.sim.world import World
-from tests.explorer.invariant_error import InvariantBroken
+from pipeline.admission_window import AdmissionWindow
 from tests.explorer.life_records import Delays, LifeRecord, Lives
+
+
+class InvariantBroken(AssertionError):
+    """An invariant does not hold. `kind`: which; `at_s`: virtual seconds."""
+
+    def __init__(self, kind: str, at_s: float, sentence: str) -> None:
+        super().__init__(f"{kind}, at {at_s:.2f} s: {sentence}")
+        self.kind, self.at_s, self.sentence = kind, at_s, sentence
+
+    def __reduce__(self) -> tuple[type[InvariantBroken], tuple[str, float, str]]:
+        """Let a process tell another; an exception would be made anew from its text alone."""
+        return type(self), (self.kind, self.at_s, self.sentence)
+
+
+def told(error: BaseException) -> str:
+    """Return what failed and where, in one line; of a group, the first of it."""
+    inner = leaves(error)[0]
+    frames = traceback.extract_tb(inner.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    return f"{type(inner).__name__}: {inner}{where}"
 
 
 @dataclass(slots=True, repr=False)
@@ -102,3 +129,34 @@ class CheckerContext:
             return True
         until_s = self._spoilt_s.get(peer)
         return until_s is not None and until_s + self.delays.news_s >= since_s
+
+
+def is_closed(replica: Replica) -> bool:
+    """Say whether the replica lets nobody in any more, for it goes or the run is over."""
+    return replica.admission._closed is not None
+
+
+def clipped(replica: Replica) -> int:
+    """Return how many meetings counted in part only, for the partner's weights were far away."""
+    return replica.rounds._round_state.counts["clipped"]
+
+
+def doubts_weights(replica: Replica) -> bool:
+    """Say whether a replica still doubts the weights that a donor gave it, or has found them worth nothing."""
+    return not replica.starting_weights.judged or replica.rounds.disowned
+
+
+def slots(gate: AdmissionWindow) -> str:
+    """Say how many slots and places in the queue are taken."""
+    taken = f"{gate.succeeded} succeeded and {gate.in_flight} in flight of {gate.window}"
+    return f"{taken}, {gate.queued} of {gate.queue_limit} queued"
+
+
+def sizes(replica: Replica) -> Iterator[tuple[str, int, int]]:
+    """Yield what a replica remembers of others: what it is, their stage, and the number of entries."""
+    stage = replica.config.stage
+    yield "prospects", stage, replica.rounds.view.put_off
+    if replica.next_stage is not None:
+        yield "replicas of the next stage that rest", stage + 1, len(replica.next_stage._standing._refusals)
+        yield "replicas of the next stage that were called", stage + 1, len(replica.next_stage.hop_totals)
+        yield "suspects", stage + 1, len(replica.next_stage.suspects)

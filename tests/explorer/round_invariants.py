@@ -37,10 +37,9 @@ from torch import Tensor
 from gossip.interface import OuterStepTaken
 from gossip.rule.outer_step import OuterState
 from gossip.rule.shares import LIFT_BOUND
-from tests.explorer.introspection import clipped
 from tests.explorer.life_records import LifeRecord, fast_of, state_of
 from tests.explorer.meetings import MeetingChecker, MeetingSide
-from tests.explorer.observation import CheckerContext
+from tests.explorer.observation import CheckerContext, clipped
 
 TOLERANCE = 1e-3
 """Of a recovered mean, relative to the largest number that it was recovered from: float32, divided by beta."""

@@ -62,7 +62,7 @@ def draw(seed: int) -> Scenario:
     hostile = Random(f"{seed}|explore|hostile")
     attacks = tuple(_attacks(hostile, work_s)) if hostile.random() < HOSTILE_SHARE else ()
     if attacks:
-        # Whoever is silent on purpose is waited for as long as a deadline says: without any, for ever.
+        # Others wait for a peer that is silent on purpose until a deadline passes: without any, for ever.
         swarm = structs.replace(swarm, replicas=REPLICAS + 1, model="wide bowl", impatient=True)
         swarm = structs.replace(swarm, learning_rate=HOSTILE_LEARNING_RATE)
     if moves := not attacks and moving.random() < MOVING_SHARE:

@@ -21,8 +21,8 @@ from noloco_node.sim.scenario.scenario import Scenario, scenario_text
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import Stuck, Watcher, World
 from tests.explorer.attack_kinds import KINDS
-from tests.explorer.invariant_error import InvariantBroken
 from tests.explorer.invariants import InvariantChecker
+from tests.explorer.observation import InvariantBroken
 from tests.explorer.schedule_generator import draw
 from tests.explorer.shrink import shrink
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_node.journal import events
-from noloco_node.journal.throttle import MOST_HOPS, MOST_KINDS, ONE_BY_ONE, PERIOD_S, JournalThrottle
+from noloco_node.journal.writer import MOST_HOPS, MOST_KINDS, ONE_BY_ONE, PERIOD_S, JournalThrottle
 from noloco_node.sim.clock import run
 
 VIOLATION = events.PeerViolation(peer="x", topic="microbatch", why="a tensor is not finite")

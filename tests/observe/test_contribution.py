@@ -15,7 +15,8 @@ from noloco_node.errors import UserError
 from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
 from noloco_node.libp2p.settings import ensure_identity
-from noloco_node.observe.contribution import ledger_of, report
+from noloco_node.observe.journal_reports import report
+from noloco_node.observe.peer_history import ledger_of
 from noloco_node.swarm.roster import Given
 
 DAY_S = 86400.0

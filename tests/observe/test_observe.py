@@ -30,12 +30,11 @@ from noloco_node.observe.bottleneck import (
     devices_bottleneck,
     present_bottleneck,
 )
-from noloco_node.observe.journal_observer import SILENT, JournalObserver, Recording, read_journals
-from noloco_node.observe.live_view import LiveView
+from noloco_node.observe.journal_observer import JournalObserver
 from noloco_node.observe.peer_history import PeerHistory
-from noloco_node.observe.playback import FASTEST, SLOWEST, Playback, meanings
+from noloco_node.observe.playback import FASTEST, SILENT, SLOWEST, Playback, Recording, meanings, read_journals
 from noloco_node.observe.roster_observer import RosterObserver
-from noloco_node.observe.screen import line, lines, picture
+from noloco_node.observe.screen import LiveView, line, lines, picture
 from noloco_node.observe.swarm_view import MOST_WORDS, SwarmView, plain
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.run.presets import demo_run_text

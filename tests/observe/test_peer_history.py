@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_node.journal import events
-from noloco_node.observe.braille_chart import Series, chart, smoothed
 from noloco_node.observe.peer_history import PeerHistory, Point, over_tokens
+from noloco_node.observe.screen import Series, chart, smoothed
 from noloco_node.observe.swarm_view import Thinned
 
 

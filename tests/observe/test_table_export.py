@@ -16,7 +16,7 @@ from noloco_node.cli.main import app
 from noloco_node.errors import UserError
 from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
-from noloco_node.observe.table_export import TableFormat, export_journals
+from noloco_node.observe.journal_reports import TableFormat, export_journals
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 
 

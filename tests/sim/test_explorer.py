@@ -42,7 +42,7 @@ from noloco_node.swarm.stage_records import PeerTable
 from pipeline.admission_window import Slot
 from research.codec.whole_sets import decode
 from tests.explorer.attack_kinds import KINDS
-from tests.explorer.invariant_error import InvariantBroken
+from tests.explorer.observation import InvariantBroken
 from tests.explorer.schedule_generator import draw
 from tests.explorer.search import ExploreResult, examine, replay, report, totals
 from tests.explorer.shrink import shrink

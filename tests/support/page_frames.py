@@ -66,10 +66,9 @@ def view_of(peers: int, stages: int, moment: int = 0, name: str = "a swarm", wor
         budget_tokens=10**6,
         tokens_per_s=500.0,
         trouble=words or None,
-        routes=routes,
     )
     changes = [Change(at=BEGUN + moment, name=words or "00000001", text=words or f"came at moment {moment}")]
-    return swarm_view(totals, stages, there, changes, Course(), BEGUN + moment)
+    return swarm_view(totals, stages, there, changes, Course(), BEGUN + moment, routes)
 
 
 def with_course(view: SwarmView, moments: int, make: Callable[[int], SwarmView]) -> SwarmView:

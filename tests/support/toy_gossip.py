@@ -92,7 +92,7 @@ Answerer = Callable[[Line], Awaitable[None]]
 
 
 class World:
-    """Who answers streams, and what happens to messages."""
+    """The peers that answer streams, and what happens to messages between them."""
 
     def __init__(self, latency_s: float = 0.01, tamper: Tamper = honest) -> None:
         self.latency_s, self.tamper = latency_s, tamper

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from benchmarks.robustness.extremes import RECIPE, decide_by_draws, history_of_draws, live
 from noloco_node.admission import admission_hook, ticket_service
 from noloco_node.libp2p import reachability
-from noloco_node.network import wire
 from noloco_node.network.schema import Schema, Violation, _check_numbers
 from noloco_node.observe.metrics import NodeMetrics
 from noloco_node.observe.roster_observer import RosterObserver
@@ -108,17 +107,6 @@ class _History(run_distribution.RunHistory):
 
 
 HISTORY = _History()
-
-
-def test_without_bounds_the_draws_would_find_what_ends_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "is_usable", lambda _: True)
-    found = 0
-    for seed in range(300):
-        try:
-            decide_by_draws(seed, RosterObserver(RECIPE.run, "run"), METRICS)
-        except (ValueError, AssertionError):
-            found += 1
-    assert found
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -45,7 +45,7 @@ def run_of(family: str, sizes: dict[str, float]) -> RunConfig:
 
 @pytest.mark.parametrize("family", sorted(families.FAMILIES))
 def test_a_number_that_fits_no_model_is_refused_in_a_sentence(family: str) -> None:
-    """What is not refused has computed something finite at a tiny size: `verify_family` compares it."""
+    """A family that is not refused has computed finite numbers at a tiny size: `verify_family` compares them."""
     rng = Random(family)
     drawn = [(rng.choice(numbers_of(family)), rng.choice((0, -1, 1e308, math.nan))) for _ in range(3)]
     for name, value in [("num_attention_heads", 0), ("hidden_size", -1), *drawn]:

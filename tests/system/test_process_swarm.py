@@ -484,7 +484,7 @@ def test_a_killed_replica_stops_nobody_and_its_microbatches_go_elsewhere(crowd: 
 def test_a_silent_replica_is_suspected_alone_and_for_its_silence(crowd: Crowd) -> None:
     victim = crowd.spare()
     name, (daemon,) = peer(victim), victim.daemons()
-    # Whoever was killed in an earlier test is tried now and then until its record has expired.
+    # Callers try a peer that an earlier test killed now and then, until its record has expired.
     dead = {loss.peer for replica in crowd.sound for loss in crowd.losses(replica)}
     known = max(event.at for replica in crowd.sound for event in replica.events(InnerStep))
     victim.process.send_signal(signal.SIGSTOP)
@@ -528,7 +528,7 @@ def test_a_node_whose_own_daemon_dies_starts_another_and_trains_on(crowd: Crowd)
 
 
 def test_a_new_bootstrap_peer_takes_the_place_of_a_dead_one(crowd: Crowd) -> None:
-    """Whoever has a home of the swarm finds it, and leads the others back."""
+    """A new bootstrap peer finds the swarm by the home of any node, and leads the others back."""
     gone = crowd.invite
     crowd.bootstrap.process.kill()
     crowd.bootstrap.wait()

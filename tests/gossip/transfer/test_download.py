@@ -555,6 +555,9 @@ def test_nobody_gives_and_the_causes_are_named() -> None:
     assert not isinstance(caught.value, DonorBusy)
     with pytest.raises(ConnectionRefusedError, match="none to ask"):
         run(copy_from(world, []))
+    # The slow weights alone are one section of five, and so is their part of the deadline.
+    with pytest.raises(ConnectionRefusedError, match=r"no manifest within 45 s"):
+        run(download_state(["silent"], world.conversing("new"), wanted(Parts.SLOW), at_once))
 
 
 def test_always_busy_is_given_up_after_a_bounded_time() -> None:

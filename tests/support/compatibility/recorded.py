@@ -1,4 +1,4 @@
-"""What is recorded, and how what comes of the product now is compared with it."""
+"""Reads and writes recorded tables, and compares the product of today with them."""
 
 from __future__ import annotations
 

@@ -1,20 +1,29 @@
-"""Journals as tables: one row an event, or curves: for notebooks, spreadsheets, TensorBoard, Weights & Biases.
+"""What nodes have written down, for others to use: journals as tables or curves, and what a home has given.
 
+A table has one row an event, for notebooks and spreadsheets; curves are for TensorBoard and Weights & Biases.
 A column is a field of any event; a field that holds counts by name becomes a column for each name, `sent.microbatch`.
 """
 
 from __future__ import annotations
 
 import csv
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
+from noloco_node.admission.ticket import peer_of_file
 from noloco_node.errors import Exit, UserError, config_error, reason_of
 from noloco_node.journal.events import fields_of
 from noloco_node.journal.reader import journals_in, read
+from noloco_node.observe.peer_history import Contribution, ledger_of
+from noloco_node.observe.swarm_view import plain
 from noloco_node.storage import atomic_file
+from noloco_node.storage.home import HomePaths
+from noloco_node.units import format_bytes, format_count, format_duration, format_energy
 
 LARGEST_INTEGER = 2**63 - 1
 """Of a column of whole numbers in Parquet."""
@@ -201,3 +210,45 @@ def _missing(what: str, package: str) -> UserError:
         hint=f"pip install {package}, or export --to csv or parquet",
         code=Exit.USAGE,
     )
+
+
+# What a home has given: `noloco-node me`.
+
+
+def report(home: Path, *, as_json: bool) -> str:
+    """Return what the journal of a home says was given, as text or as one JSON object a run."""
+    journal, me = HomePaths(home).journal, peer_of_file(HomePaths(home).identity)
+    found = list(ledger_of(read(journal)).by_run.values())
+    if not found:
+        raise config_error(
+            f"{home} has given nothing yet.",
+            ("its journal does not tell of any run" if journal.exists() else "it has no journal")
+            + (f" (you are {me})" if me else ""),
+            "name the home of a node that took part with --home",
+        )
+    if as_json:
+        return "\n".join(msgspec.json.encode(each).decode() for each in found)
+    return "\n".join([*([f"you are {me}"] if me else []), *(line for each in found for line in _lines(each))])
+
+
+def _lines(given: Contribution) -> list[str]:
+    stages = ", ".join(map(str, sorted(given.stages)))
+    rows: list[tuple[str, Any]] = [
+        ("as", ", ".join(plain(peer) for peer in given.peers)),
+        ("at stage", stages),
+        ("there", format_duration(given.there_s)),
+        ("computed", f"{format_duration(given.device_s)} of CPU or GPU time, joining and serving not counted"),
+        ("tokens", f"{format_count(given.tokens)} in {given.inner_steps:,} inner steps, {given.rounds:,} meetings"),
+    ]
+    if given.signed_tokens:
+        rows.append(("signed", f"receipts for {format_count(given.signed_tokens)} tokens that were drawn here"))
+    rows.append(("sent", f"{format_bytes(given.sent_bytes)}, received {format_bytes(given.received_bytes)}"))
+    if given.joules:
+        rows.append(("energy", f"{format_energy(given.joules)}, as the device tells"))
+    return [f"run {plain(given.run)[:12]}, {_day(given.first_at)} to {_day(given.last_at)}"] + [
+        f"  {name:<10}{value}" for name, value in rows
+    ]
+
+
+def _day(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
