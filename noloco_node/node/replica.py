@@ -25,9 +25,8 @@ from gossip.transfer.chunks import HeldCopy
 from noloco_node import __version__
 from noloco_node.journal import events
 from noloco_node.machine.interface import DeviceLost, Runner, StageModel
-from noloco_node.network.conversation_pool import SendTurns
+from noloco_node.network.calls import ANSWERS, AdaptiveTimeout, SendTurns
 from noloco_node.network.interface import Conversation
-from noloco_node.network.timeouts import ANSWERS, AdaptiveTimeout
 from noloco_node.node.microbatches import MicrobatchClient, MicrobatchServer
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext, rate_schedule, round_timeouts
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause

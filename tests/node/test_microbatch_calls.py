@@ -12,7 +12,7 @@ import torch
 from memory_swarms import recipe
 
 from noloco_node.journal import events
-from noloco_node.network.conversation_pool import IDLE_S, SendTurns
+from noloco_node.network.calls import IDLE_S, SendTurns
 from noloco_node.network.interface import Conversation
 from noloco_node.node import microbatches
 from noloco_node.node.microbatches import MicrobatchClient, MicrobatchServer
