@@ -40,10 +40,10 @@ from statistics import median, median_high
 import torch
 from torch import Tensor
 
-from pipeline.messages import BLOCK, TOP_BYTES, ActivationCode
+from pipeline.messages import BLOCK, TOP_BYTES, ActivationCode, ActivationCodec
 
 LARGEST = 2.0**50
-"""Of what is let in: the sum of the squares of 65,536 such values is finite."""
+"""The largest top of a message: the sum of the squares of 65,536 such values is finite."""
 FRACTIONS_PER_OCTAVE = 8
 PIECE = 2**16
 """Values worked on at a time on a CPU: what is made of them on the way stays in the cache."""
@@ -67,7 +67,7 @@ def encode(code: ActivationCode, values: Tensor, seed: int = 0) -> Tensor:
 
 
 def decode(code: ActivationCode, wire: Tensor, seed: int = 0) -> Tensor:
-    """Return what came, [..., row] (`check`ed), as float32 [..., width], on the device where it is."""
+    """Return a message [..., row] (`check`ed) as float32 [..., width], on the device where it is."""
     if code.plain:
         return wire.float()
     width, shape = code.width(wire.shape[-1]), wire.shape[:-1]
@@ -79,7 +79,7 @@ def decode(code: ActivationCode, wire: Tensor, seed: int = 0) -> Tensor:
 
 
 def check(code: ActivationCode, wire: Tensor) -> None:
-    """Raise ValueError for what no stage sends, before anything is computed with it.
+    """Raise ValueError for a message that no stage sends, before any arithmetic with it.
 
     Shape and dtype are the schema's to check, and of floating-point numbers also that they are finite.
     """
@@ -97,8 +97,13 @@ def seed_of(wire: Tensor) -> int:
     return int.from_bytes(blake2b(content.data, digest_size=8).digest(), "big")
 
 
+def gradient_seed(codec: ActivationCodec, activations: Tensor) -> int:
+    """Return the seed of the gradient of activations that travelled; 0 where it needs none."""
+    return seed_of(activations) if codec.back.dithered else 0
+
+
 def bound_of_norm(code: ActivationCode, wire: Tensor) -> float:
-    """Return what the norm of all values in a message is at most; of plain numbers the norm itself.
+    """Return an upper bound of the norm of a message's values; of plain numbers the norm itself.
 
     Not finite where a value is not, or where the norm overflows float32.
     """
@@ -240,7 +245,7 @@ def _pieces(rows: int, width: int, device: torch.device) -> Iterator[tuple[int, 
 SCALE = 3.0
 REFUSE = 10.0
 LARGEST_SIZE = 2.0**16
-"""Of what is let in where nothing is known: the values of trained models are smaller by far."""
+"""The largest size while none is known; the values of trained models are smaller by far."""
 LEAST_KNOWN = 4
 CERTAIN = 32
 """Messages after which bounds are still twice as wide as they will be."""
@@ -254,7 +259,7 @@ class UnusualSizeError(ValueError):
 
 
 class SizeBound:
-    """What peers have sent of one kind, and how much of the next message counts."""
+    """The sizes of messages of one kind, by peer, and how much of the next message counts."""
 
     def __init__(self, code: ActivationCode) -> None:
         self._code = code
@@ -263,9 +268,9 @@ class SizeBound:
         self._counts: Counter[str] = Counter()
 
     def bounded(self, peer: str, wire: Tensor) -> Tensor:
-        """Return what counts of a message, itself where all does.
+        """Return what counts of a message: itself, or a copy scaled down.
 
-        Raises `UnusualSizeError` where none does, and another ValueError for what no honest peer sends.
+        Raises `UnusualSizeError` for an unusual size, and another ValueError for a message that no honest peer sends.
         """
         from pipeline.activation_codec import bound_of_norm, check, scaled
 
@@ -290,7 +295,6 @@ class SizeBound:
         return scaled(self._code, wire, most / size)
 
     def statistics(self) -> dict[str, int | float]:
-        """Return how many messages were scaled down and refused."""
         return {name: self._counts[name] for name in ("scaled", "refused")}
 
     def _usual(self) -> float:

@@ -70,11 +70,9 @@ class GradientTurns:
 
     @property
     def waiting(self) -> int:
-        """Microbatches that wait for their turn now."""
         return len(self._waiting)
 
     def claim(self) -> TurnClaim:
-        """Return the claim of a microbatch that is admitted now."""
         return TurnClaim(self.steps)
 
     def take(self, claim: TurnClaim) -> bool:
@@ -221,12 +219,10 @@ class AdmissionWindow:
 
     @property
     def succeeded(self) -> int:
-        """Microbatches of the present window that succeeded."""
         return len(self._outcomes)
 
     @property
     def queued(self) -> int:
-        """Microbatches that wait for a place in a window."""
         return sum(len(places) for places in self._queue.values())
 
     async def enter(self, sender: str) -> Slot | Refused:
@@ -307,7 +303,6 @@ class AdmissionWindow:
         self._changed()
 
     def statistics(self) -> dict[str, int | float]:
-        """Return the present counts, and totals since the start."""
         return {
             "window": self.window,
             "in_flight": self.in_flight,

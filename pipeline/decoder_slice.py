@@ -57,7 +57,6 @@ class TokenFeatures(nn.Module):
             self.register_buffer(name, signs, persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up what is fixed of these tokens."""
         first: Tensor = self._first[ids // self._columns]  # type: ignore[index]
         return first * self._second[ids % self._columns]  # type: ignore[index]
 
@@ -70,7 +69,6 @@ class NarrowEmbedding(nn.Embedding):
         self.fixed = TokenFeatures(config, subspace)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return all channels."""
         return torch.cat((super().forward(ids), self.fixed(ids)), -1)
 
 
@@ -82,7 +80,6 @@ class NarrowLinear(nn.Linear):
         self._rest = whole.out_features - subspace.numbers
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return all channels, the others zero."""
         return functional.pad(super().forward(hidden), (0, self._rest))
 
 

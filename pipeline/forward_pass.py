@@ -2,12 +2,12 @@
 
 The masters (float32, with gradients and optimiser) are the stage's. A pass computes with a `WeightSet`: one version of
 the weights as leaves of autograd. Matrices that autocast would cast anyway are there in its dtype, once for all passes
-on that version and not once a graph; all others are the masters' own memory. A set on which a pass still waits is not
-written to: the masters move on to a copy, and the set keeps the memory that it has.
+on that version; all others are the masters' own memory. A set on which a pass waits is not written to: the masters move
+on to a copy.
 
 So a backward pass can run on its forward's graph, or on one that is computed again from the input, the set and the
-state of the random numbers: the same operations on the same numbers, with the same gradient to the bit. Ordinary
-gradient checkpointing would take the weights of the moment, which is the gradient of neither version, without an error.
+state of the random numbers, with the same gradient to the bit. Ordinary gradient checkpointing would take the present
+weights, which is the gradient of neither version, without an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeline.activation_codec import decode, encode, seed_of
+from pipeline.activation_codec import decode, encode, gradient_seed
 from pipeline.messages import ActivationCodec
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class WeightSet:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take over the masters, which have changed; nobody waits on this set."""
+        """Copy the masters, which have changed; no pass may wait on this set."""
         for name in self._cast:
             self.leaves[name].copy_(self._masters[name])
 
@@ -93,7 +93,7 @@ def _leaf(values: Tensor, master: nn.Parameter) -> Tensor:
 
 
 class Graph(NamedTuple):
-    """What autograd has of a pass. `leaf`: its input as the graph has it, None for ids; `seed`: of its gradient."""
+    """The graph of a pass. `leaf`: its input in the graph, None for ids; `seed`: of the input gradient's dither."""
 
     leaf: Tensor | None
     output: Tensor
@@ -101,7 +101,7 @@ class Graph(NamedTuple):
 
 
 class PassInput(NamedTuple):
-    """What a pass was computed from: enough to compute it again.
+    """What a pass was computed from, so that it can be computed again.
 
     `hidden`: as it came. `tokens`: the ids behind it, where the slice wants them. `version`: of the weights. `random`:
     the state of the random numbers before it, None where it drew none.
@@ -138,11 +138,10 @@ class PendingForward:
 
     @property
     def has_graph(self) -> bool:
-        """Whether backward needs no recomputation."""
         return self._graph is not None
 
     def waits_on(self, weights: WeightSet) -> bool:
-        """Say whether there may still be a backward pass on this very set."""
+        """Say whether a backward pass on this set may still come."""
         return self._origin is not None and self._origin.weights is weights
 
     def drop_graph(self) -> None:
@@ -150,7 +149,7 @@ class PendingForward:
         self._graph = None
 
     def give_up(self, *, short: bool = False) -> None:
-        """Free everything: there will be no backward pass. `short`: for want of memory."""
+        """Free everything, and have no backward pass. `short`: for want of memory."""
         self._origin = self._graph = None
         self._short = short
 
@@ -171,11 +170,6 @@ class PendingForward:
         self.give_up()
         seed = gradient_seed(self._codec, self.output)
         return self._run(origin, graph, or_memory_error(lambda: decode(code, gradient.to(self._device), seed)))
-
-
-def gradient_seed(codec: ActivationCodec, activations: Tensor) -> int:
-    """Return the seed of the gradient of activations that travelled; 0 where it needs none."""
-    return seed_of(activations) if codec.back.dithered else 0
 
 
 def input_gradient(codec: ActivationCodec, graph: Graph) -> Tensor | None:
@@ -220,7 +214,7 @@ def random_state(device: torch.device) -> Tensor:
 
 @contextmanager
 def replayed(device: torch.device, state: Tensor | None) -> Iterator[None]:
-    """Draw random numbers from `state` on, if there is one, and go on afterwards as if nobody had drawn any."""
+    """Draw random numbers from `state` on, if there is one, and restore the present state afterwards."""
     if state is None:
         yield
         return
@@ -240,13 +234,13 @@ def _set_random_state(device: torch.device, state: Tensor) -> None:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Say whether an error is that of memory: torch raises a RuntimeError of its own words."""
+    """Say whether an error means that memory ran out: torch raises a RuntimeError for it."""
     said = str(error).lower()
     return isinstance(error, MemoryError) or "out of memory" in said or "allocate memory" in said
 
 
 def or_memory_error(function: Callable[[], T]) -> T:
-    """Return what `function` does, and raise torch's errors of memory as MemoryError."""
+    """Return what `function` returns, and raise torch's errors of memory as MemoryError."""
     try:
         return function()
     except (RuntimeError, MemoryError) as error:

@@ -75,23 +75,21 @@ class InnerOptimiser:
             }
 
     def clip(self, microbatches: int) -> float:
-        """Make the gradients the clipped mean of a window of so many; return its norm before."""
+        """Turn the sum of a window of so many gradients into its clipped mean; return the norm before clipping."""
         for weight in self._weights:
             if not weight.requires_grad:
                 continue  # without a gradient AdamW leaves it as it is
-            # A weight that no token met has a gradient of zero, so that all have taken the same number of steps.
+            # A weight that no token used gets a gradient of zero, so that all weights take the same number of steps.
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.div_(microbatches)
         return nn.utils.clip_grad_norm_(self._weights, self._clip_norm).item()
 
     def step(self, learning_rate: float) -> None:
-        """Move the weights by their gradients."""
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         self._adamw.step()
         self._taken += 1
 
     def forget_gradients(self) -> None:
-        """Let go of the gradients."""
         self._adamw.zero_grad(set_to_none=True)
 
     def state(self) -> OptimiserState:
@@ -172,7 +170,7 @@ class Mark(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far a replica takes the run to be.
+    """How far the run is, as one replica believes.
 
     `value`: 0 to 1. `at_s`: when it last could move. `since_s`: when this replica began to look.
     """

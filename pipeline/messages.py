@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Numbers with the least and the most that they may be, which whoever decodes a message holds to.
+# Numbers with their least and most value; the decoder of a message refuses others.
 Fraction = Annotated[float, (0.0, 1.0)]
 Seconds = Annotated[float, (0.0, 1e9)]
 Loss = Annotated[float, (0.0, 1e30)]
@@ -50,7 +50,7 @@ class Reason(StrEnum):
     NO_ROUTE = "no route"
     """No replica of a later stage would take it."""
     EXPIRED = "expired"
-    """The travelling time budget ended; nobody is to blame."""
+    """The travelling time budget ended; no peer is to blame."""
     LEAVING = "leaving"
     """The peer is on its way out, or not ready yet."""
 
@@ -64,7 +64,7 @@ class Microbatch:
     token of each sequence before them, [batch, sequence + 1], so that all stages know the ids.
     `progress`: share of the run's token budget whose gradient had come back when it was drawn, 0 to 1.
     `budget_s`: seconds left until nobody wants the reply any more.
-    `source`: the peer that drew it, as whoever passes it on says; empty from the source itself, whom the line names.
+    `source`: the peer that drew it, as the sender says; empty from the source itself, which the connection names.
     """
 
     hidden: Tensor
@@ -79,7 +79,7 @@ class Gradient:
     """The reply to a microbatch: the gradient of its mean loss with respect to `hidden`, coded (None at stage 0).
 
     `loss`: mean cross-entropy in nats a token. `tokens`: how many tokens it is a mean over.
-    `computed_by`: the peer that computed the loss, as whoever passes it back says; empty from that peer itself.
+    `computed_by`: the peer that computed the loss, as the sender says; empty from that peer itself.
     """
 
     hidden: Tensor | None
@@ -90,7 +90,7 @@ class Gradient:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
-    """Not now, or not here. `retry_after_s`: the callee's own estimate of when asking again makes sense."""
+    """Not now, or not here. `retry_after_s`: the callee's estimate of when asking again makes sense."""
 
     reason: Reason
     retry_after_s: Seconds = 0.0
@@ -118,7 +118,6 @@ class ActivationCode(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The name of the dtype on the wire."""
         return _PLAIN.get(self.bits, "uint8")
 
     def row(self, width: int) -> int:
@@ -138,7 +137,6 @@ class ActivationCode(NamedTuple):
         return prod(tokens) * self.width(row)
 
     def size_bytes(self, tokens: int, width: int) -> int:
-        """Return the bytes of so many tokens."""
         return tokens * self.row(width) * {"float32": 4, "bfloat16": 2, "uint8": 1}[self.dtype]
 
 
@@ -163,7 +161,7 @@ ACTIVATION_CODECS = {
 
 
 def check_width(codec: str, width: int, subspace: int | None = None) -> None:
-    """Raise ValueError where a subspace is not smaller than the model's width, or what travels not whole blocks."""
+    """Raise ValueError if a subspace is not smaller than the model's width, or a token's row not whole blocks."""
     if subspace is not None and subspace >= width:
         raise ValueError(f"a subspace of {subspace} numbers is no smaller than the model's width, {width}")
     sent, whose = (width, "the model's") if subspace is None else (subspace, "the subspace's")

@@ -116,7 +116,7 @@ class _Search:
     losses: int = 0
     lost: set[str] = field(default_factory=set)
     forgiving: bool = False
-    """Ask suspects and those that were lost, for there is nobody else."""
+    """Ask suspects and replicas that this microbatch was lost at, for there is no other."""
     waits_since_s: float | None = None
     empty_since_s: float | None = None
 
@@ -135,17 +135,17 @@ class NextStage:
         self._forgiving_until_s = -math.inf
         self._waits: dict[_Search, Waiting] = {}
         self._empty_since_s: float | None = None
-        """Since when microbatches have found nobody in the roster: longer than one of them looks."""
+        """Since when microbatches have found no replica in the roster; one of them gives up sooner."""
         self._counts: Counter[str] = Counter()
 
     @property
     def waiting(self) -> Waiting | None:
-        """The oldest of the waits that microbatches are in; None while all are being worked on."""
+        """The oldest wait of a microbatch; None while no microbatch waits."""
         return min(self._waits.values(), key=lambda wait: wait.since_s) if self._waits else None
 
     @property
     def stranded(self) -> int:
-        """How many microbatches wait, and for something else than room at a replica that is merely busy."""
+        """How many microbatches wait for something else than room at a busy replica."""
         return sum(not wait.will_pass for wait in self._waits.values())
 
     @property
@@ -155,19 +155,18 @@ class NextStage:
 
     @property
     def suspects(self) -> frozenset[str]:
-        """The replicas that are under suspicion now."""
         return self._standing.suspects(_now_s()) if self._standing.suspicions else frozenset()
 
     def forgive(self, for_s: float) -> None:
-        """Clear all suspicions, and accuse nobody for so long: the silence was ours."""
+        """Clear all suspicions, and accuse no replica for so long: the silence was ours."""
         self._standing.forgive()
         self._forgiving_until_s = _now_s() + for_s
 
     async def ask(self, microbatch: Microbatch, deadline_s: float) -> Reply:
-        """Return a replica's gradient of a microbatch; Refused when there is no way or a replica found no time left.
+        """Return a replica's gradient of a microbatch; Refused if no replica takes it, or its budget ends at one.
 
-        `deadline_s`: loop seconds; what is left of it travels as the budget of each call. To end the search then is for
-        the caller, who has other work under the same deadline (`within`).
+        `deadline_s`: loop seconds; the time left until then travels as the budget of each call. The caller ends the
+        search at the deadline (`within`).
         """
         search = _Search(deadline_s=deadline_s)
         if self._standing.favoured() and (tried := self._draw_unproved(search)) is not None:
@@ -190,7 +189,6 @@ class NextStage:
             await asyncio.wait(self._late)
 
     def statistics(self) -> dict[str, int | float]:
-        """Return totals since the start: gradients, refusals and losses met at the next stage."""
         names = ["gradients", "lost_unreachable", "lost_given_up", "lost_broken"]
         names += [f"refused_{reason.name.lower()}" for reason in Reason]
         totals: dict[str, int | float] = {name: self._counts[name] for name in names}
@@ -303,7 +301,7 @@ class NextStage:
 
     def _rest(self, peer: str, refusal: Refused) -> None:
         least_s = LEAVING_REST_S if refusal.reason is Reason.LEAVING else SHORTEST_REST_S
-        # The estimate is a stranger's: not a number reads as the least.
+        # The estimate is a stranger's: if it is not a number, the pause is the least.
         rest_s = min(max(least_s, refusal.retry_after_s), LONGEST_REST_S)
         self._standing.refuse(peer, _now_s(), rest_s, busy=refusal.reason in BUSY)
 
@@ -340,11 +338,11 @@ class NextStage:
 
 def check_gradient(reply: Gradient, microbatch: Microbatch) -> None:
     """Raise ConnectionAbortedError for a gradient that no replica may return."""
-    # A gradient's rows may be of another length: its codec may be another one.
+    # A gradient's rows may have another length than the activations', because its code may be another one.
     if reply.hidden is None or reply.hidden.shape[:-1] != microbatch.hidden.shape[:-1]:
         shape = None if reply.hidden is None else tuple(reply.hidden.shape)
         raise ConnectionAbortedError(f"gradient of shape {shape} for {tuple(microbatch.hidden.shape)} activations")
-    # Neither is believed further than arithmetic with it is safe: the sum of a window's losses must not overflow.
+    # The sum of a window's losses must not overflow.
     if not abs(reply.loss) <= LARGEST_LOSS or not 1 <= reply.tokens <= microbatch.targets.numel():
         raise ConnectionAbortedError(f"a loss of {reply.loss} over {reply.tokens} tokens")
 

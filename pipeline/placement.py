@@ -40,9 +40,9 @@ from typing import NamedTuple
 
 SAME_MOMENT_S = 60.0
 MOST_AHEAD_S = 300.0
-"""By which a claim may be later than our own and still count as one of a newcomer: clocks differ by minutes."""
+"""A newcomer's claim may be later than ours by so much: clocks differ by minutes."""
 MOST_NEWCOMERS = 256
-"""That a plan is made for; the rest stay. Strangers may claim to be any number, and each costs everybody time."""
+"""Newcomers in a plan; the others stay. Strangers may claim to be any number, and each costs all peers time."""
 EQUAL_WITHIN = 1.05
 """Capacities whose ratio is at most this count as equal."""
 MOST_BELIEVED = 8.0
@@ -73,7 +73,7 @@ class StageClaim(NamedTuple):
 
 
 def powers(claims: Sequence[StageClaim], work: Sequence[float]) -> dict[str, float]:
-    """Return the work that each peer does in a second, as far as it is believed: its speed, whatever the stage."""
+    """Return the speed of each peer, in work a second at any stage, as far as it is believed."""
     said = {
         claim.peer: work[claim.stage] / claim.device_s
         for claim in claims
@@ -99,7 +99,7 @@ def capacities(claims: Sequence[StageClaim], work: Sequence[float]) -> list[floa
 
 
 def parse_stage(want: int, stages: int) -> int:
-    """Return the stage that an owner asked for; raise ValueError when the run has no such stage."""
+    """Return the stage that an owner asked for; raise ValueError if the run has no such stage."""
     if not 0 <= want < stages:
         raise ValueError(f"stage {want} is not there: the run has stages 0 to {stages - 1}")
     return want
@@ -177,7 +177,7 @@ def _improvement(
     power: Mapping[str, float],
     work: Sequence[float],
 ) -> tuple[str, int] | None:
-    """Return who moves where to make a weak stage stronger, the weakest that anybody can help first."""
+    """Return the newcomer that moves, and its stage: the weakest stage that a newcomer can help."""
     for target in sorted(range(len(work)), key=capacity.__getitem__):
         best: tuple[float, str] | None = None
         for peer, stage in plan.items():
@@ -194,17 +194,17 @@ GAP_REPLICAS = 0.5
 GAP_SHARE = 0.1
 """What must be left of the difference, in replicas and as a part of the starving stage."""
 AS_GOOD = 0.9
-"""Of the best move's worth: who reaches it is as good a mover."""
+"""A move of this share of the best one's worth is as good."""
 READINGS = 3
 """In a row that find the same stage starving."""
 DOUBLINGS = 6
 """Of the stay, at most."""
 MOST_READINGS = 12
-"""For which an announcement of another is heeded, and the first in order is waited for."""
+"""Readings for which a peer heeds another's announcement, or waits for the first in order."""
 MOST_KEPT = 2 * MOST_READINGS
-"""Readings in which announcements may keep us, all together, as long as nobody helps the starving stage."""
+"""Readings in which all announcements together may keep us, while no peer helps the starving stage."""
 NOT_IN_THE_LAST = 0.05
-"""Share of the run at whose end nobody moves any more: the copy would not pay."""
+"""The last share of a run, in which no peer moves: the copy would not pay."""
 
 
 class StagePace(NamedTuple):
@@ -285,7 +285,7 @@ class MigrationDecision(NamedTuple):
 
 
 def stay_s(moves: int, pace: StagePace) -> float:
-    """Return how long a peer stays that has moved so many times."""
+    """Return how long a peer stays at its stage after so many moves."""
     return pace.stay_s * 2.0 ** min(moves, DOUBLINGS)
 
 
@@ -295,9 +295,9 @@ def may_move(me: OwnPlacement, pace: StagePace, now_s: float, progress: float) -
 
 
 def movers(claims: Sequence[StageClaim], work: Sequence[float], seed: int) -> list[Move]:
-    """Return who could as well go to the weakest stage, the one who should first; nobody where it is not worth it.
+    """Return the moves to the weakest stage that are worth it, the one that should go first at the front.
 
-    `claims`: all live records; who is willing says so in `may_serve`. `work`: of a microbatch at each stage.
+    `claims`: all live records; `may_serve` says where each is willing to go. `work`: of a microbatch at each stage.
     """
     capacity, power = capacities(claims, work), powers(claims, work)
     target = min(range(len(work)), key=capacity.__getitem__)
@@ -373,25 +373,22 @@ def _after_reading(
 def _own_move(me: OwnPlacement, state: MigrationState, found: Sequence[Move]) -> Move | None:
     """Return our move, if it is our turn by the order of `found`.
 
-    Who has announced goes on, also where by now another would be the first of equals. Whoever could have gone for long,
-    and has not, keeps nobody.
+    A peer that has announced its move goes on, even if another would be first now. A peer that could have gone for long
+    and has not keeps no other.
     """
     candidates = found if state.announced_s is not None else found[: 1 + state.readings // MOST_READINGS]
     return next((each for each in candidates if each.peer == me.peer), None)
 
 
 def _is_held(stage: int, claims: Sequence[StageClaim], proved: Collection[str] | None) -> bool:
-    """Say whether somebody stays at a stage whose work we have seen; None in place of `proved`: anybody will do."""
+    """Say whether a peer of `proved` (None: any peer) stays at a stage."""
     return proved is None or any(
         claim.stage == stage and claim.training and claim.moves_to is None and claim.peer in proved for claim in claims
     )
 
 
 def _gives_way(me: OwnPlacement, state: MigrationState, move: Move, others: Sequence[StageClaim]) -> bool:
-    """Say whether another's announcement keeps us: any before we have made one, then one that is earlier by the hash.
-
-    `others`: those who have announced.
-    """
+    """Say whether an announcement of `others` keeps us: any before we made ours, then an earlier one by the hash."""
     if state.kept >= MOST_KEPT:
         return False
     rivals = [

@@ -32,7 +32,7 @@ from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipeline.activation_codec import LEAST_VALUES
+from pipeline.activation_codec import LEAST_VALUES, decode, gradient_seed
 from pipeline.messages import ActivationCodec, Gradient, Microbatch
 from pipeline.next_stage import NextStageClient, check_gradient
 from pipeline.routing import Hop
@@ -341,9 +341,6 @@ class SpotChecks:
         return reply
 
     def _distance(self, one: Gradient, other: Gradient, microbatch: Microbatch) -> float:
-        from pipeline.activation_codec import decode
-        from pipeline.forward_pass import gradient_seed
-
         seed = gradient_seed(self._codec, microbatch.hidden)
         first, second = (
             decode(self._codec.back, hidden, seed) for hidden in (one.hidden, other.hidden) if hidden is not None

@@ -1,23 +1,22 @@
 """One slice of the model at work: forward, loss, backward, and the steps of its optimiser.
 
-The autograd graph of a microbatch lives in the `PendingForward` that its forward pass returns, and dies with it. Of
-them `graphs` are kept; other passes keep their input, and backward computes the graph again, with the same gradient to
-the bit. Gradients of a window add up in the masters; `step` takes their mean, clips it to a norm *of this stage* (no
-stage knows the others' gradients) and steps. With one replica a stage, one window and no dropout this is single-process
-training of the whole model, step for step.
+The autograd graph of a microbatch lives in the `PendingForward` that its forward pass returns, and dies with it. At
+most `graphs` of them are kept; other passes keep their input, and backward computes the graph again, with the same
+gradient to the bit. Gradients of a window add up in the masters; `step` takes their mean, clips it to a norm *of this
+stage* (no stage knows the others' gradients) and steps. With one replica a stage, one window and no dropout this is
+single-process training of the whole model, step for step.
 
-With two windows in flight an inner step, and a correction after it, come while passes of the next window wait for their
-gradients. Then the masters move on to a copy, and the old set of weights stays with the passes and dies with them: each
-backward runs on the very weights of its forward. What it adds, it adds to the window under way, as all do
-(`pipeline.admission_window` decides who is in it). If nothing waits, nothing is copied.
+With two windows in flight, weights change while passes of the next window wait for their gradients. Then the masters
+move on to a copy, and the old weights stay with the passes: each backward runs on the weights of its forward, and adds
+to the window under way (`pipeline.admission_window` decides which passes are in it). If nothing waits, nothing is
+copied.
 
-Where memory runs out, all graphs are let go, and none is kept any more. A forward pass is tried again. A backward pass
-may have added a part of its gradient: then the step of its window is skipped, like one whose gradient is not finite.
-The microbatch gets MemoryError. Weights and moments are never changed in part.
+If memory runs out, all graphs are dropped and none is kept any more. A forward pass is tried again. A backward pass may
+have added a part of its gradient: the step of its window is skipped, and the microbatch gets MemoryError. Weights and
+moments are never changed in part.
 
-Nothing here waits or talks, and nothing is locked: all methods run in the stage's one device thread. What goes in and
-out is on the CPU, activations and gradients as `codec` has them; weights are float32 always, and `autocast` says in
-what the matrices are multiplied.
+All methods run in the stage's one device thread, so nothing is locked. Inputs and outputs are on the CPU, activations
+and gradients in the run's codec. Weights are float32; `autocast` says in what the matrices are multiplied.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from pipeline.activation_codec import decode
+from pipeline.activation_codec import decode, gradient_seed
 from pipeline.decoder_slice import Slice, multiplied_weights
 from pipeline.forward_pass import (
     Graph,
@@ -43,7 +42,6 @@ from pipeline.forward_pass import (
     WeightSet,
     check_targets,
     chunked_cross_entropy,
-    gradient_seed,
     input_gradient,
     or_memory_error,
     random_state,
@@ -58,7 +56,7 @@ _COUNTED = (
     *("inner_steps", "skipped_steps"),
 )
 LOGITS = 2**24
-"""Of a microbatch with more of them the loss is computed in chunks of so many."""
+"""The loss of a microbatch with more logits is computed in chunks of so many."""
 STAGED = 2**24
 """Numbers of a correction that lie on a GPU at once."""
 
@@ -99,18 +97,18 @@ class Stage:
         """The masters: float32, with the gradients, and the optimiser's own."""
         self._set = WeightSet(masters) if autocast is None else WeightSet(masters, multiplied_weights(module), autocast)
         self._waiting: WeakSet[PendingForward] = WeakSet()
-        """Passes that have had no backward pass; whoever gives one up drops it, and then it is not in here either."""
+        """Passes that have had no backward pass and were not dropped."""
         self._graphs = math.inf if graphs is None else graphs
         self._plain: bool | None = None
         self._spoiled = False
         """A backward pass of this window has failed half-way."""
         self._counts: Counter[str] = Counter()
         self._optimiser = InnerOptimiser(self._weights, inner, device)
-        # On a CPU what is given needs no copy. On a GPU the place is taken now: a change must not fail half-way.
+        # On a GPU the memory for a correction is taken now: a change must not fail half-way. A CPU needs none.
         self._staging = torch.empty(0 if device.type == "cpu" else STAGED, device=device)
 
     def statistics(self) -> dict[str, int | float]:
-        """Return counts since the start; skipped are steps whose gradient was not finite, or not whole."""
+        """Return counts since the start; a skipped step had a gradient that was not finite, or not whole."""
         return {name: self._counts[name] for name in _COUNTED}
 
     # One microbatch.
@@ -182,7 +180,7 @@ class Stage:
 
     @torch.no_grad()
     def _has_plain_head(self, hidden: Tensor, tokens: Tensor | None, logits_of: Callable[[Tensor], Tensor]) -> bool:
-        """Say whether logits are what the head gives and no more; some families scale or cap them."""
+        """Say whether the logits are the head's output; some families scale or cap them."""
         if self._plain is None:
             self._module.eval()
             try:
@@ -254,7 +252,7 @@ class Stage:
             raise
 
     def _make_room(self) -> None:
-        """Let go of all graphs, and keep none from now on."""
+        """Drop all graphs, and keep none from now on."""
         self._counts["shortages"] += 1
         self._graphs = 0
         for waiting in list(self._waiting):
@@ -283,7 +281,7 @@ class Stage:
         return StepReport(norm, applied)
 
     def discard(self) -> None:
-        """Forget the gradients collected so far, and the passes that wait for theirs."""
+        """Forget the gradients so far, and give up the passes that wait for theirs."""
         self._forget_gradients()
         for waiting in list(self._waiting):
             waiting.give_up()
@@ -293,10 +291,7 @@ class Stage:
         self._spoiled = False
 
     def _leave_to_waiting(self) -> None:
-        """Go on with a copy of the weights if a pass waits on those that are to change.
-
-        Where there is no memory for one, the passes are given up: then nobody waits.
-        """
+        """Move to a copy of the weights if a pass waits on them; without memory for it, give the passes up."""
         if not any(waiting.waits_on(self._set) for waiting in list(self._waiting)):
             return
         try:
@@ -309,7 +304,7 @@ class Stage:
                     waiting.give_up(short=True)
 
     def optimiser_state(self) -> OptimiserState:
-        """Return AdamW's memory itself, on the device: it moves with the next step."""
+        """Return AdamW's memory itself, on the device; the next step changes it."""
         return self._optimiser.state()
 
     def load_optimiser_state(self, state: OptimiserState) -> None:
@@ -319,7 +314,7 @@ class Stage:
     # Fast weights, one tensor a parameter, in the order of `names`.
 
     def current_weights(self) -> tuple[Tensor, ...]:
-        """Return the fast weights themselves, on the device: they move with the next change."""
+        """Return the fast weights themselves, on the device; the next step or correction changes them."""
         return tuple(weight.detach() for weight in self._weights)
 
     def weights(self) -> tuple[Tensor, ...]:

@@ -146,7 +146,6 @@ class Worker:
         self._counts["counted_twice"] += 1
 
     def statistics(self) -> dict[str, int | float]:
-        """Return totals of the microbatches that got a slot, since the start."""
         names = ("succeeded", "expired", "no_route", "counted_twice", "shortages")
         return {**{name: self._counts[name] for name in names}, "device_s": self.device_s}
 

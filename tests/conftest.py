@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import signal
 from collections.abc import Iterable, Iterator
-from types import ModuleType
 
 import pytest
 from hypothesis import settings
@@ -47,10 +47,21 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Mark what runs in virtual time, so that `pytest -m virtual` shows what all of it takes; sort what will run."""
     for item in items:
-        if not _has_one(item, REAL) and isinstance(item, pytest.Function) and _simulates(item.module):
+        if not _has_one(item, REAL) and isinstance(item, pytest.Function) and _simulates(item):
             item.add_marker("virtual")
     yield
     items[:] = long_ones_first(items, getattr(config, "workerinput", {}).get("workercount", 1))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in virtual time."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    from noloco_node.sim.clock import run
+
+    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True
 
 
 def long_ones_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
@@ -76,7 +87,9 @@ def _has_one(item: pytest.Item, markers: Iterable[str]) -> bool:
     return any(item.get_closest_marker(name) for name in markers)
 
 
-def _simulates(module: ModuleType) -> bool:
-    """Say whether a module uses the simulator, or the swarms that run in it."""
-    origins = (str(getattr(value, "__module__", "")) for value in vars(module).values())
-    return any(origin == "swarms" or origin.startswith("noloco_node.sim.") for origin in origins)
+def _simulates(test: pytest.Function) -> bool:
+    """Say whether a test is a coroutine, or its module uses the simulator or the swarms that run in it."""
+    origins = (str(getattr(value, "__module__", "")) for value in vars(test.module).values())
+    return inspect.iscoroutinefunction(test.obj) or any(
+        origin == "swarms" or origin.startswith("noloco_node.sim.") for origin in origins
+    )

@@ -7,7 +7,7 @@ Liveness. Both sides send a BEAT when they have sent nothing else for `beat_s`. 
 `PeerLiveness`, because on a slow link the beats of one stream queue up behind the bulk of another. It notes how far
 apart the peer's bytes come: every gap of half a beat or more. On a good line these gaps are as long as a beat and
 equal, so a dead peer is noticed after some five of them; on an uneven line a longer silence is tolerated
-(`noloco_node.network.timeouts`). While nothing is known, `TimeoutSettings.silence_s` counts. A gap counts only where we
+(`noloco_node.network.calls`). While nothing is known, `TimeoutSettings.silence_s` counts. A gap counts only where we
 listened, not after our own sleep or while we had stopped reading. But a peer that we gave up and that comes back soon
 was there all the time, so that silence is a gap like others. Beats come from the event loop, not from the work, so they
 vouch for the peer, not for its progress; the caller's deadline bounds that.
@@ -30,9 +30,9 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from noloco_node.libp2p.settings import TimeoutSettings
 from noloco_node.network import wire
+from noloco_node.network.calls import MOST_PEERS, RttEstimate, deadline_s, observed
 from noloco_node.network.interface import ConversationEnded
 from noloco_node.network.schema import Buffer, Schema, Violation
-from noloco_node.network.timeouts import MOST_PEERS, RttEstimate, deadline_s, observed
 
 MOST_WAITING = 2
 

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission.ticket import ID_HEADER, KEY_HEADER
 from noloco_node.errors import Exit, UserError
-from noloco_node.network.timeouts import TimeoutBounds
+from noloco_node.network.calls import TimeoutBounds
 from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.storage import atomic_file
 

@@ -1,8 +1,8 @@
 """One replica at work: a window of microbatches, an inner step, a pause; and every so often a round.
 
-This module ties the pieces that know nothing of each other. The gate fills a window, the device takes the inner step
+This module connects pieces that know nothing of each other. The gate fills a window, the device takes the inner step
 at the learning rate that the run's progress asks for, and in the pause that follows the rounds may copy or correct
-the fast weights. Everything that touches weights is a job of the device's one thread.
+the fast weights. Every access to weights is a job of the device's one thread.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from gossip.transfer.chunks import HeldCopy
 from noloco_node import __version__
 from noloco_node.journal import events
 from noloco_node.machine.interface import DeviceLost, Runner, StageModel
-from noloco_node.network.conversation_pool import SendTurns
+from noloco_node.network.calls import ANSWERS, AdaptiveTimeout, SendTurns
 from noloco_node.network.interface import Conversation
-from noloco_node.network.timeouts import ANSWERS, AdaptiveTimeout
 from noloco_node.node.microbatches import MicrobatchClient, MicrobatchServer
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext, rate_schedule, round_timeouts
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
@@ -50,15 +49,15 @@ T = TypeVar("T")
 DRAIN_S = 30.0
 """How long the blocking form of a round waits for what is in flight."""
 IDLE_S = 5.0
-"""Shorter waits are not worth a word."""
+"""Shorter waits are not reported."""
 CAUSES = {Wanted.REPLICA: WaitCause.REPLICA, Wanted.ROOM: WaitCause.ROOM, Wanted.ANSWER: WaitCause.ANSWER}
 
 
 class _WatchedDevice:
     """Runs jobs, and notes when the device fails for good.
 
-    A peer may have asked for the job that fails, and its conversation ends by it: the node has to end as well. This
-    holds nothing of the replica, since conversations that end after a move to another stage still hold it.
+    The job that fails may belong to a peer's conversation, which ends by it; the node has to end as well. This class
+    does not refer to the replica, because conversations that outlive a move to another stage still refer to it.
     """
 
     def __init__(self, device: Runner) -> None:
@@ -75,7 +74,7 @@ class _WatchedDevice:
 
 
 class Replica:
-    """The weights of one stage on this machine, and everything that moves them."""
+    """The weights of one stage on this machine, and all that changes them."""
 
     def __init__(
         self,
@@ -87,8 +86,8 @@ class Replica:
     ) -> None:
         run = config.run
         window, windows = run.pipeline.microbatches_per_step, run.pipeline.windows_in_flight
-        # The last stage waits for nobody: a second window would gain it nothing, and its gradients are always fresh.
-        # It queues what it would have had in flight.
+        # The last stage waits for no other: a second window would gain it nothing. It queues what it would have had in
+        # flight.
         self.config = config
         self.admission = AdmissionWindow(window, (1 + windows) * window, 1 if config.last else windows)
         self.inner_steps = starting_state.origin.inner_steps
@@ -97,7 +96,7 @@ class Replica:
         watched = _WatchedDevice(device)
         self._run = watched.run
         self.device_lost = watched.lost
-        """Why the device computes nothing any more, once it does not."""
+        """Set when the device is lost, to the reason."""
         self._schedule = rate_schedule(run)
         rng = Random(f"{run.seed}|routing|{config.peer}")
         turns = SendTurns(config.run.pipeline.replicas)
@@ -144,7 +143,7 @@ class Replica:
         self._partner: str | None = None
         self._tokens_per_s = 0.0
         self.seconds_per_step = 1.0
-        """What the last window took, from one inner step to the next; 1 before the first."""
+        """The time from one inner step to the next, of the last window; 1 before the first."""
         self._stepped_at, self._busy_s = loop_s(), device.busy_s
 
     # The training itself.
@@ -152,7 +151,7 @@ class Replica:
     async def train(self, in_pause: Callable[[], Awaitable[None]]) -> None:
         """Fill windows and take inner steps until the gate is closed; call `in_pause` between two of them."""
         while (outcomes := await self.admission.full()) is not None:
-            # What the optimiser has taken must be counted, and known to the rounds, whenever we are cancelled.
+            # A step that the optimiser has taken must be counted, and known to the rounds, even if we are cancelled.
             await to_the_end(self._step(outcomes, in_pause))
 
     async def _step(self, outcomes: tuple[WindowOutcome, ...], in_pause: Callable[[], Awaitable[None]]) -> None:
@@ -197,21 +196,21 @@ class Replica:
 
     @property
     def stranded(self) -> bool:
-        """Whether all microbatches in our hands wait for a replica of the next stage, and none is merely busy.
+        """Whether all our microbatches wait for a replica of the next stage, and none for one that is merely busy.
 
-        Those whose gradient has come wait for the others.
+        Microbatches that have their gradient are left out: they wait for the others.
         """
         away = self.admission.in_flight - self.admission.turns.waiting
         return self.next_stage is not None and 0 < away <= self.next_stage.stranded
 
     async def discard(self) -> int:
-        """Forget the gradients of the partial window, and what is in flight; return how many microbatches it held."""
+        """Forget the partial window's gradients and all microbatches in flight; return how many the window held."""
         self.worker.abandon()
         await self._run(self._stage.discard)
         return self.admission.succeeded
 
     async def aclose(self) -> None:
-        """End the conversations that were kept for further microbatches: whoever still asks finds the gate closed."""
+        """End the conversations that were kept for further microbatches; the gate is closed for new ones."""
         self.microbatches.close()
         if self.next_stage is not None:
             await self.next_stage.aclose()
@@ -220,9 +219,9 @@ class Replica:
     # What peers ask of us.
 
     async def state(self, parts: Parts) -> ReplicaState | HeldCopy:
-        """Return a copy of our state for a newcomer, or of its slow weights for an export; as it is, an outline.
+        """Return a copy of our state for a newcomer, or of the slow weights for an export; an outline is no copy.
 
-        Raises `OSError` where the disk refuses the copy.
+        Raises `OSError` if the disk refuses the copy.
         """
         if parts is Parts.OUTLINE:
             return self._state(OptimiserState(0, ()), whole=False)
@@ -249,11 +248,9 @@ class Replica:
     # What the rounds ask of us (gossip.interface.GossipReplica).
 
     async def snapshot(self) -> Tensors:
-        """Return a copy of the fast weights."""
         return await self._run(self._stage.weights)
 
     async def correct(self, correction: Tensors) -> None:
-        """Add to the fast weights."""
         await self._run(self._stage.correct, correction)
 
     def alone(self, retry_after_s: float) -> AbstractAsyncContextManager[None]:
@@ -268,7 +265,7 @@ class Replica:
         return self._context.network.talk(peer, topic(GOSSIP, self.config.stage), self._context.gossip_schema)
 
     def _saw(self, partner: str, theirs: int, ours: int) -> None:
-        """Give a partner a receipt for the inner steps that it says it brings, as far as they are likely."""
+        """Give a partner a receipt for the inner steps that it claims, as far as they are likely."""
         run = self.config.run
         if run.pipeline.stages > 1:
             return  # the last stage sees the samples themselves
@@ -289,7 +286,7 @@ class Replica:
                 self._context.record(event)
 
     def _heed(self, verdict: Verdict) -> None:
-        """Do as the spot checks found."""
+        """Shut a peer out, or let it in again, as the spot checks found."""
         if verdict.finding in (CheckFinding.QUARANTINED, CheckFinding.PAROLED):
             self._context.shut_out(verdict.peer, verdict.for_s)
         self._context.record(events.SpotCheck(**verdict._asdict()))
@@ -311,7 +308,7 @@ class Replica:
             progress=self.progress.value,
             device_s=self._microbatch_s,
             tokens_per_s=self._tokens_per_s,
-            # A record with a number that is none would be refused by every reader.
+            # Readers refuse a record with a number that is not finite.
             loss=_publishable(self._loss),
             gap=_publishable(self._gap),
             partner=self._partner,
@@ -330,9 +327,9 @@ class Replica:
         return None
 
     async def checkpoint(self, samples: int, data_position: dict[str, object] | None) -> Checkpoint:
-        """Return everything that this replica needs to go on later, in its own memory; to be told once it is read.
+        """Return all that this replica needs to go on later, in its own memory; the caller says when it has read it.
 
-        Where the device is lost that is what lies in main memory: the slow weights and what belongs to them.
+        If the device is lost, that is only what lies in main memory: the slow weights and their momentum.
         """
         read = await self.rounds.weights.read()
         fast: Tensors = ()

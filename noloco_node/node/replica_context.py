@@ -1,4 +1,4 @@
-"""A replica's place in the run, and what it sees of the swarm from there."""
+"""A replica's place in the run, and what it knows of the swarm and its machine."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class ReplicaConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaContext:
-    """What a replica sees of the swarm and of its machine. `record` takes journal events.
+    """What a replica knows of the swarm and of its machine. `record`: takes journal events.
 
-    `hold`: copies a state to where it stands still. `vocabulary`: of the model, in tokens. `unix_time`: by our clock.
-    `shut_out`: has nothing to do with a peer for so many seconds, at any stage.
+    `hold`: copies a state to where it does not change. `vocabulary`: of the model, in tokens. `unix_time`: by our
+    clock. `shut_out`: shuts a peer out for so many seconds, at any stage.
     """
 
     network: PeerNetwork

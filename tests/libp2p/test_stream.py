@@ -23,9 +23,9 @@ from noloco_node.libp2p.switchboard import Switchboard
 from noloco_node.limits.budget import LEAST_RATE, full_bucket
 from noloco_node.limits.rate_limit import FairLimiter
 from noloco_node.network import wire
+from noloco_node.network.calls import MOST_PEERS
 from noloco_node.network.interface import Conversation, Handler, Pace
 from noloco_node.network.schema import Violation
-from noloco_node.network.timeouts import MOST_PEERS
 from noloco_node.sim.clock import run
 
 PATIENCE = TimeoutSettings()

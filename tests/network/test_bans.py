@@ -137,39 +137,36 @@ async def test_a_hostile_peer_is_neither_served_nor_called_and_others_are() -> N
     assert await say("liar", "good"), "and then again"
 
 
-def test_what_a_callee_sends_counts_as_well() -> None:
-    async def main() -> None:
-        hub = SimNetwork()
+async def test_what_a_callee_sends_counts_as_well() -> None:
+    hub = SimNetwork()
 
-        class Wrong:
-            """A conversation in which what comes is wrong."""
+    class Wrong:
+        """A conversation in which what comes is wrong."""
 
-            peer, origin = "liar", ""
-            is_quiet = True
+        peer, origin = "liar", ""
+        is_quiet = True
 
-            async def receive(self) -> None:
-                raise Violation("a bad word")
+        async def receive(self) -> None:
+            raise Violation("a bad word")
 
-        inner = hub.network("victim")
-        victim = HookedNetwork(inner, BanHook())
+    inner = hub.network("victim")
+    victim = HookedNetwork(inner, BanHook())
 
-        @asynccontextmanager
-        async def talk(*_: Any) -> Any:
-            yield Wrong()
+    @asynccontextmanager
+    async def talk(*_: Any) -> Any:
+        yield Wrong()
 
-        inner.talk = talk  # type: ignore[method-assign,assignment]
-        refused = 0
-        for _ in range(100):
-            try:
-                async with victim.talk("liar", "talk", SCHEMA) as conversation:
-                    await conversation.receive()
-            except Violation:
-                await asyncio.sleep(1.0)
-            except ConnectionRefusedError:
-                refused += 1
-        assert refused == 95
-
-    run(main())
+    inner.talk = talk  # type: ignore[method-assign,assignment]
+    refused = 0
+    for _ in range(100):
+        try:
+            async with victim.talk("liar", "talk", SCHEMA) as conversation:
+                await conversation.receive()
+        except Violation:
+            await asyncio.sleep(1.0)
+        except ConnectionRefusedError:
+            refused += 1
+    assert refused == 95
 
 
 def test_who_was_found_at_fault_is_shut_out_for_as_long_as_was_said() -> None:

@@ -12,8 +12,8 @@ from coroutine_tests import run_main
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noloco_node.network import conversation_pool
-from noloco_node.network.conversation_pool import FEWEST, IDLE_S, LEAST_S, ConversationPool, SendTurns
+from noloco_node.network import calls
+from noloco_node.network.calls import FEWEST, IDLE_S, LEAST_S, ConversationPool, SendTurns
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema
 from noloco_node.sim.clock import run
@@ -141,7 +141,7 @@ async def test_a_conversation_that_nobody_uses_is_ended() -> None:
 
 
 def test_no_more_than_so_many_are_kept_and_the_longest_idle_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversation_pool, "MOST_IDLE", 2)
+    monkeypatch.setattr(calls, "MOST_IDLE", 2)
 
     async def main() -> None:
         async with world("b", "c", "d") as w:

@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
 
 from noloco_node.journal import events
-from noloco_node.network.interface import Conversation, HookedNetwork
-from noloco_node.network.schema import MessageSpec, Schema
-from noloco_node.network.timeouts import (
+from noloco_node.network.calls import (
     DIALS,
     MOST_PEERS,
     AdaptiveTimeout,
@@ -27,6 +25,8 @@ from noloco_node.network.timeouts import (
     deadline_s,
     observed,
 )
+from noloco_node.network.interface import Conversation, HookedNetwork
+from noloco_node.network.schema import MessageSpec, Schema
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork

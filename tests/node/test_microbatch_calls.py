@@ -12,13 +12,12 @@ import torch
 from memory_swarms import recipe
 
 from noloco_node.journal import events
-from noloco_node.network.conversation_pool import IDLE_S, SendTurns
+from noloco_node.network.calls import IDLE_S, SendTurns
 from noloco_node.network.interface import Conversation
 from noloco_node.node import microbatches
 from noloco_node.node.microbatches import MicrobatchClient, MicrobatchServer
 from noloco_node.node.replica_context import ReplicaConfig
 from noloco_node.run.protocols import microbatch_schema
-from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork
 from pipeline.messages import Gradient, Microbatch, Reply
@@ -81,104 +80,83 @@ async def callee() -> Callee:
     return made
 
 
-def test_one_microbatch_after_another_costs_a_latency_down_and_one_up() -> None:
-    async def main() -> None:
-        b, loop = await callee(), asyncio.get_running_loop()
-        async with b.called() as conversation:
-            begun_s = loop.time()
-            for number in range(1, 4):
-                await ask(conversation)
-                assert loop.time() - begun_s == pytest.approx(number * (WORK_S + 2 * LATENCY_S))
-                assert b.server.idle == 1
-        await asyncio.sleep(1.0)
-        assert (b.worker.taken, b.worker.lost, b.open(), b.server.idle) == (3, 0, 0, 0)
-
-    run(main())
+async def test_one_microbatch_after_another_costs_a_latency_down_and_one_up() -> None:
+    b, loop = await callee(), asyncio.get_running_loop()
+    async with b.called() as conversation:
+        begun_s = loop.time()
+        for number in range(1, 4):
+            await ask(conversation)
+            assert loop.time() - begun_s == pytest.approx(number * (WORK_S + 2 * LATENCY_S))
+            assert b.server.idle == 1
+    await asyncio.sleep(1.0)
+    assert (b.worker.taken, b.worker.lost, b.open(), b.server.idle) == (3, 0, 0, 0)
 
 
-def test_who_speaks_out_of_turn_gets_no_answer() -> None:
+async def test_who_speaks_out_of_turn_gets_no_answer() -> None:
     """Answers belong to questions by their order: a second question might be taken for another's."""
 
-    async def main() -> None:
-        b = await callee()
-        async with b.called() as conversation:
-            await conversation.send(MICROBATCH)
-            await conversation.send(MICROBATCH)
-            with pytest.raises(ConnectionResetError, match="spoke again"):
-                await conversation.receive()
-        assert (b.worker.taken, b.worker.lost) == (1, 1)
-
-    run(main())
+    b = await callee()
+    async with b.called() as conversation:
+        await conversation.send(MICROBATCH)
+        await conversation.send(MICROBATCH)
+        with pytest.raises(ConnectionResetError, match="spoke again"):
+            await conversation.receive()
+    assert (b.worker.taken, b.worker.lost) == (1, 1)
 
 
-def test_who_hangs_up_meanwhile_ends_the_work() -> None:
-    async def main() -> None:
-        b = await callee()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.5 * WORK_S + 3 * LATENCY_S), b.called() as conversation:
-                await ask(conversation)
-        await asyncio.sleep(2 * WORK_S)
-        assert (b.worker.taken, b.open(), b.server.idle) == (0, 0, 0)
-
-    run(main())
-
-
-def test_a_conversation_that_nobody_uses_is_ended_after_the_callers_patience() -> None:
-    async def main() -> None:
-        b = await callee()
-        async with b.called() as conversation:
+async def test_who_hangs_up_meanwhile_ends_the_work() -> None:
+    b = await callee()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5 * WORK_S + 3 * LATENCY_S), b.called() as conversation:
             await ask(conversation)
-            await asyncio.sleep(IDLE_S)
-            await ask(conversation)
-            await asyncio.sleep(IDLE_S + RUN.pipeline.budget_s + 1.0)
-            assert not conversation.is_quiet
-            assert b.server.idle == 0
-
-    run(main())
+    await asyncio.sleep(2 * WORK_S)
+    assert (b.worker.taken, b.open(), b.server.idle) == (0, 0, 0)
 
 
-def test_of_too_many_idle_conversations_the_longest_idle_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_conversation_that_nobody_uses_is_ended_after_the_callers_patience() -> None:
+    b = await callee()
+    async with b.called() as conversation:
+        await ask(conversation)
+        await asyncio.sleep(IDLE_S)
+        await ask(conversation)
+        await asyncio.sleep(IDLE_S + RUN.pipeline.budget_s + 1.0)
+        assert not conversation.is_quiet
+        assert b.server.idle == 0
+
+
+async def test_of_too_many_idle_conversations_the_longest_idle_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(microbatches, "MOST_IDLE", 2)
 
-    async def main() -> None:
-        b = await callee()
-        async with b.called() as first, b.called() as second, b.called() as third:
-            for conversation in (first, second, third):
-                await ask(conversation)
-            await asyncio.sleep(1.0)
-            assert [each.is_quiet for each in (first, second, third)] == [False, True, True]
-
-    run(main())
+    b = await callee()
+    async with b.called() as first, b.called() as second, b.called() as third:
+        for conversation in (first, second, third):
+            await ask(conversation)
+        await asyncio.sleep(1.0)
+        assert [each.is_quiet for each in (first, second, third)] == [False, True, True]
 
 
-def test_a_server_that_closes_ends_who_is_idle_at_once_and_who_is_not_after_the_answer() -> None:
-    async def main() -> None:
-        b = await callee()
-        async with b.called() as idle, b.called() as busy:
-            await ask(idle)
-            await busy.send(MICROBATCH)
-            await asyncio.sleep(0.5 * WORK_S)
-            b.server.close()
-            b.server.close()
-            await asyncio.sleep(2 * LATENCY_S)
-            assert not idle.is_quiet
-            assert isinstance(await busy.receive(), Gradient)
-            await asyncio.sleep(1.0)
-            assert not busy.is_quiet
-            assert b.server.idle == 0
-
-    run(main())
-
-
-def test_a_microbatch_that_crosses_the_end_of_its_conversation_is_sent_once_more() -> None:
-    async def main() -> None:
-        b, lost = await callee(), list[events.Event]()
-        context = SimpleNamespace(network=b.caller, microbatch_schema=SCHEMA, record=lost.append)
-        client = MicrobatchClient(ReplicaConfig(run=RUN, run_id="run", stage=0, peer="a"), context, SendTurns(1))  # type: ignore[arg-type]
-        assert isinstance(await client.call("b", MICROBATCH), Gradient)
+async def test_a_server_that_closes_ends_who_is_idle_at_once_and_who_is_not_after_the_answer() -> None:
+    b = await callee()
+    async with b.called() as idle, b.called() as busy:
+        await ask(idle)
+        await busy.send(MICROBATCH)
+        await asyncio.sleep(0.5 * WORK_S)
         b.server.close()
-        assert isinstance(await client.call("b", MICROBATCH), Gradient)
-        assert (b.worker.taken, lost) == (2, [])
-        await client.aclose()
+        b.server.close()
+        await asyncio.sleep(2 * LATENCY_S)
+        assert not idle.is_quiet
+        assert isinstance(await busy.receive(), Gradient)
+        await asyncio.sleep(1.0)
+        assert not busy.is_quiet
+        assert b.server.idle == 0
 
-    run(main())
+
+async def test_a_microbatch_that_crosses_the_end_of_its_conversation_is_sent_once_more() -> None:
+    b, lost = await callee(), list[events.Event]()
+    context = SimpleNamespace(network=b.caller, microbatch_schema=SCHEMA, record=lost.append)
+    client = MicrobatchClient(ReplicaConfig(run=RUN, run_id="run", stage=0, peer="a"), context, SendTurns(1))  # type: ignore[arg-type]
+    assert isinstance(await client.call("b", MICROBATCH), Gradient)
+    b.server.close()
+    assert isinstance(await client.call("b", MICROBATCH), Gradient)
+    assert (b.worker.taken, lost) == (2, [])
+    await client.aclose()

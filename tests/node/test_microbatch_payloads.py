@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from noloco_node.network.conversation_pool import SendTurns
+from noloco_node.network.calls import SendTurns
 from noloco_node.network.wire import Violation
 from noloco_node.node.microbatches import MicrobatchClient, MicrobatchServer
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext

@@ -9,9 +9,11 @@ from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from noloco_node.sim.clock import Deadlock, run
-from pipeline.admission_window import UNKNOWN_PACE_S, AdmissionWindow, Slot, WindowOutcome
+from pipeline.admission_window import UNKNOWN_PACE_S, AdmissionWindow, GradientTurns, Slot, TurnClaim, WindowOutcome
 from pipeline.messages import Reason, Refused
 
 OUTCOME = WindowOutcome(0.5, 1.0, 8)
@@ -39,47 +41,41 @@ async def cancel(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_a_window_admits_exactly_what_an_inner_step_takes() -> None:
-    async def main() -> None:
-        gate = AdmissionWindow(3)
-        slots = [await slot_of(gate) for _ in range(3)]
-        fourth = started(slot_of(gate))
-        await settle()
-        assert not fourth.done()
-        slots[0].succeed(OUTCOME)
-        await settle()
-        assert not fourth.done(), "a success keeps its place"
-        slots[1].give_back()
-        await settle()
-        assert fourth.done(), "a failure gives its place to the next"
-        fifth = started(slot_of(gate))
-        slots[2].succeed(OUTCOME)
-        (await fourth).succeed(OUTCOME)
-        await gate.full()
-        await settle()
-        assert not fifth.done(), "nobody is let in while the step is taken"
-        assert gate.next_window() == (OUTCOME,) * 3
-        (await fifth).give_back()
-        assert gate.in_flight == 0
-
-    run(main())
+async def test_a_window_admits_exactly_what_an_inner_step_takes() -> None:
+    gate = AdmissionWindow(3)
+    slots = [await slot_of(gate) for _ in range(3)]
+    fourth = started(slot_of(gate))
+    await settle()
+    assert not fourth.done()
+    slots[0].succeed(OUTCOME)
+    await settle()
+    assert not fourth.done(), "a success keeps its place"
+    slots[1].give_back()
+    await settle()
+    assert fourth.done(), "a failure gives its place to the next"
+    fifth = started(slot_of(gate))
+    slots[2].succeed(OUTCOME)
+    (await fourth).succeed(OUTCOME)
+    await gate.full()
+    await settle()
+    assert not fifth.done(), "nobody is let in while the step is taken"
+    assert gate.next_window() == (OUTCOME,) * 3
+    (await fifth).give_back()
+    assert gate.in_flight == 0
 
 
-def test_a_slot_ends_once_and_is_given_back_by_its_context() -> None:
-    async def main() -> None:
-        gate = AdmissionWindow(2)
-        slot = await slot_of(gate)
-        with slot:
-            slot.succeed(OUTCOME)
-        slot.give_back()
+async def test_a_slot_ends_once_and_is_given_back_by_its_context() -> None:
+    gate = AdmissionWindow(2)
+    slot = await slot_of(gate)
+    with slot:
         slot.succeed(OUTCOME)
-        assert (gate.succeeded, gate.in_flight) == (1, 0)
-        with pytest.raises(KeyError), await slot_of(gate):
-            raise KeyError
-        assert (gate.succeeded, gate.in_flight) == (1, 0)
-        assert gate.statistics()["given_back"] == 1
-
-    run(main())
+    slot.give_back()
+    slot.succeed(OUTCOME)
+    assert (gate.succeeded, gate.in_flight) == (1, 0)
+    with pytest.raises(KeyError), await slot_of(gate):
+        raise KeyError
+    assert (gate.succeeded, gate.in_flight) == (1, 0)
+    assert gate.statistics()["given_back"] == 1
 
 
 def test_a_window_cannot_end_without_its_step() -> None:
@@ -102,360 +98,324 @@ def test_a_window_cannot_end_without_its_step() -> None:
         AdmissionWindow(0)
 
 
-def test_the_queue_is_bounded_and_a_refusal_estimates_from_the_measured_pace() -> None:
-    async def main() -> None:
-        gate = AdmissionWindow(2)
-        for _ in range(10):
-            slots = [await slot_of(gate) for _ in range(2)]
-            for slot in slots:
-                await asyncio.sleep(3.0)
-                slot.succeed(OUTCOME)
-            await gate.full()
-            gate.next_window()
-        held = [await slot_of(gate) for _ in range(2)]
-        queued = [started(gate.enter("a")) for _ in range(4)]
-        await settle()
-        assert gate.queued == 4
-        refused = await gate.enter("a")
-        assert isinstance(refused, Refused)
-        assert refused.reason is Reason.FULL
-        assert refused.retry_after_s == pytest.approx(6.0), "half of the queue at three seconds each"
-        await cancel(*queued)
-        assert (gate.queued, gate.in_flight, len(held)) == (0, 2, 2)
-
-    run(main())
-
-
-def test_one_microbatch_at_the_measured_pace_is_the_shortest_estimate() -> None:
-    async def main() -> None:
-        gate = AdmissionWindow(1)
-        for sender in "abab":
-            slot = await slot_of(gate, sender)
+async def test_the_queue_is_bounded_and_a_refusal_estimates_from_the_measured_pace() -> None:
+    gate = AdmissionWindow(2)
+    for _ in range(10):
+        slots = [await slot_of(gate) for _ in range(2)]
+        for slot in slots:
             await asyncio.sleep(3.0)
-            slot.succeed(OUTCOME)
-            await gate.full()
-            gate.next_window()
-        held = await slot_of(gate, "b")
-        queued = started(gate.enter("a"))
-        await settle()
-        refused = await gate.enter("a")
-        assert (gate.queued, gate.in_flight, held.stale) == (1, 1, False)
-        assert isinstance(refused, Refused)
-        assert refused.retry_after_s == pytest.approx(3.0), "though its share of the queue is one"
-        await cancel(queued)
-
-    run(main())
-
-
-def test_senders_take_turns_and_share_the_queue() -> None:
-    async def main() -> None:
-        gate = AdmissionWindow(4, queue_limit=8)
-        held = [await slot_of(gate, "greedy") for _ in range(4)]
-        order: list[str] = []
-
-        async def enter(sender: str) -> None:
-            slot = await gate.enter(sender)
-            if isinstance(slot, Slot):
-                order.append(sender)
-                slot.succeed(OUTCOME)
-
-        tasks = [started(enter("greedy")) for _ in range(8)]
-        await settle()
-        assert gate.queued == 8, "alone, it may take all of it"
-        assert isinstance(await gate.enter("late"), Refused)
-        for slot in held:
             slot.succeed(OUTCOME)
         await gate.full()
         gate.next_window()
+    held = [await slot_of(gate) for _ in range(2)]
+    queued = [started(gate.enter("a")) for _ in range(4)]
+    await settle()
+    assert gate.queued == 4
+    refused = await gate.enter("a")
+    assert isinstance(refused, Refused)
+    assert refused.reason is Reason.FULL
+    assert refused.retry_after_s == pytest.approx(6.0), "half of the queue at three seconds each"
+    await cancel(*queued)
+    assert (gate.queued, gate.in_flight, len(held)) == (0, 2, 2)
+
+
+async def test_one_microbatch_at_the_measured_pace_is_the_shortest_estimate() -> None:
+    gate = AdmissionWindow(1)
+    for sender in "abab":
+        slot = await slot_of(gate, sender)
+        await asyncio.sleep(3.0)
+        slot.succeed(OUTCOME)
+        await gate.full()
+        gate.next_window()
+    held = await slot_of(gate, "b")
+    queued = started(gate.enter("a"))
+    await settle()
+    refused = await gate.enter("a")
+    assert (gate.queued, gate.in_flight, held.stale) == (1, 1, False)
+    assert isinstance(refused, Refused)
+    assert refused.retry_after_s == pytest.approx(3.0), "though its share of the queue is one"
+    await cancel(queued)
+
+
+async def test_senders_take_turns_and_share_the_queue() -> None:
+    gate = AdmissionWindow(4, queue_limit=8)
+    held = [await slot_of(gate, "greedy") for _ in range(4)]
+    order: list[str] = []
+
+    async def enter(sender: str) -> None:
+        slot = await gate.enter(sender)
+        if isinstance(slot, Slot):
+            order.append(sender)
+            slot.succeed(OUTCOME)
+
+    tasks = [started(enter("greedy")) for _ in range(8)]
+    await settle()
+    assert gate.queued == 8, "alone, it may take all of it"
+    assert isinstance(await gate.enter("late"), Refused)
+    for slot in held:
+        slot.succeed(OUTCOME)
+    await gate.full()
+    gate.next_window()
+    await settle()
+    assert gate.queued == 4
+    assert (await gate.enter("greedy")) == Refused(reason=Reason.FULL, retry_after_s=2 * UNKNOWN_PACE_S)
+    tasks += [started(enter("late")) for _ in range(4)]
+    await settle()
+    assert gate.queued == 8, "the late one's share was kept for it"
+    for _ in range(2):
+        await gate.full()
+        gate.next_window()
         await settle()
-        assert gate.queued == 4
-        assert (await gate.enter("greedy")) == Refused(reason=Reason.FULL, retry_after_s=2 * UNKNOWN_PACE_S)
-        tasks += [started(enter("late")) for _ in range(4)]
-        await settle()
-        assert gate.queued == 8, "the late one's share was kept for it"
-        for _ in range(2):
-            await gate.full()
-            gate.next_window()
-            await settle()
-        assert order == ["greedy"] * 4 + ["greedy", "late"] * 4
-        await asyncio.gather(*tasks)
-
-    run(main())
+    assert order == ["greedy"] * 4 + ["greedy", "late"] * 4
+    await asyncio.gather(*tasks)
 
 
-def test_more_senders_than_places_are_counted_no_further() -> None:
-    async def main() -> None:
-        gate = AdmissionWindow(1, queue_limit=2)
-        held = await slot_of(gate, "first")
-        queued = [started(gate.enter(f"s{n}")) for n in range(2)]
-        await settle()
-        for n in range(1000):
-            assert isinstance(await gate.enter(f"stranger {n}"), Refused)
-        assert len(gate._heard[0]) == 2
-        held.give_back()
-        await cancel(*queued)
-
-    run(main())
+async def test_more_senders_than_places_are_counted_no_further() -> None:
+    gate = AdmissionWindow(1, queue_limit=2)
+    held = await slot_of(gate, "first")
+    queued = [started(gate.enter(f"s{n}")) for n in range(2)]
+    await settle()
+    for n in range(1000):
+        assert isinstance(await gate.enter(f"stranger {n}"), Refused)
+    assert len(gate._heard[0]) == 2
+    held.give_back()
+    await cancel(*queued)
 
 
 @pytest.mark.parametrize("at", ["queued", "granted", "granted then cancelled at once"])
-def test_a_cancelled_wait_leaves_no_trace(at: str) -> None:
-    async def main() -> None:
-        gate = AdmissionWindow(1)
-        held = await slot_of(gate)
-        waiting, behind = started(gate.enter("a")), started(gate.enter("b"))
-        await settle()
-        if at == "queued":
-            await cancel(waiting)
-            held.give_back()
-        elif at == "granted":
-            held.give_back()
-            await cancel(waiting)
-        else:
-            waiting.cancel()
-            held.give_back()
-            await asyncio.gather(waiting, return_exceptions=True)
-        slot = await behind
-        assert isinstance(slot, Slot), "the next in line has the place"
-        assert (gate.in_flight, gate.queued) == (1, 0)
-        slot.give_back()
-        assert gate.in_flight == 0
-
-    run(main())
-
-
-def test_alone_refuses_at_once_drains_and_goes_on_in_the_middle_of_a_window() -> None:
-    async def main() -> None:
-        gate = AdmissionWindow(3)
-        first, second, third = [await slot_of(gate) for _ in range(3)]
-        queued = started(gate.enter("b"))
-        await settle()
-        first.succeed(OUTCOME)
-        seen: list[tuple[int, int]] = []
-
-        async def round_of_gossip() -> None:
-            async with gate.alone(retry_after_s=4.0, deadline_s=10.0):
-                seen.append((gate.in_flight, gate.succeeded))
-                await asyncio.sleep(1.0)
-
-        gossip = started(round_of_gossip())
-        assert await queued == Refused(reason=Reason.GOSSIPING, retry_after_s=4.0)
-        await asyncio.sleep(1.0)
-        assert await gate.enter("b") == Refused(reason=Reason.GOSSIPING, retry_after_s=3.0)
-        assert not seen, "two are in flight"
-        second.succeed(OUTCOME)
-        third.give_back()
-        await gossip
-        assert seen == [(0, 2)]
-        (await slot_of(gate)).succeed(OUTCOME)
-        await gate.full()
-        assert len(gate.next_window()) == 3
-
-    run(main())
-
-
-def test_alone_gives_up_at_its_deadline_and_the_gate_is_open_again() -> None:
-    async def main() -> None:
-        gate = AdmissionWindow(2)
-        held = await slot_of(gate)
-        with pytest.raises(TimeoutError):
-            async with gate.alone(retry_after_s=1.0, deadline_s=5.0):
-                raise AssertionError("something is in flight")
-        (await slot_of(gate)).give_back()
+async def test_a_cancelled_wait_leaves_no_trace(at: str) -> None:
+    gate = AdmissionWindow(1)
+    held = await slot_of(gate)
+    waiting, behind = started(gate.enter("a")), started(gate.enter("b"))
+    await settle()
+    if at == "queued":
+        await cancel(waiting)
         held.give_back()
+    elif at == "granted":
+        held.give_back()
+        await cancel(waiting)
+    else:
+        waiting.cancel()
+        held.give_back()
+        await asyncio.gather(waiting, return_exceptions=True)
+    slot = await behind
+    assert isinstance(slot, Slot), "the next in line has the place"
+    assert (gate.in_flight, gate.queued) == (1, 0)
+    slot.give_back()
+    assert gate.in_flight == 0
+
+
+async def test_alone_refuses_at_once_drains_and_goes_on_in_the_middle_of_a_window() -> None:
+    gate = AdmissionWindow(3)
+    first, second, third = [await slot_of(gate) for _ in range(3)]
+    queued = started(gate.enter("b"))
+    await settle()
+    first.succeed(OUTCOME)
+    seen: list[tuple[int, int]] = []
+
+    async def round_of_gossip() -> None:
+        async with gate.alone(retry_after_s=4.0, deadline_s=10.0):
+            seen.append((gate.in_flight, gate.succeeded))
+            await asyncio.sleep(1.0)
+
+    gossip = started(round_of_gossip())
+    assert await queued == Refused(reason=Reason.GOSSIPING, retry_after_s=4.0)
+    await asyncio.sleep(1.0)
+    assert await gate.enter("b") == Refused(reason=Reason.GOSSIPING, retry_after_s=3.0)
+    assert not seen, "two are in flight"
+    second.succeed(OUTCOME)
+    third.give_back()
+    await gossip
+    assert seen == [(0, 2)]
+    (await slot_of(gate)).succeed(OUTCOME)
+    await gate.full()
+    assert len(gate.next_window()) == 3
+
+
+async def test_alone_gives_up_at_its_deadline_and_the_gate_is_open_again() -> None:
+    gate = AdmissionWindow(2)
+    held = await slot_of(gate)
+    with pytest.raises(TimeoutError):
         async with gate.alone(retry_after_s=1.0, deadline_s=5.0):
-            await asyncio.sleep(50.0)  # The deadline is for draining alone.
-        (await slot_of(gate)).give_back()
+            raise AssertionError("something is in flight")
+    (await slot_of(gate)).give_back()
+    held.give_back()
+    async with gate.alone(retry_after_s=1.0, deadline_s=5.0):
+        await asyncio.sleep(50.0)  # The deadline is for draining alone.
+    (await slot_of(gate)).give_back()
 
-    run(main())
 
+async def test_alone_and_the_step_exclude_each_other() -> None:
+    gate, busy = AdmissionWindow(1), []
 
-def test_alone_and_the_step_exclude_each_other() -> None:
-    async def main() -> None:
-        gate, busy = AdmissionWindow(1), []
+    async def step() -> None:
+        await gate.full()
+        busy.append("step")
+        await asyncio.sleep(2.0)
+        assert busy == ["step"]
+        busy.clear()
+        gate.next_window()
 
-        async def step() -> None:
-            await gate.full()
-            busy.append("step")
+    async def gossip() -> None:
+        async with gate.alone(retry_after_s=1.0, deadline_s=10.0):
+            busy.append("gossip")
             await asyncio.sleep(2.0)
-            assert busy == ["step"]
+            assert busy == ["gossip"]
             busy.clear()
+
+    for first, second in ((step, gossip), (gossip, step), (gossip, gossip)):
+        (await slot_of(gate)).succeed(OUTCOME)
+        tasks = [started(first())]
+        await settle()
+        tasks.append(started(second()))
+        await asyncio.gather(*tasks)
+        if gate.succeeded:
+            await gate.full()
             gate.next_window()
 
-        async def gossip() -> None:
-            async with gate.alone(retry_after_s=1.0, deadline_s=10.0):
-                busy.append("gossip")
-                await asyncio.sleep(2.0)
-                assert busy == ["gossip"]
-                busy.clear()
 
-        for first, second in ((step, gossip), (gossip, step), (gossip, gossip)):
-            (await slot_of(gate)).succeed(OUTCOME)
-            tasks = [started(first())]
-            await settle()
-            tasks.append(started(second()))
-            await asyncio.gather(*tasks)
-            if gate.succeeded:
-                await gate.full()
-                gate.next_window()
+async def test_a_cancelled_round_leaves_the_gate_open() -> None:
+    gate = AdmissionWindow(1)
+    held = await slot_of(gate)
 
-    run(main())
+    async def gossip() -> None:
+        async with gate.alone(retry_after_s=1.0, deadline_s=10.0):
+            await asyncio.sleep(100.0)
 
-
-def test_a_cancelled_round_leaves_the_gate_open() -> None:
-    async def main() -> None:
-        gate = AdmissionWindow(1)
-        held = await slot_of(gate)
-
-        async def gossip() -> None:
-            async with gate.alone(retry_after_s=1.0, deadline_s=10.0):
-                await asyncio.sleep(100.0)
-
-        draining = started(gossip())
-        await settle()
-        await cancel(draining)
-        held.give_back()
-        inside = started(gossip())
-        await settle()
-        await cancel(inside)
-        (await slot_of(gate)).give_back()
-
-    run(main())
+    draining = started(gossip())
+    await settle()
+    await cancel(draining)
+    held.give_back()
+    inside = started(gossip())
+    await settle()
+    await cancel(inside)
+    (await slot_of(gate)).give_back()
 
 
-def test_closing_refuses_the_queue_and_lets_what_is_in_flight_end() -> None:
-    async def main() -> None:
-        gate = AdmissionWindow(1)
-        held = await slot_of(gate)
-        queued = started(gate.enter("b"))
-        await settle()
-        gate.close()
-        assert await queued == Refused(reason=Reason.LEAVING)
-        assert gate.statistics()["refused_leaving"] == 1
-        assert await gate.enter("c") == Refused(reason=Reason.LEAVING)
-        full = started(gate.full())
-        await settle()
-        assert not full.done()
-        held.succeed(OUTCOME)
-        assert await full == (OUTCOME,), "what was in flight is not lost"
-        assert await gate.enter("c") == Refused(reason=Reason.LEAVING)
-
-    run(main())
+async def test_closing_refuses_the_queue_and_lets_what_is_in_flight_end() -> None:
+    gate = AdmissionWindow(1)
+    held = await slot_of(gate)
+    queued = started(gate.enter("b"))
+    await settle()
+    gate.close()
+    assert await queued == Refused(reason=Reason.LEAVING)
+    assert gate.statistics()["refused_leaving"] == 1
+    assert await gate.enter("c") == Refused(reason=Reason.LEAVING)
+    full = started(gate.full())
+    await settle()
+    assert not full.done()
+    held.succeed(OUTCOME)
+    assert await full == (OUTCOME,), "what was in flight is not lost"
+    assert await gate.enter("c") == Refused(reason=Reason.LEAVING)
 
 
-def test_after_closing_a_window_that_is_complete_is_used_and_a_partial_one_is_not() -> None:
-    async def main() -> None:
-        gate = AdmissionWindow(2)
-        first, second = await slot_of(gate), await slot_of(gate)
-        first.succeed(OUTCOME)
-        gate.close()
-        full = started(gate.full())
-        await settle()
-        assert not full.done(), "it may still become complete"
-        second.succeed(OUTCOME)
-        assert await full == (OUTCOME, OUTCOME)
-        gate.next_window()
-        assert await gate.full() is None
+async def test_after_closing_a_window_that_is_complete_is_used_and_a_partial_one_is_not() -> None:
+    gate = AdmissionWindow(2)
+    first, second = await slot_of(gate), await slot_of(gate)
+    first.succeed(OUTCOME)
+    gate.close()
+    full = started(gate.full())
+    await settle()
+    assert not full.done(), "it may still become complete"
+    second.succeed(OUTCOME)
+    assert await full == (OUTCOME, OUTCOME)
+    gate.next_window()
+    assert await gate.full() is None
 
-        partial = AdmissionWindow(2)
-        slot = await slot_of(partial)
-        waiting = started(partial.full())
-        await settle()
-        partial.close()
-        slot.give_back()
-        assert await waiting is None
-        assert partial.succeeded == 0
+    partial = AdmissionWindow(2)
+    slot = await slot_of(partial)
+    waiting = started(partial.full())
+    await settle()
+    partial.close()
+    slot.give_back()
+    assert await waiting is None
+    assert partial.succeeded == 0
 
-        idle = AdmissionWindow(1)
-        waiting = started(idle.full())
-        await settle()
-        idle.close()
-        assert await waiting is None, "closing alone wakes it"
-
-    run(main())
+    idle = AdmissionWindow(1)
+    waiting = started(idle.full())
+    await settle()
+    idle.close()
+    assert await waiting is None, "closing alone wakes it"
 
 
 @pytest.mark.parametrize("windows", [1, 2])
 @pytest.mark.parametrize("seed", range(20))
-def test_random_lives_keep_the_invariants(seed: int, windows: int) -> None:
+async def test_random_lives_keep_the_invariants(seed: int, windows: int) -> None:
     """Senders come, fail, succeed and give up at random; every window is exact and all work is shared evenly."""
 
-    async def main() -> None:
-        rng = Random(f"gate|{seed}")
-        window, per_sender = rng.randint(1, 5), rng.randint(5, 15)
-        gate = AdmissionWindow(window, windows=windows)
-        senders, served = [f"s{n}" for n in range(rng.randint(1, 5))], Counter[str]()
-        done: list[int] = []
-        backward = 0
+    rng = Random(f"gate|{seed}")
+    window, per_sender = rng.randint(1, 5), rng.randint(5, 15)
+    gate = AdmissionWindow(window, windows=windows)
+    senders, served = [f"s{n}" for n in range(rng.randint(1, 5))], Counter[str]()
+    done: list[int] = []
+    backward = 0
 
-        async def through(slot: Slot) -> bool:
-            """Forward, the reply's way, backward, and what can go wrong on it."""
-            nonlocal backward
-            begun = gate.steps
-            await asyncio.sleep(rng.uniform(0.1, 2.0))
-            if rng.random() < 0.15:
-                return False
-            assert await slot.turn()
-            assert gate.steps - begun <= windows - 1, "weights are never more than a step old"
-            assert slot.stale == (gate.steps > begun)
-            backward += 1
-            await asyncio.sleep(rng.uniform(0.1, 1.0))
-            backward -= 1
-            return rng.random() < 0.85
+    async def through(slot: Slot) -> bool:
+        """Forward, the reply's way, backward, and what can go wrong on it."""
+        nonlocal backward
+        begun = gate.steps
+        await asyncio.sleep(rng.uniform(0.1, 2.0))
+        if rng.random() < 0.15:
+            return False
+        assert await slot.turn()
+        assert gate.steps - begun <= windows - 1, "weights are never more than a step old"
+        assert slot.stale == (gate.steps > begun)
+        backward += 1
+        await asyncio.sleep(rng.uniform(0.1, 1.0))
+        backward -= 1
+        return rng.random() < 0.85
 
-        async def one(sender: str) -> None:
-            while True:
-                patience = asyncio.timeout(rng.choice([0.5, 5.0, 50.0]))
-                try:
-                    async with patience:
-                        slot = await gate.enter(sender)
-                except TimeoutError:
-                    continue
-                if isinstance(slot, Refused):
-                    await asyncio.sleep(slot.retry_after_s * rng.uniform(1.0, 1.5) + 0.01)
-                    continue
-                with slot:
-                    assert gate.in_flight + gate.succeeded <= windows * window
-                    if await through(slot):
-                        slot.succeed(OUTCOME._replace(stale=slot.stale))
-                        served[sender] += 1
-                        return
+    async def one(sender: str) -> None:
+        while True:
+            patience = asyncio.timeout(rng.choice([0.5, 5.0, 50.0]))
+            try:
+                async with patience:
+                    slot = await gate.enter(sender)
+            except TimeoutError:
+                continue
+            if isinstance(slot, Refused):
+                await asyncio.sleep(slot.retry_after_s * rng.uniform(1.0, 1.5) + 0.01)
+                continue
+            with slot:
+                assert gate.in_flight + gate.succeeded <= windows * window
+                if await through(slot):
+                    slot.succeed(OUTCOME._replace(stale=slot.stale))
+                    served[sender] += 1
+                    return
 
-        async def steps() -> None:
-            while True:
-                await gate.full()
-                assert windows == 2 or gate.in_flight == 0
-                assert backward == 0
-                await asyncio.sleep(0.5)
-                assert backward == 0
-                done.append(len(gate.next_window()))
+    async def steps() -> None:
+        while True:
+            await gate.full()
+            assert windows == 2 or gate.in_flight == 0
+            assert backward == 0
+            await asyncio.sleep(0.5)
+            assert backward == 0
+            done.append(len(gate.next_window()))
 
-        async def rounds() -> None:
-            while True:
-                await asyncio.sleep(rng.uniform(3.0, 9.0))
-                async with gate.alone(retry_after_s=1.0, deadline_s=30.0):
-                    assert gate.in_flight == backward == 0
-                    before = gate.statistics()
-                    await asyncio.sleep(1.0)
-                    changed = {name for name, value in gate.statistics().items() if value != before[name]}
-                    assert changed <= {"refused_gossiping"}
+    async def rounds() -> None:
+        while True:
+            await asyncio.sleep(rng.uniform(3.0, 9.0))
+            async with gate.alone(retry_after_s=1.0, deadline_s=30.0):
+                assert gate.in_flight == backward == 0
+                before = gate.statistics()
+                await asyncio.sleep(1.0)
+                changed = {name for name, value in gate.statistics().items() if value != before[name]}
+                assert changed <= {"refused_gossiping"}
 
-        async with asyncio.timeout(3600.0):
-            background = [started(steps()), started(rounds())]
-            async with asyncio.TaskGroup() as group:
-                for sender in senders:
-                    for _ in range(per_sender):
-                        group.create_task(one(sender))
-            await asyncio.sleep(10.0)
-            await cancel(*background)
-        assert set(done) <= {window}
-        assert sum(done) + gate.succeeded == len(senders) * per_sender
-        assert (gate.in_flight, gate.queued, gate.turns._kept) == (0, 0, 0)
-        assert (gate.turns._given, gate.turns.waiting) == (gate.succeeded, 0)
-        assert windows == 2 or gate.statistics()["stale"] == gate.statistics()["deferred"] == 0
-        assert set(served.values()) == {per_sender}
-
-    run(main())
+    async with asyncio.timeout(3600.0):
+        background = [started(steps()), started(rounds())]
+        async with asyncio.TaskGroup() as group:
+            for sender in senders:
+                for _ in range(per_sender):
+                    group.create_task(one(sender))
+        await asyncio.sleep(10.0)
+        await cancel(*background)
+    assert set(done) <= {window}
+    assert sum(done) + gate.succeeded == len(senders) * per_sender
+    assert (gate.in_flight, gate.queued, gate.turns._kept) == (0, 0, 0)
+    assert (gate.turns._given, gate.turns.waiting) == (gate.succeeded, 0)
+    assert windows == 2 or gate.statistics()["stale"] == gate.statistics()["deferred"] == 0
+    assert set(served.values()) == {per_sender}
 
 
 def test_a_window_that_nobody_fills_is_a_deadlock_that_shows() -> None:
@@ -464,3 +424,211 @@ def test_a_window_that_nobody_fills_is_a_deadlock_that_shows() -> None:
 
     with pytest.raises(Deadlock):
         run(main())
+
+
+# Turns: exactly a window of them between two steps, the older before the younger, and nobody waits in a circle.
+
+
+@settings(deadline=None)
+@given(
+    window=st.integers(1, 4),
+    acts=st.lists(st.tuples(st.sampled_from(["admit", "take", "succeed", "fail", "step"]), st.integers(0, 99))),
+)
+@example(window=1, acts=[("admit", 0), ("admit", 0), ("take", 0), ("succeed", 0)])
+def test_a_window_is_exact_and_nobody_sees_two_steps(window: int, acts: list[tuple[str, int]]) -> None:
+    """Any order of arrivals, replies and failures that a gate with two windows in flight admits."""
+    turns, in_flight, succeeded = GradientTurns(window), list[TurnClaim](), 0
+    for act, choice in acts:
+        claim = in_flight[choice % len(in_flight)] if in_flight else None
+        if act == "admit" and succeeded + len(in_flight) < 2 * window:
+            in_flight.append(turns.claim())
+        elif act == "take" and claim is not None:
+            older = claim.step < turns.steps
+            assert turns.take(claim) or not older, "the older never wait"
+        elif act == "succeed" and claim is not None and claim.granted:
+            assert turns.steps - claim.step <= 1
+            in_flight.remove(claim)
+            succeeded += 1
+        elif act == "fail" and claim is not None:
+            in_flight.remove(claim)
+            turns.release(claim)
+        elif act == "step" and succeeded == window:
+            assert not any(claim.granted for claim in in_flight), "a backward pass would see the step"
+            turns.next_window(len(in_flight))
+            succeeded = 0
+        granted = succeeded + sum(claim.granted for claim in in_flight)
+        waiting_older = sum(not claim.granted and claim.step < turns.steps for claim in in_flight)
+        assert (turns._given, turns._kept) == (granted, waiting_older)
+        assert granted + waiting_older <= window
+    # Whatever came before, those in flight can all end, each in a window of `window`, and then everything is free.
+    while in_flight:
+        if succeeded == window:
+            turns.next_window(len(in_flight))
+            succeeded = 0
+        before = len(in_flight)
+        for claim in sorted(in_flight, key=lambda claim: claim.step):
+            if turns.take(claim):
+                in_flight.remove(claim)
+                succeeded += 1
+        assert len(in_flight) < before
+    assert (turns._given, turns._kept) == (succeeded, 0)
+
+
+async def test_with_one_window_a_turn_is_always_there() -> None:
+    gate = AdmissionWindow(3)
+    for _ in range(4):
+        slots = [await slot_of(gate) for _ in range(3)]
+        assert all(slot.take_turn() for slot in slots)
+        assert not any(slot.stale for slot in slots)
+        for slot in slots:
+            slot.succeed(OUTCOME)
+        await gate.full()
+        gate.next_window()
+    assert gate.statistics()["deferred"] == 0
+
+
+@pytest.mark.parametrize("windows", [0, 3])
+def test_one_window_in_flight_or_two(windows: int) -> None:
+    with pytest.raises(ValueError, match="windows in flight"):
+        AdmissionWindow(2, windows=windows)
+
+
+async def with_one_too_many(gate: AdmissionWindow) -> tuple[Slot, asyncio.Task[bool]]:
+    """Fill a window of two and let a third microbatch ask for its turn."""
+    first, second, third = [await slot_of(gate) for _ in range(3)]
+    assert await first.turn()
+    assert await second.turn()
+    waiting = started(third.turn())
+    await settle()
+    assert not waiting.done(), "its gradient would be one too many"
+    with pytest.raises(RuntimeError, match="out of turn"):
+        third.succeed(OUTCOME)
+    first.succeed(OUTCOME)
+    second.succeed(OUTCOME)
+    return third, waiting
+
+
+async def test_who_is_too_many_waits_for_the_step_and_is_stale_then() -> None:
+    gate = AdmissionWindow(2, windows=2)
+    third, waiting = await with_one_too_many(gate)
+    assert await gate.full() == (OUTCOME, OUTCOME)
+    await settle()
+    assert not waiting.done(), "the step is being taken"
+    assert not third.stale
+    gate.next_window()
+    assert await waiting
+    assert third.stale
+    third.succeed(OUTCOME._replace(stale=third.stale))
+    assert gate.statistics()["stale"] == gate.statistics()["deferred"] == 1
+    assert (gate.succeeded, gate.in_flight) == (1, 0)
+
+
+async def test_the_younger_leave_the_turn_of_an_older_alone_until_that_one_fails() -> None:
+    gate = AdmissionWindow(2, windows=2)
+    third, waiting = await with_one_too_many(gate)
+    late = await slot_of(gate)
+    await gate.full()
+    gate.next_window()
+    assert await waiting
+    young = [await slot_of(gate) for _ in range(2)]
+    wanting = [started(slot.turn()) for slot in young]
+    await settle()
+    assert not any(task.done() for task in wanting), "one turn is taken, the other kept for the late one"
+    late.give_back()
+    await settle()
+    assert [task.done() for task in wanting] == [True, False], "whoever fails gives its turn to its window"
+    third.give_back()
+    await settle()
+    assert all(task.done() for task in wanting), "and a turn that was taken, too"
+    for slot in young:
+        slot.succeed(OUTCOME)
+    assert len(await gate.full() or ()) == 2
+
+
+@pytest.mark.parametrize("at", ["waiting", "granted at that moment"])
+async def test_a_cancelled_wait_for_a_turn_leaves_no_trace(at: str) -> None:
+    gate = AdmissionWindow(2, windows=2)
+    third, waiting = await with_one_too_many(gate)
+    if at == "waiting":
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+    await gate.full()
+    gate.next_window()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    third.give_back()
+    for _ in range(2):
+        slots = [await slot_of(gate) for _ in range(2)]
+        for slot in slots:
+            assert await slot.turn()
+            slot.succeed(OUTCOME)
+        await gate.full()
+        gate.next_window()
+    assert (gate.in_flight, gate.turns._given, gate.turns._kept, gate.turns.waiting) == (0, 0, 0, 0)
+
+
+async def test_alone_drains_both_windows_by_the_step_between_them() -> None:
+    gate, seen = AdmissionWindow(2, windows=2), list[str]()
+
+    async def steps() -> None:
+        while await gate.full() is not None:
+            seen.append(f"step with {gate.in_flight} in flight")
+            await asyncio.sleep(1.0)
+            gate.next_window()
+
+    async def round_of_gossip() -> None:
+        async with gate.alone(retry_after_s=9.0, deadline_s=10.0):
+            seen.append("alone")
+            await asyncio.sleep(5.0)
+            seen.append("over")
+
+    third, waiting = await with_one_too_many(gate)
+    gossip = started(round_of_gossip())
+    await settle()
+    assert isinstance(await gate.enter("b"), Refused)
+    stepping = started(steps())
+    assert await waiting
+    assert seen == ["step with 1 in flight"]
+    third.succeed(OUTCOME)
+    await gossip
+    (await slot_of(gate)).succeed(OUTCOME)
+    await settle()
+    assert seen == ["step with 1 in flight", "alone", "over", "step with 0 in flight"]
+    stepping.cancel()
+    await asyncio.gather(stepping, return_exceptions=True)
+
+
+async def test_a_window_that_is_complete_before_the_round_waits_for_its_end() -> None:
+    gate = AdmissionWindow(1, windows=2)
+    async with gate.alone(retry_after_s=1.0, deadline_s=1.0):
+        full = started(gate.full())
+        await settle()
+    (await slot_of(gate)).succeed(OUTCOME)
+    assert await full == (OUTCOME,)
+
+
+async def test_closing_lets_both_windows_end() -> None:
+    gate = AdmissionWindow(2, windows=2)
+    third, waiting = await with_one_too_many(gate)
+    fourth = await slot_of(gate)
+    gate.close()
+    assert await gate.full() == (OUTCOME, OUTCOME)
+    gate.next_window()
+    assert await waiting
+    third.succeed(OUTCOME)
+    full = started(gate.full())
+    await settle()
+    assert not full.done()
+    fourth.give_back()
+    assert await full is None, "the second window stays partial"
+    assert await gate.enter("b") == Refused(reason=Reason.LEAVING)
+
+
+async def test_after_the_last_step_nobody_waits_for_a_turn() -> None:
+    gate = AdmissionWindow(2, windows=2)
+    third, waiting = await with_one_too_many(gate)
+    gate.turns.end()
+    assert await waiting is False
+    assert await third.turn() is False
+    third.give_back()
+    assert gate.in_flight == 0

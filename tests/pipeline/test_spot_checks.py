@@ -11,7 +11,6 @@ from typing import TypeVar
 import pytest
 import torch
 
-from noloco_node.sim.clock import run
 from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch, Reason, Refused, Reply
 from pipeline.next_stage import NextStageClient
 from pipeline.routing import Hop
@@ -72,104 +71,88 @@ def _flipped(liar: str) -> Callable[[str, Gradient], Reply]:
     return script
 
 
-def test_a_liar_is_quarantined_and_while_it_is_checked_its_answers_do_no_harm() -> None:
-    async def main() -> None:
-        peers = Peers("abcd", _flipped("b"))
-        replies = await peers.go_round(40)
-        assert [verdict.finding for verdict in peers.found if verdict.peer == "b"][-1] is CheckFinding.QUARANTINED
-        assert {verdict.peer for verdict in peers.found} == {"b"}
-        assert [hop.peer for hop in peers.checks.hops()] == ["a", "c", "d"]
-        bad = [reply for reply in replies if isinstance(reply, Gradient) and distance(reply.hidden, TRUE) > 1.0]  # type: ignore[arg-type]
-        assert len(bad) <= 12
-        signed = Counter(reply.computed_by for reply in replies if isinstance(reply, Gradient))
-        assert signed["b"] > len(bad), "another gradient, and the receipt of who was called"
-
-    run(main())
+async def test_a_liar_is_quarantined_and_while_it_is_checked_its_answers_do_no_harm() -> None:
+    peers = Peers("abcd", _flipped("b"))
+    replies = await peers.go_round(40)
+    assert [verdict.finding for verdict in peers.found if verdict.peer == "b"][-1] is CheckFinding.QUARANTINED
+    assert {verdict.peer for verdict in peers.found} == {"b"}
+    assert [hop.peer for hop in peers.checks.hops()] == ["a", "c", "d"]
+    bad = [reply for reply in replies if isinstance(reply, Gradient) and distance(reply.hidden, TRUE) > 1.0]  # type: ignore[arg-type]
+    assert len(bad) <= 12
+    signed = Counter(reply.computed_by for reply in replies if isinstance(reply, Gradient))
+    assert signed["b"] > len(bad), "another gradient, and the receipt of who was called"
 
 
-def test_honest_replicas_are_checked_within_the_budget() -> None:
-    async def main() -> None:
-        peers = Peers("abcd")
-        await peers.go_round(250)
-        assert peers.found == []
-        statistics = peers.checks.statistics()
-        assert len(peers.calls) == 1000 + statistics["calls"]
-        assert 0.8 * 40 <= statistics["calls"] <= FIRST_CHECKS + 40
-
-    run(main())
+async def test_honest_replicas_are_checked_within_the_budget() -> None:
+    peers = Peers("abcd")
+    await peers.go_round(250)
+    assert peers.found == []
+    statistics = peers.checks.statistics()
+    assert len(peers.calls) == 1000 + statistics["calls"]
+    assert 0.8 * 40 <= statistics["calls"] <= FIRST_CHECKS + 40
 
 
 @pytest.mark.parametrize(
     ("names", "shape"), [("a", (1, TOKENS, WIDTH)), ("ab", (1, TOKENS, WIDTH)), ("abcd", (1, 2, 3))]
 )
-def test_where_two_or_fewer_serve_or_messages_are_small_nothing_is_checked(names: str, shape: tuple[int, ...]) -> None:
-    async def main() -> None:
-        peers = Peers(names, lambda peer, honest: Gradient(hidden=torch.zeros(shape), loss=1.0, tokens=1))
-        for _ in range(100):
-            for name in names:
-                await peers.ask(name, hidden=torch.zeros(shape))
-        assert len(peers.calls) == 100 * len(names)
-
-    run(main())
+async def test_where_two_or_fewer_serve_or_messages_are_small_nothing_is_checked(
+    names: str, shape: tuple[int, ...]
+) -> None:
+    peers = Peers(names, lambda peer, honest: Gradient(hidden=torch.zeros(shape), loss=1.0, tokens=1))
+    for _ in range(100):
+        for name in names:
+            await peers.ask(name, hidden=torch.zeros(shape))
+    assert len(peers.calls) == 100 * len(names)
 
 
 @pytest.mark.parametrize(
     "answer", [Refused(reason=Reason.FULL), ConnectionResetError(), Gradient(hidden=TRUE[:, :1], loss=1.0, tokens=1)]
 )
-def test_who_does_not_answer_a_check_costs_nobody_the_gradient(answer: Reply | ConnectionError) -> None:
-    async def main() -> None:
-        silent = False
+async def test_who_does_not_answer_a_check_costs_nobody_the_gradient(answer: Reply | ConnectionError) -> None:
+    silent = False
 
-        def script(peer: str, honest: Gradient) -> Reply:
-            if not silent or peer == "a":
-                return honest
-            if isinstance(answer, ConnectionError):
-                raise answer
-            return answer
+    def script(peer: str, honest: Gradient) -> Reply:
+        if not silent or peer == "a":
+            return honest
+        if isinstance(answer, ConnectionError):
+            raise answer
+        return answer
 
-        peers = Peers("abc", script)
-        await peers.go_round(1)
-        silent = True
-        assert all([isinstance(await peers.ask("a"), Gradient) for _ in range(50)])
-        assert peers.found == []
-
-    run(main())
+    peers = Peers("abc", script)
+    await peers.go_round(1)
+    silent = True
+    assert all([isinstance(await peers.ask("a"), Gradient) for _ in range(50)])
+    assert peers.found == []
 
 
-def test_a_check_leaves_time_for_the_way_up() -> None:
-    async def main() -> None:
-        loop, slow = asyncio.get_running_loop(), False
-        peers = Peers("abc")
-        inner = peers._answer
+async def test_a_check_leaves_time_for_the_way_up() -> None:
+    loop, slow = asyncio.get_running_loop(), False
+    peers = Peers("abc")
+    inner = peers._answer
 
-        async def answer(peer: str, microbatch: Microbatch) -> Reply:
-            if slow and peer != "a":
-                await asyncio.sleep(1000.0)
-            return await inner(peer, microbatch)
+    async def answer(peer: str, microbatch: Microbatch) -> Reply:
+        if slow and peer != "a":
+            await asyncio.sleep(1000.0)
+        return await inner(peer, microbatch)
 
-        peers.checks._ways = NextStageClient(hops=lambda: peers.hops, call=answer)
-        await peers.go_round(1)
-        slow, late = True, 0
-        for _ in range(50):
-            begun_s = loop.time()
-            assert isinstance(await peers.ask("a", budget_s=101.0), Gradient)
-            assert loop.time() - begun_s <= 51.0
-            late += loop.time() - begun_s > 49.0
-        assert peers.checks.statistics()["too_late"] == late > 0
-
-    run(main())
+    peers.checks._ways = NextStageClient(hops=lambda: peers.hops, call=answer)
+    await peers.go_round(1)
+    slow, late = True, 0
+    for _ in range(50):
+        begun_s = loop.time()
+        assert isinstance(await peers.ask("a", budget_s=101.0), Gradient)
+        assert loop.time() - begun_s <= 51.0
+        late += loop.time() - begun_s > 49.0
+    assert peers.checks.statistics()["too_late"] == late > 0
 
 
-def test_a_lie_about_the_loss_is_a_disagreement() -> None:
-    async def main() -> None:
-        def script(peer: str, honest: Gradient) -> Reply:
-            return honest if peer != "c" else Gradient(hidden=honest.hidden, loss=9.0, tokens=TOKENS)
+async def test_a_lie_about_the_loss_is_a_disagreement() -> None:
+    def script(peer: str, honest: Gradient) -> Reply:
+        return honest if peer != "c" else Gradient(hidden=honest.hidden, loss=9.0, tokens=TOKENS)
 
-        peers = Peers("abcd", script)
-        await peers.go_round(40)
-        assert {verdict.peer for verdict in peers.found} == {"c"}
-
-    run(main())
+    peers = Peers("abcd", script)
+    await peers.go_round(40)
+    assert {verdict.peer for verdict in peers.found} == {"c"}
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 8])

@@ -230,56 +230,44 @@ async def source(swarm: Swarm, peer: Peer, samples: int) -> None:
             group.create_task(lane())
 
 
-def test_a_microbatch_walks_down_and_its_gradient_comes_back() -> None:
-    async def main() -> None:
-        swarm = Swarm([1, 1, 1], window=1)
-        background = swarm.background()
-        for count in range(1, 4):
-            reply = await swarm.peers["0.0"].worker.process(MICROBATCH, "0.0")
-            assert isinstance(reply, Gradient)
-            assert (reply.loss, reply.tokens) == (2.0, 2)
-            await asyncio.sleep(1.0)
-            assert [peer.weights.version for peer in swarm.peers.values()] == [count] * 3
-        assert swarm.peers["0.0"].worker.device_s == pytest.approx(2 * swarm.peers["0.0"].device.seconds)
-        assert swarm.peers["2.0"].worker.device_s == pytest.approx(swarm.peers["2.0"].device.seconds)
-        await end(background)
-
-    run(main())
+async def test_a_microbatch_walks_down_and_its_gradient_comes_back() -> None:
+    swarm = Swarm([1, 1, 1], window=1)
+    background = swarm.background()
+    for count in range(1, 4):
+        reply = await swarm.peers["0.0"].worker.process(MICROBATCH, "0.0")
+        assert isinstance(reply, Gradient)
+        assert (reply.loss, reply.tokens) == (2.0, 2)
+        await asyncio.sleep(1.0)
+        assert [peer.weights.version for peer in swarm.peers.values()] == [count] * 3
+    assert swarm.peers["0.0"].worker.device_s == pytest.approx(2 * swarm.peers["0.0"].device.seconds)
+    assert swarm.peers["2.0"].worker.device_s == pytest.approx(swarm.peers["2.0"].device.seconds)
+    await end(background)
 
 
-def test_the_outcome_of_a_microbatch_reaches_the_inner_step() -> None:
-    async def main() -> None:
-        swarm = Swarm([1, 1], window=1)
-        await swarm.peers["0.0"].worker.process(MICROBATCH, "0.0")
-        for peer in swarm.peers.values():
-            await peer.gate.full()
-            assert peer.gate.next_window() == (WindowOutcome(0.25, 2.0, 2),)
-
-    run(main())
+async def test_the_outcome_of_a_microbatch_reaches_the_inner_step() -> None:
+    swarm = Swarm([1, 1], window=1)
+    await swarm.peers["0.0"].worker.process(MICROBATCH, "0.0")
+    for peer in swarm.peers.values():
+        await peer.gate.full()
+        assert peer.gate.next_window() == (WindowOutcome(0.25, 2.0, 2),)
 
 
 @pytest.mark.parametrize("budget_s", [0.0, -1.0, float("nan")])
-def test_no_budget_no_work(budget_s: float) -> None:
-    async def main() -> None:
-        peer = Swarm([1], window=1).peers["0.0"]
-        reply = await peer.worker.process(replace(MICROBATCH, budget_s=budget_s), "x")
-        assert reply == Refused(reason=Reason.EXPIRED)
-        assert peer.gate.statistics()["admitted"] == 0
-
-    run(main())
+async def test_no_budget_no_work(budget_s: float) -> None:
+    peer = Swarm([1], window=1).peers["0.0"]
+    reply = await peer.worker.process(replace(MICROBATCH, budget_s=budget_s), "x")
+    assert reply == Refused(reason=Reason.EXPIRED)
+    assert peer.gate.statistics()["admitted"] == 0
 
 
 @pytest.mark.parametrize("budget_s", [float("inf"), 1e9])
-def test_a_budget_is_clamped_to_what_the_run_allows(budget_s: float) -> None:
-    async def main() -> None:
-        swarm = Swarm([1], window=1)
-        peer = swarm.peers["0.0"]
-        await peer.gate.enter("holder")
-        assert await peer.worker.process(replace(MICROBATCH, budget_s=budget_s), "x") == Refused(reason=Reason.EXPIRED)
-        assert asyncio.get_running_loop().time() == 300.0
-        assert peer.worker.statistics()["expired"] == 1
-
-    run(main())
+async def test_a_budget_is_clamped_to_what_the_run_allows(budget_s: float) -> None:
+    swarm = Swarm([1], window=1)
+    peer = swarm.peers["0.0"]
+    await peer.gate.enter("holder")
+    assert await peer.worker.process(replace(MICROBATCH, budget_s=budget_s), "x") == Refused(reason=Reason.EXPIRED)
+    assert asyncio.get_running_loop().time() == 300.0
+    assert peer.worker.statistics()["expired"] == 1
 
 
 def test_a_budget_that_ends_anywhere_ends_in_expired_and_accuses_nobody() -> None:
@@ -333,192 +321,165 @@ def test_a_call_cut_at_any_moment_leaves_slots_and_gates_free(stages: int) -> No
     assert len(seen) == stages + 1, "the cuts reached every stage of the way"
 
 
-def test_a_backward_that_completes_after_its_caller_is_gone_counts_here() -> None:
-    async def main() -> None:
-        peer = Swarm([1], window=2).peers["0.0"]
-        call = asyncio.get_running_loop().create_task(peer.worker.process(MICROBATCH, "x"))
-        await asyncio.sleep(peer.device.seconds / 4)
-        call.cancel()
-        await asyncio.sleep(peer.device.seconds / 2)
-        assert peer.gate.in_flight == 1, "the slot is held while it runs"
-        await asyncio.gather(call, return_exceptions=True)
-        assert call.cancelled()
-        assert (peer.gate.in_flight, peer.gate.succeeded) == (0, 1)
-        assert peer.worker.statistics()["counted_twice"] == 1
-        peer.worker.reply_lost()
-        assert peer.worker.statistics()["counted_twice"] == 2
-
-    run(main())
+async def test_a_backward_that_completes_after_its_caller_is_gone_counts_here() -> None:
+    peer = Swarm([1], window=2).peers["0.0"]
+    call = asyncio.get_running_loop().create_task(peer.worker.process(MICROBATCH, "x"))
+    await asyncio.sleep(peer.device.seconds / 4)
+    call.cancel()
+    await asyncio.sleep(peer.device.seconds / 2)
+    assert peer.gate.in_flight == 1, "the slot is held while it runs"
+    await asyncio.gather(call, return_exceptions=True)
+    assert call.cancelled()
+    assert (peer.gate.in_flight, peer.gate.succeeded) == (0, 1)
+    assert peer.worker.statistics()["counted_twice"] == 1
+    peer.worker.reply_lost()
+    assert peer.worker.statistics()["counted_twice"] == 2
 
 
-def test_a_microbatch_that_is_abandoned_runs_no_backward_on_other_weights() -> None:
+async def test_a_microbatch_that_is_abandoned_runs_no_backward_on_other_weights() -> None:
     """A node that ends has waited long enough for it, and its last round moves the weights."""
 
-    async def main() -> None:
-        swarm = Swarm([1, 1], window=1)
-        first = swarm.peers["0.0"]
-        swarm.latency_s = 30.0
-        call = asyncio.create_task(first.worker.process(MICROBATCH, "0.0"))
-        await asyncio.sleep(40.0)
-        first.worker.abandon()
-        first.weights.step()
-        assert await call == Refused(reason=Reason.LEAVING)
-        assert (first.weights.backwards, swarm.peers["1.0"].weights.backwards) == (0, 1)
-        first.assert_idle()
-
-    run(main())
+    swarm = Swarm([1, 1], window=1)
+    first = swarm.peers["0.0"]
+    swarm.latency_s = 30.0
+    call = asyncio.create_task(first.worker.process(MICROBATCH, "0.0"))
+    await asyncio.sleep(40.0)
+    first.worker.abandon()
+    first.weights.step()
+    assert await call == Refused(reason=Reason.LEAVING)
+    assert (first.weights.backwards, swarm.peers["1.0"].weights.backwards) == (0, 1)
+    first.assert_idle()
 
 
 @pytest.mark.parametrize("why", ["its budget ends", "the node leaves", "its caller is gone"])
-def test_a_microbatch_that_waits_for_its_turn_lets_go(why: str) -> None:
-    async def main() -> None:
-        swarm = Swarm([1, 1], window=1, windows=2)
-        first, last = swarm.peers.values()
-        last.weights.may_lag = 0
-        background = [asyncio.create_task(last.steps())]
-        assert isinstance(await first.worker.process(MICROBATCH, "0.0"), Gradient)
-        call = asyncio.create_task(first.worker.process(replace(MICROBATCH, budget_s=50.0), "0.0"))
-        await asyncio.sleep(20.0)
-        assert not call.done(), "its reply has come, the window is complete, and no step is taken"
-        assert (first.gate.in_flight, first.weights.backwards, last.weights.backwards) == (1, 1, 2)
-        if why == "the node leaves":
-            first.worker.abandon()
-        elif why == "its caller is gone":
-            call.cancel()
-        (result,) = await asyncio.gather(call, return_exceptions=True)
-        if why == "its caller is gone":
-            assert isinstance(result, asyncio.CancelledError)
-        else:
-            assert result == Refused(reason=Reason.LEAVING if why == "the node leaves" else Reason.EXPIRED)
-        first.assert_idle()
-        assert first.weights.backwards == 1
-        await end(background)
-
-    run(main())
+async def test_a_microbatch_that_waits_for_its_turn_lets_go(why: str) -> None:
+    swarm = Swarm([1, 1], window=1, windows=2)
+    first, last = swarm.peers.values()
+    last.weights.may_lag = 0
+    background = [asyncio.create_task(last.steps())]
+    assert isinstance(await first.worker.process(MICROBATCH, "0.0"), Gradient)
+    call = asyncio.create_task(first.worker.process(replace(MICROBATCH, budget_s=50.0), "0.0"))
+    await asyncio.sleep(20.0)
+    assert not call.done(), "its reply has come, the window is complete, and no step is taken"
+    assert (first.gate.in_flight, first.weights.backwards, last.weights.backwards) == (1, 1, 2)
+    if why == "the node leaves":
+        first.worker.abandon()
+    elif why == "its caller is gone":
+        call.cancel()
+    (result,) = await asyncio.gather(call, return_exceptions=True)
+    if why == "its caller is gone":
+        assert isinstance(result, asyncio.CancelledError)
+    else:
+        assert result == Refused(reason=Reason.LEAVING if why == "the node leaves" else Reason.EXPIRED)
+    first.assert_idle()
+    assert first.weights.backwards == 1
+    await end(background)
 
 
-def test_the_last_stage_computes_in_its_turn_and_is_never_stale() -> None:
-    async def main() -> None:
-        peer = Swarm([1], window=2, windows=2).peers["0.0"]
-        calls = [asyncio.create_task(peer.worker.process(MICROBATCH, "x")) for _ in range(4)]
-        await asyncio.sleep(20.0)
-        assert [call.done() for call in calls] == [True, True, False, False]
-        background = [asyncio.create_task(peer.steps())]
-        await asyncio.gather(*calls)
-        await asyncio.sleep(5.0)
-        assert peer.windows == [2, 2]
-        assert peer.gate.statistics()["stale"] == 0
-        await end(background)
-
-    run(main())
+async def test_the_last_stage_computes_in_its_turn_and_is_never_stale() -> None:
+    peer = Swarm([1], window=2, windows=2).peers["0.0"]
+    calls = [asyncio.create_task(peer.worker.process(MICROBATCH, "x")) for _ in range(4)]
+    await asyncio.sleep(20.0)
+    assert [call.done() for call in calls] == [True, True, False, False]
+    background = [asyncio.create_task(peer.steps())]
+    await asyncio.gather(*calls)
+    await asyncio.sleep(5.0)
+    assert peer.windows == [2, 2]
+    assert peer.gate.statistics()["stale"] == 0
+    await end(background)
 
 
-def test_a_refusal_at_the_gate_is_passed_on_as_it_is() -> None:
-    async def main() -> None:
-        peer = Swarm([1], window=1).peers["0.0"]
-        peer.gate.close()
-        assert await peer.worker.process(MICROBATCH, "x") == Refused(reason=Reason.LEAVING)
-
-    run(main())
+async def test_a_refusal_at_the_gate_is_passed_on_as_it_is() -> None:
+    peer = Swarm([1], window=1).peers["0.0"]
+    peer.gate.close()
+    assert await peer.worker.process(MICROBATCH, "x") == Refused(reason=Reason.LEAVING)
 
 
-def test_a_crashed_replica_s_microbatches_reach_another() -> None:
-    async def main() -> None:
-        swarm = Swarm([1, 3], window=4)
-        background = swarm.background()
-        feeding = asyncio.get_running_loop().create_task(source(swarm, swarm.peers["0.0"], 60))
-        await asyncio.sleep(3.0)
-        swarm.peers["1.1"].crash()
-        await feeding
-        first = swarm.peers["0.0"]
-        assert first.downstream is not None
-        assert first.downstream.suspects <= {"1.1"}
-        assert first.weights.backwards == 60
-        assert set(first.windows) == {4}
-        await end(background)
-
-    run(main())
+async def test_a_crashed_replica_s_microbatches_reach_another() -> None:
+    swarm = Swarm([1, 3], window=4)
+    background = swarm.background()
+    feeding = asyncio.get_running_loop().create_task(source(swarm, swarm.peers["0.0"], 60))
+    await asyncio.sleep(3.0)
+    swarm.peers["1.1"].crash()
+    await feeding
+    first = swarm.peers["0.0"]
+    assert first.downstream is not None
+    assert first.downstream.suspects <= {"1.1"}
+    assert first.weights.backwards == 60
+    assert set(first.windows) == {4}
+    await end(background)
 
 
 @pytest.mark.parametrize(("seed", "windows"), [*((seed, 1) for seed in range(24)), *((seed, 2) for seed in range(12))])
-def test_chains_with_unequal_replicas_gossip_and_crashes_never_deadlock(seed: int, windows: int) -> None:
+async def test_chains_with_unequal_replicas_gossip_and_crashes_never_deadlock(seed: int, windows: int) -> None:
     rng = Random(f"chains|{seed}")
     replicas = [rng.randint(1, 4) for _ in range(rng.randint(3, 8))]
     window, crashing, samples = rng.choice([2, 3, 8]), seed % 2 == 1, 40
 
-    async def main() -> None:
-        swarm = Swarm(replicas, window, seed, windows)
-        swarm.stale = seed % 4 == 1
-        background = swarm.background(gossip=seed % 3 == 0)
+    swarm = Swarm(replicas, window, seed, windows)
+    swarm.stale = seed % 4 == 1
+    background = swarm.background(gossip=seed % 3 == 0)
 
-        async def crashes() -> None:
-            for stage in swarm.stages:
-                for peer in stage[1:]:
-                    await asyncio.sleep(rng.uniform(1.0, 20.0))
-                    if rng.random() < 0.5:
-                        peer.crash()
+    async def crashes() -> None:
+        for stage in swarm.stages:
+            for peer in stage[1:]:
+                await asyncio.sleep(rng.uniform(1.0, 20.0))
+                if rng.random() < 0.5:
+                    peer.crash()
 
-        async with asyncio.timeout(5e4), asyncio.TaskGroup() as group:
-            if crashing:
-                group.create_task(crashes())
-            for peer in swarm.stages[0]:
-                group.create_task(source(swarm, peer, samples))
-        await asyncio.sleep(30.0)
-        for peer in swarm.peers.values():
-            assert set(peer.windows) <= {window}
-            if peer.alive:
-                peer.assert_idle()
-                assert sum(peer.windows) + peer.gate.succeeded == peer.weights.backwards
-                assert windows == 2 or peer.weights.stale == 0
-                assert peer.weights.stale == peer.gate.statistics()["stale"]
-        alive = [peer for peer in swarm.stages[0] if peer.alive]
-        assert all(peer.weights.backwards == samples for peer in alive)
-        accused = frozenset().union(*(peer.downstream.suspects for peer in swarm.peers.values() if peer.downstream))
-        assert all(not swarm.peers[name].alive for name in accused), "only the dead are suspects"
-        await end(background)
-
-    run(main())
-
-
-def test_every_replica_carries_its_share() -> None:
-    async def main() -> None:
-        swarm = Swarm([2, 3], window=4, seed=11)
-        for peer in swarm.peers.values():
-            peer.device.seconds = 0.5
-        background = swarm.background()
-        async with asyncio.TaskGroup() as group:
-            for peer in swarm.stages[0]:
-                group.create_task(source(swarm, peer, 120))
-        totals = Counter[str]()
+    async with asyncio.timeout(5e4), asyncio.TaskGroup() as group:
+        if crashing:
+            group.create_task(crashes())
         for peer in swarm.stages[0]:
-            assert peer.downstream is not None
-            for name, hop in peer.downstream.hop_totals.items():
-                totals[name] += hop.succeeded
-        assert sum(totals.values()) == 240
-        assert all(60 <= count <= 100 for count in totals.values()), totals
-        await end(background)
+            group.create_task(source(swarm, peer, samples))
+    await asyncio.sleep(30.0)
+    for peer in swarm.peers.values():
+        assert set(peer.windows) <= {window}
+        if peer.alive:
+            peer.assert_idle()
+            assert sum(peer.windows) + peer.gate.succeeded == peer.weights.backwards
+            assert windows == 2 or peer.weights.stale == 0
+            assert peer.weights.stale == peer.gate.statistics()["stale"]
+    alive = [peer for peer in swarm.stages[0] if peer.alive]
+    assert all(peer.weights.backwards == samples for peer in alive)
+    accused = frozenset().union(*(peer.downstream.suspects for peer in swarm.peers.values() if peer.downstream))
+    assert all(not swarm.peers[name].alive for name in accused), "only the dead are suspects"
+    await end(background)
 
-    run(main())
+
+async def test_every_replica_carries_its_share() -> None:
+    swarm = Swarm([2, 3], window=4, seed=11)
+    for peer in swarm.peers.values():
+        peer.device.seconds = 0.5
+    background = swarm.background()
+    async with asyncio.TaskGroup() as group:
+        for peer in swarm.stages[0]:
+            group.create_task(source(swarm, peer, 120))
+    totals = Counter[str]()
+    for peer in swarm.stages[0]:
+        assert peer.downstream is not None
+        for name, hop in peer.downstream.hop_totals.items():
+            totals[name] += hop.succeeded
+    assert sum(totals.values()) == 240
+    assert all(60 <= count <= 100 for count in totals.values()), totals
+    await end(background)
 
 
-def test_a_stage_without_memory_refuses_and_takes_the_next() -> None:
+async def test_a_stage_without_memory_refuses_and_takes_the_next() -> None:
     class Short(FakeStage):
         def loss(self, hidden: Tensor, targets: Tensor, /) -> Gradient:
             if next(shortages, None) is not None:
                 raise MemoryError("CUDA out of memory")
             return super().loss(hidden, targets)
 
-    async def main() -> None:
-        peer = Peer("a", None, AdmissionWindow(2, 4), 0.1)
-        worker = Worker(
-            Short(peer.weights), peer.gate, WorkerCompute(run=peer.device.run, clock=peer.device.clock), None, 1e6
-        )
-        refused, reply = [await worker.process(MICROBATCH, "x") for _ in range(2)]
-        assert isinstance(refused, Refused)
-        assert (refused.reason, refused.retry_after_s > 0) == (Reason.FULL, True)
-        assert isinstance(reply, Gradient)
-        assert (peer.gate.succeeded, peer.gate.in_flight) == (1, 0)
-        assert worker.statistics()["shortages"] == 1
-
     shortages = iter(range(1))
-    run(main())
+    peer = Peer("a", None, AdmissionWindow(2, 4), 0.1)
+    worker = Worker(
+        Short(peer.weights), peer.gate, WorkerCompute(run=peer.device.run, clock=peer.device.clock), None, 1e6
+    )
+    refused, reply = [await worker.process(MICROBATCH, "x") for _ in range(2)]
+    assert isinstance(refused, Refused)
+    assert (refused.reason, refused.retry_after_s > 0) == (Reason.FULL, True)
+    assert isinstance(reply, Gradient)
+    assert (peer.gate.succeeded, peer.gate.in_flight) == (1, 0)
+    assert worker.statistics()["shortages"] == 1

@@ -25,7 +25,7 @@ from handlers import echo
 from noloco_node.errors import UserError
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.settings import NetworkSettings, Reachability
-from noloco_node.network.conversation_pool import ConversationPool
+from noloco_node.network.calls import ConversationPool
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema, TensorSpec
 

@@ -28,7 +28,7 @@ from noloco_node.admission.ticket import (
 )
 from noloco_node.admission.ticket_service import TicketService, TicketSigner, is_work, work
 from noloco_node.errors import Exit, UserError
-from noloco_node.network.conversation_pool import ConversationPool
+from noloco_node.network.calls import ConversationPool
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork

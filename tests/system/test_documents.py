@@ -65,3 +65,13 @@ def test_the_step_on_one_page_trains_and_gossips() -> None:
     losses, met = asyncio.run(one_step.main())
     assert losses[-1] < 0.5 * losses[0]
     assert met >= one_step.STAGES * one_step.REPLICAS
+
+
+def test_the_glossary_has_fifty_terms_that_are_used() -> None:
+    rows = re.findall(r"^\| ([^|]+) \| ", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
+    terms = [row for row in rows if row not in ("term", "---")]
+    assert len(terms) <= 50
+    places = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md", *(ROOT / "noloco_node").rglob("*.py")]
+    text = " ".join(" ".join(path.read_text().lower().split()) for path in places if path.name != "glossary.md")
+    words = [word for term in terms for word in term.partition(" (")[0].split(", ")]
+    assert not [word for word in words if word not in text]
