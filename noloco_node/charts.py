@@ -1,6 +1,6 @@
 """What all our charts share: colours, the figure and its panels, and labels that keep apart.
 
-Who needs a colour or a threshold does not load matplotlib: it is imported where a figure is made.
+Code that needs a colour or a threshold alone does not load matplotlib: it is imported where a figure is made.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tasks: two at once, of which one ends the other; what only looks on and ends nobody; and the clock of all waits."""
+"""Tasks beside each other: which of them end with which; and the clock of all waits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def background(background: Awaitable[None]) -> AsyncIterator[None]:
 
 
 async def supervised(what: str, look: Callable[[], Awaitable[None]], complain: Callable[[str], None]) -> None:
-    """Run something that only looks on, and begin it anew where it fails: whoever works beside it never ends by that.
+    """Run something that only looks on, and begin it anew where it fails: its failure never ends the work beside it.
 
     A failure is told once, until another one comes.
     """

@@ -214,7 +214,7 @@ class Donor:
         request = await self._next(conversation)
         if isinstance(request, StateRequest) and request.parts is Parts.OUTLINE:
             # Small, and asked by many: it takes nobody's place.
-            await _within(self._terms.piece_s, conversation.send(await self._outline()))
+            await _within(self._terms.piece_s, conversation.send(await self._bare_manifest()))
             return
         slot = self._slots.enter(conversation.peer)
         if slot is None:
@@ -287,7 +287,7 @@ class Donor:
         """Return the manifest of a copy with `request.parts`; make a copy if none will do."""
         self._counts["manifests"] += 1
         if request.parts is Parts.OUTLINE:
-            return await self._outline()
+            return await self._bare_manifest()
         async with self._freezing:
             self._let_go()
             copy = self._fitting(request, (await self._counters()).round)
@@ -314,7 +314,7 @@ class Donor:
         found = await self._provide(Parts.OUTLINE)
         return found if isinstance(found, ReplicaState) else found.counters
 
-    async def _outline(self) -> Manifest:
+    async def _bare_manifest(self) -> Manifest:
         # One computation of a round's norm serves all newcomers.
         async with self._asking:
             state = await self._counters()

@@ -49,6 +49,17 @@ OUTLYING_PROGRESS = 0.25
 ROUNDED = 1.01
 """What rounding adds to a bound."""
 TINY_MOMENT = 1e-18
+DIAL_AGAIN_S = 0.5
+"""Before a broken stream is dialled again, doubled each time."""
+FAILURES_AT_MOST = 3
+"""A stream ends after so many breaks and vain dials without a piece between them; the donor, with its last stream."""
+LEAST_PIECE_S = 30.0
+LONGEST_WAIT_S = 20.0
+"""The longest sleep before the donors are asked again."""
+SLOWER_TIMES = 4
+"""A donor may take so many times its deadline while pieces come: without its copy they are worth less."""
+Talk = AbstractAsyncContextManager[Conversation]
+Converse = Callable[[str], Talk]
 
 
 def objection(donor: Manifest, others: Sequence[Manifest]) -> str | None:
@@ -135,20 +146,6 @@ def check_values(state: ReplicaState, announced_norm: float, moments: MomentBoun
     check_finite(state.optimiser, "optimiser")
     half = len(state.optimiser) // 2
     moments.check(state.optimiser[:half], state.optimiser[half:])
-
-
-DIAL_AGAIN_S = 0.5
-"""Before a broken stream is dialled again, doubled each time."""
-FAILURES_AT_MOST = 3
-"""A stream ends after so many breaks and vain dials without a piece between them; the donor, with its last stream."""
-LEAST_PIECE_S = 30.0
-LONGEST_WAIT_S = 20.0
-"""The longest sleep before the donors are asked again."""
-SLOWER_TIMES = 4
-"""A donor may take so many times its deadline while pieces come: without its copy they are worth less."""
-
-Talk = AbstractAsyncContextManager[Conversation]
-Converse = Callable[[str], Talk]
 
 
 async def _no_objection(donor: str, manifest: Manifest) -> str | None:

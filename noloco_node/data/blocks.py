@@ -46,6 +46,9 @@ from noloco_node.run.runfile import with_source
 
 SMALLEST_PIECE_BYTES = 64 * 1024
 """Of a long file that is cut into several documents."""
+CHUNK_TOKENS = 2**19
+"""Tokens in a chunk: some thirty source files, or two megabytes of prose, and four megabytes of memory."""
+R = TypeVar("R")
 
 
 class Blocks:
@@ -184,10 +187,6 @@ def _documents(data: DataConfig, order: ReadingOrder, sequence_length: int) -> D
     return RowDocuments(data, order, lambda: load_rows(data))
 
 
-CHUNK_TOKENS = 2**19
-"""Tokens in a chunk: some thirty source files, or two megabytes of prose, and four megabytes of memory."""
-
-
 class ShuffledBlocks:
     """Blocks without end, in a mixed order."""
 
@@ -246,9 +245,6 @@ def shuffled(blocks: Blocks, sequence_length: int, seed: int, peer: str) -> Shuf
     """Return the training blocks of one peer in its own mixed order."""
     chunk_blocks = max(1, CHUNK_TOKENS // sequence_length)
     return ShuffledBlocks(blocks, chunk_blocks, lambda number: Random(f"{seed}|mixing|{peer}|{number}"))
-
-
-R = TypeVar("R")
 
 
 class TextSource:

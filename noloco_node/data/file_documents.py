@@ -33,6 +33,21 @@ from noloco_node.errors import config_error
 from noloco_node.terminal import warn
 
 _MOST_NEWS = 64
+Part = Literal["train", "validation"]
+LEAST_CHARACTERS, MOST_CHARACTERS = 2048, 8192
+"""Of a part."""
+_ENDS = 8
+"""Beyond the least length one line in so many ends a part."""
+Place = dict[str, Any]
+"""Where a document stands in its source's order: small, and JSON can hold it."""
+MOST_FILES = 1_000_000
+SAVED_TO_DISK = ("state.json", "dataset_dict.json")
+"""What `save_to_disk` of the library datasets leaves at the top of its directory."""
+LINE_BYTES = 16 * 1024
+"""How far a cut looks for the end of a line before it cuts between two characters."""
+DAMAGED_SHARE = 0.01
+"""Of a document's characters, the most that may be no UTF-8 (or zero bytes) for it to be text all the same."""
+_NOT_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload"})
 
 
 class UnreadText:
@@ -80,14 +95,6 @@ class UnreadText:
         return f"text: {self._first[kind]} {kind}{more}"
 
 
-Part = Literal["train", "validation"]
-
-LEAST_CHARACTERS, MOST_CHARACTERS = 2048, 8192
-"""Of a part."""
-_ENDS = 8
-"""Beyond the least length one line in so many ends a part."""
-
-
 def side_of(text: str, part: Part, percent: float) -> tuple[str, ...]:
     """Return the stretches of a document for training, or those held out."""
     held_out = part == "validation"
@@ -127,19 +134,6 @@ def _lines(text: str) -> Iterator[str]:
             yield line
         else:
             yield from (line[at : at + LEAST_CHARACTERS] for at in range(0, len(line), LEAST_CHARACTERS))
-
-
-Place = dict[str, Any]
-"""Where a document stands in its source's order: small, and JSON can hold it."""
-
-MOST_FILES = 1_000_000
-SAVED_TO_DISK = ("state.json", "dataset_dict.json")
-"""What `save_to_disk` of the library datasets leaves at the top of its directory."""
-LINE_BYTES = 16 * 1024
-"""How far a cut looks for the end of a line before it cuts between two characters."""
-DAMAGED_SHARE = 0.01
-"""Of a document's characters, the most that may be no UTF-8 (or zero bytes) for it to be text all the same."""
-_NOT_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload"})
 
 
 class Document(NamedTuple):

@@ -18,7 +18,6 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from msgspec import structs
@@ -129,16 +128,6 @@ class SwarmExport:
             self.parts.make()
             return [await self._stage(number) for number in range(len(self.layout.shapes))]
 
-    async def replicas(self) -> list[list[ReplicaFile]]:
-        """Return the living replicas of every stage, a file each."""
-        with _said_of_disk(self.parts.path):
-            self.parts.make()
-            stages = []
-            for number in range(len(self.layout.shapes)):
-                lying, came = await self._fetch_replicas(number)
-                stages.append(newest([*lying, *came], number))
-            return stages
-
     async def _stage(self, number: int) -> MergedReplicas:
         found = await asyncio.to_thread(self.parts.finished, number, await self._rounds(number))
         if found is not None:
@@ -158,7 +147,7 @@ class SwarmExport:
         if came or any(each.peer in living for each in lying):
             return await self._merged(number, candidates)
         own = max((each.counters.round for each in candidates), default=None)
-        shapes, keep = self.layout.shapes[number], partial(self.parts.keep_snapshot, number)
+        shapes, keep = self.layout.shapes[number], self.parts.keep_snapshot
         kept = await fetch_snapshots(self.network, self.recipe, self.look, number, shapes, own, keep)
         if not isinstance(kept, UserError):
             return await self._with_snapshot(number, candidates, kept[0])
@@ -187,8 +176,8 @@ class SwarmExport:
             say(f"stage {number}: {count} from an export that was interrupted")
         here, shapes = [each.peer for each in lying], self.layout.shapes[number]
         came = [
-            await asyncio.to_thread(self.parts.keep_replica, number, copy)
-            async for copy in fetched(self.network, self.look, number, shapes, here)
+            await asyncio.to_thread(self.parts.keep_replica, copy)
+            async for copy in fetched(self.network, self.recipe.digest, self.look, number, shapes, here)
         ]
         return lying, came
 

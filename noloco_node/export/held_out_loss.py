@@ -15,7 +15,7 @@ doubling: so those kept lie evenly over all that was read, in bounded memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -38,6 +38,12 @@ MOST_READ = 8
 """Times as many sequences are read as are wanted."""
 READ_TOKENS = 2**19
 """At least, where there are so many: few short sequences shall come from many documents too."""
+JUDGED_TOKENS = 4096
+"""By which replicas are judged, one batch at least: all by the same, so few will do."""
+WORSE = 0.1
+"""Share of the best loss of its stage by which a replica may be worse than it."""
+FEW_DOCUMENTS = 5
+Model = Callable[[Tensor], Tensor]
 
 
 class HeldOutText(NamedTuple):
@@ -90,16 +96,6 @@ def validation_text(data: DataConfig, sequence_length: int, seed: int, batches: 
     )
 
 
-JUDGED_TOKENS = 4096
-"""By which replicas are judged, one batch at least: all by the same, so few will do."""
-WORSE = 0.1
-"""Share of the best loss of its stage by which a replica may be worse than it."""
-
-FEW_DOCUMENTS = 5
-
-Model = Callable[[Tensor], Tensor]
-
-
 class Loss(NamedTuple):
     """`mean`: nats a token, over so many `tokens` of so many `documents`.
 
@@ -115,19 +111,6 @@ class Loss(NamedTuple):
     def perplexity(self) -> float:
         """Return the exponential of the mean; infinite if it does not fit a float."""
         return math.exp(self.mean) if self.mean < 709.0 else math.inf
-
-
-@torch.no_grad()
-def validation_loss(model: Model, batches: Iterable[Tensor]) -> Loss:
-    """Return the mean cross-entropy of predicting every token but the first in batches of int64 [b, s + 1]."""
-    total, tokens = 0.0, 0
-    for batch in batches:
-        losses = _losses(model, batch)
-        total += losses.sum(dtype=torch.float64).item()
-        tokens += losses.numel()
-    if tokens == 0:
-        raise ValueError("there is no token to evaluate on")
-    return Loss(total / tokens, tokens)
 
 
 def _losses(model: Model, batch: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -22,15 +22,17 @@ from gossip.exchange.messages import Manifest
 from gossip.transfer.download import DonorBusy, download_state
 from noloco_node.data.encoding import with_tokenizer_in
 from noloco_node.errors import Exit, UserError, config_error
-from noloco_node.export.replica_files import FetchedReplica, ReplicaFile
+from noloco_node.export.replica_files import ReplicaFile, Shapes
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
 from noloco_node.run.config import TRAVELLING, DataConfig
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE
 from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, ask_manifests, copying_s
+from noloco_node.state_sync.snapshot_keeper import snapshot_of
 from noloco_node.state_sync.starting_state import AGAIN_S, asked_of, asks_again, donors, reached, verify_snapshot
 from noloco_node.state_sync.weight_exchange import TOKENIZER_TOPIC, WeightDownload
+from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.storage.home import HomePaths
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm import invite as invites
@@ -51,11 +53,13 @@ Look = Callable[[], Awaitable[Roster]]
 """Reads the roster again."""
 Objection = Callable[[str, Manifest], Awaitable[str | None]]
 """Says why what a peer offers is not to be believed, or None."""
+COMPARED = 3
+"""Snapshots that are fetched of a stage."""
 
 
 async def fetched(
-    network: PeerNetwork, look: Look, number: int, shapes: Mapping[str, tuple[int, ...]], here: Collection[str] = ()
-) -> AsyncIterator[FetchedReplica]:
+    network: PeerNetwork, run_id: str, look: Look, number: int, shapes: Shapes, here: Collection[str] = ()
+) -> AsyncIterator[Checkpoint]:
     """Yield one replica of a stage after the other, as many as answer, `MOST_GIVEN` at most.
 
     `here`: peers whose weights are here already; they count among those that have given.
@@ -75,7 +79,7 @@ async def fetched(
             say(f"stage {number}: fetching from {peer}; {given} of {len(here) + len(listed)} replicas are here")
         before_s, again_s[peer] = again_s.get(peer), math.inf
         try:
-            copy = await fetch_of(network, peer, subject, shapes)
+            copy = await fetch_of(network, peer, subject, run_id)
         except DonorBusy as busy:
             left_s = begun_s + (BUSY_BESIDE_S if given else BUSY_S) - loop.time()
             if left_s > 0.0:
@@ -104,21 +108,15 @@ def at_work(roster: Roster, number: int) -> list[PeerRecord]:
 
 
 async def fetch_of(
-    network: PeerNetwork, peer: str, subject: WeightsOf, names: Iterable[str], objection: Objection | None = None
-) -> FetchedReplica:
-    """Fetch a peer's slow weights; raise DonorBusy if not now, else a `ConnectionError`. `names`: of parameters."""
+    network: PeerNetwork, peer: str, subject: WeightsOf, run_id: str, objection: Objection | None = None
+) -> Checkpoint:
+    """Fetch a peer's slow weights; raise DonorBusy if not now, else a `ConnectionError`."""
     # A newcomer's patience, who copies five times as much: a line at home may be slow, and nobody waits for us.
     wanted = subject.wanted(copying_s(subject.weight_bytes, SLOWEST_BYTES_PER_S))
     if objection is not None:
         wanted = replace(wanted, objection=objection)
     state = await download_state([peer], subject.converse(network), wanted, asyncio.to_thread, passes=1)
-    return FetchedReplica(
-        peer, state.round, state.inner_steps, state.progress, dict(zip(names, state.slow, strict=True))
-    )
-
-
-COMPARED = 3
-"""Snapshots that are fetched of a stage."""
+    return snapshot_of(state, peer, subject.number, run_id)
 
 
 async def fetch_snapshots(
@@ -126,9 +124,9 @@ async def fetch_snapshots(
     recipe: RunFileText,
     look: Look,
     number: int,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Shapes,
     own: int | None,
-    keep: Callable[[FetchedReplica], ReplicaFile],
+    keep: Callable[[Checkpoint], ReplicaFile],
 ) -> list[ReplicaFile] | UserError:
     """Fetch the newest snapshots of a stage that are believed; the `peer` of each is its keeper.
 
@@ -152,7 +150,7 @@ async def fetch_snapshots(
                 break
             say(f"stage {number}: fetching the snapshot of round {replies.manifests[peer].round} that {peer} keeps")
             try:
-                copy = await fetch_of(network, peer, subject, shapes, verify_snapshot(offers, run))
+                copy = await fetch_of(network, peer, subject, recipe.digest, verify_snapshot(offers, run))
                 came.append(await asyncio.to_thread(keep, copy))
             except DonorBusy as error:
                 busy += 1

@@ -34,7 +34,7 @@ from noloco_node.state_sync.replica_mean import (
     products_of,
 )
 from noloco_node.storage import atomic_file
-from noloco_node.storage.checkpoint import Counters, arrays_of, counters_of, files
+from noloco_node.storage.checkpoint import Checkpoint, Counters, arrays_of, counters_of, files
 from noloco_node.storage.home import HomePaths
 from noloco_node.terminal import say
 
@@ -42,16 +42,6 @@ LOOKS = 3
 """At a directory of which all files that were listed have been rotated away."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-
-
-class FetchedReplica(NamedTuple):
-    """One replica's slow weights by parameter name, and its counters."""
-
-    peer: str
-    round: int
-    inner_steps: int
-    progress: float
-    weights: dict[str, Tensor]
 
 
 class HeldFile:
@@ -283,13 +273,13 @@ class PartsDirectory:
                 say(f"{path} is skipped: {error}")
         return found
 
-    def keep_replica(self, stage: int, copy: FetchedReplica) -> ReplicaFile:
+    def keep_replica(self, copy: Checkpoint) -> ReplicaFile:
         """Keep a replica until the export is complete."""
-        return self._write(self.of_replica(stage, copy.peer), stage, copy)
+        return self._keep(copy, "")
 
-    def keep_snapshot(self, stage: int, copy: FetchedReplica) -> ReplicaFile:
+    def keep_snapshot(self, copy: Checkpoint) -> ReplicaFile:
         """Keep a snapshot likewise, under its keeper's name."""
-        return self._write(self.of_replica(stage, copy.peer, "snapshot-"), stage, copy)
+        return self._keep(copy, "snapshot-")
 
     def snapshots(self, stage: int) -> list[ReplicaFile]:
         """Return the whole files of snapshots of a stage."""
@@ -311,20 +301,11 @@ class PartsDirectory:
     def _of_replicas(self, stage: int) -> list[Path]:
         return sorted(self.path.glob(f"stage-{stage}-*.safetensors"))
 
-    def _write(self, path: Path, stage: int, copy: FetchedReplica) -> ReplicaFile:
-        counters = Counters(
-            run_id=self._run_id,
-            stage=stage,
-            round=copy.round,
-            inner_steps=copy.inner_steps,
-            progress=copy.progress,
-            samples=0,
-            optimiser_steps=0,
-            peer=copy.peer,
-        )
-        arrays = arrays_of({"slow": tuple(copy.weights.values())})
-        atomic_file.write_tensors(path, arrays, msgspec.json.encode(counters).decode())
-        return ReplicaFile(path, copy.peer, counters)
+    def _keep(self, copy: Checkpoint, kind: str) -> ReplicaFile:
+        counters = copy.counters
+        path = self.of_replica(counters.stage, counters.peer, kind)
+        atomic_file.write_tensors(path, arrays_of(copy.tensors), msgspec.json.encode(counters).decode())
+        return ReplicaFile(path, counters.peer, counters)
 
 
 def parts_beside(out: Path) -> Path:

@@ -16,6 +16,8 @@ from noloco_node.storage.home import HomePaths
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.run_distribution import RunFileText
 
+NOTES = "noloco.json"
+
 
 def check_export(out: Path, invite: str | None, homes: Sequence[Path]) -> None:
     """Raise `UserError` if there is nothing to export from, `out` is not empty, or the invite is none."""
@@ -65,9 +67,6 @@ def recipe_of(homes: Sequence[Path]) -> RunFileText:
                 code=Exit.OTHER_RUN,
             )
     return first
-
-
-NOTES = "noloco.json"
 
 
 class FromSnapshot(msgspec.Struct, frozen=True, kw_only=True):

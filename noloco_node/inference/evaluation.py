@@ -35,6 +35,7 @@ LONGEST_SEQUENCE = 1024
 FEW_DOCUMENTS = 10
 """With fewer the figure says little of other text, and that is said."""
 BATCHES = 64
+_TORN = (SafetensorError, pickle.UnpicklingError)
 
 
 class Measure(NamedTuple):
@@ -105,9 +106,6 @@ def open_model(directory: Path) -> Any:
             directory, f"its files lack {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1)
         )
     return model.eval()
-
-
-_TORN = (SafetensorError, pickle.UnpicklingError)
 
 
 def _no_model(directory: Path, why: str) -> UserError:

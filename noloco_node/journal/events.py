@@ -279,7 +279,7 @@ _ROUND_EVENT = {name: msgspec.json.Decoder(kind) for name, kind in ROUND_EVENTS.
 
 
 def stamped(event: Event, at: float) -> Event:
-    """Return an event with its time, for whoever keeps it without a journal."""
+    """Return an event with its time, for code that keeps it without a journal."""
     return structs.replace(event, at=at) if isinstance(event, msgspec.Struct) else replace(event, at=at)
 
 

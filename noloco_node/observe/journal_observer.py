@@ -27,7 +27,7 @@ from noloco_node.run.peer_state import PeerState
 
 
 class JournalObserver:
-    """Makes views of histories that somebody feeds. `run`: the run file, where there is one."""
+    """Makes views of peers' histories, and feeds them events. `run`: the run file, where there is one."""
 
     def __init__(self, name: str, histories: Sequence[PeerHistory], run: RunConfig | None) -> None:
         self._name, self.histories, self._run = name, list(histories), run

@@ -199,7 +199,7 @@ class PeerHistory:
     finished: str | None = None
     """Why its training ended."""
     gone: str | None = None
-    """How its process ended, where somebody saw it end; a journal cannot tell."""
+    """How its process ended, where the observer saw that; a journal cannot tell."""
 
     def take(self, event: events.Event) -> None:
         """Fold one event in."""
@@ -290,7 +290,7 @@ class PeerHistory:
 
     @property
     def is_there(self) -> bool:
-        """Whether it still trains, as far as is known."""
+        """Whether the peer still trains, as far as its journal and the observer tell."""
         return self.finished is None and self.gone is None
 
     @property

@@ -1,6 +1,6 @@
 """A swarm as its peers' records in the DHT tell it.
 
-Nobody vouches for what a record says of its own peer. Which tokens of the run count, `noloco_node.swarm.run_samples`
+A record holds what its peer says of itself, unchecked. Which tokens of the run count, `noloco_node.swarm.run_samples`
 says. Their growth is the swarm's speed; until they have been watched for long enough, it is what the sources say of
 theirs.
 """
@@ -214,7 +214,7 @@ class LineRates:
 class RecordedRoutes:
     """Routes as records tell them: each a few of its peer's next hops, by turns; several readings have them all.
 
-    Nobody vouches for them. A hop that names no peer of the next stage, or two, is passed over.
+    They are unchecked. A hop that names no peer of the next stage, or two, is passed over.
     """
 
     def __init__(self) -> None:

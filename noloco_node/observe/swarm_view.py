@@ -1,7 +1,7 @@
 """What a swarm is doing at one moment: one struct, from which every view is drawn and which `--json` prints.
 
 It is made of records in the DHT (`roster_observer`) or of journals (`journal_observer`). Times are unix seconds. What
-strangers say of themselves is in here as they said it: whoever prints it uses `plain`.
+strangers say of themselves is in here as they said it: code that prints it uses `plain`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """Somebody came, went, moved, or said something that a person should know."""
+    """A peer came, went, moved, or said something that a person should know."""
 
     at: float
     name: str

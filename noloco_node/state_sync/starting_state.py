@@ -47,6 +47,19 @@ LEAST_OTHERS = 3
 """Replicas whose loss must be known."""
 FAR = 1.5
 """Times the loss of others. Honest replicas and routes differ by less."""
+MOST_ASKED = 256
+"""Peers at work, and a quarter as many that are on their way to a stage."""
+AGAIN_S = 10.0
+"""Before all peers are asked again."""
+ATTEMPTS = 30
+"""If a peer has a snapshot, or may have."""
+ATTEMPTS_IN_VAIN = 2
+NORM_FACTOR = 4.0
+"""A norm may differ by this factor from the median of three or more: snapshots are of different rounds."""
+LEAST_FOR_MEDIAN = 3
+"""Offers without which no median is taken."""
+MOST_TIMES = 64
+"""Times the rounds of the furthest other stage: a stage with fewer replicas takes more rounds."""
 
 
 class SnapshotTrial(NamedTuple):
@@ -180,21 +193,6 @@ def from_checkpoint(stage: StageModel, checkpoint: Checkpoint) -> StartingState:
         ),
         progress=counters.progress,
     )
-
-
-MOST_ASKED = 256
-"""Peers at work, and a quarter as many that are on their way to a stage."""
-AGAIN_S = 10.0
-"""Before all peers are asked again."""
-ATTEMPTS = 30
-"""If a peer has a snapshot, or may have."""
-ATTEMPTS_IN_VAIN = 2
-NORM_FACTOR = 4.0
-"""A norm may differ by this factor from the median of three or more: snapshots are of different rounds."""
-LEAST_FOR_MEDIAN = 3
-"""Offers without which no median is taken."""
-MOST_TIMES = 64
-"""Times the rounds of the furthest other stage: a stage with fewer replicas takes more rounds."""
 
 
 class RunReach(NamedTuple):

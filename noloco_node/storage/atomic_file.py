@@ -26,6 +26,17 @@ from noloco_node.units import format_bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
+SPARE_BYTES = 16 * 2**20
+"""What a file may leave free of a disk: other files on it grow too."""
+CHUNK_BYTES = 4 * 2**20
+AT_ONCE = 2**22
+"""Values that are copied at once from a tensor that is no float32 in main memory."""
+LARGEST_HEADER_BYTES = 100 * 2**20
+"""What the safetensors format allows."""
+_ABOUT, _SUM = "about", "sha256"
+_BLANK = "0" * 64
+_LENGTH = struct.Struct("<Q")
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -67,10 +78,6 @@ def write_all(descriptor: int, content: bytes | memoryview, at: int | None = Non
         if written == 0:
             raise OSError(errno.EIO, "the disk takes no more bytes and reports no error")
         left = left[written:]
-
-
-SPARE_BYTES = 16 * 2**20
-"""What a file may leave free of a disk: other files on it grow too."""
 
 
 def require_room(directory: Path, size_bytes: int, path: Path | None = None) -> None:
@@ -116,16 +123,6 @@ def write_whole(path: Path, content: bytes, *, public: bool = False) -> None:
             hint="free some space, or give another directory with --home",
             code=Exit.STORAGE,
         ) from error
-
-
-CHUNK_BYTES = 4 * 2**20
-AT_ONCE = 2**22
-"""Values that are copied at once from a tensor that is no float32 in main memory."""
-LARGEST_HEADER_BYTES = 100 * 2**20
-"""What the safetensors format allows."""
-_ABOUT, _SUM = "about", "sha256"
-_BLANK = "0" * 64
-_LENGTH = struct.Struct("<Q")
 
 
 class Lazy(NamedTuple):

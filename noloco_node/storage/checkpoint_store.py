@@ -41,6 +41,10 @@ SNAPSHOT_ROOM = 4
 
 P = ParamSpec("P")
 R = TypeVar("R")
+SHARE = 0.05
+"""Of the time at most is spent on writing."""
+SAY_EVERY_S = 300.0
+"""Between two lines on checkpoints that were written as usual."""
 
 
 def in_thread(work: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
@@ -135,12 +139,6 @@ class SnapshotDirectory:
         """Return the slow weights of the last whole snapshot of a stage, or None."""
         # A checkpoint of a former stage, with its momenta, may lie there too.
         return load_latest(self._directory / str(stage), self._run_id, wanted=("slow",))
-
-
-SHARE = 0.05
-"""Of the time at most is spent on writing."""
-SAY_EVERY_S = 300.0
-"""Between two lines on checkpoints that were written as usual."""
 
 
 class LastCheckpoint(NamedTuple):

@@ -32,6 +32,10 @@ from gossip.transfer.chunks import DIGEST_BYTES, MOST_PIECE_BYTES, Span, held_se
 from noloco_node.errors import reason_of
 from noloco_node.storage.atomic_file import Array, bytes_of, require_room, write_all
 
+_PREFIX = struct.Struct(">I")
+_HEADER_BYTES = 2**26
+SECTIONS = len(Section)
+
 
 class StateFile:
     """Implements `gossip.transfer.chunks.HeldCopy`; reads the state now. Raises `OSError` if the disk refuses."""
@@ -69,11 +73,6 @@ class StateFile:
                 raise OSError(f"a copy of our state ends {size - len(found)} bytes early")
             found += more
         return found
-
-
-_PREFIX = struct.Struct(">I")
-_HEADER_BYTES = 2**26
-SECTIONS = len(Section)
 
 
 class _Follow(msgspec.Struct, frozen=True, kw_only=True, tag="follow"):

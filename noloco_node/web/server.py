@@ -1,7 +1,7 @@
 """The web server: one page about a swarm, and metrics for Prometheus; both only to be read.
 
 A reader of the page sees the newest frame (`observe.page_frame`), whole, and none that it was too slow for: so the
-server's work depends neither on how often somebody shows something nor on how slowly anybody reads. The page's address
+server's work depends neither on how often something is shown nor on how slowly a reader takes it. The page's address
 holds a random token: other users of the machine, and pages of other hosts in the same browser, cannot guess it.
 Such pages could make the browser ask under a name of their host, so a request has to name an address, or the name that
 the owner gave. Connections are few, and a request and its answer take a few seconds at most.

@@ -20,7 +20,12 @@ from noloco_node.run.runfile import decode_run
 from noloco_node.sim.clock import run
 
 OPENS_S = 5.0
-TEXT = demo_run_text(stages=2, replicas=2, steps=100, seed=0)
+RUN = decode_run(demo_run_text(stages=2, replicas=2, steps=100, seed=0), "the test's run file")
+
+
+def source(directory: Path) -> TextSource:
+    (directory / "text.txt").write_text("".join(f"line {number} of a text\n" for number in range(2000)))
+    return TextSource(RUN, str(directory / "text.txt"), "peer", 384)
 
 
 class Text:
@@ -123,14 +128,8 @@ def test_what_fails_ahead_is_closed_and_said() -> None:
 
 
 def test_a_text_that_was_read_ahead_is_where_it_was(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("".join(f"line {number} of a text\n" for number in range(2000)))
-    own_source = str(tmp_path / "text.txt")
-
-    def opened() -> TextSource:
-        return TextSource(decode_run(TEXT, "the test's run file"), own_source, "peer", 384)
-
     async def main() -> None:
-        plain, ahead, again = opened(), opened(), opened()
+        plain, ahead, again = (source(tmp_path) for _ in range(3))
         ahead.read_ahead()
         assert ahead.position() == plain.position()
         assert not await ahead.restore({**plain.position(), "chunk": {"source": "another one"}})
@@ -151,12 +150,9 @@ def test_a_text_that_was_read_ahead_is_where_it_was(tmp_path: Path) -> None:
 def test_a_position_that_is_asked_for_while_the_thread_reads_is_of_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "text.txt").write_text("".join(f"line {number} of a text\n" for number in range(2000)))
-    own_source = str(tmp_path / "text.txt")
-    run_file = decode_run(TEXT, "the test's run file")
-    length, batch = run_file.pipeline.sequence_length, run_file.pipeline.microbatch_size
+    length, batch = RUN.pipeline.sequence_length, RUN.pipeline.microbatch_size
     monkeypatch.setattr(blocks, "CHUNK_TOKENS", 3 * batch * length)
-    text, again = (TextSource(run_file, own_source, "peer", 384) for _ in range(2))
+    text, again = source(tmp_path), source(tmp_path)
     reading, go_on = threading.Event(), threading.Event()
     read = Blocks.next_batch
 
@@ -205,9 +201,7 @@ def test_what_cannot_be_opened_says_so_to_everybody_who_asks_and_to_nobody_else(
 def test_a_text_is_read_in_one_thread_and_by_one_reader_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "text.txt").write_text("".join(f"line {number} of a text\n" for number in range(2000)))
-    own_source = str(tmp_path / "text.txt")
-    text = TextSource(decode_run(TEXT, "the test's run file"), own_source, "peer", 384)
+    text = source(tmp_path)
     threads: set[int] = set()
     inside: list[int] = []
     most = 0

@@ -344,18 +344,6 @@ def test_pieces_end_at_line_ends(tmp_path: Path) -> None:
     assert _text_of(TextRange(tmp_path / "gone", "gone", 0, 5, 5)) == ""
 
 
-def test_one_long_file_gives_training_and_validation(tmp_path: Path) -> None:
-    file = tmp_path / "novel.txt"
-    file.write_text("".join(f"line {n}\n" for n in range(80_000)))
-    data = DataConfig(source="text", path=str(file))
-    validation = open_blocks(data, 128, 0, "", "validation")
-    trained = {line for text in documents_in(open_blocks(data, 128, 0, "p"), 8) for line in text.splitlines()}
-    checked = {line for text in documents_in(validation, 9) for line in text.splitlines()}
-    assert trained
-    assert checked
-    assert not trained & checked
-
-
 def test_the_standard_library_is_whole_modules_without_tests_or_packages() -> None:
     pieces = pieces_of(stdlib_files(), 2**30)
     documents = FileDocuments(pieces, ReadingOrder("train", 0, "p", True), 0.0)
@@ -583,14 +571,6 @@ def test_closing_ends_a_pause(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> 
     documents.close()
     assert ended.wait(10)
     thread.join()
-
-
-def test_orders_are_permutations() -> None:
-    rng = random.Random(0)
-    for _ in range(30):
-        count, shuffle = rng.randrange(1, 50), rng.random() < 0.5
-        order = ReadingOrder("train", rng.randrange(5), "p", shuffle).permutation(count, rng.randrange(3))
-        assert sorted(order) == list(range(count))
 
 
 @pytest.mark.parametrize("source", ["text:no/such/file", "no/such/*.txt", "rows.jsonl", "json:", "hub:owner/name"])

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,44 +16,27 @@ import msgspec
 import pytest
 import torch
 from checkpoints import LLAMA, write_model
-from dead_stage import seen
-from hypothesis import given
-from hypothesis import strategies as st
 from limits import LAST_RESORT_S
-from memory_swarms import Peer, recipe, until
 from safetensors.torch import load_file
-from state_copies import SHAPES, of_parts, same_tensors, state
 from torch import Tensor
-from toy_gossip import at_once
 from typer.testing import CliRunner
 
-from gossip.exchange.messages import Busy, Parts, ReplicaState
-from gossip.interface import OuterStepTaken
-from gossip.transfer.donor import Donor, DonorLimits
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit, UserError
-from noloco_node.export import exporter, replica_fetch, replica_files
+from noloco_node.export import exporter, replica_files
 from noloco_node.export.continue_run import continuing_text
-from noloco_node.export.exporter import SwarmExport, export, merge_files, of_homes, parts_of
-from noloco_node.export.replica_files import MergedReplicas, ReplicaReader, in_home, is_kept, newest
+from noloco_node.export.exporter import export, merge_files, of_homes
+from noloco_node.export.replica_files import ReplicaReader, in_home, newest
 from noloco_node.export.sources import read_provenance, recipe_of
 from noloco_node.inference.evaluation import _text, evaluate
 from noloco_node.inference.generation import Sampling, generate
-from noloco_node.network.interface import Conversation
 from noloco_node.planning.checkpoint_map import RunWeights
 from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
-from noloco_node.run.peer_state import PeerState
 from noloco_node.run.presets import PRESETS, demo_run_text, run_text
-from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.run.runfile import decode_run
-from noloco_node.sim.clock import run
-from noloco_node.sim.network.link_model import Access
-from noloco_node.sim.network.sim_network import SimNetwork
-from noloco_node.state_sync.replica_mean import FACTOR, ReplicaSummary, drop_outliers
 from noloco_node.storage.checkpoint import Checkpoint, Counters, save
 from noloco_node.storage.home import Home
 from noloco_node.storage.weight_store import WeightStore
-from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
 from pipeline.model_config import prepare
 
@@ -66,50 +48,6 @@ CONTINUED: dict[str, dict[str, Any]] = {
 }
 TEXT = demo_run_text(stages=2, replicas=2, steps=100, seed=0)
 """A run whose model has 0.75 million parameters."""
-
-
-# Who belongs in the mean.
-
-
-def standing(norm: float, round: int = 100, peer: str = "a") -> ReplicaSummary:
-    return ReplicaSummary(peer=peer, round=round, inner_steps=10 * round, progress=0.5, norm=norm)
-
-
-@given(
-    honest=st.lists(st.tuples(st.floats(0.8, 1.2), st.integers(90, 100)), min_size=2, max_size=9),
-    lies=st.lists(
-        st.one_of(
-            st.floats(1e-9, 0.8 / FACTOR * 0.99),
-            st.floats(1.2 * FACTOR * 1.01, 1e9),
-            st.sampled_from([math.nan, math.inf]),
-        ),
-        max_size=4,
-    ),
-    stale=st.lists(st.integers(0, 70), max_size=4),
-    order=st.randoms(use_true_random=False),
-)
-def test_outliers_and_stragglers_stay_out_as_long_as_they_are_the_fewer(
-    honest: list[tuple[float, int]], lies: list[float], stale: list[int], order: Any
-) -> None:
-    bad = len(lies) + len(stale)
-    if bad >= len(honest):
-        lies, stale = lies[:1], []
-    good = [standing(norm, round, f"good {n}") for n, (norm, round) in enumerate(honest)]
-    mixed = [*good, *(standing(lie, 10**9, f"lie {n}") for n, lie in enumerate(lies))]
-    mixed += [standing(1.0, round, f"stale {n}") for n, round in enumerate(stale)]
-    order.shuffle(mixed)
-    kept, left_out = drop_outliers(mixed, rounds_behind=16)
-    assert sorted(mixed[place].peer for place in kept) == sorted(each.peer for each in good)
-    assert sorted([each.peer for each in left_out] + [mixed[place].peer for place in kept]) == sorted(
-        each.peer for each in mixed
-    )
-
-
-@given(norms=st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=6), rounds=st.integers(0, 10**6))
-def test_somebody_is_kept_wherever_anybody_is_finite(norms: list[float], rounds: int) -> None:
-    kept, left_out = drop_outliers([standing(abs(norm), rounds) for norm in norms], 16)
-    assert bool(kept) == any(map(math.isfinite, norms))
-    assert len(kept) + len(left_out) == len(norms)
 
 
 # From homes.
@@ -274,223 +212,6 @@ def test_every_file_that_is_skipped_is_named(tmp_path: Path) -> None:
     assert in_home(home, "0" * 64, said.append) == []
     assert len(said) == 2
     assert "is of the run" in said[0]
-
-
-def test_a_damaged_file_in_a_home_gives_way_to_the_one_before_it(tmp_path: Path) -> None:
-    made = Homes(tmp_path)
-    home = made.make("a", 0, made.weights(0), round=1)
-    made.make("a", 0, made.weights(0), round=2)
-    (_, newer) = sorted((home / "checkpoint").iterdir())
-    newer.write_bytes(newer.read_bytes()[:-1])
-    (filed,) = newest(in_home(home, made.recipe.digest), 0)
-    assert filed.counters.round == 1
-
-
-# From a living swarm.
-
-
-def test_an_interrupted_export_fetches_only_what_it_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stage 1 has nobody at first; what stage 0 gave is not asked for again, and the model is whole in the end."""
-    monkeypatch.setattr(asyncio, "to_thread", _at_once)
-    asked: list[str] = []
-    fetch_of = replica_fetch.fetch_of
-
-    async def counting(network: Any, peer: str, *what: Any) -> Any:
-        asked.append(peer)
-        return await fetch_of(network, peer, *what)
-
-    monkeypatch.setattr(replica_fetch, "fetch_of", counting)
-
-    async def main() -> None:
-        hub, what = SimNetwork(), recipe(replicas=2, steps=4000, per_round=3)
-        peers = [Peer(hub, what, f"peer-{stage}{number}", stage) for stage in (0, 1) for number in (0, 1)]
-        await until(lambda: all(len(peer.of(OuterStepTaken)) >= 2 for peer in peers))
-        roster, plan = peers[0].node.roster, peers[0].plan
-        directory = parts_of(tmp_path / "model", what, plan)
-        parts = directory.path
-        whole = msgspec.structs.replace(roster, stages=(roster.stages[0], peers[2].node.roster.stages[1]))
-        visitor = hub.network("visitor")
-
-        async def stages_of(look: replica_fetch.Look) -> list[MergedReplicas]:
-            return await SwarmExport(network=visitor, recipe=what, look=look, layout=plan, parts=directory).stages()
-
-        without = seen(msgspec.structs.replace(whole, stages=(whole.stages[0], ())))
-        roster = seen(whole)
-        with pytest.raises(UserError, match="Nobody serves stage 1, and nobody keeps a snapshot of it"):
-            await stages_of(without)
-        assert asked == ["peer-00", "peer-01"]
-        assert len(list(parts.iterdir())) == 3, "the mean, and the replicas that are still to be judged"
-        stages = await stages_of(roster)
-        assert asked[2:] == ["peer-10", "peer-11"]
-        assert [[each.peer for each in stage.taken] for stage in stages] == [asked[:2], asked[2:]]
-        assert all(list(stage.weights) == list(shapes) for stage, shapes in zip(stages, plan.shapes, strict=True))
-        assert "loaded again and compared" in exporter.write(tmp_path / "model", what, plan, stages, what.run.data)
-        # A finished stage that the disk has damaged is merged again, from the replicas that lie there.
-        part = parts / "stage-1.safetensors"
-        part.write_bytes(part.read_bytes()[:-3] + b"???")
-        await stages_of(roster)
-        assert asked[4:] == []
-        # And so is one that its stage has left far behind.
-        behind = what.run.outer.staleness_at_most
-        far = [max(each.round for each in stages[0].taken) + behind + 1]
-        assert not is_kept(stages[0], far, behind)
-        assert is_kept(stages[0], [round - 1 for round in far], behind)
-        assert is_kept(stages[0], [], behind)
-        for peer in peers:
-            peer.leave.set()
-        await asyncio.gather(*[peer.task for peer in peers])
-
-    run(main())
-
-
-async def _at_once(job: Any, *args: Any) -> Any:
-    """Stand in for a thread, where time is virtual."""
-    return job(*args)
-
-
-class Replicas:
-    """Donors of a stage 1 of which some serve others for a while, and a roster that changes."""
-
-    def __init__(self) -> None:
-        self.hub, self.listed, self.asked = SimNetwork(), list[str](), list[str]()
-        self.busy_until_s: dict[str, float] = {}
-        self._visitor = self.hub.network("visitor")
-
-    async def add(self, name: str, seed: int, access: Access | None = None) -> None:
-        async def provide(parts: Parts) -> ReplicaState:
-            return of_parts(state(seed), parts)
-
-        donor = Donor(provide, at_once, SHAPES, DonorLimits(deadline_s=6000.0, piece_s=600.0))
-
-        async def serve(conversation: Conversation) -> None:
-            if name not in self.asked[-1:]:
-                self.asked.append(name)
-            if asyncio.get_running_loop().time() >= self.busy_until_s.get(name, 0.0):
-                await donor.serve(conversation)
-                return
-            await conversation.receive()
-            await conversation.send(Busy(retry_after_s=5.0))
-
-        await self.hub.network(name, access).serve(topic(STATE, 1), state_schema(SHAPES), serve)
-        self.listed.append(name)
-
-    async def look(self) -> Roster:
-        return Roster(stages=((), tuple(PeerRecord(peer=n, stage=1, state=PeerState.TRAINING) for n in self.listed)))
-
-    def fetched(self) -> AsyncIterator[replica_files.FetchedReplica]:
-        shapes = {f"weight {number}": shape for number, shape in enumerate(SHAPES)}
-        return replica_fetch.fetched(self._visitor, self.look, 1, shapes)
-
-
-@pytest.fixture
-def at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asyncio, "to_thread", _at_once)
-
-
-@pytest.mark.usefixtures("at_the_same_time")
-def test_who_died_meanwhile_is_not_asked_and_who_came_is() -> None:
-    async def main() -> None:
-        swarm = Replicas()
-        for seed, name in enumerate("abcd"):
-            await swarm.add(name, seed)
-        swarm.listed.remove("d")
-        found = []
-        async for copy in swarm.fetched():
-            found.append(copy)
-            if copy.peer == "a":
-                swarm.listed.remove("b")
-                swarm.listed.append("d")
-        assert [copy.peer for copy in found] == ["a", "c", "d"]
-        assert swarm.asked == ["a", "c", "d"]
-        for copy in found:
-            assert same_tensors(tuple(copy.weights.values()), state("abcd".index(copy.peer)).slow)
-
-    run(main())
-
-
-@pytest.mark.usefixtures("at_the_same_time")
-def test_a_slow_line_at_home_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fifteen times slower than a line that is good enough: 0.6 Mbit/s."""
-    size_bytes = 4 * sum(map(math.prod, SHAPES))
-    monkeypatch.setattr(replica_fetch, "SLOWEST_BYTES_PER_S", size_bytes / 100.0)
-
-    async def main() -> None:
-        swarm = Replicas()
-        await swarm.add("slow", 0, Access(up_bytes_per_s=size_bytes / 1500.0))
-        assert [copy.peer async for copy in swarm.fetched()] == ["slow"]
-        assert asyncio.get_running_loop().time() > 1400.0
-
-    run(main())
-
-
-@pytest.mark.usefixtures("at_the_same_time")
-def test_a_busy_replica_is_waited_for_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    async def main() -> tuple[list[str], list[str], float]:
-        swarm = Replicas()
-        for seed, name in enumerate("abc"):
-            await swarm.add(name, seed)
-        swarm.busy_until_s = {"a": 60.0, "b": 30.0}
-        several = [copy.peer async for copy in swarm.fetched()]
-        swarm.listed, swarm.busy_until_s = ["a"], {"a": 700.0}
-        begun_s = asyncio.get_running_loop().time()
-        alone = [copy.peer async for copy in swarm.fetched()]
-        return several, alone, asyncio.get_running_loop().time() - begun_s
-
-    several, alone, seconds = run(main())
-    assert several == ["c", "b", "a"], "the others first"
-    assert alone == ["a"]
-    assert 600.0 < seconds < 710.0
-    assert "a serves others just now; asking it again for 15 minutes at most" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("at_the_same_time")
-@pytest.mark.parametrize(("others", "bound_s"), [(0, replica_fetch.BUSY_S), (2, replica_fetch.BUSY_BESIDE_S)])
-def test_who_is_busy_for_ever_is_left_out_at_last(
-    others: int, bound_s: float, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async def main() -> tuple[list[str], float]:
-        swarm = Replicas()
-        for seed, name in enumerate(["busy", "and", "other"][: 1 + others]):
-            await swarm.add(name, seed)
-        swarm.busy_until_s = {"busy": math.inf}
-        return [copy.peer async for copy in swarm.fetched()], asyncio.get_running_loop().time()
-
-    found, seconds = run(main())
-    assert len(found) == others
-    assert bound_s <= seconds < bound_s + 10.0
-    assert "left out" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("at_the_same_time")
-def test_however_many_strangers_offer_weights_so_many_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_fetch, "MOST_GIVEN", 2)
-    monkeypatch.setattr(replica_fetch, "MOST_ASKED", 3)
-
-    async def main() -> None:
-        swarm = Replicas()
-        for seed, name in enumerate("abcd"):
-            await swarm.add(name, seed)
-        assert [copy.peer async for copy in swarm.fetched()] == ["a", "b"]
-        swarm.listed = ["away 1", "away 2", "away 3", "c"]
-        assert [copy.peer async for copy in swarm.fetched()] == []
-
-    run(main())
-
-
-@given(
-    listed=st.sets(st.sampled_from("abcdef")),
-    again_s=st.dictionaries(st.sampled_from("abcdef"), st.one_of(st.floats(0.0, 1e6), st.just(math.inf))),
-)
-def test_nobody_is_asked_twice_before_all_were_asked_once(listed: set[str], again_s: dict[str, float]) -> None:
-    peer = replica_fetch.next_to_ask(listed, again_s)
-    left = {each for each in listed if again_s.get(each) != math.inf}
-    if peer is None:
-        assert not left
-        return
-    assert peer in left
-    if peer in again_s:
-        assert left <= again_s.keys()
-        assert all(again_s[peer] <= again_s[other] for other in left)
 
 
 # At home.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from dead_stage import Memory, forgotten, killed, over, seen
 from hypothesis import given
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
-from state_copies import of_parts, same_tensors
+from state_copies import SHAPES, of_parts, same_tensors, state
 from torch import Tensor
 from toy_gossip import at_once
 
@@ -28,13 +28,11 @@ from gossip.transfer.donor import Donor, DonorLimits
 from gossip.transfer.download import DonorBusy
 from noloco_node.errors import Exit, UserError
 from noloco_node.export import exporter, replica_fetch
-from noloco_node.export.exporter import SwarmExport, export, merge_files, parts_of
+from noloco_node.export.exporter import SwarmExport, export, parts_of
 from noloco_node.export.replica_files import (
-    FetchedReplica,
     MergedReplicas,
     PartsDirectory,
     ReplicaFile,
-    ReplicaReader,
     is_kept,
     parts_beside,
 )
@@ -44,12 +42,14 @@ from noloco_node.planning.model_layout import model_layout
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.sim.clock import run
+from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.download import SNAPSHOT, WeightsOf
 from noloco_node.state_sync.replica_mean import ReplicaSummary
+from noloco_node.state_sync.snapshot_keeper import snapshot_of
 from noloco_node.state_sync.starting_state import AGAIN_S, ATTEMPTS
 from noloco_node.storage import atomic_file
-from noloco_node.storage.checkpoint import arrays_of, load
+from noloco_node.storage.checkpoint import Checkpoint, arrays_of, load
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
 
@@ -63,6 +63,11 @@ INVITE = f"noloco1:{'a' * 64}@/ip4/127.0.0.1/tcp/1/p2p/12D3KooWALMXjWCsCWroGW8A7
 def drawn(stage: int, seed: int) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randn(shape, generator=generator) for shape in PLAN.shapes[stage].values())
+
+
+def of_state(slow: tuple[Tensor, ...], round: int, progress: float) -> ReplicaState:
+    counters = {"round": round, "inner_steps": 3 * round, "progress": progress, "optimiser_steps": 0}
+    return ReplicaState(slow=slow, momentum=(), optimiser=(), **counters)  # type: ignore[arg-type]
 
 
 class Interrupted(Exception):
@@ -107,8 +112,7 @@ class Swarm:
     async def _give(self, peer: str, stage: int, kind: str, round: int) -> None:
         progress = 0.5 if kind == STATE else 0.25
         slow = drawn(stage, sum(map(ord, peer + kind)))
-        counters = {"round": round, "inner_steps": 3 * round, "progress": progress, "optimiser_steps": 0}
-        self._states[peer, kind] = ReplicaState(slow=slow, momentum=(), optimiser=(), **counters)  # type: ignore[arg-type]
+        self._states[peer, kind] = of_state(slow, round, progress)
 
         async def provide(parts: Parts) -> ReplicaState:
             if parts is Parts.SLOW and (peer, kind) in self.fails:
@@ -116,7 +120,7 @@ class Swarm:
             return of_parts(self._states[peer, kind], parts)
 
         shapes = tuple(PLAN.shapes[stage].values())
-        donor = Donor(provide, at_once, shapes, DonorLimits(deadline_s=600.0, piece_s=60.0))
+        donor = Donor(provide, at_once, shapes, DonorLimits(deadline_s=6000.0, piece_s=600.0))
 
         async def serve(conversation: Conversation) -> None:
             if asyncio.get_running_loop().time() >= self.busy_until_s.get((peer, kind), 0.0):
@@ -173,7 +177,7 @@ def swarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Swarm:
     made: list[Swarm] = []
     fetch_of = replica_fetch.fetch_of
 
-    async def watched(network: Any, peer: str, subject: WeightsOf, *others: Any) -> FetchedReplica:
+    async def watched(network: Any, peer: str, subject: WeightsOf, *others: Any) -> Checkpoint:
         (swarm,) = made
         if len(swarm.asked) >= swarm.interrupted_at:
             raise Interrupted
@@ -208,6 +212,121 @@ def same_stage(one: MergedReplicas, other: MergedReplicas) -> bool:
     )
 
 
+# Replicas that come, go and are busy.
+
+
+async def came(swarm: Swarm) -> list[str]:
+    """Fetch the replicas of stage 0; return their peers."""
+    return [
+        copy.counters.peer
+        async for copy in replica_fetch.fetched(swarm._network("visitor"), RUN.digest, swarm.look, 0, PLAN.shapes[0])
+    ]
+
+
+async def several(swarm: Swarm, peers: Iterable[str], **busy_until_s: float) -> float:
+    """Let peers serve stage 0, some of them busy for a while; return the time."""
+    for peer in peers:
+        await swarm.replica(peer, 0)
+    swarm.busy_until_s = {(peer, STATE): until_s for peer, until_s in busy_until_s.items()}
+    return asyncio.get_running_loop().time()
+
+
+def test_who_died_meanwhile_is_not_asked_and_who_came_is(swarm: Swarm) -> None:
+    async def main() -> None:
+        await several(swarm, "abcd")
+        late, found = swarm.records.pop("d"), []
+        async for copy in replica_fetch.fetched(swarm._network("visitor"), RUN.digest, swarm.look, 0, PLAN.shapes[0]):
+            assert same_tensors(copy.tensors["slow"], swarm.given(copy.counters.peer))
+            found.append(copy.counters.peer)
+            if copy.counters.peer == "a":
+                del swarm.records["b"]
+                swarm.records["d"] = late
+        assert found == [peer for peer, _ in swarm.asked] == ["a", "c", "d"]
+
+    run(main())
+
+
+def test_a_slow_line_at_home_is_waited_for(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fifteen times slower than a line that is good enough: 0.6 Mbit/s."""
+    size_bytes, shapes = 4 * sum(map(math.prod, SHAPES)), {str(n): shape for n, shape in enumerate(SHAPES)}
+    monkeypatch.setattr(replica_fetch, "SLOWEST_BYTES_PER_S", size_bytes / 100.0)
+
+    async def provide(parts: Parts) -> ReplicaState:
+        return of_parts(state(), parts)
+
+    async def main() -> None:
+        donor = Donor(provide, at_once, SHAPES, DonorLimits(deadline_s=6000.0, piece_s=600.0))
+        slow = swarm.hub.network("slow", Access(up_bytes_per_s=size_bytes / 1500.0))
+        await slow.serve(topic(STATE, 0), state_schema(SHAPES), donor.serve)
+        swarm.at_work("slow", 0, 40)
+        found = [
+            copy.counters.peer
+            async for copy in replica_fetch.fetched(swarm._network("visitor"), RUN.digest, swarm.look, 0, shapes)
+        ]
+        assert found == ["slow"]
+        assert asyncio.get_running_loop().time() > 1400.0
+
+    run(main())
+
+
+def test_a_busy_replica_is_waited_for_and_that_is_said(swarm: Swarm, capsys: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        await several(swarm, "abc", a=60.0, b=30.0)
+        assert await came(swarm) == ["c", "b", "a"], "the others first"
+        for peer in "bc":
+            del swarm.records[peer]
+        begun_s = await several(swarm, "", a=700.0)
+        assert await came(swarm) == ["a"]
+        assert 600.0 < asyncio.get_running_loop().time() - begun_s < 710.0
+
+    run(main())
+    assert "a serves others just now; asking it again for 15 minutes at most" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("others", "bound_s"), [("", replica_fetch.BUSY_S), ("cd", replica_fetch.BUSY_BESIDE_S)])
+def test_who_is_busy_for_ever_is_left_out_at_last(
+    swarm: Swarm, others: str, bound_s: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def main() -> None:
+        await several(swarm, f"b{others}", b=math.inf)
+        assert await came(swarm) == list(others)
+        assert bound_s <= asyncio.get_running_loop().time() < bound_s + 10.0
+
+    run(main())
+    assert "left out" in capsys.readouterr().err
+
+
+def test_however_many_strangers_offer_weights_so_many_are_taken(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_fetch, "MOST_GIVEN", 2)
+    monkeypatch.setattr(replica_fetch, "MOST_ASKED", 3)
+
+    async def main() -> None:
+        await several(swarm, "abcd")
+        assert await came(swarm) == ["a", "b"]
+        swarm.records = {"d": swarm.records["d"]}
+        for name in ("away 1", "away 2", "away 3"):
+            swarm.at_work(name, 0, 40)
+        assert await came(swarm) == []
+
+    run(main())
+
+
+@given(
+    listed=st.sets(st.sampled_from("abcdef")),
+    again_s=st.dictionaries(st.sampled_from("abcdef"), st.one_of(st.floats(0.0, 1e6), st.just(math.inf))),
+)
+def test_nobody_is_asked_twice_before_all_were_asked_once(listed: set[str], again_s: dict[str, float]) -> None:
+    peer = replica_fetch.next_to_ask(listed, again_s)
+    left = {each for each in listed if again_s.get(each) != math.inf}
+    if peer is None:
+        assert not left
+        return
+    assert peer in left
+    if peer in again_s:
+        assert left <= again_s.keys()
+        assert all(again_s[peer] <= again_s[other] for other in left)
+
+
 # Going on.
 
 
@@ -223,6 +342,10 @@ def test_replicas_that_had_come_of_an_unfinished_stage_are_not_fetched_again(swa
         assert swarm.asked == [("c", STATE), ("d", STATE)]
         assert [peers_of(each) for each in resumed] == [["a", "b", "c"], ["d"]]
         assert {path.name for path in swarm.parts.glob("stage-?.*")} == {"stage-0.safetensors", "stage-1.safetensors"}
+        # A finished stage that the disk has damaged is merged again, from the replicas that lie there.
+        spoil(swarm.parts / "stage-1.safetensors", "damaged")
+        await swarm.exported()
+        assert swarm.asked == []
         swarm.parts = tmp_path / ".another.parts"
         at_one_go = await swarm.exported()
         assert len(swarm.asked) == 4
@@ -306,30 +429,6 @@ def test_a_finished_part_is_kept_until_its_stage_is_far_or_lives_again(
     part = MergedReplicas({}, (standing,), (), "keeper" if of_snapshot else None)
     near = not rounds or round >= sorted(rounds)[(len(rounds) - 1) // 2] - behind
     assert is_kept(part, rounds, behind) == (near and not (of_snapshot and rounds))
-
-
-def test_single_replicas_are_files_of_which_each_stage_has_one_at_least(swarm: Swarm) -> None:
-    async def main() -> None:
-        for peer, stage in (("a", 0), ("b", 0), ("c", 1)):
-            await swarm.replica(peer, stage)
-        stages = await swarm.export_to_come().replicas()
-        assert [[each.peer for each in stage] for stage in stages] == [["a", "b"], ["c"]]
-        for number, stage in enumerate(stages):
-            with ReplicaReader(stage, PLAN.shapes[number]) as reader:
-                for place, each in enumerate(stage):
-                    assert same_tensors(tuple(reader.weights(place).values()), swarm.given(each.peer))
-        found = merge_files([each for stage in stages for each in stage], RUN, PLAN)
-        assert [peers_of(stage) for stage in found] == [["a", "b"], ["c"]]
-        del swarm.records["c"]
-        swarm.export_to_come().parts.remove()
-        stages = await swarm.export_to_come().replicas()
-        with pytest.raises(UserError, match="no usable weights of stage 1"):
-            merge_files([each for stage in stages for each in stage], RUN, PLAN)
-
-    run(main())
-
-
-# A stage that died.
 
 
 def test_a_stage_that_died_comes_from_the_newest_snapshot_and_that_is_said(
@@ -453,10 +552,8 @@ def test_a_snapshot_counts_beside_a_home_where_it_is_clearly_newer(
     async def main() -> None:
         await swarm.replica("a", 0)
         await swarm.keeper("a", 1, round)
-        weights = dict(zip(PLAN.shapes[1], drawn(1, seed=9), strict=True))
-        copy = FetchedReplica("of a home", 10, 30, 0.25, weights)
-        home = PartsDirectory(tmp_path, RUN.digest, PLAN.shapes, BEHIND)
-        filed = home.keep_replica(1, copy)
+        copy = snapshot_of(of_state(drawn(1, seed=9), 10, 0.25), "of a home", 1, RUN.digest)
+        filed = PartsDirectory(tmp_path, RUN.digest, PLAN.shapes, BEHIND).keep_replica(copy)
         found = (await swarm.exported(filed))[1]
         assert peers_of(found) == taken
         assert [each.peer for each in found.left_out] == left_out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -161,62 +160,56 @@ def test_a_donor_that_crashes_at_a_random_instant_is_replaced(seed: int) -> None
         assert any("more than one replica" in line for line in world.said)
 
 
-def test_a_line_with_a_bandwidth_is_used_to_the_full() -> None:
-    async def main() -> float:
-        world = Newcomers()
-        await world.donor("donor", state())
-        found = await world.newcomer().attempt(("donor",))
-        assert isinstance(found, ReplicaState)
-        assert same(found, state())
-        return asyncio.get_running_loop().time()
+def copied(
+    donors: dict[str, ReplicaState], *names: str, down_bytes_per_s: float = RATE, terminal: bool = False
+) -> tuple[ReplicaState | str, Newcomers, float]:
+    """Copy from these donors, with more names in the roster; return what came, the world, and the seconds."""
 
-    assert 20.0 <= run(main()) < 1.1 * 20.0
+    async def main() -> tuple[ReplicaState | str, Newcomers, float]:
+        world = Newcomers()
+        world.terminal = terminal
+        for name, whole in donors.items():
+            await world.donor(name, whole)
+        found = await world.newcomer(down_bytes_per_s).attempt((*donors, *names))
+        return found, world, asyncio.get_running_loop().time()
+
+    return run(main())
+
+
+def test_a_line_with_a_bandwidth_is_used_to_the_full() -> None:
+    found, _, seconds = copied({"donor": state()})
+    assert isinstance(found, ReplicaState)
+    assert same(found, state())
+    assert 20.0 <= seconds < 1.1 * 20.0
 
 
 def test_a_gross_outlier_is_refused_before_a_byte_of_its_weights() -> None:
-    async def main() -> Newcomers:
-        world = Newcomers()
-        blown_up = tuple(1000.0 * tensor for tensor in state(3).slow)
-        await world.donor("outlier", state(3, slow=blown_up))
-        await world.donor("donor", state(1))
-        await world.donor("third", state(2))
-        found = await world.newcomer(1e9).attempt(("outlier", "donor", "third"))
-        assert isinstance(found, ReplicaState)
-        assert same(found, state(1))
-        return world
-
-    world = run(main())
+    blown_up = state(3, slow=tuple(1000.0 * tensor for tensor in state(3).slow))
+    found, world, _ = copied({"outlier": blown_up, "donor": state(1), "third": state(2)}, down_bytes_per_s=1e9)
+    assert isinstance(found, ReplicaState)
+    assert same(found, state(1))
     (refused,) = world.told("refused")
     assert (refused.donor, refused.fetched_bytes) == ("outlier", 0)
     assert "norm" in (refused.why or "")
     assert any("refused the copy of outlier" in line for line in world.said)
 
 
-def test_a_donor_far_from_what_others_answer_is_refused_and_names_have_no_voice() -> None:
-    async def main(other: ReplicaState | None) -> tuple[ReplicaState | str, list[str]]:
-        world = Newcomers()
-        await world.donor("donor", state())
-        if other is not None:
-            await world.donor("other", other)
-        names = ["other"] if other is not None else [f"name{number}" for number in range(20)]
-        found = await world.newcomer(1e9).attempt(("donor", *names))
-        return found, [refused.why or "" for refused in world.told("refused")]
+@pytest.mark.parametrize(
+    ("other", "why"), [({"round": 60}, "its stage in round 60"), ({"progress": 0.9}, "that of its stage 0.90")]
+)
+def test_a_donor_far_from_what_others_answer_is_refused(other: dict[str, Any], why: str) -> None:
+    _, world, _ = copied({"donor": state(), "other": state(**other)}, down_bytes_per_s=1e9)
+    assert why in (world.told("refused")[0].why or "")
 
-    assert "its stage in round 60" in run(main(replace(state(), round=60)))[1][0]
-    assert "that of its stage 0.90" in run(main(replace(state(), progress=0.9)))[1][0]
-    found, why = run(main(None))
+
+def test_names_have_no_voice() -> None:
+    found, world, _ = copied({"donor": state()}, *(f"name{number}" for number in range(20)), down_bytes_per_s=1e9)
     assert isinstance(found, ReplicaState)
-    assert not why
+    assert not world.told("refused")
 
 
 def test_a_person_reads_how_far_it_is_every_few_seconds() -> None:
-    async def main() -> Newcomers:
-        world = Newcomers()
-        await world.donor("donor", state())
-        await world.newcomer().attempt(("donor",))
-        return world
-
-    said = run(main()).said
+    said = copied({"donor": state()})[1].said
     assert said[0].startswith("copying stage 1 from donor (round 6)")
     assert said[-1].startswith("copied stage 1: ")
     lines = [line for line in said if line.endswith("left")]
@@ -225,14 +218,7 @@ def test_a_person_reads_how_far_it_is_every_few_seconds() -> None:
 
 
 def test_on_a_terminal_a_bar_takes_the_place_of_these_lines_and_is_gone_in_the_end() -> None:
-    async def main() -> Newcomers:
-        world = Newcomers()
-        world.terminal = True
-        await world.donor("donor", state())
-        await world.newcomer().attempt(("donor",))
-        return world
-
-    world = run(main())
+    world = copied({"donor": state()}, terminal=True)[1]
     assert [line.partition(" stage")[0] for line in world.said] == ["copying", "copied"]
     *shares, last = [share for share, _ in world.drawn]
     assert shares == sorted(shares)

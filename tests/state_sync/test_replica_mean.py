@@ -1,13 +1,23 @@
-"""The mean of a stage's replicas, tensor by tensor. (Who belongs in it: tests/export.)"""
+"""Which replicas of a stage belong in its mean, and the mean."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.state_sync.replica_mean import drop_strangers, mean_of, products_of
+from noloco_node.state_sync.replica_mean import (
+    FACTOR,
+    ReplicaSummary,
+    drop_outliers,
+    drop_strangers,
+    mean_of,
+    products_of,
+)
 
 
 @given(count=st.integers(1, 5), seed=st.integers(0, 1000), dtype=st.sampled_from([torch.float32, torch.float64]))
@@ -19,12 +29,6 @@ def test_a_mean_is_exact_and_rounded_once(count: int, seed: int, dtype: torch.dt
     assert mean.dtype == torch.float32
     torch.testing.assert_close(mean.double(), torch.stack(before).double().mean(0), rtol=1e-7, atol=1e-12)
     assert all(torch.equal(tensor, old) for tensor, old in zip(replicas, before, strict=True))
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_the_mean_of_equal_replicas_is_theirs(count: int) -> None:
-    tensor = torch.randn(100, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(mean_of([tensor] * count), tensor)
 
 
 @pytest.mark.parametrize("lie", ["flipped", "noise"])
@@ -45,3 +49,44 @@ def test_of_two_nobody_is_a_stranger_and_without_a_half_that_agrees_neither() ->
     assert drop_strangers(products, [0, 1]) == ([0, 1], {})
     products = products_of([list(torch.eye(4))])
     assert drop_strangers(products, range(4)) == (list(range(4)), {})
+
+
+def standing(norm: float, round: int = 100, peer: str = "a") -> ReplicaSummary:
+    return ReplicaSummary(peer=peer, round=round, inner_steps=10 * round, progress=0.5, norm=norm)
+
+
+@given(
+    honest=st.lists(st.tuples(st.floats(0.8, 1.2), st.integers(90, 100)), min_size=2, max_size=9),
+    lies=st.lists(
+        st.one_of(
+            st.floats(1e-9, 0.8 / FACTOR * 0.99),
+            st.floats(1.2 * FACTOR * 1.01, 1e9),
+            st.sampled_from([math.nan, math.inf]),
+        ),
+        max_size=4,
+    ),
+    stale=st.lists(st.integers(0, 70), max_size=4),
+    order=st.randoms(use_true_random=False),
+)
+def test_outliers_and_stragglers_stay_out_as_long_as_they_are_the_fewer(
+    honest: list[tuple[float, int]], lies: list[float], stale: list[int], order: Any
+) -> None:
+    bad = len(lies) + len(stale)
+    if bad >= len(honest):
+        lies, stale = lies[:1], []
+    good = [standing(norm, round, f"good {n}") for n, (norm, round) in enumerate(honest)]
+    mixed = [*good, *(standing(lie, 10**9, f"lie {n}") for n, lie in enumerate(lies))]
+    mixed += [standing(1.0, round, f"stale {n}") for n, round in enumerate(stale)]
+    order.shuffle(mixed)
+    kept, left_out = drop_outliers(mixed, rounds_behind=16)
+    assert sorted(mixed[place].peer for place in kept) == sorted(each.peer for each in good)
+    assert sorted([each.peer for each in left_out] + [mixed[place].peer for place in kept]) == sorted(
+        each.peer for each in mixed
+    )
+
+
+@given(norms=st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=6), rounds=st.integers(0, 10**6))
+def test_somebody_is_kept_wherever_anybody_is_finite(norms: list[float], rounds: int) -> None:
+    kept, left_out = drop_outliers([standing(abs(norm), rounds) for norm in norms], 16)
+    assert bool(kept) == any(map(math.isfinite, norms))
+    assert len(kept) + len(left_out) == len(norms)

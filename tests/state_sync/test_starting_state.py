@@ -1,7 +1,8 @@
-"""The gossip settings of a run file, and what of the outer state a newcomer and a restarted replica carry on."""
+"""What a newcomer or a restarted replica carries on, the gossip settings of a run file, and first losses."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -15,20 +16,28 @@ from torch import Tensor
 from toy_gossip import Toy, ToySettings, World
 
 from gossip.exchange.messages import Manifest, Piece, ReplicaState
-from gossip.interface import Origin, OuterStepTaken, PartnerTooStale
+from gossip.interface import Origin
 from gossip.rule.outer_step import OuterState
 from gossip.rule.shares import ROUND_BOUND
-from gossip.settings import Format, OuterConfig
+from gossip.settings import OuterConfig
 from gossip.transfer.chunks import cut, listed
 from noloco_node.errors import UserError
-from noloco_node.journal.reader import read
-from noloco_node.journal.writer import Journal
 from noloco_node.run.presets import PRESETS, run_text
 from noloco_node.run.protocols import state_schema
 from noloco_node.run.runfile import decode_run
 from noloco_node.sim.clock import run as simulated
 from noloco_node.sim.hardware.quadratic_model import SIZE, QuadraticModel
-from noloco_node.state_sync.starting_state import from_checkpoint, from_donor, is_recent_enough, started
+from noloco_node.state_sync.starting_state import (
+    FAR,
+    JUDGED,
+    JUDGEMENTS,
+    LEAST_OTHERS,
+    StartingLoss,
+    from_checkpoint,
+    from_donor,
+    is_recent_enough,
+    started,
+)
 from noloco_node.storage.checkpoint import Checkpoint, Counters, load_latest, save
 
 MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_layers = 4}\n'
@@ -40,8 +49,8 @@ MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_l
 @pytest.mark.parametrize(
     ("lines", "field", "why"),
     [
-        ("momentum_period = 0", "outer.momentum_period = 0", "below 1"),
-        ("momentum_period = 100000", "outer.momentum_period", "never moves"),
+        ("momentum_period = 0", "outer.momentum_period = 0", "1 to 1,000"),
+        ("momentum_period = 100000", "outer.momentum_period", "1 to 1,000"),
         ("momentum_period = 2\nmomentum_spread = 0.51", "outer.momentum_spread = 0.51", "0.5"),
         ("momentum_spread = -0.1", "outer.momentum_spread", "from 0"),
         ("momentum_spread = nan", "outer.momentum_spread", "from 0"),
@@ -54,21 +63,6 @@ def test_contradictory_settings_are_refused_with_the_reason(lines: str, field: s
         decode_run(f"{MODEL}[outer]\n{lines}\n", "run.toml")
     assert field in str(caught.value)
     assert why in str(caught.value)
-
-
-@settings(deadline=None)
-@given(period=st.integers(1, 50), share=st.floats(0.0, 1.0), codec=st.sampled_from(list(Format)))
-def test_settings_reach_the_rounds(period: int, share: float, codec: Format) -> None:
-    lines = f"momentum_period = {period}\nmomentum_spread = {share / period!r}\ncodec = '{codec}'\ngamma = 0.3\n"
-    run = decode_run(f"{MODEL}[outer]\nalpha = 0.3\n{lines}staleness_at_most = 7\n", "run.toml")
-    assert (run.outer.momentum_period, run.outer.momentum_spread) == (period, share / period)
-    assert run.outer.codec is codec
-    assert run.outer.staleness_at_most == 7
-
-
-def test_a_run_file_without_a_period_means_a_momentum_that_moves_in_every_round() -> None:
-    run = decode_run(MODEL, "run.toml")
-    assert (run.outer.momentum_period, run.outer.momentum_spread) == (1, 0.0)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -115,23 +109,17 @@ def test_a_newcomer_is_where_its_donor_is() -> None:
     assert (origin.rounds, origin.inner_steps, origin.last_met) == (4, 80, 3)
 
 
+def checkpoint(fast: tuple[Tensor, ...], gathered: tuple[Tensor, ...] = (), **told: Any) -> Checkpoint:
+    usual = {"run_id": "run", "stage": 0, "round": 4, "inner_steps": 80, "progress": 0.5, "samples": 1}
+    moments = (torch.zeros(SIZE), torch.zeros(SIZE))
+    tensors = {"slow": drawn(1), "momentum": drawn(2), "gathered": gathered, "fast": fast, "optimiser": moments}
+    return Checkpoint(Counters(**usual, optimiser_steps=80, **told), tensors)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("meetings", [0, 2])
 def test_a_checkpoint_keeps_the_momentum_period_and_the_last_meeting(tmp_path: Path, meetings: int) -> None:
-    counters = Counters(
-        run_id="run",
-        stage=0,
-        round=4,
-        inner_steps=80,
-        progress=0.5,
-        samples=1,
-        optimiser_steps=80,
-        meetings=meetings,
-        last_met=3,
-    )
     gathered = drawn(3) if meetings else ()
-    moments = (torch.zeros(SIZE), torch.zeros(SIZE))
-    tensors = {"slow": drawn(1), "momentum": drawn(2), "gathered": gathered, "fast": drawn(4), "optimiser": moments}
-    save(tmp_path, Checkpoint(counters, tensors))
+    save(tmp_path, checkpoint(drawn(4), gathered, meetings=meetings, last_met=3))
     loaded = load_latest(tmp_path, "run")
     assert loaded is not None
     origin = from_checkpoint(QuadraticModel(0), loaded).origin
@@ -140,16 +128,8 @@ def test_a_checkpoint_keeps_the_momentum_period_and_the_last_meeting(tmp_path: P
 
 
 def test_a_checkpoint_from_before_starts_a_period_and_is_not_stale() -> None:
-    counters = Counters(run_id="run", stage=0, round=4, inner_steps=80, progress=0.5, samples=1, optimiser_steps=80)
-    tensors = {"slow": drawn(1), "momentum": drawn(2), "fast": drawn(4), "optimiser": (drawn(5)[0], drawn(6)[0])}
-    origin = from_checkpoint(QuadraticModel(0), Checkpoint(counters, tensors)).origin
+    origin = from_checkpoint(QuadraticModel(0), checkpoint(drawn(4))).origin
     assert (origin.state.gathered, origin.state.meetings, origin.last_met) == ((), 0, 4)
-
-
-def checkpoint(fast: tuple[Tensor, ...]) -> Checkpoint:
-    counters = Counters(run_id="run", stage=0, round=4, inner_steps=80, progress=0.5, samples=1, optimiser_steps=80)
-    moments = (torch.zeros(SIZE), torch.zeros(SIZE))
-    return Checkpoint(counters, {"slow": drawn(1), "momentum": drawn(2), "fast": fast, "optimiser": moments})
 
 
 def test_a_checkpoint_from_between_two_rounds_says_that_its_slow_weights_lack_steps() -> None:
@@ -213,28 +193,42 @@ def test_manifests_and_pieces_pass_the_wire_and_others_do_not(shapes: tuple[tupl
         schema.pack(replace(slow, slow=listed([b"0" * 32] * (len(spans) + 1))))
 
 
-# What is journalled.
+USUAL = 3.0
+honest = st.floats(USUAL / FAR**0.4, USUAL * FAR**0.4)
 
 
-def test_staleness_is_in_the_journal(tmp_path: Path) -> None:
-    step = OuterStepTaken(
-        round=3,
-        partner="b",
-        gap=0.1,
-        staleness=2,
-        bytes_sent=10,
-        bytes_received=20,
-        seconds=1.0,
-        staleness_rounds=20,
-        partner_staleness=1,
-        adopted=True,
-    )
-    stale = PartnerTooStale(round=3, partner="a", partner_staleness=20, bytes_sent=20, bytes_received=10)
-    with Journal(tmp_path / "journal.jsonl", now=lambda: 1.0) as written:
-        written.write(step)
-        written.write(stale)
-    first, second = read(tmp_path / "journal.jsonl")
-    assert isinstance(first, OuterStepTaken)
-    assert (first.staleness_rounds, first.partner_staleness, first.adopted) == (20, 1, True)
-    assert isinstance(second, PartnerTooStale)
-    assert second.partner_staleness == 20
+@given(
+    st.lists(honest, min_size=JUDGED, max_size=2 * JUDGED),
+    st.lists(honest, min_size=2 * LEAST_OTHERS, max_size=20),
+    st.lists(st.sampled_from([0.0, -1.0, 1e9]), max_size=LEAST_OTHERS - 1),
+    st.lists(st.sampled_from([20.0, math.inf, math.nan]), max_size=JUDGED // 2 - 1),
+)
+def test_honest_weights_are_kept_whatever_few_liars_and_few_bad_routes_say(
+    losses: list[float], others: list[float], lies: list[float], bad: list[float]
+) -> None:
+    assert StartingLoss(judges=True).failed([*losses, *bad], [*others, *lies]) is None
+
+
+@pytest.mark.parametrize("loss", [USUAL * FAR * 1.01, 200.0, math.inf, math.nan])
+def test_weights_that_are_far_worse_fail_and_not_for_ever(loss: float) -> None:
+    start, others = StartingLoss(judges=True), [USUAL] * LEAST_OTHERS
+    for _ in range(JUDGEMENTS):
+        assert start.failed([loss] * (JUDGED - 1), others) is None
+        found = start.failed([loss], others)
+        assert found is not None
+        assert found[1] == USUAL
+    for _ in range(3):
+        assert start.failed([loss] * JUDGED, others) is None
+
+
+def test_once_weights_have_passed_they_are_not_judged_again() -> None:
+    start, others = StartingLoss(judges=True), [USUAL] * LEAST_OTHERS
+    assert start.failed([USUAL] * JUDGED, others) is None
+    assert start.failed([200.0] * JUDGED, others) is None
+
+
+def test_nobody_is_judged_by_few_or_in_a_run_that_begins() -> None:
+    few = StartingLoss(judges=True)
+    assert few.failed([200.0] * JUDGED, [USUAL] * (LEAST_OTHERS - 1)) is None
+    assert few.failed([], [USUAL] * LEAST_OTHERS) is not None
+    assert StartingLoss(judges=False).failed([200.0] * JUDGED, [USUAL] * LEAST_OTHERS) is None

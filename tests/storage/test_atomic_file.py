@@ -1,4 +1,4 @@
-"""A file is whole or not there, and whoever writes to a descriptor writes all of it or hears why not."""
+"""A file is whole or not there, a writer hears if the disk takes a part, and the bytes of a tensor are its values."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 import noloco_node
 from noloco_node.storage import atomic_file
+from noloco_node.storage.atomic_file import Array, Lazy, bytes_of
 
 
 class NearlyFull:
@@ -73,3 +76,28 @@ def test_only_two_modules_write_to_descriptors_themselves() -> None:
     raw = re.compile(r"\bos\.(write|pwrite|writev|pwritev|sendfile|copy_file_range)\(|buffering=0")
     found = {str(path.relative_to(root)) for path in root.rglob("*.py") if raw.search(path.read_text())}
     assert found == {"storage/atomic_file.py", "journal/writer.py", "machine/signals.py"}
+
+
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "as it is": lambda tensor: tensor,
+    "a parameter": torch.nn.Parameter,
+    "transposed": lambda tensor: tensor.T,
+    "bfloat16": lambda tensor: tensor.bfloat16(),
+    "one value": lambda tensor: tensor[0, 0],
+    "empty": lambda tensor: tensor[:0],
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("at_once", [1, 7, 2**22])
+def test_bytes_are_those_of_the_values(
+    form: Callable[[Tensor], Tensor], at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(atomic_file, "AT_ONCE", at_once)
+    tensor = form(torch.randn(5, 9, generator=torch.Generator().manual_seed(1)))
+    array = Array("any", "F32", tuple(tensor.shape), bytes_of(tensor))
+    chunks = list(array.chunks())
+    assert b"".join(chunks) == tensor.detach().float().contiguous().numpy().tobytes()
+    assert array.size_bytes == sum(map(len, chunks))
+    if isinstance(array.data, Lazy):
+        assert all(len(chunk) <= 4 * at_once for chunk in chunks)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,13 +9,10 @@ from state_copies import SHAPES, drawn
 
 from gossip.exchange.messages import Parts, Section
 from gossip.transfer.chunks import (
-    DIGEST_BYTES,
     LEAST_PIECE_BYTES,
     MOST_PIECE_BYTES,
     cut,
-    digest,
     gather,
-    listed,
     piece_bytes,
     scatter,
     sections,
@@ -75,14 +70,6 @@ def test_what_is_gathered_and_scattered_is_what_was_there(seed: int) -> None:
         assert data.nbytes == span.size_bytes
         scatter(data, copies, span)
     assert all(map(torch.equal, tensors, copies))
-
-
-def test_hashes_are_sha256_and_travel_as_rows() -> None:
-    data = torch.arange(64, dtype=torch.uint8)
-    assert digest(data) == hashlib.sha256(bytes(range(64))).digest()
-    rows = listed([digest(data), digest(data[:3])])
-    assert rows.shape == (2, DIGEST_BYTES)
-    assert bytes(rows[1].numpy()) == hashlib.sha256(bytes(range(3))).digest()
 
 
 def test_who_asks_for_less_gets_less() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from state_copies import (
     LIKE,
@@ -27,7 +27,6 @@ from state_copies import (
     holding,
     of_parts,
     same,
-    same_tensors,
     state,
     wanted,
 )
@@ -114,6 +113,7 @@ def test_what_is_copied_is_what_was_frozen_though_the_donor_trains_on() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.sets(st.integers(0, 4 * len(SPANS)), max_size=6))
+@example(set(range(0, 8 * len(SPANS), 2)))
 def test_a_stream_that_breaks_is_dialled_again_and_nothing_is_fetched_twice(broken: set[int]) -> None:
     arrived: list[News] = []
     sent = 0
@@ -129,19 +129,6 @@ def test_a_stream_that_breaks_is_dialled_again_and_nothing_is_fetched_twice(brok
     assert sum(isinstance(news, ChunkArrived) for news in arrived) == 4 * len(SPANS)
     # A break costs the piece under way on each stream at most.
     assert sent <= 4 * len(SPANS) + STREAMS * len(broken)
-
-
-def test_a_line_that_breaks_again_and_again_and_brings_something_each_time_brings_all() -> None:
-    sent = 0
-
-    def cut_every_second(sender: str, receiver: str, message: Any) -> Any:
-        nonlocal sent
-        sent += isinstance(message, Piece)
-        return CUT if isinstance(message, Piece) and sent % 2 == 0 else message
-
-    world = World(tamper=cut_every_second)
-    Giving(world, "donor", WHOLE)
-    assert same(run(copy_from(world, ["donor"])), WHOLE)
 
 
 class Kept:
@@ -243,23 +230,6 @@ def test_a_donor_that_dies_with_the_last_pieces_leaves_none_out(lacking: int) ->
     assert same(run(main()), WHOLE)
 
 
-def test_equal_pieces_of_another_donor_are_not_fetched_again() -> None:
-    """Two replicas that agree to the bit differ in the inner optimiser alone."""
-    news: list[News] = []
-
-    async def main() -> ReplicaState:
-        world = World()
-        Giving(world, "first", state(1))
-        Giving(world, "second", state(1, optimiser=state(7).optimiser))
-        dying(world, "first", 3 * len(SPANS))
-        return await copy_from(world, ["first", "second"], holding(news))
-
-    found = run(main())
-    assert same_tensors(found.slow, WHOLE.slow)
-    second = [each for each in news if isinstance(each, DonorSelected)][1]
-    assert second.held_bytes > 0.3 * second.total_bytes
-
-
 def test_a_donor_that_lets_its_copy_go_is_asked_for_another() -> None:
     async def main() -> list[News]:
         world = World()
@@ -284,34 +254,6 @@ def test_a_donor_that_lets_its_copy_go_is_asked_for_another() -> None:
     assert [each.round for each in news if isinstance(each, DonorSelected)] == [6, 8]
     # The weights are the same, and so are their hashes.
     assert sum(isinstance(each, ChunkArrived) for each in news) == 4 * len(SPANS)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_newcomer_that_dies_at_any_moment_goes_on_with_what_it_kept(seed: int) -> None:
-    """What it kept is the `StateAssembly` here; `test_partial_download` has the disk."""
-    rng = Random(seed)
-
-    async def main() -> None:
-        world, heard = World(latency_s=0.01), Listening()
-        world.tamper = heard
-        Giving(world, "donor", WHOLE)
-        held = holding()
-        lives = 0
-        while True:
-            lives += 1
-            try:
-                async with asyncio.timeout(rng.uniform(0.05, 0.4)):
-                    found = await copy_from(world, ["donor"], held)
-                break
-            except TimeoutError:
-                await asyncio.sleep(rng.uniform(0.0, 20.0))
-        assert lives > 1
-        assert same(found, WHOLE)
-        # A death costs what was under way.
-        assert heard.pieces["donor"] <= 4 * len(SPANS) + STREAMS * lives
-        assert len({manifest.snapshot for manifest in heard.manifests}) == 1
-
-    run(main())
 
 
 # Liars.
@@ -576,12 +518,6 @@ def test_always_busy_is_given_up_after_a_bounded_time() -> None:
         return asyncio.get_running_loop().time()
 
     assert 80.0 <= run(main()) < 82.0
-
-
-def test_a_piece_has_its_share_of_the_time_and_some_seconds() -> None:
-    assert piece_s(30.0, 1) == 30.0
-    assert piece_s(math.inf, 7) == math.inf
-    assert 30.0 < piece_s(600.0, 1000) < 40.0
 
 
 # What strangers cost a donor.
@@ -857,7 +793,3 @@ def test_newcomers_spread_over_the_donors() -> None:
     assert sorted(order) == sorted(set(replicas) - {"replica3"})
     assert order == donors("replica3", list(reversed(replicas)), 7)
     assert order != donors("replica3", replicas, 8) or donors("new1", replicas, 7) != donors("new1", replicas, 8)
-
-
-def test_like_is_what_the_shapes_say() -> None:
-    assert [tuple(tensor.shape) for tensor in LIKE] == list(SHAPES)

@@ -224,8 +224,17 @@ def merged(stage: int) -> Any:
 
 def fetched() -> Any:
     """Return a replica that an export has fetched."""
-    named = dict(zip(shapes(STAGE), weights(STAGE, 95), strict=True))
-    return product.Copy(DONOR, 6, 27, 0.375, named)
+    counters = product.Counters(
+        run_id=recipe().digest,
+        stage=STAGE,
+        round=6,
+        inner_steps=27,
+        progress=0.375,
+        samples=0,
+        optimiser_steps=0,
+        peer=DONOR,
+    )
+    return product.Checkpoint(counters, {"slow": tuple(weights(STAGE, 95))})
 
 
 def write_parts(path: Path) -> None:
@@ -233,7 +242,7 @@ def write_parts(path: Path) -> None:
     lying = parts(path)
     lying.make()
     lying.finish(OTHER_STAGE, merged(OTHER_STAGE))
-    lying.keep_replica(STAGE, fetched())
+    lying.keep_replica(fetched())
 
 
 def parts(path: Path) -> Any:

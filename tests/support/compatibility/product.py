@@ -40,7 +40,6 @@ from noloco_node.data.blocks import open_blocks
 from noloco_node.data.blocks import shuffled as mixed
 from noloco_node.errors import Exit
 from noloco_node.export.exporter import export
-from noloco_node.export.replica_files import FetchedReplica as Copy
 from noloco_node.export.replica_files import MergedReplicas as Merged
 from noloco_node.export.replica_files import PartsDirectory, in_home
 from noloco_node.journal import events as journal
