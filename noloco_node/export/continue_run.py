@@ -48,22 +48,21 @@ def continuing_text(directory: Path, preset: str) -> str:
     given, config, files = numbers_of(preset), _config_of(directory), weight_files(directory)
     from pipeline.model_config import longest_sequence  # which loads torch
 
-    positions = longest_sequence(config) or given.sequence_length
-    stages, length = min(given.stages, config.num_hidden_layers), min(given.sequence_length, positions)
+    positions = longest_sequence(config) or given["sequence_length"]
+    stages, length = min(given["stages"], config.num_hidden_layers), min(given["sequence_length"], positions)
     own_tokenizer: list[Path] = []
     before = run_of(directory) if (directory / NOTES).exists() else None
     if before is not None:
         stages, length = before.pipeline.stages, before.pipeline.sequence_length
     if before is None or before.data.tokenizer != "byt5":
         own_tokenizer = _tokenizer_files(directory, config.vocab_size)
-    numbers = msgspec.structs.replace(
-        given,
-        about="going on from a finished model",
-        stages=stages,
-        microbatches=max(given.microbatches, 2 * stages),
-        sequence_length=length,
-        learning_rate=f"{float(given.learning_rate) / 10:g}",
-    )
+    numbers = given | {
+        "about": "going on from a finished model",
+        "stages": stages,
+        "microbatches_per_step": max(given["microbatches_per_step"], 2 * stages),
+        "sequence_length": length,
+        "learning_rate": f"{float(given['learning_rate']) / 10:g}",
+    }
     model = _MODEL.format(
         architecture=_toml(config.model_type),
         sizes="\n".join(f"{name} = {_toml(value)}" for name, value in sizes_of(config).items()),

@@ -144,7 +144,7 @@ def _does_not_fit(host: ComputeHost, free: FreeMemory, stages: Sequence[int], *,
 
 
 async def claim_stage(context: NodeContext, request: StageRequest, served: int | None) -> ClaimedStage:
-    """Claim the stage that the owner asked for, or the one that limits the swarm. `served`: in an earlier life."""
+    """Claim the stage that the owner asked for, or the one that limits the swarm. `served`: in an earlier session."""
     await _read_roster(context)
     if request.stage is not None:
         return await _claim_requested(context, request.stage, request.device_s)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pipeline.stage import Stage
 
 _REFUSALS = (ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
-"""What transformers and torch raise where the sizes of a run file, which a stranger may have written, fit no model."""
+"""Errors of transformers and torch where the sizes of a run file, perhaps a stranger's, fit no model."""
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "*.model", "*.txt")
 
 
@@ -43,7 +43,7 @@ class ModelLayout(NamedTuple):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What training leaves out of this family, in sentences."""
+        """Sentences about parts of this family that training leaves out."""
         family = self.prepared.config.model_type
         return tuple(f"Of a {family} model, {note} (docs/families.md)." for note in family_notes(self.prepared.config))
 

@@ -51,7 +51,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Fields of the architecture's config in transformers, under the names that it uses there; "null" unsets one."""
     weights: tuple[WeightFile, ...] = ()
     """Files of a checkpoint to continue from (`file`, `size_bytes`, `digest`), as `init --from` lists them. They travel
-    through the swarm: whoever has them gives `--weights DIR` to `bootstrap` or `join`."""
+    through the swarm: a peer that has them is given `--weights DIR` at `bootstrap` or `join`."""
     hub: str | None = None
     """A model of the hub to continue from, owner/name."""
     commit: str | None = None
@@ -140,12 +140,12 @@ class AdmissionRule(StrEnum):
 
 
 class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who may take part. Without an owner everybody who holds an invite, and nobody can be shut out."""
+    """The peers that may take part. Without an owner every holder of an invite may, and nobody can be shut out."""
 
     owner: str | None = None
     """The public half of the owner's key, 64 hexadecimal digits."""
     rule: AdmissionRule = AdmissionRule.OPEN
-    """open: whoever has an invite gets a ticket from a bootstrap peer; invited: each invite is for one identity;
+    """open: every holder of an invite gets a ticket from a bootstrap peer; invited: each invite is for one identity;
     listed: tickets are for peer ids that the owner names."""
 
 

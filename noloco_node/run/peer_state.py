@@ -12,7 +12,7 @@ from noloco_node.units import Seconds
 
 
 class PeerState(StrEnum):
-    """What a peer is doing, in one word."""
+    """The activity of a peer, in one word."""
 
     JOINING = "joining"
     CATCHING_UP = "catching up"
@@ -29,7 +29,7 @@ LONGEST_DETAIL = 200
 
 
 class WaitCause(StrEnum):
-    """What a peer waits for, or what is wrong while it trains. Records and journals hold it; views have the words."""
+    """The cause of a wait, or of a trouble while a peer trains. Records and journals hold it; views have the words."""
 
     REPLICA = "replica"
     """A replica of the next stage has to appear in the roster."""
@@ -48,11 +48,11 @@ class WaitCause(StrEnum):
     DISK = "disk"
     """Its disk refuses checkpoints."""
     OTHER = "other"
-    """What the detail says."""
+    """The cause that the detail names."""
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """What a peer waits for, and for how many seconds it has; None where that is not known. `detail`: more in words."""
+    """A wait of a peer: its cause, its seconds so far (None where they are not known), and more in words."""
 
     cause: WaitCause
     seconds: Seconds | None = None

@@ -2,8 +2,8 @@
 
 `tiny` trains on a laptop in minutes. `125m`, `1b` and `7b` have the sizes, learning rates and outer steps of the
 NoLoCo paper (arXiv 2506.10911), in the Llama family; their batches are smaller than the paper's, so that a peer is one
-accelerator. All of them read the standard library of Python as bytes, because that needs no network: whoever means it
-puts a data set and a tokenizer of the hub in their place.
+accelerator. All of them read the standard library of Python as bytes, because that needs no network. For a real run
+put a data set and a tokenizer of the hub in their place.
 
 The text is written by hand and not generated from the structs: a run file is the first page of the manual.
 """
@@ -16,45 +16,22 @@ from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from string import Template
+from typing import Any, TypeAlias
 
 import msgspec
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.storage import atomic_file
 
-
-class PresetNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What differs from preset to preset, under the template's names; strings are written as they stand."""
-
-    about: str
-    machines: str
-    """Those that it is meant for, as options of `noloco-node check`."""
-    hidden: int
-    layers: int
-    feed_forward: int
-    heads: int
-    initial: str
-    stages: int
-    replicas: int
-    sequence_length: int
-    microbatch_size: int
-    microbatches: int
-    windows_in_flight: int = 1
-    codec: str
-    steps: int
-    learning_rate: str
-    warmup: int
-    beta2: str
-    per_round: int
-    late_per_round: int
-    overlap: int
+Preset: TypeAlias = dict[str, Any]
+"""The values of a preset (`presets.toml`), by field."""
 
 
 def _packaged(name: str) -> str:
     return (resources.files(__package__) / name).read_text(encoding="utf-8")
 
 
-_PRESETS = msgspec.toml.decode(_packaged("presets.toml"), type=dict[str, PresetNumbers])
+_PRESETS = msgspec.toml.decode(_packaged("presets.toml"), type=dict[str, Preset])
 PRESETS = tuple(_PRESETS)
 _MACHINES = re.compile(r"(?m)^#     noloco-node check FILE (.*)$")
 """As a run file's comment names those that it is meant for."""
@@ -92,7 +69,7 @@ def machines_of(text: str) -> str | None:
     return None if found is None else found[1]
 
 
-def numbers_of(preset: str) -> PresetNumbers:
+def numbers_of(preset: str) -> Preset:
     """Return what a preset is made of; raise `UserError` for another one."""
     if preset not in _PRESETS:
         raise UserError(
@@ -130,25 +107,24 @@ def demo_run_text(*, stages: int, replicas: int, steps: int, seed: int) -> str:
     The model grows a layer for each stage beyond four. In a short demo the rounds are closer together.
     """
     tiny = _PRESETS["tiny"]
-    per_round = max(2, min(tiny.per_round, steps // 10))
-    numbers = msgspec.structs.replace(
-        tiny,
-        about="a demo",
-        layers=max(tiny.layers, stages),
-        stages=stages,
-        replicas=replicas,
-        microbatches=max(tiny.microbatches, 2 * stages),
-        steps=steps,
-        warmup=min(20, steps // 10),
-        per_round=per_round,
-        late_per_round=4 * per_round,
-        overlap=per_round - 1,
-    )
+    per_round = max(2, min(tiny["inner_steps_per_round"], steps // 10))
+    numbers = tiny | {
+        "about": "a demo",
+        "num_hidden_layers": max(tiny["num_hidden_layers"], stages),
+        "stages": stages,
+        "replicas": replicas,
+        "microbatches_per_step": max(tiny["microbatches_per_step"], 2 * stages),
+        "steps": steps,
+        "warmup_steps": min(20, steps // 10),
+        "inner_steps_per_round": per_round,
+        "late_inner_steps_per_round": 4 * per_round,
+        "overlap_steps": per_round - 1,
+    }
     return written(numbers, "demo", seed)
 
 
 def written(
-    n: PresetNumbers,
+    numbers: Preset,
     name: str,
     seed: int,
     *,
@@ -173,4 +149,4 @@ def written(
         text = text[: found.start()] + line + text[found.end() :]
     if tokenizer_files:
         text = text.replace("[inner]\n", f"{tokenizer_files}\n\n[inner]\n")
-    return Template(text).substitute(msgspec.structs.asdict(n), name=name, seed=seed, model=model, tokenizer=tokenizer)
+    return Template(text).substitute(numbers, name=name, seed=seed, model=model, tokenizer=tokenizer)

@@ -36,7 +36,7 @@ _AS_WRITTEN = "as `noloco-node init --from DIR` writes them"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
-"""What families call the width of their activations."""
+"""Names that families have for the width of their activations."""
 _LARGEST_SIZE = {
     "hidden_size": 65_536,
     "n_embd": 65_536,

@@ -52,7 +52,7 @@ class PeerLife:
 
     @property
     def replica(self) -> Replica | None:
-        """What trains in this life; None before it has joined, and where it is forgotten."""
+        """The replica of this life; None before it has joined, and after `forget`."""
         return None if self.node is None else self.node.replica
 
     def say(self, line: str) -> None:
@@ -123,7 +123,7 @@ class SimulatedPeer:
 
     @property
     def replica(self) -> Replica | None:
-        """What the peer trains in its present life, or trained in its last."""
+        """The replica of the present life, or of the last."""
         return self.life.replica if self.lives else None
 
     @property

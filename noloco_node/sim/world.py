@@ -74,7 +74,7 @@ class World:
         self.peers: dict[str, SimulatedPeer] = {}
         self.watchers: list[Watcher] = []
         self.attacks: Mapping[str, Callable[[], Tampering]] = {}
-        """What hostile peers do, by the names that faults have for it."""
+        """The attacks of hostile peers, by the names that faults give them."""
         self.ended_s = 0.0
         """When the last planned work was done; the time for which nodes serve their weights is not counted."""
         self.standstill: str | None = None

@@ -159,7 +159,7 @@ class RunAccess:
         return HomePaths(self._home).run(self.invite.digest).ticket
 
     def _keep(self, ticket: bytes) -> None:
-        """Keep a ticket for the next start; where the disk refuses, this life goes on with it all the same."""
+        """Keep a ticket for the next start; where the disk refuses, this session goes on with it all the same."""
         path = self._ticket_file
         if path is None:
             return

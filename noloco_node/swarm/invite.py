@@ -195,7 +195,7 @@ class KeptInvite:
 
 
 def met_before(invite: Invite, home: HomePaths) -> list[PeerAddress]:
-    """Return whom an earlier life of this home met: by these it comes back where nobody of the invite is left."""
+    """Return the peers that this home met before: by them it comes back when no peer of the invite is left."""
     return not_ours(kept_addresses(invite, home.path), home)
 
 

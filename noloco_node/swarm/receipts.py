@@ -48,7 +48,7 @@ MOST_SOURCES = 1024
 MOST_SIGNERS = 1024
 MOST_OF_STRANGER = 128
 """Sources that are remembered of a signer who has proved nothing to us."""
-MOST_LIVES = 4
+MOST_SESSIONS = 4
 """Of one signer that are told apart; the one that was read longest ago is forgotten."""
 MOST_TIMES = 2.0
 MOST_BROUGHT = 8
@@ -65,7 +65,7 @@ MOST_WORKED = 16 * MOST_RECORDS
 
 
 class ReceiptRecord(msgspec.Struct, frozen=True, array_like=True):
-    """Samples that one replica of the last stage has computed in its life, by source."""
+    """Samples that one replica of the last stage has computed in its session, by source."""
 
     epoch: Count
     samples: Annotated[dict[str, Count], msgspec.Meta(max_length=MOST_LISTED)]
@@ -74,7 +74,7 @@ class ReceiptRecord(msgspec.Struct, frozen=True, array_like=True):
 class IssuedReceipts:
     """Samples that passed here and came back, by source; in a run of one stage, those that partners brought.
 
-    `epoch`: another one in each life of this replica. `brought`: our own samples that each partner met.
+    `epoch`: another one in each session of this replica. `brought`: our own samples that each partner met.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -106,23 +106,23 @@ class IssuedReceipts:
 
 
 class _SignerBook:
-    """What one signer has said: the samples of each source in each of its last lives, and in all of them."""
+    """What one signer has said: the samples of each source in each of its last sessions, and in all of them."""
 
     def __init__(self) -> None:
-        self.lives: dict[int, dict[str, int]] = {}
+        self.sessions: dict[int, dict[str, int]] = {}
         """By epoch; the one that was read last comes last."""
         self.total: Counter[str] = Counter()
 
     def take(self, record: ReceiptRecord, most: int) -> dict[str, int]:
         """Take a record, of at most so many sources; return by how much each source's count has grown."""
-        life = self.lives[record.epoch] = self.lives.pop(record.epoch, {})
-        if len(self.lives) > MOST_LIVES:
-            del self.lives[next(iter(self.lives))]
+        session = self.sessions[record.epoch] = self.sessions.pop(record.epoch, {})
+        if len(self.sessions) > MOST_SESSIONS:
+            del self.sessions[next(iter(self.sessions))]
         grown = {}
         for source, count in record.samples.items():
-            before = life.get(source, 0)
+            before = session.get(source, 0)
             if count > before and (source in self.total or len(self.total) < most):
-                life[source] = count
+                session[source] = count
                 self.total[source] += count - before
                 grown[source] = count - before
         return grown
@@ -290,7 +290,7 @@ class SourceRecord(msgspec.Struct, frozen=True, array_like=True):
 class SourceCount(NamedTuple):
     """What is known of a source: the most that it said, and when its record was found last (loop seconds).
 
-    `first`: its samples when we first heard of it. `forgotten`: those of an earlier life that it counts no more itself.
+    `first`: its samples when we first heard of it. `forgotten`: samples of an earlier session that it lost.
     """
 
     said: SourceRecord

@@ -35,7 +35,7 @@ def speed(device_s: float) -> float:
 
 
 class Given(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer says it has given to the run in all its lives. `joules`: 0 is not known."""
+    """What a peer says it has given to the run in all its sessions. `joules`: 0 is not known."""
 
     tokens: Count
     seconds: Count
@@ -109,7 +109,7 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
     run_samples: int = 0
     """Sequences done in the whole run as sources claim them, records of departed ones included."""
     own_samples: int = 0
-    """How many of them we are known for ourselves, from an earlier life too."""
+    """How many of them we are known for ourselves, from an earlier session too."""
     first_samples: int = 0
     """How many of them the other sources had done, each when we first heard of it."""
     sources: int = 0

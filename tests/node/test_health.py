@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import pytest
 from hypothesis import given, settings
@@ -85,7 +85,8 @@ class Scene:
         self.forgiven: list[float] = []
         self.loop = asyncio.get_running_loop()
         self.set_s = self.slept_s = 0.0
-        self.network = hub.network("a")
+        self.hub, self.network = hub, hub.network("a")
+        self.tasks: list[asyncio.Task[None]] = []
         self.membership = Membership(self.network, "run", 3, unix_time=self.unix_time)
         reporter = Reporter(record=self.events.append, say=self.said.append)
         self.watch = HealthMonitor(
@@ -99,34 +100,46 @@ class Scene:
         """Let the machine sleep: the loop's clock stands still, the time of day goes on."""
         self.slept_s += seconds
 
+    def peer(self, name: str, stage: int) -> tuple[SimPeerNetwork, asyncio.Task[None]]:
+        """Let another peer serve a stage."""
+        network = self.hub.network(name)
+        membership = Membership(network, "run", 3, unix_time=lambda: 1e9 + self.loop.time())
+
+        async def live() -> None:
+            await membership.claim(PeerRecord(peer=name, stage=stage, state=PeerState.TRAINING))
+            await membership.run()
+
+        self.tasks.append(asyncio.create_task(live()))
+        return network, self.tasks[-1]
+
     def about(self, words: str) -> list[str]:
         return [line for line in self.said if words in line]
 
 
-def peer(hub: SimNetwork, name: str, stage: int) -> tuple[SimPeerNetwork, asyncio.Task[None]]:
-    network, loop = hub.network(name), asyncio.get_running_loop()
-    membership = Membership(network, "run", 3, unix_time=lambda: 1e9 + loop.time())
+def watched(body: Callable[[Scene], Awaitable[None]], set_s: float = 0.0) -> None:
+    """Run a body while peer `a` of stage 0 keeps watch; `set_s`: by which its clock is wrong."""
 
-    async def live() -> None:
-        await membership.claim(PeerRecord(peer=name, stage=stage, state=PeerState.TRAINING))
-        await membership.run()
+    async def main() -> None:
+        scene = Scene(SimNetwork())
+        scene.set_s = set_s
+        await scene.membership.claim(PeerRecord(peer="a", stage=0, state=PeerState.TRAINING))
+        scene.tasks += [asyncio.create_task(scene.membership.run()), asyncio.create_task(scene.watch.run())]
+        await body(scene)
+        for task in scene.tasks:
+            task.cancel()
 
-    return network, asyncio.create_task(live())
+    run(main())
 
 
 def test_a_stage_without_replicas_is_named_with_what_to_do_until_one_comes() -> None:
-    async def main() -> None:
-        hub = SimNetwork()
-        scene = Scene(hub)
-        await scene.membership.claim(PeerRecord(peer="a", stage=0, state=PeerState.TRAINING))
-        tasks = [asyncio.create_task(scene.membership.run()), asyncio.create_task(scene.watch.run())]
-        dies, dying = peer(hub, "b", 1)
-        tasks += [dying, peer(hub, "c", 2)[1], peer(hub, "d", 2)[1]]
+    async def main(scene: Scene) -> None:
+        dies, dying = scene.peer("b", 1)
+        scene.peer("c", 2), scene.peer("d", 2)
         await asyncio.sleep(100)
         assert scene.said == []
         assert not scene.watch.trouble
         dying.cancel()
-        hub.kill(dies.peer_id)
+        scene.hub.kill(dies.peer_id)
         await asyncio.sleep(60)
         (line,) = scene.said
         assert "stage 1 has had no replica for" in line
@@ -134,74 +147,59 @@ def test_a_stage_without_replicas_is_named_with_what_to_do_until_one_comes() -> 
         assert "stage 1" in "".join(scene.watch.trouble)
         await asyncio.sleep(2.5 * REMIND_S)
         assert len(scene.about("stage 1 has had no replica")) == 3, "every few minutes"
-        tasks.append(peer(hub, "e", 1)[1])
+        scene.peer("e", 1)
         await asyncio.sleep(20)
         assert scene.said[-1] == "stage 1 is served again"
         assert not scene.watch.trouble
         noticed = [event for event in scene.events if isinstance(event, events.Noticed)]
         assert [(event.what, event.over) for event in noticed] == [("stage 1", False)] * 3 + [("stage 1", True)]
-        for task in tasks:
-            task.cancel()
 
-    run(main())
+    watched(main)
 
 
 def test_a_dht_out_of_reach_is_our_trouble_and_no_stage_is_called_empty() -> None:
-    async def main() -> None:
-        hub = SimNetwork()
-        scene = Scene(hub)
-        await scene.membership.claim(PeerRecord(peer="a", stage=0, state=PeerState.TRAINING))
-        tasks = [asyncio.create_task(scene.membership.run()), asyncio.create_task(scene.watch.run())]
-        tasks += [peer(hub, name, 1 + number % 2)[1] for number, name in enumerate("bcde")]
+    async def main(scene: Scene) -> None:
+        for number, name in enumerate("bcde"):
+            scene.peer(name, 1 + number % 2)
         await asyncio.sleep(50)
-        hub.silence("a")
+        scene.hub.silence("a")
         await asyncio.sleep(200)
         (line,) = scene.said
         assert "nothing was heard of the swarm for" in line
         assert [len(stage) for stage in scene.membership.roster.stages] == [1, 2, 2]
-        hub.resume("a")
+        scene.hub.resume("a")
         await asyncio.sleep(20)
         assert scene.said[1:] == ["the swarm is heard again"]
-        for task in tasks:
-            task.cancel()
 
-    run(main())
+    watched(main)
 
 
 def test_what_cannot_be_seen_any_more_is_not_called_over() -> None:
-    async def main() -> None:
-        hub = SimNetwork()
-        scene = Scene(hub)
-        await scene.membership.claim(PeerRecord(peer="a", stage=0, state=PeerState.TRAINING))
-        tasks = [asyncio.create_task(scene.membership.run()), asyncio.create_task(scene.watch.run())]
-        tasks += [peer(hub, name, 2)[1] for name in "bcd"]
+    async def main(scene: Scene) -> None:
+        for name in "bcd":
+            scene.peer(name, 2)
         await asyncio.sleep(100)
         (line,) = scene.said
         assert "stage 1 has had no replica for" in line
-        hub.silence("a")
+        scene.hub.silence("a")
         await asyncio.sleep(200)
         assert "nothing was heard of the swarm for" in scene.said[1]
-        hub.resume("a")
+        scene.hub.resume("a")
         await asyncio.sleep(20)
         assert scene.said[2:] == ["the swarm is heard again"]
-        tasks.append(peer(hub, "e", 1)[1])
+        scene.peer("e", 1)
         await asyncio.sleep(20)
         assert scene.said[3:] == ["stage 1 is served again"]
-        for task in tasks:
-            task.cancel()
 
-    run(main())
+    watched(main)
 
 
 @given(st.sampled_from(["slept", "stood still", "set"]), st.floats(30.0, 1e6), st.booleans())
 @settings(max_examples=15, deadline=None)
 def test_a_sleep_and_a_set_clock_are_said_and_cost_nobody_his_place(how: str, seconds: float, back: bool) -> None:
-    async def main() -> None:
-        hub = SimNetwork()
-        scene = Scene(hub)
-        await scene.membership.claim(PeerRecord(peer="a", stage=0, state=PeerState.TRAINING))
-        tasks = [asyncio.create_task(scene.membership.run()), asyncio.create_task(scene.watch.run())]
-        tasks += [peer(hub, name, 1 + number % 2)[1] for number, name in enumerate("bc")]
+    async def main(scene: Scene) -> None:
+        for number, name in enumerate("bc"):
+            scene.peer(name, 1 + number % 2)
         await asyncio.sleep(52)
         assert isinstance(scene.loop, VirtualLoop)
         if how == "slept":
@@ -210,9 +208,9 @@ def test_a_sleep_and_a_set_clock_are_said_and_cost_nobody_his_place(how: str, se
             scene.loop.jump(seconds)
         else:
             scene.set_s = -seconds if back else seconds
-        published = hub.statistics()["records.published"]
+        published = scene.hub.statistics()["records.published"]
         await asyncio.sleep(5.1)
-        assert hub.statistics()["records.published"] > published, "at once"
+        assert scene.hub.statistics()["records.published"] > published, "at once"
         words = {"slept": "slept for", "stood still": "stood still for", "set": "set back" if back else "went forward"}
         assert len(scene.about(words[how])) == 1
         assert bool(scene.forgiven) == (how != "set" or not back)
@@ -220,21 +218,15 @@ def test_a_sleep_and_a_set_clock_are_said_and_cost_nobody_his_place(how: str, se
             await asyncio.sleep(5)
             assert [len(stage) for stage in scene.membership.roster.stages] == [1, 1, 1]
         assert len(scene.said) == 1, scene.said
-        for task in tasks:
-            task.cancel()
 
-    run(main())
+    watched(main)
 
 
 @pytest.mark.parametrize("error_s", [-400.0, 100.0])
 def test_a_wrong_clock_of_our_own_is_told_from_wrong_clocks_of_others(error_s: float) -> None:
-    async def main() -> None:
-        hub = SimNetwork()
-        scene = Scene(hub)
-        scene.set_s = error_s
-        await scene.membership.claim(PeerRecord(peer="a", stage=0, state=PeerState.TRAINING))
-        tasks = [asyncio.create_task(scene.membership.run()), asyncio.create_task(scene.watch.run())]
-        tasks += [peer(hub, name, number % 3)[1] for number, name in enumerate("bcdef")]
+    async def main(scene: Scene) -> None:
+        for number, name in enumerate("bcdef"):
+            scene.peer(name, number % 3)
         await asyncio.sleep(100)
         (line,) = scene.about("this machine's clock is")
         assert f"{'ahead of' if error_s > 0 else 'behind'} the other peers'" in line
@@ -242,10 +234,8 @@ def test_a_wrong_clock_of_our_own_is_told_from_wrong_clocks_of_others(error_s: f
         scene.set_s = 0.0
         await asyncio.sleep(60)
         assert scene.said[-1] == "this machine's clock is right again"
-        for task in tasks:
-            task.cancel()
 
-    run(main())
+    watched(main, error_s)
 
 
 def test_training_resumes_by_itself_when_a_deserted_stage_is_served_again() -> None:

@@ -65,7 +65,7 @@ def test_pauses_grow_from_some_seconds_to_some_minutes(failures: int) -> None:
 
 
 @given(before=st.integers(0, 10**6), lasted_s=st.floats(0.0, 10 * STEADY_S))
-def test_a_shift_that_lasted_begins_a_new_row_of_failures(before: int, lasted_s: float) -> None:
+def test_a_session_that_lasted_begins_a_new_row_of_failures(before: int, lasted_s: float) -> None:
     assert failures_with(before, lasted_s) == (1 if lasted_s >= STEADY_S else before + 1)
 
 
@@ -196,7 +196,7 @@ SECOND_S = 24 * HOUR_S
 
 
 @pytest.mark.parametrize("code", Exit)
-def test_the_first_shift_fails_at_once(code: Exit, tmp_path: Path) -> None:
+def test_the_first_session_fails_at_once(code: Exit, tmp_path: Path) -> None:
     async def main() -> None:
         outside = Outside(tmp_path, trouble(code))
         with pytest.raises(UserError) as caught:
@@ -210,7 +210,7 @@ def test_the_first_shift_fails_at_once(code: Exit, tmp_path: Path) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(codes=st.lists(st.sampled_from(PASSING), max_size=9), grouped=st.booleans())
-def test_a_later_shift_joins_at_last(
+def test_a_later_session_joins_at_last(
     codes: list[Exit], grouped: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     async def main(directory: Path) -> None:
@@ -240,16 +240,6 @@ def test_whoever_asks_it_to_leave_need_not_wait(asked_s: float, tmp_path_factory
     within(tmp_path_factory, main)
 
 
-def test_a_network_that_is_opening_is_left_at_once(tmp_path: Path) -> None:
-    async def main() -> None:
-        outside = Outside(tmp_path, 0.0, 600.0)
-        assert await outside.live(SECOND_S + 100.0) == SECOND_S + 100.0
-        assert outside.attempts == [0.0, SECOND_S]
-        assert len(outside.joined) == 1
-
-    run(main())
-
-
 def test_it_need_not_wait_for_the_hours_either(tmp_path: Path) -> None:
     async def main() -> None:
         outside = Outside(tmp_path)
@@ -275,7 +265,7 @@ def test_a_second_signal_ends_even_the_closing_of_a_network(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("code", PASSING)
-def test_it_gives_way_when_the_hours_end_and_the_next_shift_begins_as_usual(code: Exit, tmp_path: Path) -> None:
+def test_it_gives_way_when_the_hours_end_and_the_next_session_begins_as_usual(code: Exit, tmp_path: Path) -> None:
     async def main() -> None:
         nightly = 130
         outside = Outside(tmp_path, 0.0, *([trouble(code)] * nightly))
@@ -318,7 +308,7 @@ def test_an_error_that_we_do_not_know_ends_it(tmp_path: Path) -> None:
     run(main())
 
 
-def test_a_later_shift_that_breaks_in_the_middle_is_taken_up_again(tmp_path: Path) -> None:
+def test_a_later_session_that_breaks_in_the_middle_is_taken_up_again(tmp_path: Path) -> None:
     async def main() -> None:
         outside = Outside(tmp_path, 0.0, trouble(Exit.UNREACHABLE), trouble(Exit.UNREACHABLE))
         outside.breaks = {2: (2 * HOUR_S, ExceptionGroup("tasks", [trouble(Exit.DAEMON)]))}
@@ -329,7 +319,7 @@ def test_a_later_shift_that_breaks_in_the_middle_is_taken_up_again(tmp_path: Pat
     run(main())
 
 
-def test_the_first_shift_ends_the_node_when_it_breaks(tmp_path: Path) -> None:
+def test_the_first_session_ends_the_node_when_it_breaks(tmp_path: Path) -> None:
     async def main() -> None:
         outside = Outside(tmp_path)
         outside.breaks = {1: (HOUR_S, trouble(Exit.DAEMON))}
@@ -361,7 +351,7 @@ def test_a_pause_ends_with_the_hours_also_where_the_clock_was_set(tmp_path: Path
     run(main())
 
 
-def test_without_hours_there_is_one_shift(tmp_path: Path) -> None:
+def test_without_hours_there_is_one_session(tmp_path: Path) -> None:
     async def main() -> None:
         outside = Outside(tmp_path, hours=None)
         assert await outside.live(70 * HOUR_S) == 70 * HOUR_S

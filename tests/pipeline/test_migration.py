@@ -7,6 +7,7 @@ the decisions are the production's, the rest is a few lines of bookkeeping.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from itertools import pairwise
 from random import Random
 from typing import NamedTuple
@@ -135,17 +136,21 @@ def test_it_takes_several_readings_in_a_row_and_a_moment_of_ones_own() -> None:
     assert verdict.announce is None, "not who should go first"
 
 
+def announcements(me: OwnPlacement, said: Callable[[int], list[StageClaim]]) -> list[bool]:
+    """Read until we go; return for each reading whether our record says that we go."""
+    state, found = MigrationState(), list[bool]()
+    for reading in range(4 * MOST_KEPT):
+        verdict = decide(me, state, said(reading), EVEN, PACE, reading * PACE.look_s)
+        state = verdict.state
+        found.append(verdict.announce is not None)
+        if verdict.go:
+            return found
+    raise AssertionError("it never went")
+
+
 def test_a_stage_without_any_replica_is_left_to_those_who_come_back() -> None:
     claims = swarm(3, 0)
-    me, state = first_of(claims), MigrationState()
-    for reading in range(100):
-        now_s = reading * PACE.look_s
-        verdict = decide(me, state, claims, EVEN, PACE, now_s)
-        state = verdict.state
-        assert verdict.announce is None or now_s >= PACE.empty_s
-        if verdict.go:
-            return
-    raise AssertionError("it never went")
+    assert announcements(first_of(claims), lambda _: claims).index(True) * PACE.look_s >= PACE.empty_s
 
 
 def test_of_two_who_announced_the_first_goes_and_the_other_takes_it_back() -> None:
@@ -159,36 +164,31 @@ def test_of_two_who_announced_the_first_goes_and_the_other_takes_it_back() -> No
     assert second.state.announced_s is None
 
 
-def test_an_announcement_to_which_nothing_follows_is_forgotten() -> None:
+@pytest.mark.parametrize("announces", [True, False])
+def test_who_should_go_first_and_does_not_keeps_the_next_for_a_while_only(announces: bool) -> None:
     claims = swarm(4, 1)
-    order = [move.peer for move in movers(claims, EVEN, 0)]
-    stuck = [claim._replace(moves_to=1, may_serve=()) if claim.peer == order[0] else claim for claim in claims]
-    me, state = OwnPlacement(order[1], 0, 0.0), MigrationState()
-    for reading in range(2 * MOST_READINGS):
-        verdict = decide(me, state, stuck, EVEN, PACE, reading * PACE.look_s)
-        state = verdict.state
-        assert (verdict.announce is not None) == (reading >= MOST_READINGS)
-        if verdict.go:
-            return
-    raise AssertionError("it never went")
+    first, second = [move.peer for move in movers(claims, EVEN, 0)][:2]
+    stuck = [claim._replace(moves_to=1, may_serve=()) if claim.peer == first else claim for claim in claims]
+    found = announcements(OwnPlacement(second, 0, 0.0), lambda _: stuck if announces else claims)
+    kept = MOST_READINGS if announces else MOST_READINGS - 1
+    assert found == [False] * kept + [True] * (len(found) - kept)
+    assert len(found) <= 2 * MOST_READINGS
 
 
 @pytest.mark.parametrize(("names", "every"), [(1, 2), (100, 1)], ids=["to and fro", "ever new names"])
 def test_announcements_that_come_and_go_keep_nobody_for_good(names: int, every: int) -> None:
     """All of them would be first, and none ever goes."""
     claims = swarm(4, 1)
-    me, state = first_of(claims), MigrationState()
+    me = first_of(claims)
     order = [move.peer for move in movers([*claims, *[replica(f"z{n}", 0) for n in range(2000)]], EVEN, 0)]
     strangers = order[: order.index(me.peer)][:names]
     assert len(strangers) == names
-    for reading in range(4 * MOST_KEPT):
+
+    def said(reading: int) -> list[StageClaim]:
         stranger = replica(strangers[reading % names], 0, moves_to=1)._replace(may_serve=())
-        said = [*claims, stranger] if reading % every == 0 else claims
-        verdict = decide(me, state, said, EVEN, PACE, reading * PACE.look_s)
-        state = verdict.state
-        if verdict.go:
-            return
-    raise AssertionError("it never went")
+        return [*claims, stranger] if reading % every == 0 else claims
+
+    assert announcements(me, said)[-1]
 
 
 def test_announcements_keep_us_again_once_somebody_has_come() -> None:
@@ -201,18 +201,6 @@ def test_announcements_keep_us_again_once_somebody_has_come() -> None:
     me = OwnPlacement(movers(helped, EVEN, 0)[0].peer, 0, 0.0)
     verdict = decide(me, state, helped, EVEN, PACE, 1e3)
     assert (verdict.announce, verdict.state.kept) == (None, 1)
-
-
-def test_who_should_go_first_and_does_not_keeps_the_next_for_a_while_only() -> None:
-    claims = swarm(4, 1)
-    me, state = OwnPlacement([move.peer for move in movers(claims, EVEN, 0)][1], 0, 0.0), MigrationState()
-    for reading in range(2 * MOST_READINGS):
-        verdict = decide(me, state, claims, EVEN, PACE, reading * PACE.look_s)
-        state = verdict.state
-        assert (verdict.announce is not None) == (reading >= MOST_READINGS - 1)
-        if verdict.go:
-            return
-    raise AssertionError("it never went")
 
 
 def test_the_stay_doubles_and_the_end_of_a_run_keeps_everybody() -> None:

@@ -156,7 +156,7 @@ def test_rounds_take_no_more_than_their_share_of_the_forecast() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_no_preset_leaves_the_devices_idle_that_it_is_meant_for(preset: str, tmp_path: Path) -> None:
-    path, machines = tmp_path / "run.toml", numbers_of(preset).machines
+    path, machines = tmp_path / "run.toml", numbers_of(preset)["machines"]
     path.write_text(run_text(preset))
     assert f"noloco-node check FILE {machines}\n" in path.read_text()
     said = CliRunner().invoke(app, ["check", str(path)]).output

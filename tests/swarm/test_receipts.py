@@ -23,7 +23,7 @@ from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.swarm.receipts import (
     MOST_LISTED,
-    MOST_LIVES,
+    MOST_SESSIONS,
     RECEIPT_BYTES,
     IssuedReceipts,
     ReceiptLedger,
@@ -60,7 +60,7 @@ def test_the_lives_of_a_signer_that_are_remembered_are_bounded() -> None:
     ledger = ReceiptLedger()
     for epoch in range(100):
         ledger.take({"signer": raw(epoch, a=1)})
-    assert len(ledger._books["signer"].lives) == MOST_LIVES
+    assert len(ledger._books["signer"].sessions) == MOST_SESSIONS
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50)), max_size=20))

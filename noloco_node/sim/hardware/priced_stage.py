@@ -247,7 +247,7 @@ class VirtualDevice:
         failure, result = None, None
         try:
             result = entry.function(*entry.args)
-        except Exception as error:  # handed to whoever waits for the job
+        except Exception as error:  # for the caller that waits for the job
             failure = error
         cost_s, self._charged_s = self._charged_s, 0.0
         if self.stutter.share and self._rng.random() < self.stutter.share:

@@ -181,7 +181,7 @@ class StreamEnd:
     # How it ends.
 
     def end(self) -> None:
-        """End politely: say END behind all that was sent; who leaves in the middle of a message breaks the stream."""
+        """End politely: send END behind all messages; leaving in the middle of a message breaks the stream."""
         if self._is_sending():
             self.abort("the conversation was left while a message was being sent")
         elif not self.is_over:

@@ -29,7 +29,7 @@ class _Version(NamedTuple):
 
 
 class _View:
-    """What readers on one side find under a key until `until_s`."""
+    """The records that readers on one side find under a key until `until_s`."""
 
     __slots__ = ("shown", "until_s", "values")
 

@@ -65,7 +65,7 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class NetworkConditions(msgspec.Struct, frozen=True, kw_only=True):
-    """What all lines have in common.
+    """The conditions of all lines.
 
     `loss`: share of messages that are lost, each with its stream: both ends see it break. `late`: share of messages
     that take `late_s` longer; what follows in the same conversation waits behind them. `duplicate`: share of messages
@@ -94,7 +94,7 @@ class Access:
 
 
 class LinkUse(NamedTuple):
-    """What became of one direction of a peer's line: bytes moved, bytes that it could have moved, seconds in use.
+    """The use of one direction of a peer's line: bytes moved, bytes that it could have moved, seconds in use.
 
     An unlimited line could have moved any number, and is never counted as in use.
     """
@@ -171,7 +171,7 @@ class Link:
 
 
 class AccessLine(NamedTuple):
-    """What connects one peer with the world."""
+    """Both directions of the line of one peer."""
 
     up: Link
     down: Link
@@ -240,7 +240,7 @@ class Transfer:
         self._retime_neighbours(now_s)
 
     def _retime_neighbours(self, now_s: float) -> None:
-        """Retime whoever shares one of the links, this transfer included while it runs."""
+        """Retime all transfers that share one of the links, this one included while it runs."""
         for flow in list(self._up.flows):
             flow.retime(now_s)
         for flow in list(self._down.flows):

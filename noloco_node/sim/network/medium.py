@@ -30,7 +30,7 @@ from noloco_node.sim.network.link_model import Access, AccessLine, Link, LinkUse
 
 
 class Corruption(StrEnum):
-    """What is wrong with a message."""
+    """A way to spoil a message."""
 
     FLIP = "flip"
     """Some bytes of the frame are others."""
@@ -151,7 +151,7 @@ def message_bytes(message: object, topic: str) -> int:
 
 
 class Releasable(Protocol):
-    """What holds messages back while nothing passes between two peers."""
+    """An outbox that holds messages back while nothing passes between two peers."""
 
     def release(self) -> None:
         """Let them go, if the two peers reach each other again."""
@@ -159,7 +159,7 @@ class Releasable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MediumState:
-    """What is asked for every message: made anew when conditions, lines or faults change."""
+    """The state that every message needs; the medium makes it anew when conditions, lines or faults change."""
 
     has_cuts: bool
     """Whether nothing passes between some peers."""
@@ -177,13 +177,13 @@ class Medium:
     def __init__(self, conditions: NetworkConditions, seed: int, size_bytes: Callable[[Any, str], int]) -> None:
         self.size_bytes, self.dht = size_bytes, SimDht()
         self.failures: list[tuple[str, Exception]] = []
-        """What handlers raised beside a `ConnectionError`, with the peer whose handler it was: bugs, as a rule."""
+        """Errors of handlers beside a `ConnectionError`, with the peer of the handler: bugs, as a rule."""
         self.counts: Counter[str] = Counter()
         self.message_counts: Counter[str] = Counter()
         self.fate_rng, self.corruption_rng = Random(f"{seed}|network|fate"), Random(f"{seed}|network|tamper")
         self.lag_rng, self._latency_rng = Random(f"{seed}|network|lag"), Random(f"{seed}|network|latency")
         self.held_outboxes: dict[Releasable, None] = {}
-        """What holds messages back just now."""
+        """The outboxes that hold messages back now."""
         self._round_kind: str | None = None
         self._round_share: float | None = None
         self._lines: dict[str, AccessLine] = {}
@@ -198,7 +198,7 @@ class Medium:
 
     @property
     def conditions(self) -> NetworkConditions:
-        """What all lines have in common; others may be set at any moment."""
+        """The conditions of all lines; a caller may set others at any moment."""
         return self._conditions
 
     @conditions.setter

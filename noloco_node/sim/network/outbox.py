@@ -1,4 +1,4 @@
-"""What one end of a conversation has yet to put in flight, where the medium is not free.
+"""The messages that one end of a conversation has yet to put in flight, where the medium is not free.
 
 Each message meets its fate when it is sent: lost, late, doubled, corrupted, or nothing. Then the line: a stream is one
 flow, so its messages are transferred one after the other, each sharing the links of both peers with other streams.
@@ -20,7 +20,7 @@ from noloco_node.sim.network.medium import Medium, spoil
 
 
 class Endpoint(Protocol):
-    """What an outbox asks of the end of a conversation whose messages it sends."""
+    """The interface of an outbox to the end of the conversation whose messages it sends."""
 
     me: str
     schema: Schema
@@ -45,7 +45,7 @@ class Endpoint(Protocol):
 
 
 class EndOfStream(NamedTuple):
-    """What ends a conversation: `kind` None is the polite end. `message`: one that it travels with, and behind."""
+    """The end of a conversation: a polite one where `kind` is None. `message`: one that it travels with, and behind."""
 
     kind: type[ConnectionError] | None
     text: str
@@ -62,7 +62,7 @@ class _Item(NamedTuple):
 
 
 class Outbox:
-    """What one end of a conversation has yet to put in flight."""
+    """The messages that one end of a conversation has yet to put in flight."""
 
     def __init__(self, medium: Medium, end: Endpoint, up: Link, down: Link, *, in_round: bool = False) -> None:
         self._medium, self._end, self._up, self._down, self._in_round = medium, end, up, down, in_round

@@ -51,7 +51,7 @@ class SimPeerNetwork(StreamHost):
         return not self._medium.dials_only(self.peer_id)
 
     async def addresses(self) -> tuple[str, ...]:
-        """Return no address: whoever knows a peer's id can reach it here."""
+        """Return no address: in a simulation the id of a peer is enough to reach it."""
         return ()
 
     def talk(self, peer: str, topic: str, schema: Schema) -> _Talk:

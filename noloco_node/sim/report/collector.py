@@ -78,7 +78,7 @@ class StageTime:
 
     @property
     def replica(self) -> Replica | None:
-        """What trains in this life, at this stage."""
+        """The replica of this life at this stage."""
         return self.life.replica if self.left is None else self.left
 
     @property

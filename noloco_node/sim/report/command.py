@@ -1,8 +1,8 @@
-"""What `noloco-node simulate` does: put the scenario together, run it, print and write what came of it.
+"""What `noloco-node simulate` does: put the scenario together, run it, print and write the results.
 
-Flags override the file; without a file they are the scenario. Results are written at the end and whole, and only to a
-directory that was looked at before the work began: so who interrupts finds nothing half done, and who simulates for an
-hour does not learn then that there was no place for the picture.
+Flags override the file; without a file they are the scenario. The command looks at the output directory before the
+simulation begins, so that a wrong one is refused at once, and writes results at the end and whole, so that an
+interrupted simulation leaves nothing half done.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Say = Callable[[str], None]
 
 
 class SimulationFlags(NamedTuple):
-    """What the command line says about the swarm; None leaves it to the scenario. `peers`: stages times replicas."""
+    """The options of the command line about the swarm; None keeps the scenario's. `peers`: stages times replicas."""
 
     peers: int | None = None
     stages: int | None = None
@@ -51,7 +51,7 @@ class SimulationFlags(NamedTuple):
 
 
 class SimulationRequest(NamedTuple):
-    """What is to be left behind, and said. `out`: None takes the default, or with `as_json` nothing is written."""
+    """The output that a person asked for. `out`: None takes the default, or with `as_json` writes nothing."""
 
     out: Path | None = None
     as_json: bool = False

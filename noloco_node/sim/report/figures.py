@@ -159,7 +159,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     course: tuple[TimelinePoint, ...]
     moved: tuple[Migrated, ...] = ()
     standstill: str | None = None
-    """Who waited for ever, where nobody could take a step any more."""
+    """The sentence about peers that waited for ever, where no peer could take a step any more."""
 
 
 def make_report(world: World, collector: EventCollector) -> Report:

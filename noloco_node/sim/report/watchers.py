@@ -66,7 +66,7 @@ PLAIN_EVERY_S = 10.0
 
 
 class ProgressBar(Watcher):
-    """Looks how far a world is; the bar is to be closed by whoever opened it."""
+    """Shows how far a world is; the caller that opened the bar closes it."""
 
     def __init__(self, world: World, bar: Bar) -> None:
         self._world, self._bar, self._forecast = world, bar, Forecast()

@@ -31,7 +31,7 @@ MOST_PEERS = 20_000
 ROUNDS_OF_A_RUN = 5
 """That are simulated of a run file by itself."""
 _RUN_SECTION = re.compile(r"(?m)^\s*\[model(\.sizes)?\]")
-"""What no scenario has and every run file."""
+"""Sections that every run file has, and no scenario."""
 _HEADING = re.compile(r"\s*\[{1,2}([A-Za-z0-9_. -]+)\]{1,2}\s*(?:#.*)?$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
@@ -44,7 +44,7 @@ RUN_FIELDS = {
 
 
 class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a scenario says of its swarm beside the fields of a run file."""
+    """The settings of a simulated swarm beside the fields of a run file."""
 
     run: str | None = None
     """Path of a run file, relative to the scenario's directory."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from toy_gossip import ToySettings, at_once
 
-from gossip.exchange.codec import OWED, PIECE, Encoded, Feedback, Sides, encode
+from gossip.exchange.codec import OWED, PIECE, Encoded, Feedback, Sides, check, encode
 from gossip.exchange.messages import Implausible
 from gossip.rounds.outer_optimiser import OuterOptimiser, Owed, Rule, Snapshot, Step, WeightsLock, take_step
 from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors
@@ -292,6 +292,13 @@ def test_a_norm_that_the_steps_vouch_for_is_near_ours(seed: int, step: float) ->
     decoded: list[Tensor] = list(decode(Format.INT4, wire, own, (step,) * len(own)))
     theirs = math.hypot(*(float(torch.linalg.vector_norm(tensor)) for tensor in decoded))
     assert abs(theirs - size) <= 8.1 * step * math.sqrt(values)
+
+
+def test_coarse_steps_do_not_vouch_for_weights_that_are_nearly_nothing() -> None:
+    own, steps = (torch.full((100,), 0.95),), (0.125,)
+    nothing = encode(Format.INT4, (torch.zeros(100),), (), steps).coded
+    with pytest.raises(Implausible):
+        check(nothing, own, Feedback(Format.INT4), 9.5)
 
 
 # Weights stand still while somebody reads them, and nobody waits for ever.
