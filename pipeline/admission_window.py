@@ -1,4 +1,5 @@
-"""The gate in front of a stage: which microbatches are in flight, and which inner step each gradient belongs to.
+"""The admission window in front of a stage: which microbatches are in flight, and which inner step each gradient
+belongs to.
 
 With one window in flight, microbatches in flight and succeeded ones together never exceed what an inner step takes, and
 one that fails gives its slot back. So every batch is exact, and nothing is in flight when weights change.
@@ -19,10 +20,10 @@ get `Refused(FULL)` at once, with an estimate of when half of the queue will hav
 Admission stops in three cases:
 
 - the step, from `full()` until `next_window()`: arrivals queue;
-- `alone()`, the blocking form of a gossip round: the gate refuses everything, the queue too, waits until nothing is in
-  flight (of two windows the first still takes its step), and runs the body. The window's count goes on afterwards. The
-  holder of the step must not call it: it would wait for itself;
-- `close()`, before leaving: the gate refuses everything from now on, and the microbatches in flight end.
+- `alone()`, the blocking form of a gossip round: the admission window refuses everything, the queue too, waits until
+  nothing is in flight (of two windows the first still takes its step), and runs the body. The window's count goes on
+  afterwards. The holder of the step must not call it: it would wait for itself;
+- `close()`, before leaving: the admission window refuses everything from now on, and the microbatches in flight end.
 
 All methods belong to the event loop's thread.
 """
@@ -256,7 +257,7 @@ class AdmissionWindow:
         return self._admit()
 
     async def full(self) -> tuple[WindowOutcome, ...] | None:
-        """Wait until the window is complete; return its outcomes, or None if the gate was closed before.
+        """Wait until the window is complete; return its outcomes, or None if the admission window was closed before.
 
         The caller holds the step until `next_window`: no microbatch enters, no backward pass begins, `alone` waits.
         """
@@ -279,10 +280,10 @@ class AdmissionWindow:
 
     @asynccontextmanager
     async def alone(self, retry_after_s: float, deadline_s: float) -> AsyncIterator[None]:
-        """Shut the gate and run the body with nothing in flight and no step being taken.
+        """Shut the admission window and run the body with nothing in flight and no step being taken.
 
-        `retry_after_s`: how long the gate will be shut, for refusals. If something is still in flight after
-        `deadline_s` seconds, raises TimeoutError and opens the gate again.
+        `retry_after_s`: how long the admission window will be shut, for refusals. If something is still in flight after
+        `deadline_s` seconds, raises TimeoutError and opens the admission window again.
         """
         async with asyncio.timeout(deadline_s) as limit:
             async with self._shutter:
@@ -322,7 +323,7 @@ class AdmissionWindow:
         return self._closed is not None and self.in_flight == 0
 
     def _due(self) -> bool:
-        """Say whether `full` may return. What is in flight while the gate is shut may need a step to end."""
+        """Say whether `full` may return. Microbatches in flight may need a step to end while the window is shut."""
         if self._shut_until_s is not None:
             return self._complete() and self.in_flight > 0
         return self._complete() or self._over()

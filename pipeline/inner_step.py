@@ -8,9 +8,9 @@ source knows it, 0 to 1. A stamp is what a stranger says, so a replica's progres
 - to the lower median of each window's stamps: half a window of lies moves nothing;
 - never back;
 - never at more than twice the rate that the swarm has shown. The rate is measured on at most 16 marks, spread over the
-  last minutes (over the whole life of a young replica): the lower median of the newer half less that of the older half,
-  by the time between the two. One window of lies alone is one mark, which neither median takes; it moves progress by at
-  most twice what honest time would have. A source that owns more than half of all marks is taken for the swarm.
+  last minutes (over the whole session of a young replica): the lower median of the newer half less that of the older
+  half, by the time between the two. One window of lies alone is one mark, which neither median takes; it moves progress
+  by at most twice what honest time would have. A source that owns more than half of all marks is taken for the swarm.
 
 Progress stays until four marks show a rate. The time meanwhile counts, so the fifth window finds a replica in place.
 """

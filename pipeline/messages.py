@@ -46,7 +46,7 @@ class Reason(StrEnum):
     FULL = "full"
     """The queue is full, or the sender has used up its fair share of it."""
     GOSSIPING = "gossiping"
-    """The gate is shut for the blocking form of a round."""
+    """The admission window is shut for the blocking form of a round."""
     NO_ROUTE = "no route"
     """No replica of a later stage would take it."""
     EXPIRED = "expired"

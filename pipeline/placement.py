@@ -116,8 +116,8 @@ def stages_that_fit(needs: Sequence[int], free: int | None, stages: int) -> tupl
 def choose_stage(capacity: Sequence[float], fits: Collection[int], rng: Random, before: int | None = None) -> int:
     """Return the stage of `fits` that limits the swarm, by chance among equals.
 
-    `before`: the stage that the peer served in an earlier life; of equals it takes that one. Raises ValueError for an
-    empty `fits`.
+    `before`: the stage that the peer served in an earlier session; of equals it takes that one. Raises ValueError for
+    an empty `fits`.
     """
     weakest = min(capacity[stage] for stage in fits)
     equals = [stage for stage in sorted(fits) if capacity[stage] <= EQUAL_WITHIN * weakest]

@@ -1,4 +1,5 @@
-"""One microbatch through this stage: in at the gate, forward, the next stage's reply, backward, and the gradient back.
+"""One microbatch through this stage: in at the admission window, forward, the next stage's reply, backward, and the
+gradient back.
 
 A microbatch is a coroutine. The call to the next stage returns the gradient, so the chain of calls is the call stack
 and the autograd graph a local variable: errors travel up, and cancellation travels down.

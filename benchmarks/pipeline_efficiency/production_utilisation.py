@@ -1,9 +1,9 @@
 """How busy a pipeline of production nodes is: whole peers in virtual time, to hold
 `noloco_node.planning.queue_model` against.
 
-Nodes, rosters, routing, gates, workers and sources are the production modules; stages are bowls, devices and lines
-virtual. Nobody gossips, for the forecast leaves that out. Each run warms up first: replicas have to find each other,
-fill, and measure their own speeds, by which microbatches are then routed.
+Nodes, rosters, routing, gates, workers and sources are the production modules; stages are quadratic models, devices and
+lines virtual. Nobody gossips, for the forecast leaves that out. Each run warms up first: replicas have to find each
+other, fill, and measure their own speeds, by which microbatches are then routed.
 """
 
 from __future__ import annotations

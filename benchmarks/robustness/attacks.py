@@ -97,9 +97,9 @@ def _ended(world: World, seen: Seen) -> Outcome:
     for task in seen.tasks:
         task.cancel()
     replicas = {
-        name: peer.life.node.replica
+        name: peer.session.node.replica
         for name, peer in world.peers.items()
-        if name not in seen.hostile and peer.lives and peer.life.node and peer.life.node.replica
+        if name not in seen.hostile and peer.sessions and peer.session.node and peer.session.node.replica
     }
     routes = [each.next_stage.hop_totals for each in replicas.values() if each.next_stage is not None]
     through = sum(totals[LIAR].succeeded for totals in routes if LIAR in totals)

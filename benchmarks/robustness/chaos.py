@@ -48,7 +48,7 @@ SAY_EVERY_S = 15.0
 
 
 class Kill(msgspec.Struct, frozen=True, kw_only=True):
-    """One strike: whom, seconds after all took part, and how many inner steps the victim had taken in that life."""
+    """One strike: whom, seconds after all took part, and how many inner steps the victim had taken in that session."""
 
     peer: str
     at_s: float
@@ -62,7 +62,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     tokens: int
     kills: tuple[Kill, ...]
-    lives: int
+    sessions: int
     ended: tuple[str, ...]
     unfinished: tuple[str, ...]
     longest_pause_s: float
@@ -124,7 +124,7 @@ async def run_case(home: Path, shape: Shape, steps: int, rhythm: Rhythm | None) 
         seconds=seconds,
         tokens=sum(history.tokens for history in histories if history.stage == 0),
         kills=tuple(chaos.kills),
-        lives=sum(len(peer.lives) for peer in swarm.peers),
+        sessions=sum(len(peer.sessions) for peer in swarm.peers),
         ended=tuple(chaos.ended),
         unfinished=unfinished,
         longest_pause_s=max(_pause_s(peer, until_unix_s) for peer in swarm.peers),
@@ -155,10 +155,10 @@ async def _train(swarm: Swarm, chaos: Chaos) -> None:
 
 
 def longest_pause_s(events: Iterable[Event], cut_at: Sequence[float]) -> float:
-    """Return the longest time after an inner step without another one, within one life of a peer.
+    """Return the longest time after an inner step without another one, within one session of a peer.
 
     `events`: of its journal. `cut_at`: when its lives were cut off, or we looked away (unix seconds). A pause that
-    never ended lasts until then, or until the peer says that it has finished. The first step of a life waits for its
+    never ended lasts until then, or until the peer says that it has finished. The first step of a session waits for its
     swarm, and counts as no pause.
     """
     longest_s, stepped_at = 0.0, None
@@ -176,7 +176,7 @@ def longest_pause_s(events: Iterable[Event], cut_at: Sequence[float]) -> float:
 
 
 def _cut_off_s(stepped_at: float | None, cut_at: Sequence[float]) -> float:
-    """Return how long a life lasted after its last inner step."""
+    """Return how long a session lasted after its last inner step."""
     if stepped_at is None:
         return 0.0
     return min((at - stepped_at for at in cut_at if at >= stepped_at), default=0.0)
@@ -213,7 +213,7 @@ def report(calm: Case, chaos: Case) -> list[str]:
         ("seconds of training", f"{calm.seconds:.0f}", f"{chaos.seconds:.0f}"),
         ("tokens in inner steps", f"{calm.tokens:,}", f"{chaos.tokens:,}"),
         ("peers killed", f"{len(calm.kills)}", f"{len(chaos.kills)}"),
-        ("processes started", f"{calm.lives}", f"{chaos.lives}"),
+        ("processes started", f"{calm.sessions}", f"{chaos.sessions}"),
         ("longest pause, s", f"{calm.longest_pause_s:.1f}", f"{chaos.longest_pause_s:.1f}"),
         ("merged model, nats", f"{calm.merged:.4f}", f"{chaos.merged:.4f}"),
         ("single replicas, nats", f"{calm.single:.4f}", f"{chaos.single:.4f}"),

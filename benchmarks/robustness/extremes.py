@@ -285,7 +285,7 @@ class Strangers(Watcher):
             self._say(network, f"{digest}/sources", msgspec.msgpack.encode(drawn(SourceRecord, draw)))
             self._say(network, f"{digest}/receipts", msgspec.msgpack.encode(drawn(ReceiptRecord, draw)))
         for peer in world.peers.values():
-            node = peer.lives[-1].node if peer.lives else None
+            node = peer.sessions[-1].node if peer.sessions else None
             if node is not None and peer.tampering is None:
                 msgspec.json.encode(page_frame(self._observer.view(node.roster, 1.7e9 + world.now_s)))
 
@@ -372,10 +372,10 @@ def main() -> None:
             print(f"{done:,} of {wanted.draws:,}, {per_s:,.0f}/s, {left_s:.0f} s left", flush=True)
     print(f"{done:,} records in {seed - wanted.seed:,} rosters, {time.monotonic() - begun_s:.0f} s: nothing raised")
     heard: Counter[str] = Counter()
-    for number in range(wanted.lives):
+    for number in range(wanted.sessions):
         begun_s = time.monotonic()
         heard += live(wanted.seed + number)
-        print(f"swarm {number + 1} of {wanted.lives}, {time.monotonic() - begun_s:.0f} s: {dict(heard)}", flush=True)
+        print(f"swarm {number + 1} of {wanted.sessions}, {time.monotonic() - begun_s:.0f} s: {dict(heard)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -27,13 +27,14 @@ from noloco_node.storage.checkpoint import KEPT, Counters, counters_of, files, l
 RUN = "0" * 64
 MEASURED = 5
 LIFE = 3.0
-"""Longest life of a child after its first checkpoint, in checkpoints: so every phase of one is met."""
+"""Longest session of a child after its first checkpoint, in checkpoints: so every phase of one is met."""
 
 
 class Told(NamedTuple):
     """`whole`: starts that found a good checkpoint. `amid`: kills that left a half-written file beside it.
 
-    `saved`: checkpoints written in all; `seconds` for the whole trial, `delays_s`: the shortest and the longest life.
+    `saved`: checkpoints written in all; `seconds` for the whole trial, `delays_s`: the shortest and the longest
+    session.
     """
 
     kills: int

@@ -1,10 +1,11 @@
-"""Kill a newcomer while it copies a replica's state, at random instants, and see that the next life goes on from there.
+"""Kill a newcomer while it copies a replica's state, at random instants, and see that the next session goes on from
+there.
 
     python -m benchmarks.robustness.late_join --kills 50
 
 A child process with the production code of a copy (`noloco_node.state_sync.download`, its pieces kept on the disk)
 fetches a state of some MiB from this process, over a TCP connection with the frames of `noloco_node.network.wire` and
-at a limited rate: no libp2p, so that a life costs a second. At a random instant of its copy it is killed by SIGKILL.
+at a limited rate: no libp2p, so that a session costs a second. At a random instant of its copy it is killed by SIGKILL.
 The next child must take over every whole piece that the one before has left on the disk, and the state that is complete
 in the end must be the donor's, to the bit. Then another state begins.
 """
@@ -46,7 +47,7 @@ STARTS_S = 1800.0
 class Told(NamedTuple):
     """`resumed`: lives that began with pieces of the one before. `copies`: states that were completed, all right.
 
-    `fetched`: bytes over all lives, in sizes of the completed states.
+    `fetched`: bytes over all sessions, in sizes of the completed states.
     """
 
     kills: int
@@ -168,7 +169,7 @@ async def copy(directory: Path, port: int, section_bytes: int) -> None:
 
 
 async def kill_many(directory: Path, *, kills: int, megabytes: float, seed: int) -> Told:
-    """Kill `kills` children; raise AssertionError about the first life that does not go on as it should."""
+    """Kill `kills` children; raise AssertionError about the first session that does not go on as it should."""
     rng, begun_s, section_bytes = random.Random(f"{seed}|kill"), time.monotonic(), int(megabytes * 2**20 / 4)
     shapes = shapes_of(section_bytes)
     valve = FairLimiter(megabytes * 2**20 / 3.0)  # a whole copy takes three seconds
@@ -194,7 +195,7 @@ async def kill_many(directory: Path, *, kills: int, megabytes: float, seed: int)
     async with server:
         finished = False
         while killed < kills or not resumed or not finished:
-            # The last life is left alone. Where none has left a whole piece so far, there are more, and longer ones.
+            # The last session is left alone. Where none has left a whole piece so far, there are more, and longer ones.
             kill = killed < kills or not resumed
             delay_s = rng.uniform(0.0, 1.6 * max(1.0, killed / kills)) if kill else STARTS_S
             asked = (str(directory), str(port), str(section_bytes))
@@ -215,7 +216,7 @@ async def kill_many(directory: Path, *, kills: int, megabytes: float, seed: int)
 
 
 def on_disk(directory: Path, section_bytes: int) -> int:
-    """Return the bytes of the whole pieces that a life has left behind."""
+    """Return the bytes of the whole pieces that a session has left behind."""
     keep = PartialDownloadFile(directory, "run", 0, section_bytes, lambda line: None)
     return sum({key: data.nbytes for key, _, data in keep.pieces()}.values())
 
@@ -250,7 +251,7 @@ def report(told: Told) -> str:
     """Return what came of it, in words."""
     return (
         f"{told.kills} kills while a state was copied, in {told.seconds:.0f} s: {told.resumed} lives went on with the"
-        f" pieces of the life before, {told.copies} copies were completed, all of them the donor's to the bit;"
+        f" pieces of the session before, {told.copies} copies were completed, all of them the donor's to the bit;"
         f" {told.fetched:.2f} states were sent for them"
     )
 

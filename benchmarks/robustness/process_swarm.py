@@ -1,6 +1,6 @@
 """A swarm of real processes on this machine whose peers live more than once, for whoever watches or kills them.
 
-A peer has one home and one journal through all its lives. Its journal says what it does; who is struck by SIGKILL is
+A peer has one home and one journal through all its sessions. Its journal says what it does; who is struck by SIGKILL is
 gone with its libp2p daemon and may be started again with the home that it had.
 """
 
@@ -38,25 +38,25 @@ class Shape(NamedTuple):
 
 
 class Peer:
-    """One peer through all its lives: one home and one journal, a process after the other."""
+    """One peer through all its sessions: one home and one journal, a process after the other."""
 
     def __init__(self, name: str, stage: int, home: Path) -> None:
         self.name, self.stage, self.home = name, stage, home
         self.history, self.tail = PeerHistory(name, stage), Tail(home / "journal.jsonl")
-        self.lives: list[Child] = []
+        self.sessions: list[Child] = []
         self.struck_at: list[float] = []
         """When it was killed (unix seconds)."""
         self.progress = 0.0
         """Share of the run, as far as it has heard."""
         self.steps, self.finished = 0, False
-        """Of the present life."""
+        """Of the present session."""
         self.back_at: float | None = None
         """When it is to come back (monotonic seconds); None while it is not away."""
 
     @property
     def child(self) -> Child:
-        """The process of the present life, or of the last one."""
-        return self.lives[-1]
+        """The process of the present session, or of the last one."""
+        return self.sessions[-1]
 
     @property
     def runs(self) -> bool:
@@ -107,9 +107,9 @@ class Swarm:
             peer.tail.close()
 
     def start(self, peer: Peer) -> None:
-        """Begin a life of a peer, the first or another one, with its home as it is."""
-        logs = self._home / "output" / f"{peer.name}-{len(peer.lives)}"
-        peer.lives.append(swarm_processes.join(self.children, self.invite, peer.stage, peer.home, logs))
+        """Begin a session of a peer, the first or another one, with its home as it is."""
+        logs = self._home / "output" / f"{peer.name}-{len(peer.sessions)}"
+        peer.sessions.append(swarm_processes.join(self.children, self.invite, peer.stage, peer.home, logs))
         peer.steps, peer.finished, peer.back_at = 0, False, None
 
     def strike(self, peer: Peer) -> None:

@@ -5,9 +5,9 @@
     python -m benchmarks.simulator.thousand_peers --replicas 64 --where  # where a call's time goes
 
 Every peer is a whole production node: routing, windows, gossip, presence. Replaced are event loop, network, device and
-the model (bowls). Each run is a process of its own, with another PYTHONHASHSEED; the digest is the SHA-256 over slow
-weights, momenta, fast weights and counters of all peers. A call is one microbatch's conversation with one replica of
-the next stage. The last line is one JSON object.
+the model (quadratic models). Each run is a process of its own, with another PYTHONHASHSEED; the digest is the SHA-256
+over slow weights, momenta, fast weights and counters of all peers. A call is one microbatch's conversation with one
+replica of the next stage. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PARTS = {
     "gossip": "/gossip/",
     "simulated network": "/noloco_node/sim/network/",
     "virtual loop": "/noloco_node/sim/clock",
-    "simulated device, bowl": "/noloco_node/sim/",
+    "simulated device, quadratic model": "/noloco_node/sim/",
     "records, roster": "/noloco_node/swarm/",
     "node, replica, source": "/noloco_node/",
     "asyncio": "/asyncio/",
@@ -108,13 +108,13 @@ def simulated(options: argparse.Namespace) -> dict[str, Any]:
             "virtual_s": round(world.now_s, 1),
             "calls": calls,
             "messages_lost": hub.get("messages.lost", 0),
-            "wrong": sum(len(life.wrong) for peer in world.peers.values() for life in peer.lives),
+            "wrong": sum(len(session.wrong) for peer in world.peers.values() for session in peer.sessions),
             "failures": len(world.network.failures),
             "rounds_finished": sorted(
                 {
-                    p.life.node.replica.rounds.finished
+                    p.session.node.replica.rounds.finished
                     for p in world.peers.values()
-                    if p.life.node and p.life.node.replica
+                    if p.session.node and p.session.node.replica
                 }
             ),
             "digest": world.digest(),

@@ -190,7 +190,7 @@ class AdmissionHook(NetworkHook):
         raise not_admitted(addressed(why))
 
     def _of_members(self, records: Mapping[str, bytes]) -> dict[str, bytes]:
-        # In an order: of two who hold one invitation the first stays.
+        # In an order: of two who hold one single-use invite the first stays.
         return {
             peer: unstamped(records[peer])[1] for peer in sorted(records) if self._state.accepts(peer, records[peer])
         }

@@ -2,9 +2,9 @@
 
 **Others** (`AdmissionState`, no I/O): tickets that were shown, the latest list of revocations, and the time. A network
 asks it before a handler runs, before a record counts, and at every message of a conversation, so a peer that is revoked
-or whose ticket expires is out at once. An invitation is for the peer that shows it first, as each peer remembers for
-itself; where a peer sees two at once that hold it, the smaller id stays. The owner sees both in `members list` and can
-revoke it.
+or whose ticket expires is out at once. A single-use invite is for the peer that shows it first, as each peer remembers
+for itself; where a peer sees two at once that hold it, the smaller id stays. The owner sees both in `members list` and
+can revoke it.
 
 **Our own** (`HeldTicket`): a node's, a visitor's, or a bootstrap peer's; nothing else replaces it. It comes from what
 its holder has (an invite, a home, a key) or from a peer that signs tickets. A good one is renewed before it expires
@@ -70,7 +70,7 @@ class AdmissionState:
         """The peer that has shown its ticket last comes last."""
         self._lookers: dict[str, tuple[bytes, TicketFacts]] = {}
         self._holders: dict[bytes, str] = {}
-        """Who showed an invitation first."""
+        """Who showed a single-use invite first."""
 
     @property
     def is_pinned(self) -> bool:
@@ -121,8 +121,8 @@ class AdmissionState:
         revoked = {} if self.revocations is None else self.revocations.revoked
         if any(revoked.get(key, 0) > now_s for key in facts.keys):
             return SHUT_OUT
-        if facts.invitation is not None and self._holders.setdefault(facts.invitation, peer) != peer:
-            return "its invitation is used by somebody else"
+        if facts.invite_key is not None and self._holders.setdefault(facts.invite_key, peer) != peer:
+            return "its invite is used by somebody else"
         return ""
 
     def was_member(self, peer: str) -> bool:
@@ -171,7 +171,7 @@ class AdmissionState:
         if chain is None or self._owner is None or chain[-1].subject != key_of(peer):
             return None
         facts = facts_of(chain, self._owner, self.run)
-        if facts is not None and facts.invitation is not None and self._rule == LISTED:
+        if facts is not None and facts.invite_key is not None and self._rule == LISTED:
             return None
         return facts
 

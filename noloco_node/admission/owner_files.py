@@ -2,7 +2,7 @@
 
 run.toml       the run file, for everybody
 run.owner      the private key, for nobody else (mode 600)
-run.members    tickets and invitations that were signed, and the signed list of revocations; no secret
+run.members    tickets and single-use invites that were signed, and the signed list of revocations; no secret
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from noloco_node.storage import atomic_file
 
 
 class IssuedEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A ticket or an invitation that was signed; `key`: whom it is for, in hexadecimal digits."""
+    """A ticket or a single-use invite that was signed; `key`: whom it is for, in hexadecimal digits."""
 
     key: str
     kind: str

@@ -1,20 +1,21 @@
 """A ticket: grants in a chain, the first signed by the run's owner, each next by the key that the one before it names.
 
 Each grant says which key may do what, and until when, in which run. The last one is for the key of a peer id. Nobody
-passes on more than it has: a delegate (`SIGN`) any of its rights, an invitation (`ONCE`) what its one holder is to
-have, and a peer that may look lets others look. So anybody who knows the run file can check a ticket, with no server.
+passes on more than it has: a delegate (`SIGN`) any of its rights, a single-use invite (`ONCE`) what its one holder is
+to have, and a peer that may look lets others look. So anybody who knows the run file can check a ticket, with no
+server.
 
 **An invite's credential** (`InviteCredential`) is what a peer gets its ticket by: nothing but the right to ask, an
 invitation, or a ticket. As text it begins with a letter that says which:
 
     open              ask a bootstrap peer for a ticket
-    i<base64>         an invitation: a key, and the owner's grant for it; its holder signs its own peer id
+    i<base64>         a single-use invite: a key, and the owner's grant for it; its holder signs its own peer id
     t<base64>         the ticket of one peer id
 
 **A list of revocations** (`RevocationList`) says whom the owner has shut out. The owner signs it with a number that
-rises, and everybody believes the latest. It names keys: of peers, of invitations, of delegates; whatever depends on one
-of them is shut out with it, until the time that stands beside it. What has expired is dropped when the next list is
-signed, so it stays short.
+rises, and everybody believes the latest. It names keys: of peers, of single-use invites, of delegates; whatever depends
+on one of them is shut out with it, until the time that stands beside it. What has expired is dropped when the next list
+is signed, so it stays short.
 
 An Ed25519 peer id is the key itself, wrapped: in base 58 a multihash `identity` of libp2p's protobuf of the key. So a
 signature for a peer id needs no authority that says which key belongs to whom.
@@ -122,7 +123,7 @@ class Right(IntFlag):
     SIGN = 4
     """Sign grants for others."""
     ONCE = 8
-    """Sign one grant, for one identity: an invitation's key."""
+    """Sign one grant, for one identity: a single-use invite's key."""
 
 
 MEMBER = Right.LOOK | Right.TRAIN
@@ -141,12 +142,12 @@ Chain: TypeAlias = tuple[TicketGrant, ...]
 
 
 class TicketFacts(NamedTuple):
-    """What a good ticket says. `keys`: all that it depends on, the peer's own last; `invitation`: among them."""
+    """What a good ticket says. `keys`: all that it depends on, the peer's own last; `invite_key`: among them."""
 
     rights: Right
     until: int
     keys: tuple[bytes, ...]
-    invitation: bytes | None
+    invite_key: bytes | None
 
 
 _decoder = msgspec.msgpack.Decoder(Chain)
@@ -174,7 +175,7 @@ def decode(raw: bytes) -> Chain | None:
 
 def facts_of(chain: Chain, owner: bytes, run: str) -> TicketFacts | None:
     """Return what a chain says that goes from the run's owner to its last key; None where a link is not good."""
-    issuer, may_pass, invitation = owner, _passed_by(Right.SIGN | MEMBER), None
+    issuer, may_pass, invite_key = owner, _passed_by(Right.SIGN | MEMBER), None
     for link in chain:
         rights = Right(link.rights)
         if rights & ~may_pass or not is_signed_by(
@@ -183,13 +184,13 @@ def facts_of(chain: Chain, owner: bytes, run: str) -> TicketFacts | None:
             return None
         issuer, may_pass = link.subject, _passed_by(rights)
         if rights & Right.ONCE:
-            invitation = link.subject
+            invite_key = link.subject
     last = Right(chain[-1].rights)
     if last & Right.ONCE:
-        return None  # the key of an invitation is no peer
+        return None  # the key of a single-use invite is no peer
     until = min(link.until for link in chain)
-    # To let somebody look uses no invitation up.
-    return TicketFacts(last, until, tuple(link.subject for link in chain), invitation if last & Right.TRAIN else None)
+    # To let somebody look uses no single-use invite up.
+    return TicketFacts(last, until, tuple(link.subject for link in chain), invite_key if last & Right.TRAIN else None)
 
 
 def _passed_by(rights: Right) -> Right:
@@ -219,7 +220,7 @@ def extended(
 
 
 class InviteCredential(msgspec.Struct, frozen=True):
-    """`seed`: of an invitation's private key, for which the chain's last grant is; else it is for a peer."""
+    """`seed`: of a single-use invite's private key, for which the chain's last grant is; else it is for a peer."""
 
     chain: Chain = ()
     seed: bytes = b""
@@ -231,7 +232,7 @@ class InviteCredential(msgspec.Struct, frozen=True):
         return ("i" if self.seed else "t") + raw
 
     def __repr__(self) -> str:
-        return f"InviteCredential({'open' if not self.chain else 'invitation' if self.seed else 'ticket'})"
+        return f"InviteCredential({'open' if not self.chain else 'single-use' if self.seed else 'ticket'})"
 
     def ticket(
         self, run: str, peer: str, rights: Right, unix_s: float, own_key: Ed25519PrivateKey | None

@@ -89,7 +89,7 @@ def members(
     """Let peers into your run and shut them out, with the owner's key beside the run file; it needs no network.
 
     `invite` prints an invite for one identity: for PEER, or for whoever shows it
-    first. `revoke` ends a ticket or an invitation, `ban` shuts a peer out for
+    first. `revoke` ends a ticket or a single-use invite, `ban` shuts a peer out for
     some days; both hand the list to a bootstrap peer, and say whether it has it.
     """
     typer.echo(administer(action, options))
@@ -122,7 +122,7 @@ def administer(action: MemberAction, options: MemberOptions) -> str:
 
 
 def _invite(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey) -> str:
-    """Sign a ticket for a peer, or an invitation for whoever shows it first; return the invite."""
+    """Sign a ticket for a peer, or a single-use invite for whoever shows it first; return the invite."""
     if options.invite is None:
         raise _usage("An invite needs addresses.", "--invite with the line that `noloco-node bootstrap` printed")
     base = invites.parse(invite_text(options.invite) or "")
@@ -144,7 +144,7 @@ def _invite(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey)
         holder = Ed25519PrivateKey.generate()
         subject = holder.public_key().public_bytes_raw()
         link = grant(key, recipe.digest, rights | Right.ONCE, until, subject)
-        kind, credential = "invitation", InviteCredential((link,), holder.private_bytes_raw())
+        kind, credential = "single-use invite", InviteCredential((link,), holder.private_bytes_raw())
     members = load_members(options.run)
     issued = IssuedEntry(key=subject.hex(), kind=kind, until=until, note=options.note, may_sign=options.may_sign)
     save_members(options.run, msgspec.structs.replace(members, issued=(*members.issued, issued)))
@@ -182,7 +182,7 @@ def _subject(who: str | None, members: MemberList) -> str:
 def _longest_life(subject: str, members: MemberList, rule: str, now_s: float) -> int:
     """Return until when a key may have a ticket, as far as we know; 0 where we know of none.
 
-    A key that the list does not name may have come by any invitation in it, or by any delegate.
+    A key that the list does not name may have come by any single-use invite in it, or by any delegate.
     """
     lives = [each.until for each in members.issued if each.key == subject] or [each.until for each in members.issued]
     if rule == "open":  # a bootstrap peer gives tickets to whoever asks

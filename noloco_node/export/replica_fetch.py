@@ -128,7 +128,7 @@ async def fetch_snapshots(
     own: int | None,
     keep: Callable[[Checkpoint], ReplicaFile],
 ) -> list[ReplicaFile] | UserError:
-    """Fetch the newest snapshots of a stage that are believed; the `peer` of each is its keeper.
+    """Fetch the newest stage snapshots that are believed; the `peer` of each is its keeper.
 
     Returns an error if none came, for a caller without other weights. `keep`: writes a snapshot to the disk. `own`: the
     newest round that is here already, or None; only clearly newer snapshots are fetched.

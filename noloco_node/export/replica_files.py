@@ -1,7 +1,7 @@
 """Slow weights of single replicas on a disk, read one tensor at a time, and the parts of an unfinished export.
 
 All files have the form of `noloco_node.storage.checkpoint` and say of which run, stage, peer and round they are: the
-checkpoints of a home, its snapshots of other stages, and replicas that an export has fetched. An export keeps these,
+checkpoints of a home, its stage snapshots, and replicas that an export has fetched. An export keeps these,
 and each finished stage as one file, beside its target, so that the next try goes on from there.
 """
 
@@ -282,7 +282,7 @@ class PartsDirectory:
         return self._keep(copy, "snapshot-")
 
     def snapshots(self, stage: int) -> list[ReplicaFile]:
-        """Return the whole files of snapshots of a stage."""
+        """Return the whole files of stage snapshots."""
         found = []
         for path in sorted(self.path.glob(f"stage-{stage}-snapshot-*.safetensors")):
             with suppress(OSError, ValueError):

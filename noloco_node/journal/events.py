@@ -208,7 +208,7 @@ class CatchUp(_Event, frozen=True, tag="catch_up"):
 class Disowned(_Event, frozen=True, tag="disowned"):
     """The weights that a newcomer was given are far worse than others': it goes on from the next partner's.
 
-    Where they were a snapshot of a stage that had died, it asks for another one.
+    Where they were a stage snapshot that had died, it asks for another one.
 
     `loss`: median of its first microbatches, nats a token. `usual`: what most replicas of the run say of theirs.
     """

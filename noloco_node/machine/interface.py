@@ -141,14 +141,14 @@ class Text(Protocol):
 
 
 class SnapshotStore(Protocol):
-    """Where snapshots of other stages are kept. `noloco_node.storage.checkpoint_store.SnapshotDirectory` is the
+    """Where stage snapshots are kept. `noloco_node.storage.checkpoint_store.SnapshotDirectory` is the
     real one."""
 
     async def keep(self, checkpoint: Checkpoint) -> None:
         """Keep a snapshot, and the last few of its stage; raise `OSError` where there is no room for it."""
 
     async def newest(self, stage: int) -> Checkpoint | None:
-        """Return the last snapshot of a stage, or None."""
+        """Return the last stage snapshot, or None."""
 
 
 class ArchivedStages(Protocol):
@@ -240,7 +240,7 @@ class Host(ComputeHost, Protocol):
 
     @property
     def snapshots(self) -> SnapshotStore | None:
-        """Snapshots of other stages; None where nobody asked to keep any."""
+        """Stage snapshots; None where nobody asked to keep any."""
 
     async def last_stage(self) -> int | None:
         """Return the stage that this peer served last, or None."""

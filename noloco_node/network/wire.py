@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T", bound=msgspec.Struct)
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 """Part of every protocol name and of the run's digest."""
 
 ERROR_BYTES = 1024

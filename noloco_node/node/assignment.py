@@ -318,7 +318,7 @@ class Assignment:
         return await self.replica.checkpoint(work.samples, work.position())
 
     async def _keep_snapshots(self) -> None:
-        """Keep snapshots of other stages, if the owner asked for it."""
+        """Keep stage snapshots, if the owner asked for it."""
         context, store = self._context, self._context.host.snapshots
         if store is None or not context.keeps_snapshots:
             return

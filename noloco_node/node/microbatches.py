@@ -61,8 +61,8 @@ class MicrobatchSource:
 
         `draw`: returns the next tokens [batch, sequence + 1], int64. `process`: the worker's. `progress`: returns the
         run's progress, given this source's samples so far and when the last of them came back. `samples`: of an earlier
-        life. `prove`: takes the peer that computed the loss of so many samples. `budget_s`: how long a microbatch may
-        travel. `told`: later stages have to know all ids.
+        session. `prove`: takes the peer that computed the loss of so many samples. `budget_s`: how long a microbatch
+        may travel. `told`: later stages have to know all ids.
         """
         self.samples = samples
         self.returned_s = loop_s()
@@ -210,7 +210,7 @@ class MicrobatchServer:
         self._config, self._context, self._worker, self._turns = config, context, worker, turns
         self.bound = SizeBound(ACTIVATION_CODECS[config.run.pipeline.codec].down)
         """Bounds the activations that peers send."""
-        # By Unix time, so that a later life's number is higher.
+        # By Unix time, so that a later session's number is higher.
         self.issued = IssuedReceipts(int(1000 * context.unix_time()))
         """Samples whose gradient we returned, by source; in a run of one stage, what partners brought to meetings."""
         self.returned_s = -math.inf

@@ -24,7 +24,7 @@ class NodeOptions:
     """What the owner of this peer asked for.
 
     `stage`: to serve and never to leave. `moves`: the node goes to another stage that needs it more. `keep_snapshots`:
-    rounds between two snapshots of another stage; 0 keeps none. `deadlines`: False waits for ever on exchanges, which
+    rounds between two stage snapshots; 0 keeps none. `deadlines`: False waits for ever on exchanges, which
     only tests want. `slowest_bytes_per_s`: a peer with a slower line is given up. `reached`: the progress at which the
     run was last seen, 0 if nobody knows. `begin_anew`: begin with the run's first weights even so. `name`: shown beside
     our id. `bootstrap_peers`: asked for the weights that the run starts from. `given`: what this peer has given to the
@@ -87,7 +87,7 @@ class NodeContext:
 
     @property
     def keeps_snapshots(self) -> bool:
-        """Whether snapshots of other stages are kept here."""
+        """Whether stage snapshots are kept here."""
         return self.host.snapshots is not None and self.options.keep_snapshots > 0
 
     def claim_record(

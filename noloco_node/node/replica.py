@@ -1,8 +1,8 @@
 """One replica at work: a window of microbatches, an inner step, a pause; and every so often a round.
 
-This module connects pieces that know nothing of each other. The gate fills a window, the device takes the inner step
-at the learning rate that the run's progress asks for, and in the pause that follows the rounds may copy or correct
-the fast weights. Every access to weights is a job of the device's one thread.
+This module connects pieces that know nothing of each other. The admission window fills a window, the device takes the
+inner step at the learning rate that the run's progress asks for, and in the pause that follows the rounds may copy or
+correct the fast weights. Every access to weights is a job of the device's one thread.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Replica:
     # The training itself.
 
     async def train(self, in_pause: Callable[[], Awaitable[None]]) -> None:
-        """Fill windows and take inner steps until the gate is closed; call `in_pause` between two of them."""
+        """Fill windows and take inner steps until the admission window closes; call `in_pause` between two of them."""
         while (outcomes := await self.admission.full()) is not None:
             # A step that the optimiser has taken must be counted, and known to the rounds, even if we are cancelled.
             await to_the_end(self._step(outcomes, in_pause))
@@ -210,7 +210,7 @@ class Replica:
         return self.admission.succeeded
 
     async def aclose(self) -> None:
-        """End the conversations that were kept for further microbatches; the gate is closed for new ones."""
+        """End the conversations kept for further microbatches; the admission window is closed for new ones."""
         self.microbatches.close()
         if self.next_stage is not None:
             await self.next_stage.aclose()
@@ -254,7 +254,7 @@ class Replica:
         await self._run(self._stage.correct, correction)
 
     def alone(self, retry_after_s: float) -> AbstractAsyncContextManager[None]:
-        """Shut the gate until nothing is in flight."""
+        """Shut the admission window until nothing is in flight."""
         return self.admission.alone(retry_after_s, DRAIN_S if self.config.deadlines else math.inf)
 
     def _partners(self, roster: Roster) -> tuple[Candidate, ...]:
@@ -364,7 +364,7 @@ class Replica:
         )
 
     def statistics(self) -> dict[str, int | float]:
-        """Return the counters of the gate, the worker and the rounds, each under its own prefix."""
+        """Return the counters of the admission window, the worker and the rounds, each under its own prefix."""
         parts = {
             "gate": self.admission.statistics(),
             "worker": self.worker.statistics(),

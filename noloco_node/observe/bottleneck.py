@@ -43,8 +43,8 @@ class Cause(StrEnum):
     ROOM = "room at the next stage"
     """Replicas of the next stage refused for now."""
     WINDOW = "end of the window"
-    """More microbatches wait at the gate, but the window is complete but for those that are further down; or gradients
-    have come that belong to the next window."""
+    """More microbatches wait at the admission window, but the window is complete but for those that are further down;
+    or gradients have come that belong to the next window."""
     REPLIES = "replies"
     """All microbatches of the window, or of both, are further down, and no more are at the gate."""
     MICROBATCHES = "microbatches"

@@ -108,7 +108,7 @@ class ContributionLedger:
                 pass
 
     def _begin_totals(self, pid: int) -> None:
-        """Begin the totals that begin with a life: of traffic with each network, of energy with each process."""
+        """Begin the totals that begin with a session: of traffic with each network, of energy with each process."""
         if not self._moves:
             self._sent = self._received = 0
         if pid != self._pid:
@@ -160,7 +160,7 @@ class PeerHistory:
     progress: float = 0.0
     """Of the run, 0 to 1, as of its last inner step."""
     recent: deque[events.InnerStep] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """The last inner steps of this life but its first, which has waited for the swarm to come together."""
+    """The last inner steps of this session but its first, which has waited for the swarm to come together."""
     steps: int = 0
     tokens: int = 0
     loss: float | None = None
@@ -171,7 +171,7 @@ class PeerHistory:
     busy_s: float = 0.0
     worked_s: float = 0.0
     underway: bool = False
-    """It has taken an inner step in this life."""
+    """It has taken an inner step in this session."""
     round: int = 0
     partner: str | None = None
     gap_first: float | None = None

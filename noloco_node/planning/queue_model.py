@@ -42,7 +42,7 @@ _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
 class _Replica:
-    """One device and the gate before it."""
+    """One device and the admission window before it."""
 
     def __init__(self, stage: int, number: int, time: float, windows: int) -> None:
         self.name, self.time, self.windows = f"{stage}/{number}", time, windows

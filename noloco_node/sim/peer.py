@@ -1,6 +1,6 @@
 """One simulated peer: a production node, the machine under it, and what survives when it dies.
 
-A peer lives several lives. The name, the line and the disk stay; network, device, stage and node are new each time. A
+A peer has several sessions. The name, the line and the disk stay; network, device, stage and node are new each time. A
 crash is what the node cannot see coming: its network is gone, its disk takes nothing more, its tasks are cancelled.
 """
 
@@ -29,12 +29,12 @@ from noloco_node.sim.scenario.setup import SimSetup
 from noloco_node.storage.checkpoint import Checkpoint
 
 KEPT_LINES = 50
-"""Of what a node said, in a life."""
+"""Of what a node said, in a session."""
 FOREVER = 100_000
 """Messages of a hostile peer that arrive wrong: more than it sends."""
 
 
-class PeerLife:
+class PeerSession:
     """One run of a peer's process. `wrong`: promises that its stage saw broken. `crashed`: it was not asked."""
 
     def __init__(self, number: int, device: VirtualDevice) -> None:
@@ -52,7 +52,7 @@ class PeerLife:
 
     @property
     def replica(self) -> Replica | None:
-        """The replica of this life; None before it has joined, and after `forget`."""
+        """The replica of this session; None before it has joined, and after `forget`."""
         return None if self.node is None else self.node.replica
 
     def say(self, line: str) -> None:
@@ -61,7 +61,7 @@ class PeerLife:
             self.said.append(line)
 
     def forget(self) -> None:
-        """Let go of all that an earlier life held but its words, once nobody asks for its weights and counters."""
+        """Let go of all that an earlier session held but its words, once nobody asks for its weights and counters."""
         self.node = self.stage = self.task = None
 
 
@@ -105,30 +105,30 @@ class SimulatedPeer:
         self.disk: Checkpoint | None = None
         self.archive = MemoryStore(lambda: self.disk)
         self.disk_refuses = False
-        self.lives: list[PeerLife] = []
+        self.sessions: list[PeerSession] = []
         self._setting, self._network, self._observe = setting, network, observe
 
     @property
-    def life(self) -> PeerLife:
-        return self.lives[-1]
+    def session(self) -> PeerSession:
+        return self.sessions[-1]
 
     @property
     def running(self) -> bool:
-        return bool(self.lives) and self.life.running
+        return bool(self.sessions) and self.session.running
 
     @property
     def leaving(self) -> bool:
         """Whether the process is there, and was asked to leave."""
-        return self.running and self.life.leave.is_set()
+        return self.running and self.session.leave.is_set()
 
     @property
     def replica(self) -> Replica | None:
-        """The replica of the present life, or of the last."""
-        return self.life.replica if self.lives else None
+        """The replica of the present session, or of the last."""
+        return self.session.replica if self.sessions else None
 
     @property
     def device(self) -> VirtualDevice:
-        return self.life.device
+        return self.session.device
 
     @property
     def stage(self) -> int | None:
@@ -137,25 +137,25 @@ class SimulatedPeer:
         return self.disk.counters.stage if self.disk is not None else self.asked_stage
 
     def start(self) -> None:
-        """Begin a life; the node goes on from the peer's disk."""
+        """Begin a session; the node goes on from the peer's disk."""
         if self.running:
             raise RuntimeError(f"{self.name} is running already")
         setting, swarm = self._setting, self._setting.scenario.swarm
-        number = len(self.lives)
+        number = len(self.sessions)
         device = VirtualDevice(seed=f"{setting.run.seed}|{self.name}|{number}")
         device.slowness, device.stutter = self.slowness, self.stutter
-        life = PeerLife(number, device)
-        self.lives.append(life)
+        session = PeerSession(number, device)
+        self.sessions.append(session)
         network: PeerNetwork = self._network.network(self.name, self.access)
         if self.tampering is not None:
             network = self.tampering.network(network)
             if self.tampering.corruption is not None and not self._network.is_corrupting(self.name):
                 self._network.corrupt(self.name, self.tampering.corruption, FOREVER)
-        node = life.node = Node(
+        node = session.node = Node(
             setting.recipe,
             setting.dimensions,
             network,
-            self._host(life),
+            self._host(session),
             NodeOptions(
                 stage=self.asked_stage,
                 linger_s=3 * swarm.refresh_s,
@@ -165,34 +165,34 @@ class SimulatedPeer:
                 deadlines=swarm.impatient,
                 slowest_bytes_per_s=setting.slowest_bytes_per_s,
             ),
-            Reporter(record=self._recorder(life), say=life.say),
+            Reporter(record=self._recorder(session), say=session.say),
         )
-        life.task = asyncio.create_task(node.live(life.leave), name=f"{self.name} life {life.number}")
-        life.task.add_done_callback(lambda _: self._over(life))
+        session.task = asyncio.create_task(node.live(session.leave), name=f"{self.name} session {session.number}")
+        session.task.add_done_callback(lambda _: self._over(session))
 
     def crash(self) -> None:
         """Let the process die, with nobody asked and nothing saved."""
-        life = self.life
-        life.crashed = True
+        session = self.session
+        session.crashed = True
         self._network.kill(self.name)
-        if life.task is not None:
-            life.task.cancel()
+        if session.task is not None:
+            session.task.cancel()
 
     def ask_to_leave(self) -> None:
-        self.life.leave.set()
+        self.session.leave.set()
 
     def slow_down(self, factor: float) -> None:
-        """Let the device take `factor` times as long as at first, in later lives too."""
+        """Let the device take `factor` times as long as at first, in later sessions too."""
         self.slowness = self.device.slowness = self.first_slowness * factor
 
     def begin_stutter(self, stutter: Stutter) -> None:
-        """Let the device stutter, in later lives too."""
+        """Let the device stutter, in later sessions too."""
         self.stutter = self.device.stutter = stutter
 
     def weights_digest(self) -> bytes:
-        """Return the SHA-256 of slow weights, momentum, fast weights and counters of the last life."""
+        """Return the SHA-256 of slow weights, momentum, fast weights and counters of the last session."""
         total = hashlib.sha256(self.name.encode())
-        replica, stage = self.replica, self.life.stage
+        replica, stage = self.replica, self.session.stage
         if replica is not None and stage is not None:
             state = replica.rounds.state
             for tensor in (*state.slow, *state.momentum, *stage.weights()):
@@ -200,23 +200,25 @@ class SimulatedPeer:
             total.update(f"{replica.rounds.finished} {replica.inner_steps}".encode())
         return total.digest()
 
-    def _host(self, life: PeerLife) -> MemoryHost:
+    def _host(self, session: PeerSession) -> MemoryHost:
         def build(number: int) -> PricedStage:
             setting = self._setting
             windows = setting.run.pipeline.windows_in_flight
             honest = setting.build(number)
             stage = honest if self.tampering is None else self.tampering.stage(honest)
-            life.stage = PricedStage(stage, setting.prices[number], life.device.charge, life.wrong.append, windows)
-            return life.stage
+            session.stage = PricedStage(
+                stage, setting.prices[number], session.device.charge, session.wrong.append, windows
+            )
+            return session.stage
 
         async def save(checkpoint: Checkpoint) -> str:
-            if self.disk_refuses or life.crashed:
+            if self.disk_refuses or session.crashed:
                 raise OSError("No space left on device")
             self.disk = checkpoint
             return "the simulated disk"
 
         return MemoryHost(
-            life.device,
+            session.device,
             self.archive,
             build=build,
             open_text=self._open_text,
@@ -234,14 +236,14 @@ class SimulatedPeer:
         digest = hashlib.sha256(f"{run.seed}|{self.name}".encode()).digest()
         return RandomBatches(shape, int.from_bytes(digest[:3], "big") % VOCABULARY)
 
-    def _recorder(self, life: PeerLife) -> Callable[[events.Event], None]:
+    def _recorder(self, session: PeerSession) -> Callable[[events.Event], None]:
         def record(event: events.Event) -> None:
-            if not life.crashed:
+            if not session.crashed:
                 self._observe(self, event)
 
         return record
 
-    def _over(self, life: PeerLife) -> None:
+    def _over(self, session: PeerSession) -> None:
         """Take a process that ended by itself out of the network."""
-        if not life.crashed:
+        if not session.crashed:
             self._network.kill(self.name)

@@ -109,7 +109,7 @@ class World:
         """Return the SHA-256 over the weights, momenta and counters of all peers."""
         total = hashlib.sha256()
         for name in sorted(self.peers):
-            if self.peers[name].lives:
+            if self.peers[name].sessions:
                 total.update(self.peers[name].weights_digest())
         return total.hexdigest()
 
@@ -173,9 +173,9 @@ class World:
                 task.result()
 
     def _begin(self, peer: SimulatedPeer) -> None:
-        """Begin a life of a peer, and take note of its end."""
+        """Begin a session of a peer, and take note of its end."""
         peer.start()
-        task = peer.life.task
+        task = peer.session.task
         assert task is not None
         self._at_work[peer.name] = task
         task.add_done_callback(lambda task: self._over(peer, task))
@@ -186,7 +186,7 @@ class World:
             self._ended.append(task)
             self._changed.set()
             if not task.cancelled():
-                # Otherwise the whole world is being put away, and nobody would end a new life.
+                # Otherwise the whole world is being put away, and nobody would end a new session.
                 self._bring_back(peer)
 
     def waits(self) -> list[str]:
@@ -260,11 +260,11 @@ class World:
         del self._at_work[peer.name]
         peer.crash()
         self._changed.set()
-        # Not before watchers have heard of the crash of the life that is over.
+        # Not before watchers have heard of the crash of the session that is over.
         asyncio.get_running_loop().call_soon(self._bring_back, peer)
 
     def _bring_back(self, peer: SimulatedPeer) -> None:
-        """Begin the life of a peer that was to be restarted as soon as it had left."""
+        """Begin the session of a peer that was to be restarted as soon as it had left."""
         if peer.name in self._returning and not peer.running:
             del self._returning[peer.name]
             self._begin(peer)

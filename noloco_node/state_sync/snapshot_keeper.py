@@ -1,6 +1,6 @@
 """Slow weights of other stages, kept and served so that no stage dies with its last replica.
 
-A peer with `--keep-snapshots ROUNDS` takes a snapshot of a stage that is so many rounds further than the last one. It
+A peer with `--keep-snapshots ROUNDS` takes a stage snapshot that is so many rounds further than the last one. It
 asks a few replicas for round and norm, chooses one of those that agree at random, and fetches its slow weights beside
 the training, one stage at a time. A stage that has begun anew replaces no snapshot before its rounds have passed it.
 

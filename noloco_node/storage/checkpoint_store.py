@@ -1,7 +1,7 @@
 """A node's own checkpoints: when a replica saves itself, and where checkpoints of each stage lie.
 
 New checkpoints would push out those of a stage that the peer left, perhaps its last weights. So these are set aside:
-renamed to where snapshots of other stages lie. The peer goes on from there if it comes back, momenta included; the slow
+renamed to where stage snapshots lie. The peer goes on from there if it comes back, momenta included; the slow
 weights are served to a peer that revives the stage (`noloco_node.state_sync.snapshot_keeper`); and an export finds
 them.
 
@@ -136,7 +136,7 @@ class SnapshotDirectory:
 
     @in_thread
     def newest(self, stage: int) -> Checkpoint | None:
-        """Return the slow weights of the last whole snapshot of a stage, or None."""
+        """Return the slow weights of the last whole stage snapshot, or None."""
         # A checkpoint of a former stage, with its momenta, may lie there too.
         return load_latest(self._directory / str(stage), self._run_id, wanted=("slow",))
 

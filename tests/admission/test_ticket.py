@@ -142,8 +142,8 @@ def test_an_invitation_makes_a_ticket_for_whoever_holds_it() -> None:
         facts = facts_of(decode(raw) or (), OWNER, RUN)
         assert facts is not None
         assert facts.rights == rights
-        # Whoever only looks uses no invitation up.
-        assert (facts.invitation is None) == (rights == Right.LOOK)
+        # Whoever only looks uses no single-use invite up.
+        assert (facts.invite_key is None) == (rights == Right.LOOK)
     with pytest.raises(ValueError, match="another identity"):
         named.ticket(RUN, peer, MEMBER, NOW_S, key(7))
     # The named peer lets a passing identity of its own look.

@@ -15,8 +15,8 @@ from noloco_node.node.replica import Replica
 from noloco_node.run.protocols import MICROBATCH, topic
 from noloco_node.sim.clock import MANY_TIMERS, VirtualLoop
 from noloco_node.sim.network.sim_network import SimNetwork
-from tests.explorer.life_records import LifeRecord
 from tests.explorer.observation import CheckerContext, sizes, slots
+from tests.explorer.session_records import SessionRecord
 
 SPARE_CALLS = 8
 VERSIONS = 4
@@ -36,7 +36,9 @@ class BoundInvariants:
     def look(self) -> None:
         """Complain of what is larger than it may be."""
         most_calls = self._most_calls()
-        served = Counter(stage for _, stage in {(name, each.stage) for (name, _), each in self.context.lives.items()})
+        served = Counter(
+            stage for _, stage in {(name, each.stage) for (name, _), each in self.context.sessions.items()}
+        )
         for record, replica in self.context.training():
             self._check_gate(record, replica)
             self._check(f"{record.name}: open conversations", self._open_calls(record.name), most_calls)
@@ -51,7 +53,7 @@ class BoundInvariants:
         if size > limit:
             self.context.complain("bound", f"{what}: {size}, more than {limit}")
 
-    def _check_gate(self, record: LifeRecord, replica: Replica) -> None:
+    def _check_gate(self, record: SessionRecord, replica: Replica) -> None:
         gate = replica.admission
         if gate.queued > gate.queue_limit or gate.in_flight + gate.succeeded > gate.windows * gate.window:
             self.context.complain("bound", f"{record.name} has let in too many: {slots(gate)}")

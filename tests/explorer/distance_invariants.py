@@ -1,7 +1,8 @@
-"""Hostile peers do bounded harm: how far honest weights are from the middle of their bowl, on the way and at the end.
+"""Hostile peers do bounded harm: how far honest weights are from the middle of their quadratic model, on the way and at
+the end.
 
-A wide bowl's weights begin at a distance of 1 and go to about 0, whatever happens; noise of microbatches keeps them
-from it. The distance is the root mean square over a stage's weights, in units of that at the start.
+A wide quadratic model's weights begin at a distance of 1 and go to about 0, whatever happens; noise of microbatches
+keeps them from it. The distance is the root mean square over a stage's weights, in units of that at the start.
 
 A newcomer can only tell by their loss what a donor's weights are worth (`noloco_node.state_sync.starting_state`). Until
 it has, and has taken others where they are worth nothing, they may lie anywhere. How its stage ends counts in any case.
@@ -20,8 +21,8 @@ from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.scenario import Scenario
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import World, simulate
-from tests.explorer.life_records import fast_of
 from tests.explorer.observation import CheckerContext, InvariantBroken, doubts_weights
+from tests.explorer.session_records import fast_of
 
 FARTHEST = 1.25
 """On the way: no honest weights of a clean run come that far."""
@@ -30,7 +31,7 @@ MARGIN = 0.5
 
 
 def distance(weights: Tensor) -> float:
-    """Return how far a wide bowl's weights are from its middle."""
+    """Return how far a wide quadratic model's weights are from its middle."""
     return float((weights - WIDE_CENTRE).square().mean().sqrt()) / abs(START - WIDE_CENTRE)
 
 

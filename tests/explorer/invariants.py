@@ -5,7 +5,7 @@
   whoever is asked to leave goes, and for that reason; an offer is answered at once, so that no conversation of two
   replicas that do not meet each other lasts.
 - `meet`: while nothing happens, replicas of a stage that can reach each other meet (`liveness_invariants`).
-- `slot`: each slot and each place in the queue is somebody's whose microbatch is being handled; after the last life
+- `slot`: each slot and each place in the queue is somebody's whose microbatch is being handled; after the last session
   every gate is free and no task is left.
 - `batch`: each inner step uses exactly its microbatches, on weights that did not change under them.
 - `finite`: weights and momenta are finite.
@@ -34,18 +34,18 @@ from gossip.interface import OuterStepTaken
 from noloco_node.errors import Exit, user_error_of
 from noloco_node.journal import events
 from noloco_node.run.peer_state import PeerState
-from noloco_node.sim.peer import PeerLife, SimulatedPeer
+from noloco_node.sim.peer import PeerSession, SimulatedPeer
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.world import LOOK_S, Watcher, World
 from noloco_node.swarm.membership import LIFETIME_S
 from tests.explorer.bound_invariants import BoundInvariants
 from tests.explorer.distance_invariants import DistanceInvariants
-from tests.explorer.life_records import Break, Delays, LifeRecord, begin_record, fast_of
 from tests.explorer.liveness_invariants import LivenessInvariants
 from tests.explorer.meetings import MeetingChecker
 from tests.explorer.observation import CheckerContext, is_closed, slots, told
 from tests.explorer.round_invariants import RoundInvariants
+from tests.explorer.session_records import Break, Delays, SessionRecord, begin_record, fast_of
 
 SETTLED_S = 60.0
 """After the end, before what is left counts as left for ever."""
@@ -94,7 +94,7 @@ class InvariantChecker(Watcher):
     def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
         """Take note of an event, and check what it tells."""
         now_s = self._world.now_s
-        record = self._context.lives.get((peer.name, peer.life.number))
+        record = self._context.sessions.get((peer.name, peer.session.number))
         match event:
             case events.StateChanged(state=state):
                 self._note_state(peer, state, now_s)
@@ -122,24 +122,24 @@ class InvariantChecker(Watcher):
             case events.Moved() if record is not None:
                 self._note_moved(record, now_s)
 
-    def _note_moved(self, record: LifeRecord, now_s: float) -> None:
-        """Close the record of a stage that a peer leaves; the other stage begins one of its own, in the same life."""
+    def _note_moved(self, record: SessionRecord, now_s: float) -> None:
+        """Close the record of a stage that a peer leaves; the other stage begins its own, in the same session."""
         self._moved += 1
         record.end(now_s)
         self._context.disturb()
         self._check_samples(record)
-        lives = self._context.lives
-        lives[record.name, -len(lives)] = lives.pop((record.name, record.life))
+        sessions = self._context.sessions
+        sessions[record.name, -len(sessions)] = sessions.pop((record.name, record.session))
 
     def _note_state(self, peer: SimulatedPeer, state: PeerState, now_s: float) -> None:
-        known = (peer.life.number, state)
+        known = (peer.session.number, state)
         if self._states.get(peer.name) == known:
             return
         self._states[peer.name] = known
         self._context.disturb()
         if state is PeerState.TRAINING:
             record = begin_record(peer, self._kept_steps, now_s)
-            self._context.present[peer.name] = self._context.lives[peer.name, record.life] = record
+            self._context.present[peer.name] = self._context.sessions[peer.name, record.session] = record
 
     def struck(self, fault: Fault) -> None:
         """Take note of a fault."""
@@ -173,16 +173,16 @@ class InvariantChecker(Watcher):
             if name not in self._context.hostile:
                 self._context.complain("failure", f"{name} failed to answer: {told(error)}")
         for peer in self._expected():
-            for life in peer.lives:
-                if life.wrong:
-                    self._context.complain("batch", f"{peer.name}: {life.wrong[0]}")
-                self._check_task(peer, life)
+            for session in peer.sessions:
+                if session.wrong:
+                    self._context.complain("batch", f"{peer.name}: {session.wrong[0]}")
+                self._check_task(peer, session)
 
     def _expected(self) -> list[SimulatedPeer]:
         return [peer for name, peer in self._world.peers.items() if name not in self._context.hostile]
 
-    def _check_task(self, peer: SimulatedPeer, life: PeerLife) -> None:
-        task = life.task
+    def _check_task(self, peer: SimulatedPeer, session: PeerSession) -> None:
+        task = session.task
         if task is None or not task.done() or task.cancelled():
             return
         self._context.checked["failure"] += 1
@@ -207,7 +207,7 @@ class InvariantChecker(Watcher):
         stages = range(self._world.setting.run.pipeline.stages)
         truth = {stage: {record.name for record, _ in training if record.stage == stage} for stage in stages}
         for record, _ in self._context.training():
-            node = record.peer.life.node
+            node = record.peer.session.node
             assert node is not None
             for stage in sorted({0, record.stage, min(record.stage + 1, stages[-1])}):
                 seen = {entry.peer for entry in node.roster.stage(stage) if entry.state is PeerState.TRAINING}
@@ -217,7 +217,7 @@ class InvariantChecker(Watcher):
                     quiet = f"nothing has happened for {self._context.idle_s:.0f} s"
                     self._context.complain("roster", f"{sentence}; {quiet}")
 
-    def _check_finite(self, record: LifeRecord) -> None:
+    def _check_finite(self, record: SessionRecord) -> None:
         self._context.checked["finite"] += 1
         for what, tensors in (("slow weights", record.state.slow), ("momentum", record.state.momentum)):
             if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
@@ -228,45 +228,45 @@ class InvariantChecker(Watcher):
     # The end.
 
     async def end(self) -> None:
-        """Check what must be so when all lives are over; raise `InvariantBroken`."""
+        """Check what must be so when all sessions are over; raise `InvariantBroken`."""
         await asyncio.sleep(SETTLED_S)
         self._context.look()
         self._check_lives()
         for peer in self._expected():
-            for life in peer.lives:
-                self._check_rest(peer, life)
-        for (name, number), record in self._context.lives.items():
-            if number == record.life and name not in self._context.hostile:
+            for session in peer.sessions:
+                self._check_rest(peer, session)
+        for (name, number), record in self._context.sessions.items():
+            if number == record.session and name not in self._context.hostile:
                 self._check_finite(record)
                 self._check_samples(record)
         self._meetings.end()
         left = self._world.waits()
         if left:
             places = "\n  ".join(left)
-            self._context.complain("slot", f"all lives are over, and these tasks are left:\n  {places}")
+            self._context.complain("slot", f"all sessions are over, and these tasks are left:\n  {places}")
         self._raise()
 
     def compare(self) -> None:
         """Compare with the run that this one would have been without attacks, when it is over."""
         self._compared = self._distances.compare(self._looked_s)
 
-    def _check_rest(self, peer: SimulatedPeer, life: PeerLife) -> None:
-        replica = life.replica
+    def _check_rest(self, peer: SimulatedPeer, session: PeerSession) -> None:
+        replica = session.replica
         self._context.checked["rest"] += 1
         if replica is not None and (replica.admission.in_flight or replica.admission.queued):
             sentence = (
-                f"life {life.number} of {peer.name} is over, and not all slots are free: {slots(replica.admission)}"
+                f"session {session.number} of {peer.name} is over, and slots are taken: {slots(replica.admission)}"
             )
             self._context.complain("slot", sentence)
         if self._world.network.open_calls(peer.name):
             calls = self._world.network.open_calls(peer.name)
             self._context.complain("slot", f"{peer.name} is gone, and has {calls} calls open")
 
-    def _check_samples(self, record: LifeRecord) -> None:
-        """Each microbatch that succeeded is in an inner step, or in the partial window that the last life left."""
-        life = record.peer.lives[record.life]
-        replica = life.replica
-        if life.crashed or replica is None:
+    def _check_samples(self, record: SessionRecord) -> None:
+        """Each microbatch that succeeded is in an inner step, or in the partial window that the last session left."""
+        session = record.peer.sessions[record.session]
+        replica = session.replica
+        if session.crashed or replica is None:
             return
         succeeded = int(replica.worker.statistics()["succeeded"])
         used = record.steps * self._window + replica.admission.succeeded

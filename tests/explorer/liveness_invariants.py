@@ -11,8 +11,8 @@ from noloco_node.run.protocols import GOSSIP
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import NetworkConfig
 from noloco_node.sim.world import LOOK_S
-from tests.explorer.life_records import Asked, LifeRecord
 from tests.explorer.observation import CheckerContext, is_closed, slots
+from tests.explorer.session_records import Asked, SessionRecord
 
 STANDSTILL_S = 90.0
 """Without an inner step anywhere: a newcomer's patience with ghosts, and a suspicion, lie within."""
@@ -73,20 +73,20 @@ class LivenessInvariants:
         if not peer.running:
             return
         now_s = self.context.world.now_s
-        self._asked.setdefault((peer.name, peer.life.number), now_s)
-        record, replica = self.context.lives.get((peer.name, peer.life.number)), peer.replica
+        self._asked.setdefault((peer.name, peer.session.number), now_s)
+        record, replica = self.context.sessions.get((peer.name, peer.session.number)), peer.replica
         if record is not None and record.asked is None and replica is not None:
             record.asked = Asked(now_s, record.steps, record.training and not is_closed(replica))
 
-    def note_step(self, record: LifeRecord) -> None:
+    def note_step(self, record: SessionRecord) -> None:
         """Check an inner step against a request to leave."""
         self.stepped_s = self.context.world.now_s
         if record.asked is not None and record.steps - record.asked.steps > STEPS_AFTER:
             since_s = self.context.world.now_s - record.asked.at_s
             self.context.complain("wait", f"{record.name} was asked to leave {since_s:.1f} s ago, and trains on")
 
-    def note_finished(self, record: LifeRecord, why: str) -> None:
-        """Check the reason for which a life has ended."""
+    def note_finished(self, record: SessionRecord, why: str) -> None:
+        """Check the reason for which a session has ended."""
         over = why == events.RUN_OVER
         if over and self.context.hostile and self._progress() < EARLY:
             # One that is cut off with a hostile source may be told so. Nobody else is.
@@ -108,8 +108,8 @@ class LivenessInvariants:
 
     def _check_gone(self) -> None:
         now_s = self.context.world.now_s
-        for (name, life), at_s in self._asked.items():
-            if self.context.running.get(name) == life:
+        for (name, session), at_s in self._asked.items():
+            if self.context.running.get(name) == session:
                 self.context.checked["gone"] += 1
                 if now_s - at_s > GOING_S + self.context.delays.trip_s:
                     sentence = f"{name} was asked to leave {now_s - at_s:.0f} s ago, and is still there"

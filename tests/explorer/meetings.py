@@ -7,7 +7,7 @@ same mean, and it must be that of the two snapshots.
 
 Of all messages the loss of the last receipt alone leaves one side stepped and the other not. So a side that finds no
 other is looked into when the run is over. The other must have said that it lost this very exchange, each such loss
-explaining one side, or its life must have ended before it could apply the step.
+explaining one side, or its session must have ended before it could apply the step.
 
 Where a message was tampered with in the meantime, it was believed as far as it was plausible: such means may differ.
 """
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from gossip.interface import OuterStepTaken
 from gossip.settings import Format
-from tests.explorer.life_records import LifeRecord
 from tests.explorer.observation import CheckerContext
+from tests.explorer.session_records import SessionRecord
 
 TOLERANCE = 1e-3
 """As in `round_invariants`."""
@@ -50,7 +50,7 @@ class MeetingSide:
 
     def __init__(
         self,
-        record: LifeRecord,
+        record: SessionRecord,
         event: OuterStepTaken,
         mean: Tensor,
         *,
@@ -153,7 +153,7 @@ class MeetingChecker:
 
     def _gave_up(self, side: MeetingSide, used: set[int]) -> bool:
         """Say whether the partner gave up an exchange with us then; each that it gave up explains one side."""
-        for record in self._lives_of(side.partner):
+        for record in self._sessions_of(side.partner):
             for given_up in record.breaks:
                 then = side.begun_s <= given_up.at_s <= side.stepped_s + LOST_S
                 if then and given_up.partner == side.name and id(given_up) not in used:
@@ -162,16 +162,16 @@ class MeetingChecker:
         return False
 
     def _ended(self, side: MeetingSide) -> bool:
-        """Say whether a life of the partner ended before it can have applied the step."""
-        for record in self._lives_of(side.partner):
+        """Say whether a session of the partner ended before it can have applied the step."""
+        for record in self._sessions_of(side.partner):
             if record.ended_s is not None and record.ended_s >= side.begun_s:
                 soon = record.ended_s <= side.stepped_s + LATE_S
                 if soon or record.steps_since(side.stepped_s) < FEW_STEPS:
                     return True
         return False
 
-    def _lives_of(self, peer: str) -> Iterator[LifeRecord]:
-        return (record for (name, _), record in self.context.lives.items() if name == peer)
+    def _sessions_of(self, peer: str) -> Iterator[SessionRecord]:
+        return (record for (name, _), record in self.context.sessions.items() if name == peer)
 
 
 def _of_one_meeting(one: MeetingSide, other: MeetingSide) -> bool:

@@ -16,7 +16,7 @@ from noloco_node.errors import leaves
 from noloco_node.node.replica import Replica
 from noloco_node.sim.world import World
 from pipeline.admission_window import AdmissionWindow
-from tests.explorer.life_records import Delays, LifeRecord, Lives
+from tests.explorer.session_records import Delays, SessionRecord, SessionRecords
 
 
 class InvariantBroken(AssertionError):
@@ -47,10 +47,10 @@ class CheckerContext:
     delays: Delays
     quiet_s: float = 0.0
     running: dict[str, int] = field(default_factory=dict)
-    """The number of the life of each peer that was there at the last look."""
-    present: dict[str, LifeRecord] = field(default_factory=dict)
-    """The present life of each peer that has ever trained, or its last."""
-    lives: Lives = field(default_factory=dict)
+    """The number of the session of each peer that was there at the last look."""
+    present: dict[str, SessionRecord] = field(default_factory=dict)
+    """The present session of each peer that has ever trained, or its last."""
+    sessions: SessionRecords = field(default_factory=dict)
     checked: Counter[str] = field(default_factory=Counter)
     """How often each invariant was really evaluated."""
     broken: InvariantBroken | None = None
@@ -93,12 +93,12 @@ class CheckerContext:
         """The peers of whom something is expected, that were there at the last look."""
         return [name for name in self.running if name not in self.hostile]
 
-    def training(self, *, hostile: bool = False) -> list[tuple[LifeRecord, Replica]]:
+    def training(self, *, hostile: bool = False) -> list[tuple[SessionRecord, Replica]]:
         """Return the lives that train, each with its replica. `hostile`: those of hostile peers too."""
-        found: list[tuple[LifeRecord, Replica]] = []
+        found: list[tuple[SessionRecord, Replica]] = []
         for record in self.present.values():
             expected = hostile or record.name not in self.hostile
-            if expected and record.training and self.running.get(record.name) == record.life:
+            if expected and record.training and self.running.get(record.name) == record.session:
                 assert record.peer.replica is not None
                 found.append((record, record.peer.replica))
         return found
@@ -106,12 +106,12 @@ class CheckerContext:
     def look(self) -> None:
         """See who is there, and whose messages are still to arrive wrong."""
         now_s = self.world.now_s
-        running = {name: peer.life.number for name, peer in self.world.peers.items() if peer.running}
+        running = {name: peer.session.number for name, peer in self.world.peers.items() if peer.running}
         if running != self.running:
             self.running = running
             self.disturb()
-        for (name, life), record in self.lives.items():
-            if record.ended_s is None and running.get(name) != life:
+        for (name, session), record in self.sessions.items():
+            if record.ended_s is None and running.get(name) != session:
                 record.end(now_s)
         for name, until_s in self._spoilt_s.items():
             if until_s == float("inf") and not self.world.network.is_corrupting(name):

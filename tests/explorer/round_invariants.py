@@ -17,7 +17,7 @@ end of each pause are remembered. So:
 A step that forgets its momentum shows in both means: the sides of a pair have different momenta as soon as they have
 met different partners.
 
-**Numbers.** Within a life each step's round is above the last one. Who is behind heals: a round is opened at
+**Numbers.** Within a session each step's round is above the last one. Who is behind heals: a round is opened at
 
     1 + min(highest finished, own finished + LIFT_BOUND)
 
@@ -37,9 +37,9 @@ from torch import Tensor
 from gossip.interface import OuterStepTaken
 from gossip.rule.outer_step import OuterState
 from gossip.rule.shares import LIFT_BOUND
-from tests.explorer.life_records import LifeRecord, fast_of, state_of
 from tests.explorer.meetings import MeetingChecker, MeetingSide
 from tests.explorer.observation import CheckerContext, clipped
+from tests.explorer.session_records import SessionRecord, fast_of, state_of
 
 TOLERANCE = 1e-3
 """Of a recovered mean, relative to the largest number that it was recovered from: float32, divided by beta."""
@@ -61,7 +61,7 @@ class RoundInvariants:
         """Return outer steps seen with, without and to the weights of a partner, and what the meetings count."""
         return {"met": self.met, "solo": self.solo, "adopted": self.adopted, **self.meetings.statistics()}
 
-    def hear(self, record: LifeRecord, event: OuterStepTaken) -> None:
+    def hear(self, record: SessionRecord, event: OuterStepTaken) -> None:
         """Check a step that has just been applied."""
         context, now_s = self.context, self.context.world.now_s
         after, fast = state_of(record.peer), fast_of(record.peer)
@@ -121,14 +121,14 @@ class RoundInvariants:
             return after.gathered[0] - earlier
         return after.momentum[0] - self.context.outer.alpha * before.momentum[0] - earlier
 
-    def _check_correction(self, record: LifeRecord, moved: Tensor, due: Tensor, scale: float) -> None:
+    def _check_correction(self, record: SessionRecord, moved: Tensor, due: Tensor, scale: float) -> None:
         self.context.checked["correction"] += 1
         away = float((moved - due).abs().max())
         if not away <= ROUNDING * scale:
             sentence = f"{record.name} moved its fast weights by other than new slow weights less snapshot"
             self.context.complain("rule", f"{sentence}: {away:.3g} off, of {float(due.abs().max()):.3g}")
 
-    def _check_number(self, record: LifeRecord, event: OuterStepTaken) -> None:
+    def _check_number(self, record: SessionRecord, event: OuterStepTaken) -> None:
         context, last = self.context, record.finished[-1][1]
         if event.round <= last:
             context.complain("round", f"{record.name} finished round {event.round} after round {last}")

@@ -63,7 +63,7 @@ def draw(seed: int) -> Scenario:
     attacks = tuple(_attacks(hostile, work_s)) if hostile.random() < HOSTILE_SHARE else ()
     if attacks:
         # Others wait for a peer that is silent on purpose until a deadline passes: without any, for ever.
-        swarm = structs.replace(swarm, replicas=REPLICAS + 1, model="wide bowl", impatient=True)
+        swarm = structs.replace(swarm, replicas=REPLICAS + 1, model="wide quadratic", impatient=True)
         swarm = structs.replace(swarm, learning_rate=HOSTILE_LEARNING_RATE)
     if moves := not attacks and moving.random() < MOVING_SHARE:
         work_s *= SLOWER

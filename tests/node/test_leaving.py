@@ -66,7 +66,7 @@ async def train(cast: Cast) -> None:
 
 async def leave(cast: Cast, name: str, within_s: float) -> float:
     """Ask one to leave, and return how long that took; fail when it takes longer than it may, or ends in an error."""
-    asked_s, task = asyncio.get_running_loop().time(), cast.peers[name].life.task
+    asked_s, task = asyncio.get_running_loop().time(), cast.peers[name].session.task
     assert task is not None
     cast.peers[name].ask_to_leave()
     async with asyncio.timeout(within_s):
@@ -82,7 +82,9 @@ async def end(cast: Cast) -> None:
             if peer.running:
                 peer.ask_to_leave()
         async with asyncio.timeout(60.0):
-            await asyncio.gather(*[peer.life.task for peer in cast.of_stage(stage) if peer.life.task and peer.running])
+            await asyncio.gather(
+                *[peer.session.task for peer in cast.of_stage(stage) if peer.session.task and peer.running]
+            )
     assert cast.hub.failures == []
 
 
@@ -161,7 +163,7 @@ def test_it_takes_no_more_microbatches_and_finishes_those_in_its_hands() -> None
 
         cast.listen = listen
         await until(lambda: len(taken) > 3)
-        node = cast.peers["s1r0"].life.node
+        node = cast.peers["s1r0"].session.node
         assert node is not None
         replica = node.replica
         assert replica is not None
@@ -192,7 +194,7 @@ def test_a_window_that_is_complete_is_used_and_a_partial_one_is_told() -> None:
         await train(cast)
         await asyncio.sleep(moment_s)
         await leave(cast, "s1r1", SOON_S)
-        node = cast.peers["s1r1"].life.node
+        node = cast.peers["s1r1"].session.node
         assert node is not None
         assert node.replica is not None
         succeeded = int(node.replica.worker.statistics()["succeeded"])
@@ -210,7 +212,7 @@ def test_it_is_out_of_the_roster_when_it_is_gone() -> None:
         cast = swarm(stages=2)
         await train(cast)
         await leave(cast, "s1r0", SOON_S)
-        source = cast.peers["s0r0"].life.node
+        source = cast.peers["s0r0"].session.node
         assert source is not None
         await asyncio.sleep(2.5)  # one reading; a record that merely expired would take thirty seconds
         assert [record.peer for record in source.roster.stage(1)] == ["s1r1"]
@@ -273,7 +275,7 @@ def test_a_callee_that_hangs_keeps_nobody_beyond_the_bound() -> None:
         cast.listen = listen
         await until(lambda: hung >= 8)
         assert await leave(cast, "s0r0", 4 * DRAIN_S) >= DRAIN_S
-        assert any("did not come back" in line for line in cast.peers["s0r0"].life.said)
+        assert any("did not come back" in line for line in cast.peers["s0r0"].session.said)
         assert cast.peers["s0r0"].disk is not None
         for peer in cast.of_stage(1):
             peer.crash()
@@ -287,7 +289,7 @@ def test_a_disk_that_refuses_is_said_and_keeps_nobody() -> None:
         cast = swarm(stages=1)
         await train(cast)
         cast.peers["s0r1"].disk_refuses = True
-        task = cast.peers["s0r1"].life.task
+        task = cast.peers["s0r1"].session.task
         assert task is not None
         cast.peers["s0r1"].ask_to_leave()
         async with asyncio.timeout(SOON_S):
@@ -296,7 +298,7 @@ def test_a_disk_that_refuses_is_said_and_keeps_nobody() -> None:
         assert trouble is not None
         assert trouble.code is Exit.STORAGE
         await asyncio.sleep(2.5)
-        node = cast.peers["s0r0"].life.node
+        node = cast.peers["s0r0"].session.node
         assert node is not None
         assert [record.peer for record in node.roster.stage(0)] == ["s0r0"]
         await end(cast)
@@ -311,8 +313,8 @@ def test_a_disk_that_refuses_shows_in_the_record_and_the_journal_until_it_takes_
         full, other = cast.peers["s0r1"], cast.peers["s0r0"]
 
         def shown() -> tuple[Wait, ...]:
-            assert other.life.node is not None
-            (record,) = [each for each in other.life.node.roster.stage(0) if each.peer == "s0r1"]
+            assert other.session.node is not None
+            (record,) = [each for each in other.session.node.roster.stage(0) if each.peer == "s0r1"]
             return record.waiting
 
         def noticed() -> list[bool]:
@@ -320,7 +322,7 @@ def test_a_disk_that_refuses_shows_in_the_record_and_the_journal_until_it_takes_
 
         full.disk_refuses = True
         await until(lambda: WaitCause.DISK in [wait.cause for wait in shown()])
-        assert full.life.running, "it trains on"
+        assert full.session.running, "it trains on"
         assert noticed() == [False]
         full.disk_refuses = False
         await until(lambda: WaitCause.DISK not in [wait.cause for wait in shown()])

@@ -107,20 +107,20 @@ class Cast:
         for peer in peers:
             peer.crash()
             self.peers.remove(peer)
-            assert peer.life.task is not None
-            await asyncio.wait([peer.life.task])
+            assert peer.session.task is not None
+            await asyncio.wait([peer.session.task])
 
     async def leave(self) -> None:
         """Ask all to go, and see that they do."""
         for peer in self.peers:
             peer.ask_to_leave()
         async with asyncio.timeout(120):
-            await asyncio.gather(*[peer.life.task for peer in self.peers if peer.life.task is not None])
+            await asyncio.gather(*[peer.session.task for peer in self.peers if peer.session.task is not None])
         assert not self.hub.failures
 
 
 def at_stage(peer: SimulatedPeer) -> int | None:
-    node = peer.life.node
+    node = peer.session.node
     return None if node is None or node.replica is None else node.replica.config.stage
 
 
@@ -152,8 +152,8 @@ def test_a_stage_that_dies_out_after_one_moved_away_is_revived_from_what_that_on
         return left.round, newcomer
 
     round, newcomer = run(main())
-    assert any(f"reviving stage 1 from a snapshot of its round {round}" in line for line in newcomer.life.said)
-    assert not any("LOST ITS WEIGHTS" in line for line in newcomer.life.said)
+    assert any(f"reviving stage 1 from a snapshot of its round {round}" in line for line in newcomer.session.said)
+    assert not any("LOST ITS WEIGHTS" in line for line in newcomer.session.said)
 
 
 def test_who_comes_back_to_a_stage_goes_on_from_what_it_left_there() -> None:
@@ -170,8 +170,8 @@ def test_who_comes_back_to_a_stage_goes_on_from_what_it_left_there() -> None:
         await cast.crash(*[peer for peer in cast.peers if peer.name.endswith("1")])
         assert mover.disk is not None
         assert mover.disk.counters.stage == 0
-        assert watcher.life.node is not None
-        await until(lambda: not watcher.life.node.roster.stage(1))  # type: ignore[union-attr]
+        assert watcher.session.node is not None
+        await until(lambda: not watcher.session.node.roster.stage(1))  # type: ignore[union-attr]
         cast.events[mover.name].clear()
         mover.start()
         cast.peers.append(mover)
@@ -181,7 +181,7 @@ def test_who_comes_back_to_a_stage_goes_on_from_what_it_left_there() -> None:
 
     left, first, mover = run(main())
     assert first.step == left.counters.inner_steps + 1
-    assert any("going on from our own checkpoint" in line for line in mover.life.said)
+    assert any("going on from our own checkpoint" in line for line in mover.session.said)
 
 
 def test_a_move_reads_no_checkpoint_of_the_stage_that_was_left() -> None:
@@ -231,7 +231,7 @@ def test_a_stage_that_cannot_be_built_sends_the_mover_back_to_where_it_was(short
         await until(lambda: len(cast.of(mover, events.Moved)) == 2 and at_stage(mover) == 0)
         await cast.steps(mover, 3)
         assert mover.running
-        moving = mover.life.node.assignment.migration  # type: ignore[union-attr]
+        moving = mover.session.node.assignment.migration  # type: ignore[union-attr]
         assert moving._elsewhere() == (), "it does not try again"
         await cast.leave()
         return cast, mover
@@ -239,7 +239,7 @@ def test_a_stage_that_cannot_be_built_sends_the_mover_back_to_where_it_was(short
     cast, mover = run(main())
     there, back = cast.of(mover, events.Moved)[:2]
     assert (there.origin, there.target, back.origin, back.target) == (0, 1, 1, 0)
-    assert any("we cannot serve stage 1: " in line and "Going back to stage 0" in line for line in mover.life.said)
+    assert any("we cannot serve stage 1: " in line and "Going back to stage 0" in line for line in mover.session.said)
     assert len(cast.of(mover, events.Finished)) == 1
     steps = [event.step for event in cast.of(mover, events.InnerStep)]
     assert steps == sorted(set(steps)), "it went on from its own checkpoint"
@@ -338,7 +338,7 @@ def kept_at(stage: int, step: int, peer: str = "me") -> Checkpoint:
 def test_the_last_checkpoint_of_every_stage_outlives_those_of_others(
     stages: list[int], kept: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Each save is that of a new life, or of a stay, at some stage."""
+    """Each save is that of a new session, or of a stay, at some stage."""
     home, said = tmp_path_factory.mktemp("home"), list[str]()
     own = CheckpointStore(home / "checkpoint", home / "snapshots", "run", "me", said.append)
     last: dict[int, int] = {}

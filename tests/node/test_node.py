@@ -378,7 +378,7 @@ def test_a_rejoining_source_goes_on_in_its_text_and_from_its_checkpoint() -> Non
         return peers[1], second
 
     first, second = run(main())
-    # What the first life had counted still counts.
+    # What the first session had counted still counts.
     assert second.node.samples >= first.node.samples > 0
 
 

@@ -56,7 +56,7 @@ class Words:
 
 
 class Life:
-    """One life of a source: real presence and counting, and gradients that come after a while."""
+    """One session of a source: real presence and counting, and gradients that come after a while."""
 
     def __init__(
         self, hub: SimNetwork, name: str, progress: float, counters: Counters | None, there: Mapping[str, Life]
@@ -67,7 +67,7 @@ class Life:
         self._presence = Membership(hub.network(name), "run", 1, refresh_s=REFRESH_S, unix_time=clock)
         self._name, self._begun_with, self._counters = name, progress, counters
         self.done = 0
-        """Samples of this life."""
+        """Samples of this session."""
         self._presence.give_receipts(self.issued)
         self.stamp = progress
         self.recorded: list[events.Event] = []
@@ -100,10 +100,10 @@ class Life:
 
     def _meet(self) -> None:
         """Meet one of the others, as replicas do once a round."""
-        others = [life for life in self._there.values() if life is not self]
+        others = [session for session in self._there.values() if session is not self]
         if others:
             partner = self._rng.choice(others)
-            ours, theirs = (life.done - life._met for life in (self, partner))
+            ours, theirs = (session.done - session._met for session in (self, partner))
             self.issued.add(partner._name, theirs, brought=ours)
             partner.issued.add(self._name, ours, brought=theirs)
             self._met, partner._met = self.done, partner.done
@@ -138,7 +138,7 @@ class Run:
 
     def __init__(self) -> None:
         self.hub = SimNetwork()
-        self.lives: dict[str, Life] = {}
+        self.sessions: dict[str, Life] = {}
         self.checkpoints: dict[str, Counters] = {}
         self.begun = 0
         self.last = ""
@@ -147,29 +147,29 @@ class Run:
 
     @property
     def done(self) -> int:
-        return self._done_before + sum(life.done for life in self.lives.values())
+        return self._done_before + sum(session.done for session in self.sessions.values())
 
     def begin(self, name: str, *, anew: bool = False) -> None:
         """Let a source begin, at the progress of those that are there, or else at that of its checkpoint."""
         counters = None if anew else self.checkpoints.get(name)
         own = counters.progress if counters else 0.0
-        known = median_low([life.stamp for life in self.lives.values()]) if self.lives else own
-        self.lives[name] = Life(self.hub, name, known, counters, self.lives)
+        known = median_low([session.stamp for session in self.sessions.values()]) if self.sessions else own
+        self.sessions[name] = Life(self.hub, name, known, counters, self.sessions)
         self.begun += 1
 
     async def end(self, name: str, *, politely: bool) -> None:
-        life = self.lives.pop(name)
-        self.checkpoints[name] = await life.end(politely=politely)
-        self._done_before += life.done
+        session = self.sessions.pop(name)
+        self.checkpoints[name] = await session.end(politely=politely)
+        self._done_before += session.done
         self.last = name
         self.hub.kill(name)
 
     def is_right(self) -> None:
-        """Check what all say: at most a few readings late for each life that began."""
+        """Check what all say: at most a few readings late for each session that began."""
         true = self.done / RUN.budget_samples
-        late = 4 * REFRESH_S / SAMPLE_S * (len(self.lives) + self.begun) / RUN.budget_samples
-        for name, life in self.lives.items():
-            assert true - late <= life.stamp <= true + late, name
+        late = 4 * REFRESH_S / SAMPLE_S * (len(self.sessions) + self.begun) / RUN.budget_samples
+        for name, session in self.sessions.items():
+            assert true - late <= session.stamp <= true + late, name
 
 
 def test_what_is_left_out_of_a_text_goes_into_the_journal() -> None:
@@ -177,7 +177,7 @@ def test_what_is_left_out_of_a_text_goes_into_the_journal() -> None:
         swarm = Run()
         swarm.begin("a")
         await asyncio.sleep(10 * REFRESH_S)
-        recorded = swarm.lives["a"].recorded
+        recorded = swarm.sessions["a"].recorded
         await swarm.end("a", politely=True)
         return recorded
 
@@ -225,13 +225,13 @@ def test_whoever_comes_goes_and_returns_every_sample_counts_once(story: list[Cha
         told.begin("a")
         await asyncio.sleep(FORGOTTEN_S)
         for name, anew, politely, pause_s in story:
-            if name in told.lives:
+            if name in told.sessions:
                 await told.end(name, politely=politely)
             else:
-                told.begin(name if told.lives else told.last, anew=anew and bool(told.lives))
+                told.begin(name if told.sessions else told.last, anew=anew and bool(told.sessions))
             await asyncio.sleep(pause_s)
             told.is_right()
-        for name in list(told.lives):
+        for name in list(told.sessions):
             await told.end(name, politely=True)
 
     run(main())
@@ -251,7 +251,7 @@ def test_who_comes_back_with_newer_news_of_the_run_than_its_stage_has_keeps_them
         for name in "ab":
             told.begin(name)
             await asyncio.sleep(10 * REFRESH_S)
-        return told.lives["b"].stamp, told.done / RUN.budget_samples
+        return told.sessions["b"].stamp, told.done / RUN.budget_samples
 
     stamp, true = run(main())
     assert abs(stamp - true) < 0.01
@@ -307,7 +307,7 @@ class Slow(Peer):
 
 
 def test_what_others_do_while_a_source_opens_its_text_counts_for_it() -> None:
-    """Its stamps, its learning rate and its end were late by that for all of its life."""
+    """Its stamps, its learning rate and its end were late by that for all of its session."""
 
     async def main() -> None:
         hub, what = SimNetwork(), recipe(stages=2, replicas=2, steps=1500)

@@ -467,11 +467,11 @@ def test_a_source_that_comes_back_to_its_stage_goes_on_in_its_text() -> None:
                 self.arrivals += arrives
                 assert self.left[name]() is None, "two stages at once may not fit"
             if isinstance(event, events.Moved):
-                replica = self.world.peers[name].life.node.replica  # type: ignore[union-attr]
+                replica = self.world.peers[name].session.node.replica  # type: ignore[union-attr]
                 assert replica is not None
                 self.left[name] = weakref.ref(replica)
                 self.seen.append((self.world.now_s, name, event))
-                position = self.world.peers[name].life.node._services.work.text  # type: ignore[union-attr]
+                position = self.world.peers[name].session.node._services.work.text  # type: ignore[union-attr]
                 self.drawn[name, event.origin] = position.position()["drawn"] if position is not None else 0
 
         def struck(self, fault: object) -> None: ...
@@ -494,7 +494,7 @@ def test_a_source_that_comes_back_to_its_stage_goes_on_in_its_text() -> None:
     (first_s, mover, _), (second_s, again, _) = watch[0].seen
     assert mover == again == "s0r1"
     assert second_s - first_s >= 120.0
-    node = worlds[0].peers[mover].life.node
+    node = worlds[0].peers[mover].session.node
     assert node is not None
     text = node._services.work.text
     assert text is not None

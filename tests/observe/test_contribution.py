@@ -22,7 +22,7 @@ from noloco_node.swarm.roster import Given
 DAY_S = 86400.0
 
 
-def life(at: float, run: str, stage: int, sent: int) -> list[events.Event]:
+def session(at: float, run: str, stage: int, sent: int) -> list[events.Event]:
     """Fifty steps of two seconds each."""
     steps = [
         events.InnerStep(
@@ -40,7 +40,7 @@ def life(at: float, run: str, stage: int, sent: int) -> list[events.Event]:
 
 
 def test_lives_are_added_up_and_time_away_is_not() -> None:
-    ledger = ledger_of([*life(0, "a", 0, 99), *life(DAY_S, "a", 1, 9), *life(2 * DAY_S, "b", 1, 9)])
+    ledger = ledger_of([*session(0, "a", 0, 99), *session(DAY_S, "a", 1, 9), *session(2 * DAY_S, "b", 1, 9)])
     first, second = ledger.by_run.values()
     assert (first.run, first.stages, first.peers) == ("a", [0, 1], ["peer0", "peer1"])
     assert (first.tokens, first.inner_steps, first.rounds) == (1000, 100, 2)
@@ -80,7 +80,7 @@ def test_energy_is_added_up_over_lives_and_receipts_are_not() -> None:
 
 
 def test_me_tells_what_the_journal_of_a_home_says(tmp_path: Path) -> None:
-    taken = life(1e9, "0123456789abcdef", 0, 99)
+    taken = session(1e9, "0123456789abcdef", 0, 99)
     taken += [
         events.Energy(at=1e9 + 100, joules=7200.0),
         events.Receipts(at=1e9 + 100, claimed={}, signed={}, own=400),
@@ -107,6 +107,6 @@ def test_me_says_who_one_is_also_before_anything_was_given(tmp_path: Path) -> No
         report(tmp_path, as_json=False)
     assert f"you are {peer}" in caught.value.why
     with Journal(tmp_path / "journal.jsonl") as journal:
-        for event in life(0, "a", 0, 9):
+        for event in session(0, "a", 0, 9):
             journal.write(event)
     assert report(tmp_path, as_json=False).splitlines()[0] == f"you are {peer}"

@@ -147,7 +147,7 @@ def test_what_lines_carry_follows_from_what_peers_have_given() -> None:
     assert view(110, 5000, 50) == (None, None)
     assert view(120, 7000, 50) == (100.0, 0.0)
     assert view(140, 13000, 450) == (300.0, 20.0)
-    assert view(5, 2**53, 450) == (None, None)  # another life
+    assert view(5, 2**53, 450) == (None, None)  # another session
     assert view(2**53, 0, 450) == (0.0, 0.0)
 
 

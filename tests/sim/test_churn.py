@@ -103,14 +103,14 @@ class Seen:
     def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
         match event:
             case events.InnerStep():
-                life = (peer.name, peer.life.number)
-                self.longest_s = max(self.longest_s, self.world.now_s - self.last_step_s.get(life, self.world.now_s))
-                self.last_step_s[life] = self.world.now_s
+                session = (peer.name, peer.session.number)
+                self.longest_s = max(self.longest_s, self.world.now_s - self.last_step_s.get(session, self.world.now_s))
+                self.last_step_s[session] = self.world.now_s
                 self.losses += [] if event.loss is None else [event.loss]
             case OuterStepTaken(gap=gap) if gap is not None:
                 self.gaps.append(gap)
             case events.Finished():
-                self.ended[peer.name, peer.life.number] = event.why
+                self.ended[peer.name, peer.session.number] = event.why
 
     def struck(self, fault: Fault) -> None:
         if isinstance(fault, Crash | Leave):
@@ -146,13 +146,13 @@ def test_an_hour_of_comings_and_goings_stops_nobody() -> None:
     assert sum(found.gone.values()) >= 20
     assert world.network.failures == []
     for name, peer in world.peers.items():
-        assert [life.wrong for life in peer.lives if life.wrong] == []
-        assert len(peer.lives) == 1 + found.gone[name]
-        node = peer.life.node
+        assert [session.wrong for session in peer.sessions if session.wrong] == []
+        assert len(peer.sessions) == 1 + found.gone[name]
+        node = peer.session.node
         assert node is not None
         replica = node.replica
         assert replica is not None
-        assert found.ended[name, peer.life.number] == "the run is over"
+        assert found.ended[name, peer.session.number] == "the run is over"
         assert all(bool(tensor.isfinite().all()) for tensor in replica.rounds.state.slow)
     assert found.longest_s < 600.0
     early, late = found.losses[: len(found.losses) // 8], found.losses[-(len(found.losses) // 8) :]

@@ -152,7 +152,7 @@ def test_the_sentence_tells_latency_from_lines(text: str, sentence: str) -> None
 
 
 def test_who_is_dead_is_no_bottleneck_but_out_of_reach() -> None:
-    """A stage that died was busy for all of its short life."""
+    """A stage that died was busy for all of its short session."""
     gone = faults(*(f"kind = 'crash'\nat_s = 6.0\npeer = 's1r{replica}'" for replica in (0, 1)))
     sentence = bottleneck(simulated(SMALL.replace("[swarm]", "[swarm]\nduration_s = 90.0") + gone))
     assert sentence.startswith("Stage 1 was out of reach"), sentence
@@ -200,7 +200,7 @@ def test_nobody_is_innocent_who_was_gone() -> None:
 
 
 def test_deadlines_are_those_of_the_weights_that_a_bowl_stands_for() -> None:
-    """A gigabyte takes 80 s on these lines: an exchange must not be given up after a bowl's minute."""
+    """A gigabyte takes 80 s on these lines: an exchange must not be given up after a quadratic model's minute."""
     report = simulated(
         "[swarm]\nstages = 1\nreplicas = 2\nrounds = 2\ninner_steps_per_round = 200\n"
         "codec = 'float32'\n"
@@ -216,7 +216,7 @@ def test_looking_on_changes_nothing(calm: Report) -> None:
 
 def test_the_text_says_what_matters(calm: Report, troubled: Report) -> None:
     text = "\n".join(lines(troubled))
-    assert text.startswith("swarm: a swarm of quadratic bowls, 3 stages of 3 replicas, seed 0.")
+    assert text.startswith("swarm: a swarm of quadratic models, 3 stages of 3 replicas, seed 0.")
     assert bottleneck(troubled) in " ".join(text.split())
     assert f"{troubled.tokens:,} tokens of {troubled.budget_tokens:,} planned" in text
     assert "3 of 3 happened" in text
@@ -325,7 +325,7 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
     assert put_together(file, SimulationFlags(seed=0)).seed == 0
     assert put_together(file, SimulationFlags(peers=6)).swarm.replicas == 3
     assert put_together(None, SimulationFlags()) == Scenario()
-    # Bowls need no layers, so that there may be any number of them.
+    # Quadratic models need no layers, so that there may be any number of them.
     assert len(complete(put_together(None, SimulationFlags(peers=24, stages=12)), None).peers) == 24
 
 
@@ -431,8 +431,8 @@ def test_the_run_of_the_largest_scenario_is_its_preset() -> None:
 
 
 def test_very_unequal_replicas_keep_each_other_from_nothing() -> None:
-    """The documentation's scenario of unequal machines, with bowls; and what it would be otherwise."""
-    text = (SCENARIOS / "uneven.toml").read_text().replace('"transformer"', '"bowl"')
+    """The documentation's scenario of unequal machines, with quadratic models; and what it would be otherwise."""
+    text = (SCENARIOS / "uneven.toml").read_text().replace('"transformer"', '"quadratic"')
     (ours,), (fixed,), (blocking,) = (
         simulated(other).stages
         for other in (

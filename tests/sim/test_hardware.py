@@ -1,4 +1,4 @@
-"""The simulator's clock, device, stages and bowls: what a peer stands on in virtual time."""
+"""The simulator's clock, device, stages and quadratic models: what a peer stands on in virtual time."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_a_stage_notices_weights_that_change_under_a_living_graph(change: str) -
     assert "changed between" in wrong[-1]
 
 
-# Bowls.
+# Quadratic models.
 
 
 def test_a_bowl_descends_to_its_centre() -> None:

@@ -195,7 +195,7 @@ def test_what_is_left_out_is_the_run_files(tmp_path: Path) -> None:
     # And costs what its operations take: two a parameter and attention's, at 50 * 10**12 a second.
     operations = sum(prices.forward_s for prices in setting.prices) * 50e12 / setting.microbatch_tokens
     assert 1.8 * parameters < operations < 3 * parameters
-    # Arithmetic is a bowl's.
+    # Arithmetic is a quadratic model's.
     assert setting.dimensions.width == 1
     assert run.pipeline.sequence_length == 1
 
@@ -204,7 +204,7 @@ def test_a_codec_costs_time_and_saves_bytes(tmp_path: Path) -> None:
     write_text(tmp_path / "run.toml", run_text("125m"), overwrite=False)
     (tmp_path / "swarm.toml").write_text("[swarm]\nrun = 'run.toml'\nstages = 3\n[devices]\ntflops = 50.0\n")
     coded = build_setup(load_scenario(tmp_path / "swarm.toml"))
-    assert coded.run.pipeline.codec == "float32", "a bowl's number travels as it is"
+    assert coded.run.pipeline.codec == "float32", "a quadratic model's number travels as it is"
     tokens = coded.microbatch_tokens
     # A top, 24 scales, and 3 bits a value on the way back; 5 bits and a target of 8 bytes on the way down.
     gradient = Gradient(hidden=None, loss=0.0, tokens=1)

@@ -12,7 +12,7 @@ from msgspec import json
 
 from noloco_node.journal import events
 from noloco_node.sim.hardware.priced_stage import VirtualDevice
-from noloco_node.sim.peer import PeerLife, SimulatedPeer
+from noloco_node.sim.peer import PeerSession, SimulatedPeer
 from noloco_node.sim.report import collector
 from noloco_node.sim.report.collector import EventCollector, StageTime, StageTimes
 from noloco_node.sim.report.figures import Report, make_report
@@ -41,34 +41,34 @@ polite = 0.5
 """
 
 
-class Lives(Watcher):
-    """Remembers the nodes of all lives without keeping them."""
+class SessionRecords(Watcher):
+    """Remembers the nodes of all sessions without keeping them."""
 
     def __init__(self) -> None:
         self.nodes: dict[tuple[str, int], weakref.ref[Any]] = {}
 
     def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
         if isinstance(event, events.Started):
-            self.nodes[peer.name, peer.life.number] = weakref.ref(peer.life.node)
+            self.nodes[peer.name, peer.session.number] = weakref.ref(peer.session.node)
 
 
 class Seen:
-    """What one simulation left: its report, its collector, and how many nodes of earlier lives are still there."""
+    """What one simulation left: its report, its collector, and how many nodes of earlier sessions are still there."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self.lives = Lives()
+        self.sessions = SessionRecords()
         self.report: Report = simulate(build_setup(decode_scenario(HOURLY, "x")), self._watch, self._finish)
 
     def _watch(self, world: World) -> list[Any]:
         self.collector = EventCollector(world)
-        return [self.collector, self.lives]
+        return [self.collector, self.sessions]
 
     def _finish(self, world: World) -> Report:
         report = make_report(world, self.collector)
         gc.collect()
-        last = {(name, peer.life.number) for name, peer in world.peers.items()}
-        self.earlier = [node for life, node in self.lives.nodes.items() if life not in last]
+        last = {(name, peer.session.number) for name, peer in world.peers.items()}
+        self.earlier = [node for session, node in self.sessions.nodes.items() if session not in last]
         self.still_there = sum(node() is not None for node in self.earlier)
         return report
 
@@ -113,7 +113,7 @@ def alike(one: Any, other: Any) -> None:
 
 def test_the_nodes_of_lives_that_are_over_are_let_go_of(seen: Seen, kept: Seen) -> None:
     assert len(seen.earlier) >= 10
-    unsettled = sum(each.life is not each.peer.life for each in seen.collector.stage_times.open)
+    unsettled = sum(each.session is not each.peer.session for each in seen.collector.stage_times.open)
     assert seen.still_there <= unsettled
     assert kept.still_there == len(kept.earlier)
 
@@ -139,9 +139,9 @@ def test_garbage_is_collected_once_in_many_lives(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gc, "collect", lambda: collected.append(times.seconds(0.0)[0][0]))
     peer = SimulatedPeer.__new__(SimulatedPeer)
     device = VirtualDevice()
-    peer.lives = [PeerLife(0, device)]
+    peer.sessions = [PeerSession(0, device)]
     for _ in range(count):
-        over = StageTime(peer=peer, life=PeerLife(1, device), stage=0, begun_s=0.0, ended_s=2.0, busy_s=1.0)
+        over = StageTime(peer=peer, session=PeerSession(1, device), stage=0, begun_s=0.0, ended_s=2.0, busy_s=1.0)
         times.open[over] = None
         times.settle(2.0 + collector.SETTLED_S / 2)
         assert over in times.open

@@ -64,7 +64,7 @@ def seen(text: str, rounds: int = 8, refresh_s: float = 2.0) -> tuple[Record, st
         decode_scenario(SWARM.format(rounds=rounds, refresh_s=refresh_s) + text, "the test's scenario")
     )
     digest = simulate(setting, watch, lambda world: world.digest())
-    assert all(life.wrong == [] for peer in records[0].world.peers.values() for life in peer.lives)
+    assert all(session.wrong == [] for peer in records[0].world.peers.values() for session in peer.sessions)
     assert records[0].world.network.failures == []
     return records[0], digest
 
@@ -96,9 +96,9 @@ def test_a_crash_takes_effect_and_a_restart_goes_on_from_the_disk() -> None:
     assert not [moment for moment in at if 40.0 < moment < 60.0]
     assert [moment for moment in at if moment > 60.0]
     peer = record.world.peers["s1r1"]
-    assert [life.crashed for life in peer.lives] == [True, False]
+    assert [session.crashed for session in peer.sessions] == [True, False]
     # It saves every round, so that it is a few rounds behind its stage at most, and goes on with what it has.
-    assert any("our own checkpoint" in line and "the stage is in round" in line for line in peer.life.said)
+    assert any("our own checkpoint" in line and "the stage is in round" in line for line in peer.session.said)
 
 
 def test_a_stage_that_died_out_returns_from_its_disk() -> None:
@@ -107,9 +107,9 @@ def test_a_stage_that_died_out_returns_from_its_disk() -> None:
     )
     record, _ = seen(both, rounds=30)
     for peer in ("s1r0", "s1r1"):
-        said = record.world.peers[peer].life.said
+        said = record.world.peers[peer].session.said
         assert any("our own checkpoint" in line or "copying stage" in line for line in said), said
-    assert any("our own checkpoint" in line for p in ("s1r0", "s1r1") for line in record.world.peers[p].life.said)
+    assert any("our own checkpoint" in line for p in ("s1r0", "s1r1") for line in record.world.peers[p].session.said)
     assert record.of("s0r0", events.Finished)
 
 
@@ -168,10 +168,10 @@ def tampered(record: Record) -> None:
 
 
 def unsaved(record: Record) -> None:
-    said = record.world.peers["s0r0"].life.said
+    said = record.world.peers["s0r0"].session.said
     assert [line for line in said if "could not save" in line]
     assert [line for line in said if line.startswith("saved")]
-    assert not [line for line in record.world.peers["s0r1"].life.said if "could not save" in line]
+    assert not [line for line in record.world.peers["s0r1"].session.said if "could not save" in line]
 
 
 @pytest.mark.parametrize(
@@ -270,8 +270,8 @@ def test_a_peer_that_is_restarted_while_it_leaves_comes_back_when_it_has_left() 
     text = fault("leave", 30.0, "peer = 's0r1'") + fault("restart", 30.0, "peer = 's0r1'")
     record, _ = seen(text, rounds=20)
     assert [type(each).__name__ for _, each in record.faults] == ["Leave", "Restart"]
-    lives = record.world.peers["s0r1"].lives
-    assert [life.leave.is_set() for life in lives] == [True, False]
+    sessions = record.world.peers["s0r1"].sessions
+    assert [session.leave.is_set() for session in sessions] == [True, False]
     assert len(record.of("s0r1", events.Started)) == 2
     (left_s, _), (over_s, over) = record.of("s0r1", events.Finished)
     assert isinstance(over, events.Finished)
@@ -279,7 +279,7 @@ def test_a_peer_that_is_restarted_while_it_leaves_comes_back_when_it_has_left() 
     assert [at for at, _ in record.of("s0r1", events.InnerStep) if left_s < at < over_s]
     # Also where the leaving ends with a crash.
     record, _ = seen(text + fault("crash", 30.01, "peer = 's0r1'"), rounds=20)
-    assert [life.crashed for life in record.world.peers["s0r1"].lives] == [True, False]
+    assert [session.crashed for session in record.world.peers["s0r1"].sessions] == [True, False]
     assert len(record.faults) == 3
 
 
@@ -352,7 +352,7 @@ def test_nobody_comes_once_everybody_is_sent_home() -> None:
     assert record.counts[-1][0] > 31.0
     assert [type(each).__name__ for _, each in record.faults] == ["Crash"]
     assert "late" not in record.world.peers
-    assert len(record.world.peers["s1r1"].lives) == 1
+    assert len(record.world.peers["s1r1"].sessions) == 1
 
 
 def test_whoever_is_at_work_after_the_duration_is_asked_to_leave() -> None:

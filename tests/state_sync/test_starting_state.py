@@ -103,8 +103,8 @@ def same(one: OuterState, other: OuterState) -> bool:
 
 
 def test_a_newcomer_is_where_its_donor_is() -> None:
-    bowl, donor = QuadraticModel(0), state_of_donor()
-    origin = from_donor(bowl, donor).origin
+    model, donor = QuadraticModel(0), state_of_donor()
+    origin = from_donor(model, donor).origin
     assert same(origin.state, OuterState(donor.slow, donor.momentum, donor.gathered, 2))
     assert (origin.rounds, origin.inner_steps, origin.last_met) == (4, 80, 3)
 

@@ -1,6 +1,7 @@
 """Simulated peers whose every word is overheard: for tests that do something to a conversation at its exact moment.
 
-A `Cast` is a hub and its peers, production nodes with bowls for stages, of which a test decides who comes and who goes.
+A `Cast` is a hub and its peers, production nodes with quadratic models for stages, of which a test decides who comes
+and who goes.
 """
 
 from __future__ import annotations
@@ -113,12 +114,12 @@ class Cast:
 
 def nothing_is_held(peer: SimulatedPeer) -> None:
     """Check that a node that has ended holds no slot, no place in a queue, no waiting microbatch and no open round."""
-    assert peer.life.node is not None
-    replica = peer.life.node.replica
+    assert peer.session.node is not None
+    replica = peer.session.node.replica
     assert replica is not None
     assert replica.admission.in_flight == replica.admission.queued == 0
     assert replica.next_stage is None or replica.next_stage.statistics()["waiting"] == 0
     found = replica.rounds.statistics()
     assert not found["open"], found
-    assert "did not come back" not in " ".join(peer.life.said)
-    assert peer.life.wrong == []
+    assert "did not come back" not in " ".join(peer.session.said)
+    assert peer.session.wrong == []

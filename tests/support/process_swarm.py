@@ -81,7 +81,7 @@ def look(commands: Commands, invite: str) -> dict[str, Any]:
 
 
 def steps(command: Command) -> int:
-    """Return how many inner steps a replica has taken in this life."""
+    """Return how many inner steps a replica has taken in this session."""
     return len(command.events(InnerStep))
 
 

@@ -1,4 +1,4 @@
-"""A toy world for gossip: in-memory conversations with a latency, and replicas that roll down quadratic bowls.
+"""A toy world for gossip: in-memory conversations with a latency, and replicas that roll down quadratic models.
 
 Runs in virtual time. A test may tamper with every message on its way: change it, swallow it, or cut the line.
 """
@@ -204,7 +204,7 @@ class Toy:
             if toy.listed and toy.name != self.name
         )
 
-    # Its life.
+    # Its session.
 
     async def train(self, steps: int) -> None:
         """Take so many inner steps, with a pause after each."""

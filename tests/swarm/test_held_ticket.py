@@ -177,7 +177,7 @@ def test_the_owner_looks_by_its_key_whatever_the_rule() -> None:
     played("listed", play)
 
 
-@pytest.mark.parametrize("comes_by", ["the open invite", "an invitation of its own"])
+@pytest.mark.parametrize("comes_by", ["the open invite", "a single-use invite of its own"])
 def test_a_kept_ticket_that_was_revoked_wins_over_nothing(tmp_path: Path, comes_by: str) -> None:
     async def play(owned: OwnedRun) -> None:
         home = home_of(PEER, tmp_path)

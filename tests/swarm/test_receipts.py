@@ -47,7 +47,7 @@ def test_receipts_survive_a_restart_and_count_once() -> None:
 
 
 def test_a_life_that_began_by_a_clock_set_back_counts() -> None:
-    """Also where an old record of the life before it is read in between, as stale places of the DHT give it."""
+    """Also where an old record of the session before it is read in between, as stale places of the DHT give it."""
     ledger = ReceiptLedger()
     ledger.take({"signer": raw(50, a=1000)})
     for count in range(0, 5000, 500):

@@ -7,10 +7,10 @@ in receiving, after) and four fates: the process crashes; its host falls silent 
 hangs while the host beats on (between messages until a deadline ends it, in the middle of one for a minute); the node
 is asked to leave and drops what it was about.
 
-Nodes are production nodes with bowls for stages; the conversations between them are overheard, which is how a fate
-finds its moment. Messages with tensors are made slow then, so that there is a while in which they travel. Afterwards
-the survivors' weights are finite, their slots and gates free, their next windows and rounds normal; and so are those of
-a victim that lived on.
+Nodes are production nodes with quadratic models for stages; the conversations between them are overheard, which is how
+a fate finds its moment. Messages with tensors are made slow then, so that there is a while in which they travel.
+Afterwards the survivors' weights are finite, their slots and gates free, their next windows and rounds normal; and so
+are those of a victim that lived on.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Strikes:
 
 
 def weights_are_finite(peer: SimulatedPeer) -> bool:
-    node, stage = peer.life.node, peer.life.stage
+    node, stage = peer.session.node, peer.session.stage
     assert node is not None
     assert node.replica is not None
     assert stage is not None
@@ -211,14 +211,14 @@ async def suffer(strikes: list[Strike], stages: int, replicas: int, blocking: bo
     if set(left) != set(survivors):
         await asyncio.sleep(max(0.0, struck_s + AWAY_S - asyncio.get_running_loop().time()))
         await until(lambda: goes_on(left, struck_s + AWAY_S), WITHIN_S)
-    tasks = [peer.life.task for peer in cast.peers.values() if peer.life.task is not None]
+    tasks = [peer.session.task for peer in cast.peers.values() if peer.session.task is not None]
     for stage in range(stages):  # from the sources on: what is in flight then comes back
         leaving = [cast.peers[name] for name in left if cast.peers[name].asked_stage == stage]
         for peer in leaving:
             assert weights_are_finite(peer)
             peer.ask_to_leave()
         async with asyncio.timeout(30.0):
-            await asyncio.wait([peer.life.task for peer in leaving if peer.life.task is not None])
+            await asyncio.wait([peer.session.task for peer in leaving if peer.session.task is not None])
     async with asyncio.timeout(60.0):
         await asyncio.wait(tasks)
     for name in left:

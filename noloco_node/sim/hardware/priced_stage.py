@@ -4,10 +4,10 @@ The device runs one job after the other. It computes a job at once, in the event
 its price has passed. `PricedStage` names the price from within the job, by `charge`, in seconds of a device of speed
 1; `slowness` makes a device slower, and one that stutters stops every now and then for a moment.
 
-`PricedStage` wraps a bowl or a real slice of a model. It watches promises of the gate and the rounds that nothing else
-would notice broken: an inner step gets exactly the passes of its window, and no weights change between the forward and
-the backward pass of a microbatch. With two windows in flight they may change once, by one inner step and what follows
-it in the same pause.
+`PricedStage` wraps a quadratic model or a real slice of a model. It watches promises of the admission window and the
+rounds that nothing else would notice broken: an inner step gets exactly the passes of its window, and no weights change
+between the forward and the backward pass of a microbatch. With two windows in flight they may change once, by one inner
+step and what follows it in the same pause.
 """
 
 from __future__ import annotations

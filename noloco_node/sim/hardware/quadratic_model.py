@@ -1,11 +1,11 @@
-"""A model that costs next to nothing: each stage is a quadratic bowl, and a microbatch a noisy look at its slope.
+"""A model that costs next to nothing: each stage is a quadratic model, and a microbatch a noisy look at its slope.
 
 Stage weights w are `SIZE` numbers with the loss 1/2 (w - c) A (w - c): A is diagonal, from `FLATTEST` to 1, and the
-centre c of one microbatch is the bowl's own (zero) plus noise that follows from the microbatch's number alone. So a
-swarm of bowls really descends, replicas really disagree, and the theory of the outer rule (NoLoCo, appendix A) applies
-to it; every gate, route and round is the production one. Activations are the microbatch's number, one float a sample,
-handed on unchanged: exact below 2**24. Those of wide bowls say besides what the stages before have lost, so that the
-loss of a microbatch shows the weights of its whole route, as a model's does.
+centre c of one microbatch is the quadratic model's own (zero) plus noise that follows from the microbatch's number
+alone. So a swarm of quadratic models really descends, replicas really disagree, and the theory of the outer rule
+(NoLoCo, appendix A) applies to it; every gate, route and round is the production one. Activations are the microbatch's
+number, one float a sample, handed on unchanged: exact below 2**24. Those of wide quadratic models say besides what the
+stages before have lost, so that the loss of a microbatch shows the weights of its whole route, as a model's does.
 
 The inner step is plain SGD at the run's learning rate. Its moments stay zero.
 """
@@ -31,14 +31,14 @@ NOISE = 0.3
 START = 1.0
 """Each weight of every replica at the start."""
 WIDE, WIDE_CENTRE = 256, 3.0
-"""Weights of a wide bowl's stage, enough of them for partners to be judged by, and where each of them is best: away
-from zero, so that the wrong sign, noise and old weights do harm."""
+"""Weights of a wide quadratic model's stage, enough of them for partners to be judged by, and where each of them is
+best: away from zero, so that the wrong sign, noise and old weights do harm."""
 VOCABULARY = 2**24
 """Numbers that microbatches may have."""
 
 
 class QuadraticLayout(NamedTuple):
-    """The dimensions of a model of bowls (`noloco_node.machine.interface.Dimensions`)."""
+    """The dimensions of a model of quadratic models (`noloco_node.machine.interface.Dimensions`)."""
 
     shapes: tuple[Mapping[str, tuple[int, ...]], ...]
     work: tuple[float, ...]
@@ -47,26 +47,28 @@ class QuadraticLayout(NamedTuple):
 
 
 def quadratic_layout(stages: int, work: Sequence[float] | None = None, size: int = SIZE) -> QuadraticLayout:
-    """Return the dimensions of a pipeline of bowls. `work`: of a microbatch at each stage, if it is not even."""
+    """Return the dimensions of a pipeline of quadratic models. `work`: of a microbatch at each stage, if it is not
+    even.
+    """
     shapes = tuple({"weights": (size,)} for _ in range(stages))
     return QuadraticLayout(shapes, tuple(work or (1.0,) * stages), _width(size))
 
 
 def _width(size: int) -> int:
-    """Return how many floats a sample's activations are: a number, and of a wide bowl what was lost so far."""
+    """Return how many floats a sample's activations are: one, and of a wide quadratic model the loss so far."""
     return 2 if size >= WIDE else 1
 
 
 class _Pass:
     """A forward pass that waits for its gradient. `away`: the weights of then from the microbatch's centre."""
 
-    def __init__(self, bowl: QuadraticModel, output: Tensor, away: list[float]) -> None:
-        self._bowl, self.output, self._away = bowl, output, away
+    def __init__(self, model: QuadraticModel, output: Tensor, away: list[float]) -> None:
+        self._model, self.output, self._away = model, output, away
 
     def backward(self, gradient: Tensor, /) -> Tensor | None:
         if gradient.shape != self.output.shape:
             raise ValueError(f"a gradient of {list(gradient.shape)} for activations of {list(self.output.shape)}")
-        self._bowl._collect(self._away)
+        self._model._collect(self._away)
         return gradient
 
 
@@ -178,8 +180,8 @@ class QuadraticModel:
 
 
 class RandomBatches:
-    """The text of bowls (`noloco_node.machine.interface.Text`): numbers that no two sources share, as far as there are
-    enough."""
+    """The text of quadratic models (`noloco_node.machine.interface.Text`): numbers that no two sources share, as far as
+    there are enough."""
 
     def __init__(self, shape: tuple[int, int], first: int) -> None:
         """`shape`: sequences of a microbatch and tokens of a sequence. `first`: where this source begins."""

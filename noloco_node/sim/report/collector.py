@@ -14,7 +14,7 @@ could not be dialled or tampered with its messages, then or within `RECENT_S`, s
 then on the collector writes a row, and looks at the waiting, half as often.
 
 **Lives.** The time of a peer at a stage is added to totals once, when it is over, and its node is released: in a day
-of churn a peer lives a dozen lives, and neither a look at all of them nor their memory may grow with each.
+of churn a peer has a dozen sessions, and neither a look at all of them nor their memory may grow with each.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from noloco_node.node.replica import Replica
 from noloco_node.observe.bottleneck import Cause
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.network.link_model import LinkUse
-from noloco_node.sim.peer import PeerLife, SimulatedPeer
+from noloco_node.sim.peer import PeerSession, SimulatedPeer
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.world import Watcher, World
@@ -44,21 +44,21 @@ from pipeline.next_stage import Wanted
 SETTLED_S = 10.0
 """After the end of a time at a stage its counters may still move: its last calls break."""
 FORGOTTEN = 100
-"""Lives after which garbage is collected: the parts of a node refer to each other, and by itself the collector looks
+"""Sessions after which garbage is collected: the parts of a node refer to each other, and by itself the collector looks
 through what is old once in many hours (`noloco_node.sim.clock`).
 """
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class StageTime:
-    """One life of a peer at one stage, until its training there was over.
+    """One session of a peer at one stage, until its training there was over.
 
     `lines`: use of its uplink and downlink by then. `before_s`: for which its device had worked at other stages.
     `left`: what it trained, where it went on to another stage. `counted`: its replica's counters, once it is settled.
     """
 
     peer: SimulatedPeer
-    life: PeerLife
+    session: PeerSession
     stage: int | None
     begun_s: float
     ended_s: float | None = None
@@ -71,15 +71,15 @@ class StageTime:
     counted: Mapping[str, int | float] | None = None
 
     def worked_s(self) -> float:
-        return self.life.device.busy_s - self.before_s if self.ended_s is None else self.busy_s
+        return self.session.device.busy_s - self.before_s if self.ended_s is None else self.busy_s
 
     def alive_s(self, now_s: float) -> float:
         return (now_s if self.ended_s is None else self.ended_s) - self.begun_s
 
     @property
     def replica(self) -> Replica | None:
-        """The replica of this life at this stage."""
-        return self.life.replica if self.left is None else self.left
+        """The replica of this session at this stage."""
+        return self.session.replica if self.left is None else self.left
 
     @property
     def succeeded(self) -> int:
@@ -88,22 +88,22 @@ class StageTime:
         return int(self.replica.worker.statistics()["succeeded"]) if self.replica is not None else 0
 
     def counters(self) -> Mapping[str, int | float]:
-        """Return the counters of what trains, or trained, in this life; none where it never began."""
+        """Return the counters of what trains, or trained, in this session; none where it never began."""
         if self.counted is not None:
             return self.counted
         return self.replica.statistics() if self.replica is not None else {}
 
     @property
     def past(self) -> bool:
-        """Whether its peer is at another stage by now, or lives another life."""
-        return self.left is not None or (self.life is not self.peer.life and not self.life.device.busy)
+        """Whether its peer is at another stage by now, or is in another session."""
+        return self.left is not None or (self.session is not self.peer.session and not self.session.device.busy)
 
     def settle(self) -> bool:
-        """Keep the counters, and let go of what trained; say whether a whole life is over."""
+        """Keep the counters, and let go of what trained; say whether a whole session is over."""
         self.counted, moved = self.counters(), self.left is not None
         self.left = None
         if not moved:
-            self.life.forget()
+            self.session.forget()
         return not moved
 
 
@@ -120,7 +120,9 @@ class StageTimes:
 
     def begin(self, peer: SimulatedPeer, now_s: float) -> None:
         """Note that a peer has come, or gone on to another stage."""
-        stage_time = StageTime(peer=peer, life=peer.life, stage=peer.stage, begun_s=now_s, before_s=peer.device.busy_s)
+        stage_time = StageTime(
+            peer=peer, session=peer.session, stage=peer.stage, begun_s=now_s, before_s=peer.device.busy_s
+        )
         self.all.append(stage_time)
         self.open[stage_time] = None
         self._now[peer.name] = stage_time
@@ -254,7 +256,7 @@ class EventCollector(Watcher):
     def _note_move(self, peer: SimulatedPeer, event: events.Moved) -> None:
         """End the time at one stage; what the peer says next begins that at the other."""
         stage_time = self.stage_times.of(peer)
-        # Traffic is counted for a life: that at its last stage tells all of it.
+        # Traffic is counted for a session: that at its last stage tells all of it.
         stage_time.left, stage_time.traffic = stage_time.replica, None
         self._end(stage_time)
         self.moved.append(
@@ -294,7 +296,7 @@ class EventCollector(Watcher):
         """Look at whom everybody suspects, and at times at what everybody does, and write a row."""
         for stage_time in self.stage_times.open:
             if stage_time.ended_s is None:
-                if stage_time.life.running:
+                if stage_time.session.running:
                     self._note_suspects(stage_time)
                 else:
                     self._end(stage_time)
@@ -311,7 +313,7 @@ class EventCollector(Watcher):
         """Count what those wait for that have nothing to do; one look counts for those that are left out."""
         step = len(self.stage_times.open) // SEEN_AT_ONCE + 1
         for stage_time in islice(self.stage_times.open, len(self.rows) % step, None, step):
-            if stage_time.ended_s is None and stage_time.stage is not None and not stage_time.life.device.busy:
+            if stage_time.ended_s is None and stage_time.stage is not None and not stage_time.session.device.busy:
                 self.causes[stage_time.stage][waits_for(stage_time, over)] += self._stride
 
     def _note_suspects(self, stage_time: StageTime) -> None:
@@ -352,7 +354,7 @@ class EventCollector(Watcher):
         if stage_time.ended_s is None:
             stage_time.ended_s = self._world.now_s
             stage_time.busy_s = min(
-                stage_time.life.device.busy_s - stage_time.before_s, stage_time.ended_s - stage_time.begun_s
+                stage_time.session.device.busy_s - stage_time.before_s, stage_time.ended_s - stage_time.begun_s
             )
             stage_time.lines = self._world.network.link_use(stage_time.peer.name)
 
@@ -372,7 +374,7 @@ def waits_for(stage_time: StageTime, over: bool) -> Cause:
     if replica is None:
         return Cause.JOINING
     admission, next_stage = replica.admission, replica.next_stage
-    if (over and not admission.in_flight) or stage_time.life.leave.is_set():
+    if (over and not admission.in_flight) or stage_time.session.leave.is_set():
         return Cause.ENDING
     if admission.succeeded == admission.window or (
         replica.config.run.outer.blocking and replica.rounds.statistics()["engaged"]

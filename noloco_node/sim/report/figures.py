@@ -211,7 +211,7 @@ def make_report(world: World, collector: EventCollector) -> Report:
 
 
 def _totals(collector: EventCollector) -> Counter[str]:
-    """Return the replicas' counters, summed over all lives."""
+    """Return the replicas' counters, summed over all sessions."""
     totals: Counter[str] = Counter()
     for stage_time in collector.stage_times.all:
         if stage_time.stage is None:
@@ -284,7 +284,7 @@ def _time(work: float, causes: Counter[Cause]) -> dict[str, float]:
 
 
 def _lines(stage_times: Sequence[StageTime]) -> tuple[PeerSpread | None, PeerSpread | None]:
-    """Return how full uplinks and downlinks were, each peer's by the end of its last life."""
+    """Return how full uplinks and downlinks were, each peer's by the end of its last session."""
     last = {stage_time.peer.name: stage_time.lines for stage_time in stage_times}
     up, down = (
         [lines[side].utilisation for lines in last.values() if lines and 0.0 < lines[side].capacity_bytes < math.inf]

@@ -67,13 +67,16 @@ def heading(report: Report) -> list[str]:
     swarm, scenario = report.scenario.swarm, report.scenario
     sizes = size_words(report)
     if not report.parameters:
-        return [f"{scenario.name}: a swarm of quadratic bowls, {sizes}, seed {scenario.seed}."]
+        return [f"{scenario.name}: a swarm of quadratic models, {sizes}, seed {scenario.seed}."]
     parameters = format_count(report.parameters)
     text = [f"{scenario.name}: a run of {parameters} parameters in {sizes}, seed {scenario.seed}."]
     if swarm.model == "transformer":
         return [*text, "The model was really trained; devices and lines were simulated."]
     prices = "what its operations take" if scenario.devices.tflops else f"{scenario.devices.forward_s} s forward"
-    return [*text, f"Passes cost {prices}, messages weigh what they would; only the arithmetic is replaced, by bowls."]
+    return [
+        *text,
+        f"Passes cost {prices}, messages weigh what they would; only the arithmetic is replaced, by quadratic models.",
+    ]
 
 
 def size_words(report: Report) -> str:

@@ -1,9 +1,9 @@
 """A scenario: which swarm to simulate, on what machines and lines, and what happens to it; its file, read and written.
 
 A scenario may name a run file: model, cut and steps are then those of the run, a pass costs what its operations take
-on a device of `tflops`, and messages weigh what they would; only the arithmetic is that of a bowl. Its section `swarm`
-may change any field of the sections `pipeline`, `inner` and `outer` of the run. Without a run file the swarm is a
-small one of bowls, and the scenario itself says what passes cost and messages weigh.
+on a device of `tflops`, and messages weigh what they would; only the arithmetic is that of a quadratic model. Its
+section `swarm` may change any field of the sections `pipeline`, `inner` and `outer` of the run. Without a run file the
+swarm is a small one of quadratic models, and the scenario itself says what passes cost and messages weigh.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Path of a run file, relative to the scenario's directory."""
     rounds: PositiveCount | None = None
     """Gossip rounds that a replica opens, when as many peers come as planned; sets the token budget."""
-    model: Literal["bowl", "wide bowl", "transformer"] = "bowl"
-    """bowl: costs next to nothing. wide bowl: has weights enough for partners to be judged by them.
+    model: Literal["quadratic", "wide quadratic", "transformer"] = "quadratic"
+    """quadratic model: costs next to nothing. wide quadratic model: has weights enough for partners to be judged by
+    them.
 
     transformer: the run's model is really trained, on its real text.
     """

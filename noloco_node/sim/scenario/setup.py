@@ -49,8 +49,8 @@ FRAME_BYTES = 100
 """Of a message without tensors."""
 WEIGHT_SETS = 4
 """Sets of weights in a whole state: slow weights, momentum, two moments."""
-BOWL_BYTES = {"bowl": 4 * SIZE, "wide bowl": 4 * WIDE}
-"""Of the weights that a bowl really has."""
+QUADRATIC_BYTES = {"quadratic": 4 * SIZE, "wide quadratic": 4 * WIDE}
+"""Of the weights that a quadratic model really has."""
 
 
 class MessageSizes:
@@ -78,7 +78,7 @@ class MessageSizes:
                 self._probes[f"{GOSSIP}/{number}"] = min(PROBE_BYTES, total)
                 self._states[f"{STATE}/{number}"] = WEIGHT_SETS * total
         self.microbatch_bytes, self.gradient_bytes = FRAME_BYTES + hop.down, FRAME_BYTES + hop.back
-        self._held_bytes = BOWL_BYTES.get(scenario.swarm.model)
+        self._held_bytes = QUADRATIC_BYTES.get(scenario.swarm.model)
 
     @property
     def largest_state_bytes(self) -> int:
@@ -99,7 +99,7 @@ class MessageSizes:
             case ReplicaState():
                 return FRAME_BYTES + self._states.get(topic, self._other_state)
             case Piece():
-                # A share of a section, which is as large as the weights, or as those that a bowl stands for.
+                # A share of a section, which is as large as the weights, or as those that a quadratic model stands for.
                 whole = self._states.get(topic, self._other_state) // WEIGHT_SETS
                 return FRAME_BYTES + message.data.nbytes * whole // (self._held_bytes or whole)
         return FRAME_BYTES
@@ -118,7 +118,7 @@ class SimSetup(NamedTuple):
 
     `prices`: by stage. `build`: makes a stage's arithmetic. `faults`: the
     scenario's, each churn as the departures and returns that it stands for.
-    `microbatch_tokens`: that a microbatch stands for, also where a bowl computes.
+    `microbatch_tokens`: that a microbatch stands for, also where a quadratic model computes.
     """
 
     scenario: Scenario
@@ -132,7 +132,7 @@ class SimSetup(NamedTuple):
     parameters: int = 0
     """Of the run file's whole model; 0 where there is none."""
     slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S
-    """By which nodes reckon their deadlines: from the weights in their hands, and a bowl's are small."""
+    """By which nodes reckon their deadlines: from the weights in their hands, and a quadratic model's are small."""
     line_s: tuple[float, ...] = ()
     """That a microbatch takes of a line at each stage, as owners know it."""
 
@@ -197,11 +197,11 @@ def build_setup(scenario: Scenario) -> SimSetup:
     if not swarm.impatient:
         run = structs.replace(run, pipeline=structs.replace(run.pipeline, budget_s=FOREVER_S))
     prices = _prices(scenario, real, plan)
-    size, centre = (WIDE, WIDE_CENTRE) if swarm.model == "wide bowl" else (SIZE, 0.0)
-    bowls = quadratic_layout(stages, [price.forward_s for price in prices], size)
+    size, centre = (WIDE, WIDE_CENTRE) if swarm.model == "wide quadratic" else (SIZE, 0.0)
+    layout = quadratic_layout(stages, [price.forward_s for price in prices], size)
     sizes = MessageSizes(scenario, real, plan)
     largest_bytes = max(sizes.stage_bytes)
-    dimensions: Dimensions = plan if plan is not None and transformer else bowls
+    dimensions: Dimensions = plan if plan is not None and transformer else layout
     return SimSetup(
         scenario=scenario,
         recipe=RunFileText.made(run),
@@ -214,7 +214,7 @@ def build_setup(scenario: Scenario) -> SimSetup:
         faults=faults.unfold(scenario.fault, planned(stages, replicas), scenario.seed),
         microbatch_tokens=real.pipeline.microbatch_size * real.pipeline.sequence_length,
         parameters=0 if plan is None else sum(sizes.stage_bytes) // 4,
-        slowest_bytes_per_s=SLOWEST_BYTES_PER_S * BOWL_BYTES.get(swarm.model, largest_bytes) / largest_bytes,
+        slowest_bytes_per_s=SLOWEST_BYTES_PER_S * QUADRATIC_BYTES.get(swarm.model, largest_bytes) / largest_bytes,
         line_s=_line_seconds(scenario, real, plan) if plan is not None and swarm.choose_stages else (),
     )
 
@@ -250,7 +250,9 @@ def _run(start: RunConfig, swarm: SwarmConfig, seed: int) -> RunConfig:
 
 
 def _with_shapes_of_bowls(run: RunConfig) -> RunConfig:
-    """Return the run with the activations of a bowl, which are one number: other shapes would only cost time."""
+    """Return the run with the activations of a quadratic model, which are one number: other shapes would only cost
+    time.
+    """
     pipeline = structs.replace(
         run.pipeline, sequence_length=1, microbatch_size=1, codec="float32", subspace=None, boundaries=None
     )

@@ -119,14 +119,19 @@ def _surround(world: product.World, budgets: dict[str, product.Allowance], topic
 
 def _weights(world: product.World) -> dict[str, list[float]]:
     """Return a sum over the slow weights, momentum and fast weights of each peer in which every place counts."""
-    if world.setting.scenario.swarm.model != "bowl":
+    if world.setting.scenario.swarm.model != "quadratic":
         return {}
     found = {}
     for name, peer in sorted(world.peers.items()):
-        if not peer.lives or peer.life.node is None or peer.life.node.replica is None or peer.life.stage is None:
+        if (
+            not peer.sessions
+            or peer.session.node is None
+            or peer.session.node.replica is None
+            or peer.session.stage is None
+        ):
             continue
-        state = peer.life.node.replica.rounds.state
-        found[name] = [_sum(tensors) for tensors in (state.slow, state.momentum, peer.life.stage.weights())]
+        state = peer.session.node.replica.rounds.state
+        found[name] = [_sum(tensors) for tensors in (state.slow, state.momentum, peer.session.stage.weights())]
     return found
 
 

@@ -1,4 +1,4 @@
-"""The record of each life of a peer, from its journal alone."""
+"""The record of each session of a peer, from its journal alone."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Break(NamedTuple):
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class LifeRecord:
-    """One life of a peer. `began_s`: when it began to train. `ended_s`: when it trained no more."""
+class SessionRecord:
+    """One session of a peer. `began_s`: when it began to train. `ended_s`: when it trained no more."""
 
     peer: SimulatedPeer
-    life: int
+    session: int
     stage: int
     began_s: float
     state: OuterState
@@ -43,7 +43,7 @@ class LifeRecord:
     stepped_s: deque[float]
     """When the last inner steps were taken: as many as a round may be open, and one."""
     pauses: dict[int, Tensor]
-    """The fast weights at the end of the last pauses, by the inner steps of this life."""
+    """The fast weights at the end of the last pauses, by the inner steps of this session."""
     all_steps_s: list[float] = field(default_factory=list)
     met_s: float = -1.0
     breaks: list[Break] = field(default_factory=list)
@@ -65,7 +65,7 @@ class LifeRecord:
 
     @property
     def steps(self) -> int:
-        """Inner steps of this life."""
+        """Inner steps of this session."""
         return len(self.all_steps_s)
 
     def steps_since(self, then_s: float) -> int:
@@ -111,17 +111,17 @@ class Delays(NamedTuple):
     trip_s: float
 
 
-Lives = dict[tuple[str, int], LifeRecord]
+SessionRecords = dict[tuple[str, int], SessionRecord]
 """All lives that ever trained, by peer and number."""
 
 
-def begin_record(peer: SimulatedPeer, kept_steps: int, now_s: float) -> LifeRecord:
-    """Return the record of a life that begins to train now. `kept_steps`: times of inner steps to remember."""
+def begin_record(peer: SimulatedPeer, kept_steps: int, now_s: float) -> SessionRecord:
+    """Return the record of a session that begins to train now. `kept_steps`: times of inner steps to remember."""
     replica, fast = peer.replica, fast_of(peer)
     assert replica is not None
-    return LifeRecord(
+    return SessionRecord(
         peer=peer,
-        life=peer.life.number,
+        session=peer.session.number,
         stage=replica.config.stage,
         began_s=now_s,
         state=state_of(peer),
@@ -141,7 +141,7 @@ def state_of(peer: SimulatedPeer) -> OuterState:
 
 
 def fast_of(peer: SimulatedPeer) -> Tensor:
-    """Return the fast weights of a bowl."""
-    assert peer.life.stage is not None
-    (weights,) = peer.life.stage.weights()
+    """Return the fast weights of a quadratic model."""
+    assert peer.session.stage is not None
+    (weights,) = peer.session.stage.weights()
     return weights
