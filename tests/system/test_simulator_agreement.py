@@ -197,9 +197,9 @@ def train_simulated(run: Path, real: Swarm) -> Swarm:
             for peer in leaving:
                 peer.ask_to_leave()
             async with asyncio.timeout(600):
-                await asyncio.gather(*(peer.life.task for peer in leaving if peer.life.task is not None))
+                await asyncio.gather(*(peer.session.task for peer in leaving if peer.session.task is not None))
         assert hub.failures == []
-        assert [wrong for peer in peers for wrong in peer.life.wrong] == []
+        assert [wrong for peer in peers for wrong in peer.session.wrong] == []
         return {peer.name: Trace(journals[peer.name], peer.disk) for peer in peers if peer.disk is not None}
 
     return Swarm(clock.run(main()))
