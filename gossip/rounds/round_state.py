@@ -294,7 +294,7 @@ class RoundState:
 
     # Notes that change no phase.
 
-    def begin_round(self, *, last: bool = False) -> None:
+    def begin_round(self, *, last: bool) -> None:
         """Count a new round, in which everybody may be asked anew."""
         self.schedule.open(self.claims, last=last)
         self.queue.clear()

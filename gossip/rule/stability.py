@@ -33,7 +33,8 @@ always have the larger share it is wider (alpha = 0: gamma < 2).
 
 Momentum near 1 with a period can leave islands: stable, unstable, stable again as gamma grows (in step, alpha 0.97 and
 N = 5: unstable from 0.20 to 0.56). The bound is the lowest edge: all that lies below it is stable. It never falls below
-that of N = 1, and never exceeds 2.
+that of N = 1, and never exceeds 2: out of step, what the partner's phi adds, which is independent of one's own, is
+gamma^2 / 4 V alone.
 """
 
 from __future__ import annotations
@@ -70,9 +71,7 @@ def stability_bound(alpha: float, period: int = 1, spread: float = 0.0) -> float
     momentum = Momentum(alpha, period, spread)
     stable, unstable = lowest * 0.999, lowest * 0.999
     while contracts(momentum, unstable):
-        if unstable >= 2.0:
-            return 2.0
-        stable, unstable = unstable, min(2.0, unstable * _FINENESS)
+        stable, unstable = unstable, unstable * _FINENESS
     while unstable - stable > 1e-9:
         middle = (stable + unstable) / 2
         stable, unstable = (middle, unstable) if contracts(momentum, middle) else (stable, middle)

@@ -272,6 +272,17 @@ def test_what_came_is_finite_or_implausible() -> None:
         check(Coded(Format.INT8, large), own, Feedback(Format.INT8), norm(own))
 
 
+@given(length=st.floats(0.01, 7.4), numerator=st.integers(128, 255))
+@few
+def test_int4_weights_of_nothing_are_implausible_however_near_ours_in_steps(length: float, numerator: int) -> None:
+    """No short way round the norm for what may be less than a tenth of ours."""
+    step = numerator / 1024
+    nothing = Coded(Format.INT4, encode(Format.INT4, (torch.zeros(300),), (), (step,)).wire, (step,))
+    own = (torch.full((300,), length * step),)
+    with pytest.raises(Implausible, match="norm 0 where ours is"):
+        check(nothing, own, Feedback(Format.INT4), norm(own))
+
+
 def test_arguments_that_do_not_fit_are_refused() -> None:
     weights = draw(1)
     wire = encode(Format.INT4, weights, (), (0.1,) * len(weights)).wire

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -262,3 +263,26 @@ def test_every_form_is_measured_as_it_is_decoded(form: Format) -> None:
 
 def test_before_anybody_has_moved_a_partner_counts_whole() -> None:
     assert InfluenceBound().share("b", at(0.5)._replace(own=0.0)) == 1.0
+
+
+@pytest.mark.parametrize(("cosine", "counts"), [(0.15, False), (0.29, False), (0.31, True)])
+def test_weights_count_from_a_cosine_of_three_tenths_on(cosine: float, counts: bool) -> None:
+    """As docs/design/gossip.md says."""
+    with contextlib.nullcontext() if counts else pytest.raises(Implausible, match="not like ours"):
+        assert InfluenceBound().share("p", at(1.0, alike=cosine)) == 1.0
+
+
+@pytest.mark.parametrize("near", ["mate", "another"])
+def test_only_refusals_in_a_row_make_us_doubt_ourselves(near: str) -> None:
+    bound = InfluenceBound()
+    for _ in range(3 * SELF_DOUBT):
+        with pytest.raises(Implausible):
+            bound.share("mate", at(30.0))
+        bound.share(near, at(1.0))
+
+
+def test_others_that_stand_still_do_not_excuse_who_pulls_back() -> None:
+    bound = InfluenceBound()
+    for name in ("b", "c"):
+        assert bound.share(name, at(1.0, direction=0.0)) == 1.0
+    assert bound.share("liar", at(1.0, direction=-0.6)) == LEAST_PULL

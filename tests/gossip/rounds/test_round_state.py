@@ -38,7 +38,7 @@ def closed() -> RoundState:
 
 def opened() -> RoundState:
     state = closed()
-    state.begin_round()
+    state.begin_round(last=False)
     state.open(SNAPSHOT)
     return state
 

@@ -364,6 +364,14 @@ def test_contracts_agrees_with_all_eigenvalues(momentum: Momentum, gamma: float)
     assert contracts(momentum, gamma) == (radius < 1)
 
 
+@given(st.floats(1e-12, 0.999), st.integers(2, 1000), st.floats(0.0, 1.0), st.floats(2.0, 4.0))
+@example(1e-9, 40, 0.0, 2.0)
+@few
+def test_nothing_contracts_from_two_on(alpha: float, period: int, part: float, gamma: float) -> None:
+    """Not even by rounding, where the momentum is next to nothing: the search for the bound ends by it."""
+    assert not contracts(Momentum(alpha, period, part / period), gamma)
+
+
 @settings(max_examples=25, deadline=None)
 @given(momenta, st.floats(0.02, 0.999))
 def test_all_below_the_bound_is_stable_and_the_edge_is_not(momentum: Momentum, part: float) -> None:

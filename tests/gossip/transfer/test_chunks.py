@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,3 +78,12 @@ def test_who_asks_for_less_gets_less() -> None:
     assert sections(Parts.SLOW, momentum=True, meetings=2, optimiser=True) == (Section.SLOW,)
     assert sections(Parts.ALL, momentum=True, meetings=2, optimiser=True) == tuple(Section)
     assert sections(Parts.ALL, momentum=True, meetings=0, optimiser=False) == (Section.SLOW, Section.MOMENTUM)
+
+
+@pytest.mark.parametrize(
+    ("section_bytes", "most"),
+    [(0, 4096), (131_071, 4096), (131_072, 8192), (2**26 - 1, 2**21), (2**40, 2**22)],
+)
+def test_peers_of_all_versions_cut_alike(section_bytes: int, most: int) -> None:
+    """No message says how a section is cut: both ends know it."""
+    assert piece_bytes(section_bytes) == most

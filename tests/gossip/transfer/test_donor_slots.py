@@ -43,6 +43,13 @@ def test_only_who_is_slow_or_has_had_a_turn_is_overdue_and_the_slowest_first(
             assert found is not visit
 
 
+@given(st.floats(0.0, 1e9), st.floats(2.0, 100.0))
+def test_who_has_just_come_is_not_slow_whatever_the_clock_says(since_s: float, turns: float) -> None:
+    visit = DonorSlot(since_s=since_s, total_bytes=1000)
+    for age_s, displaced in ((SETTLING_S - 1.0, None), (SETTLING_S + 1.0, visit)):
+        assert overdue([visit], turns * SETTLING_S, since_s + age_s) is displaced
+
+
 def test_a_place_is_given_back_once_and_by_its_own_visit() -> None:
     """A newcomer that lost its place and comes again at once has another one, which its old streams leave alone."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -51,8 +53,10 @@ from gossip.transfer.assembly import ChunkArrived, DonorLost, DonorSelected, Key
 from gossip.transfer.chunks import Span, cut, digest, gather, tensors_of
 from gossip.transfer.donor import ABANDONED_S, HOLD_S, NEWCOMERS, RETRY_S, STREAMS, DonorLimits
 from gossip.transfer.download import (
+    FAILURES_AT_MOST,
     LONGEST_WAIT_S,
     DonorBusy,
+    MomentBounds,
     check_manifest,
     check_values,
     donors,
@@ -74,6 +78,17 @@ def test_a_newcomer_gets_the_whole_state_of_one_donor(meetings: int, optimiser: 
     world = World()
     Giving(world, "donor", whole)
     assert same(run(copy_from(world, ["donor"])), whole)
+
+
+def test_a_donor_counts_what_it_has_given() -> None:
+    async def main() -> dict[str, int | float]:
+        world = World()
+        giving = Giving(world, "donor", WHOLE)
+        await copy_from(world, ["donor"])
+        return giving.donor.statistics()
+
+    found = run(main())
+    assert (found["pieces"], found["bytes"]) == (4 * len(SPANS), 4 * sum(span.size_bytes for span in SPANS))
 
 
 def test_an_export_gets_the_slow_weights_alone() -> None:
@@ -163,6 +178,32 @@ def test_what_an_earlier_life_kept_is_read_once_and_not_fetched() -> None:
     held.load()
     assert same(run(copy_from(world, ["donor"], held)), WHOLE)
     assert (kept.read, heard.pieces["donor"]) == (1, 4 * len(SPANS) - kept.count)
+
+
+def test_a_last_piece_is_asked_for_by_one_stream_that_gives_up_after_some_breaks() -> None:
+    """Also where each line breaks before anybody else has had a turn."""
+    world, asked = World(), 0
+    Giving(world, "donor", WHOLE)
+
+    @asynccontextmanager
+    async def converse(peer: str) -> AsyncIterator[Line]:
+        async with world.conversing("new")(peer) as line:
+            send = line.send
+
+            async def broken(message: Any) -> None:
+                nonlocal asked
+                if isinstance(message, PieceRequest):
+                    asked += 1
+                    raise ConnectionResetError("broken")
+                await send(message)
+
+            line.send = broken  # type: ignore[method-assign]
+            yield line
+
+    held = StateAssembly(LIKE, keep=Kept(len(SPANS) - 1))
+    with pytest.raises(ConnectionRefusedError, match="broken"):
+        run(download_state(["donor"], converse, wanted(Parts.SLOW), at_once, held))
+    assert asked == FAILURES_AT_MOST
 
 
 def dying(world: World, name: str, pieces: int) -> None:
@@ -389,6 +430,23 @@ def test_a_state_that_cannot_be_right_is_implausible(what: str) -> None:
     check_values(WHOLE, announced)
     with pytest.raises(Implausible):
         check_values(replace(WHOLE, **WRONG[what]), announced)
+
+
+@pytest.mark.parametrize(("times", "plausible"), [(1.0, True), (1.1, False), (1.9, False)])
+def test_moments_are_held_to_their_bounds_within_rounding(times: float, plausible: bool) -> None:
+    second = (torch.tensor([9.0, 16.0]),)
+    root = tuple(tensor.sqrt() for tensor in second)
+    first = tuple(10.0 * times * tensor for tensor in root)
+    nothing = tuple(torch.zeros_like(tensor) for tensor in second)
+    long = tuple(times**2 * tensor for tensor in second)
+    # A first moment beside its second, the norm of all first ones, and the sum of all second ones.
+    for bounds, moments in (
+        (MomentBounds(ratio=10.0), (first, second)),
+        (MomentBounds(norm=50.0), (first, second)),
+        (MomentBounds(norm=5.0), (nothing, long)),
+    ):
+        with contextlib.nullcontext() if plausible else pytest.raises(Implausible):
+            bounds.check(*moments)
 
 
 def manifest(parts: Parts = Parts.ALL) -> Manifest:
