@@ -62,6 +62,24 @@ def test_an_error_is_at_most_half_a_step(code: ActivationCode, scale: float) -> 
     assert bool((decode(code, encode(code, values[:1, :1], 3), 3) == 0.0).all()), "nothing comes of nothing"
 
 
+@pytest.mark.parametrize("code", CODES)
+def test_who_names_no_seed_means_the_same_one_at_both_ends(code: ActivationCode) -> None:
+    wire = encode(code, numbers(1, 8, 96))
+    assert torch.equal(wire, encode(code, numbers(1, 8, 96), 0))
+    assert torch.equal(decode(code, wire), decode(code, wire, 0))
+
+
+@pytest.mark.parametrize("code", CODED)
+def test_silence_beside_a_loud_block_is_kept_32_octaves_below_it(code: ActivationCode) -> None:
+    """Half a step of the least scale, 255 eighths of an octave below the top; a rotated single value is spread over its
+    block, and a top is rounded up by a 64th at most."""
+    values = torch.zeros(1, 1, 2 * BLOCK)
+    values[..., 0] = 1.0
+    error = float(decode(code, encode(code, values, 3), 3)[..., BLOCK:].norm()) / sqrt(BLOCK)
+    levels = 2**code.bits - 1 if code.dithered else 2**code.bits
+    assert error <= (1 + 1 / 64) / sqrt(BLOCK) * 2.0 ** (-255 / 8) / levels
+
+
 @pytest.mark.parametrize("code", CODED)
 def test_an_error_is_that_of_equal_steps(code: ActivationCode) -> None:
     """Half a step's twelfth in the mean square: a Gaussian block of 32 reaches 2.36 standard deviations, and a scale is
@@ -92,7 +110,8 @@ def test_the_dither_is_independent_of_place_and_seed() -> None:
     code = ActivationCode(3, dithered=True)
     values = torch.zeros(1, 64, 1024)
     values[..., ::BLOCK] = 1.0
-    errors = [decode(code, encode(code, values, seed), seed) - values for seed in (1, 2, 2**40 + 1)]
+    seeds = (1, 2, 2**31 + 1, 2**40 + 1)
+    errors = [decode(code, encode(code, values, seed), seed) - values for seed in seeds]
     first = errors[0].flatten()
     noise = float(first.square().mean())
     limit = 5 * noise / sqrt(first.numel())

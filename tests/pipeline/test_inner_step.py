@@ -154,6 +154,13 @@ def test_no_rate_without_time_or_marks() -> None:
     assert rate_per_s([Mark(float(n), 0.1 * n) for n in range(8)]) == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize("first", range(14))
+def test_three_lies_in_a_row_of_sixteen_marks_are_no_rate(first: int) -> None:
+    """Of a swarm that stands still: only lies in half of either half could say that it moves."""
+    marks = [Mark(float(n), 1.0 if first <= n < first + 3 else 0.1) for n in range(16)]
+    assert rate_per_s(marks) == 0.0
+
+
 def test_marks_cover_minutes_of_a_long_run() -> None:
     progress = follow(begin(0.0, 0.0), 2000, 1e-4)
     assert progress.marks[-1].at_s - progress.marks[0].at_s >= 200.0

@@ -45,6 +45,10 @@ def swarm(*counts: int) -> list[StageClaim]:
     return [replica(f"s{stage}r{number}", stage) for stage, count in enumerate(counts) for number in range(count)]
 
 
+def test_the_usual_pace_is_that_of_records_every_ten_seconds() -> None:
+    assert StagePace.of(10.0) == StagePace()
+
+
 # Who should go.
 
 

@@ -294,6 +294,13 @@ def test_unknown_fields_and_families_are_named() -> None:
     assert family_config("gpt2", {"vocab_size": 96}).eos_token_id is None, "outside the vocabulary"
 
 
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"])
+def test_what_a_model_counts_is_one_at_least(name: str) -> None:
+    assert getattr(family_config("llama", {**LLAMA, "num_key_value_heads": 1, name: 1}), name) == 1
+    with pytest.raises(ValueError, match=f"{name} = 0 has to be above zero"):
+        family_config("llama", {**LLAMA, name: 0})
+
+
 def test_a_field_that_is_null_is_unset_also_within_a_table() -> None:
     config = family_config("mistral", {**LLAMA, "sliding_window": "null"})
     assert config.sliding_window is None

@@ -28,7 +28,7 @@ class Peers:
         self.hops = tuple(Hop(name) for name in names)
         self.calls: list[str] = []
         self.found: list[Verdict] = []
-        self._script = script
+        self.script = script
         self._random = torch.Generator().manual_seed(1)
         self.checks = SpotChecks(
             NextStageClient(hops=lambda: self.hops, call=self._answer),
@@ -43,7 +43,7 @@ class Peers:
         self.calls.append(peer)
         await asyncio.sleep(1.0)
         noise = 0.1 * torch.randn(TRUE.shape, generator=self._random)
-        return self._script(peer, Gradient(hidden=TRUE + noise, loss=2.0, tokens=TOKENS, computed_by=peer))
+        return self.script(peer, Gradient(hidden=TRUE + noise, loss=2.0, tokens=TOKENS, computed_by=peer))
 
     async def ask(self, peer: str, budget_s: float = 100.0, hidden: torch.Tensor = TRUE) -> Reply:
         targets, deadline_s = (
@@ -81,6 +81,19 @@ async def test_a_liar_is_quarantined_and_while_it_is_checked_its_answers_do_no_h
     assert len(bad) <= 12
     signed = Counter(reply.computed_by for reply in replies if isinstance(reply, Gradient))
     assert signed["b"] > len(bad), "another gradient, and the receipt of who was called"
+
+
+async def test_the_lie_by_which_a_sender_comes_to_doubt_itself_does_no_harm_either() -> None:
+    peers = Peers("abcd", _flipped("b"))
+    await peers.go_round(40)
+    assert peers.checks.statistics()[CheckFinding.QUARANTINED] == 1
+    peers.script, reply, asked = _flipped("c"), None, 0
+    while not peers.checks.statistics()[CheckFinding.DOUBTED] and asked < 1000:
+        reply, asked = await peers.ask("c"), asked + 1
+    assert peers.found[-1].finding is CheckFinding.DOUBTED
+    assert isinstance(reply, Gradient)
+    assert reply.hidden is not None
+    assert distance(reply.hidden, TRUE) < 1.0
 
 
 async def test_honest_replicas_are_checked_within_the_budget() -> None:
