@@ -88,9 +88,10 @@ def members(
 ) -> None:
     """Let peers into your run and shut them out, with the owner's key beside the run file; it needs no network.
 
-    `invite` prints an invite for one identity: for PEER, or for whoever shows it
-    first. `revoke` ends a ticket or a single-use invite, `ban` shuts a peer out for
-    some days; both hand the list to a bootstrap peer, and say whether it has it.
+    `invite` prints an invite for one identity: PEER's, or that of the first peer
+    that shows it. `revoke` ends a ticket or such an invite, `ban` shuts a peer
+    out for some days; both hand the list to a bootstrap peer, and say whether it
+    has taken the list.
     """
     typer.echo(administer(action, options))
     if action in (MemberAction.REVOKE, MemberAction.BAN):
