@@ -53,7 +53,7 @@ class WeightAge(NamedTuple):
 
 
 class WhoseWeights(StrEnum):
-    """Whose weights count in a meeting."""
+    """The replicas whose weights count in a meeting."""
 
     BOTH = "both"
     MINE = "mine"

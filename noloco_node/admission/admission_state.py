@@ -70,7 +70,7 @@ class AdmissionState:
         """The peer that has shown its ticket last comes last."""
         self._lookers: dict[str, tuple[bytes, TicketFacts]] = {}
         self._holders: dict[bytes, str] = {}
-        """Who showed a single-use invite first."""
+        """The peer that showed each single-use invite first."""
 
     @property
     def is_pinned(self) -> bool:

@@ -258,7 +258,7 @@ class KnownPeers:
         self._places: dict[str, PeerAddress] = {}
 
     def note(self, addresses: Iterable[PeerAddress]) -> None:
-        """Remember these as the latest. Who was met through a relay alone is not at a place that can be dialled."""
+        """Remember these as the latest. A peer met through a relay alone has no place that can be dialled."""
         for address in addresses:
             if "/p2p-circuit" not in address.transport:
                 self._places.pop(address.peer, None)

@@ -169,7 +169,7 @@ async def _greets(host: str, port: int) -> bool:
 
 
 class PreflightGoal(NamedTuple):
-    """What is to be found out: whether the identity is in use, and how others reach us."""
+    """The open questions: whether the identity is in use, and how others reach us."""
 
     identity: bool
     reach: bool

@@ -78,7 +78,7 @@ Ending: TypeAlias = RunOver | AskedToLeave | MoveTo | RetrySnapshot
 
 
 class AssignmentEnd(NamedTuple):
-    """What is left of an assignment. `saved`: its last checkpoint is on the disk.
+    """The rest of an assignment. `saved`: its last checkpoint is on the disk.
 
     `device_s`: what a microbatch will take at the stage where we go on. `moves`: of this peer so far, with this one.
     `finished`: journalled if we are asked to leave before we have arrived there.
