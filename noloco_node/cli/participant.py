@@ -43,10 +43,10 @@ from noloco_node.observe.swarm_view import short
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, bandwidth_seconds, microbatch_bytes, slowest_bytes_per_s
 from noloco_node.planning.checkpoint_map import RunWeights
 from noloco_node.planning.model_layout import ModelLayout, check_download, make_stage, model_layout
-from noloco_node.planning.plan import device_needs, graphs_that_fit, in_flight
+from noloco_node.planning.plan import device_needs, graphs_that_fit
 from noloco_node.run.config import RunConfig
 from noloco_node.run.protocols import GOSSIP
-from noloco_node.run.runfile import check_text, summary
+from noloco_node.run.runfile import check_text
 from noloco_node.storage.checkpoint import Checkpoint, save
 from noloco_node.storage.checkpoint_store import CheckpointStore, SnapshotDirectory
 from noloco_node.storage.home import Home, RunPaths
@@ -203,7 +203,7 @@ class _Participant:
         asked = dict.fromkeys((*self._asked(network), *self.met))
         recipe = await fetch(network, list(asked), self._access.invite.digest, options.local or ())
         self._access.pin(recipe.run)
-        for line in summary(recipe.run, options.data):
+        for line in recipe.run.summary(options.data):
             say(line)
         if options.stage in (None, 0):
             check_text(recipe.run, options.data)
@@ -279,8 +279,8 @@ class HostMachine:
         # What a stage that we leave has had is ours still, as far as the driver knows.
         memory.give_back(self._torch_device)
         run = self._recipe.run
-        most = in_flight(run.pipeline, last=stage == run.pipeline.stages - 1)
-        graphs = graphs_that_fit(self.free_bytes(), self.needs_bytes[stage], self.graph_bytes[stage], most)
+        needs, graph, most = self.needs_bytes[stage], self.graph_bytes[stage], run.pipeline.in_flight(stage)
+        graphs = graphs_that_fit(self.free_bytes(), needs, graph, most)
         return make_stage(run, self._layout, stage, self._torch_device, graphs)
 
     def free_bytes(self, given_back: int = 0) -> int | None:

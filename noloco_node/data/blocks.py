@@ -42,7 +42,6 @@ from noloco_node.data.file_documents import (
 )
 from noloco_node.errors import config_error
 from noloco_node.run.config import DataConfig, RunConfig
-from noloco_node.run.runfile import with_source
 
 SMALLEST_PIECE_BYTES = 64 * 1024
 """Of a long file that is cut into several documents."""
@@ -248,10 +247,10 @@ def shuffled(blocks: Blocks, sequence_length: int, seed: int, peer: str) -> Shuf
 
 
 class TextSource:
-    """The training text of a peer, read in a thread. `own_source`: another one than the run's, for `with_source`."""
+    """The training text of a peer, read in a thread. `own_source`: another text than the run's."""
 
     def __init__(self, run: RunConfig, own_source: str | None, peer: str, vocabulary: int) -> None:
-        data = run.data if own_source is None else with_source(run.data, own_source)
+        data = run.data if own_source is None else run.data.with_source(own_source)
         check_vocabulary(data, vocabulary)
         length = run.pipeline.sequence_length
         blocks = open_blocks(data, length, run.seed, peer)

@@ -31,7 +31,6 @@ from noloco_node.planning.bandwidth import NARROW_S, MicrobatchBytes, microbatch
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm import speed_test
 from noloco_node.swarm.access import RunAccess, connected
-from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import (
     JOINING_CLOCK_ERROR_S,
@@ -139,7 +138,7 @@ async def _visit(invite: invites.Invite, wish: DoctorRequest) -> tuple[list[Find
             found.append(await _clock(network, peers))
             run_file = await fetch(network, peers, digest, wish.local)
             access.pin(run_file.run)
-            membership = Membership(network, digest, run_file.run.pipeline.stages)
+            membership = run_file.membership(network)
             roster = await membership.peek()
             needs, microbatches = await asyncio.to_thread(_needs, run_file)
             others = [record.peer for records in roster.stages for record in records]
@@ -213,7 +212,7 @@ def _needs(run_file: RunFileText) -> tuple[list[machine_checks.Need], list[Micro
         )
         for number, stage in enumerate(plan(run).stages)
     ]
-    return needs, [microbatch_bytes(run, layout, number) for number in range(run.pipeline.stages)]
+    return needs, [microbatch_bytes(run, layout, number) for number in run.pipeline.all_stages]
 
 
 async def report(invite: str | None, wish: DoctorRequest, *, as_json: bool) -> tuple[str, Exit]:

@@ -92,7 +92,7 @@ def claims_of(roster: Roster) -> list[StageClaim]:
 
 def servable(context: NodeContext) -> range:
     """Return the stages at which others can reach this peer; its own calls are all that the first one needs."""
-    return range(context.run.pipeline.stages if context.network.dialable else 1)
+    return context.run.pipeline.all_stages if context.network.dialable else range(1)
 
 
 class FreeMemory(NamedTuple):
@@ -201,7 +201,7 @@ async def _read_roster(context: NodeContext) -> None:
 
 async def _claim_requested(context: NodeContext, requested: int, device_s: float) -> ClaimedStage:
     try:
-        stage = parse_stage(requested, context.run.pipeline.stages)
+        stage = parse_stage(requested, len(context.dimensions.work))
     except ValueError as error:
         raise UserError(
             f"There is no stage {requested}.",
@@ -230,12 +230,12 @@ class _FittingStages:
     """
 
     def __init__(self, context: NodeContext) -> None:
-        self._pipeline, self._host, self._say = context.run.pipeline, context.host, context.reporter.say
+        self._stages, self._host, self._say = len(context.dimensions.work), context.host, context.reporter.say
         self._within, self._free = servable(context), free_memory(context.host)
 
     def stages(self) -> tuple[int, ...]:
         """Return the stages to choose from, those that fit; raise `UserError` (Exit.DEVICE) where none does."""
-        fits = fitting_stages(self._host, self._free, self._pipeline.stages)
+        fits = fitting_stages(self._host, self._free, self._stages)
         fits = tuple(stage for stage in fits if stage in self._within)
         if not fits:
             raise _does_not_fit(self._host, self._free, self._within, reserve=True)
@@ -260,9 +260,9 @@ async def _measure(context: NodeContext, stage: StageModel, number: int) -> tupl
     """Take a microbatch through a stage. Return the seconds of one at every stage, on the device or on the line, and
     the bytes that it keeps at this one.
     """
-    host, work, stages = context.host, context.dimensions.work, context.run.pipeline.stages
+    host, work = context.host, context.dimensions.work
     probe = await host.device.run(measure, stage, number, context.run.pipeline, context.dimensions, host.device.clock)
-    device_s = tuple(max(probe.device_s * work[each] / work[number], host.line_s(each)) for each in range(stages))
+    device_s = tuple(max(probe.device_s * flops / work[number], host.line_s(each)) for each, flops in enumerate(work))
     return device_s, probe.kept_bytes
 
 
@@ -324,7 +324,7 @@ def measure(
     from pipeline.stage import LOGITS
 
     generator = torch.Generator().manual_seed(0)
-    shape = (pipeline.microbatch_size, pipeline.sequence_length)
+    shape = pipeline.ids_shape
 
     def ids(shape: tuple[int, int]) -> Tensor:
         return torch.randint(layout.vocabulary, shape, generator=generator)
@@ -336,7 +336,7 @@ def measure(
     hidden, gradient = ids(shape) if number == 0 else numbers(codec.down), numbers(codec.back)
     targets = ids(pipeline.targets_shape)
     marks, saved = [], SavedTensors()
-    if number == pipeline.stages - 1:
+    if pipeline.is_last(number):
         marks.append(clock())
         for attempt in range(TIMES):
             with nullcontext() if attempt else saved:
@@ -351,6 +351,6 @@ def measure(
         stage.forward(hidden, targets)
         marks.append(clock())
     stage.discard()
-    last = saved.bytes and number == pipeline.stages - 1
+    last = saved.bytes and pipeline.is_last(number)
     beside = LOGITS_BESIDE * 4 * min(LOGITS, layout.vocabulary * targets.numel()) if last else 0
     return StageBenchmark(min(after - before for before, after in pairwise(marks)), saved.bytes + beside)

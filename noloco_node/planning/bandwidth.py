@@ -39,8 +39,7 @@ class HopBytes(NamedTuple):
 
 def hop_bytes(pipeline: PipelineConfig, width: int) -> HopBytes:
     """Return what a microbatch weighs where `width` numbers of a token travel."""
-    tokens = pipeline.microbatch_size * pipeline.sequence_length
-    down, back = (code.size_bytes(tokens, width) for code in ACTIVATION_CODECS[pipeline.codec])
+    down, back = (code.size_bytes(pipeline.microbatch_tokens, width) for code in ACTIVATION_CODECS[pipeline.codec])
     return HopBytes(down + 8 * prod(pipeline.targets_shape), back)
 
 
@@ -60,33 +59,26 @@ class GossipMemory(NamedTuple):
     exchange: int
 
 
-def sets(outer: OuterConfig) -> int:
-    """Return the sets of weights that each side of a pair sends: with gamma = beta the fast ones alone."""
-    return 1 if outer.gamma == outer.beta else 2
-
-
 def coded_bytes(outer: OuterConfig, shapes: Shapes) -> int:
     """Return the bytes of the weights that one side of a pair sends."""
-    return sets(outer) * wire_bytes(outer.codec, shapes)
+    return outer.weight_sets * wire_bytes(outer.codec, shapes)
 
 
 def round_bytes(outer: OuterConfig, shapes: Shapes) -> int:
     """Return the bytes that a peer sends its partner in a round, probes included."""
-    probes = 1 + outer.codec.is_modular + (sets(outer) == 2)
+    probes = 1 + outer.codec.is_modular + (outer.weight_sets == 2)
     return coded_bytes(outer, shapes) + probes * min(PROBE_BYTES, float32_bytes(shapes))
 
 
 def gossip_memory(outer: OuterConfig, shapes: Shapes) -> GossipMemory:
     """Return what gossip needs besides slow weights, momentum and snapshot."""
     once, lossy = float32_bytes(shapes), outer.codec is not Format.FLOAT32
-    momentum = once if outer.alpha else 0
-    gathered = momentum if outer.momentum_period > 1 else 0
     return GossipMemory(
-        momentum=momentum,
-        gathered=gathered,
+        momentum=once if outer.alpha else 0,
+        gathered=once if outer.gathers else 0,
         # In bfloat16.
-        owed=sets(outer) * once // 2 if lossy else 0,
-        ahead=2 * wire_bytes(outer.codec, shapes) if sets(outer) == 2 else 0,
+        owed=outer.weight_sets * once // 2 if lossy else 0,
+        ahead=2 * wire_bytes(outer.codec, shapes) if outer.weight_sets == 2 else 0,
         # What travels is decoded a piece at a time, and a step is taken in place.
         exchange=2 * coded_bytes(outer, shapes),
     )
@@ -119,7 +111,7 @@ def microbatch_bytes(run: RunConfig, plan: Dimensions, stage: int) -> Microbatch
     """Return what a microbatch moves at a stage."""
     pipeline = run.pipeline
     down, back = hop_bytes(pipeline, plan.width)
-    sends, takes = stage < pipeline.stages - 1, stage > 0
+    sends, takes = not pipeline.is_last(stage), stage > 0
     weights = round_bytes(run.outer, tuple(plan.shapes[stage].values())) if pipeline.replicas > 1 else 0
     rounds = weights / (run.outer.inner_steps_per_round * pipeline.microbatches_per_step)
     return MicrobatchBytes(sends * down + takes * back + rounds, takes * down + sends * back + rounds, weights)
@@ -142,7 +134,7 @@ def slowest_bytes_per_s(allowance: OwnerLimits, otherwise: float) -> float:
 
 def bandwidth_table(run: RunConfig, stages: Sequence[MicrobatchBytes], allowance: OwnerLimits) -> list[str]:
     """Say in lines of plain text what a budget carries at each stage, and warn where that is too little."""
-    tokens = run.pipeline.microbatch_size * run.pipeline.sequence_length
+    tokens = run.pipeline.microbatch_tokens
     lines, warnings = ["With this budget:"], list[str]()
     for number, moved in enumerate(stages):
         each_s = bandwidth_seconds(moved, allowance)
@@ -199,6 +191,4 @@ def report(path: Path, allowance: OwnerLimits) -> list[str]:
 
     run = load_run(path)
     plan = model_layout(run)
-    return bandwidth_table(
-        run, [microbatch_bytes(run, plan, number) for number in range(run.pipeline.stages)], allowance
-    )
+    return bandwidth_table(run, [microbatch_bytes(run, plan, stage) for stage in run.pipeline.all_stages], allowance)

@@ -145,8 +145,8 @@ def graph_bytes(pipeline: PipelineConfig, layout: ModelLayout, number: int, *, h
 
     `half`: the matrices are multiplied in bfloat16. What a stage is given does not count: it waits in main memory.
     """
-    batch, length, cut = pipeline.microbatch_size, pipeline.sequence_length, layout.cuts[number]
-    family, tokens = _family(layout.prepared.config, length, half), batch * length
+    (batch, length), cut = pipeline.ids_shape, layout.cuts[number]
+    family = _family(layout.prepared.config, length, half)
 
     def kept(first: int, end: int, *, embeds: bool = False, head: bool = False) -> _Kept:
         return family.kept(Cut(first, end, embeds=embeds, head=head), batch, length)
@@ -158,7 +158,7 @@ def graph_bytes(pipeline: PipelineConfig, layout: ModelLayout, number: int, *, h
         last = kept(end - 1, end, head=True)
         total += last.rest - kept(end - 1, end).rest
         plain = last.plain and last.a_logit <= _LOGIT_BYTES
-        logits = tokens * layout.vocabulary
+        logits = pipeline.microbatch_tokens * layout.vocabulary
         total += (last.a_logit + _LOGITS_BESIDE) * (min(LOGITS, logits) if plain else logits)
     return round(total)
 

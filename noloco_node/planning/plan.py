@@ -20,7 +20,7 @@ from noloco_node.data.encoding import check_vocabulary
 from noloco_node.machine.memory import usable_bytes
 from noloco_node.planning.bandwidth import float32_bytes, gossip_memory, hop_bytes, round_bytes
 from noloco_node.planning.queue_model import BUSY, WindowSuggestion, predict_efficiency, suggest_windows
-from noloco_node.run.config import TRAVELLING, PipelineConfig, RunConfig
+from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import content_hashes, run_digest
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def plan(run: RunConfig) -> RunPlan:
 
     drawn = model_layout(run)
     check_hub_weights(run.model, drawn)
-    if run.data.tokenizer != TRAVELLING:  # whose files `init --from` has compared with the model
+    if not run.data.has_travelling_tokenizer:  # whose files `init --from` has compared with the model
         check_vocabulary(run.data, drawn.vocabulary)
     stage_shapes = [tuple(named.values()) for named in drawn.shapes]
     stages = tuple(
@@ -168,8 +168,8 @@ def plan(run: RunConfig) -> RunPlan:
         replicas=run.pipeline.replicas,
         hop_down_bytes=hop.down if len(stages) > 1 else 0,
         hop_up_bytes=hop.back if len(stages) > 1 else 0,
-        tokens=run.budget_samples * run.pipeline.sequence_length,
-        tokens_per_step=run.samples_per_step * run.pipeline.sequence_length,
+        tokens=run.tokens(run.budget_samples),
+        tokens_per_step=run.tokens(run.samples_per_step),
         rounds=_rounds(run),
         efficiency=efficiency,
         remedies=suggest_windows(run.pipeline, shares) if efficiency[1] < BUSY else (),
@@ -206,11 +206,6 @@ def device_needs(run: RunConfig, drawn: ModelLayout, device: torch.device) -> De
     return DeviceNeeds(tuple(memory.computing for memory in found), graph, beside)
 
 
-def in_flight(pipeline: PipelineConfig, *, last: bool) -> int:
-    """Return how many microbatches wait for their gradient at once."""
-    return 1 if last else pipeline.microbatches_per_step * pipeline.windows_in_flight
-
-
 def graphs_that_fit(free: int | None, needs: int, graph: int, most: int) -> int | None:
     """Return how many graphs may be kept where a stage `needs` so much with one; None for all of `most`."""
     if free is None:
@@ -237,8 +232,8 @@ def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool) -> Memo
     cut, shapes, pipeline = drawn.cuts[number], tuple(drawn.shapes[number].values()), run.pipeline
     once, gossip = float32_bytes(shapes), gossip_memory(run.outer, shapes)._asdict()
     cast = 2 * drawn.multiplied[number] if half else 0
-    graph, tokens = _graph_bytes(run, drawn, number, half), pipeline.sequence_length * pipeline.microbatch_size
-    at_once, token_bytes = in_flight(pipeline, last=cut.head), 4 * drawn.width
+    graph, tokens = _graph_bytes(run, drawn, number, half), pipeline.microbatch_tokens
+    at_once, token_bytes = pipeline.in_flight(number), 4 * drawn.width
     return Memory(
         weights=once,
         gradients=once,

@@ -14,7 +14,7 @@ from noloco_node.planning.bandwidth import hop_bytes, round_bytes
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.planning.plan import LEAST_ROUNDS, Memory, RunPlan, mean_steps_per_round, plan
 from noloco_node.planning.queue_model import in_words
-from noloco_node.planning.search import Planned, batch_of, in_subspaces, plan_for
+from noloco_node.planning.search import Planned, in_subspaces, plan_for
 from noloco_node.planning.throughput import Machines, fits, forecast, gpu_memories, missing
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import load_run
@@ -127,7 +127,7 @@ def planned_values(run: RunConfig) -> dict[str, dict[str, object]]:
 def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
     """Say what to expect of a run on its machines, in lines that a terminal holds."""
     run, layout, needs, found = planned
-    pipeline, tokens = run.pipeline, run.budget_samples * run.pipeline.sequence_length
+    pipeline, tokens = run.pipeline, run.tokens(run.budget_samples)
     parameters = sum(prod(shape) for shapes in layout.shapes for shape in shapes.values())
     device = max(memory.computing for memory in needs)
     beside = max(memory.total - memory.computing for memory in needs)
@@ -176,8 +176,8 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
 
 def describe_changes(planned: Planned, before: RunConfig, machines: Machines) -> list[str]:
     """Say what a plan changed that a person asked for, and why; nothing where it kept the batch and all have work."""
-    run, length, said = planned.run, planned.run.pipeline.sequence_length, list[str]()
-    asked, batch = batch_of(before) * length, planned.batch * length
+    run, said = planned.run, list[str]()
+    asked, batch = before.tokens(before.batch), run.tokens(run.batch)
     if batch != asked:
         why = "longer windows keep these devices at work" if batch > asked else "the replicas share it out evenly so"
         said.append(
@@ -186,7 +186,7 @@ def describe_changes(planned: Planned, before: RunConfig, machines: Machines) ->
             f"{run.inner.steps:,}. The learning rate stays; by a rule of thumb for Adam one "
             f"{sqrt(batch / asked):.2g} times as high suits that batch."
         )
-    spare = machines.count - run.pipeline.stages * run.pipeline.replicas
+    spare = machines.count - run.pipeline.peers
     if spare:
         said.append(f"{spare} of {machines.count} machines have no place in this plan: they may join as more replicas.")
     return fitted(said)
@@ -252,7 +252,7 @@ def report_machines(path: Path, machines: Machines | None) -> list[str]:
         )
     run = load_run(path)
     layout = model_layout(run)
-    needs, peers = gpu_memories(run, layout), run.pipeline.stages * run.pipeline.replicas
+    needs, peers = gpu_memories(run, layout), run.pipeline.peers
     here = Planned(run, layout, needs, forecast(run, layout, machines, needs))
     good = fits(needs, machines) and peers <= machines.count
     if peers > machines.count:

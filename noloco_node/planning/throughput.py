@@ -26,7 +26,7 @@ import msgspec
 from noloco_node.machine.memory import free_of_gpu, usable_bytes
 from noloco_node.planning.bandwidth import hop_bytes, round_bytes
 from noloco_node.planning.model_layout import ModelLayout
-from noloco_node.planning.plan import Memory, graphs_that_fit, in_flight, memories
+from noloco_node.planning.plan import Memory, graphs_that_fit, memories
 from noloco_node.run.config import PipelineConfig, RunConfig
 from noloco_node.units import format_bytes
 from pipeline.messages import ACTIVATION_CODECS
@@ -116,20 +116,19 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
 
 def coding_seconds(run: RunConfig, width: int, flops: float) -> float:
     """Return what a device takes to code or decode a microbatch at one of its two neighbours."""
-    tokens = run.pipeline.microbatch_size * run.pipeline.sequence_length
-    return 0.0 if ACTIVATION_CODECS[run.pipeline.codec].down.plain else tokens * width * CODING_FLOPS / flops
+    plain = ACTIVATION_CODECS[run.pipeline.codec].down.plain
+    return 0.0 if plain else run.pipeline.microbatch_tokens * width * CODING_FLOPS / flops
 
 
 def stage_loads(
     run: RunConfig, layout: ModelLayout, machines: Machines, needs: Sequence[Memory]
 ) -> tuple[MicrobatchSeconds, ...]:
     """Return what a microbatch asks of a replica of each stage, whose `needs` are `gpu_memories`'."""
-    pipeline, last = run.pipeline, run.pipeline.stages - 1
-    tokens = pipeline.microbatch_size * pipeline.sequence_length
+    pipeline, tokens = run.pipeline, run.pipeline.microbatch_tokens
     hop, coding_s = hop_bytes(pipeline, layout.width), coding_seconds(run, layout.width, machines.flops)
     found = []
     for number, (work, memory) in enumerate(zip(layout.work, needs, strict=True)):
-        sends, takes = number < last, number > 0
+        sends, takes = not pipeline.is_last(number), number > 0
         passes = 3.0 + (_computed_again(run, memory, machines) if sends else 0.0)
         found.append(
             MicrobatchSeconds(
@@ -174,9 +173,8 @@ def fits(needs: Sequence[Memory], machines: Machines) -> bool:
 def forecast(run: RunConfig, layout: ModelLayout, machines: Machines, needs: Sequence[Memory]) -> Throughput:
     """Return what to expect of a run on these machines, as many of them as it plans."""
     pipeline, loads = run.pipeline, stage_loads(run, layout, machines, needs)
-    tokens = pipeline.microbatch_size * pipeline.sequence_length
     slowest = _slowest(loads, run.outer.line_share if pipeline.replicas > 1 else 0.0)
-    replicas = settled([seconds for seconds, _ in slowest], pipeline.stages * pipeline.replicas)
+    replicas = settled([seconds for seconds, _ in slowest], pipeline.peers)
     # What a microbatch asks of a replica, where all stages had as many.
     parts = [pipeline.replicas / count for count in replicas]
     pace_s, what, number = max(
@@ -187,7 +185,7 @@ def forecast(run: RunConfig, layout: ModelLayout, machines: Machines, needs: Seq
     each_s = seconds_each(pipeline, pace_s, way_seconds(loads, machines.latency_s))
     if pace_s < 0.7 * each_s:
         bound = "the windows"
-    speed = pipeline.replicas * tokens / each_s
+    speed = pipeline.replicas * pipeline.microbatch_tokens / each_s
     return Throughput(
         tokens_per_s=speed,
         busy=max(load.device_s * part for load, part in zip(loads, parts, strict=True)) / each_s,
@@ -227,7 +225,7 @@ def _slowest(loads: Sequence[MicrobatchSeconds], line_share: float) -> list[tupl
 
 def _computed_again(run: RunConfig, memory: Memory, machines: Machines) -> float:
     """Return the share of backward passes before which the forward pass is computed again."""
-    most = in_flight(run.pipeline, last=False)
+    most = run.pipeline.in_flight(0)
     kept = graphs_that_fit(int(free_of_gpu(machines.gpu_bytes)), memory.computing, memory.graph, most)
     return 0.0 if kept is None else 1.0 - kept / most
 

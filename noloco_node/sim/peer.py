@@ -232,9 +232,8 @@ class SimulatedPeer:
             from noloco_node.sim.hardware.memory_host import BlockText
 
             return BlockText(run, self.name, self._setting.dimensions.vocabulary)
-        shape = (run.pipeline.microbatch_size, run.pipeline.sequence_length)
         digest = hashlib.sha256(f"{run.seed}|{self.name}".encode()).digest()
-        return RandomBatches(shape, int.from_bytes(digest[:3], "big") % VOCABULARY)
+        return RandomBatches(run.pipeline.ids_shape, int.from_bytes(digest[:3], "big") % VOCABULARY)
 
     def _recorder(self, session: PeerSession) -> Callable[[events.Event], None]:
         def record(event: events.Event) -> None:

@@ -36,7 +36,6 @@ from noloco_node.run.runfile import (
     read_run_text,
     run_digest,
     validate,
-    with_source,
 )
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -499,7 +498,7 @@ def test_a_run_file_is_read_within_bounds(tmp_path: Path) -> None:
 )
 def test_another_source_keeps_the_tokenizer(source: str, expected: dict[str, Any]) -> None:
     data = DataConfig(source="hub", path="o/c", commit="x", subset="en", split="all", field="body", tokenizer="t")
-    found = with_source(data, source)
+    found = data.with_source(source)
     assert found == msgspec.convert({"field": "body", "tokenizer": "t", **expected}, DataConfig)
     validate(RunConfig(model=ModelConfig(architecture="llama", sizes={"hidden_size": 8}), data=found))
 
@@ -507,13 +506,13 @@ def test_another_source_keeps_the_tokenizer(source: str, expected: dict[str, Any
 @pytest.mark.parametrize("source", ["", "hub:o/d", "text:", "hub:@" + COMMIT])
 def test_half_a_source_is_refused(source: str) -> None:
     with pytest.raises(UserError, match="not understood"):
-        with_source(DataConfig(), source)
+        DataConfig().with_source(source)
 
 
 @pytest.mark.parametrize("commit", ["main", "v1.0", COMMIT[:12]])
 def test_a_branch_that_moves_is_no_source(commit: str) -> None:
     with pytest.raises(UserError, match="names no commit"):
-        with_source(DataConfig(), f"hub:o/d@{commit}")
+        DataConfig().with_source(f"hub:o/d@{commit}")
 
 
 def test_configs_do_not_change() -> None:

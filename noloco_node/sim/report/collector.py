@@ -376,9 +376,7 @@ def waits_for(stage_time: StageTime, over: bool) -> Cause:
     admission, next_stage = replica.admission, replica.next_stage
     if (over and not admission.in_flight) or stage_time.session.leave.is_set():
         return Cause.ENDING
-    if admission.succeeded == admission.window or (
-        replica.config.run.outer.blocking and replica.rounds.statistics()["engaged"]
-    ):
+    if admission.succeeded == admission.window or replica.rounds.holds_training:
         return Cause.GOSSIP
     wait = next_stage.waiting if next_stage is not None else None
     if wait is not None:

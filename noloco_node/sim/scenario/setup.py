@@ -26,7 +26,7 @@ from noloco_node.planning.bandwidth import (
     hop_bytes,
     microbatch_bytes,
 )
-from noloco_node.planning.plan import graphs_that_fit, in_flight, mean_steps_per_round, memories
+from noloco_node.planning.plan import graphs_that_fit, mean_steps_per_round, memories
 from noloco_node.planning.throughput import coding_seconds
 from noloco_node.run.config import InnerConfig, ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.protocols import GOSSIP, STATE
@@ -212,7 +212,7 @@ def build_setup(scenario: Scenario) -> SimSetup:
         else lambda number: QuadraticModel(number, size, centre),
         sizes=sizes,
         faults=faults.unfold(scenario.fault, planned(stages, replicas), scenario.seed),
-        microbatch_tokens=real.pipeline.microbatch_size * real.pipeline.sequence_length,
+        microbatch_tokens=real.pipeline.microbatch_tokens,
         parameters=0 if plan is None else sum(sizes.stage_bytes) // 4,
         slowest_bytes_per_s=SLOWEST_BYTES_PER_S * QUADRATIC_BYTES.get(swarm.model, largest_bytes) / largest_bytes,
         line_s=_line_seconds(scenario, real, plan) if plan is not None and swarm.choose_stages else (),
@@ -225,8 +225,7 @@ def _line_seconds(scenario: Scenario, run: RunConfig, plan: ModelLayout) -> tupl
         for rate in (scenario.network.up_mbit_per_s, scenario.network.down_mbit_per_s)
     )
     limits = OwnerLimits(upload_bytes_per_s=up, download_bytes_per_s=down)
-    stages = range(run.pipeline.stages)
-    return tuple(bandwidth_seconds(microbatch_bytes(run, plan, stage), limits) for stage in stages)
+    return tuple(bandwidth_seconds(microbatch_bytes(run, plan, stage), limits) for stage in run.pipeline.all_stages)
 
 
 def _run(start: RunConfig, swarm: SwarmConfig, seed: int) -> RunConfig:
@@ -275,13 +274,13 @@ def _prices(scenario: Scenario, run: RunConfig, plan: ModelLayout | None) -> tup
         return prices
     if devices.tflops is not None:
         per_s = devices.tflops * 1e12
-        tokens = run.pipeline.microbatch_size * run.pipeline.sequence_length
+        tokens = run.pipeline.microbatch_tokens
         coding_s = coding_seconds(run, plan.width, per_s)
         prices = tuple(
             Prices(
                 forward_s=tokens * flops / per_s,
                 step_s=devices.step_s,
-                coding_s=coding_s * ((number > 0) + (number < stages - 1)),
+                coding_s=coding_s * ((number > 0) + (not run.pipeline.is_last(number))),
             )
             for number, flops in enumerate(plan.work)
         )
@@ -298,7 +297,6 @@ def _prices(scenario: Scenario, run: RunConfig, plan: ModelLayout | None) -> tup
                 f"it takes {format_bytes(memory.computing)} at least, and {format_bytes(usable)} may be used",
                 "more stages, or a larger devices.memory_gib",
             )
-        most = in_flight(run.pipeline, last=number == stages - 1)
-        graphs = graphs_that_fit(int(free), memory.computing, memory.graph, most)
+        graphs = graphs_that_fit(int(free), memory.computing, memory.graph, run.pipeline.in_flight(number))
         found.append(prices[number]._replace(graphs=graphs))
     return tuple(found)
