@@ -526,7 +526,6 @@ async def test_a_snapshot_counts_beside_a_home_where_it_is_clearly_newer(
 
 async def test_replicas_of_an_interrupted_export_do_not_outweigh_a_snapshot_of_long_after(swarm: Swarm) -> None:
     """Their stage has died meanwhile, so that no roster says how old they are."""
-
     await swarm.replica("z", 0, round=5)
     for peer in ("k", "l", "m"):
         await swarm.replica(peer, 1, round=5)
@@ -572,7 +571,6 @@ def test_what_is_noted_compares_with_stages_that_live_where_there_are_any(
 @pytest.mark.usefixtures("swarm")
 async def test_a_stage_of_a_whole_swarm_that_died_is_taken_home(tmp_path: Path) -> None:
     """With nodes, one of which keeps snapshots as a volunteer does."""
-
     hub, what, store = SimNetwork(), recipe(replicas=2, steps=4000, per_round=3), Memory()
     keeper = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store)
     rest = [Peer(hub, what, name, stage, job_s=0.3) for name, stage in (("a0", 0), ("a1", 1), ("b1", 1))]

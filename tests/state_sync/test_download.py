@@ -36,7 +36,6 @@ from noloco_node.state_sync.download import (
     StateDownload,
     pause_s,
     progress_line,
-    waiting_line,
 )
 from noloco_node.storage.transfer_files import PartialDownloadFile
 from noloco_node.swarm.membership import Membership
@@ -92,17 +91,15 @@ class Newcomers:
 @pytest.mark.processes
 def test_a_process_killed_while_it_copies_takes_over_every_whole_piece(tmp_path: Path) -> None:
     """Real processes, SIGKILLs at random instants; what a life takes over is checked in there."""
-    told = asyncio.run(kill_many(tmp_path, kills=3, megabytes=4.0, seed=0))
-    assert told.kills >= 3
+    told = asyncio.run(kill_many(tmp_path, kills=2, megabytes=4.0, seed=0))
+    assert told.kills >= 2
     assert told.copies >= 1
     assert told.resumed >= 1, "none of the lives had anything to go on from"
 
 
 @pytest.mark.parametrize("seed", range(5))
 async def test_a_newcomer_killed_at_a_random_instant_resumes_from_its_disk(tmp_path: Path, seed: int) -> None:
-    rng, world = Random(f"{seed}|newcomer"), None
-
-    world = Newcomers(tmp_path)
+    rng, world = Random(f"{seed}|newcomer"), Newcomers(tmp_path)
     await world.donor("donor", state())
     lives = 1
     task = asyncio.create_task(world.newcomer().attempt(("donor",)))
@@ -130,9 +127,7 @@ async def test_a_newcomer_killed_at_a_random_instant_resumes_from_its_disk(tmp_p
 
 @pytest.mark.parametrize("seed", range(5))
 async def test_a_donor_that_crashes_at_a_random_instant_is_replaced(seed: int) -> None:
-    rng = Random(f"{seed}|donor")
-
-    world = Newcomers()
+    rng, world = Random(f"{seed}|donor"), Newcomers()
     await world.donor("first", state(1))
     await world.donor("second", state(2))
     copying = world.newcomer()
@@ -141,7 +136,7 @@ async def test_a_donor_that_crashes_at_a_random_instant_is_replaced(seed: int) -
     world.network.kill("first")
     found = await task
     assert isinstance(found, ReplicaState)
-    world, seconds = world, asyncio.get_running_loop().time()
+    seconds = asyncio.get_running_loop().time()
     (lost,) = world.told("lost")
     assert lost.donor == "first"
     (done,) = world.told("done")
@@ -251,13 +246,6 @@ def test_pauses_grow_and_are_bounded(attempts: int) -> None:
     assert COPY_AGAIN_S <= pause_s(attempts) <= pause_s(attempts + 1) <= LONGEST_PAUSE_S
 
 
-def test_who_waits_is_told_since_when() -> None:
-    line = waiting_line(2, 1_800_000_000.0, 1_800_000_100.0, 22.5)
-    assert "stage 2" in line
-    assert "since 2027-01-15 08:00:00 UTC (2 min)" in line
-    assert "again in 22 s" in line
-
-
 # Whole nodes.
 
 JOB_S = 0.3
@@ -293,9 +281,8 @@ def caught_up(peer: Peer) -> bool:
     return any(event.what == "done" for event in peer.of(journal_events.CatchUp))
 
 
-@pytest.mark.parametrize("seed", range(1))
-async def test_a_node_killed_while_it_catches_up_comes_back_and_is_met_only_then(tmp_path: Path, seed: int) -> None:
-    rng = Random(seed)
+async def test_a_node_killed_while_it_catches_up_comes_back_and_is_met_only_then(tmp_path: Path) -> None:
+    rng = Random(0)
 
     def keep(number: int, size: int) -> PartialDownloadFile:
         return PartialDownloadFile(tmp_path, "run", number, size, lambda _: None)
@@ -321,10 +308,8 @@ async def test_a_node_killed_while_it_catches_up_comes_back_and_is_met_only_then
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("seed", range(1))
-async def test_a_node_whose_donor_dies_goes_on_with_another(seed: int) -> None:
-    rng = Random(seed)
-
+async def test_a_node_whose_donor_dies_goes_on_with_another() -> None:
+    rng = Random(0)
     hub = SimNetwork()
     hub.set_access("peer-late", SLOW_LINE)
     source, *old = await swarm(hub, 2)

@@ -218,7 +218,6 @@ def lie_about(true: Checkpoint) -> Memory:
 @pytest.mark.parametrize("alone", [False, True])
 async def test_of_snapshots_of_a_dead_stage_loss_tells_which_is_worth_anything(alone: bool) -> None:
     """The liar's is asked for first, being the newest; where nobody has another, the stage begins anew."""
-
     hub, what, store = SimNetwork(), recipe(replicas=3, steps=4000, per_round=3), Memory()
     keeper, served = [
         Peer(hub, what, name, stage, snapshots=store, job_s=0.3) for stage, name in enumerate(("keeper", "served"))
@@ -389,7 +388,6 @@ async def test_a_stage_that_died_is_served_though_a_stranger_keeps_another_one_b
 
 async def test_what_a_stranger_asks_for_is_bounded() -> None:
     """Of the stages that live one at a time is served, and nobody gets more than slow weights."""
-
     hub, what, store = SimNetwork(), recipe(stages=3, replicas=1, steps=4000, per_round=3), Memory()
     keeper = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store)
     others = [Peer(hub, what, f"other-{stage}", stage, job_s=0.3) for stage in (1, 2)]

@@ -182,7 +182,6 @@ class Crowd:
 
 async def test_peers_are_asked_for_what_they_have(tmp_path: Path) -> None:
     """Peers without a piece cost some questions altogether, and the first piece comes at once."""
-
     crowd, came = Crowd(tmp_path, 40), list[float]()
     empty = [f"empty-{number:02}" for number in range(12)]
     for name in empty:
@@ -262,7 +261,6 @@ def test_what_a_peer_announces_costs_no_more_than_it_gives(has: list[bool], told
 @pytest.mark.parametrize(("names", "pause_s"), [(8, weight_exchange.PATIENCE_S - 1.0), (40, 59.0), (8, 0.0)])
 async def test_peers_that_take_all_streams_keep_no_newcomer_out(tmp_path: Path, names: int, pause_s: float) -> None:
     """Whether they hardly ask or ask at once again: a stream that stands still, or of a peer with many, gives way."""
-
     crowd = Crowd(tmp_path, 8)
     await crowd.serve("owner", crowd.whole)
 

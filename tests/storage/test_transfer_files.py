@@ -8,7 +8,6 @@ import gc
 import os
 import shutil
 from pathlib import Path
-from random import Random
 from typing import Any, cast
 
 import pytest
@@ -69,17 +68,6 @@ def one_life(directory: Path, seconds: float, heard: Listening, whole: Any = WHO
     return run(main())
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_newcomer_killed_at_any_moment_goes_on_from_the_disk(tmp_path: Path, seed: int) -> None:
-    rng, heard, lives = Random(seed), Listening(), 1
-    while not one_life(tmp_path, rng.uniform(0.03, 0.3), heard):
-        lives += 1
-    pieces = 4 * len(StateAssembly(LIKE).spans)
-    assert lives > 1
-    assert heard.pieces["donor"] <= pieces + STREAMS * lives
-    assert list(tmp_path.iterdir()) == []
-
-
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(share=st.floats(0.0, 1.0), flips=st.lists(st.floats(0.0, 1.0), max_size=3))
 def test_a_file_that_is_torn_or_damaged_costs_pieces_and_never_a_wrong_one(
@@ -135,6 +123,13 @@ def test_the_pieces_of_another_stage_or_run_are_removed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run-2.pieces"]
 
 
+async def copied(directory: Path, said: list[str]) -> None:
+    world = World()
+    Giving(world, "donor", WHOLE)
+    assert same(await copy_from(world, ["donor"], StateAssembly(LIKE, partial(directory, said=said))), WHOLE)
+    assert len(said) == 1
+
+
 async def test_a_disk_that_refuses_is_said_once_and_the_copy_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,10 +145,7 @@ async def test_a_disk_that_refuses_is_said_once_and_the_copy_goes_on(
 
     monkeypatch.setattr(os, "write", full)
 
-    world = World()
-    Giving(world, "donor", WHOLE)
-    assert same(await copy_from(world, ["donor"], StateAssembly(LIKE, partial(tmp_path, said=said))), WHOLE)
-    assert len(said) == 1
+    await copied(tmp_path, said)
     assert "No space left" in said[0]
 
 
@@ -167,10 +159,7 @@ async def test_the_last_room_of_a_disk_is_left_to_others(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
 
-    world = World()
-    Giving(world, "donor", WHOLE)
-    assert same(await copy_from(world, ["donor"], StateAssembly(LIKE, partial(tmp_path, said=said))), WHOLE)
-    assert len(said) == 1
+    await copied(tmp_path, said)
     assert "MB are free" in said[0]
     assert 40_000 < room.free - usage(tmp_path).free <= 60_000
 

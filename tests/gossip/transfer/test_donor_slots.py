@@ -51,7 +51,6 @@ def test_who_has_just_come_is_not_slow_whatever_the_clock_says(since_s: float, t
 
 async def test_a_place_is_given_back_once_and_by_its_own_visit() -> None:
     """A newcomer that lost its place and comes again at once has another one, which its old streams leave alone."""
-
     places = DonorSlots(turn_s=10.0)
     began, ended = asyncio.Event(), list[BaseException]()
 

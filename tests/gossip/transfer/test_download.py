@@ -252,7 +252,6 @@ def test_when_the_donor_dies_whole_parameters_stay_or_all_is_the_second_ones(pie
 @pytest.mark.parametrize("lacking", range(1, STREAMS + 1))
 async def test_a_donor_that_dies_with_the_last_pieces_leaves_none_out(lacking: int) -> None:
     """The other streams have ended by then: they had nothing left to take."""
-
     world = World()
     Giving(world, "first", WHOLE)
     Giving(world, "second", WHOLE)
@@ -689,7 +688,6 @@ def test_no_job_hashes_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> N
 
 async def test_an_old_copy_is_given_to_nobody_and_makes_room() -> None:
     """However often somebody comes back for it: it would be refused as an outlier."""
-
     world = World()
     giving = Giving(world, "donor", WHOLE)
     snapshot, rounds = "", []
@@ -707,7 +705,6 @@ async def test_an_old_copy_is_given_to_nobody_and_makes_room() -> None:
 
 async def test_a_line_that_is_slower_than_thought_is_given_more_time() -> None:
     """Pieces come one a minute, and the fourth stream would wait for its own longer than is allowed at first."""
-
     world = World()
     giving = Giving(world, "donor", WHOLE, DonorLimits(deadline_s=100 * 3600.0, piece_s=200.0))
     turn = asyncio.Lock()
