@@ -245,7 +245,7 @@ class _Noter(_Watcher):
 
 
 def _clear_caches() -> None:
-    """Let the functions of the packages that keep their results run again, so that every test that calls one runs it."""
+    """Empty the caches of the packages' functions, so that every test that calls one runs it."""
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] in TESTED:
             for value in list(vars(module).values()):
