@@ -335,7 +335,7 @@ async def test_a_newcomer_that_can_dial_nobody_says_so_and_keeps_trying() -> Non
     hub.set_access("peer-old0", Access(dials_only=True))
     watch = Membership(hub.network("watch"), recipe(replicas=3, steps=4000, per_round=4).digest, 2)
     late = Peer(hub, recipe(replicas=3, steps=4000, per_round=4), "peer-late", 1, JOB_S)
-    await asyncio.sleep(300)
+    await asyncio.sleep(100)
     lines = [line for line in late.said if "waiting for a replica of stage 1" in line]
     assert 3 <= len(lines) <= 9
     assert "since" in lines[-1]

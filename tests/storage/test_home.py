@@ -30,7 +30,7 @@ WAIT = "print('held', flush=True); sys.stdin.read()"
 
 
 def test_a_home_is_for_its_owner_alone_also_where_everybody_could_read_it(tmp_path: Path) -> None:
-    with Home.open(tmp_path / "a" / "b") as home:
+    with Home.open(tmp_path / "home") as home:
         assert stat.S_IMODE(home.path.stat().st_mode) == 0o700
     tmp_path.chmod(0o755)
     for name in ("lock", "invite", "web-token", "ticket", "identity.key", "relay-1.key", "notes.txt"):
