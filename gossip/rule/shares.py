@@ -32,14 +32,14 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
+from gossip.rule.stability import MOST
+
 DISOWNED = -1
 """The last meeting of weights that their own replica has found to be worth nothing."""
 ROUND_BOUND = 4
 """Rounds that replicas of a stage may honestly be apart."""
 LIFT_BOUND = 1
 """Rounds that claims alone may lift a replica by at an opening: what one that meets nobody falls behind by."""
-MOST = 4.0
-"""How many times its partner's share a replica's share may be."""
 
 
 class WeightAge(NamedTuple):
