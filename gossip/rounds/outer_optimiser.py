@@ -30,8 +30,7 @@ from gossip.exchange.codec import PIECE, Coded, Encoded, Feedback, Reader, Sides
 from gossip.exchange.influence import InfluenceBound, check_alike, measure
 from gossip.exchange.swap import common_steps, norm, probe_coordinates
 from gossip.interface import Compute, GossipReplica
-from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors, mean_into, move
-from gossip.rule.shares import EVEN, Shares, shares_by_steps
+from gossip.rule.outer_step import EVEN, Delay, Outer, OuterState, Shares, Tensors, mean_into, move, shares_by_steps
 from gossip.settings import Format, OuterConfig, absolute
 
 

@@ -29,7 +29,7 @@ from statistics import median_low
 from typing import TYPE_CHECKING, NamedTuple
 
 from gossip.rounds.matching import good_enough_at, heal
-from gossip.rule.shares import LIFT_BOUND
+from gossip.rule.outer_step import LIFT_BOUND
 
 if TYPE_CHECKING:
     from gossip.interface import RoundProgress

@@ -17,7 +17,7 @@ from gossip.interface import Origin, OuterStepTaken, RoundContext
 from gossip.rounds.matching import SLACK_S, AnswerState, PartnerQueue, PartnerView
 from gossip.rounds.outer_optimiser import Snapshot, Step
 from gossip.rounds.round_schedule import RoundClaims, RoundSchedule
-from gossip.rule.shares import DISOWNED, WeightAge, staleness
+from gossip.rule.outer_step import DISOWNED, WeightAge, staleness
 from gossip.settings import OuterConfig
 
 POLL_S = 1.0

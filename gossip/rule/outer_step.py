@@ -37,12 +37,92 @@ be applied a piece at a time. `research.theory.pair_step` takes the same step of
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gossip.rule.shares import EVEN, Shares
+from gossip.rule.stability import MOST
+
+DISOWNED = -1
+"""The last meeting of weights that their own replica has found to be worth nothing."""
+ROUND_BOUND = 4
+"""Rounds that replicas of a stage may honestly be apart."""
+LIFT_BOUND = 1
+"""Rounds that claims alone may lift a replica by at an opening: what one that meets nobody falls behind by."""
+
+
+class WeightAge(NamedTuple):
+    """What one side says of itself: the round that it is in, and the one in which its weights last met anybody's.
+
+    `last_met`: 0 if in none, DISOWNED where the replica says that its weights count for nothing.
+    """
+
+    round: int
+    last_met: int
+
+
+class WhoseWeights(StrEnum):
+    """The replicas whose weights count in a meeting."""
+
+    BOTH = "both"
+    MINE = "mine"
+    THEIRS = "theirs"
+
+
+def clock(own: WeightAge, other: WeightAge) -> int:
+    """Return the number of the round in which the two meet, the same on both sides."""
+    return min(own.round, other.round)
+
+
+def staleness(side: WeightAge, clock: int) -> int:
+    """Return for how many rounds the weights of one side have met nobody's."""
+    return max(0, clock - side.last_met)
+
+
+def whose_weights_count(own: WeightAge, other: WeightAge, at_most: int) -> WhoseWeights:
+    """Tell whose weights count, from what the two sides say and the bound on staleness in rounds.
+
+    Mirrored between the two sides: where one says MINE, the other says THEIRS.
+    """
+    now = clock(own, other)
+    own_late, other_late = (staleness(side, now) > at_most for side in (own, other))
+    if DISOWNED in (own.last_met, other.last_met):
+        own_late, other_late = (side.last_met == DISOWNED for side in (own, other))
+    if own_late == other_late:
+        return WhoseWeights.BOTH
+    return WhoseWeights.THEIRS if own_late else WhoseWeights.MINE
+
+
+def last_met_after(own: WeightAge, other: WeightAge, *, adopted: bool) -> int:
+    """Return the number of the last meeting that our weights have after this one; adopted ones are as stale as theirs.
+
+    Never above our own round.
+    """
+    now = clock(own, other)
+    return min(other.last_met, now) if adopted else max(own.last_met, now)
+
+
+class Shares(NamedTuple):
+    """What two sides count in their mean; they add up to 1."""
+
+    own: float
+    theirs: float
+
+
+EVEN = Shares(0.5, 0.5)
+
+
+def shares_by_steps(own: int, theirs: int) -> Shares:
+    """Return the shares of two sides that bring so many inner steps; none counts as one."""
+    mine, other = max(1, own), max(1, theirs)
+    if mine == other:
+        return EVEN
+    mine_bounded, other_bounded = min(mine, MOST * other), min(other, MOST * mine)
+    total = mine_bounded + other_bounded
+    return Shares(mine_bounded / total, other_bounded / total)
+
 
 Tensors = tuple[Tensor, ...]
 

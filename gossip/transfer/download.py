@@ -38,8 +38,7 @@ from gossip.exchange.messages import (
 )
 from gossip.exchange.swap import NORM_RATIO, all_or_failure, check_finite, norm
 from gossip.interface import Compute, Conversation
-from gossip.rule.outer_step import Tensors
-from gossip.rule.shares import ROUND_BOUND
+from gossip.rule.outer_step import ROUND_BOUND, Tensors
 from gossip.transfer.assembly import ChunkArrived, DonorLost, Key, StateAssembly
 from gossip.transfer.chunks import DIGEST_BYTES, present, sections
 from gossip.transfer.donor import STREAMS, now_s
