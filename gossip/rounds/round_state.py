@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gossip.interface import Origin, OuterStepTaken, RoundContext
-from gossip.rounds.matching import SLACK_S, AnswerState, PartnerQueue, PartnerView
+from gossip.rounds.matching import SLACK_S, AnswerState, PartnerQueue, PartnerView, RoundClaims, RoundSchedule
 from gossip.rounds.outer_optimiser import Snapshot, Step
-from gossip.rounds.round_schedule import RoundClaims, RoundSchedule
 from gossip.rule.outer_step import DISOWNED, WeightAge, staleness
 from gossip.settings import OuterConfig
 

@@ -40,10 +40,10 @@ from gossip.interface import (
     RoundProgress,
     RoundSkipped,
 )
+from gossip.rounds.matching import local_step_count
 from gossip.rounds.meeting import MeetingProtocol
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, Step, WeightsLock, to_the_end
 from gossip.rounds.prefetch import SlowWeightPrefetcher
-from gossip.rounds.round_schedule import local_step_count
 from gossip.rounds.round_state import PendingStep, RoundState, now
 from gossip.rule.outer_step import OuterState
 from gossip.settings import OuterConfig

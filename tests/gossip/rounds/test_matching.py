@@ -18,13 +18,14 @@ from gossip.rounds.matching import (
     PICKY_SHARE,
     AnswerState,
     PartnerQueue,
+    RoundClaims,
+    RoundSchedule,
     answer,
     good_enough_at,
     heal,
     partners_of_round,
     preferences,
 )
-from gossip.rounds.round_schedule import RoundClaims, RoundSchedule
 from gossip.rule.outer_step import LIFT_BOUND
 from gossip.settings import RoundTimeouts
 
