@@ -169,7 +169,7 @@ class RoundState:
     @property
     def claims(self) -> RoundClaims:
         """The rounds that the others claim to have finished."""
-        listed = self.partners.candidates
+        listed = self.partners.candidates()
         return RoundClaims(
             [each.round for each in listed], [each.round for each in listed if each.peer in self.met_partners]
         )

@@ -146,7 +146,7 @@ class Rounds:
         """
         round_state = self._round_state
         async with round_state.pause:
-            speeds = [candidate.speed for candidate in round_state.partners.candidates]
+            speeds = [candidate.speed for candidate in round_state.partners.candidates()]
             next_steps = local_step_count(self._settings, going, speeds)
             self._schedule.tick(inner_steps, seconds_per_step, next_steps)
             await self._apply_pending()
