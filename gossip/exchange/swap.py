@@ -52,14 +52,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from gossip.exchange.codec import NORM_RATIO, NOT_FINITE, check_finite, largest_of, norm
 from gossip.exchange.messages import Acknowledge, Implausible, Probe, Weights
 from gossip.interface import Conversation
 from gossip.rule.outer_step import Tensors
 
 PROBE = 4096
 """Coordinates of the slow weights, and with int4 of the snapshot too, that travel ahead of the rest (16 KiB each)."""
-NORM_RATIO = 10.0
-"""A partner's norm outside [ours / ratio, ours * ratio] is implausible."""
 MARGIN = 1.5
 """How much farther than the probes show a value may lie before int4 wraps."""
 FEW = 32
@@ -74,7 +73,6 @@ FINEST = 2.0**-18
 """The smallest step over the largest probed weight: beneath it float32 could not tell the multiples apart."""
 STEP_OF_NOTHING = 2.0**-24
 """The step where all probed weights are zero."""
-NOT_FINITE = "our own weights are not finite"
 
 Message = TypeVar("Message", Probe, Weights)
 
@@ -135,32 +133,6 @@ def check_own(mine: Probe) -> None:
     """Raise ConnectionAbortedError unless our probe is finite."""
     if not math.isfinite(norm(_tensors(mine))):
         raise ConnectionAbortedError(NOT_FINITE)
-
-
-def check_norm(their_norm: float, own_norm: float, what: str) -> None:
-    """Raise Implausible unless the norm of the partner's weights is finite and near that of our own.
-
-    Raises ConnectionAbortedError where ours is not finite.
-    """
-    if not math.isfinite(their_norm):
-        raise Implausible(f"{what}: not finite")
-    if not math.isfinite(own_norm):
-        raise ConnectionAbortedError(NOT_FINITE)
-    if not own_norm / NORM_RATIO <= their_norm <= own_norm * NORM_RATIO:
-        raise Implausible(f"{what}: norm {their_norm:.3g} where ours is {own_norm:.3g}")
-
-
-def check_finite(tensors: Tensors, what: str) -> float:
-    """Return the norm over all tensors; raise Implausible unless it is finite."""
-    total = norm(tensors)
-    if not math.isfinite(total):
-        raise Implausible(f"{what}: not finite")
-    return total
-
-
-def norm(tensors: Tensors) -> float:
-    """Return the norm over all tensors; not finite if a value is not, or if a tensor's norm overflows float32."""
-    return math.hypot(*(float(torch.linalg.vector_norm(tensor)) for tensor in tensors))
 
 
 def size_bytes(*messages: Probe | Weights) -> int:
@@ -224,11 +196,6 @@ def common_steps(own_probe: Tensor, their_probe: Tensor, counts: Sequence[int]) 
     moved = int(torch.count_nonzero(distances))
     radii = (_radius(part, moved, farthest) for part in torch.split(distances, list(counts)))
     return tuple(_rounded_up(max(MARGIN * radius / 8, finest)) for radius in radii)
-
-
-def largest_of(tensor: Tensor) -> float:
-    """Return the largest magnitude, 0 of an empty tensor."""
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def _radius(distances: Tensor, moved: int, farthest: float) -> float:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossip.exchange.codec import Feedback, Sides, encode
+from gossip.exchange.codec import Feedback, Sides, encode, norm
 from gossip.exchange.influence import (
     CLIP,
     LEAST_ALIKE,
@@ -26,7 +26,6 @@ from gossip.exchange.influence import (
     measure,
 )
 from gossip.exchange.messages import Implausible
-from gossip.exchange.swap import norm
 from gossip.rounds.outer_optimiser import Owed, Rule, Step, take_step
 from gossip.rule.outer_step import UNDELAYED, Outer, OuterState, Tensors
 from gossip.settings import Format
