@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from gossip.exchange.codec import PIECE, Coded, Encoded, Feedback, Reader, Sides, check, encode, norm, pieces, scratch
-from gossip.exchange.influence import InfluenceBound, check_alike, measure
-from gossip.exchange.swap import common_steps, probe_coordinates
+from gossip.exchange.swap import InfluenceBound, check_alike, common_steps, measure, probe_coordinates
 from gossip.interface import Compute, GossipReplica
 from gossip.rule.outer_step import EVEN, Delay, Outer, OuterState, Shares, Tensors, mean_into, move, shares_by_steps
 from gossip.settings import Format, OuterConfig, absolute

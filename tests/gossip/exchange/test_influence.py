@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossip.exchange.codec import Feedback, Sides, encode, norm
-from gossip.exchange.influence import (
+from gossip.exchange.messages import Implausible
+from gossip.exchange.swap import (
     CLIP,
     LEAST_ALIKE,
     LEAST_PULL,
@@ -25,7 +26,6 @@ from gossip.exchange.influence import (
     check_alike,
     measure,
 )
-from gossip.exchange.messages import Implausible
 from gossip.rounds.outer_optimiser import Owed, Rule, Step, take_step
 from gossip.rule.outer_step import UNDELAYED, Outer, OuterState, Tensors
 from gossip.settings import Format
