@@ -1,7 +1,7 @@
-"""An exchange of messages with one partner: probes, checks on what arrives, int4 steps, and the final handshake.
+"""An exchange of messages with one partner, what of it can be right, and how much of the partner's weights counts.
 
-**Checks.** Replicas' weights honestly differ, so no hash can compare them. The codec checks count, shapes and types.
-What it decodes must be finite, and its norm within `NORM_RATIO` of ours: replicas of one stage start alike and are
+**Checks.** Replicas' weights honestly differ, so no hash can compare them. The codec checks count, shapes and types;
+what it decodes must be finite, and its norm within `NORM_RATIO` of ours: replicas of one stage start alike and are
 pulled together, so honest norms are far nearer.
 
 **Probes.** Both sides first send `PROBE` coordinates of their slow weights, which both draw from the run's seed. The
@@ -19,24 +19,38 @@ probes show how far the two are apart. `common_steps` derives the step of int4 f
 - *Moved* coordinates have a distance other than zero: unseen rows of an embedding say nothing of the others. The
   logarithm lengthens the largest of a few to that of many, exactly for an exponential tail.
 
-`research/codec/margins.py` measures `MARGIN` on replicas of 0.4M parameters after 50 steps of AdamW apart, and on
-synthetic distances whose scale varies between parameters. Share of values that wrap, and root mean square of the
-rounding over that of the distance:
+`research/codec/margins.py` measures `MARGIN`. A wrapped value is within 8 steps of the receiver's own weight. The same
+8 steps bound a liar, and `FAR` bounds the steps.
 
-    margin         1.25             1.5              2
-    transformer    1e-5   0.22      0      0.27      0      0.36
-    Gaussian       2e-5   0.17      1e-6   0.20      0      0.27      (of one scale, margin 1.5: 5e-7)
-    Laplace        9e-5   0.26      2e-5   0.31      6e-7   0.41
-    Student t3     3e-4   0.53      2e-4   0.63      7e-5   0.84
+**Influence.** A partner's distance from our weights is measured in our own pseudo-gradient's norm, and compared with
+the median of what partners showed before. Soon after a step our own norm is near zero and the ratio would diverge: the
+median of our own norms is its floor.
 
-A wrapped value is within 8 steps of the receiver's own weight. The same 8 steps bound a liar, and `FAR` bounds the
-steps.
+    distance within CLIP medians       counts whole, to the bit as without a bound
+    up to REFUSE medians               counts as far as CLIP medians go: the difference is scaled down
+    beyond, or not finite              is implausible: the meeting is lost
+    beyond CLIP, as mostly             likewise, unless it is our only partner, which may be faster than we are
+
+- Replicas of a stage began alike, so their weights have a cosine of at least LEAST_ALIKE; the negative of our weights,
+  or noise of their norm, has less. In the first rounds, where weights are hardly longer than a step, no distance shows
+  that.
+- A partner that walks backwards stays within any distance. Its direction shows it: the cosine between what we have
+  learned and where the partner stands, both seen from our slow weights, as a mean over its last meetings. A partner
+  that pulls back counts less, down to LEAST_PULL, unless most others pull back too. It is never refused for it, since
+  an honest partner that lags pulls back as well. The only other replica of a stage counts whole.
+- Each partner has one voice in the median, its own median of late, and so has our guess, TYPICAL: else a liar that came
+  first would be the measure of all. Refused distances have a voice too: if honest distances grow for a reason, the
+  median follows after some meetings. After SELF_DOUBT refusals in a row our guess has no voice, for it may be us who
+  are far. So nobody is shut out for ever. The median is never below TYPICAL: a pair that always meets agrees to the
+  last bit, and any third replica would seem far.
+- A replica that returns with a checkpoint of some rounds ago is far from everybody, by as many rounds, and measures
+  that in its few steps since. Until a partner's weights have counted here, a distance refuses them and blames nobody.
+- Fewer than LEAST_VALUES weights only have to be finite.
 
 **Handshake.** The asker acknowledges the weights; the asked takes its step and acknowledges; then the asker steps. The
 asked speaks last because the asker's leaving cancels what the asked still does. Only the loss of the last message
-leaves one side stepped and the other not; that is counted, not negotiated.
-
-The caller sets one deadline over the whole conversation.
+leaves one side stepped and the other not; that is counted, not negotiated. The caller sets one deadline over the whole
+conversation.
 """
 
 from __future__ import annotations
@@ -86,6 +100,26 @@ FINEST = 2.0**-18
 """The smallest step over the largest probed weight: beneath it float32 could not tell the multiples apart."""
 STEP_OF_NOTHING = 2.0**-24
 """The step where all probed weights are zero."""
+
+CLIP = 4.0
+REFUSE = 8.0
+"""Medians of the distance that counts whole, and that counts at all."""
+TYPICAL = 1.0
+"""The least median, in our own pseudo-gradients: within one step a partner does no more than one step's harm."""
+VOICES, PARTNERS, MOVES = 4, 32, 16
+"""The distances of each partner, the partners, and the norms of our own pseudo-gradients that are kept."""
+LEAST_PULL, NO_PULL = 0.25, -0.5
+"""The least share of a partner that pulls back, and the mean cosine at which its share would be 0."""
+NEWEST = 0.4
+"""The least weight of the newest meeting in the mean."""
+OFTEN = 3
+"""Meetings from which a partner is mostly far."""
+LEAST_OTHERS = 2
+"""How many others it takes to say what most of them do."""
+SELF_DOUBT = 8
+LEAST_ALIKE = 0.3
+"""Cosine of a partner's weights and ours. Those of honest replicas have more, noise has hardly any."""
+LEAST_VALUES = 256
 
 Message = TypeVar("Message", Probe, Weights)
 
@@ -235,27 +269,6 @@ def _root_mean_square(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor)) / math.sqrt(max(1, tensor.numel()))
 
 
-CLIP = 4.0
-REFUSE = 8.0
-"""Medians of the distance that counts whole, and that counts at all."""
-TYPICAL = 1.0
-"""The least median, in our own pseudo-gradients: within one step a partner does no more than one step's harm."""
-VOICES, PARTNERS, MOVES = 4, 32, 16
-"""The distances of each partner, the partners, and the norms of our own pseudo-gradients that are kept."""
-LEAST_PULL, NO_PULL = 0.25, -0.5
-"""The least share of a partner that pulls back, and the mean cosine at which its share would be 0."""
-NEWEST = 0.4
-"""The least weight of the newest meeting in the mean."""
-OFTEN = 3
-"""Meetings from which a partner is mostly far."""
-LEAST_OTHERS = 2
-"""How many others it takes to say what most of them do."""
-SELF_DOUBT = 8
-LEAST_ALIKE = 0.3
-"""Cosine of a partner's weights and ours. Those of honest replicas have more, noise has hardly any."""
-LEAST_VALUES = 256
-
-
 class Deviation(NamedTuple):
     """Where a partner's weights lie, and their number of `values`.
 
@@ -319,18 +332,24 @@ class _Seen:
 
 
 class InfluenceBound:
-    """The history of partners for one set of weights, and the share of the next one that counts."""
+    """The history of partners for one set of weights, and the share of the next one that counts.
 
-    def __init__(self) -> None:
+    `returned`: our weights are older than this process, and may be rounds behind.
+    """
+
+    def __init__(self, *, returned: bool = False) -> None:
         self._seen: dict[str, _Seen] = {}
         self._moves: deque[float] = deque(maxlen=MOVES)
         self._refused = 0
         """Meetings in a row that were refused."""
+        self._behind = returned
+        """Whether our own weights may be the far ones, since no partner's have counted here yet."""
 
     def share(self, partner: str, deviation: Deviation, *, only: bool = False) -> float:
         """Return the share of the way to a partner's weights that counts; raise Implausible where none does.
 
-        `only`: our stage has no other partner.
+        `only`: our stage has no other partner. Raises another ConnectionAbortedError where we may be the ones who are
+        far.
         """
         if not math.isfinite(deviation.distance):
             raise Implausible("weights too far to measure")
@@ -352,7 +371,9 @@ class InfluenceBound:
         often = len(self._seen) > 1 and len(seen.ratios) >= OFTEN and seen.voice > CLIP * most
         if ratio > (CLIP if often else REFUSE) * most:
             self._refused += 1
-            raise Implausible(f"weights {ratio:.3g} of our own steps from ours, where {most:.3g} is usual")
+            far = f"weights {ratio:.3g} of our own steps from ours, where {most:.3g} is usual"
+            raise ConnectionAbortedError(f"{far}: ours may be behind") if self._behind else Implausible(far)
+        self._behind = False
         if len(self._seen) > 1 or not self._in_doubt:
             self._refused = 0
         pull = 1.0 if only else self._pull(seen)
@@ -360,7 +381,6 @@ class InfluenceBound:
 
     @property
     def _in_doubt(self) -> bool:
-        """Whether our own weights may be the far ones."""
         return self._refused >= SELF_DOUBT
 
     def _pull(self, seen: _Seen) -> float:
@@ -372,9 +392,7 @@ class InfluenceBound:
 
     def _typical(self) -> float:
         voices = [seen.voice for seen in self._seen.values()]
-        if not self._in_doubt:
-            voices.append(TYPICAL)
-        return max(TYPICAL, median_low(voices))
+        return max(TYPICAL, median_low(voices if self._in_doubt else [*voices, TYPICAL]))
 
 
 def check_alike(theirs: Coded, own: Tensors) -> None:

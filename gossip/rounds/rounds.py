@@ -77,6 +77,7 @@ class Rounds:
             seed=context.seed,
             fixed=context.fixed,
             partners=context.partners,
+            returned=origin.rounds > 0,
         )
         self._prefetcher = SlowWeightPrefetcher(self._round_state, self._optimiser, context)
         self._meetings = MeetingProtocol(
