@@ -1,13 +1,8 @@
 """The bytes of messages and of gossip's memory, what a stage asks of a line, and what a budget makes of it.
 
-The exchange of a round is one set of weights as the codec has it, two where gamma differs from beta, and the probes.
-Slow weights that travel ahead of time travel instead of those of the meeting; only their probe comes on top.
-
-A microbatch passes a stage twice: activations and targets come and go, gradients go and come back. Every round moves
-weights besides; they are spread over the microbatches of a round. Under a budget that is so many seconds of line a
-microbatch. A replica announces the larger of these and the seconds of its device. Others route by what it announces,
-and it takes as many inner steps a round as it really can, so a peer on a narrow line gets the microbatches that its
-line carries and no more.
+A microbatch passes a stage twice: activations and targets come and go, gradients go and come back. The bytes of a round
+are spread over its microbatches. Under a budget that is so many seconds of line a microbatch. A replica announces the
+larger of these and the seconds of its device, and others route by that: a narrow line gets what it carries.
 """
 
 from __future__ import annotations
@@ -60,7 +55,6 @@ class GossipMemory(NamedTuple):
 
 
 def coded_bytes(outer: OuterConfig, shapes: Shapes) -> int:
-    """Return the bytes of the weights that one side of a pair sends."""
     return outer.weight_sets * wire_bytes(outer.codec, shapes)
 
 
@@ -118,16 +112,13 @@ def microbatch_bytes(run: RunConfig, plan: Dimensions, stage: int) -> Microbatch
 
 
 def bandwidth_seconds(moved: MicrobatchBytes, allowance: OwnerLimits) -> float:
-    """Return the seconds that the budget's line needs for a microbatch, the slower direction's; 0 without a limit."""
+    """Return the seconds that the slower direction of a budget's line needs for a microbatch; 0 without a limit."""
     ways = ((moved.up, allowance.upload_bytes_per_s), (moved.down, allowance.download_bytes_per_s))
     return max((count / rate for count, rate in ways if rate is not None), default=0.0)
 
 
 def slowest_bytes_per_s(allowance: OwnerLimits, otherwise: float) -> float:
-    """Return the rate by which our own deadlines count: half of the budget's, where that is below `otherwise`.
-
-    Half, because a copy shares the line with microbatches.
-    """
+    """Return the rate for our own deadlines: half of the budget's, for a copy shares the line with microbatches."""
     rates = [rate / 2 for rate in (allowance.upload_bytes_per_s, allowance.download_bytes_per_s) if rate is not None]
     return min([otherwise, *rates])
 
@@ -178,7 +169,6 @@ def _warnings(run: RunConfig, moved: MicrobatchBytes, allowance: OwnerLimits) ->
 
 
 def _hours(moved: MicrobatchBytes, each_s: float, allowance: OwnerLimits) -> str:
-    """Say how long a month's cap lasts at the full rate, where both are known."""
     cap = allowance.monthly_cap_bytes
     if cap is None or not each_s or not moved.up + moved.down:
         return ""

@@ -1,11 +1,8 @@
-"""What a run file means, before anybody trains: memory, traffic, tokens, and how busy the slowest stage will be.
+"""What a run file means before anybody trains: memory, traffic, tokens, and how busy the slowest stage will be.
 
-Parameters and bytes are exact, as the wire and the optimiser have them. Work is floating-point operations of the
-matrices and of attention. The memory of a graph is measured on a small model of the family (`graph_memory`). As many
-microbatches as a window holds, or two, wait for their gradients at once, except at the last stage. Their graphs are
-kept while there is room, and one is what it takes: the others are computed again. With two windows in flight the
-weights before the step stay as long as a microbatch waits on them. A peer on a GPU that has bfloat16 computes in it,
-unless the run forbids it. The efficiency, and what would raise it, is `advice`'s.
+Parameters and bytes are exact, as the wire and the optimiser have them. Work is floating-point operations of matrices
+and attention. Microbatches of one window, or two, wait for their gradients at once, except at the last stage; their
+graphs are kept while there is room, and otherwise computed again.
 """
 
 from __future__ import annotations

@@ -1,17 +1,9 @@
 """How busy the slowest stage of a run will be, and which other windows would make it busier.
 
-The forecast follows the queues of a pipeline of equal replicas in virtual time, without tensors and without a network.
-A microbatch takes a forward pass at every stage on its way down and a backward pass, twice the work, on its way up;
-the last stage does both at once. Senders share microbatches out as production does (`pipeline.routing`). A replica
-admits one or two windows of microbatches between two inner steps, and the others queue; with two windows a gradient
-may have to wait for its turn, because every microbatch admitted before the last step keeps one
-(`pipeline.admission_window`). The last stage has one window always. Refusals, the time of inner steps, rounds,
-bandwidth and faults are left out. `tests/planning/test_windows.py` holds the model against production nodes.
-
-The network is not known here, so `check` shows a forecast for three lengths of a message. Without another network or
-other machines a person can change the window: a longer one runs dry less often, and a multiple of the replicas is
-shared out without a rest. With a smaller microbatch the batch stays the same, and a message then takes more forward
-passes.
+The forecast follows the queues of a pipeline of equal replicas in virtual time, without tensors or a network. It uses
+the routing of production (`pipeline.routing`) and the rule of its admission window (`pipeline.admission_window`).
+Refusals, inner steps, rounds, bandwidth and faults are left out. `tests/planning/test_windows.py` holds the model
+against production nodes. The network is not known here, so `check` shows a forecast for three lengths of a message.
 """
 
 from __future__ import annotations

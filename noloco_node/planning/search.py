@@ -1,13 +1,9 @@
 """A plan from machines: stages, window, codec and rounds of a run, chosen for the most tokens a second that fit.
 
-A small grid, all of it tried. What fits in memory is `plan`'s to say, what it reaches `throughput`'s. Of plans that
-reach the same the mildest is taken: fewer stages, exact windows, the batch that was asked for, more bits.
-
-The budget of tokens stays what it was. The batch is the tokens of an inner step of all replicas of the first stage,
-each of which takes steps of its own (Local-SGD): more replicas share the batch that was asked for, in shorter windows
-or smaller microbatches. Another batch is taken only where each doubling brings `DOUBLING` times the tokens a second,
-never beyond `MOST_TOKENS`, and never so large that the run has fewer than `LEAST_STEPS` inner steps, if it had as
-many. Machines that would make it so have no work, and are left over.
+A small grid, all of it tried. Of plans that reach the same, the mildest is taken: fewer stages, exact windows, the
+batch that was asked for, more bits. The budget of tokens stays. Another batch is taken only where each doubling brings
+`DOUBLING` times the tokens a second, never beyond `MOST_TOKENS`, and never so large that the run has fewer than
+`LEAST_STEPS` inner steps, if it had as many. Machines beyond that are left over.
 """
 
 from __future__ import annotations

@@ -1,18 +1,11 @@
 """Tokens a second that a run can reach on given machines, from its work, its bytes and its windows.
 
-A closed form, so that a search may ask it a thousand times and more of anything never gives less. Each replica of a
-stage works on its share of the microbatches, and the slowest of three sets the pace: the device (with the forward pass
-that is computed again where the graphs of a window do not fit, and what coding costs), the uplink and the downlink, of
-which rounds have their share. A stage that asks for more has more replicas: `settled`.
-
-A window is filled and drained once an inner step. The way of a microbatch down and back takes its passes, its
-transfers and a latency a hop. With one window in flight a replica stands still meanwhile; with two the next window
-fills the wait, as long as a window takes no longer for the way down and back than for its own work. Replicas that
-drain at different times fill each other's waits, which is left out: on 20 cells drawn at random it is off by 4 points
-in the mean and 15 at worst. So `check` takes `queue_model` for the windows of one run.
-
-Queues, but for `WAITING`, and the inner step are left out too. `tests/planning/test_throughput.py` holds the form
-against production nodes in virtual time, with narrow lines and with short windows.
+A closed form, so that a search may ask it thousands of times and more of anything never gives less. Each replica works
+on its share of the microbatches; the slowest of device, uplink and downlink sets the pace. A stage that asks for more
+has more replicas: `settled`. A window is filled and drained once an inner step; with two windows in flight the next one
+fills that wait. Replicas that drain at different times fill each other's waits, which is left out: on 20 cells drawn at
+random it is off by 4 points in the mean and 15 at worst, so `check` takes `queue_model` for the windows of one run.
+`tests/planning/test_throughput.py` holds the form against production nodes in virtual time.
 """
 
 from __future__ import annotations

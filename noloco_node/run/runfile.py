@@ -1,16 +1,13 @@
 """The run file: read, decoded, validated, named by its digest, and checked for what it may do on this machine.
 
-The digest of a run is its id: keys and protocol names follow from it, so that two runs cannot meet. It is taken over
-the fields of the decoded run that differ from their defaults: comments, order and spelled-out defaults do not matter,
-and every other value does. So a later version may add a field, and where the field has its default the id stays. A
-version that changes a default, or what a default does, has to count `WIRE_VERSION` up: tests hold the defaults. The
-digest also covers the version of the wire format, a hash of the files of a local tokenizer directory, and the commit
-of what lies on the hub. It does not cover the text of `data`: peers may train on different text.
+The digest of a run is its id. It is taken over the fields that differ from their defaults: comments, order and
+spelled-out defaults do not matter. So a later version may add a field; one that changes a default, or what a default
+does, has to count `WIRE_VERSION` up. The digest also covers the version of the wire format, the files of a local
+tokenizer directory and the commits of what lies on the hub, but not the text: peers may train on different text.
 
-Other peers serve the run file, and what a peer reads goes to others: text becomes the targets that the next stage
-receives. So a peer reads local text only where its owner names it (`--data`), and a tokenizer directory only where its
-owner allows that directory (`--local`). Libraries that fetch from the hub prefer a directory of the same name below
-the current one, so such a name counts as a path as well.
+A peer gets the run file from others, and what it reads goes to others. So it reads local text only where its owner
+names it (`--data`), and a tokenizer directory only where its owner allows it (`--local`). Libraries that fetch from the
+hub prefer a local directory of the same name, so such a name counts as a path as well.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One simulated peer: a production node, the machine under it, and what survives when it dies.
 
-A peer has several sessions. The name, the line and the disk stay; network, device, stage and node are new each time. A
-crash is what the node cannot see coming: its network is gone, its disk takes nothing more, its tasks are cancelled.
+Name, line and disk stay from session to session; network, device, stage and node are new. In a crash the network is
+gone, the disk takes nothing more, and the tasks are cancelled.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""A model that costs next to nothing: each stage is a quadratic model, and a microbatch a noisy look at its slope.
+"""A model that costs next to nothing: each stage is a quadratic function, and a microbatch a noisy look at its slope.
 
 Stage weights w are `SIZE` numbers with the loss 1/2 (w - c) A (w - c): A is diagonal, from `FLATTEST` to 1, and the
-centre c of one microbatch is the quadratic model's own (zero) plus noise that follows from the microbatch's number
-alone. So a swarm of quadratic models really descends, replicas really disagree, and the theory of the outer rule
-(NoLoCo, appendix A) applies to it; every gate, route and round is the production one. Activations are the microbatch's
-number, one float a sample, handed on unchanged: exact below 2**24. Those of wide quadratic models say besides what the
-stages before have lost, so that the loss of a microbatch shows the weights of its whole route, as a model's does.
-
-The inner step is plain SGD at the run's learning rate. Its moments stay zero.
+centre c is zero plus noise that follows from the microbatch's number alone. So swarms really descend, replicas really
+disagree, and the theory of the outer rule applies. Activations are the microbatch's number, one float a sample, exact
+below 2**24. Those of wide models also carry what the stages before have lost, so that the loss shows the whole route.
+The inner step is plain SGD at the run's learning rate.
 """
 
 from __future__ import annotations

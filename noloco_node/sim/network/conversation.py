@@ -1,20 +1,12 @@
 """One end of a conversation in the simulation: whole messages, in order, and the same endings as over libp2p.
 
-What one end sends stands in a queue, and one timer for each entry lets the other end take the next. So the order never
-depends on how the event loop breaks ties, and arrival times never fall: a late message holds up those behind it, as on
-any reliable stream.
+What one end sends stands in a queue, and one timer for each entry lets the other end take the next: arrival times never
+fall, and a late message holds up those behind it. A lost message breaks its stream at both ends, one latency later, as
+on libp2p's reliable streams. A duplicate is the same message twice in a row, as a misbehaving peer sends it.
 
-The same argument settles what a loss is. libp2p's streams are reliable and ordered, so one message in the middle
-cannot be missing; what a volunteer sees of a bad line is a stream that breaks. A lost message therefore breaks its
-stream, at both ends, one latency later. A duplicate is what a misbehaving relay or peer sends: the same message twice
-in a row.
-
-`send` does not suspend while the line is free, for the real one does not either: the kernel takes a small message at
-once. On a line with a bandwidth it returns when the transfer is through, and a sender who is cancelled before breaks
-the stream: half a frame is out.
-
-A message that nothing special happens to is put in flight at once: one timer. All else (cuts, shared bandwidth,
-losses, wrong messages) is `Outbox`'s, which is made when first needed.
+`send` does not suspend while the line is free. On a line with a bandwidth it returns when the transfer is through, and
+a sender who is cancelled before breaks the stream: half a frame is out. A message that nothing special happens to is
+put in flight at once; all else is `Outbox`'s, which is made when first needed.
 """
 
 from __future__ import annotations
@@ -326,8 +318,10 @@ class StreamEnd:
 
     def _take(self, message: Any) -> None:
         if not self._left and self._broken is None:
+            rule = self.schema.rules.get(message.__class__)
             try:
-                self.schema.check_numbers(message)
+                if rule is not None:
+                    wire.check_numbers(rule, message)
             except Violation as violation:
                 self._take_end(EndOfStream(Violation, str(violation)))
                 return

@@ -1,15 +1,11 @@
 """Lines between simulated peers: latency, losses, and bandwidth that simultaneous transfers share.
 
-Times are seconds, rates bytes a second. Bandwidth is a fluid model, as in flow-level network simulators: a transfer
-from i to j moves at
+Times are seconds, rates bytes a second. A transfer from i to j moves at
 
     rate = min(up_i / transfers that leave i, down_j / transfers that reach j)
 
-until its bytes are through. The rate depends on counts alone, so the start or the end of a transfer changes only those
-that share one of its two links. (Max-min fairness would give others the rest of a share that one transfer cannot use,
-and changes would spread; where every link carries transfers of one kind the two agree.) Where a link has a share for
-rounds, their transfers together have that while others are under way, as `noloco_node.limits` grants it on a line
-whose rate is known. Nothing moves faster than a link, and every byte is counted.
+until its bytes are through, so its start or end changes only those that share one of its two links. Where a link has a
+share for rounds, their transfers together have that while others are under way, as `noloco_node.limits` grants it.
 """
 
 from __future__ import annotations

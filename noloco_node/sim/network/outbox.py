@@ -1,11 +1,9 @@
 """The messages that one end of a conversation has yet to put in flight, where the medium is not free.
 
-Each message meets its fate when it is sent: lost, late, doubled, corrupted, or nothing. Then the line: a stream is one
-flow, so its messages are transferred one after the other, each sharing the links of both peers with other streams.
-
-While nothing passes between the two peers, what is due to leave is held back. It leaves when they are heard again, and
-is dropped when its stream breaks, or after `SILENCE_S` if the stream has been left: nothing grows behind a peer that
-stays silent for ever. What is in flight arrives.
+Each message meets its fate when it is sent: lost, late, doubled, corrupted, or nothing. Then the messages of a stream
+are transferred one after the other, each sharing the links of both peers with other streams. While nothing passes
+between two peers, messages are held back; they leave when the peers reach each other again, and are dropped when the
+stream breaks, or after `SILENCE_S` if it has been left.
 """
 
 from __future__ import annotations

@@ -1,24 +1,17 @@
 """A network in memory and in virtual time: whole messages, lines of any quality, and the same losses as the real one.
 
 A `SimNetwork` is what the peers of a simulation share: a `Medium`, a DHT and the peers. `network.network(peer)` is one
-peer's `PeerNetwork`. Messages pass unserialised (both ends then share their tensors: treat them as read-only), in
-order within a conversation. How long that takes and what can go wrong is in `conditions` and each peer's `Access` (see
-`link_model`, `outbox`). What happens to a peer is said here:
+peer's `PeerNetwork`. Messages pass unserialised: treat their tensors as read-only. What happens to a peer:
 
 - `kill(peer)`: its streams break at the others one latency later, new ones are refused, its records expire by
   themselves. Afterwards `network(peer)` makes a new one, as after a restart;
-- `silence(peer)`: nothing leaves or reaches it, as with a host that lost its power or a process that is stopped.
-  Its partners give it up after `SILENCE_S`; `resume(peer)` delivers what was held back to those that did not;
+- `silence(peer)`: nothing leaves or reaches it. Its partners give it up after `SILENCE_S`; `resume(peer)` delivers what
+  was held back to those that did not;
 - `partition(groups)`: the same between peers of different groups, and each group has a DHT of its own; `heal()`;
 - `corrupt(peer, how)`: its next messages arrive wrong (see `Corruption`).
 
-The beats of a real network are not simulated, but peers behave as if they were sent: a peer that computes for long is
-never given up. There is no flow control: production asks and answers, and never has more than two messages of a
-conversation under way.
-
-Conversations end as `PeerNetwork.talk` says: an orderly end lets the other's handler finish, a break cancels it.
-
-A simulation is the same to the bit each time: nothing here depends on hashes or addresses.
+Beats are not simulated: a peer that computes for long is never given up. There is no flow control, for production never
+has more than two messages of a conversation under way.
 """
 
 from __future__ import annotations
@@ -109,7 +102,6 @@ class SimPeerNetwork(StreamHost):
         return {f"bytes.{topic}": counts.sent_bytes for topic, counts in self._byte_counts.items()}
 
     def kill(self) -> None:
-        """Break everything; see `SimNetwork.kill`."""
         self._alive = False
         for end in [*self.ends, *self.lingering]:
             end.kill()

@@ -1,20 +1,13 @@
 """What a simulation is seen to do: counted as it happens, without the knowledge of the nodes.
 
-Most figures are totals that nodes keep anyway; `figures` reads them at the end. The collector counts the rest: what
-devices wait for, who is suspected and rightly so, and how all of it went over time.
+`figures` reads the totals that nodes keep anyway. The collector counts the rest.
 
-**Waiting.** About once a virtual second the collector looks at every peer, and counts a device that has nothing to do
-under one `Cause`, the first that holds. With the time at work the causes make a whole. Moments are drawn at random and
-times at work are exact, so that only the division of idle time is sampled.
-
-**Suspicions.** The world knows what a node can only guess: a suspicion is true if its peer was gone, silent, cut off,
-could not be dialled or tampered with its messages, then or within `RECENT_S`, since a lost dial takes long.
-
-**Time.** Rows hold running totals, so that leaving out every second one, when there are too many, loses no count. From
-then on the collector writes a row, and looks at the waiting, half as often.
-
-**Lives.** The time of a peer at a stage is added to totals once, when it is over, and its node is released: in a day
-of churn a peer has a dozen sessions, and neither a look at all of them nor their memory may grow with each.
+- Waiting: about once a virtual second it looks at every peer, and counts an idle device under the first `Cause` that
+  holds. Times at work are exact, so only the division of idle time is sampled.
+- Suspicions: one is true if its peer was gone, silent, cut off, could not be dialled or tampered with its messages,
+  then or within `RECENT_S`.
+- Time: rows hold running totals, so leaving out every second one, when there are too many, loses no count.
+- The time of a peer at a stage is added to totals once, when it is over, and its node is released.
 """
 
 from __future__ import annotations

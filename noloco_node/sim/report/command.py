@@ -1,8 +1,7 @@
 """What `noloco-node simulate` does: put the scenario together, run it, print and write the results.
 
-Flags override the file; without a file they are the scenario. The command looks at the output directory before the
-simulation begins, so that a wrong one is refused at once, and writes results at the end and whole, so that an
-interrupted simulation leaves nothing half done.
+Flags override the file. The command looks at the output directory before the simulation begins, so that a wrong one is
+refused at once, and writes results whole at the end.
 """
 
 from __future__ import annotations

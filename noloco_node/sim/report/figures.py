@@ -1,7 +1,7 @@
 """The figures of a simulation: one struct, which is the JSON, and from which the text and the pictures are made.
 
-Everything in it but `real_s` follows from the scenario, to the bit. Shares of time are of the time for which the
-training of a peer lasted: from the start of its process to the end of its last round, or to its crash.
+Everything in it but `real_s` follows from the scenario, to the bit. Shares of time are of the time in which a peer
+trained: from the start of its process to the end of its last round, or to its crash.
 """
 
 from __future__ import annotations
