@@ -39,13 +39,7 @@ def hop_bytes(pipeline: PipelineConfig, width: int) -> HopBytes:
 
 
 class GossipMemory(NamedTuple):
-    """Bytes. `momentum`: of the outer rule. `gathered`: what a period of it has gathered.
-
-    `owed`: what the codec has left out so far. `ahead`: slow weights of both sides that have travelled before a
-    meeting; `exchange`: what travels in it, of both.
-
-    Checkpoints and copies for newcomers are written to the disk from the replica's own memory, and take none.
-    """
+    """Bytes of gossip, as `planning.plan.Memory` names them. Checkpoints and copies for newcomers take none."""
 
     momentum: int
     gathered: int

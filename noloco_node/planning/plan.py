@@ -226,10 +226,12 @@ def _rounds(run: RunConfig) -> int:
 
 
 def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool) -> Memory:
+    from noloco_node.planning.graph_memory import graph_bytes  # which loads torch
+
     cut, shapes, pipeline = drawn.cuts[number], tuple(drawn.shapes[number].values()), run.pipeline
     once, gossip = float32_bytes(shapes), gossip_memory(run.outer, shapes)._asdict()
     cast = 2 * drawn.multiplied[number] if half else 0
-    graph, tokens = _graph_bytes(run, drawn, number, half), pipeline.microbatch_tokens
+    graph, tokens = graph_bytes(pipeline, drawn, number, half=half), pipeline.microbatch_tokens
     at_once, token_bytes = pipeline.in_flight(number), 4 * drawn.width
     return Memory(
         weights=once,
@@ -246,14 +248,6 @@ def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool) -> Memo
         waiting=at_once * tokens * ((8 if cut.embeds else token_bytes) + (0 if cut.head else token_bytes)),
         other_graphs=(at_once - 1) * graph,
     )
-
-
-def _graph_bytes(run: RunConfig, drawn: ModelLayout, number: int, half: bool) -> int:
-    """Return what autograd keeps of a microbatch, and at the last stage what the logits take."""
-    # It loads torch.
-    from noloco_node.planning.graph_memory import graph_bytes
-
-    return graph_bytes(run.pipeline, drawn, number, half=half)
 
 
 def _warnings(run: RunConfig, stages: tuple[StagePlan, ...], efficiency: float) -> list[str]:

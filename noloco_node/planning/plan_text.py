@@ -76,11 +76,9 @@ def report(path: Path, *, as_json: bool = False) -> str:
 
 def fitted(lines: Iterable[str]) -> list[str]:
     """Return lines as a terminal holds them."""
-    return [piece for line in lines for piece in (wrap(line, WIDTH, subsequent_indent=_indent(line)) or [""])]
-
-
-def _indent(line: str) -> str:
-    return " " * (len(line) - len(line.lstrip()) + 2) if line.startswith(" ") else ""
+    indented = ((line, len(line) - len(line.lstrip())) for line in lines)
+    wrapped = (wrap(line, WIDTH, subsequent_indent=" " * (indent + 2 if indent else 0)) for line, indent in indented)
+    return [piece for pieces in wrapped for piece in pieces or [""]]
 
 
 def _more_graphs(plan: RunPlan) -> str:
@@ -196,13 +194,14 @@ def _alone(planned: Planned, machines: Machines) -> list[str]:
     """Say what one of the machines would do by itself, and how many of it the swarm is worth."""
     if machines.count == 1:
         return []
-    alone = _with_one_stage(planned.run)
+    pipeline = structs.replace(
+        planned.run.pipeline, stages=1, replicas=1, boundaries=None, windows_in_flight=1, subspace=None
+    )
+    alone = structs.replace(planned.run, pipeline=pipeline)
     layout = model_layout(alone)
     needs = gpu_memories(alone, layout)
-    speed, lacks = (
-        forecast(alone, layout, structs.replace(machines, count=1), needs).tokens_per_s,
-        missing(needs, machines),
-    )
+    speed = forecast(alone, layout, structs.replace(machines, count=1), needs).tokens_per_s
+    lacks = missing(needs, machines)
     times = planned.expected.tokens_per_s / speed
     does = f"the swarm does the work of {times:,.{1 if times < 10 else 0}f} of them"
     if any(lacks):
@@ -215,11 +214,6 @@ def _alone(planned: Planned, machines: Machines) -> list[str]:
     if planned.expected.tokens_per_s < speed:
         said += " Warning: one machine is faster than all of these together."
     return [said]
-
-
-def _with_one_stage(run: RunConfig) -> RunConfig:
-    pipeline = structs.replace(run.pipeline, stages=1, replicas=1, boundaries=None, windows_in_flight=1, subspace=None)
-    return structs.replace(run, pipeline=pipeline)
 
 
 def _subspaces(planned: Planned, machines: Machines) -> list[str]:

@@ -17,12 +17,13 @@ from noloco_node.journal import events
 from noloco_node.sim import clock
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.faults import Fault
-from noloco_node.sim.scenario.scenario import Scenario, scenario_text
+from noloco_node.sim.scenario.scenario import Scenario
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import Stuck, Watcher, World
 from tests.explorer.attack_kinds import KINDS
 from tests.explorer.invariants import InvariantChecker
 from tests.explorer.observation import InvariantBroken
+from tests.explorer.scenario_file import scenario_text
 from tests.explorer.schedule_generator import draw
 from tests.explorer.shrink import shrink
 

@@ -19,9 +19,10 @@ from noloco_node.journal import events
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.report.command import complete
 from noloco_node.sim.scenario.faults import Churn, Crash, Fault, Leave, Restart, unfold
-from noloco_node.sim.scenario.scenario import decode_scenario, load_scenario, scenario_text
+from noloco_node.sim.scenario.scenario import decode_scenario, load_scenario
 from noloco_node.sim.scenario.setup import SimSetup
 from noloco_node.sim.world import World, simulate
+from tests.explorer.scenario_file import scenario_text
 
 SCENARIO = ROOT / "docs" / "scenarios" / "churn.toml"
 MOST_TASKS = 40

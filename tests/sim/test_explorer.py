@@ -36,13 +36,14 @@ from noloco_node.node.node import Node
 from noloco_node.node.replica import Replica
 from noloco_node.sim.hardware.priced_stage import PricedStage
 from noloco_node.sim.scenario import faults
-from noloco_node.sim.scenario.scenario import Scenario, decode_scenario, scenario_text
+from noloco_node.sim.scenario.scenario import Scenario, decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.swarm.stage_records import PeerTable
 from pipeline.admission_window import Slot
 from research.codec.whole_sets import decode
 from tests.explorer.attack_kinds import KINDS
 from tests.explorer.observation import InvariantBroken
+from tests.explorer.scenario_file import scenario_text
 from tests.explorer.schedule_generator import draw
 from tests.explorer.search import ExploreResult, examine, replay, report, totals
 from tests.explorer.shrink import shrink

@@ -27,10 +27,10 @@ from noloco_node.sim.scenario.scenario import (
     SwarmConfig,
     decode_scenario,
     load_scenario,
-    scenario_text,
 )
 from noloco_node.sim.scenario.setup import FOREVER_S, base, build_setup
 from pipeline.messages import Gradient, Microbatch
+from tests.explorer.scenario_file import scenario_text
 
 SMALL = "[swarm]\nstages = 2\nreplicas = 2\n"
 

@@ -14,14 +14,12 @@ from msgspec import structs
 from gossip.exchange.messages import Piece, Probe, ReplicaState, Weights
 from gossip.settings import OuterConfig, wire_bytes
 from noloco_node.errors import config_error
-from noloco_node.limits.budget import OwnerLimits
 from noloco_node.machine.interface import Dimensions, StageModel
 from noloco_node.machine.memory import free_of_gpu, usable_bytes
 from noloco_node.planning.bandwidth import (
     PROBE_BYTES,
     SLOWEST_BYTES_PER_S,
     HopBytes,
-    bandwidth_seconds,
     float32_bytes,
     hop_bytes,
     microbatch_bytes,
@@ -105,19 +103,14 @@ class MessageSizes:
         return FRAME_BYTES
 
 
-if TYPE_CHECKING:
-    from noloco_node.planning.model_layout import ModelLayout
-
 FOREVER_S = 1e9
 """A deadline that no simulation reaches."""
 MBIT_BYTES = 1e6 / 8
 
 
 class SimSetup(NamedTuple):
-    """A scenario worked out.
+    """A scenario worked out. `prices`: by stage. `build`: makes a stage's arithmetic. `faults`: without churn.
 
-    `prices`: by stage. `build`: makes a stage's arithmetic. `faults`: the
-    scenario's, each churn as the departures and returns that it stands for.
     `microbatch_tokens`: that a microbatch stands for, also where a quadratic model computes.
     """
 
@@ -146,12 +139,13 @@ class SimSetup(NamedTuple):
 
     def access(self) -> Access:
         """Return the line of a peer that no fault has touched."""
-        network = self.scenario.network
-        up, down = network.up_mbit_per_s, network.down_mbit_per_s
-        return Access(
-            up_bytes_per_s=math.inf if up is None else up * MBIT_BYTES,
-            down_bytes_per_s=math.inf if down is None else down * MBIT_BYTES,
-        )
+        return _access(self.scenario)
+
+
+def _access(scenario: Scenario) -> Access:
+    network = scenario.network
+    up, down = (rate or math.inf for rate in (network.up_mbit_per_s, network.down_mbit_per_s))
+    return Access(up_bytes_per_s=up * MBIT_BYTES, down_bytes_per_s=down * MBIT_BYTES)
 
 
 def base(transformer: bool, stages: int | None = None) -> RunConfig:
@@ -220,12 +214,9 @@ def build_setup(scenario: Scenario) -> SimSetup:
 
 
 def _line_seconds(scenario: Scenario, run: RunConfig, plan: ModelLayout) -> tuple[float, ...]:
-    up, down = (
-        None if rate is None else rate * MBIT_BYTES
-        for rate in (scenario.network.up_mbit_per_s, scenario.network.down_mbit_per_s)
-    )
-    limits = OwnerLimits(upload_bytes_per_s=up, download_bytes_per_s=down)
-    return tuple(bandwidth_seconds(microbatch_bytes(run, plan, stage), limits) for stage in run.pipeline.all_stages)
+    line = _access(scenario)
+    moved = [microbatch_bytes(run, plan, stage) for stage in run.pipeline.all_stages]
+    return tuple(max(each.up / line.up_bytes_per_s, each.down / line.down_bytes_per_s) for each in moved)
 
 
 def _run(start: RunConfig, swarm: SwarmConfig, seed: int) -> RunConfig:
