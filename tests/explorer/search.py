@@ -46,12 +46,10 @@ class ScheduleTrace(Watcher):
         self._world, self._say = world, say
 
     def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
-        """Say an event, but for the totals."""
         if not isinstance(event, events.Hops | events.Traffic):
             self._line(peer.name, {key: value for key, value in events.fields_of(event).items() if key != "at"})
 
     def struck(self, fault: Fault) -> None:
-        """Say a fault."""
         self._line("*", {name: value for name, value in msgspec.to_builtins(fault).items() if name != "at_s"})
 
     def _line(self, who: str, told: dict[str, object]) -> None:
@@ -90,7 +88,6 @@ def examine(scenario: Scenario, say: Say | None = None) -> ExploreResult:
 
 
 def examine_seed(seed: int) -> ExploreResult:
-    """Examine one seed, as a worker process does."""
     return examine(draw(seed))
 
 
@@ -106,7 +103,6 @@ def _as_broken(error: BaseException, checker: InvariantChecker) -> InvariantBrok
 
 
 def totals(results: Iterable[ExploreResult]) -> dict[str, float]:
-    """Return the sums of what the checkers of many runs counted."""
     found: dict[str, float] = {}
     for result in results:
         for name, value in result.counts.items():
