@@ -1,4 +1,4 @@
-"""Who meets whom: an order of partners that all replicas compute alike, and an answer that decides at once.
+"""Replicas are paired by an order of partners that all compute alike, and answer a proposal at once.
 
 **Order.** All pairs of a stage's replicas are ordered by a hash of (seed, round, pair) and matched greedily, so equal
 rosters give equal pairs without a message, and a roster that differs by one replica changes few of them (rendezvous

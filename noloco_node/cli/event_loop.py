@@ -17,13 +17,14 @@ T = TypeVar("T")
 
 
 @contextmanager
-def unwound(lost: str = "") -> Iterator[None]:
+def unwound(lost: str = "", *, hears_interrupts: bool = False) -> Iterator[None]:
     """Let a signal unwind the body and put away what it holds, then say so and leave; `lost`: what came to nothing.
 
-    Before and after, it ends the process on the spot (`noloco_node.__main__`).
+    Before and after, it ends the process on the spot (`noloco_node.__main__`). `hears_interrupts`: take SIGINT also
+    where the shell has set it to be ignored.
     """
     try:
-        with answered(_interrupt):
+        with answered(_interrupt, hears_interrupts=hears_interrupts):
             yield
     except KeyboardInterrupt:  # typer would leave without a word
         complain(f"{COMPLAINT}interrupted{lost and ', '}{lost}")
@@ -34,10 +35,10 @@ def _interrupt(_: int) -> None:
     raise KeyboardInterrupt
 
 
-def run(main: Coroutine[Any, Any, T]) -> T:
+def run(main: Coroutine[Any, Any, T], *, hears_interrupts: bool = False) -> T:
     """Run a command's coroutine on uvloop where it exists."""
-    with unwound():
-        return _run(main)
+    with unwound(hears_interrupts=hears_interrupts):
+        return _run(main, hears_interrupts=hears_interrupts)
 
 
 def run_until_interrupted(main: Coroutine[Any, Any, None]) -> None:
@@ -58,13 +59,13 @@ def drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _run(main: Coroutine[Any, Any, T]) -> T:
+def _run(main: Coroutine[Any, Any, T], *, hears_interrupts: bool = False) -> T:
     try:
         from uvloop import new_event_loop
     except ImportError:
         from asyncio import new_event_loop
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         try:
-            return runner.run(cancelled_by_signals(main))
+            return runner.run(cancelled_by_signals(main, hears_interrupts=hears_interrupts))
         except asyncio.CancelledError:  # nothing else cancels a whole command
             raise KeyboardInterrupt from None

@@ -1,8 +1,8 @@
 """How a process is asked to stop: a node politely at first, any other command at once.
 
 Ctrl-C (SIGINT), `kill` (SIGTERM) and a closed terminal (SIGHUP) mean the same to every command. A shell starts the
-background jobs of a script with SIGINT ignored, and `nohup` ignores SIGHUP: both stay ignored. SIGTERM is never
-ignored, so that it ends every command, also the first process of a container.
+background jobs of a script with SIGINT ignored, and `nohup` ignores SIGHUP: both stay ignored, but a node and a demo
+take SIGINT there too. SIGTERM is never ignored, so that it ends every command, also the first process of a container.
 
 Before a node is known to others, the first signal already ends it at once: its body is cancelled and cleans up. After
 the body, a signal ends the process on the spot. Only this module sets handlers. It loads asyncio late, so that
@@ -116,7 +116,7 @@ async def departure(say: Callable[[str], None]) -> AsyncIterator[Departure]:
             end_of_service()
 
 
-async def cancelled_by_signals(main: Coroutine[Any, Any, T]) -> T:
+async def cancelled_by_signals(main: Coroutine[Any, Any, T], *, hears_interrupts: bool = False) -> T:
     """Await `main`; the first stop signal cancels it, a second one interrupts whatever is done at that moment."""
     import asyncio
 
@@ -131,7 +131,7 @@ async def cancelled_by_signals(main: Coroutine[Any, Any, T]) -> T:
         asked = True
         _call_soon(loop, body.cancel)
 
-    with answered(stop):
+    with answered(stop, hears_interrupts=hears_interrupts):
         return await main
 
 

@@ -13,7 +13,9 @@ from noloco_node.observe.bottleneck import wait_words
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import (
     ALL_ROUTES,
+    COMPUTING,
     MOST_CHANGES,
+    SETTLED_STEPS,
     Change,
     Course,
     PeerView,
@@ -69,6 +71,7 @@ class JournalObserver:
             budget_tokens=budget,
             tokens_per_s=sum(history.tokens_per_s(now) for history in sources),
             routes_told=ALL_ROUTES,
+            busy_name=COMPUTING,
         )
         names = {history.peer: history.name for history in self.histories if history.peer}
         signed = self._signed()
@@ -128,6 +131,7 @@ def peer_view(history: PeerHistory, names: Mapping[str, str], now: float) -> Pee
         cause=None if wait is None else wait.cause,
         since=None if wait is None else history.since - (wait.seconds or 0.0),
         met=history.partner,
+        settled=history.session_steps >= SETTLED_STEPS,
         tokens=history.tokens,
         there_s=None if given is None else given.there_s,
         line_bytes=None if given is None else given.sent_bytes + given.received_bytes,

@@ -170,8 +170,8 @@ class PeerHistory:
     """Tokens so far."""
     busy_s: float = 0.0
     worked_s: float = 0.0
-    underway: bool = False
-    """It has taken an inner step in this session."""
+    session_steps: int = 0
+    """Inner steps of this session."""
     round: int = 0
     partner: str | None = None
     gap_first: float | None = None
@@ -234,7 +234,8 @@ class PeerHistory:
 
     def start_life(self) -> None:
         """Its process is another one: it is not gone, and has no speed yet."""
-        self.gone, self.underway = None, False
+        self.gone, self.session_steps = None, 0
+        self.loss = None  # the new process has the weights of a checkpoint or of a donor
         self.recent.clear()
         self.hops_at = self.traffic_at = None  # totals begin anew
         self.routes, self.sent_per_s, self.received_per_s = {}, None, None
@@ -246,7 +247,8 @@ class PeerHistory:
             self.recent.append(event)
             self.busy_s += event.device_s
             self.worked_s += event.seconds
-        self.underway, self.ended_at, self.progress = True, event.at, event.progress
+        self.session_steps += 1
+        self.ended_at, self.progress = event.at, event.progress
         self.steps = event.step
         self.tokens += event.tokens
         self.drawn.add(Point(event.at, self.tokens))
@@ -292,6 +294,11 @@ class PeerHistory:
     def is_there(self) -> bool:
         """Whether the peer still trains, as far as its journal and the observer tell."""
         return self.finished is None and self.gone is None
+
+    @property
+    def underway(self) -> bool:
+        """Whether it has taken an inner step in this session."""
+        return self.session_steps > 0
 
     @property
     def busy(self) -> float | None:

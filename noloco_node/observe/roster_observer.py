@@ -19,6 +19,7 @@ from noloco_node.observe.journal_observer import routes
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import (
     MOST_CHANGES,
+    SETTLED_STEPS,
     Change,
     Course,
     PeerView,
@@ -52,6 +53,8 @@ class RosterObserver:
         self._microbatch_tokens = run.pipeline.microbatch_size * run.pipeline.sequence_length
         self._seen: deque[tuple[float, int]] = deque(maxlen=1000)
         self._before: dict[str, PeerRecord] | None = None
+        self._came: dict[str, int] = {}
+        """The inner steps that each peer had taken when it came to train; 0 of peers that trained at our first look."""
         self._changes: deque[Change] = deque(maxlen=MOST_CHANGES)
         self._course = Course()
         self._routes, self._lines = RecordedRoutes(), LineRates()
@@ -143,6 +146,7 @@ class RosterObserver:
             tokens_claimed=claimed,
             tokens_signed=None if source is None else source.signed * self._tokens,
             met=record.partner,
+            settled=record.inner_steps >= self._came.get(record.peer, 0) + SETTLED_STEPS,
             tokens=max(given.tokens, claimed or 0),
             there_s=float(given.seconds),
             line_bytes=given.sent_bytes + given.received_bytes,
@@ -166,6 +170,10 @@ class RosterObserver:
 
     def _note_changes(self, records: dict[str, PeerRecord], at: float) -> None:
         before, self._before = self._before, records
+        training = {peer: record for peer, record in records.items() if record.state is PeerState.TRAINING}
+        self._came = {
+            peer: self._came.get(peer, 0 if before is None else record.inner_steps) for peer, record in training.items()
+        }
         if before is None:
             return
         for peer, record in records.items():

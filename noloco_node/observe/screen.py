@@ -60,7 +60,7 @@ def picture(view: SwarmView, width: int, height: int, footer: str = "") -> Rende
     if len(stages) < len(view.stages):
         parts.append(Text(f"  and {len(view.stages) - len(stages)} more stages", style="dim"))
     if peers:
-        parts.append(_peer_table(peers, view.at, width))
+        parts.append(_peer_table(peers, view, width))
         if len(peers) < len(view.peers):
             parts.append(Text(f"  and {len(view.peers) - len(peers)} more peers", style="dim"))
     if left - 1 >= LEAST_CHART and len(view.course) > 1:
@@ -132,7 +132,7 @@ def _signed(given: GivenInAll, width: int) -> str:
 def _stage_table(stages: Sequence[StageView], view: SwarmView, width: int) -> Table:
     wide, table = width >= WIDE, _table(width)
     _add_columns(table, "stage", justify="right")
-    _add_columns(table, "replicas", "at work")
+    _add_columns(table, "replicas", view.busy_name)
     _add_columns(table, "tokens/s", *(("gap",) if wide else ()), justify="right")
     _add_columns(table, "wait for")
     table.columns[-1].ratio = 1
@@ -151,12 +151,12 @@ def _stage_table(stages: Sequence[StageView], view: SwarmView, width: int) -> Ta
     return table
 
 
-def _peer_table(peers: Sequence[PeerView], at: float, width: int) -> Table:
+def _peer_table(peers: Sequence[PeerView], view: SwarmView, width: int) -> Table:
     wide, table = width >= WIDE, _table(width)
     _add_columns(table, "peer", most=34 if wide else 16)
     _add_columns(table, "stage", justify="right")
     _add_columns(table, "state")
-    figures = ("step", "round", *(("partner", "at work") if wide else ()), "gap", "loss", "tokens/s")
+    figures = ("step", "round", *(("partner", view.busy_name) if wide else ()), "gap", "loss", "tokens/s")
     _add_columns(table, *figures, justify="right")
     _add_columns(table, "waits for")
     table.columns[-1].ratio = 1
@@ -172,7 +172,7 @@ def _peer_table(peers: Sequence[PeerView], at: float, width: int) -> Table:
             "" if peer.gap is None else f"{peer.gap:.4f}",
             "" if peer.loss is None else f"{peer.loss:.3f}",
             f"{peer.tokens_per_s:,.0f}",
-            Text(_waits(peer, at), style="dim"),
+            Text(_waits(peer, view.at), style="dim"),
         )
     return table
 

@@ -27,6 +27,12 @@ MOST_CHANGES = 100
 
 TOLD_ROUTES = "microbatches that came back, as peers told of them in the last minute"
 ALL_ROUTES = "microbatches that came back"
+AT_WORK, COMPUTING = "at work", "computing"
+"""What `busy` counts. Of records: the time by the wall clock for which a device has a microbatch in hand. Of journals:
+the time for which the device computes; of a CPU, that for which its thread has a core."""
+SETTLED_STEPS = 16
+"""Inner steps after which the loss of a peer that came to train counts for the swarm's. The weights of a checkpoint are
+old: the first windows have a loss that the others had long ago, until the next rounds pull the weights to theirs."""
 LONGEST_VIRTUAL_S = 1e9
 """Times below are seconds since a simulation began; later ones are unix seconds."""
 
@@ -64,7 +70,8 @@ class PeerFigures(msgspec.Struct, frozen=True, kw_only=True):
 class PeerView(PeerFigures, frozen=True, kw_only=True):
     """One peer. `cause`: why it waits, where it says so itself; `since`: since when, where that is known.
 
-    `tokens_claimed`: that it says it drew as a source. `met`: id of the peer that it met last.
+    `tokens_claimed`: that it says it drew as a source. `met`: id of the peer that it met last. `settled`: it has
+    trained for `SETTLED_STEPS` since it came.
     """
 
     peer: str
@@ -74,6 +81,7 @@ class PeerView(PeerFigures, frozen=True, kw_only=True):
     since: float | None = None
     tokens_claimed: int | None = None
     met: str | None = None
+    settled: bool = True
 
     @property
     def trains(self) -> bool:
@@ -125,6 +133,7 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a run beside its peers.
 
     `tokens`: trained so far, by all. `trouble`: why this may be out of date. `routes_told`: what is known of routes.
+    `busy_name`: what the shares of time called busy count.
     """
 
     name: str
@@ -135,6 +144,7 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
     trouble: str | None = None
     routes_told: str = TOLD_ROUTES
+    busy_name: str = AT_WORK
 
 
 class SwarmFigures(RunTotals, frozen=True, kw_only=True):
@@ -205,9 +215,7 @@ def swarm_view(
         if 0 <= peer.stage < stages:
             by_stage[peer.stage].append(peer)
     seen = tuple(_stage_view(number, there) for number, there in enumerate(by_stage))
-    sources = [peer for peer in peers if peer.stage == 0] or peers
-    loss = _mean([peer.loss for peer in sources if peer.trains]) or _mean([peer.loss for peer in sources])
-    gap = _mean([peer.gap for peer in peers])
+    loss, gap = _loss([peer for peer in peers if peer.stage == 0] or peers), _mean([peer.gap for peer in peers])
     speed, budget = totals.tokens_per_s, totals.budget_tokens
     is_over = totals.progress >= 1.0 or _all_finished(peers)
     left_s = 0.0 if is_over else None
@@ -254,6 +262,14 @@ def _given_in_all(peers: Sequence[PeerView]) -> GivenInAll:
         # Of each peer at most what it claims: the two figures are of the same tokens.
         signed=sum(min(peer.tokens_signed or 0, peer.tokens_claimed or 0) for peer in peers),
     )
+
+
+def _loss(sources: Sequence[PeerView]) -> float | None:
+    """Return the mean loss of the sources that have trained for a while; else of those that train; else of all."""
+    training = [peer for peer in sources if peer.trains]
+    there = [peer for peer in sources if peer.state != "gone"]
+    groups = ([peer for peer in training if peer.settled], training, there, sources)
+    return next((mean for group in groups if (mean := _mean([peer.loss for peer in group])) is not None), None)
 
 
 def _all_finished(peers: Sequence[PeerView]) -> bool:
