@@ -243,7 +243,8 @@ class CheckSettings:
 class SpotChecks:
     """Checks gradients of the next stage, between a `NextStage` and the client that calls its replicas.
 
-    `record`: takes verdicts. `compute`: runs arithmetic.
+    `compute`: runs arithmetic. `record`: takes verdicts. `shut_out`: shuts a peer out for so many seconds, or ends that
+    with 0.
     """
 
     def __init__(
@@ -253,9 +254,11 @@ class SpotChecks:
         settings: CheckSettings,
         compute: Run,
         record: Callable[[Verdict], None],
+        shut_out: Callable[[str, float], None],
         rng: Random,
     ) -> None:
-        self._ways, self._codec, self._compute, self._record, self._rng = ways, codec, compute, record, rng
+        self._ways, self._codec, self._compute, self._rng = ways, codec, compute, rng
+        self._record, self._shut_out = record, shut_out
         self._budget = CheckBudget(settings.rate)
         self._verdicts = Verdicts(deep=settings.stage + 2 < settings.stages)
         self._answered: dict[str, None] = {}
@@ -349,6 +352,8 @@ class SpotChecks:
 
     def _note(self, verdict: Verdict) -> None:
         self._counts[verdict.finding] += 1
+        if verdict.finding in (CheckFinding.QUARANTINED, CheckFinding.PAROLED):
+            self._shut_out(verdict.peer, verdict.for_s)
         self._record(verdict)
 
 

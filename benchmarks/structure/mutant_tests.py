@@ -230,6 +230,7 @@ class _Noter(_Watcher):
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
         self._seen.clear()
+        _clear_caches()
         begun_s = time.process_time()
         try:
             return (yield)
@@ -241,6 +242,15 @@ class _Noter(_Watcher):
 
     def pytest_sessionfinish(self) -> None:
         self.tell(self._found)
+
+
+def _clear_caches() -> None:
+    """Empty the caches of the packages' functions, so that every test that calls one runs it."""
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] in TESTED:
+            for value in list(vars(module).values()):
+                if callable(clear := getattr(value, "cache_clear", None)):
+                    clear()
 
 
 def _limit(seconds: float) -> None:

@@ -30,7 +30,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.machine.interface import DeviceLost
+from noloco_node.machine.interface import DeviceLost, Runner
 from noloco_node.run.config import MOST_SLOWDOWN
 from pipeline.forward_pass import is_shortage
 
@@ -175,6 +175,26 @@ class Device:
         """Wait for the jobs in hand and end the threads."""
         for thread in (self._thread, self._beside):
             thread.shutdown(wait=True, cancel_futures=True)
+
+
+class WatchedDevice:
+    """Runs jobs, and notes when the device fails for good.
+
+    The job that fails may belong to a peer's conversation, which ends by it; the node has to end as well. Conversations
+    that outlive a move to another stage refer to this object, and not to the replica.
+    """
+
+    def __init__(self, device: Runner) -> None:
+        self._device = device
+        self.lost: asyncio.Future[DeviceLost] = asyncio.get_running_loop().create_future()
+
+    async def run(self, job: Callable[..., T], *args: object) -> T:
+        try:
+            return await self._device.run(job, *args)
+        except DeviceLost as lost:
+            if not self.lost.done():
+                self.lost.set_result(lost)
+            raise
 
 
 async def _in_its_turn(submitted: concurrent.futures.Future[T]) -> T:

@@ -116,14 +116,19 @@ class MicrobatchClient:
         """Bounds the gradients that replicas return."""
         self._unbounded: dict[asyncio.Timeout, float] = {}
         """Calls that began before any replica had replied, and when (loop seconds)."""
+        self._roster: Roster | None = None
+        self._hops: tuple[Hop, ...] = ()
+        """The replicas to call, as of the roster."""
         self._pool = ConversationPool(context.network, topic(MICROBATCH, config.stage + 1), context.microbatch_schema)
 
-    def hops(self, roster: Roster) -> tuple[Hop, ...]:
-        """Return the replicas of the next stage that train."""
-        if self._config.last:
-            return ()
-        records = roster.stage(self._config.stage + 1)
-        return tuple([Hop(record.peer, record.device_s) for record in records if record.state is PeerState.TRAINING])
+    def hops(self) -> tuple[Hop, ...]:
+        """Return the replicas of the next stage that train: the same tuple until there is another roster."""
+        roster = self._context.roster()
+        if roster is not self._roster:
+            records = roster.stage(self._config.stage + 1)
+            self._hops = tuple([Hop(each.peer, each.device_s) for each in records if each.state is PeerState.TRAINING])
+            self._roster = roster
+        return self._hops
 
     async def call(self, peer: str, microbatch: Microbatch) -> Reply:
         """Have a peer take a microbatch to the end of the pipeline and back; journal what goes wrong."""

@@ -7,14 +7,11 @@ correct the fast weights. Every access to weights is a job of the device's one t
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from random import Random
 from statistics import fmean
-from typing import TypeVar
 
 from gossip.exchange.messages import Parts, ReplicaState
 from gossip.interface import Candidate, Event, MeetingLost, OuterStepTaken, RoundContext, RoundProgress
@@ -24,9 +21,11 @@ from gossip.rule.outer_step import Tensors
 from gossip.transfer.chunks import HeldCopy
 from noloco_node import __version__
 from noloco_node.journal import events
-from noloco_node.machine.interface import DeviceLost, Runner, StageModel
+from noloco_node.machine.device import WatchedDevice
+from noloco_node.machine.interface import Runner, StageModel
 from noloco_node.network.calls import ANSWERS, AdaptiveTimeout, SendTurns
 from noloco_node.network.interface import Conversation
+from noloco_node.network.wire import is_usable
 from noloco_node.node.microbatches import MicrobatchClient, MicrobatchServer
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext, rate_schedule, round_timeouts
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
@@ -36,41 +35,18 @@ from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.receipts import MOST_BROUGHT
 from noloco_node.swarm.roster import Derived, PeerRecord, Roster, speed
 from noloco_node.tasks import loop_s
-from noloco_node.units import is_usable
 from pipeline.admission_window import AdmissionWindow, WindowOutcome
 from pipeline.inner_step import OptimiserState, Progress, advance, begin, learning_rate
 from pipeline.messages import ACTIVATION_CODECS
 from pipeline.next_stage import NextStage, NextStageClient, Wanted
-from pipeline.spot_checks import CheckFinding, CheckSettings, SpotChecks, Verdict
+from pipeline.spot_checks import CheckSettings, SpotChecks
 from pipeline.worker import Worker, WorkerCompute
-
-T = TypeVar("T")
 
 DRAIN_S = 30.0
 """How long the blocking form of a round waits for what is in flight."""
 IDLE_S = 5.0
 """Shorter waits are not reported."""
 CAUSES = {Wanted.REPLICA: WaitCause.REPLICA, Wanted.ROOM: WaitCause.ROOM, Wanted.ANSWER: WaitCause.ANSWER}
-
-
-class _WatchedDevice:
-    """Runs jobs, and notes when the device fails for good.
-
-    The job that fails may belong to a peer's conversation, which ends by it; the node has to end as well. This class
-    does not refer to the replica, because conversations that outlive a move to another stage still refer to it.
-    """
-
-    def __init__(self, device: Runner) -> None:
-        self._device = device
-        self.lost: asyncio.Future[DeviceLost] = asyncio.get_running_loop().create_future()
-
-    async def run(self, job: Callable[..., T], *args: object) -> T:
-        try:
-            return await self._device.run(job, *args)
-        except DeviceLost as lost:
-            if not self.lost.done():
-                self.lost.set_result(lost)
-            raise
 
 
 class Replica:
@@ -93,7 +69,7 @@ class Replica:
         self.inner_steps = starting_state.origin.inner_steps
         self.progress: Progress = begin(starting_state.progress, loop_s())
         self._stage, self._device, self._context = stage, device, context
-        watched = _WatchedDevice(device)
+        watched = WatchedDevice(device)
         self._run = watched.run
         self.device_lost = watched.lost
         """Set when the device is lost, to the reason."""
@@ -101,17 +77,20 @@ class Replica:
         rng = Random(f"{run.seed}|routing|{config.peer}")
         turns = SendTurns(config.run.pipeline.replicas)
         self._client = MicrobatchClient(config, context, turns)
-        ways = NextStageClient(hops=Derived(context.roster, self._client.hops), call=self._client.call)
+        ways = NextStageClient(hops=self._client.hops, call=self._client.call)
+        checks = CheckSettings(share=run.pipeline.check_share, stage=config.stage, stages=run.pipeline.stages)
         self._checks = SpotChecks(
             ways,
             ACTIVATION_CODECS[run.pipeline.codec],
-            CheckSettings(share=run.pipeline.check_share, stage=config.stage, stages=run.pipeline.stages),
+            checks,
             device.beside,
-            self._heed,
+            lambda verdict: context.record(events.SpotCheck(**verdict._asdict())),
+            context.shut_out,
             Random(f"{run.seed}|checks|{config.peer}"),
         )
-        checked = replace(ways, hops=self._checks.hops, check=self._checks.check)
-        self.next_stage = None if config.last else NextStage(checked, rng)
+        if checks.rate > 0.0:
+            ways = NextStageClient(hops=self._checks.hops, call=self._client.call, check=self._checks.check)
+        self.next_stage = None if config.last else NextStage(ways, rng)
         self.worker = Worker(
             stage,
             self.admission,
@@ -284,12 +263,6 @@ class Replica:
                 if isinstance(event, OuterStepTaken):
                     self._gap, self._partner = event.gap, event.partner
                 self._context.record(event)
-
-    def _heed(self, verdict: Verdict) -> None:
-        """Shut a peer out, or let it in again, as the spot checks found."""
-        if verdict.finding in (CheckFinding.QUARANTINED, CheckFinding.PAROLED):
-            self._context.shut_out(verdict.peer, verdict.for_s)
-        self._context.record(events.SpotCheck(**verdict._asdict()))
 
     @property
     def _microbatch_s(self) -> float:

@@ -28,6 +28,7 @@ class Peers:
         self.hops = tuple(Hop(name) for name in names)
         self.calls: list[str] = []
         self.found: list[Verdict] = []
+        self.shut_out: list[str] = []
         self.script = script
         self._random = torch.Generator().manual_seed(1)
         self.checks = SpotChecks(
@@ -36,6 +37,7 @@ class Peers:
             CheckSettings(share=0.02, stage=0, stages=2),
             _at_once,
             self.found.append,
+            lambda peer, for_s: self.shut_out.append(peer) if for_s else self.shut_out.remove(peer),
             Random(2),
         )
 
@@ -77,6 +79,7 @@ async def test_a_liar_is_quarantined_and_while_it_is_checked_its_answers_do_no_h
     assert [verdict.finding for verdict in peers.found if verdict.peer == "b"][-1] is CheckFinding.QUARANTINED
     assert {verdict.peer for verdict in peers.found} == {"b"}
     assert [hop.peer for hop in peers.checks.hops()] == ["a", "c", "d"]
+    assert peers.shut_out == ["b"]
     bad = [reply for reply in replies if isinstance(reply, Gradient) and distance(reply.hidden, TRUE) > 1.0]  # type: ignore[arg-type]
     assert len(bad) <= 12
     signed = Counter(reply.computed_by for reply in replies if isinstance(reply, Gradient))
@@ -91,6 +94,7 @@ async def test_the_lie_by_which_a_sender_comes_to_doubt_itself_does_no_harm_eith
     while not peers.checks.statistics()[CheckFinding.DOUBTED] and asked < 1000:
         reply, asked = await peers.ask("c"), asked + 1
     assert peers.found[-1].finding is CheckFinding.DOUBTED
+    assert peers.shut_out == []
     assert isinstance(reply, Gradient)
     assert reply.hidden is not None
     assert distance(reply.hidden, TRUE) < 1.0
