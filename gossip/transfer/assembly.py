@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from gossip.exchange.messages import Implausible, Manifest, ReplicaState, Section
-from gossip.rule.outer_step import Tensors
-from gossip.rule.shares import ROUND_BOUND
+from gossip.rule.outer_step import ROUND_BOUND, Tensors
 from gossip.transfer.chunks import DIGEST_BYTES, cut, digest, gather, present, raw, scatter
 
 LEAST_SAVING = 0.1

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
+from gossip.exchange.codec import norm
 from gossip.exchange.messages import (
     Busy,
     Gone,
@@ -36,7 +37,6 @@ from gossip.exchange.messages import (
     Section,
     StateRequest,
 )
-from gossip.exchange.swap import norm
 from gossip.interface import Compute, Conversation
 from gossip.transfer.chunks import CopyInMemory, HeldCopy, Span, cut, digest, listed, name_of, present
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from typing import NamedTuple
 
+from gossip.exchange.codec import NORM_RATIO, check_finite, norm
 from gossip.exchange.messages import (
     Busy,
     Gone,
@@ -36,10 +37,9 @@ from gossip.exchange.messages import (
     Section,
     StateRequest,
 )
-from gossip.exchange.swap import NORM_RATIO, all_or_failure, check_finite, norm
+from gossip.exchange.swap import all_or_failure
 from gossip.interface import Compute, Conversation
-from gossip.rule.outer_step import Tensors
-from gossip.rule.shares import ROUND_BOUND
+from gossip.rule.outer_step import ROUND_BOUND, Tensors
 from gossip.transfer.assembly import ChunkArrived, DonorLost, Key, StateAssembly
 from gossip.transfer.chunks import DIGEST_BYTES, present, sections
 from gossip.transfer.donor import STREAMS, now_s

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from noloco_node.cli.event_loop import run
 from noloco_node.cli.options import (
     AnnounceOption,
     DeviceOption,
@@ -17,6 +16,7 @@ from noloco_node.cli.options import (
     invite_text,
 )
 from noloco_node.doctor.command import DoctorRequest, report
+from noloco_node.machine.signals import run
 
 
 def doctor(

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from noloco_node.cli.event_loop import run, unwound
-from noloco_node.cli.options import WebOpenOption, WebOption, page_place, taking
+from noloco_node.cli.options import WebOpenOption, WebOption, page_place
+from noloco_node.machine.signals import run, unwound
 
 
 def demo(
@@ -82,7 +82,6 @@ class SimulateOptions:
     web_open: WebOpenOption = False
 
 
-@taking(SimulateOptions)
 def simulate(
     options: SimulateOptions,
     scenario: Annotated[

@@ -30,7 +30,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.machine.interface import DeviceLost, Runner
+from noloco_node.machine.interface import DeviceLost, Runner, check_device_name
 from noloco_node.run.config import MOST_SLOWDOWN
 from pipeline.forward_pass import is_shortage
 
@@ -69,29 +69,15 @@ def is_loss(error: RuntimeError) -> bool:
 
 def choose_device(wish: str) -> torch.device:
     """Return the torch device for `auto`, `cpu`, `cuda` or `cuda:N`; raise `UserError` if it is not there."""
+    check_device_name(wish)
     if wish == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(wish)
-    except RuntimeError as error:
-        raise UserError(
-            f"There is no device called {wish!r}.",
-            why="torch knows none of this name",
-            hint="--device auto, cpu, cuda or cuda:N",
-            code=Exit.DEVICE,
-        ) from error
+    device = torch.device(wish)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(
             f"The device {wish!r} is not there.",
             why=f"torch sees {torch.cuda.device_count()} CUDA devices",
             hint="--device auto, or a torch build for your GPU",
-            code=Exit.DEVICE,
-        )
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(
-            f"The device {wish!r} cannot train here.",
-            why="only cpu and cuda are supported",
-            hint="--device cpu",
             code=Exit.DEVICE,
         )
     return device

@@ -1,11 +1,12 @@
 """What a node is handed by the machine that it runs on: a device, a slice of the model, text, a disk, a clock.
 
-`noloco_node.cli.participant.HostMachine` is made of real hardware, and a simulation's of memory and virtual time
+`noloco_node.cli.host_machine.HostMachine` is made of real hardware, and a simulation's of memory and virtual time
 (`noloco_node.sim.hardware.memory_host.MemoryHost`). The node cannot tell the difference.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -37,6 +38,17 @@ class DeviceLost(UserError):
             hint="start again: the node goes on from its last checkpoint; if it happens again, look at the driver's"
             " messages (dmesg), its temperature and its power, or use another --device",
             code=Exit.DEVICE_LOST,
+        )
+
+
+def check_device_name(wish: str) -> None:
+    """Raise `UserError` unless `wish` is auto, cpu, cuda or cuda:N; whether the device is there, only torch can say."""
+    if not re.fullmatch(r"auto|(cpu|cuda)(:\d{1,2})?", wish):
+        raise UserError(
+            f"The device {wish!r} cannot train here.",
+            why="only cpu and cuda are supported",
+            hint="--device auto, cpu, cuda or cuda:N",
+            code=Exit.DEVICE,
         )
 
 

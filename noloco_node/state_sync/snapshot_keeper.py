@@ -21,8 +21,8 @@ from functools import partial
 from random import Random
 from statistics import median_low
 
+from gossip.exchange.codec import norm
 from gossip.exchange.messages import Busy, Manifest, Parts, ReplicaState
-from gossip.exchange.swap import norm
 from gossip.transfer.donor import Donor, DonorLimits
 from gossip.transfer.download import OUTLYING_ROUNDS, download_state, piece_s
 from noloco_node.machine.interface import Host, Reporter, Runner, SnapshotStore

@@ -29,8 +29,7 @@ import torch
 from gossip.exchange.messages import Manifest, ReplicaState
 from gossip.interface import Origin
 from gossip.rounds.rounds import Rounds
-from gossip.rule.outer_step import OuterState
-from gossip.rule.shares import ROUND_BOUND
+from gossip.rule.outer_step import ROUND_BOUND, OuterState
 from gossip.transfer.download import OUTLYING_PROGRESS, round_to_start_in
 from noloco_node.machine.interface import StageModel
 from noloco_node.run.peer_state import AT_WORK, PeerState

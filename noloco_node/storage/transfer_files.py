@@ -25,8 +25,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from gossip.exchange.codec import norm
 from gossip.exchange.messages import Manifest, ReplicaState, Section
-from gossip.exchange.swap import norm
 from gossip.transfer.assembly import Key
 from gossip.transfer.chunks import DIGEST_BYTES, MOST_PIECE_BYTES, Span, held_sections, present, raw, tensors_of
 from noloco_node.errors import reason_of

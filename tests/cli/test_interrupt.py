@@ -15,11 +15,10 @@ import pytest
 from limits import LAST_RESORT_S
 
 from benchmarks.structure.source import read_tree
-from noloco_node.cli.event_loop import run, run_until_interrupted, unwound
 from noloco_node.errors import Exit
 from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
-from noloco_node.machine.signals import STOPS
+from noloco_node.machine.signals import STOPS, run, run_until_interrupted, unwound
 
 HANDLERS = ("signal.signal(", "add_signal_handler(")
 SETS_HANDLERS = {"noloco_node.machine.signals", "noloco_node.demo.child_processes"}

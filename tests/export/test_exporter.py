@@ -23,7 +23,7 @@ from torch import Tensor
 from toy_gossip import at_once
 
 from gossip.exchange.messages import Busy, Parts, ReplicaState
-from gossip.rule.shares import ROUND_BOUND
+from gossip.rule.outer_step import ROUND_BOUND
 from gossip.transfer.donor import Donor, DonorLimits
 from gossip.transfer.download import DonorBusy
 from noloco_node.errors import Exit, UserError

@@ -23,7 +23,7 @@ from msgspec import structs
 from real_nodes import RealNodes
 
 from gossip.exchange.messages import Manifest, Parts, StateRequest
-from gossip.rule.shares import ROUND_BOUND
+from gossip.rule.outer_step import ROUND_BOUND
 from noloco_node.journal import events as journal_events
 from noloco_node.machine.interface import Reporter
 from noloco_node.node.node_context import NodeOptions

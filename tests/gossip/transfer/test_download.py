@@ -34,6 +34,7 @@ from state_copies import (
 )
 from toy_gossip import CUT, SWALLOW, Line, World, at_once
 
+from gossip.exchange.codec import norm
 from gossip.exchange.messages import (
     Busy,
     Gone,
@@ -47,7 +48,6 @@ from gossip.exchange.messages import (
     Section,
     StateRequest,
 )
-from gossip.exchange.swap import norm
 from gossip.transfer import donor as donors_side
 from gossip.transfer.assembly import ChunkArrived, DonorLost, DonorSelected, Key, News, StateAssembly
 from gossip.transfer.chunks import Span, cut, digest, gather, tensors_of
