@@ -1,7 +1,7 @@
-"""What a swarm is doing at one moment: one struct, from which every view is drawn and which `--json` prints.
+"""`SwarmView`: a swarm at one moment. Every view is drawn from it, and `--json` prints it.
 
-It is made of records in the DHT (`roster_observer`) or of journals (`journal_observer`). Times are unix seconds. What
-strangers say of themselves is in here as they said it: code that prints it uses `plain`.
+`roster_observer` makes it of records in the DHT, `journal_observer` of journals. Times are unix seconds. Words of
+strangers are in here unchanged: code that prints them uses `plain`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ LONGEST_VIRTUAL_S = 1e9
 
 
 class PeerFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What every view shows of one peer. `busy`: share of its time for which its device works, or the line that limits
-    it; None if unknown.
+    """The figures of one peer that every view shows; None where unknown.
 
-    `waits`: what it waits for, in words. `tokens`: of its windows, as it says; `tokens_signed`: that it drew as a
-    source and has receipts for; `there_s`, `line_bytes`, `joules`: what it gave beside them, where known. `share`: of
-    its stage's speed. `sent_per_s`, `received_per_s`: bytes over its line; `budget`: what it uses of what its owner
-    allows, in words.
+    `busy`: share of the time for which its device works, or the line that limits it. `share`: of its stage's speed.
+    `tokens`: of its windows, as it says; `tokens_signed`: those that it drew as a source and has receipts for.
+    `sent_per_s`, `received_per_s`: bytes over its line. `waits`: what it waits for, and `budget`: what it uses of the
+    line that its owner allows, both in words.
     """
 
     name: str
@@ -68,10 +67,9 @@ class PeerFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerView(PeerFigures, frozen=True, kw_only=True):
-    """One peer. `cause`: why it waits, where it says so itself; `since`: since when, where that is known.
+    """One peer. `cause`: why it waits, if it says so; `since`: when the wait began. `met`: id of its last partner.
 
-    `tokens_claimed`: that it says it drew as a source. `met`: id of the peer that it met last. `settled`: it has
-    trained for `SETTLED_STEPS` since it came.
+    `tokens_claimed`: that it says it drew as a source. `settled`: it has trained for `SETTLED_STEPS` since it came.
     """
 
     peer: str
@@ -85,7 +83,6 @@ class PeerView(PeerFigures, frozen=True, kw_only=True):
 
     @property
     def trains(self) -> bool:
-        """Whether it takes part in the training now."""
         return self.state == PeerState.TRAINING
 
 
@@ -116,10 +113,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GivenInAll(msgspec.Struct, frozen=True, kw_only=True):
-    """What peers say they have given, together: tokens of their windows, their time, bytes of their lines, energy.
-
-    `drawn`: tokens that sources say they drew, where others keep count of these; `signed`: by receipts.
-    """
+    """Sums of what peers say they have given. `drawn`: tokens that sources claim; `signed`: of these, by receipts."""
 
     tokens: int
     there_s: float
@@ -130,10 +124,9 @@ class GivenInAll(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a run beside its peers.
+    """Facts of a run beside its peers. `tokens`: trained so far, by all. `trouble`: why the view may be out of date.
 
-    `tokens`: trained so far, by all. `trouble`: why this may be out of date. `routes_told`: what is known of routes.
-    `busy_name`: what the shares of time called busy count.
+    `routes_told`: which routes are known, in words. `busy_name`: what a share of time called busy counts.
     """
 
     name: str
@@ -148,11 +141,7 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SwarmFigures(RunTotals, frozen=True, kw_only=True):
-    """What every view shows of a swarm.
-
-    `bottleneck`: what holds it back, in one sentence; `limit`: the stage that this names. `given`: by all that are
-    shown.
-    """
+    """The figures of a swarm that every view shows. `bottleneck`: a sentence; `limit`: the stage that it names."""
 
     at: float
     loss: float | None
@@ -174,16 +163,13 @@ class SwarmView(SwarmFigures, frozen=True, kw_only=True):
 
 
 class Thinned(Generic[T]):
-    """At most `limit` of all that comes, evenly: when it is full, every second goes and the rest are taken half as
-    often.
-    """
+    """At most `limit` of all points, evenly: when it is full, it drops every second one and takes half as many."""
 
     def __init__(self, limit: int = 512) -> None:
         self.points: list[T] = []
         self._limit, self._stride, self._seen = limit, 1, 0
 
     def add(self, point: T) -> None:
-        """Take a point, or pass it over."""
         if self._seen % self._stride == 0:
             self.points.append(point)
         self._seen += 1
@@ -208,7 +194,7 @@ def swarm_view(
 ) -> SwarmView:
     """Put a view together, and add its moment to the course.
 
-    `is_speed_known`: whether the speed has all who are at work: not while some have taken only their first step.
+    `is_speed_known`: the speed counts all sources; false while some have taken only their first step.
     """
     by_stage: list[list[PeerView]] = [[] for _ in range(stages)]
     for peer in peers:
@@ -243,12 +229,11 @@ def swarm_view(
 
 
 def short(peer: str) -> str:
-    """Return a peer's id as a person sees it."""
     return peer[-SHORT_ID:]
 
 
 def plain(words: str | None) -> str:
-    """Return what a stranger says of itself as plain text, bounded, without signs that move a terminal's cursor."""
+    """Return a stranger's words as plain bounded text, without signs that move a terminal's cursor."""
     return "".join(letter if letter.isprintable() else " " for letter in (words or "")[:MOST_WORDS])
 
 
@@ -273,7 +258,7 @@ def _loss(sources: Sequence[PeerView]) -> float | None:
 
 
 def _all_finished(peers: Sequence[PeerView]) -> bool:
-    """Say whether all that are there have finished: a run ends a little before its last tokens are signed."""
+    """Say whether all present peers have finished: a run ends a little before its last tokens are signed."""
     states = {peer.state for peer in peers} - {"gone"}
     return states == {"finished"}
 
@@ -307,7 +292,7 @@ def _stage_view(number: int, peers: Sequence[PeerView]) -> StageView:
 
 
 def _brief(peer: PeerView) -> str | None:
-    """Return what a peer waits for without the details, in which those differ that wait for the same."""
+    """Return what a peer waits for without details, so that equal waits count together."""
     return peer.waits if peer.cause in (None, WaitCause.OTHER) else wait_words(Wait(peer.cause), peer.stage)
 
 
