@@ -62,7 +62,7 @@ overlap_steps = 4
 
 @dataclass
 class Way:
-    """What was found. `followed`: how. `more`: further figures, by name."""
+    """The modules that one way opens. `followed`: how the program followed it. `more`: further figures, by name."""
 
     followed: str
     modules: list[str]

@@ -17,8 +17,7 @@ from toy_gossip import Toy, ToySettings, World
 
 from gossip.exchange.messages import Manifest, Piece, ReplicaState
 from gossip.interface import Origin
-from gossip.rule.outer_step import OuterState
-from gossip.rule.shares import ROUND_BOUND
+from gossip.rule.outer_step import ROUND_BOUND, OuterState
 from gossip.settings import OuterConfig
 from gossip.transfer.chunks import cut, listed
 from noloco_node.errors import UserError
