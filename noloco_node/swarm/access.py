@@ -273,7 +273,7 @@ class Visitor(msgspec.Struct, frozen=True):
 async def visited(invite: str, visitor: Visitor) -> AsyncIterator[tuple[PeerNetwork, RunFileText, Membership]]:
     """Visit the swarm of an invite without joining it: a passing identity, no listening, one look at the roster.
 
-    A peer that does not take calls holds the visitor up no longer than a node (`noloco_node.network.calls`).
+    A peer that does not take calls holds the visitor up no longer than a node (`noloco_node.network.timeouts`).
     """
     parsed = invites.parse(invite)
     access = RunAccess(
