@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.activation_codec import decode, encode, seed_of
 from pipeline.decoder_slice import Cut
-from pipeline.forward_pass import PendingForward
+from pipeline.forward_pass import PendingForward, StageSettings
 from pipeline.inner_step import Inner, OptimiserState
 from pipeline.messages import ACTIVATION_CODECS, Gradient
 from pipeline.model_config import Prepared, family_config, prepare
 from pipeline.partition import build, cut
-from pipeline.stage import Stage, StageSettings
+from pipeline.stage import Stage
 
 CPU = torch.device("cpu")
 INNER = Inner(beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.1, clip_norm=1.0)
