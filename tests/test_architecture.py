@@ -174,8 +174,8 @@ def test_one_module_imports_hivemind() -> None:
     assert importers("hivemind") == {"noloco_node.libp2p.hivemind_compat"}
 
 
-def test_only_the_command_line_knows_uvloop() -> None:
-    assert importers("uvloop") == {"noloco_node.cli.event_loop"}
+def test_one_module_imports_uvloop() -> None:
+    assert importers("uvloop") == {"noloco_node.machine.signals"}
 
 
 def test_no_collective_anywhere() -> None:

@@ -15,7 +15,6 @@ from typing import Annotated
 
 import typer
 
-from noloco_node.cli.event_loop import run
 from noloco_node.cli.options import (
     AnnounceOption,
     HomeOption,
@@ -28,13 +27,12 @@ from noloco_node.cli.options import (
     default_home,
     invite_text,
     page_place,
-    taking,
 )
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.addresses import KnownPeers, parse_peer_address
 from noloco_node.libp2p.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
-from noloco_node.machine.signals import departure
+from noloco_node.machine.signals import departure, run
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import short
 from noloco_node.run.config import RunConfig
@@ -93,7 +91,6 @@ class BootstrapOptions:
     web_open: WebOpenOption = False
 
 
-@taking(BootstrapOptions)
 def bootstrap(options: BootstrapOptions) -> None:
     """Host a bootstrap peer: newcomers find the swarm and its run file here. Prints the invite to pass on."""
     run(host(options))

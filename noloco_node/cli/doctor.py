@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from noloco_node.cli.event_loop import run
 from noloco_node.cli.options import (
     AnnounceOption,
     DeviceOption,
@@ -17,6 +16,7 @@ from noloco_node.cli.options import (
     invite_text,
 )
 from noloco_node.doctor.command import DoctorRequest, report
+from noloco_node.machine.signals import run
 
 
 def doctor(
@@ -47,6 +47,4 @@ def doctor(
         announce=tuple(announce or ()),
         local=tuple(local or ()),
     )
-    text, code = run(report(invite, wish, as_json=as_json))
-    typer.echo(text)
-    raise typer.Exit(code)
+    raise typer.Exit(run(report(invite, wish, typer.echo, as_json=as_json)))

@@ -1,27 +1,69 @@
-"""`noloco-node join`: checks what was typed before torch is loaded, then has `participant` take part."""
+"""`noloco-node join`: this machine takes part as a node, session by session.
+
+The command checks what was typed before it loads torch, so that a refusal comes at once.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import os
+from contextlib import AsyncExitStack, closing
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
 
-from noloco_node.cli.event_loop import run
-from noloco_node.cli.options import JoinOptions, KeptInviteArgument, default_home, page_place, taking
+from msgspec import structs
+
+from noloco_node.admission.ticket import MEMBER
+from noloco_node.cli.options import JoinOptions, KeptInviteArgument, default_home, page_place
 from noloco_node.data.dataset_documents import check_source
-from noloco_node.libp2p.addresses import check_announce, check_listen
-from noloco_node.swarm.invite import found, parse
+from noloco_node.doctor.machine_checks import require_disk
+from noloco_node.journal import events
+from noloco_node.journal.reader import read
+from noloco_node.journal.writer import Journal
+from noloco_node.libp2p.addresses import KnownPeers, check_announce, check_listen
+from noloco_node.libp2p.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
+from noloco_node.limits.budget import TrafficLedger
+from noloco_node.machine import memory
+from noloco_node.machine.interface import Reporter, check_device_name
+from noloco_node.machine.signals import Departure, departure, run
+from noloco_node.network.interface import PeerNetwork
+from noloco_node.node.sessions import Sessions, live_in_sessions
+from noloco_node.observe.peer_history import PeerHistory, ledger_of
+from noloco_node.observe.swarm_view import short
+from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_per_s
+from noloco_node.run.runfile import check_text, summary
+from noloco_node.storage.home import Home, RunPaths
+from noloco_node.swarm import invite as invites
+from noloco_node.swarm.access import RunAccess, connected
+from noloco_node.swarm.invite import KeptInvite, met_before, not_ours
 from noloco_node.swarm.roster import checked_name
-from noloco_node.terminal import say
+from noloco_node.swarm.run_distribution import HISTORY_SCHEMA, HISTORY_TOPIC, RunFileText, RunHistory, fetch, reached
+from noloco_node.tasks import background, supervised
+from noloco_node.terminal import Bar, say, sign, warn
+from noloco_node.units import format_bytes
 from noloco_node.web.places import metrics_place
+from noloco_node.web.served_views import ServedViews, views_served
+
+if TYPE_CHECKING:
+    import torch
+
+    from noloco_node.cli.host_machine import FirstCheckpoint
+    from noloco_node.machine.device import EnergyMeter
+    from noloco_node.planning.model_layout import ModelLayout
 
 
-@taking(JoinOptions)
 def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
     """Join a swarm: take a stage and train with the others to the end. Ctrl-C once leaves politely, twice at once."""
     # Before torch is loaded: a refusal is to come at once.
     _ = options.allowance, options.most_memory_bytes, options.most_disk_bytes
     _ = metrics_place(options.metrics, is_open=options.metrics_open)
     _ = page_place(options.web, is_open=options.web_open), checked_name(options.name)
-    parsed = parse(found(invite, options.home or default_home("node")))
+    check_device_name(options.device)
+    parsed = invites.parse(invites.found(invite, options.home or default_home("node")))
     check_listen(options.listen or ())
     check_announce(options.announce or ())
     if options.data is not None:
@@ -29,8 +71,185 @@ def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
     say("loading torch (a few seconds)")
     gc.disable()  # none of what is imported is garbage, and to look for some takes a sixth of a node's start
     try:
-        from noloco_node.cli.participant import take_part
+        import noloco_node.cli.host_machine
+        import noloco_node.node.node  # noqa: F401
     finally:
         gc.freeze()
         gc.enable()
     run(take_part(parsed, options))
+
+
+async def take_part(invite: invites.Invite, options: JoinOptions) -> None:
+    """Join the swarm of an invite, and stay until the run ends or we are asked to leave."""
+    import torch
+
+    from noloco_node.machine.device import choose_device, energy_meter
+
+    memory.share_arenas()
+    torch_device = choose_device(options.device)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    directory = options.home or default_home("node")
+    with Home.open(directory) as home, Journal(home.journal) as journal, closing(Bar()) as bar:
+        paths = home.enter(invite.digest)
+        _say_other_runs(paths)
+        access = RunAccess(invite, MEMBER, home.path)
+        settings, known_peers = _network_settings(access, options, home), KnownPeers()
+        met = met_before(invite, home)
+        known_peers.note(met)
+        ledger = TrafficLedger(home.traffic, datetime.now, say)
+        sessions = Sessions(options.allowance, ledger, datetime.now, say)
+        metrics_at = metrics_place(options.metrics, is_open=options.metrics_open)
+        page_at = page_place(options.web, is_open=options.web_open, home=home)
+        given = await asyncio.to_thread(ledger_of, read(home.journal))
+        own = PeerHistory(checked_name(options.name), 0, ledger=given)
+        async with (
+            departure(say) as leaving,
+            views_served(metrics_at, page_at, invite.digest, own) as views,
+        ):
+            recorder = Recorder(journal, views, torch_device, energy_meter(torch_device))
+            recorder.record_energy()  # by it readers of the journal know that this total begins anew
+            reporter = Reporter(record=recorder.record, say=say, draw=bar.draw, warn=warn)
+            asked = [each.peer for each in met]
+            participant = _Participant(
+                access, options, home, paths, torch_device, reporter, leaving, views, sessions, asked
+            )
+            await live_in_sessions(
+                sessions, leaving, lambda: connected(settings, known_peers), participant.take_part, say
+            )
+
+
+class Recorder(NamedTuple):
+    """Writes events to the journal and shows them; adds to `Started` the device and the process id."""
+
+    journal: Journal
+    views: ServedViews
+    torch_device: torch.device
+    meter: EnergyMeter | None
+
+    def record(self, event: events.Event) -> None:
+        if isinstance(event, events.Started):
+            event = structs.replace(event, device=str(self.torch_device), pid=os.getpid())
+        self.journal.write(event)
+        self.views.take(event)
+        if isinstance(event, events.Traffic):
+            self.record_energy()
+
+    def record_energy(self) -> None:
+        """Record the energy that the device has taken since this process began, if the device tells."""
+        if self.meter is not None:
+            self.record(events.Energy(joules=self.meter.joules()))
+
+
+@dataclass
+class _Participant:
+    """This peer in all of its sessions, with a node for each. `met`: peers that this home met before."""
+
+    access: RunAccess
+    options: JoinOptions
+    home: Home
+    paths: RunPaths
+    torch_device: torch.device
+    reporter: Reporter
+    leaving: Departure
+    views: ServedViews
+    sessions: Sessions
+    met: list[str]
+    run: tuple[RunFileText, ModelLayout, FirstCheckpoint] | None = None
+    """What the first session fetched: in a later one no peer of the invite may be there to ask."""
+
+    async def take_part(self, network: PeerNetwork, leave: asyncio.Event) -> None:
+        """Live as a node until the session is over, or the run."""
+        from noloco_node.cli.host_machine import HostMachine
+        from noloco_node.node.node import Node
+        from noloco_node.node.node_context import NodeOptions
+        from noloco_node.run.protocols import GOSSIP
+
+        sign(short(network.peer_id))
+        say(f"we are {network.peer_id}")
+        network = await self.access.enter(network)
+        self.run = self.run or await self._fetch_run(network)
+        recipe, layout, checkpoint = self.run
+        self.sessions.share_with_rounds(GOSSIP, recipe.run.outer.line_share)
+        history = RunHistory(self.paths.run_history, recipe.digest, say)
+        host = HostMachine(self.options, self.paths, self.torch_device, recipe, layout, checkpoint, network.peer_id)
+        with closing(host):
+            await network.serve(HISTORY_TOPIC, HISTORY_SCHEMA, history.serve)
+            asked, options = self._asked(network), self.options
+            node_options = NodeOptions(
+                stage=options.stage,
+                moves=options.stage is None and not options.stay,
+                linger_s=options.linger,
+                refresh_s=options.refresh,
+                keep_snapshots=options.keep_snapshots,
+                slowest_bytes_per_s=slowest_bytes_per_s(options.allowance, SLOWEST_BYTES_PER_S),
+                bootstrap_peers=tuple(asked),
+                reached=max(history.progress, await reached(network, asked)),
+                begin_anew=options.begin_anew,
+                name=checked_name(options.name),
+                given=partial(self.views.own.ledger.given, self.access.invite.digest),
+            )
+            node = Node(recipe, layout, network, host, node_options, self.reporter)
+            self.leaving.polite = True
+            kept = KeptInvite(self.home.invite, self.access.invite, await network.addresses(), say)
+            say(f"an invite of our own, kept in {self.home.invite}: {invites.without_secret(kept.keep())}")
+            beside = (
+                self.access.renew(say),
+                supervised("noting how far the run is", partial(history.follow, node.membership), warn),
+                supervised("keeping the invite", partial(kept.follow, node.membership), warn),
+                self.views.follow(node.membership, network, recipe),
+            )
+            async with AsyncExitStack() as stack:
+                for each in beside:
+                    await stack.enter_async_context(background(each))
+                await node.live(leave)
+
+    def _asked(self, network: PeerNetwork) -> list[str]:
+        """Return the peers of the invite, without ourselves: it may be our own."""
+        return list(dict.fromkeys(each.peer for each in self.access.invite.addresses if each.peer != network.peer_id))
+
+    async def _fetch_run(self, network: PeerNetwork) -> tuple[RunFileText, ModelLayout, FirstCheckpoint]:
+        from noloco_node.cli.host_machine import first_checkpoint
+        from noloco_node.planning.model_layout import check_download, model_layout
+
+        options = self.options
+        asked = dict.fromkeys((*self._asked(network), *self.met))
+        recipe = await fetch(network, list(asked), self.access.invite.digest, options.local or ())
+        self.access.pin(recipe.run)
+        for line in summary(recipe.run, options.data):
+            say(line)
+        if options.stage in (None, 0):
+            check_text(recipe.run, options.data)
+        await asyncio.to_thread(check_download, recipe.run.model, options.most_disk_bytes)
+        for place in (self.paths, self.home):
+            place.keep_run_file(recipe.text)
+        layout = await asyncio.to_thread(model_layout, recipe.run)
+        sizes = {stage: 4 * sum(map(prod, shapes.values())) for stage, shapes in enumerate(layout.shapes)}
+        wished = {stage: size for stage, size in sizes.items() if stage == options.stage}
+        if (full := require_disk(self.paths, wished or sizes, options.keep)) is not None:
+            warn(full)
+        return recipe, layout, await asyncio.to_thread(first_checkpoint, options, self.paths, recipe.run, layout)
+
+
+def _say_other_runs(paths: RunPaths) -> None:
+    """Say how much a home keeps of other runs, if anything: no node removes that."""
+    others = paths.other_runs()
+    if others.number:
+        size, place = format_bytes(others.size_bytes), paths.path.parent
+        say(f"this home keeps {size} of other runs ({others.number}) below {place}; you may remove a directory there")
+
+
+def _network_settings(access: RunAccess, options: JoinOptions, home: Home) -> NetworkSettings:
+    addresses = access.invite.addresses
+    others = not_ours(addresses, home)
+    return NetworkSettings(
+        run=access.invite.digest,
+        identity=home.identity,
+        listen=tuple(options.listen or EVERYWHERE),
+        announce=tuple(options.announce or ()),
+        reach=Reachability.RELAYED if options.relayed else Reachability.AUTO,
+        bootstrap=tuple(map(str, others or addresses)),  # a peer does not begin a swarm by its own invite
+        accepts=access.accepts,
+        lends_line=not options.allowance.is_limited,
+        capacity=Capacity.within(memory.machine_free_bytes()),
+    )

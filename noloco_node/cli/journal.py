@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from noloco_node.cli.event_loop import unwound
 from noloco_node.cli.options import HomeOption, default_home
+from noloco_node.machine.signals import unwound
 
 journal = typer.Typer(no_args_is_help=True, help="What nodes have written down: journals.")
 

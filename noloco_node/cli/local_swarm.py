@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from noloco_node.cli.event_loop import run, unwound
-from noloco_node.cli.options import WebOpenOption, WebOption, page_place, taking
+from noloco_node.cli.options import WebOpenOption, WebOption, page_place
+from noloco_node.machine.signals import run, unwound
 
 
 def demo(
@@ -47,7 +47,8 @@ def demo(
         slowdown=SLOWDOWN if heterogeneous else 1.0,
         outage=kill,
     )
-    run(demonstrate(config, page_place(web, is_open=False)))
+    # A demo in the background of a script ends on Ctrl-C too: its swarm would keep the machine busy.
+    run(demonstrate(config, page_place(web, is_open=False)), hears_interrupts=True)
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,6 @@ class SimulateOptions:
     web_open: WebOpenOption = False
 
 
-@taking(SimulateOptions)
 def simulate(
     options: SimulateOptions,
     scenario: Annotated[

@@ -1,35 +1,39 @@
-"""The command line: registers every command, and says how an error looks and with which exit code it ends.
+"""The command line: registers every command, and turns errors into messages and exit codes.
 
-A command holds its options, its help and what it does in the module from which it is registered below. None loads torch
-before what was typed is checked, so that `--help`, `status` and a refusal come at once. Each `UserError` becomes one
-message (what, why, what to try) on the standard error and its exit code.
+The module from which a command is registered below has its options, its help and its work. No command loads torch
+before it has checked what was typed, so that `--help`, `status` and a refusal come at once. Each `UserError` becomes
+one message (what, why, what to try) on the standard error and its exit code.
 """
 
 from __future__ import annotations
 
 import errno
 import gc
+import inspect
 import select
 import sys
-from typing import Annotated, Any
+from collections.abc import Callable
+from dataclasses import fields
+from functools import wraps
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperGroup
 
 from noloco_node import __version__
 from noloco_node.cli import bootstrap, doctor, join, journal, local_swarm, members, models, run_file, status
-from noloco_node.cli.event_loop import drop_output
 from noloco_node.errors import COMPLAINT, Exit, UserError, reason_of, user_error_of
+from noloco_node.machine.signals import drop_output
 from noloco_node.terminal import LogLevel, complain, configure
 
 
 class CommandGroup(TyperGroup):
-    """Takes the options on what is said behind a command too, and lets a reader of the output leave."""
+    """Takes the logging options behind a command too; a reader may close the output early."""
 
     FLAG, LEVEL = "--log-json", "--log-level"
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put these options before the command; what follows `--` is none."""
+        """Put the logging options before the command; words behind `--` are no options."""
         end = args.index("--") if "--" in args else len(args)
         first: list[str] = []
         rest: list[str] = []
@@ -42,7 +46,7 @@ class CommandGroup(TyperGroup):
         return super().parse_args(ctx, [*first, *rest, *args[end:]])
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; a reader that closes the pipe, as `head` does, has what it wanted."""
+        """Run the command; a reader that closes the pipe, as `head` does, has read enough."""
         try:
             try:
                 return super().invoke(ctx)
@@ -53,6 +57,34 @@ class CommandGroup(TyperGroup):
                 raise
             drop_output()
             raise typer.Exit from None
+
+
+def _with_flat_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the command with each field of its parameter `options`, a dataclass, as an option of its own.
+
+    Typer reads the options of a command from its signature.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    if "options" not in signature.parameters:
+        return command
+    kind = signature.parameters["options"].annotation
+    hints = get_type_hints(kind, include_extras=True)
+
+    @wraps(command)
+    def flat(**given: Any) -> None:
+        command(options=kind(**{field.name: given.pop(field.name) for field in fields(kind)}), **given)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        *(each for each in signature.parameters.values() if each.name != "options"),
+        *(
+            inspect.Parameter(each.name, keyword, default=each.default, annotation=hints[each.name])
+            for each in fields(kind)
+        ),
+    ]
+    flat.__annotations__ = {each.name: each.annotation for each in parameters}
+    flat.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return flat
 
 
 def _reader_is_gone() -> bool:
@@ -86,7 +118,7 @@ for _command in (
     local_swarm.demo,
     local_swarm.simulate,
 ):
-    app.command()(_command)
+    app.command()(_with_flat_options(_command))
 app.add_typer(journal.journal, name="journal")
 
 

@@ -27,10 +27,10 @@ from noloco_node.admission.owner_files import (
 )
 from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, grant, key_of, peer_of
 from noloco_node.admission.ticket_service import OPEN_DAYS
-from noloco_node.cli.event_loop import run
-from noloco_node.cli.options import default_home, invite_text, taking
+from noloco_node.cli.options import default_home, invite_text
 from noloco_node.errors import Exit, UserError, config_error, user_error_of
 from noloco_node.libp2p.settings import NetworkSettings
+from noloco_node.machine.signals import run
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.run.runfile import read_run_text
 from noloco_node.swarm import invite as invites
@@ -81,7 +81,6 @@ class MemberOptions:
     ] = False
 
 
-@taking(MemberOptions)
 def members(
     action: Annotated[MemberAction, typer.Argument(metavar="ACTION", help="list, invite, revoke or ban.")],
     options: MemberOptions,

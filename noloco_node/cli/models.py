@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from noloco_node.cli.event_loop import run
 from noloco_node.cli.options import OWNER_RUN, HomeOption, LocalOption, OwnerOption, default_home, invite_text
 from noloco_node.export.sources import check_export, check_models, known_run
+from noloco_node.machine.signals import run
 from noloco_node.swarm.access import Visitor
 from noloco_node.swarm.invite import found
 

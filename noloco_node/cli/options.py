@@ -1,19 +1,17 @@
 """What several commands share: arguments, options, and how they are read; and the options of `join`.
 
-Each option is declared once; an option of another single command stands with that command. `participant` needs the
-options of `join` as well, and loads torch, so they stand here and not in `join`.
+An option of any other single command stands with that command.
 """
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated
 
 import typer
 
@@ -211,34 +209,6 @@ def page_place(web: str | None, *, is_open: bool, home: HomePaths | None = None)
     if is_open:
         return PagePlace(place, "")
     return PagePlace(place, new_token() if home is None else kept_token(home.page_token))
-
-
-def taking(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Have a command take each field of a dataclass as an option of its own, in place of its parameter `options`.
-
-    Typer reads the options of a command from its signature.
-    """
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        hints, signature = get_type_hints(kind, include_extras=True), inspect.signature(command, eval_str=True)
-
-        def flat(**given: Any) -> None:
-            options = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
-            command(**given, options=options)
-
-        others = [parameter for parameter in signature.parameters.values() if parameter.name != "options"]
-        options = [
-            inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
-            )
-            for field in fields(kind)
-        ]
-        flat.__name__, flat.__doc__ = command.__name__, command.__doc__
-        flat.__annotations__ = {parameter.name: parameter.annotation for parameter in (*others, *options)}
-        flat.__signature__ = signature.replace(parameters=[*others, *options])  # type: ignore[attr-defined]
-        return flat
-
-    return decorate
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from noloco_node.admission.owner_files import key_file, make_key, public_half, save_key
-from noloco_node.cli.event_loop import unwound
-from noloco_node.cli.options import CapOption, DownloadOption, UploadOption, directory_there, taking
+from noloco_node.cli.options import CapOption, DownloadOption, UploadOption, directory_there
 from noloco_node.errors import config_error
 from noloco_node.limits.budget import read_owner_limits, read_rate, read_size
+from noloco_node.machine.signals import unwound
 from noloco_node.run.config import AdmissionRule
 from noloco_node.run.presets import machines_of, run_text, with_owner, with_values, write_text
 from noloco_node.run.runfile import decode_run, load_run
@@ -133,7 +133,6 @@ class MachineOptions:
         return USUAL | self._given()
 
 
-@taking(MachineOptions)
 def init(
     options: MachineOptions,
     path: Annotated[Path, typer.Argument(help="Where to write the run file.")] = Path("run.toml"),
@@ -209,7 +208,6 @@ def write_run(
     return f"Wrote {path}, and {key_file(path)}: the key of this run's owner, for nobody else.\n{advice}{expected}"
 
 
-@taking(MachineOptions)
 def check(
     options: MachineOptions,
     path: Annotated[Path, typer.Argument(help="A run file.")] = Path("run.toml"),

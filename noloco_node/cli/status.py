@@ -19,7 +19,6 @@ import msgspec
 import typer
 from rich.console import Console
 
-from noloco_node.cli.event_loop import run, run_until_interrupted
 from noloco_node.cli.options import (
     OWNER_RUN,
     HomeOption,
@@ -32,6 +31,7 @@ from noloco_node.cli.options import (
     invite_text,
     page_place,
 )
+from noloco_node.machine.signals import run, run_until_interrupted
 from noloco_node.observe.bottleneck import all_waits
 from noloco_node.observe.playback import Keyboard, Playback, Recording, read_journals
 from noloco_node.observe.roster_observer import RosterObserver

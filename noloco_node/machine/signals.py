@@ -1,24 +1,25 @@
-"""How a process is asked to stop: a node politely at first, any other command at once.
+"""How a command runs its coroutine, and how a signal ends it: a node politely at first, any other command at once.
 
 Ctrl-C (SIGINT), `kill` (SIGTERM) and a closed terminal (SIGHUP) mean the same to every command. A shell starts the
-background jobs of a script with SIGINT ignored, and `nohup` ignores SIGHUP: both stay ignored. SIGTERM is never
-ignored, so that it ends every command, also the first process of a container.
+background jobs of a script with SIGINT ignored, and `nohup` ignores SIGHUP: both stay ignored, but a node and a demo
+take SIGINT there too. SIGTERM is never ignored, so that it ends every command, also the first process of a container.
 
 Before a node is known to others, the first signal already ends it at once: its body is cancelled and cleans up. After
-the body, a signal ends the process on the spot. Only this module sets handlers. It loads asyncio late, so that
-`noloco_node.__main__` sets the first handler early.
+the body, a signal ends the process on the spot. Any other command unwinds. Only this module sets handlers. It loads
+asyncio and the terminal late, so that `noloco_node.__main__` sets the first handler early.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from noloco_node.errors import COMPLAINT, Exit
+from noloco_node.errors import COMPLAINT, Exit, leaves
 
 if TYPE_CHECKING:
     import asyncio
@@ -116,8 +117,67 @@ async def departure(say: Callable[[str], None]) -> AsyncIterator[Departure]:
             end_of_service()
 
 
-async def cancelled_by_signals(main: Coroutine[Any, Any, T]) -> T:
-    """Await `main`; the first stop signal cancels it, a second one interrupts whatever is done at that moment."""
+@contextmanager
+def unwound(lost: str = "", *, hears_interrupts: bool = False) -> Iterator[None]:
+    """Let a signal unwind the body, then say so and leave. `lost`: what the command loses by it, in words.
+
+    Before and after the body, a signal ends the process on the spot (`noloco_node.__main__`). `hears_interrupts`: take
+    SIGINT also where the shell lets it be ignored.
+    """
+
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        with answered(interrupt, hears_interrupts=hears_interrupts):
+            yield
+    except KeyboardInterrupt:  # typer would leave without a word
+        from noloco_node.terminal import complain
+
+        complain(f"{COMPLAINT}interrupted{lost and ', '}{lost}")
+        raise SystemExit(Exit.INTERRUPTED) from None
+
+
+def run(main: Coroutine[Any, Any, T], *, hears_interrupts: bool = False) -> T:
+    """Run a command's coroutine on uvloop where it exists."""
+    with unwound(hears_interrupts=hears_interrupts):
+        return _run(main, hears_interrupts=hears_interrupts)
+
+
+def run_until_interrupted(main: Coroutine[Any, Any, None]) -> None:
+    """Run a command that only shows something: an interrupt, or a closed pipe behind it, is its usual end."""
+    with unwound():
+        try:
+            _run(main)
+        except KeyboardInterrupt:
+            pass
+        except (OSError, BaseExceptionGroup) as error:
+            if not all(isinstance(each, BrokenPipeError) for each in leaves(error)):
+                raise
+            drop_output()
+
+
+def drop_output() -> None:
+    """Let the interpreter drop the rest of the standard output when it flushes it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(main: Coroutine[Any, Any, T], *, hears_interrupts: bool = False) -> T:
+    import asyncio
+
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        from asyncio import new_event_loop
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        try:
+            return runner.run(_cancelled_by_signals(main, hears_interrupts=hears_interrupts))
+        except asyncio.CancelledError:  # nothing else cancels a whole command
+            raise KeyboardInterrupt from None
+
+
+async def _cancelled_by_signals(main: Coroutine[Any, Any, T], *, hears_interrupts: bool = False) -> T:
+    """Await `main`; the first stop signal cancels it, a second one interrupts its cleaning up."""
     import asyncio
 
     loop, body = asyncio.get_running_loop(), asyncio.current_task()
@@ -131,7 +191,7 @@ async def cancelled_by_signals(main: Coroutine[Any, Any, T]) -> T:
         asked = True
         _call_soon(loop, body.cancel)
 
-    with answered(stop):
+    with answered(stop, hears_interrupts=hears_interrupts):
         return await main
 
 

@@ -37,6 +37,8 @@ REFUSED: list[tuple[list[str], Exit]] = [
     (["join", INVITE, "--data", "nowhere"], Exit.CONFIG),
     (["join", INVITE, "--listen", "nonsense"], Exit.CONFIG),
     (["join", INVITE, "--max-memory", "nonsense"], Exit.USAGE),
+    (["join", INVITE, "--device", "nonsense"], Exit.DEVICE),
+    (["join", INVITE, "--device", "mps"], Exit.DEVICE),
     (["export", INVITE, "--out", "full"], Exit.USAGE),
     (["export", "nonsense", "--out", "new"], Exit.CONFIG),
     (["export", "--out", "new"], Exit.USAGE),

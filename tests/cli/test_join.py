@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from noloco_node.cli.participant import Recorder
+from noloco_node.cli.join import Recorder
 from noloco_node.journal import events, reader
 from noloco_node.journal.writer import Journal
 from noloco_node.machine.device import EnergyMeter

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
 
-from noloco_node.cli.participant import asleep_s
+from noloco_node.cli.host_machine import asleep_s
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter
 from noloco_node.node.health import (

@@ -140,7 +140,8 @@ if __name__ == "__main__":
     gc.disable()
     for module in (
         "transformers.models.llama.modeling_llama",
-        "noloco_node.cli.participant",
+        "noloco_node.cli.host_machine",
+        "noloco_node.node.node",
         "noloco_node.export.exporter",
     ):
         importlib.import_module(module)

@@ -1,0 +1,157 @@
+"""What this machine gives to a node: device, text, disk, clocks and line."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from msgspec import structs
+
+from gossip.exchange.messages import ReplicaState
+from noloco_node.cli.options import JoinOptions
+from noloco_node.data.blocks import BackgroundOpen, TextSource
+from noloco_node.data.encoding import with_tokenizer_in
+from noloco_node.machine import memory
+from noloco_node.machine.device import Device
+from noloco_node.planning.bandwidth import bandwidth_seconds, microbatch_bytes
+from noloco_node.planning.checkpoint_map import RunWeights
+from noloco_node.planning.model_layout import ModelLayout, make_stage
+from noloco_node.planning.plan import device_needs, graphs_that_fit, in_flight
+from noloco_node.run.config import RunConfig
+from noloco_node.storage.checkpoint import Checkpoint, save
+from noloco_node.storage.checkpoint_store import CheckpointStore, SnapshotDirectory
+from noloco_node.storage.home import RunPaths
+from noloco_node.storage.transfer_files import PartialDownloadFile, StateFile
+from noloco_node.storage.weight_store import WeightStore
+from noloco_node.swarm.run_distribution import RunFileText
+from noloco_node.terminal import say
+from pipeline.stage import Stage
+
+
+class HostMachine:
+    """What this machine gives to one node of a run; implements `noloco_node.machine.interface.Host`. To be closed."""
+
+    def __init__(
+        self,
+        options: JoinOptions,
+        home: RunPaths,
+        torch_device: torch.device,
+        recipe: RunFileText,
+        layout: ModelLayout,
+        checkpoint: FirstCheckpoint,
+        peer: str,
+    ) -> None:
+        self._options, self._home, self._torch_device = options, home, torch_device
+        self._recipe, self._layout = recipe, layout
+        needs = device_needs(recipe.run, layout, torch_device)
+        self.needs_bytes, self.graph_bytes, self.beside_bytes = map(list, needs)
+        self.former = CheckpointStore(home.checkpoint, home.snapshots, recipe.digest, peer, say)
+        self.snapshots = SnapshotDirectory(home.snapshots, recipe.digest) if options.keep_snapshots else None
+        self.first_weights, self.tokenizer = checkpoint
+        data = with_tokenizer_in(recipe.run.data, home.tokenizer)
+        run = structs.replace(recipe.run, data=data)
+        self._text = BackgroundOpen(partial(TextSource, run, options.data, peer, layout.vocabulary))
+        self.device = Device(torch_device, options.slowdown)
+
+    def close(self) -> None:
+        """Close the text and end the device's threads."""
+        # The text first: a thread that waits for it ends with it, and so does not keep us.
+        try:
+            self._text.close()
+        finally:
+            self.device.close()
+
+    def build(self, stage: int) -> Stage:
+        # What a stage that we leave has had is ours still, as far as the driver knows.
+        memory.give_back(self._torch_device)
+        run = self._recipe.run
+        most = in_flight(run.pipeline, last=stage == run.pipeline.stages - 1)
+        graphs = graphs_that_fit(self.free_bytes(), self.needs_bytes[stage], self.graph_bytes[stage], most)
+        return make_stage(run, self._layout, stage, self._torch_device, graphs)
+
+    def free_bytes(self, given_back: int = 0) -> int | None:
+        memory.trim()
+        free = memory.free_bytes(self._torch_device)
+        known = (None if free is None else free + given_back, self._options.most_memory_bytes)
+        return min((each for each in known if each is not None), default=None)
+
+    def free_beside_bytes(self) -> int | None:
+        return memory.machine_free_bytes()
+
+    def prepare_text(self, stage: int) -> None:
+        if stage == 0:
+            self._text.begin()
+
+    async def open_text(self) -> TextSource:
+        return await self._text.opened()
+
+    async def last_stage(self) -> int | None:
+        return await self.former.served()
+
+    async def load(self, stage: int) -> Checkpoint | None:
+        return await self.former.load(stage)
+
+    async def save(self, checkpoint: Checkpoint) -> str:
+        loop = asyncio.get_running_loop()
+
+        def read() -> None:
+            loop.call_soon_threadsafe(checkpoint.read)
+
+        return await asyncio.to_thread(_save, self._home.checkpoint, checkpoint._replace(read=read), self._options.keep)
+
+    async def hold(self, state: ReplicaState) -> StateFile:
+        return await self.device.beside(StateFile, self._home.path, state)
+
+    def partial_download(self, stage: int, weight_bytes: int) -> PartialDownloadFile:
+        return PartialDownloadFile(self._home.partial_download, self._recipe.digest, stage, weight_bytes, say)
+
+    def unix_time(self) -> float:
+        return time.time()
+
+    def asleep_s(self) -> float:
+        return asleep_s()
+
+    def line_s(self, stage: int) -> float:
+        return bandwidth_seconds(microbatch_bytes(self._recipe.run, self._layout, stage), self._options.allowance)
+
+
+class FirstCheckpoint(NamedTuple):
+    """What a run starts from, as it lies here or is to come; None where its seed says it, or nothing travels."""
+
+    weights: RunWeights | None
+    tokenizer: WeightStore | None
+
+
+def first_checkpoint(options: JoinOptions, home: RunPaths, run: RunConfig, layout: ModelLayout) -> FirstCheckpoint:
+    """Return what a run starts from.
+
+    Raises `UserError` where the owner named a directory with other files; reads all of them, which takes a while.
+    """
+    weights = tokenizer = None
+    if run.data.tokenizer_files:
+        tokenizer = WeightStore.filling(home.tokenizer, run.data.tokenizer_files, options.most_disk_bytes)
+    if options.weights is not None:
+        weights = WeightStore.whole(options.weights, run.model.weights)
+        if tokenizer is not None:
+            WeightStore.whole(options.weights, tokenizer.files).copy_to(tokenizer)
+    elif run.model.weights:
+        weights = WeightStore.filling(home.weights, run.model.weights, options.most_disk_bytes)
+    return FirstCheckpoint(None if weights is None else RunWeights(layout.prepared, layout.shapes, weights), tokenizer)
+
+
+def _save(directory: Path, checkpoint: Checkpoint, keep: int) -> str:
+    path = str(save(directory, checkpoint, keep))
+    memory.trim()  # about as often as anything large is made and dropped
+    return path
+
+
+def asleep_s() -> float:
+    """Return for how long this machine has slept since it was started; 0 where the system does not tell."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    if clock is None:
+        return 0.0
+    return max(0.0, time.clock_gettime(clock) - time.clock_gettime(time.CLOCK_MONOTONIC))
