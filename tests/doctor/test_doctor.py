@@ -30,7 +30,8 @@ from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.limits.budget import OwnerLimits
 from noloco_node.limits.rate_limit import LimitHook
 from noloco_node.machine.memory import wanted_bytes
-from noloco_node.network.interface import Conversation, HookedNetwork
+from noloco_node.network.calls import HookedNetwork
+from noloco_node.network.interface import Conversation
 from noloco_node.network.wire import message_bytes
 from noloco_node.planning.bandwidth import MicrobatchBytes
 from noloco_node.sim.clock import run
