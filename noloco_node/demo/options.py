@@ -1,4 +1,4 @@
-"""What is asked of a demo, what no machine can serve, and the directory that it fills.
+"""The options of a demo, their limits, and the directory that a demo fills.
 
     noloco-demo/
         demo.json               which demo this was; marks the directory as a demo's
@@ -7,10 +7,10 @@
         model/                  the merged model, a Hugging Face directory
         loss.png summary.txt summary.json
 
-A demo writes over nobody's files: where an earlier demo lies, it takes the next free number (`noloco-demo-2`).
+A demo never writes over files: beside an earlier demo it takes the next free number (`noloco-demo-2`).
 
-A heterogeneous swarm has one slow replica, the last of the last stage. There routes decide what the replica gets, so
-the demo shows whether the others send it no more than it can take; a slow source would only draw less.
+The slow replica of a heterogeneous swarm is the last of the last stage. Routes decide what it gets, so the demo shows
+that the others send it no more than it can take; a slow source would only draw less.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_PEERS = 64
 PEER_BYTES = 2**29
 """Memory of a peer and its daemon, about."""
 MANY, FEW = 3, 2
-"""Replicas of a stage: three show that those who do not meet drift apart, and what a merged model gains."""
+"""Replicas of a stage; only of three can one see that two drift apart while they meet others."""
 SLOWDOWN = 4.0
 """Of the slow replica of a heterogeneous demo."""
 MARK = "demo.json"
@@ -37,11 +37,11 @@ NUMBERS = 1000
 
 
 class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a person asks for. `minutes`: of training; start and evaluation come on top.
+    """Options of a demo. `minutes`: of training, without start and evaluation. `steps`: inner steps of each source,
+    instead of `minutes`.
 
-    `slowdown`: how many times slower the last replica of the last stage acts. `steps`: inner steps of each source,
-    instead of what fits into `minutes`. `evaluated`: whether the model is evaluated and exported in the end. `outage`:
-    whether the first replica of the last stage is killed on the way, and started again.
+    `slowdown`: how many times slower the last replica of the last stage acts. `evaluated`: export and evaluate the
+    model at the end. `outage`: kill the first replica of the last stage on the way, and start it again.
     """
 
     stages: int = 2
@@ -56,22 +56,20 @@ class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def peers(self) -> int:
-        """How many peers train."""
         return self.stages * self.replicas
 
     @property
     def slow_peer(self) -> str | None:
-        """The name of the replica that is slowed down, if one is."""
         return peer_name(self.stages - 1, self.replicas - 1) if self.slowdown > 1 else None
 
     @property
     def bytes(self) -> int:
-        """The memory of all peers and the bootstrap peer, about."""
+        """About the memory of all peers and the bootstrap peer."""
         return (self.peers + 1) * PEER_BYTES
 
     @property
     def killed_peer(self) -> str | None:
-        """The name of the peer that is killed, if one is: the only replica of a stage is spared."""
+        """The name of the peer to kill, if any: never the only replica of a stage."""
         return peer_name(self.stages - 1, 0) if self.outage and self.replicas > 1 else None
 
 
@@ -81,7 +79,7 @@ def fitting_replicas(stages: int, memory_bytes: int) -> int:
 
 
 def check(demo: DemoConfig) -> None:
-    """Raise `UserError` (Exit.USAGE) where a demo cannot be had."""
+    """Raise `UserError` (Exit.USAGE) for a demo that no machine can run."""
     if demo.peers > MOST_PEERS:
         raise UserError(
             f"{demo.stages} stages of {demo.replicas} replicas are too many for one machine",
@@ -99,7 +97,7 @@ def check(demo: DemoConfig) -> None:
 
 
 def mark(demo: DemoConfig, started_at: float) -> bytes:
-    """Return the content of demo.json: which demo this is, and since when (unix seconds)."""
+    """Return the content of demo.json: the options, and the start in unix seconds."""
     content = {"version": __version__, "started_at": started_at, **msgspec.structs.asdict(demo)}
     return msgspec.json.encode(content, enc_hook=str) + b"\n"
 
@@ -147,7 +145,7 @@ def claim_output_dir(wanted: Path, mark: bytes) -> Home:
 
 
 def _names(path: Path) -> set[str]:
-    """Return what is in a directory; the lock of a demo that died at once does not count."""
+    """Return the files of a directory without the lock, which a demo that died at once leaves."""
     try:
         return {entry.name for entry in path.iterdir()} - {"lock"}
     except (FileNotFoundError, NotADirectoryError):

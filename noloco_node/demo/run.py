@@ -1,8 +1,7 @@
 """The demo from beginning to end: calibrate, bootstrap, join, watch, evaluate, sum up, and leave nothing running.
 
-Children do all work, and this process only reads their journals: so it never loads torch, draws smoothly, and answers
-Ctrl-C at once, whenever it comes. A peer that dies does not end the demo, as it does not end a swarm; the demo ends in
-an error only where no source is left.
+Children do all work; this process reads their journals and never loads torch, so it draws smoothly and answers Ctrl-C
+at once. A peer that dies does not end the demo; the demo ends in an error only if no source is left.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from noloco_node.web.server import Page, page_served
 
 SHOW_EVERY_S = 0.25
 LATE_S = 60.0
-"""How long the other stages may still finish after the last source has."""
+"""The other stages have so long to finish after the last source."""
 NEXT = (
     "The same on two machines, with your own text (docs/tutorial.md tells each step):",
     "  first    noloco-node init --preset tiny",
@@ -52,7 +51,7 @@ NEXT = (
 
 @dataclass(slots=True)
 class Peer:
-    """One peer of the demo: its process, its journal, and what came of it so far."""
+    """One peer of the demo: its process, its journal, and its history."""
 
     child: Child
     home: Path
@@ -65,13 +64,13 @@ class Peer:
         return self.history.finished is not None or self.child.exit_code is not None
 
     def news(self) -> Iterator[Event]:
-        """Yield what its journal has to say by now, and was not read yet."""
+        """Yield the events of its journal that were not read yet."""
         while news := self.tail.poll():
             yield from news
 
 
 async def demonstrate(demo: DemoConfig, page_at: PagePlace | None = None) -> None:
-    """Run a whole swarm on this machine, and show it at `page_at` too; raise `UserError` where it cannot be done."""
+    """Run a whole swarm on this machine, and show it at `page_at` too; raise `UserError` if it cannot."""
     check(demo)
     started_at = time.time()
     with claim_output_dir(demo.home, mark(demo, started_at)) as home:
@@ -80,8 +79,6 @@ async def demonstrate(demo: DemoConfig, page_at: PagePlace | None = None) -> Non
 
 
 class _Demo:
-    """One demo under way."""
-
     def __init__(self, demo: DemoConfig, home: Home, started_at: float, page: Page | None) -> None:
         self._demo, self._home, self._started_at, self._page = demo, home, started_at, page
         self._console, self._children = Console(), Children()
@@ -141,7 +138,7 @@ class _Demo:
         return run
 
     async def _affordable_steps(self) -> int:
-        """Measure what this machine can do; return how many inner steps of each source fit into the time asked for."""
+        """Measure this machine; return how many inner steps of each source fit into the time asked for."""
         demo, cores = self._demo, swarm_processes.cores()
         self._say(f"calibrating: how fast can {min(cores, demo.peers)} of {cores} cores train this model?")
         run = self._write_run(steps=100)
@@ -201,7 +198,7 @@ class _Demo:
             raise sources[0].child.trouble("no source finished its training")
 
     def _play_outage(self, progress: float, observer: JournalObserver) -> None:
-        """Kill the peer whose outage is shown, or start it again, where that is due."""
+        """Kill the peer of the outage, or start it again, if that is due."""
         if self._outage is None:
             return
         now = time.time()
@@ -227,7 +224,7 @@ class _Demo:
         return await swarm_processes.evaluation(self._children, self._invite, homes, model, logs)
 
     def _report(self, scores: ModelScores | None) -> None:
-        """Write and print what came of it, from the journals as the peers left them."""
+        """Write and print the summary, from the journals as the peers left them."""
         from noloco_node.demo.loss_plot import picture
 
         for peer in self._peers:
