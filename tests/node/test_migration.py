@@ -429,7 +429,7 @@ def test_however_many_say_that_they_are_on_their_way_those_at_work_are_asked() -
     assert len(asked) <= MOST_ASKED + MOST_ASKED // 4
 
 
-def test_a_meeting_that_is_still_answered_keeps_no_replica_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_meeting_that_is_still_answered_keeps_no_replica_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """A partner may take as long as an exchange to end one, and two stages at once may not fit the memory."""
     serve = Rounds.serve
 
@@ -439,21 +439,18 @@ def test_a_meeting_that_is_still_answered_keeps_no_replica_that_moves(monkeypatc
 
     monkeypatch.setattr(Rounds, "serve", lingering)
 
-    async def main() -> None:
-        hub, what = SimNetwork(), recipe(replicas=3, steps=4000, per_round=3)
-        names = ("a0", "b0", "c0", "d0", "e1")
-        peers = [Peer(hub, what, name, int(name[1]), job_s=0.5, moves=True) for name in names]
-        replicas = dict[str, weakref.ref[Replica]]()
-        while not any(peer.of(events.Moved) for peer in peers):
-            replicas |= {peer.name: weakref.ref(peer.node.replica) for peer in peers if peer.node.replica is not None}
-            await asyncio.sleep(0.1)
-        (mover,) = [peer for peer in peers if peer.of(events.Moved)]
-        await until(lambda: len(mover.stages) == 2)
-        assert mover.of(OuterStepTaken), "it has met others, who may have asked it"
-        gc.collect()
-        assert replicas[mover.name]() is None
-        for peer in peers:
-            peer.leave.set()
-        await asyncio.gather(*[peer.task for peer in peers])
-
-    run(main())
+    hub, what = SimNetwork(), recipe(replicas=3, steps=4000, per_round=3)
+    names = ("a0", "b0", "c0", "d0", "e1")
+    peers = [Peer(hub, what, name, int(name[1]), job_s=0.5, moves=True) for name in names]
+    replicas = dict[str, weakref.ref[Replica]]()
+    while not any(peer.of(events.Moved) for peer in peers):
+        replicas |= {peer.name: weakref.ref(peer.node.replica) for peer in peers if peer.node.replica is not None}
+        await asyncio.sleep(0.1)
+    (mover,) = [peer for peer in peers if peer.of(events.Moved)]
+    await until(lambda: len(mover.stages) == 2)
+    assert mover.of(OuterStepTaken), "it has met others, who may have asked it"
+    gc.collect()
+    assert replicas[mover.name]() is None
+    for peer in peers:
+        peer.leave.set()
+    await asyncio.gather(*[peer.task for peer in peers])

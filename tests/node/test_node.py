@@ -191,71 +191,62 @@ def test_a_newcomer_before_the_first_round_begins_at_the_progress_of_the_others(
     assert late.of(events.InnerStep)[0].progress >= old.of(events.InnerStep)[5].progress > 0.0
 
 
-def test_a_run_that_was_begun_is_begun_anew_only_where_its_owner_says_so() -> None:
-    async def main() -> None:
-        hub, what = SimNetwork(), recipe(steps=400, per_round=3)
-        fresh = Peer(hub, what, "peer-fresh", 0, 0.5, reached=0.43)
-        with pytest.raises(ExceptionGroup) as caught:
-            await fresh.task
-        trouble = user_error_of(caught.value)
-        assert trouble is not None
-        assert trouble.code is Exit.UNREACHABLE
-        assert "43.0% of the run" in trouble.why
-        assert "--begin-anew" in trouble.hint
-        assert not fresh.of(events.Started)
-        # One owner says so; the others follow.
-        told = Peer(hub, what, "peer-0", 0, 0.5, reached=0.43, begin_anew=True)
-        await until(lambda: bool(told.of(events.Started)))
-        other = Peer(hub, what, "peer-1", 1, 0.5, reached=0.43)
-        await until(lambda: bool(other.of(events.InnerStep)))
-        for peer in (told, other):
-            assert any("BEGINNING THE RUN ANEW" in line for line in peer.said)
-            peer.leave.set()
-        await asyncio.gather(told.task, other.task)
-
-    run(main())
+async def test_a_run_that_was_begun_is_begun_anew_only_where_its_owner_says_so() -> None:
+    hub, what = SimNetwork(), recipe(steps=400, per_round=3)
+    fresh = Peer(hub, what, "peer-fresh", 0, 0.5, reached=0.43)
+    with pytest.raises(ExceptionGroup) as caught:
+        await fresh.task
+    trouble = user_error_of(caught.value)
+    assert trouble is not None
+    assert trouble.code is Exit.UNREACHABLE
+    assert "43.0% of the run" in trouble.why
+    assert "--begin-anew" in trouble.hint
+    assert not fresh.of(events.Started)
+    # One owner says so; the others follow.
+    told = Peer(hub, what, "peer-0", 0, 0.5, reached=0.43, begin_anew=True)
+    await until(lambda: bool(told.of(events.Started)))
+    other = Peer(hub, what, "peer-1", 1, 0.5, reached=0.43)
+    await until(lambda: bool(other.of(events.InnerStep)))
+    for peer in (told, other):
+        assert any("BEGINNING THE RUN ANEW" in line for line in peer.said)
+        peer.leave.set()
+    await asyncio.gather(told.task, other.task)
 
 
-def test_who_comes_back_to_a_run_is_waited_for() -> None:
-    async def main() -> None:
-        hub, what = SimNetwork(), recipe(replicas=2, steps=400, per_round=3)
-        peers = [Peer(hub, what, f"peer-{number}", number, 0.5) for number in (0, 1)]
-        await until(lambda: len(peers[0].of(OuterStepTaken)) > 1)
-        for peer in peers:
-            peer.leave.set()
-        await asyncio.gather(*[peer.task for peer in peers])
-        fresh = Peer(hub, what, "peer-fresh", 0, 0.5, reached=0.1)
-        await asyncio.sleep(8.0)
-        for peer in peers:
-            hub.kill(peer.name)
-        back = [Peer(hub, what, f"peer-{number}", number, 0.5, saved=peers[number].saved) for number in (0, 1)]
-        await until(lambda: bool(fresh.of(events.InnerStep)))
-        assert any("copying stage 0" in line for line in fresh.said)
-        for peer in (fresh, *back):
-            peer.leave.set()
-        await asyncio.gather(*[peer.task for peer in (fresh, *back)])
-
-    run(main())
+async def test_who_comes_back_to_a_run_is_waited_for() -> None:
+    hub, what = SimNetwork(), recipe(replicas=2, steps=400, per_round=3)
+    peers = [Peer(hub, what, f"peer-{number}", number, 0.5) for number in (0, 1)]
+    await until(lambda: len(peers[0].of(OuterStepTaken)) > 1)
+    for peer in peers:
+        peer.leave.set()
+    await asyncio.gather(*[peer.task for peer in peers])
+    fresh = Peer(hub, what, "peer-fresh", 0, 0.5, reached=0.1)
+    await asyncio.sleep(8.0)
+    for peer in peers:
+        hub.kill(peer.name)
+    back = [Peer(hub, what, f"peer-{number}", number, 0.5, saved=peers[number].saved) for number in (0, 1)]
+    await until(lambda: bool(fresh.of(events.InnerStep)))
+    assert any("copying stage 0" in line for line in fresh.said)
+    for peer in (fresh, *back):
+        peer.leave.set()
+    await asyncio.gather(*[peer.task for peer in (fresh, *back)])
 
 
-def test_who_has_finished_waits_for_nothing() -> None:
-    async def main() -> None:
-        hub, what = SimNetwork(), recipe(steps=6, per_round=3)
-        peers = [Peer(hub, what, f"peer-{number}", number) for number in (0, 1)]
-        state = PeerState.FINISHED
-        await until(lambda: all(any(e.state is state for e in peer.of(events.StateChanged)) for peer in peers))
-        await asyncio.sleep(20.0)
-        replica = peers[1].node.replica
-        assert replica is not None
-        waits = replica.waits()
-        assert waits is not None
-        assert waits.cause is WaitCause.MICROBATCHES
-        assert replica.describe(state).waiting == ()
-        for peer in peers:
-            peer.leave.set()
-        await asyncio.gather(*[peer.task for peer in peers])
-
-    run(main())
+async def test_who_has_finished_waits_for_nothing() -> None:
+    hub, what = SimNetwork(), recipe(steps=6, per_round=3)
+    peers = [Peer(hub, what, f"peer-{number}", number) for number in (0, 1)]
+    state = PeerState.FINISHED
+    await until(lambda: all(any(e.state is state for e in peer.of(events.StateChanged)) for peer in peers))
+    await asyncio.sleep(20.0)
+    replica = peers[1].node.replica
+    assert replica is not None
+    waits = replica.waits()
+    assert waits is not None
+    assert waits.cause is WaitCause.MICROBATCHES
+    assert replica.describe(state).waiting == ()
+    for peer in peers:
+        peer.leave.set()
+    await asyncio.gather(*[peer.task for peer in peers])
 
 
 def test_a_killed_replica_does_not_stop_the_others() -> None:
@@ -338,22 +329,19 @@ def test_a_reply_of_the_wrong_kind_is_a_violation_and_ends_nobody() -> None:
     assert {event.peer for event in source.of(events.PeerViolation)} == {"peer-liar"}
 
 
-def test_a_newcomer_that_gets_no_copy_waits_and_does_not_begin_anew() -> None:
-    async def main() -> None:
-        hub, what = SimNetwork(), recipe()
-        busy = Membership(hub.network("peer-busy"), what.digest, what.run.pipeline.stages)
-        await busy.claim(PeerRecord(peer="peer-busy", stage=1, state=PeerState.TRAINING, round=3))
-        listed = asyncio.create_task(busy.run())
-        late = Peer(hub, what, "peer-late", 1)
-        await asyncio.sleep(300)
-        assert any("could not copy the state" in line for line in late.said)
-        assert not late.of(events.Started)
-        listed.cancel()
-        late.leave.set()
-        async with asyncio.timeout(30):
-            await late.task
-
-    run(main())
+async def test_a_newcomer_that_gets_no_copy_waits_and_does_not_begin_anew() -> None:
+    hub, what = SimNetwork(), recipe()
+    busy = Membership(hub.network("peer-busy"), what.digest, what.run.pipeline.stages)
+    await busy.claim(PeerRecord(peer="peer-busy", stage=1, state=PeerState.TRAINING, round=3))
+    listed = asyncio.create_task(busy.run())
+    late = Peer(hub, what, "peer-late", 1)
+    await asyncio.sleep(300)
+    assert any("could not copy the state" in line for line in late.said)
+    assert not late.of(events.Started)
+    listed.cancel()
+    late.leave.set()
+    async with asyncio.timeout(30):
+        await late.task
 
 
 def test_a_rejoining_source_goes_on_in_its_text_and_from_its_checkpoint() -> None:

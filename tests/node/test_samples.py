@@ -306,24 +306,21 @@ class Slow(Peer):
         return self.text
 
 
-def test_what_others_do_while_a_source_opens_its_text_counts_for_it() -> None:
+async def test_what_others_do_while_a_source_opens_its_text_counts_for_it() -> None:
     """Its stamps, its learning rate and its end were late by that for all of its session."""
 
-    async def main() -> None:
-        hub, what = SimNetwork(), recipe(stages=2, replicas=2, steps=1500)
-        last = [Peer(hub, what, f"peer-last-{number}", 1, job_s=0.02) for number in range(2)]
-        first = Peer(hub, what, "peer-first", 0, job_s=0.1)
-        await until(lambda: len(first.of(events.InnerStep)) > 20)
-        late = Slow(hub, what, "peer-late", 0, job_s=0.1)
-        await until(lambda: len(late.of(events.InnerStep)) > 30, 1200.0)
-        done = sum(peer.node.samples for peer in (first, late)) / what.run.budget_samples
-        assert done > 0.08, "much was done meanwhile"
-        assert abs(late.of(events.InnerStep)[-1].progress - done) < 0.02
-        for peer in (*last, first, late):
-            peer.leave.set()
-        await asyncio.gather(*(peer.task for peer in (*last, first, late)))
-
-    run(main())
+    hub, what = SimNetwork(), recipe(stages=2, replicas=2, steps=1500)
+    last = [Peer(hub, what, f"peer-last-{number}", 1, job_s=0.02) for number in range(2)]
+    first = Peer(hub, what, "peer-first", 0, job_s=0.1)
+    await until(lambda: len(first.of(events.InnerStep)) > 20)
+    late = Slow(hub, what, "peer-late", 0, job_s=0.1)
+    await until(lambda: len(late.of(events.InnerStep)) > 30, 1200.0)
+    done = sum(peer.node.samples for peer in (first, late)) / what.run.budget_samples
+    assert done > 0.08, "much was done meanwhile"
+    assert abs(late.of(events.InnerStep)[-1].progress - done) < 0.02
+    for peer in (*last, first, late):
+        peer.leave.set()
+    await asyncio.gather(*(peer.task for peer in (*last, first, late)))
 
 
 def test_what_comes_back_while_a_source_leaves_is_in_what_the_swarm_knows_of_it() -> None:

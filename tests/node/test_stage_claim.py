@@ -501,22 +501,19 @@ def test_a_source_that_comes_back_to_its_stage_goes_on_in_its_text() -> None:
     assert text.position()["drawn"] > watch[0].drawn[mover, 0] > 0
 
 
-def test_whoever_is_asked_to_leave_while_it_moves_leaves() -> None:
-    async def main() -> None:
-        hub, what = SimNetwork(), recipe(replicas=3, steps=4000, per_round=3)
-        names = ("a0", "b0", "c0", "d0", "e1")
-        peers = [Peer(hub, what, name, int(name[1]), job_s=0.5, moves=True) for name in names]
-        await until(lambda: any(peer.of(events.Moved) for peer in peers))
-        (mover,) = [peer for peer in peers if peer.of(events.Moved)]
-        mover.leave.set()
-        async with asyncio.timeout(60):
-            await mover.task
-        assert [event.why for event in mover.of(events.Finished)] == ["asked to leave"]
-        assert mover.saved is not None
-        for peer in peers:
-            peer.leave.set()
-        async with asyncio.timeout(60):
-            await asyncio.gather(*[peer.task for peer in peers])
-        assert not hub.failures
-
-    run(main())
+async def test_whoever_is_asked_to_leave_while_it_moves_leaves() -> None:
+    hub, what = SimNetwork(), recipe(replicas=3, steps=4000, per_round=3)
+    names = ("a0", "b0", "c0", "d0", "e1")
+    peers = [Peer(hub, what, name, int(name[1]), job_s=0.5, moves=True) for name in names]
+    await until(lambda: any(peer.of(events.Moved) for peer in peers))
+    (mover,) = [peer for peer in peers if peer.of(events.Moved)]
+    mover.leave.set()
+    async with asyncio.timeout(60):
+        await mover.task
+    assert [event.why for event in mover.of(events.Finished)] == ["asked to leave"]
+    assert mover.saved is not None
+    for peer in peers:
+        peer.leave.set()
+    async with asyncio.timeout(60):
+        await asyncio.gather(*[peer.task for peer in peers])
+    assert not hub.failures
