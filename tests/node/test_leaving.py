@@ -308,17 +308,13 @@ async def test_a_disk_that_refuses_shows_in_the_record_and_the_journal_until_it_
     await end(cast)
 
 
-def test_a_disk_that_refuses_the_last_checkpoint_of_a_run_is_said_too() -> None:
+async def test_a_disk_that_refuses_the_last_checkpoint_of_a_run_is_said_too() -> None:
     class Full(Peer):
         async def _save(self, checkpoint: Checkpoint) -> str:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    async def main() -> Peer:
-        peer = Full(SimNetwork(), recipe(stages=1, steps=4), "peer-a", 0)
-        await asyncio.wait({peer.task})
-        return peer
-
-    peer = run(main())
+    peer = Full(SimNetwork(), recipe(stages=1, steps=4), "peer-a", 0)
+    await asyncio.wait({peer.task})
     (finished,) = peer.of(events.Finished)
     assert finished.why == "the run is over"
     assert "finished; serving the weights" in " ".join(peer.said), "others may still take them home"
