@@ -23,14 +23,14 @@ from noloco_node.doctor.machine_checks import Finding, Grade, exit_code, fail, l
 from noloco_node.errors import Exit, UserError, user_error_of
 from noloco_node.libp2p import reachability
 from noloco_node.libp2p.addresses import PeerAddress, check_announce, check_listen
-from noloco_node.libp2p.network import Libp2pNetwork
+from noloco_node.libp2p.network import Libp2pNetwork, connected
 from noloco_node.libp2p.settings import EVERYWHERE, NetworkSettings
 from noloco_node.network.calls import DialTimeouts
 from noloco_node.network.interface import HookedNetwork, PeerNetwork, ask
 from noloco_node.planning.bandwidth import NARROW_S, MicrobatchBytes, microbatch_bytes
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm import speed_test
-from noloco_node.swarm.access import RunAccess, connected
+from noloco_node.swarm.access import RunAccess
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import (

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,6 +40,8 @@ from noloco_node.libp2p.stream import Stream
 from noloco_node.libp2p.switchboard import PeerContext, Switchboard
 from noloco_node.network.interface import Handler
 from noloco_node.network.schema import Schema
+from noloco_node.tasks import background
+from noloco_node.terminal import say
 
 logger = logging.getLogger(__name__)
 
@@ -322,3 +324,24 @@ class Libp2pNetwork:
         if self._service is not None:
             self._service.cancel()
             await asyncio.wait({self._service}, timeout=self._settings.timeouts.linger_s)
+
+
+@asynccontextmanager
+async def connected(settings: NetworkSettings, met: KnownPeers | None = None) -> AsyncIterator[Libp2pNetwork]:
+    """Open the network by the bootstrap peers or, where none of them opens, by the peers that we met before.
+
+    `met`: the peers that earlier networks of this peer met; this one adds those that it meets. The context ends with
+    `UserError` should our libp2p daemon die again and again.
+    """
+    async with AsyncExitStack() as stack:
+        try:
+            network = await stack.enter_async_context(Libp2pNetwork.open(settings, say, met))
+        except UserError as trouble:
+            doors = tuple(dict.fromkeys((*settings.bootstrap, *(() if met is None else met.doors()))))
+            if trouble.code is not Exit.UNREACHABLE or doors == settings.bootstrap:
+                raise
+            wider = msgspec.structs.replace(settings, bootstrap=doors)
+            network = await stack.enter_async_context(Libp2pNetwork.open(wider, say, met))
+            say("no bootstrap peer opened; back by way of peers that we met before")
+        await stack.enter_async_context(background(network.wait_daemon()))
+        yield network

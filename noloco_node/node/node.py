@@ -33,12 +33,12 @@ from noloco_node.node.assignment import (
     NodeServices,
     RetrySnapshot,
     RunOver,
+    violations_journalled,
 )
 from noloco_node.node.health import HealthMonitor
 from noloco_node.node.join import Start, join
 from noloco_node.node.node_context import NodeContext, NodeOptions, StageRequest
 from noloco_node.node.replica import Replica
-from noloco_node.node.stage_server import violations_journalled
 from noloco_node.node.stage_work import StageWork
 from noloco_node.run.peer_state import PeerState
 from noloco_node.state_sync import weight_exchange

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -22,8 +22,7 @@ from noloco_node.admission.owner_files import key_file, load_key
 from noloco_node.admission.ticket import LOOK_S, TICKET_BYTES, InviteCredential, Right, decode, key_of, read_key
 from noloco_node.admission.ticket_service import LOOK_BITS, TicketReply, TicketRequest, TicketSigner, work
 from noloco_node.errors import Exit, UserError, config_error, reason_of
-from noloco_node.libp2p.addresses import KnownPeers
-from noloco_node.libp2p.network import Libp2pNetwork
+from noloco_node.libp2p.network import connected
 from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.network.calls import DialTimeouts
 from noloco_node.network.interface import HookedNetwork, PeerNetwork, ask
@@ -213,40 +212,6 @@ class RunAccess:
         elif self._nonce is None:  # some hundredths of a second
             self._nonce = work(self.invite.digest, me, LOOK_BITS)
         return self._nonce
-
-
-@asynccontextmanager
-async def connected(settings: NetworkSettings, met: KnownPeers | None = None) -> AsyncIterator[Libp2pNetwork]:
-    """Open the network, and end the body with `UserError` should our libp2p daemon die again and again.
-
-    `met`: whom earlier networks of this peer met; whom this one meets is added.
-    """
-    async with _entered(settings, met) as network, asyncio.TaskGroup() as group:
-        watch = group.create_task(network.wait_daemon(), name="daemon watch")
-        try:
-            yield network
-        finally:
-            watch.cancel()
-
-
-@asynccontextmanager
-async def _entered(settings: NetworkSettings, met: KnownPeers | None) -> AsyncIterator[Libp2pNetwork]:
-    """Open the network by the bootstrap peers; if nobody opens, by those or anybody that we met."""
-    async with AsyncExitStack() as stack:
-        try:
-            network = await stack.enter_async_context(Libp2pNetwork.open(settings, say, met))
-        except UserError as trouble:
-            wider = settings if met is None else with_bootstrap_addresses(settings, met.doors())
-            if trouble.code is not Exit.UNREACHABLE or wider == settings:
-                raise
-            network = await stack.enter_async_context(Libp2pNetwork.open(wider, say, met))
-            say("no bootstrap peer opened; back by way of peers that we met before")
-        yield network
-
-
-def with_bootstrap_addresses(settings: NetworkSettings, doors: tuple[str, ...]) -> NetworkSettings:
-    """Return settings with further peers to join by, each address once."""
-    return msgspec.structs.replace(settings, bootstrap=tuple(dict.fromkeys((*settings.bootstrap, *doors))))
 
 
 class Visitor(msgspec.Struct, frozen=True):
