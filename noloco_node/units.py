@@ -1,8 +1,8 @@
 """Numbers: between which bounds those of a stranger are taken, and how people write and read them.
 
-A number that a stranger wrote is declared as one of the types here. Between their bounds, and with `is_usable`, sums,
-products and ratios of many such numbers stay finite: what arithmetic can be done with a number is decided where it is
-decoded, not where it is used.
+A number that a stranger wrote is declared as one of the types here. Between their bounds, and after
+`noloco_node.network.wire.is_usable`, sums, products and ratios of many such numbers stay finite: the decoder refuses
+a number that arithmetic cannot use, so no code that uses numbers has to check them.
 
 Prefixes are decimal, as on disks and in the caps that an owner writes; rates are in bits, as lines are sold.
 """
@@ -36,11 +36,6 @@ _NUMBER = r"\s*(?P<number>[0-9]+(?:\.[0-9]+)?)\s*"
 _BITS_A_SECOND = re.compile(_NUMBER + r"(?P<prefix>[kmgt]?)(?P<binary>)(?:bits?(?:/s|ps)?|bps)\s*", re.IGNORECASE)
 _BYTES_A_SECOND = re.compile(_NUMBER + r"(?P<prefix>[kKmMgGtT]?)(?P<binary>i?)B(?:/s|ps)\s*")
 _SIZE = re.compile(_NUMBER + r"(?P<prefix>[kmgt]?)(?P<binary>i?)b(?:ytes?)?\s*", re.IGNORECASE)
-
-
-def is_usable(number: float) -> bool:
-    """Say whether a number is finite, and zero or far enough from it to divide by."""
-    return number == 0.0 or LEAST <= abs(number) <= LARGEST
 
 
 def format_count(number: int) -> str:

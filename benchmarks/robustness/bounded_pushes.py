@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gossip.exchange.influence import CLIP
-from gossip.exchange.swap import norm
+from gossip.exchange.codec import norm
+from gossip.exchange.swap import CLIP
 from noloco_node.machine.interface import StageModel
 from tests.explorer.attacks import Attack, TamperedStage
 

@@ -29,8 +29,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 from rich.console import Console
 
-from gossip.rounds.matching import heal
-from gossip.rounds.round_schedule import dynamic_steps
+from gossip.rounds.matching import dynamic_steps, heal
 from noloco_node.cli import status
 from noloco_node.observe.metrics import NodeMetrics
 from noloco_node.observe.page_frame import page_frame

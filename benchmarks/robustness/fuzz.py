@@ -29,7 +29,7 @@ import torch
 from noloco_node.admission import admission_hook, ticket_service
 from noloco_node.libp2p import reachability
 from noloco_node.network import wire
-from noloco_node.network.schema import Layout, Schema, TensorSpec, Violation
+from noloco_node.network.schema import FieldLayout, Schema, Violation
 from noloco_node.network.wire import FrameDecoder, FrameKind
 from noloco_node.run.protocols import gossip_schema, microbatch_schema, state_schema
 from noloco_node.sim.scenario.setup import base
@@ -71,7 +71,7 @@ def fuzzed_schemas() -> tuple[FuzzedSchema, ...]:
 
 def _fuzzed(schema: Schema) -> FuzzedSchema:
     rng = Random(0)
-    frames = [_frame(schema, rule, rng) for rule in schema._rules.values() for _ in range(FRAMES)]
+    frames = [_frame(schema, rule, rng) for rule in schema.rules.values() for _ in range(FRAMES)]
     frames += [wire.beat(), wire.end(), wire.error("busy")]
     return FuzzedSchema(schema, tuple(frames), max(schema.body_bytes, schema.header_bytes))
 
@@ -91,12 +91,9 @@ def _value(kind: Any, rng: Random) -> Any:
     return simple[kind] if kind in simple else msgspec.convert([], kind, strict=False)
 
 
-def _tensors(layout: Layout) -> Any:
-    if layout is None:
-        return None
-    if isinstance(layout, TensorSpec):
-        return torch.ones(layout.shape, dtype=getattr(torch, layout.dtype))
-    return tuple(map(_tensors, layout))
+def _tensors(layout: FieldLayout) -> Any:
+    tensors = tuple(torch.ones(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in layout.specs)
+    return None if layout.is_none else tensors[0] if layout.is_single else tensors
 
 
 # What is done to them.

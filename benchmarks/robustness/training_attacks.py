@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.robustness.bounded_pushes import any_way, back, longer, one_way, pushes
-from gossip.exchange.influence import InfluenceBound
+from gossip.exchange.swap import InfluenceBound
 from noloco_node.data.blocks import Blocks, open_blocks
 from noloco_node.journal import events
 from noloco_node.machine.interface import StageModel

@@ -35,7 +35,6 @@ import torch
 from torch import Tensor
 
 from gossip.exchange.messages import Implausible
-from gossip.exchange.swap import NORM_RATIO, NOT_FINITE, check_norm, largest_of
 from gossip.rule.outer_step import Tensors
 from gossip.settings import BLOCK, Format, blocks, packed_bytes, wire_specs
 
@@ -44,6 +43,9 @@ PIECE = 1024 * BLOCK
 LARGEST_CODE = 127
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """A scale of a block of zeros, and of values too small to have a normal one."""
+NORM_RATIO = 10.0
+"""A partner's norm outside [ours / ratio, ours * ratio] is implausible."""
+NOT_FINITE = "our own weights are not finite"
 _FEW_STEPS = 2.0**21
 """So many fit the last bits of a float32 with room to spare."""
 
@@ -348,3 +350,34 @@ def _check_steps(form: Format, weights: Tensors, steps: Sequence[float]) -> None
 def _finite(tensor: Tensor) -> bool:
     """Say whether all values are finite, without a temporary of the tensor's size."""
     return not tensor.numel() or all(map(math.isfinite, map(float, torch.aminmax(tensor))))
+
+
+def check_norm(their_norm: float, own_norm: float, what: str) -> None:
+    """Raise Implausible unless the norm of the partner's weights is finite and near that of our own.
+
+    Raises ConnectionAbortedError where ours is not finite.
+    """
+    if not math.isfinite(their_norm):
+        raise Implausible(f"{what}: not finite")
+    if not math.isfinite(own_norm):
+        raise ConnectionAbortedError(NOT_FINITE)
+    if not own_norm / NORM_RATIO <= their_norm <= own_norm * NORM_RATIO:
+        raise Implausible(f"{what}: norm {their_norm:.3g} where ours is {own_norm:.3g}")
+
+
+def check_finite(tensors: Tensors, what: str) -> float:
+    """Return the norm over all tensors; raise Implausible unless it is finite."""
+    total = norm(tensors)
+    if not math.isfinite(total):
+        raise Implausible(f"{what}: not finite")
+    return total
+
+
+def norm(tensors: Tensors) -> float:
+    """Return the norm over all tensors; not finite if a value is not, or if a tensor's norm overflows float32."""
+    return math.hypot(*(float(torch.linalg.vector_norm(tensor)) for tensor in tensors))
+
+
+def largest_of(tensor: Tensor) -> float:
+    """Return the largest magnitude, 0 of an empty tensor."""
+    return float(tensor.abs().max()) if tensor.numel() else 0.0

@@ -92,7 +92,8 @@ class Probe:
     """The little that both sides must know before weights travel.
 
     `round`: the sender's; `last_met`: the round in which its weights last met anybody's, -1 where the sender has
-    disowned them (`gossip.rule.shares`). `version`: of the sender's slow weights, another one after every outer step.
+    disowned them (`gossip.rule.outer_step`).
+    `version`: of the sender's slow weights, another one after every outer step.
     `holds`: the version of the receiver's slow weights that the sender holds, NOTHING if none.
     `slow`: float32 [k], the slow weights at coordinates that both sides know, with what a lossy codec still owes of
     them. `fast`: the snapshot likewise, where the codec's step follows from it; None elsewhere.

@@ -1,7 +1,7 @@
-"""An exchange of messages with one partner: probes, checks on what arrives, int4 steps, and the final handshake.
+"""An exchange of messages with one partner, what of it can be right, and how much of the partner's weights counts.
 
-**Checks.** Replicas' weights honestly differ, so no hash can compare them. The codec checks count, shapes and types.
-What it decodes must be finite, and its norm within `NORM_RATIO` of ours: replicas of one stage start alike and are
+**Checks.** Replicas' weights honestly differ, so no hash can compare them. The codec checks count, shapes and types;
+what it decodes must be finite, and its norm within `NORM_RATIO` of ours: replicas of one stage start alike and are
 pulled together, so honest norms are far nearer.
 
 **Probes.** Both sides first send `PROBE` coordinates of their slow weights, which both draw from the run's seed. The
@@ -19,24 +19,38 @@ probes show how far the two are apart. `common_steps` derives the step of int4 f
 - *Moved* coordinates have a distance other than zero: unseen rows of an embedding say nothing of the others. The
   logarithm lengthens the largest of a few to that of many, exactly for an exponential tail.
 
-`research/codec/margins.py` measures `MARGIN` on replicas of 0.4M parameters after 50 steps of AdamW apart, and on
-synthetic distances whose scale varies between parameters. Share of values that wrap, and root mean square of the
-rounding over that of the distance:
+`research/codec/margins.py` measures `MARGIN`. A wrapped value is within 8 steps of the receiver's own weight. The same
+8 steps bound a liar, and `FAR` bounds the steps.
 
-    margin         1.25             1.5              2
-    transformer    1e-5   0.22      0      0.27      0      0.36
-    Gaussian       2e-5   0.17      1e-6   0.20      0      0.27      (of one scale, margin 1.5: 5e-7)
-    Laplace        9e-5   0.26      2e-5   0.31      6e-7   0.41
-    Student t3     3e-4   0.53      2e-4   0.63      7e-5   0.84
+**Influence.** A partner's distance from our weights is measured in our own pseudo-gradient's norm, and compared with
+the median of what partners showed before. Soon after a step our own norm is near zero and the ratio would diverge: the
+median of our own norms is its floor.
 
-A wrapped value is within 8 steps of the receiver's own weight. The same 8 steps bound a liar, and `FAR` bounds the
-steps.
+    distance within CLIP medians       counts whole, to the bit as without a bound
+    up to REFUSE medians               counts as far as CLIP medians go: the difference is scaled down
+    beyond, or not finite              is implausible: the meeting is lost
+    beyond CLIP, as mostly             likewise, unless it is our only partner, which may be faster than we are
+
+- Replicas of a stage began alike, so their weights have a cosine of at least LEAST_ALIKE; the negative of our weights,
+  or noise of their norm, has less. In the first rounds, where weights are hardly longer than a step, no distance shows
+  that.
+- A partner that walks backwards stays within any distance. Its direction shows it: the cosine between what we have
+  learned and where the partner stands, both seen from our slow weights, as a mean over its last meetings. A partner
+  that pulls back counts less, down to LEAST_PULL, unless most others pull back too. It is never refused for it, since
+  an honest partner that lags pulls back as well. The only other replica of a stage counts whole.
+- Each partner has one voice in the median, its own median of late, and so has our guess, TYPICAL: else a liar that came
+  first would be the measure of all. Refused distances have a voice too: if honest distances grow for a reason, the
+  median follows after some meetings. After SELF_DOUBT refusals in a row our guess has no voice, for it may be us who
+  are far. So nobody is shut out for ever. The median is never below TYPICAL: a pair that always meets agrees to the
+  last bit, and any third replica would seem far.
+- A replica that returns with a checkpoint of some rounds ago is far from everybody, by as many rounds, and measures
+  that in its few steps since. Until a partner's weights have counted here, a distance refuses them and blames nobody.
+- Fewer than LEAST_VALUES weights only have to be finite.
 
 **Handshake.** The asker acknowledges the weights; the asked takes its step and acknowledges; then the asker steps. The
 asked speaks last because the asker's leaving cancels what the asked still does. Only the loss of the last message
-leaves one side stepped and the other not; that is counted, not negotiated.
-
-The caller sets one deadline over the whole conversation.
+leaves one side stepped and the other not; that is counted, not negotiated. The caller sets one deadline over the whole
+conversation.
 """
 
 from __future__ import annotations
@@ -45,21 +59,33 @@ import asyncio
 import math
 import random
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate
-from typing import Any, TypeVar
+from statistics import median, median_low
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from gossip.exchange.codec import (
+    NORM_RATIO,
+    NOT_FINITE,
+    Coded,
+    Feedback,
+    Reader,
+    check_finite,
+    largest_of,
+    norm,
+    pieces,
+    scratch,
+)
 from gossip.exchange.messages import Acknowledge, Implausible, Probe, Weights
 from gossip.interface import Conversation
 from gossip.rule.outer_step import Tensors
 
 PROBE = 4096
 """Coordinates of the slow weights, and with int4 of the snapshot too, that travel ahead of the rest (16 KiB each)."""
-NORM_RATIO = 10.0
-"""A partner's norm outside [ours / ratio, ours * ratio] is implausible."""
 MARGIN = 1.5
 """How much farther than the probes show a value may lie before int4 wraps."""
 FEW = 32
@@ -74,7 +100,26 @@ FINEST = 2.0**-18
 """The smallest step over the largest probed weight: beneath it float32 could not tell the multiples apart."""
 STEP_OF_NOTHING = 2.0**-24
 """The step where all probed weights are zero."""
-NOT_FINITE = "our own weights are not finite"
+
+CLIP = 4.0
+REFUSE = 8.0
+"""Medians of the distance that counts whole, and that counts at all."""
+TYPICAL = 1.0
+"""The least median, in our own pseudo-gradients: within one step a partner does no more than one step's harm."""
+VOICES, PARTNERS, MOVES = 4, 32, 16
+"""The distances of each partner, the partners, and the norms of our own pseudo-gradients that are kept."""
+LEAST_PULL, NO_PULL = 0.25, -0.5
+"""The least share of a partner that pulls back, and the mean cosine at which its share would be 0."""
+NEWEST = 0.4
+"""The least weight of the newest meeting in the mean."""
+OFTEN = 3
+"""Meetings from which a partner is mostly far."""
+LEAST_OTHERS = 2
+"""How many others it takes to say what most of them do."""
+SELF_DOUBT = 8
+LEAST_ALIKE = 0.3
+"""Cosine of a partner's weights and ours. Those of honest replicas have more, noise has hardly any."""
+LEAST_VALUES = 256
 
 Message = TypeVar("Message", Probe, Weights)
 
@@ -135,32 +180,6 @@ def check_own(mine: Probe) -> None:
     """Raise ConnectionAbortedError unless our probe is finite."""
     if not math.isfinite(norm(_tensors(mine))):
         raise ConnectionAbortedError(NOT_FINITE)
-
-
-def check_norm(their_norm: float, own_norm: float, what: str) -> None:
-    """Raise Implausible unless the norm of the partner's weights is finite and near that of our own.
-
-    Raises ConnectionAbortedError where ours is not finite.
-    """
-    if not math.isfinite(their_norm):
-        raise Implausible(f"{what}: not finite")
-    if not math.isfinite(own_norm):
-        raise ConnectionAbortedError(NOT_FINITE)
-    if not own_norm / NORM_RATIO <= their_norm <= own_norm * NORM_RATIO:
-        raise Implausible(f"{what}: norm {their_norm:.3g} where ours is {own_norm:.3g}")
-
-
-def check_finite(tensors: Tensors, what: str) -> float:
-    """Return the norm over all tensors; raise Implausible unless it is finite."""
-    total = norm(tensors)
-    if not math.isfinite(total):
-        raise Implausible(f"{what}: not finite")
-    return total
-
-
-def norm(tensors: Tensors) -> float:
-    """Return the norm over all tensors; not finite if a value is not, or if a tensor's norm overflows float32."""
-    return math.hypot(*(float(torch.linalg.vector_norm(tensor)) for tensor in tensors))
 
 
 def size_bytes(*messages: Probe | Weights) -> int:
@@ -226,11 +245,6 @@ def common_steps(own_probe: Tensor, their_probe: Tensor, counts: Sequence[int]) 
     return tuple(_rounded_up(max(MARGIN * radius / 8, finest)) for radius in radii)
 
 
-def largest_of(tensor: Tensor) -> float:
-    """Return the largest magnitude, 0 of an empty tensor."""
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
-
-
 def _radius(distances: Tensor, moved: int, farthest: float) -> float:
     """Return how far this parameter's values may be expected to lie from the partner's, before the margin.
 
@@ -253,3 +267,136 @@ def _rounded_up(step: float) -> float:
 
 def _root_mean_square(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor)) / math.sqrt(max(1, tensor.numel()))
+
+
+class Deviation(NamedTuple):
+    """Where a partner's weights lie, and their number of `values`.
+
+    `distance`: from ours. `own`: norm of our pseudo-gradient. `alike`: cosine of both weights; all zeros are not alike,
+    unless ours are zero too. `direction`: cosine between what we have learned and where the partner's fast weights are,
+    from our slow ones; 0 for slow weights.
+    """
+
+    values: int
+    distance: float
+    own: float
+    alike: float = 1.0
+    direction: float = 0.0
+
+
+def measure(theirs: Coded, own: Tensors, owed: Feedback, slow: Tensors, fast: Tensors) -> Deviation:
+    """Measure a partner's weights beside ours, `own`: either `slow` or `fast`, with what is still `owed` of them."""
+    apart = learned = along = ours = across = 0.0
+    reader, near, memory, moved = Reader(theirs, own), *(scratch(own) for _ in range(3))
+    for number, tensor in enumerate(own):
+        for at in pieces(theirs.form, tensor.numel()):
+            meant = owed.meant(own, number, at, near)
+            difference = torch.sub(reader.read(number, at, meant, memory), meant, out=memory[: len(meant)])
+            move = torch.sub(slow[number].view(-1)[at], fast[number].view(-1)[at], out=moved[: len(meant)])
+            apart += float(torch.dot(difference, difference))
+            learned += float(torch.dot(move, move))
+            along += float(torch.dot(move, difference))
+            ours += float(torch.dot(meant, meant))
+            across += float(torch.dot(meant, difference))
+    values = sum(tensor.numel() for tensor in own)
+    if not math.isfinite(apart):
+        return Deviation(values, math.inf, math.sqrt(learned))
+    alike = _cosine(ours + across, ours, ours + 2.0 * across + apart) if ours else 1.0
+    back = _cosine(learned - along, learned, learned - 2.0 * along + apart) if own is fast else 0.0
+    return Deviation(values, math.sqrt(apart), math.sqrt(learned), alike, back)
+
+
+def _cosine(product: float, square: float, other: float) -> float:
+    """Return the cosine of two vectors, given their product and the squares of their norms; 0 where one is zero."""
+    return product / math.sqrt(square * other) if square > 0.0 and other > 0.0 else 0.0
+
+
+class _Seen:
+    """The history of one partner."""
+
+    def __init__(self) -> None:
+        self.ratios: deque[float] = deque(maxlen=VOICES)
+        self.cosine = 0.0
+        self.directions = 0
+
+    @property
+    def voice(self) -> float:
+        """Its usual distance."""
+        return median(self.ratios)
+
+    def add(self, ratio: float, cosine: float | None) -> None:
+        self.ratios.append(ratio)
+        if cosine is not None:
+            self.directions += 1
+            self.cosine += max(NEWEST, 1.0 / self.directions) * (cosine - self.cosine)
+
+
+class InfluenceBound:
+    """The history of partners for one set of weights, and the share of the next one that counts.
+
+    `returned`: our weights are older than this process, and may be rounds behind.
+    """
+
+    def __init__(self, *, returned: bool = False) -> None:
+        self._seen: dict[str, _Seen] = {}
+        self._moves: deque[float] = deque(maxlen=MOVES)
+        self._refused = 0
+        """Meetings in a row that were refused."""
+        self._behind = returned
+        """Whether our own weights may be the far ones, since no partner's have counted here yet."""
+
+    def share(self, partner: str, deviation: Deviation, *, only: bool = False) -> float:
+        """Return the share of the way to a partner's weights that counts; raise Implausible where none does.
+
+        `only`: our stage has no other partner. Raises another ConnectionAbortedError where we may be the ones who are
+        far.
+        """
+        if not math.isfinite(deviation.distance):
+            raise Implausible("weights too far to measure")
+        if deviation.values < LEAST_VALUES:
+            return 1.0
+        if deviation.alike < LEAST_ALIKE:
+            raise Implausible(f"weights that are not like ours: cosine {deviation.alike:.2f}")
+        self._moves.append(deviation.own)
+        unit = max(deviation.own, median(self._moves))
+        if not unit:
+            return 1.0  # we have learned nothing yet, and know no distance
+        ratio = deviation.distance / unit
+        most = self._typical()
+        self._seen[partner] = seen = self._seen.pop(partner, None) or _Seen()
+        if len(self._seen) > PARTNERS:
+            del self._seen[next(iter(self._seen))]
+        # A move that has hardly begun has no direction yet.
+        seen.add(ratio, deviation.direction if deviation.own >= unit / 2 else None)
+        often = len(self._seen) > 1 and len(seen.ratios) >= OFTEN and seen.voice > CLIP * most
+        if ratio > (CLIP if often else REFUSE) * most:
+            self._refused += 1
+            far = f"weights {ratio:.3g} of our own steps from ours, where {most:.3g} is usual"
+            raise ConnectionAbortedError(f"{far}: ours may be behind") if self._behind else Implausible(far)
+        self._behind = False
+        if len(self._seen) > 1 or not self._in_doubt:
+            self._refused = 0
+        pull = 1.0 if only else self._pull(seen)
+        return min(1.0, CLIP * most / ratio) * pull if ratio else 1.0
+
+    @property
+    def _in_doubt(self) -> bool:
+        return self._refused >= SELF_DOUBT
+
+    def _pull(self, seen: _Seen) -> float:
+        """Return the share that a partner's direction leaves; 1 where most others pull back as well."""
+        others = [other.cosine for other in self._seen.values() if other is not seen and other.directions]
+        if seen.cosine >= 0.0 or (len(others) >= LEAST_OTHERS and median_low(others) < 0.0):
+            return 1.0
+        return max(LEAST_PULL, 1.0 - seen.cosine / NO_PULL)
+
+    def _typical(self) -> float:
+        voices = [seen.voice for seen in self._seen.values()]
+        return max(TYPICAL, median_low(voices if self._in_doubt else [*voices, TYPICAL]))
+
+
+def check_alike(theirs: Coded, own: Tensors) -> None:
+    """Raise Implausible where weights that we are to adopt have nothing in common with ours."""
+    deviation = measure(theirs, own, Feedback(theirs.form), own, own)
+    if deviation.values >= LEAST_VALUES and deviation.alike < LEAST_ALIKE:
+        raise Implausible(f"weights to adopt that are not like ours: cosine {deviation.alike:.2f}")

@@ -1,4 +1,20 @@
-"""Who meets whom: an order of partners that all replicas compute alike, and an answer that decides at once.
+"""When a replica's rounds are due, how many inner steps they take, and who meets whom: decisions without effects.
+
+**When.** A round is due H own inner steps after the last opening, met or not. H is settled when a round opens, so that
+an open round knows its end; before the first opening it follows what becomes known of speeds. Over the run H grows
+geometrically: replicas drift apart fast while the learning rate is high. With *dynamic local updates* (Asynchronous
+Local-SGD, arXiv 2401.09135, equation 6) a replica of speed v takes max(1, floor(v / v_max * H)) inner steps, v_max
+being that of the stage's fastest replica, so that all reach their rounds together. Two bounds are ours:
+
+- *Measured speeds* of equal machines differ by a few per cent, and a bare floor would cost all but the fastest a step.
+  So a speed counts as up to `TOLERANCE` more than measured, and never as more than v_max.
+- *Speeds are claims*: one replica that claims a thousandfold speed would reduce all others to one step. So v_max is at
+  most `LARGEST_MULTIPLE` times the lower median of the known speeds, and what is no positive, finite number is ignored.
+
+**Round numbers** seed the order of partners. A number follows the last finished round and heals (`heal`): from the
+roster at the opening, from proposals and answers while the round is open. The lower side adopts the higher number,
+within a bound beyond the median of the partners that it has really met, so neither a liar's number nor many names drag
+a replica along. A skipped round is not finished; the next opening catches up with the others' numbers.
 
 **Order.** All pairs of a stage's replicas are ordered by a hash of (seed, round, pair) and matched greedily, so equal
 rosters give equal pairs without a message, and a roster that differs by one replica changes few of them (rendezvous
@@ -6,18 +22,13 @@ hashing of pairs). Of an odd number one sits out, each in turn. Beyond `GREEDY_A
 costs too much; there each replica follows its own preferences, by the same hashes. The hash of a pair is the same for
 both, so preferences cannot form a cycle.
 
-**Young rounds are selective.** If a replica met whoever happens to be open, replicas of equal speed would fall into
-fixed pairs: their openings keep their distance in time (simulated: 4 or 8 replicas, one single partner each in 60
+**Young rounds are selective.** If a replica met any partner that happens to be open, replicas of equal speed would fall
+into fixed pairs: their openings keep their distance in time (simulated: 4 or 8 replicas, one single partner each in 60
 rounds). So at its opening a round accepts only its first preference; the others become good enough one by one, all by
 `PICKY_SHARE` of the time to the next opening. Waiting costs nothing, training goes on.
 
-**Answers.** `answer` is a pure function of what the asked is doing. The asked ignores the other's round number. When
-two proposals cross, that of the lower peer id goes first: its owner declines the other's, and the other accepts.
-
-**Round numbers** only seed the order, and heal: the lower side adopts the higher number, within a bound beyond the
-median of those that it has really met, so neither a liar's number nor many names drag a replica along.
-
-**Asking.** `PartnerView` holds the roster's candidates and their order, `PartnerQueue` when to ask each of them again.
+**Answers.** The asked ignores the other's round number (`answer`). When two proposals cross, that of the lower peer id
+goes first: its owner declines the other's, and the other accepts.
 """
 
 from __future__ import annotations
@@ -29,13 +40,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median_low
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gossip.exchange.messages import Accept, Decline, DeclineReason, Propose
-from gossip.interface import Candidate
-from gossip.settings import RoundTimeouts
+from gossip.interface import Candidate, RoundProgress
+from gossip.rule.outer_step import LIFT_BOUND
+from gossip.settings import OuterConfig, RoundTimeouts
 
 GREEDY_AT_MOST = 200
 """Replicas of a stage up to which the whole greedy matching is computed (19 900 pairs)."""
@@ -48,6 +61,10 @@ SOON_S = 0.25
 """When to ask a peer again that is only waiting for an answer."""
 ASKED_AT_MOST = 32
 """Preferences that are followed in one round; the others may still ask us."""
+TOLERANCE = 0.1
+"""Share of a measured speed within which two speeds count as equal."""
+LARGEST_MULTIPLE = 8.0
+"""How many times the stage's median the highest speed may be that is believed."""
 SLACK_S = 1e-3
 """Times nearer than this are equal: a timer may fire a little early."""
 
@@ -196,32 +213,24 @@ def heal(own_round: int, seen_rounds: Iterable[int], roster_rounds: Collection[i
 class PartnerView:
     """The other replicas of our stage as the roster has them, and our order of preference.
 
-    Asked at every proposal, computed anew only where the roster or the round is another one: an order costs a hash per
-    replica. `partners` returns the same tuple until the roster changes.
+    An order costs a hash per replica, so it is computed anew only where the roster or the round is another one.
+    `partners` returns the same tuple until the roster changes.
     """
 
     def __init__(self, me: str, seed: int, partners: Callable[[], tuple[Candidate, ...]]) -> None:
-        self._me, self._seed, self._partners = me, seed, partners
-        self._candidates: tuple[Candidate, ...] = ()
+        self._me, self._seed, self.candidates = me, seed, partners
+        self._known: tuple[Candidate, ...] = ()
         self._peers: tuple[str, ...] = ()
         self._order: tuple[str, ...] = ()
         self._order_of: tuple[tuple[str, ...], int] | None = None
 
     @property
-    def candidates(self) -> tuple[Candidate, ...]:
-        """The candidates of the last roster."""
-        candidates = self._partners()
-        if candidates is not self._candidates:
-            self._candidates = candidates
-            peers = tuple([candidate.peer for candidate in candidates])
-            if peers != self._peers:
-                self._peers = peers
-        return self._candidates
-
-    @property
     def peers(self) -> tuple[str, ...]:
-        """Their names; the same tuple while nobody comes or goes."""
-        return self._peers if self.candidates else ()  # `candidates` brings the names up to date
+        """Their peer ids."""
+        candidates = self.candidates()
+        if candidates is not self._known:
+            self._known, self._peers = candidates, tuple([candidate.peer for candidate in candidates])
+        return self._peers
 
     def order(self, round: int) -> tuple[str, ...]:
         """Return them in the order in which we would meet them in this round."""
@@ -272,3 +281,137 @@ class PartnerQueue:
     def nobody_left(self, peers: Iterable[str]) -> bool:
         """Say whether all of these have told us that they are leaving; true where there are none."""
         return all(self._not_before.get(peer) == math.inf for peer in peers)
+
+
+class RoundClaims(NamedTuple):
+    """The rounds that others say they have finished: all in the roster, and those `of_partners` that we have met."""
+
+    listed: Sequence[int] = ()
+    of_partners: Sequence[int] = ()
+
+
+class RoundSchedule:
+    """One replica's counters. `round`: the one opened last (0 before the first); `finished`: the last one finished.
+
+    `steps`: inner steps from the last opening to the next. `unknown_s`: what counts for times before the first step has
+    been measured.
+    """
+
+    def __init__(self, inner_steps_per_round: int, rounds: int, inner_steps: int, unknown_s: float) -> None:
+        self.steps = self._next_steps = inner_steps_per_round
+        self._unknown_s = unknown_s
+        self._opened = False
+        self._opened_at = inner_steps
+        self._seconds_per_step: float | None = None
+        self.inner_steps = inner_steps
+        self.round = self.finished = rounds
+        self.skipped_in_a_row = 0
+        self.healed = 0
+        self._last = False
+
+    def tick(self, inner_steps: int, seconds_per_step: float, next_steps: int | None = None) -> None:
+        """Take note of the inner steps done, and of the seconds that one takes now.
+
+        `next_steps`: inner steps that the next round to be opened will last; None leaves them as they are.
+        """
+        self.inner_steps, self._seconds_per_step = inner_steps, seconds_per_step
+        self._next_steps = next_steps or self._next_steps
+        if not self._opened:
+            self.steps = self._next_steps
+
+    @property
+    def due(self) -> bool:
+        """Whether the next round is to be opened."""
+        return self.inner_steps - self._opened_at >= self.steps
+
+    @property
+    def ready_in_s(self) -> float:
+        """Estimate the seconds until the next opening."""
+        if self._seconds_per_step is None:
+            return self._unknown_s
+        return max(1, self._opened_at + self.steps - self.inner_steps) * self._seconds_per_step
+
+    def preference_delay_s(self, place: int, count: int) -> float:
+        """Return for how long preference number `place` of `count` is not good enough; 0 if it is.
+
+        A replica that skipped its last round, or will open no further one, is not picky.
+        """
+        if self._last or self.skipped_in_a_row:
+            return 0.0
+        steps = good_enough_at(place, count) * self.steps - (self.inner_steps - self._opened_at)
+        return max(0.0, steps) * (self._unknown_s if self._seconds_per_step is None else self._seconds_per_step)
+
+    def next_round(self, claims: RoundClaims) -> int:
+        """Return the number that the next round has, after those that the others say are finished."""
+        return max(self.round, 1 + heal(self.finished, claims.listed, (self._shown(claims),), LIFT_BOUND))
+
+    def _shown(self, claims: RoundClaims) -> int:
+        """Return the last round finished by our own evidence: ours, or the median of ours and our partners'."""
+        return max(self.finished, median_low((self.finished, *claims.of_partners)))
+
+    def open(self, claims: RoundClaims, *, last: bool = False) -> None:
+        """Begin the next round."""
+        self._last = last
+        following = self.next_round(claims)
+        self.healed += following > max(self.round, self.finished + 1)
+        self.round = following
+        self._opened_at, self._opened = self.inner_steps, True
+        self.steps = self._next_steps
+
+    def adopt(self, seen_round: int, claims: RoundClaims) -> None:
+        """Move up to a partner's number, within a bound on what the partners we have met claim."""
+        healed = heal(self.round, (seen_round,), (1 + self._shown(claims),), LIFT_BOUND)
+        self.healed += healed > self.round
+        self.round = healed
+
+    def skip(self) -> None:
+        """Count a round without a partner."""
+        self.skipped_in_a_row += 1
+
+    def finish(self, round: int) -> None:
+        """Count an outer step."""
+        self.finished = round
+        self.skipped_in_a_row = 0
+
+
+def fastest(speed: float, others: Sequence[float]) -> float:
+    """Return the highest speed that is believed in a stage: our own, a positive number, at least.
+
+    `others`: what the others claim, in the same unit; what is not a positive, finite number is unknown.
+    """
+    known = [speed, *(claim for claim in others if _is_speed(claim))]
+    return max(speed, min(max(known), LARGEST_MULTIPLE * median_low(known)))
+
+
+def dynamic_steps(speed: float, others: Sequence[float], steps: int) -> int:
+    """Return how many of the `steps` of the fastest replica one of this `speed` takes: from 1 to `steps`.
+
+    `others`: the speeds that the stage's other replicas claim. A speed of our own that is unknown leaves all `steps`.
+    """
+    if not _is_speed(speed):
+        return steps
+    # The ratio first: no product of two large speeds, and exactly 1 between equals.
+    share = min(1.0, speed / fastest(speed, others) * (1.0 + TOLERANCE))
+    return max(1, math.floor(share * steps))
+
+
+def steps_per_round(progress: float, early: int, late: int | None) -> int:
+    """Return H at this progress of the run: `early` at 0, `late` at 1, a geometric course between, whole numbers.
+
+    `progress` outside 0 to 1 counts as the nearer end. `late` None: constant.
+    """
+    if late is None:
+        return early
+    # Rounded to whole steps, both ends are exact: a power of 0 and of 1 is.
+    course = round(early * math.pow(late / early, min(1.0, max(0.0, progress))))
+    return min(max(course, min(early, late)), max(early, late))
+
+
+def local_step_count(settings: OuterConfig, going: RoundProgress, others: Sequence[float]) -> int:
+    """Return the inner steps from this replica's next round to the one after, as the run's settings have it."""
+    steps = steps_per_round(going.progress, settings.inner_steps_per_round, settings.late_inner_steps_per_round)
+    return dynamic_steps(going.speed, others, steps) if settings.dynamic_steps else steps
+
+
+def _is_speed(claim: float) -> bool:
+    return math.isfinite(claim) and claim > 0.0

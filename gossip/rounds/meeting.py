@@ -6,7 +6,7 @@ replica binds itself to nobody while it asks, so no cycle of waiting can form.
 
 **Exchange.** Both sides send probes first. From the probes both derive the same decisions: whose weights count, how
 weights are coded, and whether slow weights need to travel. Usually both count. A side whose weights are too stale
-(`gossip.rule.shares`) sends none and adopts its partner's, which travel in an absolute format; the partner takes no
+(`gossip.rule.outer_step`) sends none and adopts its partner's, which travel in an absolute format; the partner takes no
 step and keeps its round open. The acknowledgements of `swap.conclude` end the exchange.
 
 A meeting that breaks is a loss: counted, recorded, and the partner is put off for a while. Nothing moves then, and our
@@ -37,7 +37,7 @@ from gossip.rounds.matching import ASKED_AT_MOST, answer
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, Step
 from gossip.rounds.prefetch import SlowWeightPrefetcher
 from gossip.rounds.round_state import Meeting, PendingStep, RoundState, now
-from gossip.rule.shares import (
+from gossip.rule.outer_step import (
     DISOWNED,
     WeightAge,
     WhoseWeights,

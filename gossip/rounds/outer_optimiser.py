@@ -26,12 +26,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossip.exchange.codec import PIECE, Coded, Encoded, Feedback, Reader, Sides, check, encode, pieces, scratch
-from gossip.exchange.influence import InfluenceBound, check_alike, measure
-from gossip.exchange.swap import common_steps, norm, probe_coordinates
+from gossip.exchange.codec import PIECE, Coded, Encoded, Feedback, Reader, Sides, check, encode, norm, pieces, scratch
+from gossip.exchange.swap import InfluenceBound, check_alike, common_steps, measure, probe_coordinates
 from gossip.interface import Compute, GossipReplica
-from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors, mean_into, move
-from gossip.rule.shares import EVEN, Shares, shares_by_steps
+from gossip.rule.outer_step import EVEN, Delay, Outer, OuterState, Shares, Tensors, mean_into, move, shares_by_steps
 from gossip.settings import Format, OuterConfig, absolute
 
 
@@ -82,6 +80,7 @@ class OuterOptimiser:
 
     `version`: the number of outer steps taken here; it changes with the slow weights. `weights`: the lock under which
     they move. `seed`: of the run. `fixed`: numbers of the tensors that no round moves. `partners`: the other replicas.
+    `returned`: the weights are not a run's first ones.
     """
 
     def __init__(
@@ -94,6 +93,7 @@ class OuterOptimiser:
         seed: int,
         fixed: frozenset[int] = frozenset(),
         partners: Callable[[], Sized] = tuple,
+        returned: bool = False,
     ) -> None:
         outer = Outer(settings.alpha, settings.beta, settings.gamma)
         self._rule = Rule(outer, Delay(settings.momentum_period, settings.momentum_spread), fixed)
@@ -106,7 +106,7 @@ class OuterOptimiser:
         self.state = _of_rule(state, settings.alpha)
         """Its tensors move with the next step."""
         self.weights = WeightsLock()
-        self._fast_bound, self._slow_bound = InfluenceBound(), InfluenceBound()
+        self._fast_bound, self._slow_bound = (InfluenceBound(returned=returned) for _ in range(2))
         """Of the fast and of the slow weights that partners bring."""
         self.version = 0
 

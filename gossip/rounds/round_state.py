@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gossip.interface import Origin, OuterStepTaken, RoundContext
-from gossip.rounds.matching import SLACK_S, AnswerState, PartnerQueue, PartnerView
+from gossip.rounds.matching import SLACK_S, AnswerState, PartnerQueue, PartnerView, RoundClaims, RoundSchedule
 from gossip.rounds.outer_optimiser import Snapshot, Step
-from gossip.rounds.round_schedule import RoundClaims, RoundSchedule
-from gossip.rule.shares import DISOWNED, WeightAge, staleness
+from gossip.rule.outer_step import DISOWNED, WeightAge, staleness
 from gossip.settings import OuterConfig
 
 POLL_S = 1.0
@@ -170,7 +169,7 @@ class RoundState:
     @property
     def claims(self) -> RoundClaims:
         """The rounds that the others claim to have finished."""
-        listed = self.partners.candidates
+        listed = self.partners.candidates()
         return RoundClaims(
             [each.round for each in listed], [each.round for each in listed if each.peer in self.met_partners]
         )

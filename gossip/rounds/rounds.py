@@ -40,10 +40,10 @@ from gossip.interface import (
     RoundProgress,
     RoundSkipped,
 )
+from gossip.rounds.matching import local_step_count
 from gossip.rounds.meeting import MeetingProtocol
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, Step, WeightsLock, to_the_end
 from gossip.rounds.prefetch import SlowWeightPrefetcher
-from gossip.rounds.round_schedule import local_step_count
 from gossip.rounds.round_state import PendingStep, RoundState, now
 from gossip.rule.outer_step import OuterState
 from gossip.settings import OuterConfig
@@ -77,6 +77,7 @@ class Rounds:
             seed=context.seed,
             fixed=context.fixed,
             partners=context.partners,
+            returned=origin.rounds > 0,
         )
         self._prefetcher = SlowWeightPrefetcher(self._round_state, self._optimiser, context)
         self._meetings = MeetingProtocol(
@@ -146,7 +147,7 @@ class Rounds:
         """
         round_state = self._round_state
         async with round_state.pause:
-            speeds = [candidate.speed for candidate in round_state.partners.candidates]
+            speeds = [candidate.speed for candidate in round_state.partners.candidates()]
             next_steps = local_step_count(self._settings, going, speeds)
             self._schedule.tick(inner_steps, seconds_per_step, next_steps)
             await self._apply_pending()

@@ -176,7 +176,7 @@ class CopyInMemory:
         self.counters, self.sections = state, held_sections(state)
 
     def norm(self) -> float:
-        from gossip.exchange.swap import norm  # which loads torch
+        from gossip.exchange.codec import norm  # which loads torch
 
         return norm(self.counters.slow)
 

@@ -1,15 +1,9 @@
 """A newcomer becomes a replica: it copies slow weights, momenta and counters from a replica that trains.
 
-The newcomer is then where its donor is, also in the momentum period and in staleness. Fast weights do not travel: the
-newcomer starts from the slow ones, as every replica does right after a round. The feedback of a lossy codec stays with
-the donor, which will send it. An export asks for the slow weights alone.
-
-Each newcomer asks the replicas in an order of its own, a hash of (seed, newcomer, donor), so that many newcomers spread
-over many donors. The newcomer fetches the pieces that a manifest lists over several streams. A right piece stays
-(`assembly`): a broken stream is dialled again, and if the donor dies, the next manifest says what is still missing.
-
-The newcomer refuses a donor whose norm, round or progress is far from those of its stage, and values that cannot be
-right.
+Fast weights do not travel: the newcomer starts from the slow ones, as every replica does right after a round. The
+feedback of a lossy codec stays with the donor, which will send it. Each newcomer asks the replicas in an order of its
+own, so that many newcomers spread over many donors. A right piece stays (`assembly`): a broken stream is dialled again,
+and if the donor dies, the next manifest says what is still missing.
 """
 
 from __future__ import annotations
@@ -24,6 +18,7 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from typing import NamedTuple
 
+from gossip.exchange.codec import NORM_RATIO, check_finite, norm
 from gossip.exchange.messages import (
     Busy,
     Gone,
@@ -36,10 +31,9 @@ from gossip.exchange.messages import (
     Section,
     StateRequest,
 )
-from gossip.exchange.swap import NORM_RATIO, all_or_failure, check_finite, norm
+from gossip.exchange.swap import all_or_failure
 from gossip.interface import Compute, Conversation
-from gossip.rule.outer_step import Tensors
-from gossip.rule.shares import ROUND_BOUND
+from gossip.rule.outer_step import ROUND_BOUND, Tensors
 from gossip.transfer.assembly import ChunkArrived, DonorLost, Key, StateAssembly
 from gossip.transfer.chunks import DIGEST_BYTES, present, sections
 from gossip.transfer.donor import STREAMS, now_s

@@ -32,7 +32,8 @@ from noloco_node.libp2p.settings import TimeoutSettings
 from noloco_node.network import wire
 from noloco_node.network.calls import MOST_PEERS, RttEstimate, deadline_s, observed
 from noloco_node.network.interface import ConversationEnded
-from noloco_node.network.schema import Buffer, Schema, Violation
+from noloco_node.network.schema import Schema, Violation
+from noloco_node.network.wire import Buffer
 
 MOST_WAITING = 2
 

@@ -26,7 +26,8 @@ from typing import Any, cast
 from noloco_node.libp2p.control import Preamble
 from noloco_node.libp2p.frame_protocol import Event, FrameProtocol, MessageReceived, SendState, StreamClosed
 from noloco_node.network.interface import Pace
-from noloco_node.network.schema import Buffer, Violation
+from noloco_node.network.schema import Violation
+from noloco_node.network.wire import Buffer
 
 logger = logging.getLogger(__name__)
 

@@ -151,15 +151,17 @@ class BanHook(NetworkHook):
 
 
 class _Watch(ConversationHook):
-    """Notes violations in a conversation that we opened."""
+    """Notes the violation that ends a conversation which we opened: once, however often it is raised."""
 
-    __slots__ = ("_bans", "_peer")
+    __slots__ = ("_bans", "_noted", "_peer")
 
     def __init__(self, peer: str, bans: BanHook) -> None:
-        self._peer, self._bans = peer, bans
+        self._peer, self._bans, self._noted = peer, bans, False
 
     def violated(self) -> None:
-        self._bans.note(self._peer)
+        if not self._noted:
+            self._noted = True
+            self._bans.note(self._peer)
 
 
 def address_prefix(origin: str) -> IPv4Network | IPv6Network | None:

@@ -265,18 +265,25 @@ class HookedConversation:
     async def send(self, message: Any) -> None:
         for hook in self._hooks:
             await hook.before_send()
-        await self._conversation.send(message)
+        try:
+            await self._conversation.send(message)
+        except Violation:
+            self._note_violation()
+            raise
 
     async def receive(self) -> Any:
         try:
             message = await self._conversation.receive()
         except Violation:
-            for hook in self._hooks:
-                hook.violated()
+            self._note_violation()
             raise
         for hook in reversed(self._hooks):
             await hook.after_receive()
         return message
+
+    def _note_violation(self) -> None:
+        for hook in self._hooks:
+            hook.violated()
 
 
 async def ask(

@@ -25,6 +25,7 @@ from noloco_node.machine.device import WatchedDevice
 from noloco_node.machine.interface import Runner, StageModel
 from noloco_node.network.calls import ANSWERS, AdaptiveTimeout, SendTurns
 from noloco_node.network.interface import Conversation
+from noloco_node.network.wire import is_usable
 from noloco_node.node.microbatches import MicrobatchClient, MicrobatchServer
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext, rate_schedule, round_timeouts
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
@@ -34,7 +35,6 @@ from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.receipts import MOST_BROUGHT
 from noloco_node.swarm.roster import Derived, PeerRecord, Roster, speed
 from noloco_node.tasks import loop_s
-from noloco_node.units import is_usable
 from pipeline.admission_window import AdmissionWindow, WindowOutcome
 from pipeline.inner_step import OptimiserState, Progress, advance, begin, learning_rate
 from pipeline.messages import ACTIVATION_CODECS

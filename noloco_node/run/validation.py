@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from gossip.rule.shares import MOST
-from gossip.rule.stability import stability_bound, weighed_stability_bound
+from gossip.rule.stability import MOST, stability_bound, weighed_stability_bound
 from gossip.settings import OuterConfig
 from noloco_node.run.config import (
     LARGEST_TOKENIZER_BYTES,

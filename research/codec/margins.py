@@ -1,4 +1,4 @@
-"""How many values wrap in the 4-bit code, and how coarse it is: the figures in `gossip/exchange/swap.py`.
+"""How many values wrap in the 4-bit code, and how coarse it is: the figures in research/results.md.
 
     python -m research.codec.margins [--draws 24] [--steps 50]
 

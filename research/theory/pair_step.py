@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from gossip.rule.outer_step import UNDELAYED, Delay, Outer, OuterState, Tensors, mean_into, move
-from gossip.rule.shares import EVEN, Shares
+from gossip.rule.outer_step import EVEN, UNDELAYED, Delay, Outer, OuterState, Shares, Tensors, mean_into, move
 
 
 class Stepped(NamedTuple):

@@ -35,8 +35,7 @@ import torch
 from torch import Tensor
 
 from gossip.interface import OuterStepTaken
-from gossip.rule.outer_step import OuterState
-from gossip.rule.shares import LIFT_BOUND
+from gossip.rule.outer_step import LIFT_BOUND, OuterState
 from tests.explorer.meetings import MeetingChecker, MeetingSide
 from tests.explorer.observation import CheckerContext, clipped
 from tests.explorer.session_records import SessionRecord, fast_of, state_of

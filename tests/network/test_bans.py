@@ -137,7 +137,8 @@ async def test_a_hostile_peer_is_neither_served_nor_called_and_others_are() -> N
     assert await say("liar", "good"), "and then again"
 
 
-async def test_what_a_callee_sends_counts_as_well() -> None:
+@pytest.mark.parametrize("surfaces", [("receive",), ("send",), ("send", "receive")])
+async def test_a_violation_of_a_callee_counts_once_wherever_it_surfaces(surfaces: tuple[str, ...]) -> None:
     hub = SimNetwork()
 
     class Wrong:
@@ -148,6 +149,10 @@ async def test_what_a_callee_sends_counts_as_well() -> None:
 
         async def receive(self) -> None:
             raise Violation("a bad word")
+
+        async def send(self, message: Word) -> None:
+            if "send" in surfaces:
+                raise Violation("a bad word")
 
     inner = hub.network("victim")
     victim = HookedNetwork(inner, BanHook())
@@ -161,9 +166,10 @@ async def test_what_a_callee_sends_counts_as_well() -> None:
     for _ in range(100):
         try:
             async with victim.talk("liar", "talk", SCHEMA) as conversation:
-                await conversation.receive()
-        except Violation:
-            await asyncio.sleep(1.0)
+                for surface in surfaces:
+                    with pytest.raises(Violation):
+                        await (conversation.receive() if surface == "receive" else conversation.send(Word("hello")))
+                    await asyncio.sleep(1.0)
         except ConnectionRefusedError:
             refused += 1
     assert refused == 95

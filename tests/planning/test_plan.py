@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossip.rounds.round_schedule import steps_per_round
+from gossip.rounds.matching import steps_per_round
 from noloco_node.errors import Exit, UserError
 from noloco_node.planning.bandwidth import PROBE_BYTES
 from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gossip.rounds.round_schedule import dynamic_steps
+from gossip.rounds.matching import dynamic_steps
 from noloco_node.data.blocks import open_blocks
 from research.laboratory.experiments.cell import Cell
 from research.laboratory.experiments.choices import lacks

@@ -22,8 +22,8 @@ import gossip.rounds.meeting
 import gossip.rounds.outer_optimiser
 from benchmarks.structure.source import ROOT
 from gossip.exchange.codec import Coded
-from gossip.exchange.influence import InfluenceBound
 from gossip.exchange.messages import Acknowledge, Decline, DeclineReason, Propose
+from gossip.exchange.swap import InfluenceBound
 from gossip.interface import Conversation
 from gossip.rounds.matching import AnswerState
 from gossip.rounds.meeting import MeetingProtocol

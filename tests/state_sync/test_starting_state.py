@@ -17,11 +17,11 @@ from toy_gossip import Toy, ToySettings, World
 
 from gossip.exchange.messages import Manifest, Piece, ReplicaState
 from gossip.interface import Origin
-from gossip.rule.outer_step import OuterState
-from gossip.rule.shares import ROUND_BOUND
+from gossip.rule.outer_step import ROUND_BOUND, OuterState
 from gossip.settings import OuterConfig
 from gossip.transfer.chunks import cut, listed
 from noloco_node.errors import UserError
+from noloco_node.network import wire
 from noloco_node.run.presets import PRESETS, run_text
 from noloco_node.run.protocols import state_schema
 from noloco_node.run.runfile import decode_run
@@ -181,16 +181,16 @@ def test_manifests_and_pieces_pass_the_wire_and_others_do_not(shapes: tuple[tupl
     counters = {"round": 4, "inner_steps": 80, "progress": 0.5, "optimiser_steps": 80, "meetings": 2, "last_met": 3}
     slow = Manifest(snapshot="one", norm=1.0, slow=hashes, **counters)
     for manifest, sections in ((slow, 1), (replace(slow, momentum=hashes, gathered=hashes), 3)):
-        header, body = schema.pack(manifest)
-        plan = schema.plan(header, sum(map(len, body)))
-        assert sum(spec.size_bytes for _, spec in plan.slots()) == 32 * len(spans) * sections
+        head, *body = wire.encode(manifest, schema)
+        assert sum(map(len, body)) == 32 * len(spans) * sections
+        wire.read_header(schema, bytes(head[13:]), sum(map(len, body)))
     for span in spans:
-        header, body = schema.pack(Piece(data=torch.zeros(span.size_bytes, dtype=torch.uint8)))
-        schema.plan(header, sum(map(len, body)))
+        head, *body = wire.encode(Piece(data=torch.zeros(span.size_bytes, dtype=torch.uint8)), schema)
+        wire.read_header(schema, bytes(head[13:]), sum(map(len, body)))
     with pytest.raises(ValueError, match=r"Piece\.data"):
-        schema.pack(Piece(data=torch.zeros(max(span.size_bytes for span in spans) + 4, dtype=torch.uint8)))
+        wire.encode(Piece(data=torch.zeros(max(span.size_bytes for span in spans) + 4, dtype=torch.uint8)), schema)
     with pytest.raises(ValueError, match=r"Manifest\.slow"):
-        schema.pack(replace(slow, slow=listed([b"0" * 32] * (len(spans) + 1))))
+        wire.encode(replace(slow, slow=listed([b"0" * 32] * (len(spans) + 1))), schema)
 
 
 USUAL = 3.0

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from benchmarks.robustness.extremes import RECIPE, decide_by_draws, history_of_draws, live
 from noloco_node.admission import admission_hook, ticket_service
 from noloco_node.libp2p import reachability
-from noloco_node.network.schema import Schema, Violation, _check_numbers
+from noloco_node.network.schema import Schema, Violation
+from noloco_node.network.wire import check_numbers
 from noloco_node.observe.metrics import NodeMetrics
 from noloco_node.observe.roster_observer import RosterObserver
 from noloco_node.run.peer_state import PeerState
@@ -59,21 +60,21 @@ def test_each_number_of_a_record_is_declared_with_its_bounds(kind: type) -> None
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_each_number_of_a_message_is_declared_with_its_bounds(name: str) -> None:
-    for rule in SCHEMAS[name]._rules.values():
+    for rule in SCHEMAS[name].rules.values():
         assert not [field.name for field in msgspec.structs.fields(rule.scalars) if bare(field.type)], rule.name
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_a_message_with_a_number_outside_of_its_bounds_is_a_violation(name: str) -> None:
     """By its header alone, before any tensor has come."""
-    for rule in SCHEMAS[name]._rules.values():
+    for rule in SCHEMAS[name].rules.values():
         usual = {number: (least + most) / 2 for number, least, most in rule.numbers}
         for number, least, most in rule.numbers:
             whole = isinstance(most, int)
             for value in (least - 1, most + 1) if whole else (least - 1.0, 2.0 * most, *OUTSIDE):
                 message = type("Said", (), {**usual, number: value})()
                 with pytest.raises(Violation, match=f"{rule.name}.{number} is"):
-                    _check_numbers(rule, message)
+                    check_numbers(rule, message)
 
 
 @pytest.mark.parametrize("value", OUTSIDE)

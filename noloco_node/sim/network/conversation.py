@@ -326,8 +326,10 @@ class StreamEnd:
 
     def _take(self, message: Any) -> None:
         if not self._left and self._broken is None:
+            rule = self.schema.rules.get(message.__class__)
             try:
-                self.schema.check_numbers(message)
+                if rule is not None:
+                    wire.check_numbers(rule, message)
             except Violation as violation:
                 self._take_end(EndOfStream(Violation, str(violation)))
                 return

@@ -14,7 +14,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from gossip.rounds.round_schedule import steps_per_round
+from gossip.rounds.matching import steps_per_round
 from gossip.rule.outer_step import Tensors
 from noloco_node.planning.model_layout import ModelLayout, model_layout
 from noloco_node.run.config import RunConfig

@@ -18,7 +18,7 @@ from random import Random
 
 import torch
 
-from gossip.rounds.round_schedule import dynamic_steps
+from gossip.rounds.matching import dynamic_steps
 from gossip.rule.outer_step import Outer, OuterState
 from research.laboratory.experiments.hardware_model import all_gather, all_reduce, exchange_s
 from research.laboratory.methods.coded_mean import CodedMean

@@ -12,9 +12,19 @@ from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 from torch import Tensor
 
-from gossip.exchange.codec import PIECE, Coded, Feedback, check, restore_both_int4, restore_int4, round_int4
+from gossip.exchange.codec import (
+    NORM_RATIO,
+    PIECE,
+    Coded,
+    Feedback,
+    check,
+    norm,
+    restore_both_int4,
+    restore_int4,
+    round_int4,
+)
 from gossip.exchange.messages import Implausible
-from gossip.exchange.swap import FAR, FEW, FINEST, NORM_RATIO, STEP_OF_NOTHING, common_steps, norm, probe_coordinates
+from gossip.exchange.swap import FAR, FEW, FINEST, STEP_OF_NOTHING, common_steps, probe_coordinates
 from gossip.rule.outer_step import Tensors
 from gossip.settings import BLOCK, Format, wire_bytes, wire_specs
 from noloco_node.network.schema import TensorSpec

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossip.exchange.codec import Feedback, Sides, encode
-from gossip.exchange.influence import (
+from gossip.exchange.codec import Feedback, Sides, encode, norm
+from gossip.exchange.messages import Implausible
+from gossip.exchange.swap import (
     CLIP,
     LEAST_ALIKE,
     LEAST_PULL,
@@ -25,8 +26,6 @@ from gossip.exchange.influence import (
     check_alike,
     measure,
 )
-from gossip.exchange.messages import Implausible
-from gossip.exchange.swap import norm
 from gossip.rounds.outer_optimiser import Owed, Rule, Step, take_step
 from gossip.rule.outer_step import UNDELAYED, Outer, OuterState, Tensors
 from gossip.settings import Format
@@ -286,3 +285,18 @@ def test_others_that_stand_still_do_not_excuse_who_pulls_back() -> None:
     for name in ("b", "c"):
         assert bound.share(name, at(1.0, direction=0.0)) == 1.0
     assert bound.share("liar", at(1.0, direction=-0.6)) == LEAST_PULL
+
+
+def test_a_replica_that_returns_blames_nobody_for_the_distance_until_it_has_met() -> None:
+    """Rounds behind its stage, and a few steps after its return, it is far from everybody; no liar counts for that."""
+    bound = InfluenceBound(returned=True)
+    for _ in range(2):
+        with pytest.raises(ConnectionAbortedError, match="ours may be behind") as refused:
+            bound.share("honest", at(16.3))
+        assert not isinstance(refused.value, Implausible)
+    for lie in (at(1.0, alike=-0.9), at(math.inf)):
+        with pytest.raises(Implausible):
+            bound.share("liar", lie)
+    assert bound.share("near", at(1.0)) == 1.0
+    with pytest.raises(Implausible):
+        bound.share("liar", at(30.0))

@@ -13,20 +13,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from toy_gossip import CUT, SWALLOW, Line, honest, line_pair
 
+from gossip.exchange.codec import NORM_RATIO, check_norm, norm
 from gossip.exchange.messages import NOTHING, Acknowledge, Implausible, Probe, Propose, Weights
-from gossip.exchange.swap import (
-    NORM_RATIO,
-    PROBE,
-    check_norm,
-    check_own,
-    check_probe,
-    conclude,
-    gap,
-    norm,
-    probe_coordinates,
-    size_bytes,
-    swap,
-)
+from gossip.exchange.swap import PROBE, check_own, check_probe, conclude, gap, probe_coordinates, size_bytes, swap
 from noloco_node.sim.clock import run
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from toy_gossip import Toy, ToySettings, World
 
 from gossip.interface import UNKNOWN, Candidate, OuterStepTaken, RoundProgress, RoundSkipped
-from gossip.rounds.round_schedule import (
+from gossip.rounds.matching import (
     LARGEST_MULTIPLE,
     TOLERANCE,
     RoundClaims,

@@ -18,14 +18,15 @@ from gossip.rounds.matching import (
     PICKY_SHARE,
     AnswerState,
     PartnerQueue,
+    RoundClaims,
+    RoundSchedule,
     answer,
     good_enough_at,
     heal,
     partners_of_round,
     preferences,
 )
-from gossip.rounds.round_schedule import RoundClaims, RoundSchedule
-from gossip.rule.shares import LIFT_BOUND
+from gossip.rule.outer_step import LIFT_BOUND
 from gossip.settings import RoundTimeouts
 
 names = st.sets(st.text("abcdefgh", min_size=1, max_size=4), min_size=1, max_size=25)

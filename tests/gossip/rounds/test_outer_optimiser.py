@@ -15,8 +15,7 @@ from toy_gossip import ToySettings, at_once
 from gossip.exchange.codec import OWED, PIECE, Encoded, Feedback, Sides, check, encode
 from gossip.exchange.messages import Implausible
 from gossip.rounds.outer_optimiser import OuterOptimiser, Owed, Rule, Snapshot, Step, WeightsLock, take_step
-from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors
-from gossip.rule.shares import EVEN, Shares, shares_by_steps
+from gossip.rule.outer_step import EVEN, Delay, Outer, OuterState, Shares, Tensors, shares_by_steps
 from gossip.settings import BLOCK, Format
 from noloco_node.sim.clock import run
 from research.codec.whole_sets import decode, meant_by

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossip.rule.shares import (
+from gossip.rule.outer_step import (
     DISOWNED,
     EVEN,
     MOST,

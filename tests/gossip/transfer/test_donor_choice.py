@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossip.exchange.messages import Implausible, Manifest
-from gossip.rule.shares import ROUND_BOUND
+from gossip.rule.outer_step import ROUND_BOUND
 from gossip.transfer.assembly import LEAST_SAVING, ROUNDS_APART, mixes
 from gossip.transfer.chunks import listed
 from gossip.transfer.download import LONGEST_WAIT_S, DonorBusy, DonorQueue, Turn, objection, round_to_start_in
