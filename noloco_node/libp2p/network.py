@@ -40,7 +40,6 @@ from noloco_node.libp2p.stream import Stream
 from noloco_node.libp2p.switchboard import PeerContext, Switchboard
 from noloco_node.network.interface import Handler
 from noloco_node.network.schema import Schema
-from noloco_node.tasks import background
 from noloco_node.terminal import say
 
 logger = logging.getLogger(__name__)
@@ -343,5 +342,9 @@ async def connected(settings: NetworkSettings, met: KnownPeers | None = None) ->
             wider = msgspec.structs.replace(settings, bootstrap=doors)
             network = await stack.enter_async_context(Libp2pNetwork.open(wider, say, met))
             say("no bootstrap peer opened; back by way of peers that we met before")
-        await stack.enter_async_context(background(network.wait_daemon()))
-        yield network
+        group = await stack.enter_async_context(asyncio.TaskGroup())
+        watch = group.create_task(network.wait_daemon(), name="daemon watch")
+        try:
+            yield network
+        finally:
+            watch.cancel()

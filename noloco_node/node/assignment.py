@@ -315,17 +315,16 @@ class Assignment:
         match ending:
             case RunOver():
                 self._reporter.record(self._finished(events.RUN_OVER, self._discarded))
+                return
             case AskedToLeave():
                 self._reporter.record(self._finished(ASKED, self._discarded))
+                return
             case MoveTo(move):
-                self._reporter.say(f"moving from stage {move.origin} to stage {move.target}: {move}")
-                self._tell_move(move.origin, move.target, str(move))
-            case RetrySnapshot(stage):
-                why = f"the weights of stage {stage} that we were given are worth nothing"
-                self._reporter.say(f"leaving stage {stage}: {why}")
-                self._tell_move(stage, stage, why)
-
-    def _tell_move(self, origin: int, target: int, why: str) -> None:
+                origin, target, why = move.origin, move.target, str(move)
+                self._reporter.say(f"moving from stage {origin} to stage {target}: {why}")
+            case RetrySnapshot(origin):
+                target, why = origin, f"the weights of stage {origin} that we were given are worth nothing"
+                self._reporter.say(f"leaving stage {origin}: {why}")
         self._reporter.record(events.Moved(origin=origin, target=target, why=why, discarded=self._discarded))
         self._reporter.record(events.StateChanged(state=PeerState.JOINING))
 

@@ -54,9 +54,9 @@ from noloco_node.tasks import background, supervised, until_event
 from pipeline.placement import Move
 
 LAST_WORD_S = 5.0
-"""For telling the others that we leave, where something has failed here."""
+"""How long a node that has failed tries to tell the others that it leaves."""
 MOST_ADDRESSES = 8
-"""Of a machine with very many interfaces; a record has little room."""
+"""The most addresses in our record, which has little room."""
 
 
 class Node:
@@ -104,24 +104,23 @@ class Node:
             None if context.keeps_snapshots else lambda size: copying_s(size, options.slowest_bytes_per_s),
         )
         self.assignment: Assignment | None = None
-        """The stage that we serve; None on the way to one."""
+        """Our assignment; None on the way to a stage."""
         self._addresses: tuple[str, ...] = ()
         self._unfit: set[int] = set()
-        """Stages that we could not build."""
         self._failed: dict[int, FailedSnapshots] = {}
-        """Snapshots that were worth nothing, by stage."""
+        """Snapshots that proved worthless, by stage."""
 
     def _note_disk(self, text: str, over: bool) -> None:
         self._context.reporter.record(events.Noticed(what=events.DISK, text=text, over=over))
 
     @property
     def replica(self) -> Replica | None:
-        """What we train; None on the way to a stage."""
+        """The replica that we train; None on the way to a stage."""
         return None if self.assignment is None else self.assignment.replica
 
     @property
     def roster(self) -> Roster:
-        """The peers of the run, as far as we know."""
+        """The last roster."""
         return self._context.membership.roster
 
     @property
@@ -131,7 +130,7 @@ class Node:
 
     @property
     def samples(self) -> int:
-        """Sequences drawn here for which a gradient came back."""
+        """Sequences drawn here whose gradient came back."""
         return self._services.work.samples
 
     async def live(self, leave: asyncio.Event) -> None:
@@ -149,7 +148,7 @@ class Node:
             try:
                 saved = await self._serve_stages(leave)
             except Exception:
-                # Others shall not go on to send us their work.
+                # Else others would go on to send us microbatches.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LAST_WORD_S):
                         await context.membership.withdraw()
@@ -164,7 +163,7 @@ class Node:
             )
 
     async def _serve_checkpoint(self) -> None:
-        """Serve what we have of the checkpoint that the run starts from."""
+        """Serve the pieces that we have of the checkpoint that the run starts from."""
         host, network = self._context.host, self._context.network
         stores = {weight_exchange.TOKENIZER_TOPIC: host.tokenizer}
         if host.first_weights is not None:
@@ -208,7 +207,7 @@ class Node:
         return end
 
     async def _begin(self, joining: Awaitable[Start | None], moves: int) -> Assignment | None:
-        # What joining yields holds copies of weights that the replica will have replaced: nothing else may keep it.
+        # `start` holds copies of weights that the replica will replace: nothing else may keep it.
         start = await joining
         if start is None:
             return None
@@ -238,6 +237,6 @@ class Node:
         return await until_event(leave, join(self._context, StageRequest(move.origin)))
 
     def _forgive(self, seconds: float) -> None:
-        """Suspect no peer of the next stage for so long: it was us who were away."""
+        """Suspect no peer of the next stage for so long, since we were away ourselves."""
         if self.replica is not None and self.replica.next_stage is not None:
             self.replica.next_stage.forgive(seconds)

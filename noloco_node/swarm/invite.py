@@ -39,7 +39,7 @@ EVERY_S = 60.0
 
 
 class Invite(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed invite: the run's digest, and where its bootstrap peers are."""
+    """A parsed invite: the run's digest, and addresses of its bootstrap peers."""
 
     digest: str
     addresses: tuple[PeerAddress, ...]
@@ -48,7 +48,7 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def peers(self) -> list[str]:
-        """The bootstrap peers, as often as they have addresses."""
+        """The bootstrap peers, once for each of their addresses."""
         return [address.peer for address in self.addresses]
 
     def __str__(self) -> str:
@@ -57,12 +57,12 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def format(digest: str, addresses: Sequence[str], credential: InviteCredential | None = None) -> str:
-    """Return the invite to the run with this digest by way of these multiaddrs; `UserError` where a part is wrong."""
+    """Return the invite of a run's digest and multiaddrs; `UserError` if a part is wrong."""
     return str(msgspec.structs.replace(parse(f"{_SCHEME}{digest}@{','.join(addresses)}"), credential=credential))
 
 
 def parse(text: str) -> Invite:
-    """Parse an invite as it was pasted (surrounding white space is ignored); a `UserError` names the part at fault."""
+    """Parse an invite, surrounding white space included; a `UserError` names the wrong part."""
     text, credential = text.strip(), None
     if text.startswith(_CREDENTIAL_SCHEME):
         text, _, given = text.partition("#")
@@ -120,7 +120,7 @@ def found(given: str | None, home: Path) -> str:
 
 
 def kept_addresses(invite: Invite, home: Path) -> list[PeerAddress]:
-    """Return the addresses that a home keeps of an invite's run, beside those of the invite itself."""
+    """Return the addresses of an invite's run that a home keeps beyond those of the invite."""
     try:
         kept = parse(found(None, home))
     except UserError:
@@ -139,7 +139,7 @@ def widened(invite: Invite, addresses: Iterable[str], first: Sequence[str] = ())
 
 
 def without_secret(text: str) -> str:
-    """Return an invite as it may be shown: without a credential that is for one identity."""
+    """Return an invite without a credential that is for one identity, to be shown."""
     parsed = parse(text)
     credential = parsed.credential
     return text if credential is None or not credential.chain else str(msgspec.structs.replace(parsed, credential=None))
@@ -174,7 +174,7 @@ class KeptInvite:
         self._written, self._refused = "", False
 
     def keep(self, others: Sequence[str] = ()) -> str:
-        """Write the invite where it is another one than before, and return it; a disk that refuses is said once."""
+        """Write the invite if it has changed, and return it; say once if the disk refuses."""
         self._others = list(others)[:BESIDE] or self._others
         text = widened(self._came_by, self._others, self._own)
         if text != self._written:
@@ -188,19 +188,19 @@ class KeptInvite:
         return text
 
     async def follow(self, membership: Membership) -> NoReturn:
-        """Add living peers as the roster tells of them, until cancelled."""
+        """Add living peers from the roster until cancelled."""
         while True:
             self.keep(some_addresses(await membership.changed()))
             await asyncio.sleep(EVERY_S)
 
 
 def met_before(invite: Invite, home: HomePaths) -> list[PeerAddress]:
-    """Return the peers that this home met before: by them it comes back when no peer of the invite is left."""
+    """Return the peers that this home met before, by which it returns if no peer of the invite is left."""
     return not_ours(kept_addresses(invite, home.path), home)
 
 
 def not_ours(addresses: Sequence[PeerAddress], home: HomePaths) -> list[PeerAddress]:
-    """Return the addresses of others: an invite that a home keeps names its own peer too."""
+    """Return the addresses of others: a kept invite also names its own peer."""
     key = read_key(home.identity) if home.identity.exists() else None
     ours = "" if key is None else peer_of(key.public_key().public_bytes_raw())
     return [each for each in addresses if each.peer != ours]

@@ -65,7 +65,7 @@ MOST_WORKED = 16 * MOST_RECORDS
 
 
 class ReceiptRecord(msgspec.Struct, frozen=True, array_like=True):
-    """Samples that one replica of the last stage has computed in its session, by source."""
+    """The samples that one replica of the last stage has computed in its session, by source."""
 
     epoch: Count
     samples: Annotated[dict[str, Count], msgspec.Meta(max_length=MOST_LISTED)]
@@ -84,7 +84,7 @@ class IssuedReceipts:
         self._told: Counter[str] = Counter()
 
     def add(self, source: str, samples: int, brought: int = 0) -> None:
-        """Count a microbatch, or a meeting; of too many sources that one is forgotten that was silent for longest."""
+        """Count a microbatch or a meeting; of too many sources forget the one silent for longest."""
         if not 0 < len(source) <= LONGEST_ID:
             return
         self.samples[source] = self.samples.pop(source, 0) + samples
@@ -95,7 +95,6 @@ class IssuedReceipts:
             del self.samples[forgotten], self._told[forgotten], self.brought[forgotten]
 
     def raw(self) -> bytes:
-        """Return the record to publish."""
         grown = {source: count - self._told[source] for source, count in self.samples.items()}
         listed = sorted(grown, key=lambda source: (-grown[source], source))[:MOST_LISTED]
         counts = {source: self.samples[source] for source in listed}
@@ -106,7 +105,7 @@ class IssuedReceipts:
 
 
 class _SignerBook:
-    """What one signer has said: the samples of each source in each of its last sessions, and in all of them."""
+    """The receipts of one signer: samples by source, in each of its last sessions and in all."""
 
     def __init__(self) -> None:
         self.sessions: dict[int, dict[str, int]] = {}
@@ -114,7 +113,7 @@ class _SignerBook:
         self.total: Counter[str] = Counter()
 
     def take(self, record: ReceiptRecord, most: int) -> dict[str, int]:
-        """Take a record, of at most so many sources; return by how much each source's count has grown."""
+        """Take a record, of at most so many sources; return each source's growth."""
         session = self.sessions[record.epoch] = self.sessions.pop(record.epoch, {})
         if len(self.sessions) > MOST_SESSIONS:
             del self.sessions[next(iter(self.sessions))]
@@ -129,7 +128,7 @@ class _SignerBook:
 
 
 class ReceiptLedger:
-    """What one reader makes of all receipts. `verified`: since it began to work itself (`begin`)."""
+    """All receipts that one reader has read. `verified` counts from `begin` on."""
 
     def __init__(self) -> None:
         self._books: dict[str, _SignerBook] = {}
@@ -146,7 +145,7 @@ class ReceiptLedger:
         self._microbatch = 1
 
     def begin(self) -> None:
-        """Begin to count: what was signed until now is over."""
+        """Begin to count; earlier receipts do not count."""
         self._counts = True
         for counts in (self._settled, self._window, self._proved, self._proved_before, self._shares):
             counts.clear()
@@ -159,11 +158,11 @@ class ReceiptLedger:
 
     @property
     def signed_lately(self) -> Mapping[str, Mapping[str, int]]:
-        """What was signed since we began, and since the last window was over, by source and signer."""
+        """Samples signed since we began and since the last window, by source and signer."""
         return self._window
 
     def take(self, raws: Mapping[str, bytes], met: Collection[str] = ()) -> None:
-        """Note what a reading of the receipts' key found. `met`: signers that we have met ourselves."""
+        """Note a reading of the receipts' key. `met`: signers that we have met ourselves."""
         proved = {*self._proved, *self._proved_before, *met}
         known = self._books.keys() | proved
         known_first = sorted(raws, key=lambda peer: (peer not in proved, peer not in known, peer))
@@ -182,11 +181,11 @@ class ReceiptLedger:
             self._settle()
 
     def signed(self, source: str) -> int:
-        """Return all samples of a source for which anybody signed."""
+        """Return all samples of a source that any peer signed."""
         return self._signed[source]
 
     def verified(self, source: str) -> int:
-        """Return the samples of a source, since we began, that are believed."""
+        """Return the samples of a source since we began that we believe."""
         return int(self._settled.get(source, 0.0) + self._believed(self._window.get(source)))
 
     def believed_in_all(self, source: str) -> int:
@@ -235,14 +234,14 @@ def weighted_median(values: Mapping[str, float], weights: Mapping[str, float]) -
 
 
 class MetWork(NamedTuple):
-    """What the meetings show: samples of the others that are believed, and how many replicas take part."""
+    """The others' samples that our meetings make believable, and the number of replicas."""
 
     samples: float
     replicas: float
 
 
 def met_work(me: str, issued: IssuedReceipts, signed: Mapping[str, Mapping[str, int]]) -> MetWork | None:
-    """Return what we believe, None before our first meeting. `signed`: samples by source and signer."""
+    """Return the samples that we believe; None before our first meeting. `signed`: by source and signer."""
     if not issued.brought:
         return None
     seen: dict[str, Mapping[str, int]] = {me: issued.samples}
@@ -267,7 +266,7 @@ def met_work(me: str, issued: IssuedReceipts, signed: Mapping[str, Mapping[str, 
 
 
 def _replicas(me: str, met: Mapping[str, int], peer: str, met_by_it: Mapping[str, int]) -> float:
-    """Return how many replicas two of them make likely, by whom both have met."""
+    """Return the number of replicas that two replicas make likely by their partners."""
     ours, theirs = met.keys() - {me, peer}, met_by_it.keys() - {me, peer}
     if peer == me or not ours or not theirs:
         return float(len(met.keys() | met_by_it.keys() | {me, peer}))
@@ -276,12 +275,11 @@ def _replicas(me: str, met: Mapping[str, int], peer: str, met_by_it: Mapping[str
 
 @lru_cache(maxsize=1024)  # for the many readers of a simulation
 def decode_receipts(raw: bytes) -> ReceiptRecord | None:
-    """Return what a replica signed, if it can be."""
     return decoded(raw, ReceiptRecord, RECEIPT_BYTES)
 
 
 class SourceRecord(msgspec.Struct, frozen=True, array_like=True):
-    """What outlives a source: its samples, and whether it finished."""
+    """A source's samples and whether it finished; this record outlives the source."""
 
     samples: Count
     finished: bool
@@ -300,12 +298,11 @@ class SourceCount(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """All that it did."""
         return min(LARGEST_COUNT, self.forgotten + self.said.samples)
 
 
 class RunProgress:
-    """What one reader knows of all sources: `sources`, by peer, and `receipts` for their samples."""
+    """One reader's knowledge of all sources: `sources`, by peer, and `receipts` for their samples."""
 
     def __init__(self, me: str) -> None:
         self.sources: dict[str, SourceCount] = {}
@@ -318,7 +315,7 @@ class RunProgress:
         self._has_read = False
 
     def note(self, peer: str, said: SourceRecord, now_s: float) -> None:
-        """Note what a source says of itself, and is believed."""
+        """Note the record of a source that we believe."""
         self.sources[peer] = counted(self.sources.get(peer), said, now_s)
 
     def note_own(self, record: PeerRecord, now_s: float) -> None:
@@ -327,7 +324,7 @@ class RunProgress:
             self.note(record.peer, SourceRecord(record.samples, record.state is PeerState.FINISHED), now_s)
 
     def take(self, raws: Mapping[str, bytes], records: Iterable[PeerRecord], now_s: float) -> None:
-        """Note what a reading of the sources' key found. `records`: of the peers that are there at stage 0."""
+        """Note a reading of the sources' key. `records`: of the peers at stage 0."""
         seen = (record.peer for record in records if record.state in AT_WORK)
         self._worked.update(list(islice(seen, max(0, MOST_WORKED - len(self._worked)))))
         if not self._has_read:
@@ -341,12 +338,12 @@ class RunProgress:
                 self.note(peer, said, now_s)
 
     def begin(self) -> None:
-        """Begin to count what the others do from now on."""
+        """Begin to count the others' samples."""
         self.receipts.begin()
         self._claimed_before = {peer: source.samples for peer, source in self.sources.items()}
 
     def other_sources(self) -> tuple[SourceProgress, ...]:
-        """Return of each other source what it claims, and what of that is signed."""
+        """Return of each other source its claimed, signed and verified samples."""
         return tuple(
             self._progress_of(peer, source) for peer, source in sorted(self.sources.items()) if peer != self._me
         )
@@ -378,5 +375,4 @@ def counted(known: SourceCount | None, news: SourceRecord, now_s: float) -> Sour
 
 @lru_cache(maxsize=1024)  # for the many readers of a simulation: one node decodes as many in a millisecond
 def decode_source(raw: bytes) -> SourceRecord | None:
-    """Return what a source left behind, if it can be."""
     return decoded(raw, SourceRecord, SOURCE_BYTES)

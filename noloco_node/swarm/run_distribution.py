@@ -38,12 +38,12 @@ JOINING_CLOCK_ERROR_S = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRequest:
-    """Send me the run file, please."""
+    """Asks for the run file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFileReply:
-    """The run file as its author wrote it (TOML, comments included), and the sender's time of day (Unix seconds)."""
+    """The run file as its author wrote it (TOML with comments), and the sender's time of day (Unix seconds)."""
 
     text: str
     unix_time: UnixSeconds
@@ -55,7 +55,7 @@ SCHEMA = Schema(
 
 
 class RunFileText:
-    """A run file and what it says: `text` as written, `run` decoded, `digest` the run's id."""
+    """A run file: `text` as written, `run` decoded, `digest` the run's id."""
 
     def __init__(self, text: str, origin: str, allowed: Sequence[str] | None = None) -> None:
         """Decode `text`; raise `UserError` naming the field at fault. `origin` is where it came from, for messages.
@@ -70,7 +70,7 @@ class RunFileText:
 
     @classmethod
     def made(cls, run: RunConfig) -> RunFileText:
-        """Return that of a run that was never a file: nobody can fetch it."""
+        """Return the text of a run without a file; no peer can fetch it."""
         recipe = cls.__new__(cls)
         recipe.text, recipe.run = "", run
         recipe.digest = run_digest(run, content_hashes(run))
@@ -137,12 +137,12 @@ LEAST = 1e-9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReachedRequest:
-    """How far had the run come when you last saw anybody at work?"""
+    """Asks for the progress of the run when the peer last saw a node at work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReachedReply:
-    """The progress of the run, 0 to 1; 0: no replica has been seen that had finished a round."""
+    """The progress of the run, 0 to 1; 0: the peer has seen no replica that had finished a round."""
 
     progress: Fraction
 
@@ -156,7 +156,7 @@ class _Note(msgspec.Struct, frozen=True):
 
 
 class RunHistory:
-    """What one home remembers of a run: `progress`, 0 where it has seen nobody who had finished a round."""
+    """The progress of a run that a home remembers; 0 if no replica it saw had finished a round."""
 
     def __init__(self, path: Path, run_id: str, say: Callable[[str], None]) -> None:
         self._path, self._run_id, self._say = path, run_id, say
@@ -164,12 +164,11 @@ class RunHistory:
         self.progress = self._written = self._read()
 
     async def follow(self, membership: Membership) -> NoReturn:
-        """Note what the roster says, until cancelled."""
         while True:
             self.note(await membership.changed())
 
     def note(self, roster: Roster) -> None:
-        """Note the median progress of replicas that have finished a round."""
+        """Note the median progress of the replicas that have finished a round."""
         found = [record.progress for records in roster.stages for record in records if record.round > 0]
         if not found:
             return
@@ -202,7 +201,7 @@ class RunHistory:
 
 
 async def reached(network: PeerNetwork, peers: Sequence[str]) -> float:
-    """Return the furthest progress that any of these peers has seen; 0 if none knows or answers."""
+    """Return the furthest progress that these peers remember; 0 if none knows or answers."""
     return max(await asyncio.gather(*[_asked(network, peer) for peer in peers]), default=0.0)
 
 

@@ -106,7 +106,7 @@ class RunSamples:
         return (nearly or idle) and run_over(roster.sources - idle, roster.sources_finished)
 
     def _signed(self, own: int) -> float:
-        """Return the samples of the run that receipts cover, `own` being ours."""
+        """Return the run's samples that receipts cover, `own` being ours."""
         roster = self._membership.roster
         if self._run.pipeline.stages > 1:
             return self._reached + (own - self.own_then) + self._verified().all
@@ -117,7 +117,6 @@ class RunSamples:
         return self._reached + since + samples + max(0.0, replicas - 1.0) * unmet
 
     def _meet(self, _: Roster) -> MetWork | None:
-        """Return what meetings show, as of the last reading."""
         membership = self._membership
         return (
             None
@@ -126,7 +125,7 @@ class RunSamples:
         )
 
     def _met_all_finished(self, roster: Roster) -> bool:
-        """Say whether those with whom we had most of our meetings have finished, ourselves counted as one of them."""
+        """Say whether the partners of most of our meetings have finished, counting ourselves as one."""
         issued = self._membership.issued
         finished = {source.peer for source in roster.other_sources if source.finished}
         present = finished | {record.peer for record in roster.stage(0)}
@@ -170,7 +169,7 @@ def is_over_below(run: RunConfig, roster: Roster, served: Mapping[str, int], pro
 
 
 def believed_samples(run: RunConfig, roster: Roster) -> int:
-    """Return the samples of the run that who looks on believes. Receipts of replicas that are gone went with them."""
+    """Return the samples of the run that a visitor believes. Receipts of replicas that left are gone."""
     if not roster.other_sources:
         return roster.run_samples
     progress = [record.progress for stage in roster.stages for record in stage if record.state in AT_WORK]

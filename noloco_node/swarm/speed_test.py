@@ -27,33 +27,33 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SendMe:
-    """Send me so many pieces, please."""
+    """Asks the peer to send so many pieces."""
 
     pieces: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakeFromMe:
-    """I would like to send you so many pieces."""
+    """Offers to send so many pieces."""
 
     pieces: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Go:
-    """Send them."""
+    """Accepts the offer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeedTestPayload:
-    """Load, of no meaning."""
+    """A piece of random bytes."""
 
     content: bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Took:
-    """All came: so many bytes after the first piece, in so many seconds since it."""
+    """All pieces came: so many bytes after the first piece, in so many seconds since it."""
 
     count: Count
     seconds: Seconds
@@ -61,7 +61,7 @@ class Took:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotNow:
-    """Others are being measured, or were so much that it is enough for now."""
+    """Another measurement runs, or the budget for measurements is used up."""
 
     retry_after_s: Seconds
 
@@ -79,7 +79,7 @@ SCHEMA = Schema(
 
 
 class SpeedTestService:
-    """Answers the topic."""
+    """Answers the topic, one measurement at a time."""
 
     def __init__(self) -> None:
         burst = 2.0 * MOST_PIECES * PIECE_BYTES
@@ -89,7 +89,7 @@ class SpeedTestService:
         """Questions that were put off."""
 
     async def answer(self, conversation: Conversation) -> None:
-        """Answer one question; ConnectionAbortedError where the asker takes too long."""
+        """Answer one question; ConnectionAbortedError if the asker takes too long."""
         async with patient(conversation, PATIENCE_S):
             question = await conversation.receive()
             if not isinstance(question, SendMe | TakeFromMe) or not 1 < question.pieces <= MOST_PIECES:
@@ -109,7 +109,7 @@ class SpeedTestService:
                 self._busy = False
 
     def _admit(self, size: int) -> float:
-        """Begin a measurement; return 0, or how long to wait for one, in seconds."""
+        """Begin a measurement and return 0, or return the seconds to wait for one."""
         if self._busy:
             return 2.0
         self._budget, wait_s = take(self._budget, size, loop_s())

@@ -105,23 +105,21 @@ class PeerTable:
 
     @property
     def believed(self) -> dict[str, PeerRecord]:
-        """The records of those who count as there, by peer."""
+        """The records of the peers that we believe, by peer."""
         if self._believed is None:
             self._believed = {peer: each.published.record for peer, each in self._entries.items() if each.believed}
         return self._believed
 
     @property
     def known(self) -> Mapping[str, PeerEntry]:
-        """All that is remembered."""
         return self._entries
 
     def clear(self) -> None:
-        """Forget everybody."""
         self._entries.clear()
         self._aged_s = self._believed = None
 
     def take(self, news: Mapping[str, Published], raws: Mapping[str, bytes], reading: DhtRead) -> None:
-        """Note the later records that a reading found, checked, and let the others age. `raws`: all that was found."""
+        """Note the newer records of a reading, and let the others age. `raws`: all that the reading found."""
         if reading.ages:
             if self._aged_s is not None:
                 self._clock_s += min(reading.now_s - self._aged_s, self._lifetime_s / 2)
@@ -153,7 +151,7 @@ class PeerTable:
 
 
 def is_doubtful(at: float, reading: DhtRead, lifetime_s: float) -> bool:
-    """Say whether a record that is seen for the first time is likely left over: old by our clock and by the others'."""
+    """Say whether a record seen for the first time is likely left over: old by our clock and by the others'."""
     return bool(at) and min(reading.unix_s, reading.youngest_at) - at > lifetime_s + CLOCK_S
 
 
@@ -168,7 +166,7 @@ def skew_s(offsets_s: Iterable[float | None], typical_age_s: float) -> float | N
 
 
 def at_most(found: Collection[str], known: Mapping[str, Any]) -> Iterable[str]:
-    """Return the peers of a reading; of too many the known first, so that a flood drives nobody out."""
+    """Return the peers of a reading; of too many the known first, so that a flood displaces no peer."""
     if len(found) <= MOST_RECORDS:
         return found
     return sorted(found, key=lambda peer: (peer not in known, peer))[:MOST_RECORDS]
@@ -179,7 +177,7 @@ _decoded: dict[str, tuple[bytes, Published]] = {}
 
 
 def decode_record(raw: bytes, peer: str, stage: int) -> Published | None:
-    """Return the record if it is one that this peer may publish for this stage."""
+    """Return the record if this peer may publish it for this stage."""
     last = _decoded.get(peer)
     if last is not None and last[0] == raw:
         published = last[1]
@@ -213,21 +211,21 @@ class StageRecords:
 
     @property
     def believed(self) -> list[Mapping[str, PeerRecord]]:
-        """The records of those who count as there, by stage and peer."""
+        """The records of the peers that we believe, by stage and peer."""
         return [table.believed for table in self._tables]
 
     @property
     def known(self) -> tuple[int, ...]:
-        """The watched stages that were read since we began to watch them."""
+        """The watched stages that we have read since we began to watch them."""
         return tuple(number for number in self.watched if number in self._read)
 
     def focus(self, stages: Collection[int]) -> None:
-        """Watch only these stages from now on, and that of the sources."""
+        """Watch only these stages from now on, and stage 0."""
         self.watched = tuple(number for number in range(len(self._tables)) if number in stages or number == 0)
         self.compare_clocks()
 
     def take(self, found: Mapping[int, Mapping[str, bytes] | None], now_s: float, unix_s: float) -> None:
-        """Note what one reading says of some stages; a stage that could not be read is None."""
+        """Note a reading of some stages; None stands for a stage that could not be read."""
         read = {stage: raws for stage, raws in found.items() if raws is not None}
         self._read.update(read)
         news = {stage: self._news(stage, raws) for stage, raws in read.items()}
@@ -242,7 +240,7 @@ class StageRecords:
             self._tables[stage].take(records, read[stage], reading)
 
     def keep_only(self, stages: Collection[int]) -> None:
-        """Forget all other stages: what is known of them grows old."""
+        """Forget all other stages, since what we know of them grows old."""
         for number, table in enumerate(self._tables):
             if number not in stages:
                 table.clear()
@@ -250,7 +248,7 @@ class StageRecords:
         self.compare_clocks()
 
     def old_since_s(self, now_s: float) -> float | None:
-        """Return since when nobody was heard, if that is longer than a reading that went wrong may explain."""
+        """Return since when we heard no peer, if longer than one failed reading explains."""
         since_s = self._heard_s
         return since_s if since_s is not None and now_s - since_s > 2.5 * self._refresh_s else None
 
@@ -267,7 +265,7 @@ class StageRecords:
         return {peer: age_s for peer, age_s in ages_s.items() if age_s > 0.5 * lives_s[peer] > 0.0}
 
     def compare_clocks(self) -> None:
-        """Learn how right our clock is; `skew_s` is asked far more often than there is anything new to learn."""
+        """Compute `skew_s`, which is asked far more often than it changes."""
         offsets = (
             entry.offset_s
             for number in self.watched
@@ -277,7 +275,7 @@ class StageRecords:
         self.skew_s = skew_s(islice(offsets, CLOCKS_ASKED), self._refresh_s / 2)
 
     def _news(self, stage: int, raws: Mapping[str, bytes]) -> dict[str, Published]:
-        """Decode the records of a stage that are later ones than we know, and that their peers may publish."""
+        """Decode the records of a stage that are newer than what we know, and allowed."""
         known, news = self._tables[stage].known, {}
         for peer in at_most(raws, known):
             raw, before = raws[peer], known.get(peer)
@@ -289,7 +287,7 @@ class StageRecords:
         return news
 
     def _hears(self, read: Mapping[int, Mapping[str, bytes]], news: Mapping[int, Mapping[str, Published]]) -> bool:
-        """Say whether a reading tells of the swarm; if not, there is trouble of our own."""
+        """Say whether a reading tells of other peers; if not, the trouble is ours."""
         if not read:
             return False
         if any(peer != self._me for records in news.values() for peer in records):
