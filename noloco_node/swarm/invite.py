@@ -1,13 +1,13 @@
-"""An invite: the one string that a newcomer needs.
+"""An invite: the one string by which a newcomer joins.
 
     noloco1:<digest of the run, 64 hex digits>@<multiaddr>[,<multiaddr>...]
     noloco2:<the same>#<credential, for a run that has an owner>
 
-The digest says which run file to believe, whichever peer serves it. Each multiaddr ends in /p2p/ and a peer id, so that
-no other peer can answer in its place. 1 and 2 are versions of this format.
+A newcomer believes only the run file with this digest, whichever peer serves it. Each multiaddr ends in /p2p/ and a
+peer id, so that no other peer can answer in its place. 1 and 2 are versions of this format.
 
-Every peer keeps an invite in its home, with its own addresses and those of peers that it met (`KeptInvite`): any home
-finds a swarm whose bootstrap peers are gone.
+Every peer keeps an invite in its home, with its own addresses and those of peers that it met (`KeptInvite`): by it the
+peer finds a swarm whose bootstrap peers are gone.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from noloco_node.swarm.roster import some_addresses
 _SCHEME, _CREDENTIAL_SCHEME = "noloco1:", "noloco2:"
 _MOST_ADDRESSES = 64
 BESIDE = 4
-"""Addresses of ordinary peers that are added to an invite: with them it outlives its bootstrap peers."""
+"""Addresses of ordinary peers in an invite, by which it outlives its bootstrap peers."""
 EVERY_S = 60.0
-"""At most so often the file is written."""
+"""The least seconds between two writes."""
 
 
 class Invite(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     addresses: tuple[PeerAddress, ...]
     credential: InviteCredential | None = None
-    """What a run with an owner lets us in for; None in a run that everybody may enter who knows it."""
+    """Admits us to a run with an owner; None in a run without one."""
 
     @property
     def peers(self) -> list[str]:
@@ -98,8 +98,9 @@ def parse(text: str) -> Invite:
 
 
 def found(given: str | None, home: Path) -> str:
-    """Return the invite that a person gave, or the one that a home keeps: `home`, where none was given, or the one
-    whose directory stands in its place. Raises `UserError` where there is none.
+    """Return the given invite, or the one that a home keeps: a given directory, else `home`.
+
+    Raises `UserError` if there is none.
     """
     if given is not None and not given.strip():
         raise _malformed("it is empty")
@@ -131,7 +132,7 @@ def kept_addresses(invite: Invite, home: Path) -> list[PeerAddress]:
 def widened(invite: Invite, addresses: Iterable[str], first: Sequence[str] = ()) -> str:
     """Return an invite with `first` before its addresses, and behind them the first few `addresses` that are new.
 
-    `addresses` are what strangers say: those that are none are left out.
+    Strangers wrote `addresses`: malformed ones are left out.
     """
     known = list(dict.fromkeys([*first, *map(str, invite.addresses)]))[: _MOST_ADDRESSES - BESIDE]
     new = (each for each in dict.fromkeys(addresses) if each not in known and _is_address(each))
@@ -163,9 +164,9 @@ def _malformed(why: str) -> UserError:
 
 
 class KeptInvite:
-    """Keeps an invite in a file: `own` addresses, those of the invite that we came by, and some of living peers.
+    """Keeps an invite in a file: `own` addresses, those of the invite that we used, and some of living peers.
 
-    Peers that were met before stay as long as no living one is known: by them a peer comes back that is alone.
+    Peers met before stay in it until we know living ones, so that a peer that is alone can return by them.
     """
 
     def __init__(self, path: Path, came_by: Invite, own: Sequence[str], say: Callable[[str], None]) -> None:

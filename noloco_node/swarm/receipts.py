@@ -1,27 +1,27 @@
-"""Receipts: samples that replicas of the last stage confirm, and how many of each source's samples one reader believes.
+"""Receipts: replicas of the last stage sign for samples, and each reader decides how many samples it believes.
 
 A source (a peer of stage 0) publishes its count of samples under the run's `sources` key, where the count outlives the
-source by minutes. Readers keep each source's first and highest count, so that no sample counts twice. They listen only
-to peers that they saw at work or found at their first reading. The counts are claims.
+source by minutes. Readers keep each source's first and highest count, so that no sample counts twice. They believe only
+peers that they saw at work or found at their first reading. The counts are claims.
 
-Each replica of the last stage publishes how many samples of which source it has computed: a receipt to each source. As
-every record in the DHT, it is signed with the replica's key. Counts rise from zero in each session of a replica, its
+Each replica of the last stage publishes how many samples of each source it has computed: a receipt for each source,
+signed with the replica's key like every record in the DHT. Counts rise from zero in each session of a replica, its
 `epoch`, so that a restart neither loses receipts nor counts them twice. A later epoch may have a lower number, because
 a clock may have been set back.
 
 A claim counts as far as receipts cover it, and receipts count as far as several signers agree. Routes are random, so
-every source's samples spread over the last stage as ours do, and of ours we know who computed them. A signer that gave
-us no gradient has no voice. For each source, every signer's count is divided by the signer's share of our samples; the
-weighted median of these says what is typical, and a signer counts up to `MOST_TIMES` its typical part. So a signer that
-signs for a friend adds at most its own part of that source's work once more. A single replica at the last stage cannot
-be compared; its receipts count up to the claim.
+every source's samples spread over the last stage as ours do, and we know which replicas computed ours. A signer that
+gave us no gradient does not count. For each source, we divide every signer's count by the signer's share of our
+samples; the weighted median of these is typical, and a signer counts up to `MOST_TIMES` its typical part. So a signer
+that signs for a friend adds at most its own part of that source's work once more. A single replica at the last stage
+cannot be compared; its receipts count up to the claim.
 
-In a run of one stage no samples pass through other hands. There each replica signs for the inner steps that its
-partners brought to meetings and had not brought to anybody before. Receipts and names cost nothing, but a replica has
-one meeting a round. So one reader believes all receipts together up to `MOST_TIMES` what its own meetings make likely
-(`met_work`): the number of replicas times what one of them sees, both as medians over itself and its partners, weighted
-by how much of our own work each met. The number of replicas follows from the partners that two replicas have in common
-(capture and recapture); names that nobody meets are in no such sample.
+In a run of one stage no other peer computes a source's samples. There each replica signs for the inner steps that a
+partner brings to a meeting and has not brought to another before. Receipts and names cost nothing, but a replica has
+one meeting a round. So a reader believes all receipts together up to `MOST_TIMES` what its own meetings make likely
+(`met_work`): the number of replicas times the work that one of them sees, both as medians over itself and its partners,
+weighted by how much of our own work each met. The number of replicas follows from the partners that two replicas have
+in common (capture and recapture); names that no replica meets do not count.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ from noloco_node.units import LARGEST_COUNT, Count
 RECEIPT_BYTES = 4096
 LONGEST_ID = 64
 MOST_LISTED = 48
-"""Sources in one record: those of which most was computed since the last."""
+"""Sources in one record: those with the most samples since the last record."""
 MOST_SOURCES = 1024
 MOST_SIGNERS = 1024
 MOST_OF_STRANGER = 128
-"""Sources that are remembered of a signer who has proved nothing to us."""
+"""Sources remembered of a signer that has sent us no gradient."""
 MOST_SESSIONS = 4
-"""Of one signer that are told apart; the one that was read longest ago is forgotten."""
+"""Sessions remembered of one signer, those read last."""
 MOST_TIMES = 2.0
 MOST_BROUGHT = 8
-"""Times our own steps, or a round's, that a partner is believed to bring to a meeting: devices differ."""
+"""A partner is believed to bring up to so many times our own steps, or a round's, to a meeting: devices differ."""
 SPARE = 4
-"""Microbatches of a window that a signer may have had more of, by chance."""
+"""Extra microbatches of a window that a signer may have by chance."""
 ENOUGH = 16
-"""Microbatches of ours for each signer, after which a window is over."""
+"""Our microbatches for each signer that end a window."""
 SOURCE_BYTES = 64
 SOURCE_LIFETIME_S = 600.0
-"""For which the record of a source's samples is kept."""
+"""How long the DHT keeps the record of a source's samples."""
 MOST_WORKED = 16 * MOST_RECORDS
-"""Peers that are remembered to have been at work: strangers may make many."""
+"""Peers remembered to have been at work; strangers may make many."""
 
 
 class ReceiptRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -72,9 +72,9 @@ class ReceiptRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class IssuedReceipts:
-    """Samples that passed here and came back, by source; in a run of one stage, those that partners brought.
+    """Samples computed here, by source; in a run of one stage, those that partners brought.
 
-    `epoch`: another one in each session of this replica. `brought`: our own samples that each partner met.
+    `epoch`: differs in each session of this replica. `brought`: our own samples that each partner met.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -109,7 +109,7 @@ class _SignerBook:
 
     def __init__(self) -> None:
         self.sessions: dict[int, dict[str, int]] = {}
-        """By epoch; the one that was read last comes last."""
+        """By epoch; the one read last comes last."""
         self.total: Counter[str] = Counter()
 
     def take(self, record: ReceiptRecord, most: int) -> dict[str, int]:
@@ -135,12 +135,12 @@ class ReceiptLedger:
         self._signed: Counter[str] = Counter()
         self._has_read = self._counts = False
         self._shares: dict[str, float] = {}
-        """Of our own samples, by who computed them, as of the last reading."""
+        """Each signer's share of our own samples, as of the last reading."""
         self._settled: dict[str, float] = {}
         self._window: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        """What was signed for each source since the last window was over, by signer."""
+        """Samples signed for each source since the last window, by signer."""
         self._proved: Counter[str] = Counter()
-        """Our own samples of this window, by who computed them."""
+        """Our own samples of this window, by the replica that computed them."""
         self._proved_before: Counter[str] = Counter()
         self._microbatch = 1
 
@@ -189,9 +189,9 @@ class ReceiptLedger:
         return int(self._settled.get(source, 0.0) + self._believed(self._window.get(source)))
 
     def believed_in_all(self, source: str) -> int:
-        """Return the samples of a source in all its time that are believed, of what our signers of today signed.
+        """Return the samples of a source in its whole time that we believe, by the receipts of our present signers.
 
-        0 until enough has come back to us: a few microbatches may all have gone to one signer.
+        0 until we have enough gradients: a few microbatches may all have gone to one signer.
         """
         if (self._proved + self._proved_before).total() < ENOUGH * self._microbatch:
             return 0
@@ -199,7 +199,7 @@ class ReceiptLedger:
 
     def _shares_now(self) -> dict[str, float]:
         proved = self._proved + self._proved_before
-        # A signer whose receipts do not reach us says nothing of anybody.
+        # Leave out signers whose receipts we have not read.
         for unread in proved.keys() - self._books.keys():
             del proved[unread]
         total = proved.total()
@@ -256,11 +256,11 @@ def met_work(me: str, issued: IssuedReceipts, signed: Mapping[str, Mapping[str, 
     weights = {peer: voice / sum(voices.values()) for peer, voice in voices.items()}
     typical = weighted_median({peer: float(sum(seen[peer].values())) for peer in voices}, weights)
     replicas = weighted_median({peer: _replicas(me, seen[me], peer, seen[peer]) for peer in voices}, weights)
-    # Whatever the others say: devices differ by so much, and of so few partners nobody can tell how many there are.
+    # Bounds whatever the others say: devices differ by so much, and few partners tell little about the number.
     typical = min(typical, float(MOST_BROUGHT * issued.brought.total()))
     replicas = min(replicas, float((1 + len(issued.brought)) ** 2))
     said = sum(samples for by in seen.values() for source, samples in by.items() if source != me)
-    # What partners brought to us we have seen ourselves.
+    # We have seen ourselves what partners brought to us.
     likely = max(MOST_TIMES * replicas * typical, float(sum(issued.samples.values())))
     return MetWork(min(float(said), likely), replicas)
 
@@ -286,7 +286,7 @@ class SourceRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SourceCount(NamedTuple):
-    """What is known of a source: the most that it said, and when its record was found last (loop seconds).
+    """What we know of a source: its highest claim, and when we last found its record (loop seconds).
 
     `first`: its samples when we first heard of it. `forgotten`: samples of an earlier session that it lost.
     """
@@ -309,9 +309,9 @@ class RunProgress:
         self.receipts = ReceiptLedger()
         self._me = me
         self._claimed_before: dict[str, int] = {}
-        """Of each source, when we began to count."""
+        """The claim of each source when we began to count."""
         self._worked = {me}
-        """Peers that may speak of samples: those seen at work, and those whom our first reading found."""
+        """Peers whose claims count: those seen at work, and those of our first reading."""
         self._has_read = False
 
     def note(self, peer: str, said: SourceRecord, now_s: float) -> None:
@@ -356,10 +356,10 @@ class RunProgress:
 
 
 def counted(known: SourceCount | None, news: SourceRecord, now_s: float) -> SourceCount:
-    """Return what is known of a source once it says `news`.
+    """Return our knowledge of a source after its record `news`.
 
     A smaller count than before is an old copy of its record, unless all copies have expired: then the source has lost
-    count, and whatever it says beyond `news` comes on top of what it had done.
+    count, and its further samples come on top of those it had done.
     """
     if known is None:
         return SourceCount(news, now_s, first=news.samples)

@@ -1,10 +1,10 @@
-"""What peers tell a newcomer of a run: its run file, and how far the run had come when its peers were last seen.
+"""Gives a newcomer the run file, and the progress of the run when its peers were last seen.
 
-An invite names the digest of the run file, and the first peer that answers gives the text. The newcomer decodes the
-text, computes the digest, and throws the text away unless the two agree.
+An invite names the digest of the run file. The newcomer takes the text from the first peer that answers, and drops it
+unless its digest agrees.
 
-Bootstrap peers and nodes keep the progress of the run in their homes (`RunHistory`), so that nobody begins the run anew
-without knowing. Nobody vouches for that number; it only holds a newcomer up, and `--begin-anew` overrules it.
+Bootstrap peers and nodes keep the progress of the run in their homes (`RunHistory`), so that no newcomer begins the run
+anew by mistake. No peer vouches for that number; it only delays a newcomer, and `--begin-anew` overrules it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from noloco_node.units import Fraction, UnixSeconds
 TOPIC = "run"
 PATIENCE_S = 20.0
 JOINING_CLOCK_ERROR_S = 60.0
-"""With more, others refuse our records as made in the future, or take them for old."""
+"""With a larger error, others take our records for future or old ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,9 +58,9 @@ class RunFileText:
     """A run file: `text` as written, `run` decoded, `digest` the run's id."""
 
     def __init__(self, text: str, origin: str, allowed: Sequence[str] | None = None) -> None:
-        """Decode `text`; raise `UserError` naming the field at fault. `origin` is where it came from, for messages.
+        """Decode `text`; raise `UserError` naming the wrong field. `origin`: names the source in messages.
 
-        `allowed`: the directories of this machine that it may name; None where the file is our own.
+        `allowed`: the directories of this machine that it may name; None for our own file.
         """
         self.text = text
         self.run: RunConfig = decode_run(text, origin)
@@ -130,9 +130,9 @@ async def fetch(network: PeerNetwork, peers: Sequence[str], digest: str, allowed
 HISTORY_TOPIC = "reached"
 HISTORY_PATIENCE_S = 10.0
 STEP = 0.01
-"""Of progress, after which it is written anew."""
+"""Progress between two writes."""
 LEAST = 1e-9
-"""Progress of a run of which nothing is known but that it was begun."""
+"""The progress kept of a run that was begun, and whose replicas report none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,6 +210,6 @@ async def _asked(network: PeerNetwork, peer: str) -> float:
         reply = await ask(
             network, peer, HISTORY_TOPIC, HISTORY_SCHEMA, ReachedRequest(), ReachedReply, HISTORY_PATIENCE_S
         )
-    except ConnectionError:  # of an older version, say, that does not remember
+    except ConnectionError:  # an older version does not remember
         return 0.0
     return reply.progress

@@ -1,8 +1,8 @@
 """Answers a doctor that measures its line: every node sends some load, or takes some.
 
 Strangers ask, so the answer costs little: one measurement at a time, a few MiB each, and at most `LOAD_BYTES_PER_S`
-over time for all who ask. A node with a bandwidth budget spends it from that. This module does not load torch, because
-bootstrap peers answer too.
+over time in all. It counts against the node's bandwidth budget. This module does not load torch, because bootstrap
+peers answer too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PIECE_BYTES = 256 * 1024
 MOST_PIECES = 16
 LOAD_BYTES_PER_S = 512.0 * 1024
 PATIENCE_S = 60.0
-"""For one measurement."""
+"""The deadline of one measurement."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +86,6 @@ class SpeedTestService:
         self._budget = Bucket(LOAD_BYTES_PER_S, burst, burst, loop_s())
         self._busy = False
         self.refused = 0
-        """Questions that were put off."""
 
     async def answer(self, conversation: Conversation) -> None:
         """Answer one question; ConnectionAbortedError if the asker takes too long."""
@@ -124,9 +123,9 @@ async def send(conversation: Conversation, pieces: int) -> None:
 
 
 async def count(conversation: Conversation, pieces: int, first: object) -> Took:
-    """Take the other pieces behind the `first` and say how long they took; Violation where anything else comes.
+    """Take the other pieces behind the `first` and say how long they took; Violation if anything else comes.
 
-    The first one is not counted: it waited for the line to wake up.
+    The first piece does not count: it waited for the line to wake up.
     """
     loop, piece = asyncio.get_running_loop(), first
     begun_s = loop.time()
