@@ -30,7 +30,6 @@ from noloco_node.cli.options import (
 )
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.addresses import KnownPeers, parse_peer_address
-from noloco_node.libp2p.network import connected
 from noloco_node.libp2p.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
 from noloco_node.machine.signals import departure, run
@@ -44,6 +43,7 @@ from noloco_node.storage.home import Home
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm import speed_test
+from noloco_node.swarm.access import connected
 from noloco_node.swarm.admissions import HostedAdmissions
 from noloco_node.swarm.invite import KeptInvite, from_where, met_before
 from noloco_node.swarm.membership import Membership

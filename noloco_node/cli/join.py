@@ -25,7 +25,6 @@ from noloco_node.journal import events
 from noloco_node.journal.reader import read
 from noloco_node.journal.writer import Journal
 from noloco_node.libp2p.addresses import KnownPeers, check_announce, check_listen
-from noloco_node.libp2p.network import connected
 from noloco_node.libp2p.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.limits.budget import TrafficLedger
 from noloco_node.machine import memory
@@ -39,7 +38,7 @@ from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_pe
 from noloco_node.run.runfile import check_text, summary
 from noloco_node.storage.home import Home, RunPaths
 from noloco_node.swarm import invite as invites
-from noloco_node.swarm.access import RunAccess
+from noloco_node.swarm.access import RunAccess, connected
 from noloco_node.swarm.invite import KeptInvite, met_before, not_ours
 from noloco_node.swarm.roster import checked_name
 from noloco_node.swarm.run_distribution import HISTORY_SCHEMA, HISTORY_TOPIC, RunFileText, RunHistory, fetch, reached

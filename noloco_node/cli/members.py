@@ -29,13 +29,12 @@ from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, grant,
 from noloco_node.admission.ticket_service import OPEN_DAYS
 from noloco_node.cli.options import default_home, invite_text
 from noloco_node.errors import Exit, UserError, config_error, user_error_of
-from noloco_node.libp2p.network import connected
 from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.machine.signals import run
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.run.runfile import read_run_text
 from noloco_node.swarm import invite as invites
-from noloco_node.swarm.access import RunAccess
+from noloco_node.swarm.access import RunAccess, connected
 from noloco_node.swarm.run_distribution import RunFileText
 
 DAY_S = 86400

@@ -1,4 +1,4 @@
-"""How a peer gets into a run: `RunAccess` enters it as a member, `visited` only looks at it.
+"""How a peer gets into a run: `connected` opens the network, `RunAccess` enters it, `visited` only looks at it.
 
 A run without an owner lets in every peer that has an invite. In a run with an owner a peer shows a ticket as well.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -21,10 +21,12 @@ from noloco_node.admission.owner_files import key_file, load_key
 from noloco_node.admission.ticket import LOOK_S, TICKET_BYTES, InviteCredential, Right, decode, key_of, read_key
 from noloco_node.admission.ticket_service import LOOK_BITS, TicketReply, TicketRequest, TicketSigner, work
 from noloco_node.errors import Exit, UserError, config_error, reason_of
-from noloco_node.libp2p.network import connected
+from noloco_node.libp2p.addresses import KnownPeers
+from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.settings import NetworkSettings
-from noloco_node.network.calls import DialTimeouts
-from noloco_node.network.interface import HookedNetwork, PeerNetwork, ask
+from noloco_node.network.calls import HookedNetwork, ask
+from noloco_node.network.interface import PeerNetwork
+from noloco_node.network.timeouts import DialTimeouts
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import read_run_text
 from noloco_node.storage import atomic_file
@@ -207,6 +209,31 @@ class RunAccess:
         elif self._nonce is None:  # some hundredths of a second
             self._nonce = work(self.invite.digest, me, LOOK_BITS)
         return self._nonce
+
+
+@asynccontextmanager
+async def connected(settings: NetworkSettings, met: KnownPeers | None = None) -> AsyncIterator[Libp2pNetwork]:
+    """Open the network by the bootstrap peers or, where none of them opens, by the peers that we met before.
+
+    `met`: the peers that earlier networks of this peer met; this one adds those that it meets. The context ends with
+    `UserError` should our libp2p daemon die again and again.
+    """
+    async with AsyncExitStack() as stack:
+        try:
+            network = await stack.enter_async_context(Libp2pNetwork.open(settings, say, met))
+        except UserError as trouble:
+            doors = tuple(dict.fromkeys((*settings.bootstrap, *(() if met is None else met.doors()))))
+            if trouble.code is not Exit.UNREACHABLE or doors == settings.bootstrap:
+                raise
+            wider = msgspec.structs.replace(settings, bootstrap=doors)
+            network = await stack.enter_async_context(Libp2pNetwork.open(wider, say, met))
+            say("no bootstrap peer opened; back by way of peers that we met before")
+        group = await stack.enter_async_context(asyncio.TaskGroup())
+        watch = group.create_task(network.wait_daemon(), name="daemon watch")
+        try:
+            yield network
+        finally:
+            watch.cancel()
 
 
 class Visitor(msgspec.Struct, frozen=True):

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_node.errors import Exit, UserError, user_error_of
-from noloco_node.libp2p import network as libp2p
 from noloco_node.libp2p.addresses import KnownPeers, PeerAddress, parse_peer_address
 from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.limits.budget import OwnerLimits, TrafficLedger, read_hours
@@ -36,6 +35,7 @@ from noloco_node.node.sessions import (
 )
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
+from noloco_node.swarm import access
 
 HOUR_S = 3600.0
 PASSING = (Exit.UNREACHABLE, Exit.DAEMON, Exit.PORT_TAKEN, Exit.CONFIG)
@@ -362,10 +362,10 @@ INVITED = NetworkSettings(run="run", bootstrap=(place(0),))
 
 def entered(monkeypatch: pytest.MonkeyPatch, opens: Opens, met: KnownPeers | None) -> list[tuple[str, ...]]:
     async def main() -> None:
-        async with libp2p.connected(INVITED, met):
+        async with access.connected(INVITED, met):
             pass
 
-    monkeypatch.setattr(libp2p, "Libp2pNetwork", opens)
+    monkeypatch.setattr(access, "Libp2pNetwork", opens)
     run(main())
     return opens.tried
 
