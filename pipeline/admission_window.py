@@ -4,28 +4,19 @@ belongs to.
 With one window in flight, microbatches in flight and succeeded ones together never exceed what an inner step takes, and
 one that fails gives its slot back. So every batch is exact, and nothing is in flight when weights change.
 
-With two windows twice as many are admitted: forward passes of the next window fill the time in which the last gradients
-come back. Before its backward pass a microbatch waits for a **turn**; a window has exactly as many as its step takes.
+With two windows twice as many are admitted. Before its backward pass a microbatch waits for a **turn**; a window has
+exactly as many as its step takes.
 
 - A turn is kept for each microbatch that was admitted before the last step; younger ones share the rest. So at most one
   step lies between a forward and its backward pass, and one that fails gives its turn back to its window.
-- Only a microbatch with its reply waits for a turn, and only for the device, the step, or older microbatches here,
-  which wait for later stages alone. So no stages wait for each other in a circle.
+- Only a microbatch with its reply waits for a turn, and only for the device, the step, or older microbatches here. So
+  no stages wait for each other in a circle.
 - From the end of the last turn until the next window no backward pass runs, so gradients of two windows never mix.
 
 Arrivals without room queue, in turn by sender. A sender gets a fair share of the queue among the senders heard of in
-this window and the last, refused ones too: if it finds the queue full, it has a place one window later. Other arrivals
-get `Refused(FULL)` at once, with an estimate of when half of the queue will have moved on.
-
-Admission stops in three cases:
-
-- the step, from `full()` until `next_window()`: arrivals queue;
-- `alone()`, the blocking form of a gossip round: the admission window refuses everything, the queue too, waits until
-  nothing is in flight (of two windows the first still takes its step), and runs the body. The window's count goes on
-  afterwards. The holder of the step must not call it: it would wait for itself;
-- `close()`, before leaving: the admission window refuses everything from now on, and the microbatches in flight end.
-
-All methods belong to the event loop's thread.
+this window and the last, refused ones too. Other arrivals get `Refused(FULL)` at once, with an estimate of when half of
+the queue will have moved on. Admission stops in `alone` (the blocking form of a gossip round), from `full` until
+`next_window` (the step; arrivals queue), and for good at `close`. All methods belong to the event loop's thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The parts of a decoder, found by walking its module tree, and a slice of it that keeps only some of them.
+"""The parts of a decoder, found by walking its module tree, and what of them a stage keeps.
 
 Every decoder of transformers has one list of layers. A side module with weights that is registered before that list
 feeds the first layer (embeddings). One registered after it reads the last layer (final norm, vocabulary head), even
@@ -6,15 +6,12 @@ without weights. One with buffers alone serves all layers (rotary frequencies). 
 that a final norm registered early is called so.
 
 A slice is the whole model with every foreign part replaced by one that passes its input through (or adds nothing, for
-position embeddings). So parameters and layers keep the names of the whole model. Initial weights depend on (seed,
-module name) alone: the family's own rule initialises each module under its own generator, on the CPU on any device.
+position embeddings). Initial weights depend on (seed, module name) alone: the family's own rule initialises each module
+under its own generator, on the CPU on any device.
 
-With a subspace, stages send each other only the first k channels of a token, and nothing is lost. Every layer below the
-last boundary adds to these channels alone, and only these channels of the embedding are learnt. All other channels hold
-fixed features of the token, which every stage computes from the ids that travel anyway: products of one row of each of
-two tables of signs, drawn from a hash. Layers that read the stream are free to rotate it, so that channels span the
-subspace restricts nothing. Matrices that write into the stream have k rows; an export fills them up with zeros, and the
-embedding with the features. The last stage writes to all channels.
+With a subspace, stages send each other only the first k channels of a token. Every layer below the last boundary adds
+to these channels alone, and only these channels of the embedding are learnt. All other channels hold fixed features of
+the token, which every stage computes from the ids that travel anyway. docs/design/pipeline.md says why nothing is lost.
 """
 
 from __future__ import annotations

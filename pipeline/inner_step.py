@@ -1,16 +1,14 @@
-"""The inner step of a stage: AdamW on the clipped mean gradient of a window, at the rate that the run's progress asks
-for.
+"""The inner step of a stage: AdamW on the clipped mean gradient of a window, at a rate that follows the progress.
 
-Stages with unequal numbers of replicas take unequal numbers of inner steps (8, 1 and 8 replicas: 19, 151 and 19 in the
-same time), so no replica's step counter says how far the run is. Each microbatch carries the progress of the run as its
-source knows it, 0 to 1. A stamp is what a stranger says, so a replica's progress moves
+Stages with unequal numbers of replicas take unequal numbers of inner steps, so no replica's step counter says how far
+the run is. Each microbatch carries the progress of the run as its source knows it, 0 to 1. A stamp is what a stranger
+says, so a replica's progress moves
 
 - to the lower median of each window's stamps: half a window of lies moves nothing;
 - never back;
 - never at more than twice the rate that the swarm has shown. The rate is measured on at most 16 marks, spread over the
   last minutes (over the whole session of a young replica): the lower median of the newer half less that of the older
-  half, by the time between the two. One window of lies alone is one mark, which neither median takes; it moves progress
-  by at most twice what honest time would have. A source that owns more than half of all marks is taken for the swarm.
+  half, by the time between the two. One window of lies is one mark, which neither median takes.
 
 Progress stays until four marks show a rate. The time meanwhile counts, so the fifth window finds a replica in place.
 """

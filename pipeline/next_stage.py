@@ -1,21 +1,17 @@
 """The next stage as one microbatch sees it: ask a replica, and another, until one has returned the gradient.
 
-What follows from an answer:
+- A gradient is checked (`NextStageClient.check`) and returned, and the replica is no suspect any more.
+- After `Refused` (full, gossiping, leaving) another replica is asked, for the sender still holds the output. This uses
+  up no attempt. All microbatches of this sender leave the replica alone for the time that it named. If all refuse, the
+  microbatch sleeps until the earliest of these times, jittered.
+- After a loss another replica is asked, with one attempt less. The lost replica becomes a suspect; only a broken stream
+  accuses no proved replica. If all are suspects they are asked, after a pause that doubles with each loss.
+- A replica on trial that takes three times the usual time is not accused: another one is asked, and the call goes on
+  without this microbatch.
+- `Refused(NO_ROUTE)` costs an attempt. `Refused(EXPIRED)` is returned, unless much of the budget is left: the budget
+  starts at the receiver, so it cannot end there before it ends here.
 
-- a gradient: it is checked (`NextStageClient.check`) and returned, and the replica is no suspect any more;
-- `Refused` (full, gossiping, leaving): another replica is asked, for the sender still holds the output. This uses up no
-  attempt. All microbatches of this sender leave the replica alone for the time that it named. If all refuse, the
-  microbatch sleeps until the earliest of these times, jittered;
-- a loss: another replica, and one attempt less. The lost replica becomes a suspect; only a broken stream accuses no
-  proved replica. If all are suspects they are asked, after a pause that doubles with each loss;
-- nothing for three times the usual time, from a replica on trial: another replica is asked, and the call goes on
-  without this microbatch. A slow replica is not accused for that;
-- `Refused(NO_ROUTE)`: another replica, which may know another way, and one attempt less;
-- `Refused(EXPIRED)`: it is returned, and nobody is accused. The budget travels as a duration that starts at the
-  receiver, so it cannot end there before it ends here: a replica that says "expired" while much is left is lost.
-
-With no attempt left, or no replica in the roster for long, the answer is `Refused(NO_ROUTE)`. If this machine was away
-itself (it slept, say), all replicas seem to have been silent: `forgive` clears all suspicions.
+With no attempt left, or no replica in the roster for long, the answer is `Refused(NO_ROUTE)`.
 """
 
 from __future__ import annotations

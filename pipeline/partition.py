@@ -1,12 +1,11 @@
 """Which layers a stage owns, and that slice of the model, built from config and seed alone.
 
-A pipeline runs at the speed of its slowest stage, so stages are cut by estimated work: the vocabulary head counts, the
-embedding (a look-up) hardly. All arithmetic is in integers, so every peer of a run computes the same cut.
+Stages are cut by estimated work: the vocabulary head counts, the embedding (a look-up) hardly. All arithmetic is in
+integers, so every peer of a run computes the same cut.
 
 A slice takes only its own memory: the whole model is built with weights on the meta device, where they take none, and
 with real buffers. A buffer that checkpoints hold (the bias by which DeepSeek-V3 chooses experts) becomes a parameter
-without gradient, so that no number of a `state_dict` is lost where weights are read, travel, or are written.
-`pipeline.decoder_slice` finds and removes the foreign parts. Some families cannot be cut, because they touch the
+without gradient, so that no number of a `state_dict` is lost. Some families cannot be cut, because they touch the
 activations outside their layers: `verify_family` tries it at small sizes, and compares with the whole model.
 """
 

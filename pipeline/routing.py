@@ -6,21 +6,17 @@
   seconds, or for ten times what its loss cost; twice as long after each further loss, up to ten minutes, unless it has
   worked in between for as long as it was left alone. Losses while it is a suspect count as one.
 - On trial are suspects whose time is over and, where others are proved, the unproved. Each has one call at a time.
-- Once an unproved replica was lost, the others may be names alone, as many as somebody likes. Then only the proved are
-  in the bag, and one unproved at a time, first those that never were tried, gets a microbatch that a proved one gets as
-  well. So names delay nothing, and an honest newcomer is proved after one call. If no proved replica is in favour, all
-  are asked.
+- Once an unproved replica was lost, only the proved are in the bag, because the others may be names alone. One unproved
+  at a time, first those that never were tried, gets a microbatch that a proved one gets as well. If no proved replica
+  is in favour, all are asked.
 
 **The bag.** A sender draws without replacement from a bag with as many entries as the next stage has replicas, shared
 out in proportion to their speeds by largest remainder; the rounding is carried to the next bag. So routes are random,
-as NoLoCo (arXiv 2506.10911) wants them for mixing, and the load is even over every few draws. In a closed queueing
-model of two senders with 8 microbatches in flight each and 6 replicas whose speeds differ fourfold, throughput was 1.00
-of capacity, against 0.86 with independent draws and 0.40 with uniform ones.
+as NoLoCo (arXiv 2506.10911) wants them for mixing, and the load is even over every few draws.
 
 Speeds are what strangers say of themselves. An impossible one counts as the median of the others, and speeds within a
 tenth of each other as equal. No share falls below about a ninth of an equal one, so that a replica measured in a bad
-moment is asked again. On its word a replica counts as at most a quarter faster than two thirds of the others, and
-beyond that as far as its gradients have come as much sooner than theirs (`bounded`); of two replicas both are believed.
+moment is asked again. `bounded` says how far a high speed is believed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Spot checks of the next stage: a second replica gets some microbatches too, and the two replies are compared.
 
-A check is an ordinary microbatch: a replica cannot answer checks honestly and other microbatches not. It trains on it
-and passes it on, so one sample in so many counts twice at the stages behind. The second replica is asked after the
-first has answered. The sender waits for the check, so the odd reply of three does no harm: the second replaces it.
+A check is an ordinary microbatch: a replica cannot answer checks honestly and other microbatches not. The second
+replica is asked after the first has answered. The sender waits for the check, so the odd reply of three does no harm:
+the second replaces it. docs/design/trust.md has the reasons.
 
 The usual distance between honest replies is learnt from pairs that agree. Where two are farther apart than TIMES of the
 median, a third replica is asked. If one reply is so far from both others, while these agree, its replica is struck:
@@ -13,10 +13,8 @@ median, a third replica is asked. If one reply is so far from both others, while
     quarantine  follows when the score is at its limit and most other replicas have accused it; each lasts longer
     parole      after a quarantine one strike is enough for the next
 
-A strike for a short distance weighs little, so an honest replica that has drifted away stays below the limit. Where
-stages lie behind the next, an honest replica passes on what a liar there returned, so limits are higher. Most other
-replicas must have accused a peer, because two colluders of three can make an honest one the odd one. A sender that
-finds half of the stage guilty is probably at fault itself: it frees all of them and judges nobody for a while.
+Where stages lie behind the next, an honest replica passes on what a liar there returned, so limits are higher. A sender
+that finds half of the stage guilty is probably at fault itself: it frees all of them and judges nobody for a while.
 """
 
 from __future__ import annotations
