@@ -1,10 +1,8 @@
 """What travels between two stages: a microbatch goes down, and a gradient or a refusal comes back as its reply.
 
-A refusal is a value. A loss is one of the standard library's `ConnectionError`s:
-
-- `ConnectionRefusedError`: the peer could not be reached;
-- `ConnectionAbortedError`: we gave the peer up, because it fell silent or sent what no peer may send;
-- `ConnectionResetError`: the stream broke.
+A refusal is a value. A loss is one of the standard library's errors: `ConnectionRefusedError` (the peer could not be
+reached), `ConnectionAbortedError` (it fell silent or sent what no peer may send), `ConnectionResetError` (the stream
+broke).
 
 Activations and gradients travel in the run's codec:
 

@@ -270,6 +270,15 @@ def _layers_return_tuples(config: Config) -> bool:
     return _tuples[type(config)]
 
 
+@contextmanager
+def _whole(prepared: Prepared) -> Iterator[Any]:
+    """Build an ordinary model; in the body random numbers are the same each time."""
+    with alone_in_process():
+        whole = AutoModelForCausalLM.from_config(copy.deepcopy(prepared.config)).eval()
+        torch.default_generator.manual_seed(0)
+        yield whole
+
+
 _verified: set[str] = set()
 """Tiny configs, in JSON, whose families are known to run in slices."""
 
@@ -295,9 +304,7 @@ def verify_family(config: Config) -> None:
         prepared = prepare(tiny)
         parts = [build(prepared, piece, seed=0).eval() for piece in cut(prepared.config, 3, (1, 2), sequence_length=8)]
         weights = {name: weight for part in parts for name, weight in part.named_parameters()}
-        with alone_in_process():
-            whole = AutoModelForCausalLM.from_config(copy.deepcopy(prepared.config)).eval()
-            torch.default_generator.manual_seed(0)
+        with _whole(prepared) as whole:
             for fixed in (weight for weight in weights.values() if not weight.requires_grad):
                 fixed.normal_()  # at their initial zeros nobody would see that they are missing
         whole.load_state_dict(weights, strict=False)
@@ -329,9 +336,7 @@ def verify_subspace(config: Config) -> None:
     subspace = Subspace(prepared.config.hidden_size // 2, 0)
     cuts = [piece._replace(subspace=subspace) for piece in cut(prepared.config, 3, (1, 2), sequence_length=8)]
     parts = [build(prepared, piece, seed=0).eval() for piece in cuts]
-    with alone_in_process():
-        whole = AutoModelForCausalLM.from_config(copy.deepcopy(prepared.config)).eval()
-        torch.default_generator.manual_seed(0)
+    with _whole(prepared) as whole:
         for weight in [weight for part in parts for weight in part.parameters()]:
             weight.add_(0.1 * torch.randn_like(weight))  # what begins at zero may write elsewhere too
     for part in parts:
