@@ -36,7 +36,7 @@ LONGEST_RETRY_S = 30.0
 
 
 class WindowOutcome(NamedTuple):
-    """What an inner step is told of a microbatch. `stale`: a step was taken between its forward and backward pass."""
+    """A microbatch's result, for the inner step. `stale`: a step was taken between its forward and backward pass."""
 
     progress: float
     loss: float | None
@@ -234,7 +234,7 @@ class AdmissionWindow:
         """Take a place if there is room; None where `enter` would have to wait or would be refused."""
         if self._room() <= 0:
             return None
-        # Where there is room nobody queues, so nobody is overtaken here.
+        # Where there is room the queue is empty, so no sender is overtaken.
         self._hear(sender)
         return self._admit()
 

@@ -32,7 +32,7 @@ from torch.nn import functional
 WRITERS = frozenset(
     {"o_proj", "out_proj", "dense", "wo", "down_proj", "dense_4h_to_h", "c_proj", "fc2", "fc_out", "w2"}
 )
-"""What families call the linear layers that write into the residual stream: of attention, and of the feed-forward."""
+"""Names of the linear layers that write into the residual stream, in attention and in the feed-forward part."""
 
 
 class Subspace(NamedTuple):
@@ -111,7 +111,7 @@ class NotSliceableError(ValueError):
 
 
 class Cut(NamedTuple):
-    """What one stage owns: layers `first_layer` to `end_layer` (exclusive), the embeddings, the vocabulary head.
+    """The part of one stage: layers `first_layer` to `end_layer` (exclusive), the embeddings, the vocabulary head.
 
     `subspace`: what travels between this and other stages, where that is not the whole width.
     """
@@ -247,7 +247,7 @@ def leave_out(whole: nn.Module, anatomy: DecoderParts, cut: Cut) -> None:
 
 def multiplied_weights(module: nn.Module) -> frozenset[str]:
     """Return the names of the weights that are multiplied and nothing else: those that autocast always casts."""
-    # GPT-2's linear layers are of a class of their own, which only whoever builds models may import.
+    # GPT-2's linear layers have a class of their own, which only `pipeline.partition` may import.
     return frozenset(
         f"{name}.weight"
         for name, part in module.named_modules()
@@ -272,7 +272,7 @@ def alone_in_process() -> Iterator[None]:
 def _materialise(module: nn.Module) -> None:
     """Give every weight memory on the CPU, filled with NaN so that one that no rule fills is found.
 
-    What has memory already was a buffer, and has its initial value.
+    A weight that has memory already was a buffer, and has its initial value.
     """
     for part in module.modules():
         for name, empty in list(part.named_parameters(recurse=False)):

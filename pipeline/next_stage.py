@@ -72,7 +72,7 @@ async def _unchecked(_peer: str, _microbatch: Microbatch, gradient: Gradient, _d
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NextStageClient:
-    """Who serves the next stage now, how to call one of them, and how to check a gradient.
+    """The replicas that serve the next stage now, how to call one, and how to check a gradient.
 
     `call` raises a `ConnectionError` for a loss, as `pipeline.messages` says, and for a gradient that does not fit the
     run's codec. `check` takes a replica, what was sent to it, what it returned and a deadline in loop seconds; it
@@ -85,7 +85,7 @@ class NextStageClient:
 
 
 class Wanted(StrEnum):
-    """What a microbatch may wait for: a replica in the roster, room at one, or an answer."""
+    """The aims of a wait: a replica in the roster, room at one, or an answer."""
 
     REPLICA = "replica"
     ROOM = "room"
@@ -93,7 +93,7 @@ class Wanted(StrEnum):
 
 
 class Waiting(NamedTuple):
-    """What a microbatch waits for since when (loop seconds), and of how many replicas, in words (`detail`).
+    """The wait of a microbatch: for what, for how many replicas in words (`detail`), since when (loop seconds).
 
     `will_pass`: a healthy replica is merely busy, and takes it before long.
     """
@@ -166,7 +166,7 @@ class NextStage:
         """
         search = _Search(deadline_s=deadline_s)
         if self._standing.favoured() and (tried := self._draw_unproved(search)) is not None:
-            # For what the call shows of the replica: nobody waits for the reply.
+            # The call shows whether the replica works; no microbatch waits for the reply.
             self._leave(self._begin(tried, microbatch, _Search(deadline_s=deadline_s)), deadline_s)
         while search.losses < ATTEMPTS and not self._given_up(search):
             peer = self._choose(search)
@@ -178,7 +178,7 @@ class NextStage:
         return Refused(reason=Reason.NO_ROUTE, retry_after_s=NO_ROUTE_REST_S)
 
     async def aclose(self) -> None:
-        """End the calls that nobody waits for any more."""
+        """End the calls for which no microbatch waits any more."""
         for task in self._late:
             task.cancel()
         if self._late:

@@ -51,7 +51,7 @@ def _weights_on_meta() -> Iterator[None]:
         if weight is None or threading.get_ident() != thread:
             return None
         moved = nn.Parameter(weight.to("meta"), requires_grad=weight.requires_grad)
-        # Says that it has its initial value already: to draw one that nobody will see would take most of the time.
+        # The weight counts as initialised: to draw a value that is thrown away would take most of the time.
         moved._is_hf_initialized = True  # type: ignore[attr-defined]
         return moved
 
@@ -306,7 +306,7 @@ def verify_family(config: Config) -> None:
         weights = {name: weight for part in parts for name, weight in part.named_parameters()}
         with _whole(prepared) as whole:
             for fixed in (weight for weight in weights.values() if not weight.requires_grad):
-                fixed.normal_()  # at their initial zeros nobody would see that they are missing
+                fixed.normal_()  # zeros would not show that one is missing
         whole.load_state_dict(weights, strict=False)
         expected, otherwise = (whole(input_ids=batch, use_cache=False).logits for batch in (ids, changed))
         hidden = ids
@@ -330,7 +330,7 @@ def verify_family(config: Config) -> None:
 def verify_subspace(config: Config) -> None:
     """Check, at tiny sizes, that a family's layers write where a subspace lets them; raise ValueError naming it.
 
-    What stages hand on in a subspace must be all of the stream: folded into a whole model, they compute the same.
+    Stages hand on the whole stream in a subspace: folded into one model, they compute the same.
     """
     prepared = prepare(tiny_config(config))
     subspace = Subspace(prepared.config.hidden_size // 2, 0)

@@ -148,7 +148,7 @@ def should_yield(me: str, claims: Sequence[StageClaim], work: Sequence[float]) -
     if me not in plan:
         return None
     capacity, power = capacities(claims, work), powers(claims, work)
-    # Each move is an improvement for good, so this ends; the bound is for arithmetic that nobody foresaw.
+    # Each move is an improvement for good, so this ends; the bound guards against rounding.
     for _ in range(len(plan) * len(work)):
         move = _improvement(plan, newcomers, capacity, power, work)
         if move is None:
@@ -182,7 +182,7 @@ def _improvement(
 
 GAP_REPLICAS = 0.5
 GAP_SHARE = 0.1
-"""What must be left of the difference, in replicas and as a part of the starving stage."""
+"""The gap that a move must leave, in replicas and as a share of the starving stage."""
 AS_GOOD = 0.9
 """A move of this share of the best one's worth is as good."""
 READINGS = 3
@@ -218,9 +218,9 @@ class StagePace(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Who goes from where to where; `before` and `after`: microbatches a second of the starving stage.
+    """A peer's move from one stage to another; `before`, `after`: microbatches a second of the starving stage.
 
-    To its own stage: whoever begins there again, with other weights.
+    In a move to its own stage the peer begins there again, with other weights.
     """
 
     peer: str
@@ -235,7 +235,7 @@ class Move(NamedTuple):
 
 
 class OwnPlacement(NamedTuple):
-    """Who decides: its peer id, the seed of the run, and since when it serves its stage (seconds, any clock)."""
+    """The peer that decides: its id, the seed of the run, and since when it serves its stage (seconds, any clock)."""
 
     peer: str
     seed: int
@@ -244,7 +244,7 @@ class OwnPlacement(NamedTuple):
 
 
 class MigrationState(NamedTuple):
-    """What a replica remembers from one reading to the next; never changed, only replaced.
+    """A replica's memory from one reading to the next; never changed, only replaced.
 
     `starving`: the stage that the last `readings` in a row found so, since `since_s`. `ready_s`: the moment of our own.
     `announced_s`: since when our record says that we go. `heard`: for how many readings others have announced.
@@ -262,7 +262,7 @@ class MigrationState(NamedTuple):
 
 
 class MigrationDecision(NamedTuple):
-    """What to do after a reading. `announce`: our record shall name its target. `go`: leave now."""
+    """The decision after a reading. `announce`: our record shall name its target. `go`: leave now."""
 
     state: MigrationState
     move: Move | None = None
@@ -323,7 +323,7 @@ def decide(
 ) -> MigrationDecision:
     """Judge one reading of all stages: stay, announce to go, or go.
 
-    `proved`: peers of our stage that have brought weights to us; we do not leave it to names alone. None: anybody.
+    `proved`: peers of our stage that have brought weights to us; we do not leave it to names alone. None: all peers.
     """
     others = [claim for claim in claims if claim.moves_to is not None and claim.peer != me.peer]
     heard = {claim.peer: state.heard.get(claim.peer, 0) + 1 for claim in others}

@@ -36,9 +36,9 @@ EQUAL_WITHIN = 1.1
 UNPROVEN = 1.25
 """Times the typical speed that a replica counts as on its word alone: with it, one of four gets 29 % of the routes."""
 TIMES_SEEN = 2.0
-"""What a replica has shown counts so many times: a reply is also made of what the line and later stages take."""
+"""Weight of the lead that a replica's replies show: a reply also contains the time of the line and of later stages."""
 MOST_BELIEVED = 8.0
-"""Times the typical speed that anybody counts as, however soon it answers (as in `placement`): to invent is fastest."""
+"""Times the typical speed that a replica counts as at most (as in `placement`): to invent an answer is fastest."""
 
 UNSEEN: Mapping[str, float] = MappingProxyType({})
 
@@ -72,7 +72,7 @@ def next_hop(
 
     Entries of peers to be avoided stay in the bag until nothing else is left in it; then it is filled anew and they are
     forfeited. A peer that is no longer among `hops` is dropped; one that the bag does not know gets an entry at once.
-    A draw for the same tuple of hops as the last, with nobody to avoid, does not look at each of them.
+    A draw for the same tuple of hops as the last, with no peer to avoid, does not look at each of them.
     """
     hops = tuple(hops)
     before, bag = bag, _reconcile(bag, hops)
@@ -191,7 +191,7 @@ class Suspicion(NamedTuple):
 
 
 class Standing:
-    """What one sender knows of the replicas of its next stage, and so which of them may get a microbatch.
+    """A sender's knowledge of the replicas of its next stage, by which it says which of them may get a microbatch.
 
     Each reason to leave a replica alone has its own end: a refusal, and a loss. `hops`: the replicas in the roster.
     """
@@ -234,7 +234,7 @@ class Standing:
         self.usual_s += USUAL_WEIGHT * (took_s - self.usual_s) if self.usual_s else took_s
 
     def lose(self, peer: str, now_s: float, cost_s: float, *, accused: bool, hung: bool) -> None:
-        """Note a loss. A broken stream accuses no proved replica, and none while nobody is proved."""
+        """Note a loss. A broken stream accuses no proved replica, and none while none is proved."""
         unproved = peer not in self.reply_s and bool(self._part()[0])
         if accused or unproved:
             self._suspect(peer, now_s, cost_s if hung else 0.0)

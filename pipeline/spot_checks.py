@@ -14,7 +14,7 @@ median, a third replica is asked. If one reply is so far from both others, while
     parole      after a quarantine one strike is enough for the next
 
 Where stages lie behind the next, an honest replica passes on what a liar there returned, so limits are higher. A sender
-that finds half of the stage guilty is probably at fault itself: it frees all of them and judges nobody for a while.
+that finds half of the stage guilty is probably at fault itself: it frees all of them and judges no replica for a while.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 TIMES = 6.0
 """Of the usual distance, which is a square: two and a half times the usual difference."""
 LEAST_KNOWN, MOST_KNOWN, MOST_COMPARED = 4, 32, 16
-"""Distances that must be known before anybody is judged; those remembered of a replica, and of how many replicas."""
+"""Distances known before any replica is judged; those remembered of a replica, and of how many replicas."""
 LEAST_REPLICAS = 3
 MOST_ACCUSERS = 8
 MOST_PEERS = 256
@@ -56,7 +56,7 @@ PAROLE = 0.5
 QUARANTINES_S = (600.0, 3600.0, 6 * 3600.0)
 DOUBT_S = 600.0
 FIRST_CHECKS = 20.0
-"""Calls that a sender may spend on checks at its beginning, when it knows nobody; it is also the most that it saves."""
+"""Calls that a sender may spend on checks before it knows any replica; it is also the most that it saves."""
 KEPT = 4.0
 """Calls of it that are kept for suspected replicas."""
 FULL_CHECK = 2.0
@@ -66,7 +66,7 @@ DRAWN = 1 / 4
 
 
 class CheckFinding(StrEnum):
-    """What the checks found of a replica."""
+    """A finding of the checks about a replica."""
 
     STRUCK = "struck"
     QUARANTINED = "quarantined"
@@ -117,7 +117,7 @@ class _Record(NamedTuple):
 
 
 class Verdicts:
-    """What one sender makes of the replicas of its next stage. `deep`: further stages lie behind that one."""
+    """One sender's judgement on the replicas of its next stage. `deep`: further stages lie behind that one."""
 
     def __init__(self, *, deep: bool) -> None:
         self._limit, self._passed = (DEEP_LIMIT, DEEP_PASSED) if deep else (LIMIT, PASSED)
