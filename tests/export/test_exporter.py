@@ -516,7 +516,7 @@ async def test_a_snapshot_counts_beside_a_home_where_it_is_clearly_newer(
     await swarm.replica("a", 0)
     await swarm.keeper("a", 1, round)
     copy = snapshot_of(of_state(drawn(1, seed=9), 10, 0.25), "of a home", 1, RUN.digest)
-    filed = PartsDirectory(tmp_path, RUN.digest, PLAN.shapes, BEHIND).keep_replica(copy)
+    filed = PartsDirectory(tmp_path, RUN.digest, PLAN.shapes, BEHIND).keep(copy)
     found = (await swarm.exported(filed))[1]
     assert peers_of(found) == taken
     assert [each.peer for each in found.left_out] == left_out
