@@ -33,27 +33,19 @@ from gossip.exchange.messages import (
 from gossip.interface import Compute, Conversation
 from gossip.transfer.chunks import CopyInMemory, HeldCopy, Span, cut, digest, listed, name_of, present
 
-NEWCOMERS = 2
-"""Newcomers that are served at once."""
-STREAMS = 4
-"""Of one newcomer."""
-SETTLING_S = 60.0
-"""A newcomer's pace does not count for so long."""
+NEWCOMERS = 2  # newcomers that are served at once
+STREAMS = 4  # of one newcomer
+SETTLING_S = 60.0  # a newcomer's pace does not count for so long
 LEAST_PACE = 0.125
 """Copies in a turn: training shares our line, and a newcomer's disk takes its time."""
 COPIES = 2
 """Copies held at once: of the round that newcomers fetch, and of an earlier one that somebody still fetches."""
-TURNS = 8
-"""Turns in the life of a copy."""
-HOLD_S = 120.0
-"""A copy is held for so long for a newcomer that may come back."""
-RECENT_ROUNDS = 8
-"""No request for a manifest gets an older copy."""
-ABANDONED_S = 15.0
-"""Before another copy is made, after a newcomer left while its own was being made."""
+TURNS = 8  # turns in the life of a copy
+HOLD_S = 120.0  # a copy is held for so long for a newcomer that may come back
+RECENT_ROUNDS = 8  # no request for a manifest gets an older copy
+ABANDONED_S = 15.0  # before another copy is made, after a newcomer left while its own was being made
 RETRY_S = 5.0
-HASHED_AT_ONCE_BYTES = 2**26
-"""In one job of some ten milliseconds."""
+HASHED_AT_ONCE_BYTES = 2**26  # in one job of some ten milliseconds
 Provide = Callable[[Parts], Awaitable[ReplicaState | HeldCopy]]
 
 
@@ -221,7 +213,6 @@ class Donor:
                     request = await self._next(conversation)
 
     async def _next(self, conversation: Conversation) -> object | None:
-        """Return the next request; None if the newcomer has left."""
         try:
             return await _within(self._terms.piece_s, conversation.receive())
         except ConnectionResetError:
@@ -361,7 +352,6 @@ class Donor:
             self._look_again()
 
     def _look_again(self) -> None:
-        """Let go of copies that nobody needs, and look again when the next may be due."""
         self._timer = None
         self._let_go()
         if self._copies:
@@ -401,7 +391,6 @@ def _digests(held: HeldCopy, section: Section, spans: Sequence[Span]) -> list[by
 
 
 def _batches(spans: Sequence[Span]) -> list[list[Span]]:
-    """Return the pieces in groups of `HASHED_AT_ONCE_BYTES`."""
     batches: list[list[Span]] = [[]]
     total = 0
     for span in spans:

@@ -40,16 +40,13 @@ from gossip.transfer.donor import STREAMS, now_s
 
 OUTLYING_ROUNDS = 16
 OUTLYING_PROGRESS = 0.25
-ROUNDED = 1.01
-"""What rounding adds to a bound."""
+ROUNDED = 1.01  # what rounding adds to a bound
 TINY_MOMENT = 1e-18
-DIAL_AGAIN_S = 0.5
-"""Before a broken stream is dialled again, doubled each time."""
+DIAL_AGAIN_S = 0.5  # before a broken stream is dialled again, doubled each time
 FAILURES_AT_MOST = 3
 """A stream ends after so many breaks and vain dials without a piece between them; the donor, with its last stream."""
 LEAST_PIECE_S = 30.0
-LONGEST_WAIT_S = 20.0
-"""The longest sleep before the donors are asked again."""
+LONGEST_WAIT_S = 20.0  # the longest sleep before the donors are asked again
 SLOWER_TIMES = 4
 """A donor may take so many times its deadline while pieces come: without its copy they are worth less."""
 Talk = AbstractAsyncContextManager[Conversation]
@@ -98,7 +95,6 @@ class MomentBounds(NamedTuple):
     norm: float = math.inf
 
     def check(self, first: Tensors, second: Tensors) -> None:
-        """Raise Implausible for moments that no gradients can leave."""
         for mean, square in zip(first, second, strict=True):
             if square.numel() and float(square.min()) < 0.0:
                 raise Implausible("optimiser: a second moment is negative")

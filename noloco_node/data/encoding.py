@@ -30,7 +30,6 @@ class Encoder(NamedTuple):
     begin: tuple[int, ...] = ()
 
     def document(self, text: str) -> Tensor:
-        """Return the ids of a whole document."""
         ids = self.encode(text)
         begin, end = (torch.tensor(tokens, dtype=ids.dtype) for tokens in (self.begin, (self.end,)))
         return torch.cat([begin, ids, end])

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit, UserError, storage_error
 from noloco_node.export.sources import NOTES, Provenance, check_target
 from noloco_node.run.config import DataConfig, ModelConfig
 from noloco_node.storage.atomic_file import flush
@@ -88,14 +88,11 @@ def joined(config: Any, stages: Sequence[Mapping[str, Tensor]]) -> Any:
         weights |= stage
     whole = skeleton(copy.deepcopy(config))
     expected = {name: weight.shape for name, weight in whole.named_parameters()}
-    if wrong := sorted(name for name in expected.keys() | weights.keys() if not _fits(name, expected, weights)):
+    given = {name: weight.shape for name, weight in weights.items()}
+    if wrong := sorted({name for name, _ in expected.items() ^ given.items()}):
         raise ValueError(f"the stages together are not the whole model: look at {', '.join(wrong)}")
     whole.load_state_dict(weights, strict=False, assign=True)
     return whole
-
-
-def _fits(name: str, expected: Mapping[str, torch.Size], weights: Mapping[str, Tensor]) -> bool:
-    return name in weights and name in expected and weights[name].shape == expected[name]
 
 
 @contextmanager
@@ -125,12 +122,8 @@ def _written_aside(directory: Path) -> Iterator[Path]:
             os.close(lock)
         flush(directory.absolute().parent)
     except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"The checkpoint cannot be written to {directory}.",
-            why=str(error),
-            hint="free some space, or choose another directory",
-            code=Exit.STORAGE,
-        ) from error
+        hint = "free some space, or choose another directory"
+        raise storage_error(f"The checkpoint cannot be written to {directory}.", str(error), hint) from error
 
 
 def _follow_umask(directory: Path) -> None:

@@ -38,19 +38,16 @@ from noloco_node.terminal import say
 
 BUSY_S = 900.0
 """For which a stage is waited for whose replicas all serve others: two newcomers may take so long."""
-BUSY_BESIDE_S = 120.0
-"""For a busy replica of a stage that others have given."""
+BUSY_BESIDE_S = 120.0  # for a busy replica of a stage that others have given
 MOST_GIVEN = 64
 """Replicas of a stage: their mean gains little from more, each takes room on the disk, and any stranger may be one."""
-MOST_ASKED = 1024
-"""Strangers may come and go for ever."""
+MOST_ASKED = 1024  # strangers may come and go for ever
 
 Look = Callable[[], Awaitable[Roster]]
 """Reads the roster again."""
 Objection = Callable[[str, Manifest], Awaitable[str | None]]
 """Says why what a peer offers is not to be believed, or None."""
-COMPARED = 3
-"""Snapshots that are fetched of a stage."""
+COMPARED = 3  # snapshots that are fetched of a stage
 
 
 async def fetched(

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import storage_error
 from noloco_node.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ SPARE_BYTES = 16 * 2**20
 CHUNK_BYTES = 4 * 2**20
 AT_ONCE = 2**20
 """Values of a tensor in one chunk: as much is copied at once where the tensor is no float32 in main memory."""
-LARGEST_HEADER_BYTES = 100 * 2**20
-"""What the safetensors format allows."""
+LARGEST_HEADER_BYTES = 100 * 2**20  # what the safetensors format allows
 _ABOUT, _SUM = "about", "sha256"
 _BLANK = "0" * 64
 _LENGTH = struct.Struct("<Q")
@@ -101,7 +100,6 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
 
 
 def flush(path: Path) -> None:
-    """Flush a file or a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -114,12 +112,8 @@ def write_whole(path: Path, content: bytes, *, public: bool = False) -> None:
     try:
         write(path, content, public=public)
     except OSError as error:
-        raise UserError(
-            f"cannot write {path}",
-            why=error.strerror or str(error),
-            hint="free some space, or give another directory with --home",
-            code=Exit.STORAGE,
-        ) from error
+        hint = "free some space, or give another directory with --home"
+        raise storage_error(f"cannot write {path}", error.strerror or str(error), hint) from error
 
 
 class TensorBytes(NamedTuple):
@@ -251,7 +245,6 @@ def _metadata(table: dict[str, Any]) -> dict[str, object]:
 
 
 def _with_sum(head: bytes, before: str, after: str) -> bytes:
-    """Replace the checksum in a header."""
     return head.replace(f'"{_SUM}":"{before}"'.encode(), f'"{_SUM}":"{after}"'.encode(), 1)
 
 

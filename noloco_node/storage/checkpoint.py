@@ -21,8 +21,7 @@ from noloco_node.units import Count, Fraction
 if TYPE_CHECKING:
     from torch import Tensor
 
-KEPT = 3
-"""Of the stage that is served, unless its owner says otherwise."""
+KEPT = 3  # of the stage that is served, unless its owner says otherwise
 _NAME = re.compile(r"(\d{8,})-\d{10,}\.safetensors")
 """Numbers are written with zeros before them, for people; they are compared as numbers, however long."""
 
@@ -97,7 +96,6 @@ def _of_another(path: Path, run_id: str) -> bool:
 
 
 def arrays_of(tensors: Mapping[str, tuple[Tensor, ...]]) -> list[atomic_file.Array]:
-    """Return the tensors of a checkpoint, by group, for the disk."""
     return [
         atomic_file.Array(f"{group}.{number}", "F32", tuple(tensor.shape), bytes_of(tensor))
         for group, members in tensors.items()

@@ -242,7 +242,7 @@ def write_parts(path: Path) -> None:
     lying = parts(path)
     lying.make()
     lying.finish(OTHER_STAGE, merged(OTHER_STAGE))
-    lying.keep_replica(fetched())
+    lying.keep(fetched())
 
 
 def parts(path: Path) -> Any:
