@@ -177,7 +177,7 @@ class CopyInMemory:
         return norm(self.counters.slow)
 
     def read(self, section: Section, span: Span) -> Tensor:
-        # A copy: others may write into the tensors once this is let go.
+        # A copy: the replica may write into the tensors once this is let go.
         return gather(tensors_of(self.counters, section), span).clone()
 
 

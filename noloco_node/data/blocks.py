@@ -39,8 +39,7 @@ from noloco_node.run.config import DataConfig, RunConfig
 from noloco_node.run.runfile import with_source
 
 SMALLEST_PIECE_BYTES = 64 * 1024  # of a long file that is cut into several documents
-CHUNK_TOKENS = 2**19
-"""Tokens in a chunk: some thirty source files, or two megabytes of prose, and four megabytes of memory."""
+CHUNK_TOKENS = 2**19  # in a chunk: some thirty source files, or two megabytes of prose, and four megabytes of memory
 R = TypeVar("R")
 
 
@@ -303,7 +302,7 @@ class BackgroundOpen:
         self._begun(read_ahead=True)
 
     async def opened(self) -> TextSource:
-        # Whoever waits may be cancelled, and the thread works on: it is closed when it is done.
+        # The waiting task may be cancelled, and the thread works on: its text is closed when it is open.
         return await asyncio.shield(self._begun(read_ahead=False))
 
     def close(self) -> None:

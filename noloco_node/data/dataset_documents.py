@@ -27,10 +27,8 @@ ANOTHER_FIELD = "another data.field in the run file, or --data SOURCE#FIELD"
 END_BYTES = 4096  # of a file's beginning and end, by which it is known again
 CHUNK_ROWS = 8192
 CHUNK_CHARACTERS = 8 * 1024 * 1024
-PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
-"""Pauses before the tries after the first; then the source is given up."""
-OPENING_PAUSES = 3
-"""So many of them when a source is opened: whoever starts a node waits for it."""
+PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)  # before the tries after the first; then the source is given up
+OPENING_PAUSES = 3  # so many of them when a source is opened: the person who starts a node waits for it
 SUFFIXES = {
     "json": tuple(
         f".{kind}{packed}" for kind in ("jsonl", "json", "ndjson") for packed in ("", ".gz", ".bz2", ".zst", ".xz")

@@ -27,17 +27,13 @@ from noloco_node.terminal import warn
 
 _MOST_NEWS = 64
 Part = Literal["train", "validation"]
-LEAST_CHARACTERS, MOST_CHARACTERS = 2048, 8192
-"""Of a part."""
+LEAST_CHARACTERS, MOST_CHARACTERS = 2048, 8192  # of a part
 _ENDS = 8  # beyond the least length one line in so many ends a part
-Place = dict[str, Any]
-"""Where a document stands in its source's order: small, and JSON can hold it."""
+Place = dict[str, Any]  # where a document stands in its source's order: small, and JSON can hold it
 MOST_FILES = 1_000_000
-SAVED_TO_DISK = ("state.json", "dataset_dict.json")
-"""What `save_to_disk` of the library datasets leaves at the top of its directory."""
+SAVED_TO_DISK = ("state.json", "dataset_dict.json")  # `save_to_disk` of datasets writes one of these
 LINE_BYTES = 16 * 1024  # how far a cut looks for the end of a line before it cuts between two characters
-DAMAGED_SHARE = 0.01
-"""Of a document's characters, the most that may be no UTF-8 (or zero bytes) for it to be text all the same."""
+DAMAGED_SHARE = 0.01  # of a text's characters, at most, may be no UTF-8, or zero bytes
 _NOT_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload"})
 
 
@@ -237,7 +233,7 @@ class FileDocuments:
                 )
 
     def _read(self, number: int) -> str:
-        # What is read once more in a later epoch is not counted again.
+        # A piece that is read once more in a later epoch is not counted again.
         unread = None if number in self._noted else self.unread
         self._noted.add(number)
         return _text_of(self._pieces[number], unread)

@@ -9,8 +9,7 @@ finished stages and fetched replicas. docs/design/export.md says why.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -120,9 +119,15 @@ class SwarmExport:
 
     async def stages(self) -> list[MergedReplicas]:
         """Return every stage, from finished parts, replicas, homes and snapshots; raise `UserError` if one has none."""
-        with _said_of_disk(self.parts.path):
+        try:
             self.parts.path.mkdir(parents=True, exist_ok=True)
             return [await self._stage(number) for number in range(len(self.layout.shapes))]
+        except ConnectionError:
+            raise
+        except OSError as error:
+            hint = "free some space there, or export to another disk; finished stages are kept"
+            what = f"The stages cannot be laid down in {self.parts.path}."
+            raise storage_error(what, reason_of(error), hint) from error
 
     async def _stage(self, number: int) -> MergedReplicas:
         found = await asyncio.to_thread(self.parts.finished, number, await self._rounds(number))
@@ -183,17 +188,6 @@ class SwarmExport:
 
     async def _rounds(self, number: int) -> list[int]:
         return [record.round for record in at_work(await self.look(), number)]
-
-
-@contextmanager
-def _said_of_disk(parts: Path) -> Iterator[None]:
-    try:
-        yield
-    except ConnectionError:
-        raise
-    except OSError as error:
-        hint = "free some space there, or export to another disk; finished stages are kept"
-        raise storage_error(f"The stages cannot be laid down in {parts}.", reason_of(error), hint) from error
 
 
 def parts_of(out: Path, recipe: RunFileText, layout: ModelLayout) -> PartsDirectory:

@@ -29,10 +29,8 @@ from noloco_node.terminal import say
 
 BATCH = 8  # sequences evaluated at a time
 MOST_READ = 8  # times as many sequences are read as are wanted
-READ_TOKENS = 2**19
-"""At least, where there are so many: few short sequences shall come from many documents too."""
-JUDGED_TOKENS = 4096
-"""By which replicas are judged, one batch at least: all by the same, so few will do."""
+READ_TOKENS = 2**19  # at least, where there are so many: few short sequences shall come from many documents too
+JUDGED_TOKENS = 4096  # judge a replica, one batch at least: few will do, because all replicas read the same
 WORSE = 0.1  # share of the best loss of its stage by which a replica may be worse than it
 FEW_DOCUMENTS = 5
 Model = Callable[[Tensor], Tensor]

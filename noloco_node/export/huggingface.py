@@ -99,7 +99,7 @@ def joined(config: Any, stages: Sequence[Mapping[str, Tensor]]) -> Any:
 def _written_aside(directory: Path) -> Iterator[Path]:
     """Yield an empty directory beside `directory` that takes its place, flushed, once all has gone well.
 
-    What a killed export has left there is removed; an export at work keeps it locked.
+    It removes files of a killed export first; an export at work keeps the directory locked.
     """
     check_target(directory)
     aside = directory.absolute().parent / f".{directory.name}.aside"
@@ -127,7 +127,7 @@ def _written_aside(directory: Path) -> Iterator[Path]:
 
 
 def _follow_umask(directory: Path) -> None:
-    """Let whoever may read a new directory read its files too: the library makes some for their owner alone."""
+    """Let users that may read a new directory read its files too: the library makes some for their owner alone."""
     readers = directory.stat().st_mode & 0o666
     for path in directory.rglob("*"):
         if path.is_file():
@@ -145,7 +145,7 @@ def own_generation(model: ModelConfig, data: DataConfig) -> GenerationConfig | N
         found.validate(strict=True)
     except FileNotFoundError:
         return None
-    except Exception as error:  # anybody may have written the file, and the library raises whatever comes of it
+    except Exception as error:  # a stranger may have written the file, and the library raises all kinds of errors
         say(f"the model's own generation_config.json is left out: {' '.join(str(error).split())[:200]}")
         return None
     return found

@@ -1,8 +1,8 @@
 """Slow weights of single replicas on a disk, read one tensor at a time, and the parts of an unfinished export.
 
-All files have the form of `noloco_node.storage.checkpoint` and say of which run, stage, peer and round they are: the
-checkpoints of a home, its stage snapshots, and replicas that an export has fetched. An export keeps these,
-and each finished stage as one file, beside its target, so that the next try goes on from there.
+All files have the form of `noloco_node.storage.checkpoint`: the checkpoints of a home, its stage snapshots, and
+replicas that an export has fetched. An export keeps these, and each finished stage as one file, beside its target, so
+that the next try goes on from there.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def in_home(home: Path, run_id: str, complain: Callable[[str], None] = say) -> l
                     atomic_file.check_tensors(held.path)
                     found[counters.stage, peer] = ReplicaFile(path, peer, counters, held)
             except (OSError, ValueError) as error:
-                # What is read has a number for a name.
+                # The error names the descriptor by which the file was read.
                 complain(f"{path} is skipped: {str(error).replace(held.path.name, path.name)}")
     return list(found.values())
 
@@ -203,7 +203,7 @@ def merged(stage: int, filed: Sequence[ReplicaFile], shapes: Shapes, rounds_behi
 
 
 class StagePart(msgspec.Struct, frozen=True, kw_only=True):
-    """What the file of a finished stage says of it, as in `MergedReplicas`."""
+    """The metadata of a finished stage's file, as in `MergedReplicas`."""
 
     run_id: str
     stage: int

@@ -38,13 +38,11 @@ from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.tasks import loop_s
 from noloco_node.units import format_bytes, format_duration, format_rate
 
-COPY_AGAIN_S = 10.0
-"""Before all donors are asked again when none gave its state; half as long again each time."""
+COPY_AGAIN_S = 10.0  # before all donors are asked again when none gave its state; half as long again each time
 LONGEST_PAUSE_S = 120.0
 SAY_EVERY_S = 5.0
 REPLICAS_ASKED_BESIDE = 2  # other replicas that a donor is compared with
-SNAPSHOT = "snapshot"
-"""The topic of peers that keep checkpoints of other stages."""
+SNAPSHOT = "snapshot"  # the topic of peers that keep checkpoints of other stages
 PATIENCE_S = 10.0  # for a manifest without pieces
 ASKED_AT_ONCE = 8
 

@@ -29,8 +29,7 @@ from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.tasks import loop_s
 
-Shapes = tuple[tuple[int, ...], ...]
-"""Of a stage's parameters."""
+Shapes = tuple[tuple[int, ...], ...]  # of a stage's parameters
 REQUEST_S = 10.0
 RETRY_S = 5.0
 LOOK_S = 10.0  # between two looks at how far the stages are

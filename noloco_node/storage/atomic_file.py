@@ -23,8 +23,7 @@ from noloco_node.units import format_bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
-SPARE_BYTES = 16 * 2**20
-"""What a file may leave free of a disk: other files on it grow too."""
+SPARE_BYTES = 16 * 2**20  # a file leaves at least so much of a disk free: other files on it grow too
 CHUNK_BYTES = 4 * 2**20
 AT_ONCE = 2**20
 """Values of a tensor in one chunk: as much is copied at once where the tensor is no float32 in main memory."""
@@ -163,8 +162,18 @@ def write_tensors(path: Path, arrays: Sequence[Array], about: str, read: Callabl
     """
     head = _header(arrays, about)
     require_room(path.parent, 8 + len(head) + sum(array.size_bytes for array in arrays), path)
-    with replacing(path) as aside:
-        _write_aside(aside, head, arrays, read)
+    total = hashlib.sha256(_LENGTH.pack(len(head)) + head)
+    with replacing(path) as aside, aside.open("wb") as file:
+        file.write(_LENGTH.pack(len(head)) + head)
+        for array in arrays:
+            for chunk in array.chunks():
+                total.update(chunk)
+                file.write(chunk)
+        read()
+        file.seek(_LENGTH.size)
+        file.write(_with_sum(head, _BLANK, total.hexdigest()))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def about_of(path: Path) -> str | None:
@@ -202,22 +211,6 @@ def _header(arrays: Iterable[Array], told: str) -> bytes:
         start = end
     head = json.dumps(table, separators=(",", ":")).encode()
     return head + b" " * (-len(head) % 8)
-
-
-def _write_aside(aside: Path, head: bytes, arrays: Iterable[Array], read: Callable[[], None]) -> None:
-    prefix = _LENGTH.pack(len(head))
-    total = hashlib.sha256(prefix + head)
-    with aside.open("wb") as file:
-        file.write(prefix + head)
-        for array in arrays:
-            for chunk in array.chunks():
-                total.update(chunk)
-                file.write(chunk)
-        read()
-        file.seek(len(prefix))
-        file.write(_with_sum(head, _BLANK, total.hexdigest()))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _head_of(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:

@@ -27,7 +27,7 @@ _NAME = re.compile(r"(\d{8,})-\d{10,}\.safetensors")
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint says of its replica besides the tensors."""
+    """The metadata of a checkpoint."""
 
     run_id: str
     stage: Count
@@ -36,13 +36,11 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     progress: Fraction
     samples: Count
     optimiser_steps: Count
-    meetings: Count = 0
-    """Of the running momentum period."""
+    meetings: Count = 0  # of the running momentum period
     last_met: Count | None = None
-    """The round in which these weights last met anybody's, 0 if in none; None where it was not noted."""
+    """The round in which these weights last met another replica's, 0 if in none; None where it was not noted."""
     data_position: dict[str, Any] | None = None
-    peer: str = ""
-    """Whose weights these are."""
+    peer: str = ""  # the peer that has trained these weights
 
 
 class Checkpoint(NamedTuple):

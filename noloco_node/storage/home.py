@@ -43,7 +43,7 @@ class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OtherRuns(NamedTuple):
-    """How many other runs a home keeps files of, and how many bytes of the disk these take."""
+    """The number of other runs of which a home keeps files, and the bytes that these take."""
 
     number: int
     size_bytes: int
@@ -195,7 +195,7 @@ def _close_to_others(path: Path) -> None:
     secrets += path.glob(f"{RUNS}/*/ticket")
     for each, mode in [*([(path, 0o700)] if is_home else []), *((secret, 0o600) for secret in secrets)]:
         if each.exists() and each.stat().st_mode & 0o077:
-            with suppress(PermissionError):  # it belongs to somebody else, who let us write there
+            with suppress(PermissionError):  # another user owns it, and lets us write there
                 each.chmod(mode)
 
 

@@ -40,6 +40,7 @@ from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.run_distribution import RunFileText
 from pipeline.model_config import prepare
 
+pytestmark = pytest.mark.usefixtures("short_text")
 CONTINUED: dict[str, dict[str, Any]] = {
     "mistral": {**LLAMA, "num_key_value_heads": 1, "sliding_window": None},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 384, "n_positions": 64},

@@ -24,6 +24,7 @@ from noloco_node.storage import atomic_file
 from noloco_node.storage.checkpoint import Counters, arrays_of
 from noloco_node.swarm.run_distribution import RunFileText
 
+pytestmark = pytest.mark.usefixtures("short_text")
 RUN = RunFileText(demo_run_text(stages=2, replicas=2, steps=100, seed=0), "the test's run file")
 PLAN = model_layout(RUN.run)
 
