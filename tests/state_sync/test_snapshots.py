@@ -24,6 +24,7 @@ from noloco_node.journal import events as journal_events
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.sim.network.sim_network import SimNetwork
+from noloco_node.state_sync import snapshot_keeper
 from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, ask_manifests
 from noloco_node.state_sync.replica_mean import ReplicaSummary
 from noloco_node.state_sync.snapshot_keeper import next_stage, possible
@@ -224,7 +225,7 @@ async def test_of_snapshots_of_a_dead_stage_loss_tells_which_is_worth_anything(a
     await until(lambda: bool(newcomer.of(journal_events.Disowned)))
     assert newcomer.saved is None, "weights on trial are written nowhere"
     steps = len(newcomer.of(journal_events.InnerStep))
-    await until(lambda: len(newcomer.of(journal_events.InnerStep)) >= steps + 20)
+    await until(lambda: len(newcomer.of(journal_events.InnerStep)) >= steps + 10)
     await over([*sources[alone:], newcomer])
     disowned = newcomer.of(journal_events.Disowned)
     assert [each.loss > FAR * each.usual for each in disowned] == [True]
@@ -271,7 +272,8 @@ def test_who_offered_one_snapshot_and_gives_another_is_refused() -> None:
     assert refused(40, 2.1 * NORM_FACTOR)
 
 
-async def test_a_full_disk_costs_the_snapshot_and_nothing_else() -> None:
+async def test_a_full_disk_costs_the_snapshot_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot_keeper, "FAILURE_S", 20.0)
     hub, what, store = SimNetwork(), recipe(replicas=1, steps=4000, per_round=3), Memory()
     store.refuses = True
     keeper, other = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store), Peer(hub, what, "other", 1, job_s=0.3)
