@@ -193,7 +193,6 @@ def extrapolated(values: Mapping[Point, float], where: Point) -> float:
 
 
 def shrunk(config: Config, scale: float) -> Config:
-    """Return a config with smaller widths and a small vocabulary."""
     small = copy.deepcopy(config)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(small, name, None)

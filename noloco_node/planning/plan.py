@@ -192,7 +192,6 @@ class DeviceNeeds(NamedTuple):
 
 
 def device_needs(run: RunConfig, drawn: ModelLayout, device: torch.device) -> DeviceNeeds:
-    """Return what each stage needs on a device."""
     from noloco_node.machine.device import autocast_dtype
 
     found = memories(run, drawn, half=autocast_dtype(device, run.precision) is not None)
@@ -214,8 +213,7 @@ def graphs_that_fit(free: int | None, needs: int, graph: int, most: int) -> int 
 def mean_steps_per_round(outer: OuterConfig) -> float:
     """Return the inner steps of a round on average over a run of equal replicas.
 
-    H grows by the same factor in each part of the run: with progress p it is early * (late / early)^p, and a run of so
-    many steps has the steps times the mean of 1 / H rounds. Whole numbers of steps make that a little less exact.
+    With progress p, H is early * (late / early)^p, and a run has the steps times the mean of 1 / H rounds.
     """
     early, late = outer.inner_steps_per_round, outer.late_inner_steps_per_round
     return float(early) if late is None or late == early else log(late / early) / (1 / early - 1 / late)

@@ -75,7 +75,6 @@ def report(path: Path, *, as_json: bool = False) -> str:
 
 
 def fitted(lines: Iterable[str]) -> list[str]:
-    """Return lines as a terminal holds them."""
     indented = ((line, len(line) - len(line.lstrip())) for line in lines)
     wrapped = (wrap(line, WIDTH, subsequent_indent=" " * (indent + 2 if indent else 0)) for line, indent in indented)
     return [piece for pieces in wrapped for piece in pieces or [""]]
@@ -191,7 +190,6 @@ def describe_changes(planned: Planned, before: RunConfig, machines: Machines) ->
 
 
 def _alone(planned: Planned, machines: Machines) -> list[str]:
-    """Say what one of the machines would do by itself, and how many of it the swarm is worth."""
     if machines.count == 1:
         return []
     pipeline = structs.replace(
@@ -217,7 +215,6 @@ def _alone(planned: Planned, machines: Machines) -> list[str]:
 
 
 def _subspaces(planned: Planned, machines: Machines) -> list[str]:
-    """Say what fewer numbers a token would bring, and what they may cost."""
     before, narrow = planned.expected.tokens_per_s, list(in_subspaces(planned, machines))
     faster = [plan for plan in narrow if plan.expected.tokens_per_s > before]
     if not faster:

@@ -95,7 +95,6 @@ class _Model:
                 self._at(0.0, self._arrive, 0, _Microbatch(source))
 
     def run(self, microbatches: int) -> float:
-        """Go on until so many microbatches are done; return the time."""
         while self.done < microbatches:
             self.now, _, action, stage, microbatch = heapq.heappop(self._events)
             action(stage, microbatch)
@@ -107,7 +106,6 @@ class _Model:
         heapq.heappush(self._events, (time, self._counter, action, stage, microbatch))
 
     def _compute(self, replica: _Replica, passes: int) -> float:
-        """Queue work of so many forward passes at a device; return when it is done."""
         self.passes += passes
         replica.free_at = max(self.now, replica.free_at) + passes * replica.time
         return replica.free_at
@@ -264,7 +262,6 @@ def _predict(pipeline: PipelineConfig, work: tuple[float, ...], message: int) ->
 
 
 def in_words(now: tuple[float, ...], others: tuple[WindowSuggestion, ...], replicas: int) -> list[str]:
-    """Say a prediction and its remedies in lines of plain text."""
     nothing, one, three = now
     lines = [
         f"The slowest stage works about {nothing:.0%} of the time if messages take none, {one:.0%} if a message "

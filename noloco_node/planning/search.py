@@ -93,7 +93,6 @@ def _stage_counts(machines: int, layers: int) -> list[int]:
 
 
 def _plans(base: RunConfig, before: RunConfig, layout: ModelLayout, machines: Machines) -> Iterator[Planned]:
-    """Yield what fits in these stages, the mildest first."""
     for flow in _flows(base, before):
         needs = gpu_memories(flow, layout)
         if fits(needs, machines):
@@ -127,7 +126,6 @@ def _flows(base: RunConfig, before: RunConfig) -> Iterator[RunConfig]:
 
 
 def _largest_batch(run: RunConfig) -> int:
-    """Return the most sequences of an inner step of all replicas that a plan may choose for a run."""
     asked, enough = run.batch, run.budget_samples // LEAST_STEPS
     return max(asked, min(MOST_TOKENS // run.pipeline.sequence_length, enough))
 

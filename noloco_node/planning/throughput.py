@@ -134,7 +134,6 @@ def stage_loads(
 
 
 def gpu_memories(run: RunConfig, layout: ModelLayout) -> tuple[Memory, ...]:
-    """Return what a peer with a GPU needs at each stage."""
     return memories(run, layout, half=run.precision == "auto")
 
 
@@ -159,7 +158,6 @@ def missing(needs: Sequence[Memory], machines: Machines) -> Missing:
 
 
 def fits(needs: Sequence[Memory], machines: Machines) -> bool:
-    """Say whether every stage fits on a machine: on its GPU, and beside it."""
     return missing(needs, machines) == Missing(0.0, 0.0)
 
 
@@ -217,7 +215,6 @@ def _slowest(loads: Sequence[MicrobatchSeconds], line_share: float) -> list[tupl
 
 
 def _computed_again(run: RunConfig, memory: Memory, machines: Machines) -> float:
-    """Return the share of backward passes before which the forward pass is computed again."""
     most = run.pipeline.in_flight(0)
     kept = graphs_that_fit(int(free_of_gpu(machines.gpu_bytes)), memory.computing, memory.graph, most)
     return 0.0 if kept is None else 1.0 - kept / most

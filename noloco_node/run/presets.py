@@ -67,7 +67,6 @@ def machines_of(text: str) -> str | None:
 
 
 def numbers_of(preset: str) -> Preset:
-    """Return what a preset is made of; raise `UserError` for another one."""
     if preset not in _PRESETS:
         raise UserError(
             f"There is no preset {preset!r}.",

@@ -31,8 +31,7 @@ RUN_TEXT_BYTES = 256 * 1024
 
 
 def load_run(path: str | Path) -> RunConfig:
-    """Read, decode and validate the run file at `path`; raise `UserError` (Exit.CONFIG) if anything is wrong with
-    it."""
+    """Read, decode and validate the run file at `path`; raise `UserError` (Exit.CONFIG) where it is wrong."""
     return decode_run(read_run_text(path), str(path))
 
 
@@ -97,7 +96,6 @@ def _off_default(section: Any) -> dict[str, Any]:
 
 
 def run_digest(run: RunConfig, contents: Mapping[str, str]) -> str:
-    """Return the run's id: 64 hexadecimal digits, the SHA-256 of its canonical form."""
     return hashlib.sha256(canonical(run, contents)).hexdigest()
 
 

@@ -41,7 +41,6 @@ def waits_at(task: asyncio.Task[Any]) -> str:
 
 
 def waiting(tasks: Iterable[asyncio.Task[Any] | None]) -> list[str]:
-    """Say of each task where it waits, in order of their names."""
     return sorted(f"{task.get_name()}: {waits_at(task)}" for task in tasks if task is not None)
 
 
@@ -119,7 +118,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     @property
     def timer_count(self) -> int:
-        """How many timers are set, cancelled ones included."""
         return len(self._timers)
 
     def time(self) -> float:

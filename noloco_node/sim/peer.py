@@ -56,7 +56,6 @@ class PeerSession:
         return None if self.node is None else self.node.replica
 
     def say(self, line: str) -> None:
-        """Keep the first of what the node says."""
         if len(self.said) < KEPT_LINES:
             self.said.append(line)
 
@@ -118,7 +117,6 @@ class SimulatedPeer:
 
     @property
     def leaving(self) -> bool:
-        """Whether the process is there, and was asked to leave."""
         return self.running and self.session.leave.is_set()
 
     @property
@@ -243,6 +241,5 @@ class SimulatedPeer:
         return record
 
     def _over(self, session: PeerSession) -> None:
-        """Take a process that ended by itself out of the network."""
         if not session.crashed:
             self._network.kill(self.name)

@@ -89,7 +89,6 @@ class World:
 
     @property
     def now_s(self) -> float:
-        """Virtual seconds since the start."""
         return asyncio.get_running_loop().time()
 
     @property
@@ -166,7 +165,6 @@ class World:
                 task.result()
 
     def _begin(self, peer: SimulatedPeer) -> None:
-        """Begin a session of a peer, and take note of its end."""
         peer.start()
         task = peer.session.task
         assert task is not None
@@ -183,7 +181,6 @@ class World:
                 self._bring_back(peer)
 
     def waits(self) -> list[str]:
-        """Say of every task where it waits."""
         return clock.waiting(asyncio.all_tasks() - {asyncio.current_task()})
 
     async def _look(self) -> None:

@@ -49,7 +49,6 @@ class MemoryStore:
         return tuple(sorted(self._aside))
 
     async def slow(self, stage: int) -> Checkpoint | None:
-        """Return the slow weights of a stage that lie aside, or None."""
         kept = self._aside.get(stage)
         return None if kept is None else Checkpoint(kept.counters, {"slow": kept.tensors["slow"]})
 

@@ -195,7 +195,6 @@ class VirtualDevice:
         return self._busy
 
     def charge(self, seconds: float) -> None:
-        """Say from within a job what it costs."""
         self._charged_s += seconds * self.slowness
 
     def clock(self) -> float:
@@ -203,7 +202,6 @@ class VirtualDevice:
         return asyncio.get_running_loop().time() + self._charged_s
 
     async def run(self, job: Callable[..., T], *args: object) -> T:
-        """Run `job(*args)` in its turn."""
         loop = asyncio.get_running_loop()
         entry = _Job(job, args, loop.create_future())
         self._queue.append(entry)
@@ -226,7 +224,6 @@ class VirtualDevice:
         return result
 
     async def _see_through(self, entry: _Job) -> None:
-        """Wait for a job whose caller was cancelled."""
         while not entry.ended:
             entry.waiter = asyncio.get_running_loop().create_future()
             try:

@@ -44,9 +44,7 @@ class QuadraticLayout(NamedTuple):
 
 
 def quadratic_layout(stages: int, work: Sequence[float] | None = None, size: int = SIZE) -> QuadraticLayout:
-    """Return the dimensions of a pipeline of quadratic models. `work`: of a microbatch at each stage, if it is not
-    even.
-    """
+    """Return the dimensions of a pipeline of quadratic models. `work`: of a microbatch at each stage, else even."""
     shapes = tuple({"weights": (size,)} for _ in range(stages))
     return QuadraticLayout(shapes, tuple(work or (1.0,) * stages), _width(size))
 
@@ -92,7 +90,6 @@ class QuadraticModel:
 
     @property
     def fixed(self) -> frozenset[int]:
-        """None: all of it is trained."""
         return frozenset()
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, /) -> _Pass:
@@ -129,7 +126,6 @@ class QuadraticModel:
         return [self._middle + scale * math.sin(frequency * number) for frequency in self._frequencies]
 
     def _collect(self, away: list[float]) -> None:
-        """Add a microbatch's slope at the weights of its forward pass to the gradient."""
         terms = zip(self._gradient, self._curvature, away, strict=True)
         self._gradient = [sum_so_far + curvature * each for sum_so_far, curvature, each in terms]
         self._passes += 1

@@ -60,7 +60,6 @@ class StreamHost:
         return counts
 
     def stop_handler(self, end: StreamEnd) -> None:
-        """Cancel the handler that answers at an end, if one does."""
         task = self.answering.get(end)
         if task is not None:
             task.cancel()
@@ -102,7 +101,6 @@ class StreamEnd:
 
     @property
     def origin(self) -> str:
-        """Nothing: a simulated peer has no address."""
         return ""
 
     @property
@@ -111,7 +109,6 @@ class StreamEnd:
         return not (self.is_over or self._peer_ended or self._inbox)
 
     def limit(self, up: Pace | None, down: Pace | None) -> None:
-        """See `interface.Conversation.limit`."""
         self._up, self._down = up, down
 
     async def send(self, message: Any) -> None:
@@ -227,7 +224,6 @@ class StreamEnd:
         return self._left or self._broken is not None
 
     def _close(self) -> None:
-        """End what only an open end needs."""
         self._host.ends.pop(self, None)
         self.note_cut(False)
         self._wake()
@@ -263,7 +259,6 @@ class StreamEnd:
         loop.call_at(arrival_s, self._arrive)
 
     def note_all_sent(self) -> None:
-        """Note that all that was posted is in flight."""
         self._host.lingering.pop(self, None)
 
     def _give_up(self) -> None:
@@ -280,7 +275,6 @@ class StreamEnd:
         return self._outbox is not None and self._outbox.is_sending
 
     def _is_free(self) -> bool:
-        """Say whether the next message can be put in flight at once."""
         return self._medium.state.is_free and (self._outbox is None or self._outbox.is_idle)
 
     def _post(self, ending: EndOfStream) -> None:

@@ -148,7 +148,6 @@ class SimDht:
 
 
 def _newest(history: list[_Version], then_s: float, side: int | None) -> _Version | None:
-    """Return the last version that a reader on `side` could know at `then_s`."""
     for version in reversed(history):
         if version.published_s <= then_s and (version.side is None or version.side == side):
             return version

@@ -101,7 +101,6 @@ class LinkUse(NamedTuple):
 
     @property
     def utilisation(self) -> float:
-        """Share of the capacity that was used, 0 to 1."""
         return self.moved_bytes / self.capacity_bytes if self.capacity_bytes else 0.0
 
 
@@ -135,14 +134,12 @@ class Link:
         return LinkUse(moved_bytes, self._capacity_bytes + self._could_move(now_s), busy_s)
 
     def change(self, rate: float, now_s: float) -> None:
-        """Set another rate, for the transfers under way too."""
         self._capacity_bytes += self._could_move(now_s)
         self._changed_s, self.rate = now_s, rate
         for flow in list(self.flows):
             flow.retime(now_s)
 
     def add(self, flow: Transfer, now_s: float) -> None:
-        """Let one more transfer share this link."""
         if not self.flows:
             self._since_s = now_s
         self.flows[flow] = None
@@ -155,7 +152,6 @@ class Link:
             self._busy_s += now_s - self._since_s
 
     def rate_of(self, flow: Transfer) -> float:
-        """Return what a transfer may have of this link now."""
         count, rounds = len(self.flows), self._rounds
         if self.round_share is None or not 0 < rounds < count:
             return self.rate / count
@@ -197,12 +193,10 @@ class Transfer:
         self._leave(now_s)
 
     def unsettled_bytes(self, now_s: float) -> float:
-        """Return what has passed since it was counted last."""
         lasted_s = now_s - self._settled_s
         return min(self.remaining_bytes, self._rate * lasted_s) if lasted_s else 0.0
 
     def settle(self, now_s: float) -> None:
-        """Count what has passed until now."""
         moved = self.unsettled_bytes(now_s)
         self._settled_s = now_s
         self.remaining_bytes -= moved
@@ -236,7 +230,6 @@ class Transfer:
         self._retime_neighbours(now_s)
 
     def _retime_neighbours(self, now_s: float) -> None:
-        """Retime all transfers that share one of the links, this one included while it runs."""
         for flow in list(self._up.flows):
             flow.retime(now_s)
         for flow in list(self._down.flows):

@@ -116,7 +116,6 @@ class Outbox:
         asyncio.get_running_loop().call_later(medium.draw_latency(), end.note_broken, ConnectionResetError, words)
 
     def _spoil(self, message: Any) -> Any:
-        """Return what the other end decodes of a message, if it is to arrive wrong."""
         medium, end = self._medium, self._end
         how = medium.next_corruption(end.me, message)
         if how is None:
@@ -140,14 +139,13 @@ class Outbox:
             self._settle()
 
     def discard_messages(self) -> None:
-        """Forget all messages that are not in flight, for the stream broke; the break itself still has to be told."""
+        """Forget all messages that are not in flight, for the stream broke; the break itself is still sent."""
         breaks = [item for item in (*self._held, *self._waiting) if _is_break(item)]
         self.drop()
         for item in breaks:
             self._take(item)
 
     def drop(self) -> None:
-        """Forget all that is not in flight."""
         if self._transfer is not None:
             self._transfer.cancel()
         items = [*self._held, *([self._moving] if self._moving else []), *self._waiting]

@@ -40,7 +40,6 @@ class SimPeerNetwork(StreamHost):
 
     @property
     def dialable(self) -> bool:
-        """Whether this peer's line lets others in."""
         return not self._medium.dials_only(self.peer_id)
 
     async def addresses(self) -> tuple[str, ...]:
@@ -61,7 +60,6 @@ class SimPeerNetwork(StreamHost):
         end.end()
 
     async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
-        """Answer conversations about `topic`, one task each."""
         self._served[topic] = (schema, handler)
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
@@ -105,7 +103,6 @@ class SimPeerNetwork(StreamHost):
     # What `SimNetwork` needs.
 
     def sent_bytes(self) -> dict[str, int]:
-        """Return the bytes sent about each topic as `bytes.TOPIC`."""
         return {f"bytes.{topic}": counts.sent_bytes for topic, counts in self._byte_counts.items()}
 
     def kill(self) -> None:
@@ -152,7 +149,6 @@ class SimPeerNetwork(StreamHost):
         return other, served
 
     def answer(self, caller: StreamEnd, handler: Handler, schema: Schema) -> None:
-        """Join a conversation that another peer has opened, and start its handler."""
         end = StreamEnd(self._medium, self, caller.me, caller.topic, schema)
         caller.join(end)
         end.join(caller)
@@ -216,7 +212,6 @@ class SimNetwork(Medium):
         return network
 
     def peer(self, name: str) -> SimPeerNetwork | None:
-        """Return the network of a peer that is alive."""
         return self._peers.get(name)
 
     def open_calls(self, peer: str) -> int:

@@ -71,7 +71,6 @@ class StageTime:
 
     @property
     def replica(self) -> Replica | None:
-        """The replica of this session at this stage."""
         return self.session.replica if self.left is None else self.left
 
     @property
@@ -125,7 +124,6 @@ class StageTimes:
         return self._now[peer.name]
 
     def settle(self, now_s: float) -> None:
-        """Add what is over to the totals."""
         for stage_time in list(self.open):
             if stage_time.ended_s is not None and now_s - stage_time.ended_s >= SETTLED_S and stage_time.past:
                 self._settle(stage_time)
@@ -324,7 +322,6 @@ class EventCollector(Watcher):
     # What follows.
 
     def close(self) -> None:
-        """Write the last row; end what has not ended."""
         for stage_time in self.stage_times.open:
             self._end(stage_time)
         self.rows.append(self._row(self.stage_times.microbatches()))

@@ -43,7 +43,6 @@ def training_s(rows: Sequence[Row], ended_s: float) -> float:
 
 
 def timeline_of(rows: Sequence[Row], setting: SimSetup) -> tuple[TimelinePoint, ...]:
-    """Cut the rows into pieces of about equal length."""
     stages, every = setting.run.pipeline.stages, range(setting.run.pipeline.stages)
     zero = (0.0,) * stages
     start = Row(0.0, 0, zero, zero, zero, (0,) * stages, 0.0, 0)
@@ -211,7 +210,6 @@ def make_report(world: World, collector: EventCollector) -> Report:
 
 
 def _totals(collector: EventCollector) -> Counter[str]:
-    """Return the replicas' counters, summed over all sessions."""
     totals: Counter[str] = Counter()
     for stage_time in collector.stage_times.all:
         if stage_time.stage is None:
@@ -276,7 +274,6 @@ def _devices(stage_times: Sequence[StageTime]) -> PeerSpread:
 
 
 def _time(work: float, causes: Counter[Cause]) -> dict[str, float]:
-    """Divide the time: what is not work, as the looks found it."""
     looks = sum(causes.values())
     if not looks:
         return {COMPUTING: work, UNSEEN: 1.0 - work}

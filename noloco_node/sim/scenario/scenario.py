@@ -176,7 +176,6 @@ def decode_scenario(text: str, origin: str) -> Scenario:
 
 
 def _fault(found: object, text: str, origin: str, number: int) -> Fault:
-    """Decode one fault as the kind that it says it is."""
     word = found.get("kind") if isinstance(found, dict) else None
     if not isinstance(found, dict) or word not in faults.KINDS:
         where = line_of(text, f"fault[{number}].kind")
@@ -240,7 +239,6 @@ def _fault_problems(scenario: Scenario) -> Iterator[Problem]:
 
 
 def planned(stages: int, replicas: int) -> list[str]:
-    """Return the names of the planned peers, stage by stage."""
     return [peer_name(stage, replica) for stage in range(stages) for replica in range(replicas)]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from msgspec import structs
 
-from gossip.exchange.messages import Piece, Probe, ReplicaState, Weights
+from gossip.exchange.messages import Piece, Probe, Weights
 from gossip.settings import OuterConfig, wire_bytes
 from noloco_node.errors import config_error
 from noloco_node.machine.interface import Dimensions, StageModel
@@ -27,7 +27,6 @@ from noloco_node.planning.bandwidth import (
 from noloco_node.planning.plan import graphs_that_fit, mean_steps_per_round, memories
 from noloco_node.planning.throughput import coding_seconds
 from noloco_node.run.config import InnerConfig, ModelConfig, PipelineConfig, RunConfig
-from noloco_node.run.protocols import GOSSIP, STATE
 from noloco_node.run.runfile import load_run, validate
 from noloco_node.sim.hardware.priced_stage import Prices
 from noloco_node.sim.hardware.quadratic_model import SIZE, WIDE, WIDE_CENTRE, QuadraticModel, quadratic_layout
@@ -52,35 +51,27 @@ QUADRATIC_BYTES = {"quadratic": 4 * SIZE, "wide quadratic": 4 * WIDE}
 
 
 class MessageSizes:
-    """The sizes of one simulation's messages. `stage_bytes`: of the weights of each stage, of all alike without a plan.
+    """The sizes of one simulation's messages. `stage_bytes`: of the weights of each stage.
 
     `microbatch_bytes`, `gradient_bytes`: of the two messages of a hop.
     """
 
     def __init__(self, scenario: Scenario, run: RunConfig, plan: ModelLayout | None) -> None:
-        network, codec = scenario.network, run.outer.codec
-        # Of each topic: a set of weights as the codec has it, and a probe of it; a whole state.
-        self._weights: dict[str, int] = {}
-        self._probes: dict[str, int] = {}
-        self._states: dict[str, int] = {}
+        network, codec, stages = scenario.network, run.outer.codec, run.pipeline.stages
         hop = HopBytes(network.microbatch_bytes, network.microbatch_bytes)
-        self.stage_bytes = [network.weights_bytes]
-        self._other_weights = round(network.weights_bytes * wire_bytes(codec, [(2**20,)]) / 2**22)
-        self._other_state = WEIGHT_SETS * network.weights_bytes
+        self.stage_bytes, self._probes = [network.weights_bytes] * stages, [0] * stages
+        self._coded = [round(network.weights_bytes * wire_bytes(codec, [(2**20,)]) / 2**22)] * stages
         if plan is not None:
             hop = hop_bytes(run.pipeline, plan.width)
-            shapes_of_stages = [tuple(shapes.values()) for shapes in plan.shapes]
-            self.stage_bytes = [float32_bytes(shapes) for shapes in shapes_of_stages]
-            for number, (shapes, total) in enumerate(zip(shapes_of_stages, self.stage_bytes, strict=True)):
-                self._weights[f"{GOSSIP}/{number}"] = wire_bytes(codec, shapes)
-                self._probes[f"{GOSSIP}/{number}"] = min(PROBE_BYTES, total)
-                self._states[f"{STATE}/{number}"] = WEIGHT_SETS * total
+            shapes = [tuple(named.values()) for named in plan.shapes]
+            self.stage_bytes = [float32_bytes(each) for each in shapes]
+            self._coded = [wire_bytes(codec, each) for each in shapes]
+            self._probes = [min(PROBE_BYTES, total) for total in self.stage_bytes]
         self.microbatch_bytes, self.gradient_bytes = FRAME_BYTES + hop.down, FRAME_BYTES + hop.back
         self._held_bytes = QUADRATIC_BYTES.get(scenario.swarm.model)
 
     @property
     def largest_state_bytes(self) -> int:
-        """Of the largest stage's whole state."""
         return FRAME_BYTES + WEIGHT_SETS * max(self.stage_bytes)
 
     def size_bytes(self, message: object, topic: str) -> int:
@@ -90,17 +81,18 @@ class MessageSizes:
             case Gradient():
                 return self.gradient_bytes
             case Weights():
-                brought = bool(message.fast) + bool(message.slow)
-                return FRAME_BYTES + brought * self._weights.get(topic, self._other_weights)
+                return FRAME_BYTES + (bool(message.fast) + bool(message.slow)) * self._coded[_stage_of(topic)]
             case Probe():
-                return FRAME_BYTES + (1 + (message.fast is not None)) * self._probes.get(topic, 0)
-            case ReplicaState():
-                return FRAME_BYTES + self._states.get(topic, self._other_state)
+                return FRAME_BYTES + (1 + (message.fast is not None)) * self._probes[_stage_of(topic)]
             case Piece():
                 # A share of a section, which is as large as the weights, or as those that a quadratic model stands for.
-                whole = self._states.get(topic, self._other_state) // WEIGHT_SETS
+                whole = self.stage_bytes[_stage_of(topic)]
                 return FRAME_BYTES + message.data.nbytes * whole // (self._held_bytes or whole)
         return FRAME_BYTES
+
+
+def _stage_of(topic: str) -> int:
+    return int(topic.rpartition("/")[2])
 
 
 FOREVER_S = 1e9
@@ -138,7 +130,6 @@ class SimSetup(NamedTuple):
         return planned(self.run.pipeline.stages, self.run.pipeline.replicas)
 
     def access(self) -> Access:
-        """Return the line of a peer that no fault has touched."""
         return _access(self.scenario)
 
 
@@ -240,9 +231,7 @@ def _run(start: RunConfig, swarm: SwarmConfig, seed: int) -> RunConfig:
 
 
 def _with_shapes_of_bowls(run: RunConfig) -> RunConfig:
-    """Return the run with the activations of a quadratic model, which are one number: other shapes would only cost
-    time.
-    """
+    """Return the run with the activations of a quadratic model, one number: other shapes would only cost time."""
     pipeline = structs.replace(
         run.pipeline, sequence_length=1, microbatch_size=1, codec="float32", subspace=None, boundaries=None
     )
