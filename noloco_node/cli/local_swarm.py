@@ -53,7 +53,7 @@ def demo(
 
 @dataclass(frozen=True)
 class SimulateOptions:
-    """What `simulate` is told of the swarm, and of what to do with it."""
+    """The options of `simulate`."""
 
     peers: Annotated[
         int | None,

@@ -15,9 +15,10 @@ from limits import PATIENT
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.addresses import KnownPeers
+from noloco_node.libp2p.control import PeerContext
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.settings import Capacity, NetworkSettings, RunSecret
-from noloco_node.libp2p.switchboard import PeerContext, Switchboard
+from noloco_node.libp2p.switchboard import Switchboard
 from noloco_node.network.interface import Conversation
 from noloco_node.sim.clock import run
 from noloco_node.swarm.run_distribution import SCHEMA
@@ -46,8 +47,8 @@ async def network(daemon: Daemon | None) -> AsyncIterator[Libp2pNetwork]:
     made = Libp2pNetwork(
         PeerContext(parts, Path(), settings, RunSecret(settings.run), switchboard, KnownPeers()), print
     )
-    session: Any = None if daemon is None else SimpleNamespace(daemon=daemon, dialer=daemon)
-    made._session = session
+    joined: Any = None if daemon is None else SimpleNamespace(daemon=daemon, dialer=daemon)
+    made._joined = joined
     yield made
 
 
