@@ -180,7 +180,7 @@ def test_cost_of_a_layer_by_hand() -> None:
 
 
 def test_a_size_of_the_wrong_type_is_refused_in_one_line() -> None:
-    with pytest.raises(ValueError, match="refuses these sizes of llama: .*num_attention_heads") as refusal:
+    with pytest.raises(ValueError, match=r"refuses these sizes of llama: .*num_attention_heads") as refusal:
         family_config("llama", {**LLAMA, "num_attention_heads": "many"})
     assert "\n" not in str(refusal.value)
 
