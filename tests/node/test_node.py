@@ -247,35 +247,6 @@ async def test_a_killed_replica_does_not_stop_the_others() -> None:
     assert peers[0].of(events.Hops)[-1].counts["peer-10"] > peers[0].of(events.Hops)[-1].counts["peer-11"]
 
 
-async def test_leaving_is_polite_and_a_restart_goes_on_from_the_checkpoint() -> None:
-    hub, what = SimNetwork(), recipe(stages=1, steps=60, per_round=4)
-    peer = Peer(hub, what, "peer-first", None)
-    await until(lambda: len(peer.of(events.InnerStep)) >= 10)
-    peer.leave.set()
-    async with asyncio.timeout(30):
-        await peer.task
-    assert peer.of(events.Finished)[0].why == "asked to leave"
-    assert peer.saved is not None
-    again = Peer(SimNetwork(), what, "peer-first", None)
-    again.saved = peer.saved
-    await until(lambda: len(again.of(events.InnerStep)) >= 1)
-    again.leave.set()
-    await again.task
-    assert again.of(events.InnerStep)[0].step == peer.saved.counters.inner_steps + 1
-    assert any("our own checkpoint" in line for line in again.said)
-
-
-async def test_newcomers_that_start_together_spread_over_the_stages() -> None:
-    hub, what = SimNetwork(), recipe(stages=3, replicas=2, steps=10)
-    peers = [Peer(hub, what, f"peer-{number}", None) for number in range(6)]
-    await until(lambda: all(peer.of(events.Started) for peer in peers))
-    for peer in peers:
-        peer.leave.set()
-    await asyncio.gather(*[peer.task for peer in peers])
-    stages = sorted(peer.of(events.Started)[0].stage for peer in peers)
-    assert stages == [0, 0, 1, 1, 2, 2]
-
-
 async def list_as_replica(hub: SimNetwork, what: RunFileText, name: str, stage: int, round: int) -> SimPeerNetwork:
     """Let a stranger claim to be a replica that trains."""
     network = hub.network(name)
@@ -351,17 +322,6 @@ async def test_a_polite_leaver_leaves_no_round_half_done() -> None:
     assert met == mine
     assert peers[1].saved is not None
     assert peers[1].saved.counters.round == mine[-1]
-
-
-async def test_text_that_fails_costs_the_node_but_not_its_weights() -> None:
-    hub, what = SimNetwork(), recipe(stages=1, steps=400)
-    peer = Peer(hub, what, "peer-a", 0)
-    await until(lambda: len(peer.of(events.InnerStep)) >= 3)
-    peer.text.failure = OSError("the text is gone")
-    with pytest.raises(ExceptionGroup, match="unhandled"):
-        await peer.task
-    assert peer.saved is not None
-    assert peer.saved.counters.inner_steps >= 3
 
 
 class Hesitant(Text):

@@ -68,7 +68,7 @@ class Life:
         self._name, self._begun_with, self._counters = name, progress, counters
         self.done = 0
         """Samples of this session."""
-        self._presence.give_receipts(self.issued)
+        self._presence.issued = self.issued
         self.stamp = progress
         self.recorded: list[events.Event] = []
         self._duty = StageWork(
@@ -266,6 +266,7 @@ async def test_a_source_that_comes_back_to_a_swarm_that_knows_nothing_does_what_
     assert steps == list(range(1, len(steps) + 1))
     assert 38 <= len(steps) <= 40, "but for the microbatches that were discarded"
     assert again.of(events.Finished)[0].why == "the run is over"
+    assert any("our own checkpoint" in line for line in again.said)
 
 
 def test_two_sources_that_come_back_one_after_the_other_do_what_is_left() -> None:

@@ -10,13 +10,13 @@ import platform
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from memory_swarms import Peer, recipe, until
+from memory_swarms import recipe
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
@@ -38,7 +38,6 @@ from noloco_node.node.stage_claim import (
 from noloco_node.planning.model_layout import make_stage, model_layout
 from noloco_node.planning.plan import device_needs
 from noloco_node.run.peer_state import PeerState
-from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.memory_host import MemoryHost, MemoryStore
 from noloco_node.sim.hardware.priced_stage import PricedStage, Prices, VirtualDevice
 from noloco_node.sim.hardware.quadratic_model import QuadraticModel, RandomBatches, quadratic_layout
@@ -123,14 +122,6 @@ class Seeker:
         """Pose as a replica that has been at work for long."""
         record = PeerRecord(peer=self.context.me, stage=stage, state=PeerState.TRAINING, device_s=device_s)
         await self.membership.claim(record)
-
-
-def claimed(main: Callable[[SimNetwork], asyncio.Future[ClaimedStage] | object]) -> object:
-    async def body() -> object:
-        async with asyncio.timeout(600):
-            return await main(SimNetwork())  # type: ignore[misc]
-
-    return run(body())
 
 
 # The newcomer.
@@ -475,21 +466,3 @@ def test_a_source_that_comes_back_to_its_stage_goes_on_in_its_text() -> None:
     text = node._services.work.text
     assert text is not None
     assert text.position()["drawn"] > watch[0].drawn[mover, 0] > 0
-
-
-async def test_whoever_is_asked_to_leave_while_it_moves_leaves() -> None:
-    hub, what = SimNetwork(), recipe(replicas=3, steps=4000, per_round=3)
-    names = ("a0", "b0", "c0", "d0", "e1")
-    peers = [Peer(hub, what, name, int(name[1]), job_s=0.5, moves=True) for name in names]
-    await until(lambda: any(peer.of(events.Moved) for peer in peers))
-    (mover,) = [peer for peer in peers if peer.of(events.Moved)]
-    mover.leave.set()
-    async with asyncio.timeout(60):
-        await mover.task
-    assert [event.why for event in mover.of(events.Finished)] == ["asked to leave"]
-    assert mover.saved is not None
-    for peer in peers:
-        peer.leave.set()
-    async with asyncio.timeout(60):
-        await asyncio.gather(*[peer.task for peer in peers])
-    assert not hub.failures
