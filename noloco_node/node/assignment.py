@@ -212,14 +212,7 @@ class Assignment:
         """Set once it is decided. From then on our record is at the next stage, if there is one."""
         self._discarded = 0
         """Microbatches that became no step."""
-        self._progress = ProgressReporter(
-            replica,
-            context.network,
-            self._reporter,
-            context.options.refresh_s,
-            self._announce_training,
-            context.membership,
-        )
+        self._progress = ProgressReporter(context, replica, self._announce_training)
 
     async def run(self, leave: asyncio.Event) -> AssignmentEnd:
         """Serve, train and save until the assignment ends."""

@@ -134,8 +134,7 @@ async def test_who_leaves_before_a_merely_full_stage_finishes_its_window() -> No
     sources = [Peer(hub, what, f"peer-{n}", 0, job_s=0.05) for n in range(6)]
     await until(lambda: all(peer.of(events.InnerStep) for peer in sources), 300.0)
     leaver = sources[0]
-    replica = leaver.node.replica
-    assert replica is not None
+    replica = leaver.replica
     assert replica.next_stage is not None
     after, gate = replica.next_stage, replica.admission
     await until(lambda: after.statistics()["waiting"] == gate.in_flight and gate.succeeded > 0)

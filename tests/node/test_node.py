@@ -222,8 +222,7 @@ async def test_who_has_finished_waits_for_nothing() -> None:
     state = PeerState.FINISHED
     await until(lambda: all(any(e.state is state for e in peer.of(events.StateChanged)) for peer in peers))
     await asyncio.sleep(20.0)
-    replica = peers[1].node.replica
-    assert replica is not None
+    replica = peers[1].replica
     waits = replica.waits()
     assert waits is not None
     assert waits.cause is WaitCause.MICROBATCHES
@@ -300,8 +299,7 @@ async def test_a_rejoining_source_goes_on_in_its_text_and_from_its_checkpoint() 
         peer.leave.set()
         await peer.task
     assert any("our own checkpoint" in line and "the stage is in round" in line for line in second.said)
-    assert peers[1].saved is not None
-    position = peers[1].saved.counters.data_position
+    position = peers[1].counters.data_position
     assert position is not None
     assert drawn > position["drawn"] > 10
     first, second = peers[1], second
@@ -320,8 +318,7 @@ async def test_a_polite_leaver_leaves_no_round_half_done() -> None:
     peers[0].leave.set()
     await peers[0].task
     assert met == mine
-    assert peers[1].saved is not None
-    assert peers[1].saved.counters.round == mine[-1]
+    assert peers[1].counters.round == mine[-1]
 
 
 class Hesitant(Text):
@@ -368,8 +365,7 @@ async def test_the_last_step_of_a_run_is_in_its_last_round_however_long_it_lasts
 def assert_counted(peer: Peer) -> None:
     """Check that the steps in the weights are those that were counted, journalled and saved."""
     taken = peer.stages[-1].statistics()["inner_steps"]
-    assert peer.saved is not None
-    assert peer.saved.counters.inner_steps == peer.saved.counters.optimiser_steps == taken
+    assert peer.counters.inner_steps == peer.counters.optimiser_steps == taken
     assert len(peer.of(events.InnerStep)) == taken > 0
 
 
@@ -377,8 +373,7 @@ async def test_a_replica_saves_every_few_minutes() -> None:
     hub, what = SimNetwork(), recipe(stages=1, steps=10_000, window=1)
     peer = Peer(hub, what, "peer-a", 0, job_s=2.0)
     await until(lambda: peer.saved is not None, 1000.0)
-    assert peer.saved is not None
-    assert peer.saved.counters.inner_steps == len(peer.of(events.InnerStep))
+    assert peer.counters.inner_steps == len(peer.of(events.InnerStep))
     peer.leave.set()
     await peer.task
 
