@@ -158,10 +158,7 @@ async def test_it_takes_no_more_microbatches_and_finishes_those_in_its_hands() -
 
     cast.listen = listen
     await until(lambda: len(taken) > 3)
-    node = cast.peers["s1r0"].session.node
-    assert node is not None
-    replica = node.replica
-    assert replica is not None
+    replica = cast.replica("s1r0")
     await until(lambda: replica.admission.in_flight >= 2)
     counts, asked_s, in_flight = (
         replica.worker.statistics(),
@@ -187,10 +184,7 @@ def test_a_window_that_is_complete_is_used_and_a_partial_one_is_told() -> None:
         await train(cast)
         await asyncio.sleep(moment_s)
         await leave(cast, "s1r1", SOON_S)
-        node = cast.peers["s1r1"].session.node
-        assert node is not None
-        assert node.replica is not None
-        succeeded = int(node.replica.worker.statistics()["succeeded"])
+        succeeded = int(cast.replica("s1r1").worker.statistics()["succeeded"])
         (finished,) = cast.since("s1r1", events.Finished)
         assert succeeded == 4 * len(cast.since("s1r1", events.InnerStep)) + finished.discarded
         await end(cast)
@@ -204,10 +198,8 @@ async def test_it_is_out_of_the_roster_when_it_is_gone() -> None:
     cast = swarm(stages=2)
     await train(cast)
     await leave(cast, "s1r0", SOON_S)
-    source = cast.peers["s0r0"].session.node
-    assert source is not None
     await asyncio.sleep(2.5)  # one reading; a record that merely expired would take thirty seconds
-    assert [record.peer for record in source.roster.stage(1)] == ["s1r1"]
+    assert [record.peer for record in cast.roster("s0r0").stage(1)] == ["s1r1"]
     await end(cast)
 
 
@@ -278,20 +270,17 @@ async def test_a_disk_that_refuses_is_said_and_keeps_nobody() -> None:
     assert trouble is not None
     assert trouble.code is Exit.STORAGE
     await asyncio.sleep(2.5)
-    node = cast.peers["s0r0"].session.node
-    assert node is not None
-    assert [record.peer for record in node.roster.stage(0)] == ["s0r0"]
+    assert [record.peer for record in cast.roster("s0r0").stage(0)] == ["s0r0"]
     await end(cast)
 
 
 async def test_a_disk_that_refuses_shows_in_the_record_and_the_journal_until_it_takes_one() -> None:
     cast = swarm(stages=1)
     await train(cast)
-    full, other = cast.peers["s0r1"], cast.peers["s0r0"]
+    full = cast.peers["s0r1"]
 
     def shown() -> tuple[Wait, ...]:
-        assert other.session.node is not None
-        (record,) = [each for each in other.session.node.roster.stage(0) if each.peer == "s0r1"]
+        (record,) = [each for each in cast.roster("s0r0").stage(0) if each.peer == "s0r1"]
         return record.waiting
 
     def noticed() -> list[bool]:
