@@ -190,7 +190,7 @@ def test_a_delegate_may_sign(tmp_path: Path) -> None:
         ("open", ("invite", PEER), "needs addresses"),
         ("open", ("invite", "nobody", "--invite", "BASE"), "no peer id"),
         ("open", ("invite", "--may-sign", "--invite", "BASE"), "needs a peer id"),
-        ("open", ("revoke",), "Whom"),
+        ("open", ("revoke",), "Which peer"),
         ("open", ("revoke", "0123456789ab"), "No key[^$]*first six or more digits"),
     ],
 )
