@@ -45,10 +45,20 @@ def test_the_home_of_a_node_and_what_is_no_file_stay_as_they_are(tmp_path: Path)
     assert invite_text("garbage") == "garbage"
 
 
-def test_a_file_that_holds_no_text_is_named(tmp_path: Path) -> None:
+def test_a_file_that_holds_no_text_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "invite").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match="cannot be read from"):
         invite_text(str(tmp_path / "invite"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
+    with pytest.raises(UserError, match="cannot be read from the standard input"):
+        invite_text("-")
+
+
+@pytest.mark.parametrize("line", ["10mbit/", "/10mbit", "10mbit/20mbit/30mbit", ""])
+def test_a_line_that_cannot_be_read_is_quoted_as_it_was_given(tmp_path: Path, line: str) -> None:
+    done = CliRunner().invoke(app, ["init", str(tmp_path / "run.toml"), "--line", line])
+    assert isinstance(done.exception, UserError)
+    assert f"--line {line!r}" in done.exception.what
 
 
 @pytest.mark.parametrize("words", [["--tflops", "inf"], ["--latency-ms", "inf"], ["--tflops", "nan"]])
