@@ -160,7 +160,7 @@ def _shut_out(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKe
     changed = with_revoked(members, key, recipe.digest, revoked, now_s)
     save_members(options.run, changed)
     return (
-        f"shut out until {_day(revoked[subject])}: {peer_of(bytes.fromhex(subject))} and whoever came by it (list "
+        f"shut out until {_day(revoked[subject])}: {peer_of(bytes.fromhex(subject))} and all that entered by it (list "
         f"number {changed.number})."
     )
 
@@ -174,8 +174,9 @@ def _subject(who: str | None, members: MemberList) -> str:
         return key.hex()
     found = {each.key for each in members.issued if each.key.startswith(who) and len(who) >= 6}
     if len(found) != 1:
-        why = "it is no peer id, and not the beginning, of six digits or more, of one key in the list"
-        raise _usage(f"{who!r} is {'more than one' if found else 'nobody'}.", "`noloco-node members list`", why)
+        why = "it is no peer id, and not the first six or more digits of one key"
+        what = f"{'More than one key' if found else 'No key'} in the list begins with {who!r}."
+        raise _usage(what, "`noloco-node members list`", why)
     return found.pop()
 
 

@@ -187,7 +187,8 @@ WebOption = Annotated[
     ),
 ]
 WebOpenOption = Annotated[
-    bool, typer.Option("--web-open", help="Leave the token of --web out: whoever reaches the address sees the page.")
+    bool,
+    typer.Option("--web-open", help="Leave the token of --web out: everybody who reaches the address sees the page."),
 ]
 
 
@@ -306,7 +307,7 @@ class JoinOptions:
         bool,
         typer.Option(
             "--begin-anew",
-            help="Begin at step 0 with the run's first weights, where the run had gone further and nobody is left who "
+            help="Begin at step 0 with the run's first weights, if the run had gone further and no peer is left that "
             "has its weights.",
         ),
     ] = False

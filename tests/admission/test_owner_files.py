@@ -207,8 +207,8 @@ def test_a_delegate_may_sign(tmp_path: Path) -> None:
         ("open", ("invite", PEER), "needs addresses"),
         ("open", ("invite", "nobody", "--invite", "BASE"), "no peer id"),
         ("open", ("invite", "--may-sign", "--invite", "BASE"), "needs a peer id"),
-        ("open", ("revoke",), "Whom"),
-        ("open", ("revoke", "0123456789ab"), "is nobody[^$]*six digits"),
+        ("open", ("revoke",), "Which peer"),
+        ("open", ("revoke", "0123456789ab"), "No key[^$]*first six or more digits"),
     ],
 )
 def test_what_is_missing_is_said(tmp_path: Path, rule: str, arguments: tuple[str, ...], words: str) -> None:
