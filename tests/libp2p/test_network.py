@@ -428,7 +428,11 @@ def test_each_trouble_at_the_start_is_told_from_the_others() -> None:
         trouble = trouble_of(listen=(address,))
         assert trouble.code is Exit.PORT_TAKEN
         assert address in str(trouble)
-    for listen, words in (("nonsense", "unknown protocol"), ("/ip4/192.0.2.1/tcp/4001", "cannot listen there")):
+    for listen, words in (
+        ("nonsense", "unknown protocol"),
+        ("/ip4/198.51.100.1/tcp/4001", "cannot listen there"),
+        ("/ip4/198.51.100.1/tcp/0", "cannot listen there"),
+    ):
         trouble = trouble_of(listen=(listen,))
         assert trouble.code is Exit.CONFIG
         assert words in str(trouble)

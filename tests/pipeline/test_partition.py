@@ -164,6 +164,12 @@ def test_cost_of_a_layer_by_hand() -> None:
     assert forward_flops(config, pieces, 64) == (inner, inner, inner + 2 * 32 * 96)
 
 
+def test_a_size_of_the_wrong_type_is_refused_in_one_line() -> None:
+    with pytest.raises(ValueError, match=r"refuses these sizes of llama: .*num_attention_heads") as refusal:
+        family_config("llama", {**LLAMA, "num_attention_heads": "many"})
+    assert "\n" not in str(refusal.value)
+
+
 def test_a_projection_of_the_embedding_is_work_of_the_first_stage() -> None:
     config = prepare(family_config("opt", {**FAMILIES["opt"], "word_embed_proj_dim": 16})).config
     whole = forward_flops(config, [Cut(0, 4, embeds=True, head=True)], 64)
