@@ -251,6 +251,11 @@ class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """open: every holder of an invite gets a ticket from a bootstrap peer; invited: each invite is for one identity;
     listed: tickets are for peer ids that the owner names."""
 
+    @property
+    def owner_key(self) -> bytes | None:
+        """The public half of the owner's key; None in a run without an owner."""
+        return None if self.owner is None else bytes.fromhex(self.owner)
+
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that all peers of a run must agree on."""

@@ -111,13 +111,13 @@ class RunAccess:
         """Take the owner's key from the run file; `UserError` if the run has no owner and the invite a credential."""
         if self._state is None:
             return
-        if run.admission.owner is None:
+        if run.admission.owner_key is None:
             raise config_error(
                 "The invite holds a credential, and the run has no owner.",
                 "nobody signs tickets for it",
                 "another invite",
             )
-        self._state.pin(bytes.fromhex(run.admission.owner), run.admission.rule)
+        self._state.pin(run.admission.owner_key, run.admission.rule)
 
     def take_revocations(self, signed: bytes) -> None:
         """Take the owner's signed list, which the owner has before any peer."""

@@ -56,8 +56,8 @@ class HostedAdmissions:
         """The keys that may sign tickets, likewise."""
         self._access: RunAccess | None = None
         """A delegate's own access; None where the owner's key is here."""
-        if self._admission.owner is not None:
-            self._state.pin(bytes.fromhex(self._admission.owner), self._admission.rule)
+        if self._admission.owner_key is not None:
+            self._state.pin(self._admission.owner_key, self._admission.rule)
             self._read_list()
 
     @property
