@@ -35,8 +35,7 @@ from gossip.interface import (
 )
 from gossip.rounds.matching import ASKED_AT_MOST, answer
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, Step
-from gossip.rounds.prefetch import SlowWeightPrefetcher
-from gossip.rounds.round_state import Meeting, PendingStep, RoundState, now
+from gossip.rounds.round_state import Meeting, PendingStep, Prefetch, RoundState, now
 from gossip.rule.outer_step import (
     DISOWNED,
     WeightAge,
@@ -60,12 +59,11 @@ class MeetingProtocol:
         self,
         round_state: RoundState,
         optimiser: OuterOptimiser,
-        prefetcher: SlowWeightPrefetcher,
         replica: GossipReplica,
         context: RoundContext,
         apply: Callable[[PendingStep], Awaitable[None]],
     ) -> None:
-        self._round_state, self._optimiser, self._prefetcher = round_state, optimiser, prefetcher
+        self._round_state, self._optimiser = round_state, optimiser
         self._replica, self._context, self._apply = replica, context, apply
         self._blocked_s = 1.0
 
@@ -206,7 +204,7 @@ class MeetingProtocol:
         at_most = round_state.settings.staleness_at_most
         brings = snapshot.inner_steps - round_state.steps_when_met
         result = await exchange_weights(
-            conversation, snapshot, self._optimiser, self._prefetcher, round_state.weight_age, brings, at_most
+            conversation, snapshot, self._optimiser, round_state.prefetch, round_state.weight_age, brings, at_most
         )
 
         async def commit() -> None:
@@ -301,7 +299,7 @@ async def exchange_weights(
     conversation: Conversation,
     snapshot: Snapshot,
     optimiser: OuterOptimiser,
-    prefetcher: SlowWeightPrefetcher,
+    prefetch: Prefetch,
     own: WeightAge,
     brings: int,
     staleness_at_most: int,
@@ -316,7 +314,7 @@ async def exchange_weights(
         round=own.round,
         last_met=own.last_met,
         version=optimiser.version,
-        holds=prefetcher.version_held(conversation.peer),
+        holds=prefetch.version_held(conversation.peer),
         slow=optimiser.slow_probe(),
         fast=optimiser.fast_probe(snapshot),
         inner_steps=brings,
@@ -329,7 +327,7 @@ async def exchange_weights(
     own_staleness, their_staleness = (staleness(side, clock(own, partner)) for side in (own, partner))
     whose = whose_weights_count(own, partner, staleness_at_most)
     if whose is WhoseWeights.BOTH:
-        swapped = await _average(exchange, prefetcher)
+        swapped = await _average(exchange, prefetch)
     elif whose is WhoseWeights.MINE:
         swapped = await _lend(exchange)
     else:
@@ -349,13 +347,13 @@ async def exchange_weights(
     )
 
 
-async def _average(exchange: _Exchange, prefetcher: SlowWeightPrefetcher) -> _Swapped:
+async def _average(exchange: _Exchange, prefetch: Prefetch) -> _Swapped:
     """Swap weights in the run's codec; both sides use what both decode."""
     conversation, snapshot, optimiser, mine, theirs = exchange
     fast_steps = optimiser.steps(mine.fast, theirs.fast)
     # The steps of slow weights that travel now; ours that have travelled ahead have other steps.
     slow_steps = optimiser.steps(mine.slow, theirs.slow) if optimiser.needs_slow else ()
-    prefetched = prefetcher.of(conversation.peer)
+    prefetched = prefetch.of(conversation.peer)
     given = prefetched if prefetched is not None and theirs.holds == prefetched.version == mine.version else None
 
     fast = await optimiser.encode_fast(snapshot, fast_steps)

@@ -10,9 +10,11 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from gossip.exchange.codec import Sides
+from gossip.exchange.messages import NOTHING
 from gossip.interface import Origin, OuterStepTaken, RoundContext
 from gossip.rounds.matching import SLACK_S, AnswerState, PartnerQueue, PartnerView, RoundClaims, RoundSchedule
 from gossip.rounds.outer_optimiser import Snapshot, Step
@@ -40,6 +42,37 @@ class Meeting:
 
     partner: str
     since_s: float
+
+
+class Prefetched(NamedTuple):
+    """Slow weights that a peer and we have swapped ahead of a round, and of which versions."""
+
+    peer: str
+    version: int
+    """Of ours; both versions change with every outer step."""
+    their_version: int
+    slow: Sides
+
+
+@dataclass(slots=True, eq=False)
+class Prefetch:
+    """The swaps of slow weights since the last outer step: by peer how many have begun, and what they sent in all.
+
+    `held`: of the last peer that has given all.
+    """
+
+    held: Prefetched | None = None
+    begun: Counter[str] = field(default_factory=Counter)
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+    def of(self, peer: str) -> Prefetched | None:
+        """Return what was swapped with a peer."""
+        return self.held if self.held is not None and self.held.peer == peer else None
+
+    def version_held(self, peer: str) -> int:
+        """Return the version that we hold of a peer's slow weights."""
+        return NOTHING if (held := self.of(peer)) is None else held.their_version
 
 
 class PendingStep(NamedTuple):
@@ -109,6 +142,7 @@ class RoundState:
         self.leaving = False
         self.asking: str | None = None
         self.last_met, self.steps_when_met = origin.last_met, origin.inner_steps
+        self.prefetch = Prefetch()
         self.met_partners: dict[str, None] = {}
         """The partners of meetings that ended in a step of ours, the latest last."""
         self._vain_meetings: Counter[str] = Counter()
@@ -273,6 +307,7 @@ class RoundState:
         A mean with disowned weights is no better than these.
         """
         self.schedule.finish(round)
+        self.prefetch = Prefetch()
         if self.owns or adopted:
             self.last_met = last_met
         self.ring()

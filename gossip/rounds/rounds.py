@@ -80,9 +80,7 @@ class Rounds:
             returned=origin.rounds > 0,
         )
         self._prefetcher = SlowWeightPrefetcher(self._round_state, self._optimiser, context)
-        self._meetings = MeetingProtocol(
-            self._round_state, self._optimiser, self._prefetcher, replica, context, self._apply
-        )
+        self._meetings = MeetingProtocol(self._round_state, self._optimiser, replica, context, self._apply)
         self._gathered = origin.inner_steps if origin.gathered else NOT_KNOWN
         """The inner steps that the slow weights hold."""
 
@@ -285,10 +283,9 @@ class Rounds:
         event = replace(
             event,
             staleness=self._schedule.inner_steps - pending.snapshot_step,
-            bytes_sent=event.bytes_sent + self._prefetcher.bytes_sent,
-            bytes_received=event.bytes_received + self._prefetcher.bytes_received,
+            bytes_sent=event.bytes_sent + self._round_state.prefetch.bytes_sent,
+            bytes_received=event.bytes_received + self._round_state.prefetch.bytes_received,
         )
-        self._prefetcher.clear()
         self._counts["solo" if event.partner is None else "met"] += 1
         self._counts["adopted"] += event.adopted
         self._counts["bytes_sent"] += event.bytes_sent

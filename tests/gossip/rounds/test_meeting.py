@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from toy_gossip import CUT, SWALLOW, Line, Toy, ToySettings, World, changed, honest, live
 
-from gossip.exchange.codec import Coded, Sides
+from gossip.exchange.codec import Coded, Sides, encode
 from gossip.exchange.messages import (
     NOTHING,
     Accept,
@@ -28,10 +28,11 @@ from gossip.exchange.messages import (
     ProposePrefetch,
     Weights,
 )
+from gossip.exchange.swap import common_steps
 from gossip.interface import Candidate, Origin, PartnerTooStale, RoundSkipped
 from gossip.rounds.outer_optimiser import Step
-from gossip.rounds.prefetch import SWAPS_AT_MOST, Prefetched
-from gossip.rounds.round_state import VAIN_AT_MOST
+from gossip.rounds.prefetch import SWAPS_AT_MOST
+from gossip.rounds.round_state import VAIN_AT_MOST, Prefetched
 from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors
 from gossip.settings import Format, RoundTimeouts, absolute, wire_bytes
 from noloco_node.sim.clock import run
@@ -661,12 +662,12 @@ def test_slow_weights_are_spared_only_where_the_partner_holds_the_present_ones(
     async def main() -> None:
         toys = pair(replace(SETTINGS, **APART._asdict()), World(), apart=0.1)
         for toy, other in zip(toys, reversed(toys), strict=True):
-            prefetcher = toy.rounds._prefetcher
+            prefetch = toy.rounds._round_state.prefetch
             if held != NOTHING:
                 met = other.name if peer == "b" else "c"
                 mine, theirs = [Coded(Format.FLOAT32, copy_of(each.rounds.state).slow) for each in (toy, other)]
-                prefetcher._prefetched = Prefetched(met, version, held, Sides(mine, theirs))
-            prefetcher._begun[other.name] = SWAPS_AT_MOST
+                prefetch.held = Prefetched(met, version, held, Sides(mine, theirs))
+            prefetch.begun[other.name] = SWAPS_AT_MOST
         await live(list(toys), 35)
         for toy in toys:
             spared = toy.rounds.statistics()["spared"]
@@ -743,6 +744,40 @@ def test_weights_ahead_that_cannot_be_right_are_a_violation() -> None:
     assert all(loss.implausible and loss.partner == "b" for loss in a.lost)
     statistics = a.rounds.statistics()
     assert (statistics["implausible"], statistics["unanswered"]) == (len(a.lost), 0)
+
+
+@pytest.mark.parametrize("codec", [Format.FLOAT32, Format.INT8, Format.INT4])
+def test_slow_weights_other_than_those_sent_ahead_are_checked_and_bounded_like_any(codec: Format) -> None:
+    ahead, probes = 0, dict[str, Tensor]()
+    far = encode(codec, (9.0 * drawn(1),)).coded.wire if codec is not Format.INT4 else ()
+
+    def tamper(sender: str, receiver: str, message: Any) -> Any:
+        nonlocal ahead
+        if isinstance(message, Probe):
+            probes[sender] = message.slow
+        if sender == "b" and isinstance(message, Weights):
+            ahead += not message.fast
+            return replace(
+                message,
+                slow=far or (torch.full((SIZE // 2,), 0x88, dtype=torch.uint8),) if message.fast else message.slow,
+            )
+        return message
+
+    def after(tamper: Callable[[str, str, Any], Any]) -> Toy:
+        a, b = pair(replace(SETTINGS, **APART._asdict(), codec=codec), World(tamper=tamper), apart=0.1)
+        run(live([a, b], 25))
+        return a
+
+    liars, honests = after(tamper), after(honest)
+    assert ahead
+    moved = float((liars.rounds.state.slow[0] - honests.rounds.state.slow[0]).abs().max())
+    if codec is Format.INT4:
+        # Whatever the codes are, each value is within eight steps of ours.
+        assert 0.0 < moved <= 16 * common_steps(probes["a"], probes["b"], [SIZE])[0]
+    else:
+        assert liars.met == []
+        assert all(loss.implausible for loss in liars.lost)
+        assert torch.equal(liars.rounds.state.slow[0], drawn(1))
 
 
 def test_a_second_swap_that_breaks_leaves_both_sides_with_the_same_slow_weights() -> None:
