@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's own names of the first and the second moment."""
 
 
@@ -71,7 +71,7 @@ class InnerOptimiser:
             # As AdamW itself would in its first step, but before there is anything that it could leave half done.
             self._adamw.state[weight] = {
                 "step": torch.zeros((), device=device if fused else None),
-                **{name: torch.zeros_like(weight, memory_format=torch.preserve_format) for name in _MOMENTS},
+                **{name: torch.zeros_like(weight, memory_format=torch.preserve_format) for name in MOMENTS},
             }
 
     def clip(self, microbatches: int) -> float:
@@ -95,14 +95,13 @@ class InnerOptimiser:
     def state(self) -> OptimiserState:
         """Return AdamW's memory itself, on the device: it moves with the next step."""
         state = self._adamw.state
-        return OptimiserState(self._taken, tuple(state[weight][name] for name in _MOMENTS for weight in self._weights))
+        return OptimiserState(self._taken, tuple(state[weight][name] for name in MOMENTS for weight in self._weights))
 
     def load(self, state: OptimiserState) -> None:
-        """Continue from another optimiser's memory; raise ValueError if its shapes are not those of the weights."""
-        check_shapes(state.moments, [tuple(weight.shape) for weight in self._weights] * len(_MOMENTS))
+        """Continue from another optimiser's memory, in shapes that the stage has checked."""
         self._taken = state.steps
         moments = iter(state.moments)
-        for name in _MOMENTS:
+        for name in MOMENTS:
             for weight in self._weights:
                 memory = self._adamw.state[weight]
                 memory["step"].fill_(float(state.steps))
@@ -116,15 +115,6 @@ def moment_ratio(beta1: float, beta2: float) -> float:
     """
     left = 1.0 - beta1**2 / beta2 if beta2 > 0.0 else 0.0
     return (1.0 - beta1) / math.sqrt((1.0 - beta2) * left) if left > 0.0 else math.inf
-
-
-def check_shapes(given: Sequence[Tensor], expected: Sequence[tuple[int, ...]]) -> None:
-    """Raise ValueError if tensors have other shapes than expected."""
-    for tensor, shape in zip(given, expected, strict=False):
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{tuple(tensor.shape)} is not {shape}")
-    if len(given) != len(expected):
-        raise ValueError(f"{len(given)} tensors for {len(expected)} parameters")
 
 
 MOST_MARKS = 16

@@ -47,7 +47,7 @@ from pipeline.forward_pass import (
     random_state,
     replayed,
 )
-from pipeline.inner_step import Inner, InnerOptimiser, OptimiserState, StepReport, check_shapes
+from pipeline.inner_step import MOMENTS, Inner, InnerOptimiser, OptimiserState, StepReport
 from pipeline.messages import ACTIVATION_CODECS, Gradient
 
 T = TypeVar("T")
@@ -309,6 +309,7 @@ class Stage:
 
     def load_optimiser_state(self, state: OptimiserState) -> None:
         """Continue from another optimiser's memory; raise ValueError if its shapes are not this stage's."""
+        check_shapes(state.moments, self.shapes * len(MOMENTS))
         self._optimiser.load(state)
 
     # Fast weights, one tensor a parameter, in the order of `names`.
@@ -340,3 +341,12 @@ class Stage:
             for part, more in zip(*parts, strict=True):
                 part.add_(more if part.device == more.device else self._staging[: len(more)].copy_(more))
         self._set.refresh()
+
+
+def check_shapes(given: Sequence[Tensor], expected: Sequence[tuple[int, ...]]) -> None:
+    """Raise ValueError if tensors have other shapes than expected."""
+    for tensor, shape in zip(given, expected, strict=False):
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{tuple(tensor.shape)} is not {shape}")
+    if len(given) != len(expected):
+        raise ValueError(f"{len(given)} tensors for {len(expected)} parameters")
