@@ -19,7 +19,6 @@ from repository import ROOT
 
 from noloco_node.sim import clock
 from research.latency import blocking, claims, open_rounds, talking, tree
-from research.latency.jobs import Job, run
 from research.latency.paper import BLOCKING, EXPLAINED, TREE_OVER_PAIR, Comparison
 from research.latency.picture import picture
 from research.latency.survey import Scale, Survey
@@ -81,14 +80,6 @@ def test_a_binomial_tree_of_four_sends_nothing_to_itself(delays: list[float]) ->
     assert all_reduce("binomial", 4, Delays(lambda *edge: table[edge])) == pytest.approx(up + down)
 
 
-def test_a_tree_repeats_itself_with_every_sum_right() -> None:
-    async def often() -> list[float]:
-        together = Together(plant("complete", 8, Delays(lambda sender, receiver: 0.5).carry))
-        return [await together.once() for _ in range(5)]
-
-    assert clock.run(often()) == [3.0] * 5
-
-
 def test_a_lost_message_is_a_deadlock_and_not_a_shorter_time() -> None:
     def lossy(sender: str, receiver: str, arrive: Callable[[], None]) -> None:
         if receiver != "worker 2":
@@ -96,12 +87,6 @@ def test_a_lost_message_is_a_deadlock_and_not_a_shorter_time() -> None:
 
     with pytest.raises(clock.Deadlock):
         clock.run(Together(plant("complete", 4, lossy)).once())
-
-
-@pytest.mark.parametrize("workers", [0, 1, 3, 12])
-def test_a_number_of_workers_that_is_no_power_of_two_is_refused(workers: int) -> None:
-    with pytest.raises(ValueError, match=f"{workers} workers"):
-        plant("complete", workers, Delays(lambda sender, receiver: 1.0).carry)
 
 
 @pytest.mark.parametrize("spread", [0.5, 1.0])
@@ -134,13 +119,6 @@ def test_pairs_wait_for_the_later_of_two() -> None:
         now_s = now_s + phases[:, outer_step]
         now_s = np.maximum(now_s, now_s[list(blocking.partners(8, 4, outer_step))])
         assert np.allclose([mine[outer_step] for mine in ends], now_s)
-
-
-def test_partners_are_mutual_and_change() -> None:
-    drawn = [blocking.partners(16, 1, outer_step) for outer_step in range(20)]
-    for partners in drawn:
-        assert all(partners[partners[one]] == one != partners[one] for one in range(16))
-    assert len(set(drawn)) == 20
 
 
 def test_blocking_is_near_its_figure() -> None:
@@ -178,16 +156,6 @@ def test_results_depend_on_the_seed_and_not_on_the_processes(tmp_path: Path) -> 
     script.write_text(ALIKE)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, str(script)], check=True, env=environment, stderr=subprocess.DEVNULL)
-
-
-def test_progress_says_rate_and_time_left(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("research.latency.jobs.LINE_EVERY_S", 0.0)
-    work = [Job(name=f"job {number}", function=math.sqrt, argument=4.0, cost=5.0) for number in range(2)]
-    assert run(work, 1) == [2.0, 2.0]
-    said = capsys.readouterr().err.splitlines()
-    assert said[0] == "2 pieces of work, the longest first"
-    assert said[1].startswith(" 50%, ")
-    assert "messages/s, about 0 s left; done: job 0" in said[1]
 
 
 @pytest.fixture(scope="module")

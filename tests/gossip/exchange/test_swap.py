@@ -134,19 +134,16 @@ def test_silence_lasts_until_the_callers_deadline() -> None:
     assert took_s == pytest.approx(30.0)
 
 
-def test_a_bug_is_not_taken_for_a_loss() -> None:
+async def test_a_bug_is_not_taken_for_a_loss() -> None:
     class Buggy(Line):
         async def send(self, message: Any) -> None:
             raise KeyError("a bug")
 
-    async def main() -> None:
-        with pytest.raises(KeyError):
-            await swap(Buggy("a", "b", 1.0, honest), weights())
-
-    run(main())
+    with pytest.raises(KeyError):
+        await swap(Buggy("a", "b", 1.0, honest), weights())
 
 
-def test_a_cancellation_in_the_moment_of_a_loss_is_not_forgotten() -> None:
+async def test_a_cancellation_in_the_moment_of_a_loss_is_not_forgotten() -> None:
     class Cut(Line):
         async def send(self, message: Any) -> None:
             await asyncio.sleep(1.0)
@@ -155,17 +152,14 @@ def test_a_cancellation_in_the_moment_of_a_loss_is_not_forgotten() -> None:
         async def receive(self) -> Any:
             await asyncio.sleep(100.0)
 
-    async def main() -> None:
-        async def trade() -> None:
-            with pytest.raises(ConnectionResetError):
-                await swap(Cut("a", "b", 1.0, honest), weights())
+    async def trade() -> None:
+        with pytest.raises(ConnectionResetError):
+            await swap(Cut("a", "b", 1.0, honest), weights())
 
-        trading = asyncio.create_task(trade())
-        asyncio.get_running_loop().call_later(1.0, trading.cancel)
-        await asyncio.wait({trading})
-        assert trading.cancelled()
-
-    run(main())
+    trading = asyncio.create_task(trade())
+    asyncio.get_running_loop().call_later(1.0, trading.cancel)
+    await asyncio.wait({trading})
+    assert trading.cancelled()
 
 
 # Acknowledgements.

@@ -122,25 +122,22 @@ def test_a_mean_is_weighed_by_the_inner_steps_that_each_brings(codec: Format) ->
 
 
 @codecs
-def test_the_correction_starts_at_the_exact_snapshot(codec: Format) -> None:
-    async def main() -> None:
-        toys = pair(replace(SETTINGS, codec=codec, blocking=True), World())
-        after: dict[str, Tensor] = {}
-        for toy in toys:
-            correct = toy.correct
+async def test_the_correction_starts_at_the_exact_snapshot(codec: Format) -> None:
+    toys = pair(replace(SETTINGS, codec=codec, blocking=True), World())
+    after: dict[str, Tensor] = {}
+    for toy in toys:
+        correct = toy.correct
 
-            async def corrected(correction: Tensors, toy: Toy = toy, correct: Any = correct) -> None:
-                await correct(correction)
-                after[toy.name] = toy.fast
+        async def corrected(correction: Tensors, toy: Toy = toy, correct: Any = correct) -> None:
+            await correct(correction)
+            after[toy.name] = toy.fast
 
-            toy.correct = corrected  # type: ignore[method-assign]
-        await live(list(toys), 30)
-        for toy in toys:
-            assert len(toy.met) == 1
-            # theta <- phi, though what the partner saw was not theta.
-            assert torch.allclose(after[toy.name], toy.rounds.state.slow[0], atol=1e-6)
-
-    run(main())
+        toy.correct = corrected  # type: ignore[method-assign]
+    await live(list(toys), 30)
+    for toy in toys:
+        assert len(toy.met) == 1
+        # theta <- phi, though what the partner saw was not theta.
+        assert torch.allclose(after[toy.name], toy.rounds.state.slow[0], atol=1e-6)
 
 
 @lossy
@@ -654,26 +651,23 @@ def test_a_swap_that_was_declined_is_proposed_again_when_the_partner_says() -> N
 @pytest.mark.parametrize("version", [0, 3])
 @pytest.mark.parametrize("held", [NOTHING, 0, 7])
 @pytest.mark.parametrize("peer", ["b", "c"])
-def test_slow_weights_are_spared_only_where_the_partner_holds_the_present_ones(
+async def test_slow_weights_are_spared_only_where_the_partner_holds_the_present_ones(
     peer: str, held: int, version: int
 ) -> None:
     """Another version of ours, another one in their hands, somebody else: then they travel in the meeting."""
 
-    async def main() -> None:
-        toys = pair(replace(SETTINGS, **APART._asdict()), World(), apart=0.1)
-        for toy, other in zip(toys, reversed(toys), strict=True):
-            prefetch = toy.rounds._round_state.prefetch
-            if held != NOTHING:
-                met = other.name if peer == "b" else "c"
-                mine, theirs = [Coded(Format.FLOAT32, copy_of(each.rounds.state).slow) for each in (toy, other)]
-                prefetch.held = Prefetched(met, version, held, Sides(mine, theirs))
-            prefetch.begun[other.name] = SWAPS_AT_MOST
-        await live(list(toys), 35)
-        for toy in toys:
-            spared = toy.rounds.statistics()["spared"]
-            assert spared == (peer == "b" and held == version == 0)
-
-    run(main())
+    toys = pair(replace(SETTINGS, **APART._asdict()), World(), apart=0.1)
+    for toy, other in zip(toys, reversed(toys), strict=True):
+        prefetch = toy.rounds._round_state.prefetch
+        if held != NOTHING:
+            met = other.name if peer == "b" else "c"
+            mine, theirs = [Coded(Format.FLOAT32, copy_of(each.rounds.state).slow) for each in (toy, other)]
+            prefetch.held = Prefetched(met, version, held, Sides(mine, theirs))
+        prefetch.begun[other.name] = SWAPS_AT_MOST
+    await live(list(toys), 35)
+    for toy in toys:
+        spared = toy.rounds.statistics()["spared"]
+        assert spared == (peer == "b" and held == version == 0)
 
 
 def test_a_proposal_is_answered_while_a_swap_lasts() -> None:

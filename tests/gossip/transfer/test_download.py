@@ -106,21 +106,18 @@ def test_an_export_gets_the_slow_weights_alone() -> None:
     assert same(run(main()), of_parts(WHOLE, Parts.SLOW))
 
 
-def test_what_is_copied_is_what_was_frozen_though_the_donor_trains_on() -> None:
-    async def main() -> None:
-        world = World()
-        giving = Giving(world, "donor", WHOLE)
+async def test_what_is_copied_is_what_was_frozen_though_the_donor_trains_on() -> None:
+    world = World()
+    giving = Giving(world, "donor", WHOLE)
 
-        def train_on(sender: str, receiver: str, message: Any) -> Any:
-            if isinstance(message, Piece):
-                giving.whole = state(2, round=7)
-            return message
+    def train_on(sender: str, receiver: str, message: Any) -> Any:
+        if isinstance(message, Piece):
+            giving.whole = state(2, round=7)
+        return message
 
-        world.tamper = train_on
-        assert same(await copy_from(world, ["donor"]), WHOLE)
-        assert giving.whole.round == 7
-
-    run(main())
+    world.tamper = train_on
+    assert same(await copy_from(world, ["donor"]), WHOLE)
+    assert giving.whole.round == 7
 
 
 # Lines that break, and donors that die.
@@ -394,22 +391,19 @@ def test_parameters_that_a_liar_wrote_over_are_settled_no_more() -> None:
             assert any(torch.equal(tensor, tensors_of(state(seed), section)[number]) for seed in (1, 2, 4))
 
 
-def test_an_objection_keeps_a_donor_from_being_fetched() -> None:
-    async def main() -> None:
-        world, heard = World(), Listening()
-        world.tamper = heard
-        Giving(world, "outlier", state(3))
-        Giving(world, "donor", WHOLE)
+async def test_an_objection_keeps_a_donor_from_being_fetched() -> None:
+    world, heard = World(), Listening()
+    world.tamper = heard
+    Giving(world, "outlier", state(3))
+    Giving(world, "donor", WHOLE)
 
-        async def objection(donor: str, manifest: Manifest) -> str | None:
-            return "it is far from the others" if donor == "outlier" else None
+    async def objection(donor: str, manifest: Manifest) -> str | None:
+        return "it is far from the others" if donor == "outlier" else None
 
-        asked = replace(wanted(), objection=objection)
-        found = await download_state(["outlier", "donor"], world.conversing("new"), asked, at_once)
-        assert same(found, WHOLE)
-        assert "outlier" not in heard.pieces
-
-    run(main())
+    asked = replace(wanted(), objection=objection)
+    found = await download_state(["outlier", "donor"], world.conversing("new"), asked, at_once)
+    assert same(found, WHOLE)
+    assert "outlier" not in heard.pieces
 
 
 NOT_FINITE = (torch.full((40, 256), math.nan), *WHOLE.slow[1:])
@@ -486,21 +480,18 @@ def test_an_outline_costs_no_copy_and_says_the_norm() -> None:
         check_manifest(manifest(), Parts.OUTLINE, len(SPANS))
 
 
-def test_an_outline_is_given_also_where_all_places_are_taken() -> None:
-    async def main() -> None:
-        world = World()
-        giving = Giving(world, "donor", WHOLE)
-        async with world.conversing("one")("donor") as one, world.conversing("two")("donor") as two:
-            for line in (one, two):
-                await line.send(StateRequest(parts=Parts.ALL))
-                assert isinstance(await line.receive(), Manifest)
-            for parts, reply in ((Parts.OUTLINE, Manifest), (Parts.SLOW, Busy)):
-                async with world.conversing("third")("donor") as line:
-                    await line.send(StateRequest(parts=parts))
-                    assert isinstance(await line.receive(), reply)
-        assert giving.donor.statistics()["held"] == 1
-
-    run(main())
+async def test_an_outline_is_given_also_where_all_places_are_taken() -> None:
+    world = World()
+    giving = Giving(world, "donor", WHOLE)
+    async with world.conversing("one")("donor") as one, world.conversing("two")("donor") as two:
+        for line in (one, two):
+            await line.send(StateRequest(parts=Parts.ALL))
+            assert isinstance(await line.receive(), Manifest)
+        for parts, reply in ((Parts.OUTLINE, Manifest), (Parts.SLOW, Busy)):
+            async with world.conversing("third")("donor") as line:
+                await line.send(StateRequest(parts=parts))
+                assert isinstance(await line.receive(), reply)
+    assert giving.donor.statistics()["held"] == 1
 
 
 # Nobody gives.
@@ -581,70 +572,61 @@ def test_always_busy_is_given_up_after_a_bounded_time() -> None:
 # What strangers cost a donor.
 
 
-def test_a_donor_that_is_closed_gives_nothing_and_keeps_nothing() -> None:
-    async def main() -> None:
-        world = World()
-        giving = Giving(world, "donor", WHOLE)
-        await copy_from(world, ["donor"])
-        assert giving.donor.statistics()["held"] == 1
-        closed = giving.donor
-        closed.close()
-        assert closed.statistics()["held"] == 0
-        with pytest.raises(ConnectionError):
-            await copy_from(world, ["donor"], None, "late")
-        assert (closed.statistics()["held"], giving.made) == (0, 1)
-        # Neither a copy's timer nor a stream's frame keeps the replica.
-        kept = weakref.ref(giving)
-        world.answerers.clear()
-        del giving
+async def test_a_donor_that_is_closed_gives_nothing_and_keeps_nothing() -> None:
+    world = World()
+    giving = Giving(world, "donor", WHOLE)
+    await copy_from(world, ["donor"])
+    assert giving.donor.statistics()["held"] == 1
+    closed = giving.donor
+    closed.close()
+    assert closed.statistics()["held"] == 0
+    with pytest.raises(ConnectionError):
+        await copy_from(world, ["donor"], None, "late")
+    assert (closed.statistics()["held"], giving.made) == (0, 1)
+    # Neither a copy's timer nor a stream's frame keeps the replica.
+    kept = weakref.ref(giving)
+    world.answerers.clear()
+    del giving
+    gc.collect()
+    assert kept() is None
+
+
+async def test_a_donor_that_is_closed_while_a_piece_is_on_its_way_keeps_none_of_the_state() -> None:
+    world = World()
+    giving = Giving(world, "donor", state(7))
+    kept = [weakref.ref(tensor) for tensor in giving.whole.slow]
+    async with world.conversing("new")("donor") as line:
+        await line.send(StateRequest(parts=Parts.ALL))
+        manifest = await line.receive()
+        assert isinstance(manifest, Manifest)
+        await line.send(PieceRequest(snapshot=manifest.snapshot, section=Section.SLOW, number=0))
+        assert isinstance(await line.receive(), Piece)
+        giving.donor.close()
+        giving.whole = WHOLE
+        await asyncio.sleep(1.0)
         gc.collect()
-        assert kept() is None
-
-    run(main())
+        assert [each() for each in kept] == [None] * len(kept)
 
 
-def test_a_donor_that_is_closed_while_a_piece_is_on_its_way_keeps_none_of_the_state() -> None:
-    async def main() -> None:
-        world = World()
-        giving = Giving(world, "donor", state(7))
-        kept = [weakref.ref(tensor) for tensor in giving.whole.slow]
-        async with world.conversing("new")("donor") as line:
-            await line.send(StateRequest(parts=Parts.ALL))
-            manifest = await line.receive()
-            assert isinstance(manifest, Manifest)
-            await line.send(PieceRequest(snapshot=manifest.snapshot, section=Section.SLOW, number=0))
-            assert isinstance(await line.receive(), Piece)
-            giving.donor.close()
-            giving.whole = WHOLE
-            await asyncio.sleep(1.0)
-            gc.collect()
-            assert [each() for each in kept] == [None] * len(kept)
+async def test_newcomers_share_a_copy_and_are_served_a_few_at_a_time() -> None:
+    world = World()
+    giving = Giving(world, "donor", WHOLE)
+    most = refused = 0
 
-    run(main())
+    def listen(sender: str, receiver: str, message: Any) -> Any:
+        nonlocal most, refused
+        most = max(most, int(giving.donor.statistics()["visitors"]))
+        refused += isinstance(message, Busy)
+        return message
 
-
-def test_newcomers_share_a_copy_and_are_served_a_few_at_a_time() -> None:
-    async def main() -> None:
-        world = World()
-        giving = Giving(world, "donor", WHOLE)
-        most = refused = 0
-
-        def listen(sender: str, receiver: str, message: Any) -> Any:
-            nonlocal most, refused
-            most = max(most, int(giving.donor.statistics()["visitors"]))
-            refused += isinstance(message, Busy)
-            return message
-
-        world.tamper = listen
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(copy_from(world, ["donor"], None, f"new{n}")) for n in range(6)]
-        assert all(same(task.result(), WHOLE) for task in tasks)
-        assert most == NEWCOMERS
-        assert giving.made == 1
-        assert giving.donor.statistics()["turned_away"] == refused > 0
-        assert giving.donor.statistics()["visitors"] == 0
-
-    run(main())
+    world.tamper = listen
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(copy_from(world, ["donor"], None, f"new{n}")) for n in range(6)]
+    assert all(same(task.result(), WHOLE) for task in tasks)
+    assert most == NEWCOMERS
+    assert giving.made == 1
+    assert giving.donor.statistics()["turned_away"] == refused > 0
+    assert giving.donor.statistics()["visitors"] == 0
 
 
 @settings(max_examples=10, deadline=None)
@@ -671,51 +653,45 @@ def test_copies_are_bounded_and_let_go(rounds: list[int], seed: int) -> None:
     run(main())
 
 
-def test_who_asks_and_leaves_costs_a_donor_one_copy_in_a_while() -> None:
-    async def main() -> None:
-        world = World()
-        giving = Giving(world, "donor", WHOLE)
-        provide, begun = giving.donor._provide, 0
+async def test_who_asks_and_leaves_costs_a_donor_one_copy_in_a_while() -> None:
+    world = World()
+    giving = Giving(world, "donor", WHOLE)
+    provide, begun = giving.donor._provide, 0
 
-        async def slowly(parts: Parts) -> ReplicaState:
-            nonlocal begun
-            begun += parts is Parts.ALL
-            await asyncio.sleep(1.0 if parts is Parts.ALL else 0.0)
-            return await provide(parts)
+    async def slowly(parts: Parts) -> ReplicaState:
+        nonlocal begun
+        begun += parts is Parts.ALL
+        await asyncio.sleep(1.0 if parts is Parts.ALL else 0.0)
+        return await provide(parts)
 
-        giving.donor._provide = slowly
-        for _ in range(8):
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.5):
-                    await copy_from(world, ["donor"])
-        assert (begun, giving.donor.statistics()["manifests"]) == (1, 8)
-        begun_s = asyncio.get_running_loop().time()
-        assert same(await copy_from(world, ["donor"]), WHOLE)
-        assert asyncio.get_running_loop().time() - begun_s < ABANDONED_S + RETRY_S + 2.0
-        assert giving.made == 1
-
-    run(main())
+    giving.donor._provide = slowly
+    for _ in range(8):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await copy_from(world, ["donor"])
+    assert (begun, giving.donor.statistics()["manifests"]) == (1, 8)
+    begun_s = asyncio.get_running_loop().time()
+    assert same(await copy_from(world, ["donor"]), WHOLE)
+    assert asyncio.get_running_loop().time() - begun_s < ABANDONED_S + RETRY_S + 2.0
+    assert giving.made == 1
 
 
-def test_a_disk_that_gives_nothing_is_told_and_asked_again_later() -> None:
-    async def main() -> None:
-        world = World()
-        giving = Giving(world, "donor", WHOLE)
-        provide, failures = giving.donor._provide, 1
+async def test_a_disk_that_gives_nothing_is_told_and_asked_again_later() -> None:
+    world = World()
+    giving = Giving(world, "donor", WHOLE)
+    provide, failures = giving.donor._provide, 1
 
-        async def broken_once(parts: Parts) -> ReplicaState:
-            nonlocal failures
-            if parts is Parts.ALL and failures:
-                failures -= 1
-                raise OSError("the disk is gone")
-            return await provide(parts)
+    async def broken_once(parts: Parts) -> ReplicaState:
+        nonlocal failures
+        if parts is Parts.ALL and failures:
+            failures -= 1
+            raise OSError("the disk is gone")
+        return await provide(parts)
 
-        giving.donor._provide = broken_once
-        assert same(await copy_from(world, ["donor"]), WHOLE)
-        statistics = giving.donor.statistics()
-        assert (statistics["refused_by_disk"], statistics["copies"], statistics["held"]) == (1, 1, 1)
-
-    run(main())
+    giving.donor._provide = broken_once
+    assert same(await copy_from(world, ["donor"]), WHOLE)
+    statistics = giving.donor.statistics()
+    assert (statistics["refused_by_disk"], statistics["copies"], statistics["held"]) == (1, 1, 1)
 
 
 def test_no_job_hashes_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -735,25 +711,22 @@ def test_no_job_hashes_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> N
     assert sum(jobs) == 4 * sum(span.size_bytes for span in SPANS)
 
 
-def test_an_old_copy_is_given_to_nobody_and_makes_room() -> None:
+async def test_an_old_copy_is_given_to_nobody_and_makes_room() -> None:
     """However often somebody comes back for it: it would be refused as an outlier."""
 
-    async def main() -> None:
-        world = World()
-        giving = Giving(world, "donor", WHOLE)
-        snapshot, rounds = "", []
-        for round in range(6, 60, 3):
-            giving.whole = state(1, round=round)
-            async with world.conversing("new")("donor") as line:
-                await line.send(StateRequest(parts=Parts.ALL, snapshot=snapshot))
-                found = await line.receive()
-            snapshot = found.snapshot
-            rounds.append(round - found.round)
-            await asyncio.sleep(1.0)
-        assert max(rounds) == 6
-        assert giving.donor.statistics()["held"] <= donors_side.COPIES
-
-    run(main())
+    world = World()
+    giving = Giving(world, "donor", WHOLE)
+    snapshot, rounds = "", []
+    for round in range(6, 60, 3):
+        giving.whole = state(1, round=round)
+        async with world.conversing("new")("donor") as line:
+            await line.send(StateRequest(parts=Parts.ALL, snapshot=snapshot))
+            found = await line.receive()
+        snapshot = found.snapshot
+        rounds.append(round - found.round)
+        await asyncio.sleep(1.0)
+    assert max(rounds) == 6
+    assert giving.donor.statistics()["held"] <= donors_side.COPIES
 
 
 def test_a_line_that_is_slower_than_thought_is_given_more_time() -> None:
@@ -786,22 +759,19 @@ def test_a_line_that_is_slower_than_thought_is_given_more_time() -> None:
     assert run(main()) < 1.2 * 60.0 * 4 * len(SPANS)
 
 
-def test_a_copy_in_use_is_held_until_its_deadline() -> None:
-    async def main() -> None:
-        world = World()
-        giving = Giving(world, "donor", WHOLE, DonorLimits(deadline_s=400.0, piece_s=60.0))
-        async with world.conversing("new")("donor") as line:
-            await line.send(StateRequest(parts=Parts.ALL))
-            found = await line.receive()
-            replies = []
-            for _ in range(9):
-                await asyncio.sleep(50.0)
-                await line.send(PieceRequest(snapshot=found.snapshot, section=Section.FIRST, number=1))
-                replies.append(type(await line.receive()))
-        assert replies == [Piece] * 7 + [Gone] * 2
-        assert giving.donor.statistics()["held"] == 0
-
-    run(main())
+async def test_a_copy_in_use_is_held_until_its_deadline() -> None:
+    world = World()
+    giving = Giving(world, "donor", WHOLE, DonorLimits(deadline_s=400.0, piece_s=60.0))
+    async with world.conversing("new")("donor") as line:
+        await line.send(StateRequest(parts=Parts.ALL))
+        found = await line.receive()
+        replies = []
+        for _ in range(9):
+            await asyncio.sleep(50.0)
+            await line.send(PieceRequest(snapshot=found.snapshot, section=Section.FIRST, number=1))
+            replies.append(type(await line.receive()))
+    assert replies == [Piece] * 7 + [Gone] * 2
+    assert giving.donor.statistics()["held"] == 0
 
 
 @pytest.mark.parametrize(
@@ -814,32 +784,29 @@ def test_a_copy_in_use_is_held_until_its_deadline() -> None:
         PieceRequest(snapshot="here", section=Section.GATHERED, number=0),
     ],
 )
-def test_a_newcomer_that_says_nothing_or_nonsense_is_given_up(first: Any) -> None:
-    async def main() -> None:
-        world = World()
-        outcome: list[BaseException] = []
-        giving = Giving(world, "donor", WHOLE)
+async def test_a_newcomer_that_says_nothing_or_nonsense_is_given_up(first: Any) -> None:
+    world = World()
+    outcome: list[BaseException] = []
+    giving = Giving(world, "donor", WHOLE)
 
-        async def answer(line: Line) -> None:
-            try:
-                await giving.donor.serve(line)
-            except ConnectionAbortedError as loss:
-                outcome.append(loss)
+    async def answer(line: Line) -> None:
+        try:
+            await giving.donor.serve(line)
+        except ConnectionAbortedError as loss:
+            outcome.append(loss)
 
-        world.answerers["donor"] = answer
-        async with world.conversing("new")("donor") as line:
-            await line.send(StateRequest(parts=Parts.ALL))
-            found = await line.receive()
-            if isinstance(first, PieceRequest):
-                await line.send(replace(first, snapshot=found.snapshot))
-            elif first is not None:
-                await line.send(first)
-            with pytest.raises(ConnectionResetError):
-                await line.receive()
-        assert len(outcome) == 1
-        assert giving.donor.statistics()["visitors"] == 0
-
-    run(main())
+    world.answerers["donor"] = answer
+    async with world.conversing("new")("donor") as line:
+        await line.send(StateRequest(parts=Parts.ALL))
+        found = await line.receive()
+        if isinstance(first, PieceRequest):
+            await line.send(replace(first, snapshot=found.snapshot))
+        elif first is not None:
+            await line.send(first)
+        with pytest.raises(ConnectionResetError):
+            await line.receive()
+    assert len(outcome) == 1
+    assert giving.donor.statistics()["visitors"] == 0
 
 
 def test_newcomers_spread_over_the_donors() -> None:
