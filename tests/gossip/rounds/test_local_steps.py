@@ -33,7 +33,6 @@ from noloco_node.machine.device import Device, WallClock
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.runfile import decode_run
 from noloco_node.sim import world as sim
-from noloco_node.sim.clock import run
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
@@ -207,26 +206,23 @@ class Paced(Toy):
             await self.rounds.between_steps(self.inner_steps, 1.0, self.going)
 
 
-def test_rounds_are_opened_as_the_settings_the_roster_and_the_progress_say() -> None:
+async def test_rounds_are_opened_as_the_settings_the_roster_and_the_progress_say() -> None:
     settings = ToySettings(seed=3, **REFERENCE._asdict(), inner_steps_per_round=20, dynamic_steps=True)
 
-    async def main() -> list[int]:
-        toy = Paced(World(), "slow", replace(settings, late_inner_steps_per_round=80, skips_before_solo=100))
-        toy.stale_list = (Candidate("ghost", 0, 4.0),)
-        toy.going = RoundProgress(0.0, 1.0)
-        opened = []
-        for step in range(1, 60):
-            before = len(toy.events)
-            toy.going = RoundProgress(0.0 if step < 20 else 1.0, 1.0)
-            await toy.train(1)
-            if len(toy.events) > before:
-                opened.append(step)
-        assert all(isinstance(event, RoundSkipped) for event in toy.events)
-        return opened
-
+    toy = Paced(World(), "slow", replace(settings, late_inner_steps_per_round=80, skips_before_solo=100))
+    toy.stale_list = (Candidate("ghost", 0, 4.0),)
+    toy.going = RoundProgress(0.0, 1.0)
+    opened = []
+    for step in range(1, 60):
+        before = len(toy.events)
+        toy.going = RoundProgress(0.0 if step < 20 else 1.0, 1.0)
+        await toy.train(1)
+        if len(toy.events) > before:
+            opened.append(step)
+    assert all(isinstance(event, RoundSkipped) for event in toy.events)
     # A quarter of the speed: 5 steps, with the tolerance, of 20 while the run is young, and 22 of 80 at its end. A
     # round is skipped when the next is due.
-    assert run(main()) == [10, 15, 20, 42]
+    assert opened == [10, 15, 20, 42]
 
 
 # In the run file, the roster and a whole swarm.

@@ -248,23 +248,19 @@ def test_rounds_apply_the_joint_rule(period: int, share: float) -> None:
 # Staleness.
 
 
-def test_solo_rounds_without_a_meeting_are_counted_and_a_meeting_ends_them() -> None:
-    async def main() -> tuple[Toy, list[float]]:
-        world = World()
-        toy, late = (Toy(world, name, replace(SETTINGS, skips_before_solo=2)) for name in ("a", "late"))
-        late.listed, seen = False, []
-        toy.stale_list = (Candidate("ghost", 0),)
-        runners = [asyncio.create_task(each.rounds.run()) for each in (toy, late)]
-        for _ in range(9):
-            await toy.train(20)
-            seen.append(toy.rounds.statistics()["staleness"])
-        toy.stale_list, late.listed = None, True
-        await asyncio.gather(toy.train(30), late.train(30))
-        for runner in runners:
-            runner.cancel()
-        return toy, seen
-
-    toy, seen = run(main())
+async def test_solo_rounds_without_a_meeting_are_counted_and_a_meeting_ends_them() -> None:
+    world = World()
+    toy, late = (Toy(world, name, replace(SETTINGS, skips_before_solo=2)) for name in ("a", "late"))
+    late.listed, seen = False, []
+    toy.stale_list = (Candidate("ghost", 0),)
+    runners = [asyncio.create_task(each.rounds.run()) for each in (toy, late)]
+    for _ in range(9):
+        await toy.train(20)
+        seen.append(toy.rounds.statistics()["staleness"])
+    toy.stale_list, late.listed = None, True
+    await asyncio.gather(toy.train(30), late.train(30))
+    for runner in runners:
+        runner.cancel()
     # Each opening finds the one before unmet: two skipped rounds in a round of one number, then a solo round, ...
     assert seen == [1, 1, 1, 2, 2, 2, 3, 3, 3]
     assert [step.staleness_rounds for step in toy.solo] == [1, 2, 3][: len(toy.solo)]
@@ -328,30 +324,27 @@ def test_whoever_disowns_its_weights_takes_the_partners_however_unlike(disowned:
 
 
 @pytest.mark.parametrize(("rounds", "during_meeting"), [(40, False), (40, True), (2, False), (2, True)])
-def test_disowned_weights_are_given_up_for_a_partners_whenever_they_were_disowned(
+async def test_disowned_weights_are_given_up_for_a_partners_whenever_they_were_disowned(
     rounds: int, during_meeting: bool
 ) -> None:
     """In the run's first rounds nobody is beyond the bound, and a meeting that has begun ends in a mean."""
 
-    async def main() -> list[Toy]:
-        world, settings = World(latency_s=0.6), replace(SETTINGS, staleness_at_most=16, inner_steps_per_round=20)
-        start = torch.linspace(1.0, 2.0, SIZE)
-        toys = [
-            Toy(world, "honest", settings, optimum=9.0, origin=origin(start, rounds=rounds, last_met=rounds)),
-            Toy(world, "newcomer", settings, optimum=9.0, origin=origin(start + 0.5, rounds=rounds, last_met=rounds)),
-        ]
+    world, settings = World(latency_s=0.6), replace(SETTINGS, staleness_at_most=16, inner_steps_per_round=20)
+    start = torch.linspace(1.0, 2.0, SIZE)
+    toys = [
+        Toy(world, "honest", settings, optimum=9.0, origin=origin(start, rounds=rounds, last_met=rounds)),
+        Toy(world, "newcomer", settings, optimum=9.0, origin=origin(start + 0.5, rounds=rounds, last_met=rounds)),
+    ]
 
-        async def judge() -> None:
-            while during_meeting and toys[1].rounds.view.meeting_partner is None:  # noqa: ASYNC110 - the time is virtual
-                await asyncio.sleep(0.1)
-            toys[1].rounds.disown()
+    async def judge() -> None:
+        while during_meeting and toys[1].rounds.view.meeting_partner is None:  # noqa: ASYNC110 - the time is virtual
+            await asyncio.sleep(0.1)
+        toys[1].rounds.disown()
 
-        judging = asyncio.create_task(judge())
-        await live(toys, 100)
-        await judging
-        return toys
-
-    _, newcomer = run(main())
+    judging = asyncio.create_task(judge())
+    await live(toys, 100)
+    await judging
+    _, newcomer = toys
     adopted = [step.adopted for step in newcomer.met]
     assert adopted[: 1 + during_meeting] == [False, True][1 - during_meeting :]
     assert sum(adopted) == 1
@@ -436,59 +429,52 @@ def test_a_trained_one_never_takes_the_first_weights_of_one_that_has_met_nobody(
     assert not any(step.adopted for step in trained.met)
 
 
-def test_a_copy_is_as_stale_as_its_donor_whatever_the_donor_has_done_meanwhile() -> None:
-    async def main() -> list[Toy]:
-        world, settings = World(), replace(SETTINGS, staleness_at_most=4)
-        donor = Toy(world, "donor", settings)
-        donor.stale_list = ()
-        await donor.train(20 * 3 + 1)
-        taken = Origin(copy_of(donor.rounds.state), donor.rounds.finished, last_met=donor.rounds.last_met)
-        await donor.train(20 * 5)
-        donor.stale_list = None
-        newcomer = Toy(world, "newcomer", settings, origin=taken)
-        await live([donor, newcomer], 25)
-        return [donor, newcomer]
-
-    for toy in run(main()):
+async def test_a_copy_is_as_stale_as_its_donor_whatever_the_donor_has_done_meanwhile() -> None:
+    world, settings = World(), replace(SETTINGS, staleness_at_most=4)
+    donor = Toy(world, "donor", settings)
+    donor.stale_list = ()
+    await donor.train(20 * 3 + 1)
+    taken = Origin(copy_of(donor.rounds.state), donor.rounds.finished, last_met=donor.rounds.last_met)
+    await donor.train(20 * 5)
+    donor.stale_list = None
+    newcomer = Toy(world, "newcomer", settings, origin=taken)
+    await live([donor, newcomer], 25)
+    for toy in [donor, newcomer]:
         assert [step.adopted for step in toy.met] == [False]
 
 
 @both_forms
 @pytest.mark.parametrize("breaks", [False, True], ids=["too stale", "breaks off"])
-def test_whoever_had_meetings_enough_in_this_round_has_no_other(breaks: bool, blocking: bool) -> None:
+async def test_whoever_had_meetings_enough_in_this_round_has_no_other(breaks: bool, blocking: bool) -> None:
     """Otherwise somebody who claims to be too stale could have all our weights sent again and again."""
 
-    async def main() -> tuple[Toy, int, list[DeclineReason]]:
-        world, said, accepted = World(), [], 0
-        settings = replace(SETTINGS, staleness_at_most=3, skips_before_solo=100, blocking=blocking)
-        toy = Toy(world, "a", settings, origin=aged(drawn(1), 1))
-        toy.stale_list = (Candidate("stranger", 20),)
-        claim = Probe(round=20, last_met=0, version=0, holds=NOTHING, slow=drawn(1), fast=None)
+    world, said, accepted = World(), [], 0
+    settings = replace(SETTINGS, staleness_at_most=3, skips_before_solo=100, blocking=blocking)
+    toy = Toy(world, "a", settings, origin=aged(drawn(1), 1))
+    toy.stale_list = (Candidate("stranger", 20),)
+    claim = Probe(round=20, last_met=0, version=0, holds=NOTHING, slow=drawn(1), fast=None)
 
-        async def hammer() -> None:
-            nonlocal accepted
-            while True:
-                with suppress(ConnectionError, TimeoutError):
-                    async with asyncio.timeout(5.0), world.conversing("stranger")("a") as line:
-                        await line.send(Propose(round=20))
-                        reply = await line.receive()
-                        if isinstance(reply, Decline):
-                            said.append(reply.reason)
-                        elif not breaks:
-                            accepted += 1
-                            for message in (claim, Weights(fast=(), slow=()), Acknowledge()):
-                                await line.send(message)
-                                await line.receive()
-                        else:
-                            accepted += 1
-                await asyncio.sleep(0.1)
+    async def hammer() -> None:
+        nonlocal accepted
+        while True:
+            with suppress(ConnectionError, TimeoutError):
+                async with asyncio.timeout(5.0), world.conversing("stranger")("a") as line:
+                    await line.send(Propose(round=20))
+                    reply = await line.receive()
+                    if isinstance(reply, Decline):
+                        said.append(reply.reason)
+                    elif not breaks:
+                        accepted += 1
+                        for message in (claim, Weights(fast=(), slow=()), Acknowledge()):
+                            await line.send(message)
+                            await line.receive()
+                    else:
+                        accepted += 1
+            await asyncio.sleep(0.1)
 
-        hammering = asyncio.create_task(hammer())
-        await toy.train(20 * 4 + 19)
-        hammering.cancel()
-        return toy, accepted, said
-
-    toy, accepted, said = run(main())
+    hammering = asyncio.create_task(hammer())
+    await toy.train(20 * 4 + 19)
+    hammering.cancel()
     opened = 4
     record_timeout = VAIN_AT_MOST * opened
     assert accepted == record_timeout
@@ -612,40 +598,32 @@ def test_somebody_who_says_that_it_holds_what_it_does_not_harms_itself_only() ->
         assert len(toy.met) == 1
 
 
-def test_a_swap_is_declined_while_it_makes_no_sense() -> None:
-    async def main() -> list[Any]:
-        world, said = World(), []
-        toys = [
-            Toy(world, name, replace(SETTINGS, **outer._asdict())) for name, outer in (("a", APART), ("b", REFERENCE))
-        ]
-        toys[0].stale_list = (Candidate("somebody", 0),)
-        for name in ("a", "b"):
-            async with world.conversing("stranger")(name) as line:
-                await line.send(ProposePrefetch())
-                said.append(await line.receive())
-        return said
-
-    assert all(isinstance(answer, Decline) for answer in run(main()))
+async def test_a_swap_is_declined_while_it_makes_no_sense() -> None:
+    world, said = World(), []
+    toys = [Toy(world, name, replace(SETTINGS, **outer._asdict())) for name, outer in (("a", APART), ("b", REFERENCE))]
+    toys[0].stale_list = (Candidate("somebody", 0),)
+    for name in ("a", "b"):
+        async with world.conversing("stranger")(name) as line:
+            await line.send(ProposePrefetch())
+            said.append(await line.receive())
+    assert all(isinstance(answer, Decline) for answer in said)
 
 
-def test_a_swap_that_was_declined_is_proposed_again_when_the_partner_says() -> None:
-    async def main() -> int:
-        world, proposed = World(), 0
+async def test_a_swap_that_was_declined_is_proposed_again_when_the_partner_says() -> None:
+    world, proposed = World(), 0
 
-        async def decline(line: Line) -> None:
-            nonlocal proposed
-            proposed += isinstance(await line.receive(), ProposePrefetch)
-            await line.send(Decline(reason=DeclineReason.ENGAGED, retry_after_s=1.0, round=1))
+    async def decline(line: Line) -> None:
+        nonlocal proposed
+        proposed += isinstance(await line.receive(), ProposePrefetch)
+        await line.send(Decline(reason=DeclineReason.ENGAGED, retry_after_s=1.0, round=1))
 
-        world.answerers["b"] = decline
-        toy = Toy(world, "a", replace(SETTINGS, **APART._asdict()))
-        toy.stale_list = (Candidate("b", 0),)
-        runner = asyncio.create_task(toy.rounds.run())
-        await asyncio.sleep(10.0)
-        runner.cancel()
-        return proposed
-
-    assert 8 <= run(main()) <= 10
+    world.answerers["b"] = decline
+    toy = Toy(world, "a", replace(SETTINGS, **APART._asdict()))
+    toy.stale_list = (Candidate("b", 0),)
+    runner = asyncio.create_task(toy.rounds.run())
+    await asyncio.sleep(10.0)
+    runner.cancel()
+    assert 8 <= proposed <= 10
 
 
 @pytest.mark.parametrize("version", [0, 3])
@@ -670,21 +648,18 @@ async def test_slow_weights_are_spared_only_where_the_partner_holds_the_present_
         assert spared == (peer == "b" and held == version == 0)
 
 
-def test_a_proposal_is_answered_while_a_swap_lasts() -> None:
-    async def main() -> object:
-        world = World(tamper=lambda s, r, m: SWALLOW if isinstance(m, Weights) else m)
-        toys = pair(replace(SETTINGS, **APART._asdict()), world, apart=0.1)
-        runners = [asyncio.create_task(toy.rounds.run()) for toy in toys]
-        await asyncio.sleep(1.0)
-        assert toys[0].rounds.view.prefetch_partner == "b"
-        async with world.conversing("stranger")("a") as line:
-            await line.send(Propose(round=1))
-            answer = await line.receive()
-        for runner in runners:
-            runner.cancel()
-        return answer
-
-    assert isinstance(run(main()), Decline)
+async def test_a_proposal_is_answered_while_a_swap_lasts() -> None:
+    world = World(tamper=lambda s, r, m: SWALLOW if isinstance(m, Weights) else m)
+    toys = pair(replace(SETTINGS, **APART._asdict()), world, apart=0.1)
+    runners = [asyncio.create_task(toy.rounds.run()) for toy in toys]
+    await asyncio.sleep(1.0)
+    assert toys[0].rounds.view.prefetch_partner == "b"
+    async with world.conversing("stranger")("a") as line:
+        await line.send(Propose(round=1))
+        answer = await line.receive()
+    for runner in runners:
+        runner.cancel()
+    assert isinstance(answer, Decline)
 
 
 async def swap_in_vain(line: Line, probe: Probe) -> None:
@@ -696,33 +671,29 @@ async def swap_in_vain(line: Line, probe: Probe) -> None:
         await line.receive()
 
 
-def test_a_stranger_is_given_slow_weights_twice_at_most_and_it_is_counted() -> None:
-    async def main() -> tuple[Toy, int]:
-        world, given = World(), 0
+async def test_a_stranger_is_given_slow_weights_twice_at_most_and_it_is_counted() -> None:
+    world, given = World(), 0
 
-        def tamper(sender: str, receiver: str, message: Any) -> Any:
-            nonlocal given
-            given += isinstance(message, Weights) and receiver == "stranger"
-            return message
+    def tamper(sender: str, receiver: str, message: Any) -> Any:
+        nonlocal given
+        given += isinstance(message, Weights) and receiver == "stranger"
+        return message
 
-        world.tamper = tamper
-        toy = Toy(world, "a", replace(SETTINGS, **APART._asdict(), skips_before_solo=1), origin=origin(drawn(1)))
-        toy.stale_list = (Candidate("stranger", 0),)
-        probe = Probe(round=0, last_met=0, version=0, holds=NOTHING, slow=drawn(1), fast=None)
+    world.tamper = tamper
+    toy = Toy(world, "a", replace(SETTINGS, **APART._asdict(), skips_before_solo=1), origin=origin(drawn(1)))
+    toy.stale_list = (Candidate("stranger", 0),)
+    probe = Probe(round=0, last_met=0, version=0, holds=NOTHING, slow=drawn(1), fast=None)
 
-        async def hammer() -> None:
-            while True:
-                with suppress(ConnectionError, TimeoutError):
-                    async with asyncio.timeout(1.0), world.conversing("stranger")("a") as line:
-                        await swap_in_vain(line, probe)
-                await asyncio.sleep(0.1)
+    async def hammer() -> None:
+        while True:
+            with suppress(ConnectionError, TimeoutError):
+                async with asyncio.timeout(1.0), world.conversing("stranger")("a") as line:
+                    await swap_in_vain(line, probe)
+            await asyncio.sleep(0.1)
 
-        hammering = asyncio.create_task(hammer())
-        await toy.train(64)
-        hammering.cancel()
-        return toy, given
-
-    toy, given = run(main())
+    hammering = asyncio.create_task(hammer())
+    await toy.train(64)
+    hammering.cancel()
     assert len(toy.solo) == 1
     assert given == 2
     # Each time a probe and a set of weights.
@@ -774,7 +745,7 @@ def test_slow_weights_other_than_those_sent_ahead_are_checked_and_bounded_like_a
         assert torch.equal(liars.rounds.state.slow[0], drawn(1))
 
 
-def test_a_second_swap_that_breaks_leaves_both_sides_with_the_same_slow_weights() -> None:
+async def test_a_second_swap_that_breaks_leaves_both_sides_with_the_same_slow_weights() -> None:
     """b steps alone in between, so the two swap again, by other steps; of that swap what b sends is lost."""
     from_b = 0
 
@@ -786,29 +757,26 @@ def test_a_second_swap_that_breaks_leaves_both_sides_with_the_same_slow_weights(
 
     used: dict[str, Sides] = {}
 
-    async def main() -> None:
-        settings = replace(SETTINGS, **APART._asdict(), codec=Format.INT4, patience=RoundTimeouts(exchange_s=4.0))
-        toys = pair(settings, World(tamper=tamper), apart=0.1)
-        for toy in toys:
-            correct = toy.rounds._optimiser.correct
+    settings = replace(SETTINGS, **APART._asdict(), codec=Format.INT4, patience=RoundTimeouts(exchange_s=4.0))
+    toys = pair(settings, World(tamper=tamper), apart=0.1)
+    for toy in toys:
+        correct = toy.rounds._optimiser.correct
 
-            async def noted(step: Step, name: str = toy.name, correct: Any = correct) -> None:
-                if step.slow is not None:
-                    used[name] = step.slow
-                await correct(step)
+        async def noted(step: Step, name: str = toy.name, correct: Any = correct) -> None:
+            if step.slow is not None:
+                used[name] = step.slow
+            await correct(step)
 
-            toy.rounds._optimiser.correct = noted  # type: ignore[method-assign]
+        toy.rounds._optimiser.correct = noted  # type: ignore[method-assign]
 
-        async def step_alone() -> None:
-            await asyncio.sleep(3.2)
-            async with toys[1].rounds._round_state.pause:
-                await toys[1].rounds._step_alone()
+    async def step_alone() -> None:
+        await asyncio.sleep(3.2)
+        async with toys[1].rounds._round_state.pause:
+            await toys[1].rounds._step_alone()
 
-        stepping = asyncio.create_task(step_alone())
-        await live(list(toys), 25)
-        await stepping
-
-    run(main())
+    stepping = asyncio.create_task(step_alone())
+    await live(list(toys), 25)
+    await stepping
     assert from_b >= 2
     for mine, theirs in ((used["a"].mine, used["b"].theirs), (used["b"].mine, used["a"].theirs)):
         assert mine.steps == theirs.steps
@@ -820,20 +788,18 @@ def test_a_second_swap_that_breaks_leaves_both_sides_with_the_same_slow_weights(
 
 @codecs
 @both_forms
-def test_weights_of_ours_that_are_not_finite_cost_the_meeting_and_not_the_node(codec: Format, blocking: bool) -> None:
-    async def main() -> tuple[Toy, Toy]:
-        a, b = pair(replace(SETTINGS, codec=codec, blocking=blocking), World())
+async def test_weights_of_ours_that_are_not_finite_cost_the_meeting_and_not_the_node(
+    codec: Format, blocking: bool
+) -> None:
+    a, b = pair(replace(SETTINGS, codec=codec, blocking=blocking), World())
 
-        async def poison() -> None:
-            await asyncio.sleep(10.2)
-            a.fast[0] = torch.nan
+    async def poison() -> None:
+        await asyncio.sleep(10.2)
+        a.fast[0] = torch.nan
 
-        poisoning = asyncio.create_task(poison())
-        await live([a, b], 45)
-        await poisoning
-        return a, b
-
-    a, b = run(main())
+    poisoning = asyncio.create_task(poison())
+    await live([a, b], 45)
+    await poisoning
     assert a.met == b.met == []
     assert {(loss.why.split(":")[0], loss.implausible) for loss in a.lost} == {
         ("our own weights are not finite", False)
@@ -905,18 +871,14 @@ class Watched:
         self.allowed_s *= 2.0
 
 
-def test_an_answer_is_awaited_for_as_long_as_the_shell_says() -> None:
-    async def main() -> list[Watched]:
-        world = World(latency_s=4.0)
-        toys = pair(SETTINGS, world)
-        timings = []
-        for toy in toys:
-            timings.append(Watched(3.0))
-            toy.rounds._meetings._context = replace(toy.rounds._meetings._context, answers=timings[-1])
-        await live(list(toys), 200)
-        assert all(toy.met for toy in toys)
-        return timings
-
-    timings = run(main())
+async def test_an_answer_is_awaited_for_as_long_as_the_shell_says() -> None:
+    world = World(latency_s=4.0)
+    toys = pair(SETTINGS, world)
+    timings = []
+    for toy in toys:
+        timings.append(Watched(3.0))
+        toy.rounds._meetings._context = replace(toy.rounds._meetings._context, answers=timings[-1])
+    await live(list(toys), 200)
+    assert all(toy.met for toy in toys)
     assert 1 <= max(timing.vain for timing in timings) <= 4
     assert any(timing.times and min(timing.times) >= 8.0 for timing in timings), "five seconds would not do"

@@ -227,52 +227,43 @@ def of_another_shape(mine: Encoded) -> Tensors:
 
 
 @pytest.mark.parametrize("spoil", [last_scale_is_nan, too_large, of_another_shape])
-def test_a_meeting_that_breaks_half_way_leaves_everything_as_it_was(spoil: object) -> None:
-    async def main() -> None:
-        one = optimiser()
-        for _ in range(2):  # the second time something is owed
-            snapshot = await one.snapshot(0)
-            mine = await one.encode_fast(snapshot, ())
-            before = copied(everything(one, snapshot))
-            with pytest.raises(Implausible):
-                await one.hear_fast(spoil(mine), snapshot, mine)  # type: ignore[operator]
-            assert same(everything(one, snapshot), before)
-            await one.correct(Step(snapshot.fast, await one.hear_fast(mine.coded.wire, snapshot, mine)))
-            assert not same(everything(one, snapshot), before)
-
-    asyncio.run(main())
+async def test_a_meeting_that_breaks_half_way_leaves_everything_as_it_was(spoil: object) -> None:
+    one = optimiser()
+    for _ in range(2):  # the second time something is owed
+        snapshot = await one.snapshot(0)
+        mine = await one.encode_fast(snapshot, ())
+        before = copied(everything(one, snapshot))
+        with pytest.raises(Implausible):
+            await one.hear_fast(spoil(mine), snapshot, mine)  # type: ignore[operator]
+        assert same(everything(one, snapshot), before)
+        await one.correct(Step(snapshot.fast, await one.hear_fast(mine.coded.wire, snapshot, mine)))
+        assert not same(everything(one, snapshot), before)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
-def test_a_step_waits_for_whoever_reads_the_weights_where_they_lie(alpha: float) -> None:
-    async def main() -> None:
-        one = optimiser(alpha=alpha, beta=0.7, gamma=0.7)
-        for _ in range(3):
-            before = copied((*one.state.slow, *one.state.momentum))
-            async with one.weights.reading():
-                step = asyncio.create_task(one.correct(Step((await one.snapshot(0)).fast)))
-                for _ in range(5):
-                    await asyncio.sleep(0)
-                assert not step.done()
-                assert same((*one.state.slow, *one.state.momentum), before)
-            await step
-            assert not same((*one.state.slow, *one.state.momentum), before)
-
-    asyncio.run(main())
+async def test_a_step_waits_for_whoever_reads_the_weights_where_they_lie(alpha: float) -> None:
+    one = optimiser(alpha=alpha, beta=0.7, gamma=0.7)
+    for _ in range(3):
+        before = copied((*one.state.slow, *one.state.momentum))
+        async with one.weights.reading():
+            step = asyncio.create_task(one.correct(Step((await one.snapshot(0)).fast)))
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not step.done()
+            assert same((*one.state.slow, *one.state.momentum), before)
+        await step
+        assert not same((*one.state.slow, *one.state.momentum), before)
 
 
-def test_a_step_is_taken_in_the_memory_that_is_there() -> None:
-    async def main() -> None:
-        one = optimiser(alpha=0.0, beta=1.0, gamma=1.0)
-        assert one.state.momentum == ()
-        places = [tensor.data_ptr() for tensor in one.state.slow]
-        snapshot = await one.snapshot(0)
-        fast = [tensor.data_ptr() for tensor in snapshot.fast]
-        await one.correct(Step(snapshot.fast))
-        assert [tensor.data_ptr() for tensor in one.state.slow] == places
-        assert [tensor.data_ptr() for tensor in one._replica.corrected] == fast  # type: ignore[attr-defined]
-
-    asyncio.run(main())
+async def test_a_step_is_taken_in_the_memory_that_is_there() -> None:
+    one = optimiser(alpha=0.0, beta=1.0, gamma=1.0)
+    assert one.state.momentum == ()
+    places = [tensor.data_ptr() for tensor in one.state.slow]
+    snapshot = await one.snapshot(0)
+    fast = [tensor.data_ptr() for tensor in snapshot.fast]
+    await one.correct(Step(snapshot.fast))
+    assert [tensor.data_ptr() for tensor in one.state.slow] == places
+    assert [tensor.data_ptr() for tensor in one._replica.corrected] == fast  # type: ignore[attr-defined]
 
 
 @few

@@ -112,15 +112,11 @@ def test_each_transition_leads_where_it_should_or_raises(phase: type[Phase], nam
     run(main())
 
 
-def test_an_outer_step_wakes_and_counts() -> None:
-    async def main() -> RoundState:
-        state = stepped()
-        assert state.take_step() is PENDING
-        assert state.take_step() is None
-        assert await woken(state, lambda state: state.finish(1, last_met=1))
-        return state
-
-    state = run(main())
+async def test_an_outer_step_wakes_and_counts() -> None:
+    state = stepped()
+    assert state.take_step() is PENDING
+    assert state.take_step() is None
+    assert await woken(state, lambda state: state.finish(1, last_met=1))
     assert state.schedule.finished == state.last_met == 1
 
 

@@ -64,23 +64,20 @@ def test_unequal_replicas_all_meet_and_stay_together(count: int, settings: ToySe
 
 
 @both_forms
-def test_equal_replicas_in_different_phases_do_not_fall_into_fixed_pairs(settings: ToySettings) -> None:
-    async def main() -> list[Toy]:
-        toys = swarm(World(), 8, settings)
+async def test_equal_replicas_in_different_phases_do_not_fall_into_fixed_pairs(settings: ToySettings) -> None:
+    toys = swarm(World(), 8, settings)
 
-        async def late(toy: Toy, phase_s: float) -> None:
-            await asyncio.sleep(phase_s)
-            await toy.train(20 * 40)
+    async def late(toy: Toy, phase_s: float) -> None:
+        await asyncio.sleep(phase_s)
+        await toy.train(20 * 40)
 
-        runners = [asyncio.create_task(toy.rounds.run()) for toy in toys]
-        async with asyncio.TaskGroup() as group:
-            for toy, phase_s in zip(toys, (0.0, 1.1, 5.2, 6.3, 10.4, 11.5, 15.6, 16.7), strict=True):
-                group.create_task(late(toy, phase_s))
-        for runner in runners:
-            runner.cancel()
-        return toys
-
-    for toy in run(main()):
+    runners = [asyncio.create_task(toy.rounds.run()) for toy in toys]
+    async with asyncio.TaskGroup() as group:
+        for toy, phase_s in zip(toys, (0.0, 1.1, 5.2, 6.3, 10.4, 11.5, 15.6, 16.7), strict=True):
+            group.create_task(late(toy, phase_s))
+    for runner in runners:
+        runner.cancel()
+    for toy in toys:
         partners = Counter(step.partner for step in toy.met)
         # All seven equally often where all are in step; one and the same for ever if anybody at all would do.
         assert len(partners) >= 5
@@ -259,26 +256,22 @@ def test_a_snapshot_is_retaken_while_nobody_comes() -> None:
     assert run(main())[0].rounds.statistics()["retaken"] >= 12
 
 
-def test_the_blocking_form_leaves_fast_weights_equal_to_slow_ones() -> None:
-    async def main() -> list[Toy]:
-        toys = [Toy(World(), "a", BLOCKING)]
-        toys += [Toy(toys[0].world, "b", BLOCKING, optimum=16.0)]
-        fast_after: dict[str, list[float]] = {"a": [], "b": []}
-        for toy in toys:
-            correct = toy.correct
+async def test_the_blocking_form_leaves_fast_weights_equal_to_slow_ones() -> None:
+    toys = [Toy(World(), "a", BLOCKING)]
+    toys += [Toy(toys[0].world, "b", BLOCKING, optimum=16.0)]
+    fast_after: dict[str, list[float]] = {"a": [], "b": []}
+    for toy in toys:
+        correct = toy.correct
 
-            async def corrected(correction: Tensors, toy: Toy = toy, correct: Any = correct) -> None:
-                await correct(correction)
-                fast_after[toy.name].append(float(toy.fast[0]))
+        async def corrected(correction: Tensors, toy: Toy = toy, correct: Any = correct) -> None:
+            await correct(correction)
+            fast_after[toy.name].append(float(toy.fast[0]))
 
-            toy.correct = corrected  # type: ignore[method-assign]
-        await live(toys, 30)
-        for toy in toys:
-            assert fast_after[toy.name] == [pytest.approx(toy.slow, rel=1e-6)]
-            assert [step.staleness for step in toy.met] == [0]
-        return toys
-
-    run(main())
+        toy.correct = corrected  # type: ignore[method-assign]
+    await live(toys, 30)
+    for toy in toys:
+        assert fast_after[toy.name] == [pytest.approx(toy.slow, rel=1e-6)]
+        assert [step.staleness for step in toy.met] == [0]
 
 
 # What goes wrong.
@@ -441,43 +434,35 @@ def test_nobody_answers_skip_a_few_times_then_solo() -> None:
     assert toy.rounds.statistics()["unanswered"] > 0
 
 
-def test_left_alone_in_the_middle_of_a_round() -> None:
-    async def main() -> Toy:
-        (toy,) = swarm(World(), 1)
-        toy.stale_list = (Candidate("ghost", 0),)
-        runner = asyncio.create_task(toy.rounds.run())
-        await toy.train(25)
-        toy.stale_list = ()
-        await toy.train(1)
-        runner.cancel()
-        return toy
-
-    toy = run(main())
+async def test_left_alone_in_the_middle_of_a_round() -> None:
+    (toy,) = swarm(World(), 1)
+    toy.stale_list = (Candidate("ghost", 0),)
+    runner = asyncio.create_task(toy.rounds.run())
+    await toy.train(25)
+    toy.stale_list = ()
+    await toy.train(1)
+    runner.cancel()
     assert len(toy.solo) == 1
     assert toy.inner_steps == 26
 
 
-def test_a_newcomer_joins_later_and_meets() -> None:
-    async def main() -> tuple[Toy, Toy]:
-        world = World()
-        old = Toy(world, "old", SETTINGS)
-        new = Toy(world, "new", SETTINGS)
-        new.listed = False
+async def test_a_newcomer_joins_later_and_meets() -> None:
+    world = World()
+    old = Toy(world, "old", SETTINGS)
+    new = Toy(world, "new", SETTINGS)
+    new.listed = False
 
-        async def arrive() -> None:
-            await asyncio.sleep(110.0)
-            new.listed = True
-            await new.train(100)
+    async def arrive() -> None:
+        await asyncio.sleep(110.0)
+        new.listed = True
+        await new.train(100)
 
-        runners = [asyncio.create_task(toy.rounds.run()) for toy in (old, new)]
-        async with asyncio.TaskGroup() as group:
-            group.create_task(old.train(210))
-            group.create_task(arrive())
-        for runner in runners:
-            runner.cancel()
-        return old, new
-
-    old, new = run(main())
+    runners = [asyncio.create_task(toy.rounds.run()) for toy in (old, new)]
+    async with asyncio.TaskGroup() as group:
+        group.create_task(old.train(210))
+        group.create_task(arrive())
+    for runner in runners:
+        runner.cancel()
     assert len(old.solo) == 5
     assert len(old.met) == len(new.met) >= 3
     # The newcomer has come nearer by one at each opening.

@@ -80,30 +80,24 @@ def test_a_newcomer_gets_the_whole_state_of_one_donor(meetings: int, optimiser: 
     assert same(run(copy_from(world, ["donor"])), whole)
 
 
-def test_a_donor_counts_what_it_has_given() -> None:
-    async def main() -> dict[str, int | float]:
-        world = World()
-        giving = Giving(world, "donor", WHOLE)
-        await copy_from(world, ["donor"])
-        return giving.donor.statistics()
-
-    found = run(main())
+async def test_a_donor_counts_what_it_has_given() -> None:
+    world = World()
+    giving = Giving(world, "donor", WHOLE)
+    await copy_from(world, ["donor"])
+    found = giving.donor.statistics()
     assert (found["pieces"], found["bytes"]) == (4 * len(SPANS), 4 * sum(span.size_bytes for span in SPANS))
 
 
-def test_an_export_gets_the_slow_weights_alone() -> None:
-    async def main() -> ReplicaState:
-        world, heard = World(), Listening()
-        world.tamper = heard
-        Giving(world, "donor", state(gathered=drawn(9), meetings=1))
-        # A newcomer's copy serves an export too.
-        await copy_from(world, ["donor"])
-        before = heard.pieces["donor"]
-        found = await download_state(["donor"], world.conversing("export"), wanted(Parts.SLOW), at_once)
-        assert heard.pieces["donor"] - before == len(SPANS)
-        return found
-
-    assert same(run(main()), of_parts(WHOLE, Parts.SLOW))
+async def test_an_export_gets_the_slow_weights_alone() -> None:
+    world, heard = World(), Listening()
+    world.tamper = heard
+    Giving(world, "donor", state(gathered=drawn(9), meetings=1))
+    # A newcomer's copy serves an export too.
+    await copy_from(world, ["donor"])
+    before = heard.pieces["donor"]
+    found = await download_state(["donor"], world.conversing("export"), wanted(Parts.SLOW), at_once)
+    assert heard.pieces["donor"] - before == len(SPANS)
+    assert same(found, of_parts(WHOLE, Parts.SLOW))
 
 
 async def test_what_is_copied_is_what_was_frozen_though_the_donor_trains_on() -> None:
@@ -255,40 +249,33 @@ def test_when_the_donor_dies_whole_parameters_stay_or_all_is_the_second_ones(pie
 
 
 @pytest.mark.parametrize("lacking", range(1, STREAMS + 1))
-def test_a_donor_that_dies_with_the_last_pieces_leaves_none_out(lacking: int) -> None:
+async def test_a_donor_that_dies_with_the_last_pieces_leaves_none_out(lacking: int) -> None:
     """The other streams have ended by then: they had nothing left to take."""
 
-    async def main() -> ReplicaState:
-        world = World()
-        Giving(world, "first", WHOLE)
-        Giving(world, "second", WHOLE)
-        dying(world, "first", 4 * len(SPANS) - lacking)
-        return await copy_from(world, ["first", "second"])
-
-    assert same(run(main()), WHOLE)
+    world = World()
+    Giving(world, "first", WHOLE)
+    Giving(world, "second", WHOLE)
+    dying(world, "first", 4 * len(SPANS) - lacking)
+    assert same((await copy_from(world, ["first", "second"])), WHOLE)
 
 
-def test_a_donor_that_lets_its_copy_go_is_asked_for_another() -> None:
-    async def main() -> list[News]:
-        world = World()
-        giving = Giving(world, "donor", WHOLE)
-        forgotten = False
+async def test_a_donor_that_lets_its_copy_go_is_asked_for_another() -> None:
+    world = World()
+    giving = Giving(world, "donor", WHOLE)
+    forgotten = False
 
-        def forget(sender: str, receiver: str, message: Any) -> Any:
-            nonlocal forgotten
-            if isinstance(message, Piece) and not forgotten and sum(isinstance(n, ChunkArrived) for n in news) > 20:
-                forgotten = True
-                giving.whole = state(1, round=8)
-                giving.donor._copies.clear()
-            return message
+    def forget(sender: str, receiver: str, message: Any) -> Any:
+        nonlocal forgotten
+        if isinstance(message, Piece) and not forgotten and sum(isinstance(n, ChunkArrived) for n in news) > 20:
+            forgotten = True
+            giving.whole = state(1, round=8)
+            giving.donor._copies.clear()
+        return message
 
-        world.tamper = forget
-        news: list[News] = []
-        found = await copy_from(world, ["donor"], holding(news))
-        assert same(found, state(1, round=8))
-        return news
-
-    news = run(main())
+    world.tamper = forget
+    news: list[News] = []
+    found = await copy_from(world, ["donor"], holding(news))
+    assert same(found, state(1, round=8))
     assert [each.round for each in news if isinstance(each, DonorSelected)] == [6, 8]
     # The weights are the same, and so are their hashes.
     assert sum(isinstance(each, ChunkArrived) for each in news) == 4 * len(SPANS)
@@ -363,29 +350,26 @@ def test_what_an_honest_donor_gave_survives_a_liar(pieces: int) -> None:
     assert last.held_bytes > 0
 
 
-def test_parameters_that_a_liar_wrote_over_are_settled_no_more() -> None:
+async def test_parameters_that_a_liar_wrote_over_are_settled_no_more() -> None:
     """What stays of a donor before counts without a hash, so it must be known to be still there."""
     left = {"first": 2 * len(SPANS), "second": 4, "liar": 3 * len(SPANS)}
 
-    async def main() -> ReplicaState:
-        world = World()
-        for seed, (name, round) in enumerate((("first", 6), ("second", 7), ("liar", 30), ("last", 7)), 1):
-            Giving(world, name, state(seed, round=round))
+    world = World()
+    for seed, (name, round) in enumerate((("first", 6), ("second", 7), ("liar", 30), ("last", 7)), 1):
+        Giving(world, name, state(seed, round=round))
 
-        def tamper(sender: str, receiver: str, message: Any) -> Any:
-            if sender in left and isinstance(message, Piece):
-                left[sender] -= 1
-                if left[sender] < 0:
-                    if sender == "liar":
-                        return garbled(message)
-                    world.answerers.pop(sender, None)
-                    return CUT
-            return message
+    def tamper(sender: str, receiver: str, message: Any) -> Any:
+        if sender in left and isinstance(message, Piece):
+            left[sender] -= 1
+            if left[sender] < 0:
+                if sender == "liar":
+                    return garbled(message)
+                world.answerers.pop(sender, None)
+                return CUT
+        return message
 
-        world.tamper = tamper
-        return await copy_from(world, ["first", "second", "liar", "last"])
-
-    found = run(main())
+    world.tamper = tamper
+    found = await copy_from(world, ["first", "second", "liar", "last"])
     for section in Section:
         for number, tensor in enumerate(tensors_of(found, section)):
             assert any(torch.equal(tensor, tensors_of(state(seed), section)[number]) for seed in (1, 2, 4))
@@ -497,40 +481,34 @@ async def test_an_outline_is_given_also_where_all_places_are_taken() -> None:
 # Nobody gives.
 
 
-def test_dead_silent_and_confused_donors_cost_only_their_deadlines() -> None:
+async def test_dead_silent_and_confused_donors_cost_only_their_deadlines() -> None:
     def tamper(sender: str, receiver: str, message: Any) -> Any:
         if receiver == "silent":
             return SWALLOW
         return {"cut": CUT, "confused": Propose(round=1)}.get(sender, message)
 
-    async def main() -> float:
-        world = World(tamper=tamper)
-        for name in ("cut", "silent", "confused", "donor"):
-            Giving(world, name, WHOLE)
-        order = ["dead", "cut", "silent", "confused", "donor"]
-        assert same(await copy_from(world, order), WHOLE)
-        return asyncio.get_running_loop().time()
-
+    world = World(tamper=tamper)
+    for name in ("cut", "silent", "confused", "donor"):
+        Giving(world, name, WHOLE)
+    order = ["dead", "cut", "silent", "confused", "donor"]
+    assert same(await copy_from(world, order), WHOLE)
     # The silent one is given up for want of a manifest; a piece may take as long as its share of the deadline.
-    assert run(main()) == pytest.approx(30.0 + 300.0 / 4, abs=10.0)
+    assert asyncio.get_running_loop().time() == pytest.approx(30.0 + 300.0 / 4, abs=10.0)
 
 
-def test_a_donor_that_falls_silent_in_the_middle_is_given_up_and_its_pieces_stay() -> None:
-    async def main() -> tuple[float, list[News]]:
-        world, given = World(), Counter[str]()
+async def test_a_donor_that_falls_silent_in_the_middle_is_given_up_and_its_pieces_stay() -> None:
+    world, given = World(), Counter[str]()
 
-        def tamper(sender: str, receiver: str, message: Any) -> Any:
-            given[sender] += isinstance(message, Piece)
-            return SWALLOW if sender == "first" and given[sender] > 30 else message
+    def tamper(sender: str, receiver: str, message: Any) -> Any:
+        given[sender] += isinstance(message, Piece)
+        return SWALLOW if sender == "first" and given[sender] > 30 else message
 
-        world.tamper = tamper
-        Giving(world, "first", WHOLE)
-        Giving(world, "second", WHOLE)
-        news: list[News] = []
-        assert same(await copy_from(world, ["first", "second"], holding(news)), WHOLE)
-        return asyncio.get_running_loop().time(), news
-
-    seconds, news = run(main())
+    world.tamper = tamper
+    Giving(world, "first", WHOLE)
+    Giving(world, "second", WHOLE)
+    news: list[News] = []
+    assert same(await copy_from(world, ["first", "second"], holding(news)), WHOLE)
+    seconds, news = asyncio.get_running_loop().time(), news
     # A stream waits twice as long the second time, for a slow line would look the same; the third time its donor, which
     # hears of no request, is the first to end it.
     assert seconds == pytest.approx(3 * piece_s(300.0, 4 * len(SPANS)) + TERMS.piece_s, abs=10.0)
@@ -551,7 +529,7 @@ def test_nobody_gives_and_the_causes_are_named() -> None:
         run(download_state(["silent"], world.conversing("new"), wanted(Parts.SLOW), at_once))
 
 
-def test_always_busy_is_given_up_after_a_bounded_time() -> None:
+async def test_always_busy_is_given_up_after_a_bounded_time() -> None:
     world = World()
 
     async def busy(line: Line) -> None:
@@ -560,13 +538,10 @@ def test_always_busy_is_given_up_after_a_bounded_time() -> None:
 
     world.answerers["donor"] = busy
 
-    async def main() -> float:
-        with pytest.raises(DonorBusy, match="busy") as caught:
-            await copy_from(world, ["donor"])
-        assert caught.value.retry_after_s == LONGEST_WAIT_S
-        return asyncio.get_running_loop().time()
-
-    assert 80.0 <= run(main()) < 82.0
+    with pytest.raises(DonorBusy, match="busy") as caught:
+        await copy_from(world, ["donor"])
+    assert caught.value.retry_after_s == LONGEST_WAIT_S
+    assert 80.0 <= asyncio.get_running_loop().time() < 82.0
 
 
 # What strangers cost a donor.
@@ -729,34 +704,31 @@ async def test_an_old_copy_is_given_to_nobody_and_makes_room() -> None:
     assert giving.donor.statistics()["held"] <= donors_side.COPIES
 
 
-def test_a_line_that_is_slower_than_thought_is_given_more_time() -> None:
+async def test_a_line_that_is_slower_than_thought_is_given_more_time() -> None:
     """Pieces come one a minute, and the fourth stream would wait for its own longer than is allowed at first."""
 
-    async def main() -> float:
-        world = World()
-        giving = Giving(world, "donor", WHOLE, DonorLimits(deadline_s=100 * 3600.0, piece_s=200.0))
-        turn = asyncio.Lock()
+    world = World()
+    giving = Giving(world, "donor", WHOLE, DonorLimits(deadline_s=100 * 3600.0, piece_s=200.0))
+    turn = asyncio.Lock()
 
-        async def answer(line: Line) -> None:
-            send = line.send
+    async def answer(line: Line) -> None:
+        send = line.send
 
-            async def slowly(message: Any) -> None:
-                if isinstance(message, Piece):
-                    async with turn:
-                        await asyncio.sleep(60.0)
-                await send(message)
+        async def slowly(message: Any) -> None:
+            if isinstance(message, Piece):
+                async with turn:
+                    await asyncio.sleep(60.0)
+            await send(message)
 
-            line.send = slowly  # type: ignore[method-assign]
-            await giving.donor.serve(line)
+        line.send = slowly  # type: ignore[method-assign]
+        await giving.donor.serve(line)
 
-        world.answerers["donor"] = answer
-        asked = replace(wanted(), deadline_s=1500.0)
-        assert piece_s(1500.0, 4 * len(SPANS)) < STREAMS * 60.0
-        found = await download_state(["donor"], world.conversing("new"), asked, at_once)
-        assert same(found, WHOLE)
-        return asyncio.get_running_loop().time()
-
-    assert run(main()) < 1.2 * 60.0 * 4 * len(SPANS)
+    world.answerers["donor"] = answer
+    asked = replace(wanted(), deadline_s=1500.0)
+    assert piece_s(1500.0, 4 * len(SPANS)) < STREAMS * 60.0
+    found = await download_state(["donor"], world.conversing("new"), asked, at_once)
+    assert same(found, WHOLE)
+    assert asyncio.get_running_loop().time() < 1.2 * 60.0 * 4 * len(SPANS)
 
 
 async def test_a_copy_in_use_is_held_until_its_deadline() -> None:
