@@ -80,47 +80,39 @@ def test_a_newcomer_gets_the_whole_state_of_one_donor(meetings: int, optimiser: 
     assert same(run(copy_from(world, ["donor"])), whole)
 
 
-def test_a_donor_counts_what_it_has_given() -> None:
-    async def main() -> dict[str, int | float]:
-        world = World()
-        giving = Giving(world, "donor", WHOLE)
-        await copy_from(world, ["donor"])
-        return giving.donor.statistics()
-
-    found = run(main())
+async def test_a_donor_counts_what_it_has_given() -> None:
+    world = World()
+    giving = Giving(world, "donor", WHOLE)
+    await copy_from(world, ["donor"])
+    found = giving.donor.statistics()
     assert (found["pieces"], found["bytes"]) == (4 * len(SPANS), 4 * sum(span.size_bytes for span in SPANS))
 
 
-def test_an_export_gets_the_slow_weights_alone() -> None:
-    async def main() -> ReplicaState:
-        world, heard = World(), Listening()
-        world.tamper = heard
-        Giving(world, "donor", state(gathered=drawn(9), meetings=1))
-        # A newcomer's copy serves an export too.
-        await copy_from(world, ["donor"])
-        before = heard.pieces["donor"]
-        found = await download_state(["donor"], world.conversing("export"), wanted(Parts.SLOW), at_once)
-        assert heard.pieces["donor"] - before == len(SPANS)
-        return found
+async def test_an_export_gets_the_slow_weights_alone() -> None:
 
-    assert same(run(main()), of_parts(WHOLE, Parts.SLOW))
+    world, heard = World(), Listening()
+    world.tamper = heard
+    Giving(world, "donor", state(gathered=drawn(9), meetings=1))
+    # A newcomer's copy serves an export too.
+    await copy_from(world, ["donor"])
+    before = heard.pieces["donor"]
+    found = await download_state(["donor"], world.conversing("export"), wanted(Parts.SLOW), at_once)
+    assert heard.pieces["donor"] - before == len(SPANS)
+    assert same(found, of_parts(WHOLE, Parts.SLOW))
 
 
-def test_what_is_copied_is_what_was_frozen_though_the_donor_trains_on() -> None:
-    async def main() -> None:
-        world = World()
-        giving = Giving(world, "donor", WHOLE)
+async def test_what_is_copied_is_what_was_frozen_though_the_donor_trains_on() -> None:
+    world = World()
+    giving = Giving(world, "donor", WHOLE)
 
-        def train_on(sender: str, receiver: str, message: Any) -> Any:
-            if isinstance(message, Piece):
-                giving.whole = state(2, round=7)
-            return message
+    def train_on(sender: str, receiver: str, message: Any) -> Any:
+        if isinstance(message, Piece):
+            giving.whole = state(2, round=7)
+        return message
 
-        world.tamper = train_on
-        assert same(await copy_from(world, ["donor"]), WHOLE)
-        assert giving.whole.round == 7
-
-    run(main())
+    world.tamper = train_on
+    assert same(await copy_from(world, ["donor"]), WHOLE)
+    assert giving.whole.round == 7
 
 
 # Lines that break, and donors that die.
@@ -258,40 +250,32 @@ def test_when_the_donor_dies_whole_parameters_stay_or_all_is_the_second_ones(pie
 
 
 @pytest.mark.parametrize("lacking", range(1, STREAMS + 1))
-def test_a_donor_that_dies_with_the_last_pieces_leaves_none_out(lacking: int) -> None:
+async def test_a_donor_that_dies_with_the_last_pieces_leaves_none_out(lacking: int) -> None:
     """The other streams have ended by then: they had nothing left to take."""
-
-    async def main() -> ReplicaState:
-        world = World()
-        Giving(world, "first", WHOLE)
-        Giving(world, "second", WHOLE)
-        dying(world, "first", 4 * len(SPANS) - lacking)
-        return await copy_from(world, ["first", "second"])
-
-    assert same(run(main()), WHOLE)
+    world = World()
+    Giving(world, "first", WHOLE)
+    Giving(world, "second", WHOLE)
+    dying(world, "first", 4 * len(SPANS) - lacking)
+    assert same(await copy_from(world, ["first", "second"]), WHOLE)
 
 
-def test_a_donor_that_lets_its_copy_go_is_asked_for_another() -> None:
-    async def main() -> list[News]:
-        world = World()
-        giving = Giving(world, "donor", WHOLE)
-        forgotten = False
+async def test_a_donor_that_lets_its_copy_go_is_asked_for_another() -> None:
+    world = World()
+    giving = Giving(world, "donor", WHOLE)
+    forgotten = False
 
-        def forget(sender: str, receiver: str, message: Any) -> Any:
-            nonlocal forgotten
-            if isinstance(message, Piece) and not forgotten and sum(isinstance(n, ChunkArrived) for n in news) > 20:
-                forgotten = True
-                giving.whole = state(1, round=8)
-                giving.donor._copies.clear()
-            return message
+    def forget(sender: str, receiver: str, message: Any) -> Any:
+        nonlocal forgotten
+        if isinstance(message, Piece) and not forgotten and sum(isinstance(n, ChunkArrived) for n in news) > 20:
+            forgotten = True
+            giving.whole = state(1, round=8)
+            giving.donor._copies.clear()
+        return message
 
-        world.tamper = forget
-        news: list[News] = []
-        found = await copy_from(world, ["donor"], holding(news))
-        assert same(found, state(1, round=8))
-        return news
-
-    news = run(main())
+    world.tamper = forget
+    news: list[News] = []
+    found = await copy_from(world, ["donor"], holding(news))
+    assert same(found, state(1, round=8))
     assert [each.round for each in news if isinstance(each, DonorSelected)] == [6, 8]
     # The weights are the same, and so are their hashes.
     assert sum(isinstance(each, ChunkArrived) for each in news) == 4 * len(SPANS)
@@ -366,50 +350,44 @@ def test_what_an_honest_donor_gave_survives_a_liar(pieces: int) -> None:
     assert last.held_bytes > 0
 
 
-def test_parameters_that_a_liar_wrote_over_are_settled_no_more() -> None:
+async def test_parameters_that_a_liar_wrote_over_are_settled_no_more() -> None:
     """What stays of a donor before counts without a hash, so it must be known to be still there."""
     left = {"first": 2 * len(SPANS), "second": 4, "liar": 3 * len(SPANS)}
 
-    async def main() -> ReplicaState:
-        world = World()
-        for seed, (name, round) in enumerate((("first", 6), ("second", 7), ("liar", 30), ("last", 7)), 1):
-            Giving(world, name, state(seed, round=round))
+    world = World()
+    for seed, (name, round) in enumerate((("first", 6), ("second", 7), ("liar", 30), ("last", 7)), 1):
+        Giving(world, name, state(seed, round=round))
 
-        def tamper(sender: str, receiver: str, message: Any) -> Any:
-            if sender in left and isinstance(message, Piece):
-                left[sender] -= 1
-                if left[sender] < 0:
-                    if sender == "liar":
-                        return garbled(message)
-                    world.answerers.pop(sender, None)
-                    return CUT
-            return message
+    def tamper(sender: str, receiver: str, message: Any) -> Any:
+        if sender in left and isinstance(message, Piece):
+            left[sender] -= 1
+            if left[sender] < 0:
+                if sender == "liar":
+                    return garbled(message)
+                world.answerers.pop(sender, None)
+                return CUT
+        return message
 
-        world.tamper = tamper
-        return await copy_from(world, ["first", "second", "liar", "last"])
-
-    found = run(main())
+    world.tamper = tamper
+    found = await copy_from(world, ["first", "second", "liar", "last"])
     for section in Section:
         for number, tensor in enumerate(tensors_of(found, section)):
             assert any(torch.equal(tensor, tensors_of(state(seed), section)[number]) for seed in (1, 2, 4))
 
 
-def test_an_objection_keeps_a_donor_from_being_fetched() -> None:
-    async def main() -> None:
-        world, heard = World(), Listening()
-        world.tamper = heard
-        Giving(world, "outlier", state(3))
-        Giving(world, "donor", WHOLE)
+async def test_an_objection_keeps_a_donor_from_being_fetched() -> None:
+    world, heard = World(), Listening()
+    world.tamper = heard
+    Giving(world, "outlier", state(3))
+    Giving(world, "donor", WHOLE)
 
-        async def objection(donor: str, manifest: Manifest) -> str | None:
-            return "it is far from the others" if donor == "outlier" else None
+    async def objection(donor: str, manifest: Manifest) -> str | None:
+        return "it is far from the others" if donor == "outlier" else None
 
-        asked = replace(wanted(), objection=objection)
-        found = await download_state(["outlier", "donor"], world.conversing("new"), asked, at_once)
-        assert same(found, WHOLE)
-        assert "outlier" not in heard.pieces
-
-    run(main())
+    asked = replace(wanted(), objection=objection)
+    found = await download_state(["outlier", "donor"], world.conversing("new"), asked, at_once)
+    assert same(found, WHOLE)
+    assert "outlier" not in heard.pieces
 
 
 NOT_FINITE = (torch.full((40, 256), math.nan), *WHOLE.slow[1:])
@@ -486,60 +464,51 @@ def test_an_outline_costs_no_copy_and_says_the_norm() -> None:
         check_manifest(manifest(), Parts.OUTLINE, len(SPANS))
 
 
-def test_an_outline_is_given_also_where_all_places_are_taken() -> None:
-    async def main() -> None:
-        world = World()
-        giving = Giving(world, "donor", WHOLE)
-        async with world.conversing("one")("donor") as one, world.conversing("two")("donor") as two:
-            for line in (one, two):
-                await line.send(StateRequest(parts=Parts.ALL))
-                assert isinstance(await line.receive(), Manifest)
-            for parts, reply in ((Parts.OUTLINE, Manifest), (Parts.SLOW, Busy)):
-                async with world.conversing("third")("donor") as line:
-                    await line.send(StateRequest(parts=parts))
-                    assert isinstance(await line.receive(), reply)
-        assert giving.donor.statistics()["held"] == 1
-
-    run(main())
+async def test_an_outline_is_given_also_where_all_places_are_taken() -> None:
+    world = World()
+    giving = Giving(world, "donor", WHOLE)
+    async with world.conversing("one")("donor") as one, world.conversing("two")("donor") as two:
+        for line in (one, two):
+            await line.send(StateRequest(parts=Parts.ALL))
+            assert isinstance(await line.receive(), Manifest)
+        for parts, reply in ((Parts.OUTLINE, Manifest), (Parts.SLOW, Busy)):
+            async with world.conversing("third")("donor") as line:
+                await line.send(StateRequest(parts=parts))
+                assert isinstance(await line.receive(), reply)
+    assert giving.donor.statistics()["held"] == 1
 
 
 # Nobody gives.
 
 
-def test_dead_silent_and_confused_donors_cost_only_their_deadlines() -> None:
+async def test_dead_silent_and_confused_donors_cost_only_their_deadlines() -> None:
     def tamper(sender: str, receiver: str, message: Any) -> Any:
         if receiver == "silent":
             return SWALLOW
         return {"cut": CUT, "confused": Propose(round=1)}.get(sender, message)
 
-    async def main() -> float:
-        world = World(tamper=tamper)
-        for name in ("cut", "silent", "confused", "donor"):
-            Giving(world, name, WHOLE)
-        order = ["dead", "cut", "silent", "confused", "donor"]
-        assert same(await copy_from(world, order), WHOLE)
-        return asyncio.get_running_loop().time()
-
     # The silent one is given up for want of a manifest; a piece may take as long as its share of the deadline.
-    assert run(main()) == pytest.approx(30.0 + 300.0 / 4, abs=10.0)
+    world = World(tamper=tamper)
+    for name in ("cut", "silent", "confused", "donor"):
+        Giving(world, name, WHOLE)
+    order = ["dead", "cut", "silent", "confused", "donor"]
+    assert same(await copy_from(world, order), WHOLE)
+    assert asyncio.get_running_loop().time() == pytest.approx(30.0 + 300.0 / 4, abs=10.0)
 
 
-def test_a_donor_that_falls_silent_in_the_middle_is_given_up_and_its_pieces_stay() -> None:
-    async def main() -> tuple[float, list[News]]:
-        world, given = World(), Counter[str]()
+async def test_a_donor_that_falls_silent_in_the_middle_is_given_up_and_its_pieces_stay() -> None:
+    world, given = World(), Counter[str]()
 
-        def tamper(sender: str, receiver: str, message: Any) -> Any:
-            given[sender] += isinstance(message, Piece)
-            return SWALLOW if sender == "first" and given[sender] > 30 else message
+    def tamper(sender: str, receiver: str, message: Any) -> Any:
+        given[sender] += isinstance(message, Piece)
+        return SWALLOW if sender == "first" and given[sender] > 30 else message
 
-        world.tamper = tamper
-        Giving(world, "first", WHOLE)
-        Giving(world, "second", WHOLE)
-        news: list[News] = []
-        assert same(await copy_from(world, ["first", "second"], holding(news)), WHOLE)
-        return asyncio.get_running_loop().time(), news
-
-    seconds, news = run(main())
+    world.tamper = tamper
+    Giving(world, "first", WHOLE)
+    Giving(world, "second", WHOLE)
+    news: list[News] = []
+    assert same(await copy_from(world, ["first", "second"], holding(news)), WHOLE)
+    seconds, news = asyncio.get_running_loop().time(), news
     # A stream waits twice as long the second time, for a slow line would look the same; the third time its donor, which
     # hears of no request, is the first to end it.
     assert seconds == pytest.approx(3 * piece_s(300.0, 4 * len(SPANS)) + TERMS.piece_s, abs=10.0)
@@ -560,7 +529,7 @@ def test_nobody_gives_and_the_causes_are_named() -> None:
         run(download_state(["silent"], world.conversing("new"), wanted(Parts.SLOW), at_once))
 
 
-def test_always_busy_is_given_up_after_a_bounded_time() -> None:
+async def test_always_busy_is_given_up_after_a_bounded_time() -> None:
     world = World()
 
     async def busy(line: Line) -> None:
@@ -569,82 +538,70 @@ def test_always_busy_is_given_up_after_a_bounded_time() -> None:
 
     world.answerers["donor"] = busy
 
-    async def main() -> float:
-        with pytest.raises(DonorBusy, match="busy") as caught:
-            await copy_from(world, ["donor"])
-        assert caught.value.retry_after_s == LONGEST_WAIT_S
-        return asyncio.get_running_loop().time()
-
-    assert 80.0 <= run(main()) < 82.0
+    with pytest.raises(DonorBusy, match="busy") as caught:
+        await copy_from(world, ["donor"])
+    assert caught.value.retry_after_s == LONGEST_WAIT_S
+    assert 80.0 <= (asyncio.get_running_loop().time()) < 82.0
 
 
 # What strangers cost a donor.
 
 
-def test_a_donor_that_is_closed_gives_nothing_and_keeps_nothing() -> None:
-    async def main() -> None:
-        world = World()
-        giving = Giving(world, "donor", WHOLE)
-        await copy_from(world, ["donor"])
-        assert giving.donor.statistics()["held"] == 1
-        closed = giving.donor
-        closed.close()
-        assert closed.statistics()["held"] == 0
-        with pytest.raises(ConnectionError):
-            await copy_from(world, ["donor"], None, "late")
-        assert (closed.statistics()["held"], giving.made) == (0, 1)
-        # Neither a copy's timer nor a stream's frame keeps the replica.
-        kept = weakref.ref(giving)
-        world.answerers.clear()
-        del giving
+async def test_a_donor_that_is_closed_gives_nothing_and_keeps_nothing() -> None:
+    world = World()
+    giving = Giving(world, "donor", WHOLE)
+    await copy_from(world, ["donor"])
+    assert giving.donor.statistics()["held"] == 1
+    closed = giving.donor
+    closed.close()
+    assert closed.statistics()["held"] == 0
+    with pytest.raises(ConnectionError):
+        await copy_from(world, ["donor"], None, "late")
+    assert (closed.statistics()["held"], giving.made) == (0, 1)
+    # Neither a copy's timer nor a stream's frame keeps the replica.
+    kept = weakref.ref(giving)
+    world.answerers.clear()
+    del giving
+    gc.collect()
+    assert kept() is None
+
+
+async def test_a_donor_that_is_closed_while_a_piece_is_on_its_way_keeps_none_of_the_state() -> None:
+    world = World()
+    giving = Giving(world, "donor", state(7))
+    kept = [weakref.ref(tensor) for tensor in giving.whole.slow]
+    async with world.conversing("new")("donor") as line:
+        await line.send(StateRequest(parts=Parts.ALL))
+        manifest = await line.receive()
+        assert isinstance(manifest, Manifest)
+        await line.send(PieceRequest(snapshot=manifest.snapshot, section=Section.SLOW, number=0))
+        assert isinstance(await line.receive(), Piece)
+        giving.donor.close()
+        giving.whole = WHOLE
+        await asyncio.sleep(1.0)
         gc.collect()
-        assert kept() is None
-
-    run(main())
+        assert [each() for each in kept] == [None] * len(kept)
 
 
-def test_a_donor_that_is_closed_while_a_piece_is_on_its_way_keeps_none_of_the_state() -> None:
-    async def main() -> None:
-        world = World()
-        giving = Giving(world, "donor", state(7))
-        kept = [weakref.ref(tensor) for tensor in giving.whole.slow]
-        async with world.conversing("new")("donor") as line:
-            await line.send(StateRequest(parts=Parts.ALL))
-            manifest = await line.receive()
-            assert isinstance(manifest, Manifest)
-            await line.send(PieceRequest(snapshot=manifest.snapshot, section=Section.SLOW, number=0))
-            assert isinstance(await line.receive(), Piece)
-            giving.donor.close()
-            giving.whole = WHOLE
-            await asyncio.sleep(1.0)
-            gc.collect()
-            assert [each() for each in kept] == [None] * len(kept)
+async def test_newcomers_share_a_copy_and_are_served_a_few_at_a_time() -> None:
+    world = World()
+    giving = Giving(world, "donor", WHOLE)
+    most = refused = 0
 
-    run(main())
+    def listen(sender: str, receiver: str, message: Any) -> Any:
+        nonlocal most, refused
+        most = max(most, int(giving.donor.statistics()["visitors"]))
+        refused += isinstance(message, Busy)
+        return message
 
-
-def test_newcomers_share_a_copy_and_are_served_a_few_at_a_time() -> None:
-    async def main() -> None:
-        world = World()
-        giving = Giving(world, "donor", WHOLE)
-        most = refused = 0
-
-        def listen(sender: str, receiver: str, message: Any) -> Any:
-            nonlocal most, refused
-            most = max(most, int(giving.donor.statistics()["visitors"]))
-            refused += isinstance(message, Busy)
-            return message
-
-        world.tamper = listen
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(copy_from(world, ["donor"], None, f"new{n}")) for n in range(6)]
-        assert all(same(task.result(), WHOLE) for task in tasks)
-        assert most == NEWCOMERS
-        assert giving.made == 1
-        assert giving.donor.statistics()["turned_away"] == refused > 0
-        assert giving.donor.statistics()["visitors"] == 0
-
-    run(main())
+    world.tamper = listen
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(copy_from(world, ["donor"], None, f"new{n}")) for n in range(6)]
+    assert all(same(task.result(), WHOLE) for task in tasks)
+    assert most == NEWCOMERS
+    assert giving.made == 1
+    assert giving.donor.statistics()["turned_away"] == refused > 0
+    assert giving.donor.statistics()["visitors"] == 0
 
 
 @settings(max_examples=10, deadline=None)
@@ -671,51 +628,45 @@ def test_copies_are_bounded_and_let_go(rounds: list[int], seed: int) -> None:
     run(main())
 
 
-def test_who_asks_and_leaves_costs_a_donor_one_copy_in_a_while() -> None:
-    async def main() -> None:
-        world = World()
-        giving = Giving(world, "donor", WHOLE)
-        provide, begun = giving.donor._provide, 0
+async def test_who_asks_and_leaves_costs_a_donor_one_copy_in_a_while() -> None:
+    world = World()
+    giving = Giving(world, "donor", WHOLE)
+    provide, begun = giving.donor._provide, 0
 
-        async def slowly(parts: Parts) -> ReplicaState:
-            nonlocal begun
-            begun += parts is Parts.ALL
-            await asyncio.sleep(1.0 if parts is Parts.ALL else 0.0)
-            return await provide(parts)
+    async def slowly(parts: Parts) -> ReplicaState:
+        nonlocal begun
+        begun += parts is Parts.ALL
+        await asyncio.sleep(1.0 if parts is Parts.ALL else 0.0)
+        return await provide(parts)
 
-        giving.donor._provide = slowly
-        for _ in range(8):
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.5):
-                    await copy_from(world, ["donor"])
-        assert (begun, giving.donor.statistics()["manifests"]) == (1, 8)
-        begun_s = asyncio.get_running_loop().time()
-        assert same(await copy_from(world, ["donor"]), WHOLE)
-        assert asyncio.get_running_loop().time() - begun_s < ABANDONED_S + RETRY_S + 2.0
-        assert giving.made == 1
-
-    run(main())
+    giving.donor._provide = slowly
+    for _ in range(8):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await copy_from(world, ["donor"])
+    assert (begun, giving.donor.statistics()["manifests"]) == (1, 8)
+    begun_s = asyncio.get_running_loop().time()
+    assert same(await copy_from(world, ["donor"]), WHOLE)
+    assert asyncio.get_running_loop().time() - begun_s < ABANDONED_S + RETRY_S + 2.0
+    assert giving.made == 1
 
 
-def test_a_disk_that_gives_nothing_is_told_and_asked_again_later() -> None:
-    async def main() -> None:
-        world = World()
-        giving = Giving(world, "donor", WHOLE)
-        provide, failures = giving.donor._provide, 1
+async def test_a_disk_that_gives_nothing_is_told_and_asked_again_later() -> None:
+    world = World()
+    giving = Giving(world, "donor", WHOLE)
+    provide, failures = giving.donor._provide, 1
 
-        async def broken_once(parts: Parts) -> ReplicaState:
-            nonlocal failures
-            if parts is Parts.ALL and failures:
-                failures -= 1
-                raise OSError("the disk is gone")
-            return await provide(parts)
+    async def broken_once(parts: Parts) -> ReplicaState:
+        nonlocal failures
+        if parts is Parts.ALL and failures:
+            failures -= 1
+            raise OSError("the disk is gone")
+        return await provide(parts)
 
-        giving.donor._provide = broken_once
-        assert same(await copy_from(world, ["donor"]), WHOLE)
-        statistics = giving.donor.statistics()
-        assert (statistics["refused_by_disk"], statistics["copies"], statistics["held"]) == (1, 1, 1)
-
-    run(main())
+    giving.donor._provide = broken_once
+    assert same(await copy_from(world, ["donor"]), WHOLE)
+    statistics = giving.donor.statistics()
+    assert (statistics["refused_by_disk"], statistics["copies"], statistics["held"]) == (1, 1, 1)
 
 
 def test_no_job_hashes_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -735,73 +686,62 @@ def test_no_job_hashes_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> N
     assert sum(jobs) == 4 * sum(span.size_bytes for span in SPANS)
 
 
-def test_an_old_copy_is_given_to_nobody_and_makes_room() -> None:
+async def test_an_old_copy_is_given_to_nobody_and_makes_room() -> None:
     """However often somebody comes back for it: it would be refused as an outlier."""
-
-    async def main() -> None:
-        world = World()
-        giving = Giving(world, "donor", WHOLE)
-        snapshot, rounds = "", []
-        for round in range(6, 60, 3):
-            giving.whole = state(1, round=round)
-            async with world.conversing("new")("donor") as line:
-                await line.send(StateRequest(parts=Parts.ALL, snapshot=snapshot))
-                found = await line.receive()
-            snapshot = found.snapshot
-            rounds.append(round - found.round)
-            await asyncio.sleep(1.0)
-        assert max(rounds) == 6
-        assert giving.donor.statistics()["held"] <= donors_side.COPIES
-
-    run(main())
-
-
-def test_a_line_that_is_slower_than_thought_is_given_more_time() -> None:
-    """Pieces come one a minute, and the fourth stream would wait for its own longer than is allowed at first."""
-
-    async def main() -> float:
-        world = World()
-        giving = Giving(world, "donor", WHOLE, DonorLimits(deadline_s=100 * 3600.0, piece_s=200.0))
-        turn = asyncio.Lock()
-
-        async def answer(line: Line) -> None:
-            send = line.send
-
-            async def slowly(message: Any) -> None:
-                if isinstance(message, Piece):
-                    async with turn:
-                        await asyncio.sleep(60.0)
-                await send(message)
-
-            line.send = slowly  # type: ignore[method-assign]
-            await giving.donor.serve(line)
-
-        world.answerers["donor"] = answer
-        asked = replace(wanted(), deadline_s=1500.0)
-        assert piece_s(1500.0, 4 * len(SPANS)) < STREAMS * 60.0
-        found = await download_state(["donor"], world.conversing("new"), asked, at_once)
-        assert same(found, WHOLE)
-        return asyncio.get_running_loop().time()
-
-    assert run(main()) < 1.2 * 60.0 * 4 * len(SPANS)
-
-
-def test_a_copy_in_use_is_held_until_its_deadline() -> None:
-    async def main() -> None:
-        world = World()
-        giving = Giving(world, "donor", WHOLE, DonorLimits(deadline_s=400.0, piece_s=60.0))
+    world = World()
+    giving = Giving(world, "donor", WHOLE)
+    snapshot, rounds = "", []
+    for round in range(6, 60, 3):
+        giving.whole = state(1, round=round)
         async with world.conversing("new")("donor") as line:
-            await line.send(StateRequest(parts=Parts.ALL))
+            await line.send(StateRequest(parts=Parts.ALL, snapshot=snapshot))
             found = await line.receive()
-            replies = []
-            for _ in range(9):
-                await asyncio.sleep(50.0)
-                await line.send(PieceRequest(snapshot=found.snapshot, section=Section.FIRST, number=1))
-                replies.append(type(await line.receive()))
-        assert replies == [Piece] * 7 + [Gone] * 2
-        assert giving.donor.statistics()["held"] == 0
+        snapshot = found.snapshot
+        rounds.append(round - found.round)
+        await asyncio.sleep(1.0)
+    assert max(rounds) == 6
+    assert giving.donor.statistics()["held"] <= donors_side.COPIES
 
-    run(main())
+
+async def test_a_line_that_is_slower_than_thought_is_given_more_time() -> None:
+    """Pieces come one a minute, and the fourth stream would wait for its own longer than is allowed at first."""
+    world = World()
+    giving = Giving(world, "donor", WHOLE, DonorLimits(deadline_s=100 * 3600.0, piece_s=200.0))
+    turn = asyncio.Lock()
+
+    async def answer(line: Line) -> None:
+        send = line.send
+
+        async def slowly(message: Any) -> None:
+            if isinstance(message, Piece):
+                async with turn:
+                    await asyncio.sleep(60.0)
+            await send(message)
+
+        line.send = slowly  # type: ignore[method-assign]
+        await giving.donor.serve(line)
+
+    world.answerers["donor"] = answer
+    asked = replace(wanted(), deadline_s=1500.0)
+    assert piece_s(1500.0, 4 * len(SPANS)) < STREAMS * 60.0
+    found = await download_state(["donor"], world.conversing("new"), asked, at_once)
+    assert same(found, WHOLE)
+    assert (asyncio.get_running_loop().time()) < 1.2 * 60.0 * 4 * len(SPANS)
+
+
+async def test_a_copy_in_use_is_held_until_its_deadline() -> None:
+    world = World()
+    giving = Giving(world, "donor", WHOLE, DonorLimits(deadline_s=400.0, piece_s=60.0))
+    async with world.conversing("new")("donor") as line:
+        await line.send(StateRequest(parts=Parts.ALL))
+        found = await line.receive()
+        replies = []
+        for _ in range(9):
+            await asyncio.sleep(50.0)
+            await line.send(PieceRequest(snapshot=found.snapshot, section=Section.FIRST, number=1))
+            replies.append(type(await line.receive()))
+    assert replies == [Piece] * 7 + [Gone] * 2
+    assert giving.donor.statistics()["held"] == 0
 
 
 @pytest.mark.parametrize(
@@ -814,32 +754,29 @@ def test_a_copy_in_use_is_held_until_its_deadline() -> None:
         PieceRequest(snapshot="here", section=Section.GATHERED, number=0),
     ],
 )
-def test_a_newcomer_that_says_nothing_or_nonsense_is_given_up(first: Any) -> None:
-    async def main() -> None:
-        world = World()
-        outcome: list[BaseException] = []
-        giving = Giving(world, "donor", WHOLE)
+async def test_a_newcomer_that_says_nothing_or_nonsense_is_given_up(first: Any) -> None:
+    world = World()
+    outcome: list[BaseException] = []
+    giving = Giving(world, "donor", WHOLE)
 
-        async def answer(line: Line) -> None:
-            try:
-                await giving.donor.serve(line)
-            except ConnectionAbortedError as loss:
-                outcome.append(loss)
+    async def answer(line: Line) -> None:
+        try:
+            await giving.donor.serve(line)
+        except ConnectionAbortedError as loss:
+            outcome.append(loss)
 
-        world.answerers["donor"] = answer
-        async with world.conversing("new")("donor") as line:
-            await line.send(StateRequest(parts=Parts.ALL))
-            found = await line.receive()
-            if isinstance(first, PieceRequest):
-                await line.send(replace(first, snapshot=found.snapshot))
-            elif first is not None:
-                await line.send(first)
-            with pytest.raises(ConnectionResetError):
-                await line.receive()
-        assert len(outcome) == 1
-        assert giving.donor.statistics()["visitors"] == 0
-
-    run(main())
+    world.answerers["donor"] = answer
+    async with world.conversing("new")("donor") as line:
+        await line.send(StateRequest(parts=Parts.ALL))
+        found = await line.receive()
+        if isinstance(first, PieceRequest):
+            await line.send(replace(first, snapshot=found.snapshot))
+        elif first is not None:
+            await line.send(first)
+        with pytest.raises(ConnectionResetError):
+            await line.receive()
+    assert len(outcome) == 1
+    assert giving.donor.statistics()["visitors"] == 0
 
 
 def test_newcomers_spread_over_the_donors() -> None:
