@@ -19,13 +19,14 @@ from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState, Tensors
 from gossip.settings import Format, OuterConfig
 from pipeline.admission_window import AdmissionWindow
+from pipeline.forward_pass import StageSettings
 from pipeline.inner_step import Inner
 from pipeline.messages import Gradient, Microbatch, Reply
 from pipeline.model_config import family_config, prepare
 from pipeline.next_stage import NextStage, NextStageClient
 from pipeline.partition import build, cut
 from pipeline.routing import Hop
-from pipeline.stage import Stage, StageSettings
+from pipeline.stage import Stage
 from pipeline.worker import Worker, WorkerCompute
 
 T = TypeVar("T")

@@ -12,7 +12,6 @@ import os
 import shutil
 import sys
 import time
-from collections import deque
 from contextlib import suppress
 from enum import StrEnum
 from textwrap import fill
@@ -129,27 +128,6 @@ def _print_plain(text: str) -> None:
 def _print(line: str) -> None:
     with suppress(OSError):  # the terminal is closed, or nobody reads the pipe: no reason to end
         print(line, file=sys.stderr, flush=True)
-
-
-class Forecast:
-    """How long the run still takes, from the progress of the last half minute."""
-
-    SPAN_S = 30.0
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, float]] = deque(maxlen=1000)
-
-    def left_s(self, progress: float, now: float) -> float | None:
-        """Note the progress as of `now` and return the seconds left; None until there is a rate."""
-        self._seen.append((now, progress))
-        while len(self._seen) > 2 and now - self._seen[0][0] > self.SPAN_S:
-            self._seen.popleft()
-        then, before = self._seen[0]
-        if progress >= 1:
-            return 0.0
-        if progress <= before or now <= then:
-            return None
-        return (1 - progress) * (now - then) / (progress - before)
 
 
 DRAW_EVERY_S = 0.2

@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import shake_256
 from itertools import pairwise
 from math import isqrt
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -226,7 +226,8 @@ def layers_return_tuples(whole: Any, depth: int, ids: Tensor) -> bool:
     return isinstance(returned[0], tuple)
 
 
-def _leave_out(whole: nn.Module, anatomy: DecoderParts, cut: Cut) -> None:
+def leave_out(whole: nn.Module, anatomy: DecoderParts, cut: Cut) -> None:
+    """Replace every part of a model that is not in `cut`."""
     layers = whole.get_submodule(anatomy.spine[-1])
     foreign = [] if cut.embeds else [*anatomy.before, *anatomy.dropouts]
     foreign += [] if cut.head else anatomy.after
@@ -247,47 +248,6 @@ def _leave_out(whole: nn.Module, anatomy: DecoderParts, cut: Cut) -> None:
         whole.set_submodule(name, stand_in)
 
 
-class Slice(nn.Module):
-    """One stage's part of a decoder, under the parameter names of the whole. `head`: that of its vocabulary head.
-
-    `fixed`: what it knows of a token whose activations come in a subspace.
-    """
-
-    def __init__(self, whole: Any, cut: Cut, head: str) -> None:
-        super().__init__()
-        for name, child in whole.named_children():
-            self.add_module(name, child)
-        # In a tuple, so that the model that we call is not registered as a part of us under a second name.
-        self._whole = (whole,)
-        self.cut = cut
-        self.head = head
-        subspace = None if cut.embeds else cut.subspace
-        self.fixed = None if subspace is None else TokenFeatures(whole.config, subspace)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # The whole model is not a part of us; what it holds itself must come along when we are moved.
-        (whole,) = self._whole
-        whole._buffers |= {name: fn(buffer) for name, buffer in whole._buffers.items() if buffer is not None}
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
-
-    def forward(self, hidden: Tensor, tokens: Tensor | None = None, *, logits: bool = True) -> Tensor:
-        """Map ids [b, s] (int64, an embedding stage) or [b, s, width] to [b, s, width], or to logits at the head.
-
-        `tokens`: the ids behind activations that come in a subspace. Without `logits`: to what the head is given.
-        """
-        (whole,), logits = self._whole, logits and self.cut.head
-        called = whole if logits else whole.base_model
-        if self.cut.embeds:
-            result = called(input_ids=hidden, use_cache=False)
-        else:
-            if self.fixed is not None:
-                hidden = torch.cat((hidden, self.fixed(tokens)), -1)
-            result = called(inputs_embeds=hidden, use_cache=False)
-        output: Tensor = result.logits if logits else result.last_hidden_state
-        subspace = None if self.cut.head else self.cut.subspace
-        return output if subspace is None else output[..., : subspace.numbers]
-
-
 def multiplied_weights(module: nn.Module) -> frozenset[str]:
     """Return the names of the weights that are multiplied and nothing else: those that autocast always casts."""
     # GPT-2's linear layers are of a class of their own, which only whoever builds models may import.
@@ -296,16 +256,6 @@ def multiplied_weights(module: nn.Module) -> frozenset[str]:
         for name, part in module.named_modules()
         if isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"
     )
-
-
-def slice_decoder(whole: Any, anatomy: DecoderParts, cut: Cut) -> Slice:
-    """Take the parts of `cut` out of `whole`, which is used up."""
-    if not cut.head and whole.base_model is whole:
-        raise NotSliceableError(f"{type(whole).__name__} has no model below its head")
-    if cut.subspace is not None and not cut.head:
-        constrain(whole, anatomy.embedding, anatomy.spine[-1], whole.config, cut.subspace)
-    _leave_out(whole, anatomy, cut)
-    return Slice(whole, cut, anatomy.head)
 
 
 _PROCESS_STATE = threading.RLock()

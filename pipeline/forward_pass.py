@@ -1,30 +1,83 @@
-"""A forward pass that waits for its gradient, and the version of the weights that it was computed with.
+"""One stage's forward and backward passes of a microbatch, and the version of the weights that they compute with.
 
-The masters (float32, with gradients and optimiser) are the stage's. A pass computes with a `WeightSet`: one version of
-the weights as leaves of autograd. Matrices that autocast would cast anyway are there in its dtype, once for all passes
-on that version; all others are the masters' own memory. A set on which a pass waits is not written to: the masters move
-on to a copy.
+The masters are float32, with gradients and optimiser (`pipeline.stage`). A pass computes with a `WeightSet`: one
+version of the weights as leaves of autograd. A set on which a pass waits is not written to: the masters move on to a
+copy. So each backward pass runs on the weights of its forward pass.
 
-So a backward pass can run on its forward's graph, or on one that is computed again from the input, the set and the
-state of the random numbers, with the same gradient to the bit. Ordinary gradient checkpointing would take the present
-weights, which is the gradient of neither version, without an error.
+At most `graphs` autograd graphs are kept. For other passes backward computes the graph again from the input, the set
+and the state of the random numbers, with the same gradient to the bit. Ordinary gradient checkpointing would take the
+present weights, which is the gradient of neither version, without an error.
+
+If memory runs out, all graphs are dropped and none is kept any more. A forward pass is tried again. A backward pass may
+have added a part of its gradient: the step of its window is skipped, and the microbatch gets MemoryError.
+
+All methods run in the stage's one device thread, so nothing is locked. Inputs and outputs are on the CPU, activations
+and gradients in the run's codec.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from typing import NamedTuple, TypeAlias, TypeVar
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Self, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 
 from pipeline.activation_codec import decode, encode, gradient_seed
-from pipeline.messages import ActivationCodec
+from pipeline.decoder_slice import Cut, TokenFeatures, multiplied_weights
+from pipeline.messages import ACTIVATION_CODECS, Gradient
 
 T = TypeVar("T")
 Masters = Mapping[str, nn.Parameter]
+LOGITS = 2**24
+"""The loss of a microbatch with more logits is computed in chunks of so many."""
+
+
+class Slice(nn.Module):
+    """One stage's part of a decoder, under the parameter names of the whole. `head`: that of its vocabulary head.
+
+    `fixed`: what it knows of a token whose activations come in a subspace.
+    """
+
+    def __init__(self, whole: Any, cut: Cut, head: str) -> None:
+        super().__init__()
+        for name, child in whole.named_children():
+            self.add_module(name, child)
+        # In a tuple, so that the model that we call is not registered as a part of us under a second name.
+        self._whole = (whole,)
+        self.cut = cut
+        self.head = head
+        subspace = None if cut.embeds else cut.subspace
+        self.fixed = None if subspace is None else TokenFeatures(whole.config, subspace)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # The whole model is not a part of us; what it holds itself must come along when we are moved.
+        (whole,) = self._whole
+        whole._buffers |= {name: fn(buffer) for name, buffer in whole._buffers.items() if buffer is not None}
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
+
+    def forward(self, hidden: Tensor, tokens: Tensor | None = None, *, logits: bool = True) -> Tensor:
+        """Map ids [b, s] (int64, an embedding stage) or [b, s, width] to [b, s, width], or to logits at the head.
+
+        `tokens`: the ids behind activations that come in a subspace. Without `logits`: to what the head is given.
+        """
+        (whole,), logits = self._whole, logits and self.cut.head
+        called = whole if logits else whole.base_model
+        if self.cut.embeds:
+            result = called(input_ids=hidden, use_cache=False)
+        else:
+            if self.fixed is not None:
+                hidden = torch.cat((hidden, self.fixed(tokens)), -1)
+            result = called(inputs_embeds=hidden, use_cache=False)
+        output: Tensor = result.logits if logits else result.last_hidden_state
+        subspace = None if self.cut.head else self.cut.subspace
+        return output if subspace is None else output[..., : subspace.numbers]
 
 
 class WeightSet:
@@ -113,15 +166,6 @@ class PassInput(NamedTuple):
     version: int
     random: Tensor | None
 
-    def check(self) -> None:
-        """Raise RuntimeError if the weights are not those of the forward pass any more; no other check sees that."""
-        if self.weights.version != self.version:
-            raise RuntimeError("weights were changed under a forward pass that waits for its gradient")
-
-
-Backward: TypeAlias = Callable[[PassInput, Graph | None, Tensor], Tensor | None]
-"""Runs autograd on a graph, or first computes it again where it is None; returns the input's gradient."""
-
 
 class PendingForward:
     """A forward pass that waits for its gradient. `output`: activations [b, s, width] as they travel, on the CPU.
@@ -129,12 +173,11 @@ class PendingForward:
     They are coded before they are copied to the CPU. Backward computes as if the codec were not there.
     """
 
-    def __init__(self, codec: ActivationCodec, origin: PassInput, graph: Graph, run: Backward) -> None:
-        self.output = encode(codec.down, graph.output.detach()).cpu()
-        self._codec, self._shape, self._device = codec, graph.output.shape, graph.output.device
+    def __init__(self, stage: StagePasses, origin: PassInput, graph: Graph) -> None:
+        self.output = encode(stage.codec.down, graph.output.detach()).cpu()
+        self._stage, self._shape, self._short = stage, graph.output.shape, False
         self._origin: PassInput | None = origin
         self._graph: Graph | None = graph
-        self._run, self._short = run, False
 
     @property
     def has_graph(self) -> bool:
@@ -159,44 +202,219 @@ class PendingForward:
         Both gradients are as they travel, on the CPU. Raises ValueError if `gradient` has not the output's shape,
         RuntimeError the second time or once given up, and MemoryError where memory is short.
         """
-        origin, graph, code = self._origin, self._graph, self._codec.back
+        origin, graph = self._origin, self._graph
         if origin is None:
             if self._short:
                 raise MemoryError("this forward pass was given up for want of memory")
             raise RuntimeError("this forward pass has had its backward pass, or was given up")
-        expected = [*self._shape[:-1], code.row(self._shape[-1])]
+        expected = [*self._shape[:-1], self._stage.codec.back.row(self._shape[-1])]
         if list(gradient.shape) != expected:
             raise ValueError(f"a gradient of {list(gradient.shape)} where {expected} is expected")
         self.give_up()
-        seed = gradient_seed(self._codec, self.output)
-        return self._run(origin, graph, or_memory_error(lambda: decode(code, gradient.to(self._device), seed)))
+        return self._stage.backward(origin, graph, self.output, gradient)
 
 
-def input_gradient(codec: ActivationCodec, graph: Graph) -> Tensor | None:
-    """Return the gradient that backward left at a pass's input, as it travels, None where the input was ids."""
-    if graph.leaf is None:
-        return None
-    assert graph.leaf.grad is not None
-    return encode(codec.back, graph.leaf.grad, graph.seed).cpu()
+class StageSettings(NamedTuple):
+    """How a stage computes. `autocast`: what the matrices are multiplied in; None: float32.
+
+    `graphs`: how many passes that wait for their gradient may keep their graph; None for all.
+    """
+
+    device: torch.device
+    autocast: torch.dtype | None = None
+    graphs: int | None = None
 
 
-def check_targets(targets: Tensor, hidden: Tensor, vocabulary: int) -> None:
-    """Raise ValueError unless there is a token of the vocabulary for each position."""
-    if targets.shape != hidden.shape[:2]:
-        raise ValueError(f"targets of {list(targets.shape)} for logits of {list(hidden.shape[:2])}")
-    # On a GPU an id outside the vocabulary would take the whole process down.
-    if targets.min() < 0 or targets.max() >= vocabulary:
-        raise ValueError(f"targets outside the vocabulary of {vocabulary}")
+class StagePasses:
+    """One stage's slice, and the passes of microbatches. `first`: its input is ids; `last`: its output is logits."""
+
+    def __init__(self, module: Slice, settings: StageSettings, *, first: bool, last: bool, codec: str) -> None:
+        device, autocast, graphs = settings
+        self._module = module.to(device).train()
+        self._first, self._last, self._device, self._autocast = first, last, device, autocast
+        self.codec = ACTIVATION_CODECS[codec]
+        self._masters = dict(self._module.named_parameters())
+        """Float32, with the gradients."""
+        cast = frozenset[str]() if autocast is None else multiplied_weights(module)
+        self._set = WeightSet(self._masters, cast, autocast or torch.float32)
+        self._waiting: WeakSet[PendingForward] = WeakSet()
+        """Passes that have had no backward pass and were not dropped."""
+        self._graphs = math.inf if graphs is None else graphs
+        self._plain: bool | None = None
+        self._spoiled = False
+        """A backward pass of this window has failed half-way."""
+        self._counts: Counter[str] = Counter()
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> PendingForward:
+        """Run ids [b, s] (int64, the first stage) or activations, as they came, through every stage but the last.
+
+        `targets`: as `loss` has them; looked at where activations come in a subspace, and have each sequence's first
+        token before them, [b, s + 1].
+        """
+        if self._last:
+            raise ValueError("the last stage has no forward pass without a loss")
+        tokens = self._tokens(targets)
+        waiting = self._with_room(lambda: self._pass(hidden, tokens))
+        if sum(each.has_graph for each in list(self._waiting)) >= self._graphs:
+            waiting.drop_graph()
+        self._waiting.add(waiting)
+        self._counts["forwards"] += 1
+        return waiting
+
+    def _tokens(self, targets: Tensor | None) -> Tensor | None:
+        """Return the ids behind activations that come in a subspace, from the targets that came with them."""
+        return None if self._module.fixed is None or targets is None else targets[:, :-1].to(self._device)
+
+    def _pass(self, hidden: Tensor, tokens: Tensor | None) -> PendingForward:
+        before, weights = _random_state(self._device), self._set
+        graph = self._graph(hidden, weights, tokens)
+        drew = not torch.equal(before, _random_state(self._device))
+        origin = PassInput(hidden, tokens, weights, weights.version, before if drew else None)
+        return PendingForward(self, origin, graph)
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Gradient:
+        """Run the last stage forward and backward: mean cross-entropy against `targets` [b, s], int64.
+
+        Where activations come in a subspace: [b, s + 1], each sequence's first token before them. Raises ValueError
+        if `targets` have another shape or are not in the vocabulary.
+        """
+        if not self._last:
+            raise ValueError("only the last stage has a loss")
+        self._counts["forwards"] += 1
+        tokens = self._tokens(targets)
+        wanted = targets if tokens is None else targets[:, 1:]
+        graph = self._spoiling(lambda: self._loss(hidden, wanted, tokens))
+        self._counts["backwards"] += 1
+        return Gradient(hidden=self._input_gradient(graph), loss=graph.output.item(), tokens=wanted.numel())
+
+    def _loss(self, hidden: Tensor, targets: Tensor, tokens: Tensor | None) -> Graph:
+        name = self._module.head
+        head, weights = self._module.get_submodule(name), self._set.leaves
+        own = {key.removeprefix(f"{name}."): leaf for key, leaf in weights.items() if key.startswith(f"{name}.")}
+        vocabulary = len(own["weight"])
+        if targets.shape != hidden.shape[:2]:
+            raise ValueError(f"targets of {list(targets.shape)} for logits of {list(hidden.shape[:2])}")
+        # On a GPU an id outside the vocabulary would take the whole process down.
+        if targets.min() < 0 or targets.max() >= vocabulary:
+            raise ValueError(f"targets outside the vocabulary of {vocabulary}")
+        targets = targets.to(self._device)
+
+        def logits_of(states: Tensor) -> Tensor:
+            with self._precision():
+                logits: Tensor = functional_call(head, own, (states,))
+                return logits
+
+        if targets.numel() * vocabulary > LOGITS and self._has_plain_head(hidden, tokens, logits_of):
+            graph = self._graph(hidden, self._set, tokens, logits=False)
+            loss = _chunked_cross_entropy(graph.output, targets, logits_of, LOGITS // vocabulary)
+        else:
+            graph = self._graph(hidden, self._set, tokens)
+            loss = functional.cross_entropy(graph.output.float().flatten(0, 1), targets.flatten())
+            torch.autograd.backward(loss)
+        return graph._replace(output=loss)
+
+    @torch.no_grad()
+    def _has_plain_head(self, hidden: Tensor, tokens: Tensor | None, logits_of: Callable[[Tensor], Tensor]) -> bool:
+        """Say whether the logits are the head's output; some families scale or cap them."""
+        if self._plain is None:
+            self._module.eval()
+            try:
+                few = None if tokens is None else tokens[:1, :2]
+                whole, states = (
+                    self._graph(hidden[:1, :2], self._set, few, logits=each).output for each in (True, False)
+                )
+            finally:
+                self._module.train()
+            self._plain = torch.equal(whole, logits_of(states))
+        return self._plain
+
+    @torch.no_grad()
+    def infer(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Return activations, or logits at the last stage, without dropout, graph and codec (float32, CPU).
+
+        `tokens`: the ids behind activations that come in a subspace.
+        """
+        self._module.eval()
+        try:
+            return self._run(hidden.to(self._device), self._set, tokens).to("cpu", torch.float32)
+        finally:
+            self._module.train()
+
+    def _graph(self, hidden: Tensor, weights: WeightSet, tokens: Tensor | None, *, logits: bool = True) -> Graph:
+        given = hidden.to(self._device)
+        if self._first:
+            return Graph(None, self._run(given, weights, logits=logits))
+        leaf = decode(self.codec.down, given).detach().requires_grad_()
+        return Graph(leaf, self._run(leaf, weights, tokens, logits=logits), gradient_seed(self.codec, hidden))
+
+    def _run(self, given: Tensor, weights: WeightSet, tokens: Tensor | None = None, *, logits: bool = True) -> Tensor:
+        with self._precision():
+            output: Tensor = functional_call(self._module, weights.leaves, (given, tokens), {"logits": logits})
+            return output
+
+    def _precision(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)
+
+    def backward(self, origin: PassInput, graph: Graph | None, sent: Tensor, gradient: Tensor) -> Tensor | None:
+        """Run the backward pass of activations that were `sent`; return the input's gradient, None for ids."""
+        if origin.weights.version != origin.version:
+            # No other check sees it.
+            raise RuntimeError("weights were changed under a forward pass that waits for its gradient")
+        seed = gradient_seed(self.codec, sent)
+        decoded = or_memory_error(lambda: decode(self.codec.back, gradient.to(self._device), seed))
+        if graph is None:
+            graph = self._with_room(lambda: self._again(origin))
+            self._counts["recomputed"] += 1
+        output = graph.output
+        self._spoiling(lambda: torch.autograd.backward(output, decoded.to(output.dtype)))
+        self._counts["backwards"] += 1
+        self._counts["stale_backwards"] += origin.weights is not self._set
+        return self._input_gradient(graph)
+
+    def _input_gradient(self, graph: Graph) -> Tensor | None:
+        """Return the gradient that a backward pass left at its input, as it travels."""
+        if graph.leaf is None:
+            return None
+        assert graph.leaf.grad is not None
+        return encode(self.codec.back, graph.leaf.grad, graph.seed).cpu()
+
+    def _again(self, origin: PassInput) -> Graph:
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices, enabled=origin.random is not None):
+            if origin.random is not None:
+                _set_random_state(self._device, origin.random)
+            return self._graph(origin.hidden, origin.weights, origin.tokens)
+
+    def _with_room(self, forward: Callable[[], T]) -> T:
+        try:
+            return or_memory_error(forward)
+        except MemoryError:
+            self._make_room()
+        return or_memory_error(forward)
+
+    def _spoiling(self, backward: Callable[[], T]) -> T:
+        """Run a backward pass; where memory runs out a part of it may have been added, and the window is lost."""
+        try:
+            return or_memory_error(backward)
+        except MemoryError:
+            self._spoiled = True
+            self._make_room()
+            raise
+
+    def _make_room(self) -> None:
+        """Drop all graphs, and keep none from now on."""
+        self._counts["shortages"] += 1
+        self._graphs = 0
+        for waiting in list(self._waiting):
+            waiting.drop_graph()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
-def chunked_cross_entropy(
+def _chunked_cross_entropy(
     states: Tensor, targets: Tensor, logits_of: Callable[[Tensor], Tensor], tokens: int
 ) -> Tensor:
-    """Return the mean loss of so many tokens at a time, and run its backward pass.
-
-    The logits of one chunk exist at once, where all of them, their softmax and their gradients take many times the
-    memory of the states.
-    """
+    """Return the mean loss, and run its backward pass; the logits of so many `tokens` exist at a time."""
     head = states.detach().requires_grad_()
     losses = []
     for part, ids in zip(*(torch.split(each.flatten(0, 1), tokens) for each in (head, targets)), strict=True):
@@ -207,23 +425,9 @@ def chunked_cross_entropy(
     return torch.stack(losses).sum()
 
 
-def random_state(device: torch.device) -> Tensor:
+def _random_state(device: torch.device) -> Tensor:
     """Return the state of the random numbers that dropout draws from."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-@contextmanager
-def replayed(device: torch.device, state: Tensor | None) -> Iterator[None]:
-    """Draw random numbers from `state` on, if there is one, and restore the present state afterwards."""
-    if state is None:
-        yield
-        return
-    before = random_state(device)
-    _set_random_state(device, state)
-    try:
-        yield
-    finally:
-        _set_random_state(device, before)
 
 
 def _set_random_state(device: torch.device, state: Tensor) -> None:

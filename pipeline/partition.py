@@ -26,8 +26,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from pipeline.decoder_slice import (
     Cut,
+    DecoderParts,
     NotSliceableError,
-    Slice,
     Subspace,
     TokenFeatures,
     alone_in_process,
@@ -35,10 +35,11 @@ from pipeline.decoder_slice import (
     find_decoder_parts,
     initialise,
     layers_return_tuples,
+    leave_out,
     multiplied_weights,
-    slice_decoder,
     widened,
 )
+from pipeline.forward_pass import Slice
 from pipeline.model_config import Config, Prepared, longest_sequence, prepare, tiny_config
 
 
@@ -191,11 +192,21 @@ def slice_size(config: Config, cut: Cut) -> SliceSize:
     return SliceSize(shapes, sum(part.get_parameter(name).numel() for name in multiplied_weights(part)))
 
 
+def _slice_decoder(whole: Any, anatomy: DecoderParts, cut: Cut) -> Slice:
+    """Take the parts of `cut` out of `whole`, which is used up."""
+    if not cut.head and whole.base_model is whole:
+        raise NotSliceableError(f"{type(whole).__name__} has no model below its head")
+    if cut.subspace is not None and not cut.head:
+        constrain(whole, anatomy.embedding, anatomy.spine[-1], whole.config, cut.subspace)
+    leave_out(whole, anatomy, cut)
+    return Slice(whole, cut, anatomy.head)
+
+
 def empty_slice(config: Config, cut: Cut) -> Slice:
     """Return a slice of a prepared config whose weights take no memory."""
     whole = skeleton(config)
     anatomy = find_decoder_parts(whole, config.num_hidden_layers)
-    return slice_decoder(whole, anatomy._replace(tuples=_layers_return_tuples(config)), cut)
+    return _slice_decoder(whole, anatomy._replace(tuples=_layers_return_tuples(config)), cut)
 
 
 def forward_flops(config: Config, cuts: Sequence[Cut], sequence_length: int) -> tuple[int, ...]:
@@ -217,7 +228,7 @@ def build(prepared: Prepared, cut: Cut, seed: int, device: torch.device | str = 
         anatomy = find_decoder_parts(whole, prepared.config.num_hidden_layers)
         anatomy = anatomy._replace(tuples=_layers_return_tuples(prepared.config))
         embedding = whole.get_submodule(anatomy.embedding)
-        part = slice_decoder(whole, anatomy, cut)
+        part = _slice_decoder(whole, anatomy, cut)
         initialise(whole, anatomy, seed, tied_to=embedding if prepared.tied and cut.head else None)
     return part.to(device)
 

@@ -22,8 +22,9 @@ from noloco_node.node.stage_claim import LOGITS_BESIDE
 from noloco_node.planning.graph_memory import graph_bytes
 from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
 from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
+from pipeline.forward_pass import StageSettings
 from pipeline.inner_step import Inner
-from pipeline.stage import Stage, StageSettings
+from pipeline.stage import Stage
 
 MOST = 1.25
 """Times that a plan may be off, up or down."""

@@ -36,8 +36,9 @@ from noloco_node.machine.memory import trim
 from noloco_node.planning.bandwidth import gossip_memory
 from noloco_node.storage.checkpoint import Checkpoint, Counters, save
 from noloco_node.storage.transfer_files import StateFile
+from pipeline.forward_pass import StageSettings
 from pipeline.inner_step import Inner
-from pipeline.stage import Stage, StageSettings
+from pipeline.stage import Stage
 
 T = TypeVar("T")
 WIDTH = 3072

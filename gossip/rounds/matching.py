@@ -1,4 +1,4 @@
-"""When a replica's rounds are due, how many inner steps they take, and who meets whom: decisions without effects.
+"""When a replica's rounds are due, how many inner steps they take, and which replicas meet: pure decisions.
 
 **When.** A round is due H own inner steps after the last opening, met or not. H is settled when a round opens, so that
 an open round knows its end; before the first opening it follows what becomes known of speeds. Over the run H grows

@@ -1,16 +1,11 @@
 """The tensors of a newcomer's state, filled piece by piece, and which pieces are right.
 
-The assembly takes memory once the first manifest is checked, as much as the newcomer's own shapes need. It checks hash
-and values of a piece before it writes the piece. Checked pieces stay right whatever becomes of the donor, and another
-donor's manifest keeps all pieces of equal hash.
+The assembly checks hash and values of a piece before it writes the piece. Checked pieces stay right whatever becomes of
+the donor, and another donor's manifest keeps all pieces of equal hash. Of a donor before, complete units may stay
+beside those of the next one (`mixes`): whole parameters of two near replicas make a replica near both, a parameter with
+halves of two would be neither's.
 
-Replicas of a stage differ a little, so a second donor does not continue the first one's state. Either the newcomer
-fetches every piece whose hash differs (**afresh**), or complete units stay with all their sections and the rest is the
-second donor's (**mixed**; `mixes` decides). Whole parameters of two near replicas make a replica near both; a parameter
-with halves of two would be neither's.
-
-A `ChunkStore` notes pieces outside of this process, so that a newcomer that was killed goes on from there. A noted
-piece counts if a manifest lists its hash.
+A `ChunkStore` notes pieces outside of this process. A noted piece counts if a manifest lists its hash.
 """
 
 from __future__ import annotations

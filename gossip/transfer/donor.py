@@ -1,18 +1,11 @@
 """A replica gives its state to newcomers and trains on.
 
-A request for a manifest makes the replica freeze a copy of its state (`chunks.HeldCopy`), on the disk if there is one.
-The donor hashes the copy in jobs of some milliseconds, between jobs of the training. Newcomers of one round share a
-copy. If the disk refuses, the donor tells them to come back.
+A request for a manifest makes the replica freeze a copy of its state (`chunks.HeldCopy`), which newcomers of one round
+share. The cost of strangers is bounded: copies, newcomers and streams are few, and a copy and an idle stream end after
+a while. A copy outlives its newcomer for a while, so that one that was killed finds it again.
 
-The cost of strangers is bounded: at most `COPIES` copies, each let go `HOLD_S` after the last use of a piece and
-`DonorLimits.deadline_s` after it was made; at most `NEWCOMERS` newcomers at once with `STREAMS` streams each; no stream
-idle for longer than `DonorLimits.piece_s`. A copy outlives its newcomer for a while, so that one that was killed finds
-it again.
-
-A newcomer keeps its place only while nobody else needs it: two that read a byte a minute would keep all others out. If
-all places are taken and another newcomer comes, the donor frees a place held for a whole turn (the time of a copy on
-the slowest line that is good enough), or one whose newcomer takes much less than that line carries. That newcomer keeps
-its pieces and asks again, here or elsewhere.
+If all places are taken and another newcomer comes, the donor frees a place held for a whole turn (the time of a copy on
+the slowest line that is good enough), or one whose newcomer takes much less than that line carries.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
 """A newcomer becomes a replica: it copies slow weights, momenta and counters from a replica that trains.
 
-The newcomer is then where its donor is, also in the momentum period and in staleness. Fast weights do not travel: the
-newcomer starts from the slow ones, as every replica does right after a round. The feedback of a lossy codec stays with
-the donor, which will send it. An export asks for the slow weights alone.
-
-Each newcomer asks the replicas in an order of its own, a hash of (seed, newcomer, donor), so that many newcomers spread
-over many donors. The newcomer fetches the pieces that a manifest lists over several streams. A right piece stays
-(`assembly`): a broken stream is dialled again, and if the donor dies, the next manifest says what is still missing.
-
-The newcomer refuses a donor whose norm, round or progress is far from those of its stage, and values that cannot be
-right.
+Fast weights do not travel: the newcomer starts from the slow ones, as every replica does right after a round. The
+feedback of a lossy codec stays with the donor, which will send it. Each newcomer asks the replicas in an order of its
+own, so that many newcomers spread over many donors. A right piece stays (`assembly`): a broken stream is dialled again,
+and if the donor dies, the next manifest says what is still missing.
 """
 
 from __future__ import annotations

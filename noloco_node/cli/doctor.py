@@ -47,6 +47,4 @@ def doctor(
         announce=tuple(announce or ()),
         local=tuple(local or ()),
     )
-    text, code = run(report(invite, wish, as_json=as_json))
-    typer.echo(text)
-    raise typer.Exit(code)
+    raise typer.Exit(run(report(invite, wish, typer.echo, as_json=as_json)))

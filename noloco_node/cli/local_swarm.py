@@ -47,7 +47,8 @@ def demo(
         slowdown=SLOWDOWN if heterogeneous else 1.0,
         outage=kill,
     )
-    run(demonstrate(config, page_place(web, is_open=False)))
+    # A demo in the background of a script ends on Ctrl-C too: its swarm would keep the machine busy.
+    run(demonstrate(config, page_place(web, is_open=False)), hears_interrupts=True)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,11 @@
 """From text to blocks of token ids, in the order in which a peer trains on them.
 
-Each document is tokenised, begun with the tokens that its tokenizer begins a text with (Gemma's does), and followed by
-the end token. The joined tokens are cut into blocks of `sequence_length + 1` that overlap by one, so that every token
-but the first is predicted once. Special tokens written out in a text are ordinary text.
+Documents are tokenised and joined, each between the tokens with which its tokenizer begins and ends a text, and cut
+into blocks of `sequence_length + 1` that overlap by one, so that every token but the first is predicted once. Training
+reads a chunk of blocks and mixes them, because a window of blocks of one document would be about one thing.
 
-The blocks of one document follow each other, and a window of them would be about one thing: its gradient is noise to
-everything else. So training reads a chunk of blocks and deals it out in an order of (seed, peer, number of the chunk).
-
-A position is small, JSON holds it, and a fresh object goes on from it with the same blocks: the place of a document and
-the tokens used of it, or the position of a chunk and the blocks dealt of it.
-
-`Blocks` waits for disks and networks: `TextSource` reads it in a thread. `BackgroundOpen` opens a text while a newcomer
-copies its state, so that an error in the text is said before the copy is paid for.
+A position is small, JSON holds it, and a fresh object goes on from it with the same blocks. `Blocks` waits for disks
+and networks: `TextSource` reads it in a thread.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """Documents out of the rows of a data set: JSON Lines, parquet, or a repository of the Hugging Face hub.
 
-`datasets` streams the hub, `local_rows` reads files of this machine; nothing is stored whole. A data set is a list of
-shards (files, or row groups of local parquet files). A training epoch visits the shards in a permutation by (seed,
-peer, epoch) and reads each in chunks of bounded size, which are permuted in memory. Unlike the library's shuffle
-buffer, this order resumes exactly: a place is the shard, the state where the chunk begins, and the rows taken from it.
-Unshuffled, shards come in order from one by (seed, peer).
-
-A row without text is counted and passed over; a source whose first rows all lack the field is refused. A network that
-fails is tried again from where the chunk began, with growing pauses, besides the library's own retries.
+`datasets` streams the hub, `local_rows` reads files of this machine. A data set is a list of shards (files, or row
+groups of local parquet files), which a training epoch visits in an order of (seed, peer, epoch). Each shard is read in
+chunks, which are permuted in memory. Unlike the library's shuffle buffer, this order resumes exactly: a place is the
+shard, the state where the chunk begins, and the rows taken from it.
 """
 
 from __future__ import annotations

@@ -1,18 +1,11 @@
 """Documents out of files, in an order of each peer's own that resumes anywhere, and the text held out for validation.
 
-A document is a file, or one piece of a longer file, cut at the end of a line: a novel is then shuffled like many short
-documents, and memory holds one piece. A training epoch is a permutation of all documents by (seed, peer, epoch);
-unshuffled it is their sorted order from a place by (seed, peer). A place is two numbers.
+A document is a file, or one piece of a longer file, cut at the end of a line. A training epoch is a permutation of all
+documents by (seed, peer, epoch); unshuffled it is their sorted order from a place by (seed, peer).
 
 Validation holds out **parts** of a few kilobytes of whole lines, those whose own SHA-256 falls into the share asked
-for. So the choice depends on no path, peer, seed or other file, and no peer trains on a part that another holds out. A
-part ends at a line whose hash says so: an edit moves only the parts around it. The stretches between held-out parts are
-trained on as documents of their own. A document shorter than a part is held out whole or not at all.
-
-A file that is not UTF-8 is left out and counted; a few damaged characters are replaced.
-
-The source `stdlib` is the text of the running Python's standard library, which needs no network. Minor versions of
-Python differ in a few per cent of it.
+for: no peer trains on a part that another holds out. A part ends at a line whose hash says so, so an edit moves only
+the parts around it. A document shorter than a part is held out whole or not at all.
 """
 
 from __future__ import annotations
@@ -311,7 +304,10 @@ def pieces_of(files: Sequence[tuple[str, Path]], piece_bytes: int) -> list[TextR
 
 
 def stdlib_files() -> list[tuple[str, Path]]:
-    """Return the modules of Python's standard library, sorted by path; raise `UserError` if none is there."""
+    """Return the modules of the running Python's standard library, sorted by path; raise `UserError` if there are none.
+
+    Minor versions of Python differ in a few per cent of it.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [(name, path) for name, path in _below(root, _NOT_SOURCE) if name.endswith(".py") and not path.is_symlink()]
     # The build's own configuration is a list of this machine's paths, and no source text.

@@ -1,9 +1,8 @@
-"""Rows of JSON Lines and Parquet files on this machine, of which one field is read.
+"""Rows of JSON Lines and Parquet files on this machine, of which one field is read, whatever other fields a row has.
 
-Other fields may differ from file to file: no schema is worked out. A row without text in the field is a `BadRow`, which
-is counted and ends nothing. JSON files may be packed (gz, bz2, xz, zst), and may be one array of objects. A shard is a
-JSON file, or a row group of a Parquet file; its state is the number of rows read, and for an unpacked JSON file the
-place of the next.
+A row without text in the field is a `BadRow`, which is counted and ends nothing. A shard is a JSON file (packed or not,
+lines or one array), or a row group of a Parquet file. Its state is the number of rows read, and for an unpacked JSON
+file the place of the next.
 """
 
 from __future__ import annotations

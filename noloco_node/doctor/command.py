@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -19,7 +19,7 @@ import msgspec
 
 from noloco_node.admission.ticket import Right
 from noloco_node.doctor import command, machine_checks
-from noloco_node.doctor.machine_checks import Finding, Grade, exit_code, fail, line, ok, verdict, warn
+from noloco_node.doctor.machine_checks import Finding, Grade, Need, exit_code, fail, line, ok, verdict, warn
 from noloco_node.errors import Exit, UserError, user_error_of
 from noloco_node.libp2p import reachability
 from noloco_node.libp2p.addresses import PeerAddress, check_announce, check_listen
@@ -61,26 +61,29 @@ class DoctorRequest(msgspec.Struct, frozen=True, kw_only=True):
     local: tuple[str, ...] = ()
 
 
-async def examine(invite: str | None, wish: DoctorRequest) -> list[Finding]:
-    """Return all findings, those of the machine first."""
-    if invite is None:
-        return [*machine_checks.look(wish.home, wish.device, ()), *_places(wish)]
-    parsed = invites.parse(invite)
-    tried = await _try_addresses(parsed)
-    answering = [address for address, finding in tried if finding.grade is Grade.GOOD]
-    if answering:
-        found, needs = await _visit(msgspec.structs.replace(parsed, addresses=tuple(answering)), wish)
-    else:
-        hint = (
-            "ask whoever sent it for a fresh one (any peer's `noloco-node status` prints one), and check that this "
-            "machine is online"
-        )
-        found, needs = [fail("invite", "none of its addresses can be reached", hint)], ()
-    return [
-        *machine_checks.look(wish.home, wish.device, needs, parsed.digest),
-        *(finding for _, finding in tried),
-        *found,
-    ]
+async def examine(invite: str | None, wish: DoctorRequest) -> AsyncIterator[Finding]:
+    """Yield each finding as soon as it is known; the device and the memory come last, because they need torch."""
+    parsed = None if invite is None else invites.parse(invite)
+    found, needs = machine_checks.basics(wish.home), list[Need]()
+    for finding in found if parsed is not None else [*found, *_places(wish)]:
+        yield finding
+    if parsed is not None:
+        tried = await _try_addresses(parsed)
+        for _, finding in tried:
+            yield finding
+        answering = [address for address, finding in tried if finding.grade is Grade.GOOD]
+        if answering:
+            found, needs = await _visit(msgspec.structs.replace(parsed, addresses=tuple(answering)), wish)
+        else:
+            hint = (
+                "ask the person who sent it for a fresh one (any peer's `noloco-node status` prints one), and check "
+                "that this machine is online"
+            )
+            found = [fail("invite", "none of its addresses can be reached", hint)]
+        for finding in found:
+            yield finding
+    for finding in machine_checks.capacity(wish.home, wish.device, needs, None if parsed is None else parsed.digest):
+        yield finding
 
 
 def _places(wish: DoctorRequest) -> list[Finding]:
@@ -119,7 +122,7 @@ async def _try_address(digest: str, address: PeerAddress) -> Finding:
         return warn(about, cause, "ask its owner; one address that answers is enough to join")
 
 
-async def _visit(invite: invites.Invite, wish: DoctorRequest) -> tuple[list[Finding], Sequence[machine_checks.Need]]:
+async def _visit(invite: invites.Invite, wish: DoctorRequest) -> tuple[list[Finding], list[Need]]:
     """Visit the swarm by the addresses of an invite; return findings, and what each stage needs of a machine."""
     digest, answering, access = invite.digest, invite.addresses, RunAccess(invite, Right.LOOK, wish.home)
     settings = NetworkSettings(
@@ -129,8 +132,7 @@ async def _visit(invite: invites.Invite, wish: DoctorRequest) -> tuple[list[Find
         bootstrap=tuple(map(str, answering)),
         accepts=access.accepts,
     )
-    found: list[Finding] = []
-    needs: Sequence[machine_checks.Need] = ()
+    found, needs = list[Finding](), list[Need]()
     try:
         async with connected(settings) as whole:
             # A peer that does not take calls must not hold the doctor up for long.
@@ -141,6 +143,7 @@ async def _visit(invite: invites.Invite, wish: DoctorRequest) -> tuple[list[Find
             access.pin(run_file.run)
             membership = Membership(network, digest, run_file.run.pipeline.stages)
             roster = await membership.peek()
+            machine_checks.announce_torch()
             needs, microbatches = await asyncio.to_thread(_needs, run_file)
             others = [record.peer for records in roster.stages for record in records]
             asked = list(dict.fromkeys([*peers, *others]))
@@ -196,15 +199,15 @@ def _ports(addresses: Sequence[str]) -> tuple[int, ...]:
     return tuple(found)[:2]
 
 
-def _needs(run_file: RunFileText) -> tuple[list[machine_checks.Need], list[MicrobatchBytes]]:
+def _needs(run_file: RunFileText) -> tuple[list[Need], list[MicrobatchBytes]]:
     """Return what each stage of a run needs of a machine, and what a microbatch weighs there."""
-    # They load torch: a wrong invite is to be refused at once.
+    # These imports load torch; before, a wrong invite has been refused already.
     from noloco_node.planning.model_layout import model_layout
     from noloco_node.planning.plan import plan
 
     run, layout = run_file.run, model_layout(run_file.run)
     needs = [
-        machine_checks.Need(
+        Need(
             number,
             stage.memory.total,
             stage.gpu.computing,
@@ -216,13 +219,16 @@ def _needs(run_file: RunFileText) -> tuple[list[machine_checks.Need], list[Micro
     return needs, [microbatch_bytes(run, layout, number) for number in range(run.pipeline.stages)]
 
 
-async def report(invite: str | None, wish: DoctorRequest, *, as_json: bool) -> tuple[str, Exit]:
-    """Return what the doctor found, as lines or as one JSON object, and the exit code."""
-    found = await examine(invite, wish)
+async def report(invite: str | None, wish: DoctorRequest, tell: Callable[[str], None], *, as_json: bool) -> Exit:
+    """Tell each finding as a line, or all of them as one JSON object; return the exit code."""
+    found: list[Finding] = []
+    async for finding in examine(invite, wish):
+        found.append(finding)
+        if not as_json:
+            tell(line(finding))
     code = exit_code(found)
-    if as_json:
-        return msgspec.json.encode({"findings": found, "fit": code is Exit.OK}).decode(), code
-    return "\n".join([*map(line, found), verdict(found)]), code
+    tell(msgspec.json.encode({"findings": found, "fit": code is Exit.OK}).decode() if as_json else verdict(found))
+    return code
 
 
 class Rates(NamedTuple):

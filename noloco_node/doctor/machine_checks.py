@@ -1,6 +1,6 @@
 """What the doctor sees of this machine: files, memory, disk, device; and what a finding is.
 
-Each judgement is pure; `look` measures.
+Each judgement is pure; `basics` and `capacity` measure.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -18,9 +18,10 @@ import msgspec
 from noloco_node.admission.ticket import peer_of_file
 from noloco_node.errors import Exit, UserError, reason_of
 from noloco_node.libp2p.settings import ensure_identity
-from noloco_node.machine.memory import free_bytes, wanted_bytes
+from noloco_node.machine.memory import free_bytes, machine_free_bytes, wanted_bytes
 from noloco_node.storage.checkpoint import KEPT, files
 from noloco_node.storage.home import HomePaths, RunPaths
+from noloco_node.terminal import say
 from noloco_node.units import format_bytes
 
 ENOUGH_FILES, FEW_FILES = 1024, 256
@@ -195,26 +196,29 @@ def _against(about: str, free: int, wanted: dict[int, float], hint: str) -> Find
     return ok(about, f"{has}, the largest stage takes {format_bytes(most)}")
 
 
-def look(home: Path, device: str, needs: Sequence[Need], run_id: str | None = None) -> list[Finding]:
-    """Return what this machine shows of itself, for a run if one is named."""
-    import torch
+def basics(home: Path) -> list[Finding]:
+    """Return what can be said of this machine at once."""
+    system = f"{sys.platform}, Python {sys.version.split()[0]}, {os.cpu_count() or 1} cores"
+    return [ok("system", system), _files(), _identity(home)]
 
+
+def capacity(home: Path, device: str, needs: Sequence[Need], run_id: str | None = None) -> Iterator[Finding]:
+    """Yield what this machine has to train with: its disk, then all that takes torch to find out.
+
+    `needs`: of the stages of the run `run_id`, where one is named.
+    """
+    free_disk = _free_disk(home, [] if run_id is None else HomePaths(home).places_of(run_id))
+    yield judge_disk(Supply(None, None, free_disk), needs, home)
+    announce_torch()
     seen, gpu = _device(device)
-    places = [] if run_id is None else HomePaths(home).places_of(run_id)
-    supply = Supply(
-        free_bytes(torch.device("cpu")),
-        gpu,
-        _free_disk(home, places),
-    )
-    return [
-        ok("system", f"{sys.platform}, Python {sys.version.split()[0]}, {os.cpu_count() or 1} cores"),
-        seen,
-        judge_memory(supply, needs),
-        *judge_gpu(supply, needs),
-        judge_disk(supply, needs, home),
-        _files(),
-        _identity(home),
-    ]
+    supply = Supply(machine_free_bytes(), gpu, free_disk)
+    yield from (seen, judge_memory(supply, needs), *judge_gpu(supply, needs))
+
+
+def announce_torch() -> None:
+    """Say that torch is loaded now, if it was not before."""
+    if "torch" not in sys.modules:
+        say("loading torch (a few seconds)")
 
 
 def _identity(home: Path) -> Finding:

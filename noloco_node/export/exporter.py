@@ -1,15 +1,9 @@
-"""`noloco-node export`: the model of a run as one ordinary checkpoint, wherever its weights are.
+"""`noloco-node export`: the model of a run as one ordinary checkpoint, from a living swarm, from homes, or from both.
 
-They come from a living swarm (an invite), from homes of nodes (checkpoints and snapshots), or both; of a replica that
-is found twice the newer weights count. Each stage is the mean of its replicas without outliers and stragglers
-(`noloco_node.state_sync.replica_mean`). A stage without replicas comes from a snapshot that a peer keeps, and the
-export says so.
-
-From a swarm, one replica after the other is fetched and written to the disk, so that memory holds one at a time. Once a
-stage is complete its mean is written beside the target; at the end each replica is judged by its loss in its stage's
-place (`noloco_node.export.held_out_loss`). An export that is started again finds finished stages and fetched replicas,
-and fetches only the others and those that their stage has left far behind. The roster is read anew before each stage
-and replica. Before the checkpoint takes its place it is loaded with transformers and compared bit for bit.
+Of a replica that is found twice the newer weights count. Each stage is the mean of its replicas without outliers and
+stragglers; a stage without replicas comes from a snapshot, and the export says so. From a swarm, one replica after the
+other is fetched and written to the disk, so that memory holds one at a time. An export that is started again finds
+finished stages and fetched replicas. docs/design/export.md says why.
 """
 
 from __future__ import annotations

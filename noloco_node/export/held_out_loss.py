@@ -1,15 +1,10 @@
 """The losses of replicas on text that no peer trained on, and which replicas leave a mean for theirs.
 
-Norms, rounds and cosines say whether weights look like a replica's; only the whole model shows what they do. Each
-replica takes its stage's place among the means of the other stages and predicts the same text. Honest replicas come
-within a few per cent of each other. While a replica is worse than the best of its stage by more than `WORSE`, the worst
-of all leaves its stage's mean, and the others are judged anew, because it may have spoiled what they were judged by. So
-of two replicas, too, one can be told from the other.
+Each replica takes its stage's place among the means of the other stages and predicts the same text. While a replica is
+worse than the best of its stage by more than `WORSE`, the worst of all leaves its stage's mean, and the others are
+judged anew. Of several snapshots of a dead stage the newest is taken, unless another has so much less loss.
 
-Of several snapshots of a dead stage the newest is taken, unless another has so much less loss.
-
-The text is read once, in an order that mixes its documents. Of more sequences than wanted, every k-th is kept, with k
-doubling: so those kept lie evenly over all that was read, in bounded memory.
+Of more sequences than wanted, every k-th is kept, with k doubling: they lie evenly over all that was read.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """What an export fetches from a swarm: slow weights of replicas, snapshots of a dead stage, and the tokenizer.
 
-A large model takes hours, and the swarm changes meanwhile. So the roster is read again before each replica is asked: a
-peer that has died is not waited for, and a new one is asked too. A replica that serves others is asked again after all
-others, for some minutes, or longer if the stage has no other. A replica that does not answer is left out and named.
-
-If no replica of a stage gives its weights, the export asks all peers at work for a snapshot of it, and believes the
-same ones as a newcomer that revives a stage (`noloco_node.node.join`). It fetches the newest; loss decides
-among them once all stages are there. A snapshot is one replica's weights of an earlier round, which the export notes.
+The roster is read again before each replica is asked, because the swarm changes while a large model is fetched. A
+replica that serves others is asked again after all others. If no replica of a stage gives its weights, the export asks
+all peers at work for a snapshot, and believes the same ones as a newcomer that revives a stage (`node.join`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The loss of a model on text that no peer trained on, beside the entropy of the tokens' own frequencies.
 
-Nothing here talks to a swarm. Losses are mean nats a token over all tokens of all batches. The loss of a replica, which
-holds one stage, is that of the merged model with the replica in its stage's place.
+Losses are mean nats a token over all tokens of all batches. The loss of a replica, which holds one stage, is that of
+the merged model with the replica in its stage's place.
 """
 
 from __future__ import annotations

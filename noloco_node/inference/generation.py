@@ -1,11 +1,7 @@
 """Going on from a prompt with an exported model, token by token.
 
-The next token is drawn from the `top_k` most probable, at a temperature; temperature 0 takes the most probable. The
-cache of keys and values makes a token cost one pass over itself. Once the model's positions are used up, it reads the
-later half of the text again. Draws follow a generator of their own: equal seeds give equal texts.
-
-A character may be several tokens. `Spelling` holds back an incomplete one, and shows one that never completes as the
-replacement character.
+The next token is drawn from the `top_k` most probable, at a temperature; temperature 0 takes the most probable. Once
+the model's positions are used up, it reads the later half of the text again.
 """
 
 from __future__ import annotations

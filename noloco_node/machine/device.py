@@ -1,19 +1,19 @@
 """The device: one thread runs all of a node's tensor work, one job after the other; and a meter of its energy.
 
 Forward, backward, inner step and outer step are jobs of one thread, so weights never change under a running backward
-pass. The caller always waits for the end of a job that has begun, even if the caller is cancelled. A job that has not
-begun is taken back.
+pass. A caller waits for the end of a job that has begun, even if the caller is cancelled; a job that has not begun is
+taken back.
 
-Two clocks measure a job. By the wall clock replicas measure what a microbatch costs them, including the time that other
+Two clocks measure a job. Replicas measure the cost of a microbatch by the wall clock, with the time that other
 processes take: routes and rounds follow that cost. `busy_s` counts the device's own work alone; on a CPU that is the
 time for which the thread had a core. Otherwise a crowded machine would look busier the longer its replicas wait.
 
-The outer step's arithmetic works on copies in main memory and touches no weights. It runs in a second thread, also on a
-CPU: in the device's queue it would wait behind all passes of a window, corrections would come some steps later, and
-fewer rounds would fit (`ours_charged` and `ours_beside` in research/laboratory.md). It does not count as device work.
+The arithmetic of the outer step works on copies in main memory. It runs in a second thread, also on a CPU: behind the
+passes of a window in the device's queue, fewer rounds would fit (`ours_charged` and `ours_beside` in
+research/laboratory.md). It does not count as device work.
 
-A device may act as a slower one, for trials of uneven swarms: after each job its thread sleeps for the difference. Its
-clock runs faster during a job, so the replica measures what a slower device would have measured.
+For trials of uneven swarms a device may act as a slower one: its thread sleeps after each job, and its clock runs
+faster during a job, so the replica measures what a slower device would have measured.
 """
 
 from __future__ import annotations
@@ -190,19 +190,12 @@ async def _in_its_turn(submitted: concurrent.futures.Future[T]) -> T:
         return await asyncio.shield(result)
     except asyncio.CancelledError:
         if not submitted.cancel():
-            await _to_the_end(result)
+            while not result.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([result])
+            if not result.cancelled():
+                result.exception()  # so that asyncio does not warn of it
         raise
-
-
-async def _to_the_end(result: asyncio.Future[T]) -> None:
-    """Await `result` whatever comes, and take note of its exception so that nobody warns of it."""
-    while not result.done():
-        try:
-            await asyncio.wait([result])
-        except asyncio.CancelledError:
-            continue
-    if not result.cancelled():
-        result.exception()
 
 
 class EnergyMeter:

@@ -1,7 +1,7 @@
-"""What a node is handed by the machine that it runs on: a device, a slice of the model, text, a disk, a clock.
+"""A machine gives a node a device, a slice of the model, text, a disk and a clock, by the interfaces below.
 
-`noloco_node.cli.host_machine.HostMachine` is made of real hardware, and a simulation's of memory and virtual time
-(`noloco_node.sim.hardware.memory_host.MemoryHost`). The node cannot tell the difference.
+`noloco_node.cli.host_machine.HostMachine` gives real hardware, `noloco_node.sim.hardware.memory_host.MemoryHost` gives
+memory and virtual time. The node cannot tell the difference.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class DeviceLost(UserError):
-    """The device has failed for good, as far as this process goes: what lies in its memory cannot be read any more."""
+    """The device has failed for good as far as this process goes: its memory cannot be read any more."""
 
     def __init__(self, device: str, why: str) -> None:
         super().__init__(
@@ -63,9 +63,9 @@ class Runner(Protocol):
         """Return the time by which jobs measure themselves, in seconds."""
 
     async def run(self, job: Callable[..., T], *args: object) -> T:
-        """Run `job(*args)` there, to its end once it has begun.
+        """Run `job(*args)` in that thread, to its end once it has begun.
 
-        Raises `DeviceLost` where the device has failed for good, and from then on without running anything.
+        Raises `DeviceLost` if the device fails for good, and at once in all later calls.
         """
 
     async def beside(self, job: Callable[..., T], *args: object) -> T:
@@ -73,11 +73,10 @@ class Runner(Protocol):
 
 
 class StageModel(worker.WorkerStage, Protocol):
-    """The slice of the model that a replica holds, and its inner optimiser. `pipeline.stage.Stage` is the real
-    one.
+    """A replica's slice of the model with its inner optimiser. `pipeline.stage.Stage` is the real one.
 
-    Weights are float32, one tensor a parameter, in the order of `shapes`; copies lie on the CPU. Everything but
-    `shapes` and `statistics` is a job of the device's thread.
+    Weights are float32, one tensor a parameter, in the order of `shapes`; copies lie on the CPU. The device's thread
+    runs all of it but `shapes`, `fixed` and `statistics`.
     """
 
     @property
@@ -104,10 +103,10 @@ class StageModel(worker.WorkerStage, Protocol):
         """Add to the fast weights."""
 
     def current_weights(self) -> tuple[Tensor, ...]:
-        """Return the fast weights themselves, where they lie: they move with the next change."""
+        """Return the fast weights themselves, not a copy: the next change moves them."""
 
     def optimiser_state(self) -> OptimiserState:
-        """Return the inner optimiser's memory itself, likewise."""
+        """Return the inner optimiser's memory itself, not a copy."""
 
     def load_optimiser_state(self, state: OptimiserState, /) -> None:
         """Continue from another inner optimiser's memory."""
@@ -117,15 +116,15 @@ class StageModel(worker.WorkerStage, Protocol):
 
 
 class Dimensions(Protocol):
-    """What a node must know of the model as a whole. `noloco_node.planning.model_layout.ModelLayout` is real."""
+    """Sizes of the whole model. `noloco_node.planning.model_layout.ModelLayout` has the real ones."""
 
     @property
     def width(self) -> int:
-        """Activations a token between two stages."""
+        """How many activations a token has between two stages."""
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that the model knows."""
+        """How many tokens the model knows."""
 
     @property
     def shapes(self) -> Sequence[Mapping[str, tuple[int, ...]]]:
@@ -133,11 +132,11 @@ class Dimensions(Protocol):
 
     @property
     def work(self) -> Sequence[float]:
-        """What a microbatch costs at each stage, in any unit; the same numbers on all peers."""
+        """The cost of a microbatch at each stage, in any unit; all peers have the same numbers."""
 
 
 class Text(Protocol):
-    """Where a source's tokens come from. `position` and `restore`: to resume exactly."""
+    """A source's training text. `position` and `restore` resume it exactly."""
 
     async def draw(self) -> Tensor:
         """Return the next tokens [batch, sequence + 1], int64."""
@@ -149,36 +148,34 @@ class Text(Protocol):
         """Go back to a position; False where it is of another text."""
 
     def news(self) -> list[str]:
-        """Return what was left out of the text since the last call, in sentences; the owner has been told."""
+        """Return sentences about what was left out of the text since the last call; the owner has been told."""
 
 
 class SnapshotStore(Protocol):
-    """Where stage snapshots are kept. `noloco_node.storage.checkpoint_store.SnapshotDirectory` is the
-    real one."""
+    """Keeps stage snapshots. `noloco_node.storage.checkpoint_store.SnapshotDirectory` is the real one."""
 
     async def keep(self, checkpoint: Checkpoint) -> None:
-        """Keep a snapshot, and the last few of its stage; raise `OSError` where there is no room for it."""
+        """Keep this and the last few snapshots of its stage; raise `OSError` without room for it."""
 
     async def newest(self, stage: int) -> Checkpoint | None:
         """Return the last stage snapshot, or None."""
 
 
 class ArchivedStages(Protocol):
-    """Where checkpoints of stages lie that were served before. `noloco_node.storage.checkpoint_store.CheckpointStore`
-    is the real one."""
+    """Checkpoints of stages that this peer served before; `noloco_node.storage.checkpoint_store.CheckpointStore`."""
 
     async def set_aside(self, own: int) -> None:
-        """Keep what is there of other stages than `own` from being pushed out by its checkpoints."""
+        """Put checkpoints of other stages than `own` where those of `own` do not replace them."""
 
     async def stages(self) -> tuple[int, ...]:
-        """Return the stages of which something lies aside."""
+        """Return the stages that have a checkpoint here."""
 
     async def slow(self, stage: int) -> Checkpoint | None:
-        """Return the slow weights of a stage that lie aside, or None."""
+        """Return the slow weights of a stage, or None."""
 
 
 class ComputeHost(Protocol):
-    """Where a stage is computed, and the memory that it takes there."""
+    """The part of a host that computes a stage: its device and its memory."""
 
     @property
     def device(self) -> Runner:
@@ -186,73 +183,67 @@ class ComputeHost(Protocol):
 
     @property
     def needs_bytes(self) -> list[int]:
-        """Memory that each stage takes on the device, about; corrected where it has been measured; [] is unknown."""
+        """About the memory that each stage takes on the device, as far as measured; [] is unknown."""
 
     @property
     def graph_bytes(self) -> list[int]:
-        """What of it the graph of a microbatch takes; corrected likewise."""
+        """The part of it for the graph of one microbatch."""
 
     @property
     def beside_bytes(self) -> list[int]:
-        """Main memory that each stage takes beside a device with a memory of its own; [] is none, or unknown."""
+        """Main memory that each stage takes beside a GPU; [] is none, or unknown."""
 
     def free_bytes(self, given_back: int = 0) -> int | None:
-        """Return the memory that is free on the device for the run, and no more than its owner allows; None where
-        nobody knows it. `given_back`: what will be free besides.
+        """Return the device's free memory, at most what its owner allows; None if unknown.
+
+        `given_back`: bytes that will be free besides.
         """
 
     def free_beside_bytes(self) -> int | None:
-        """Return the main memory that is free; None where nobody knows it."""
+        """Return the free main memory; None if unknown."""
 
     def build(self, stage: int, /) -> StageModel:
-        """Make a stage; a job of the device's thread."""
+        """Make a stage; the device's thread runs this."""
 
 
 class FirstWeights(Protocol):
-    """The weights that a run starts from, where they are those of a checkpoint.
-
-    `noloco_node.planning.checkpoint_map.RunWeights` is the real one.
-    """
+    """The checkpoint that a run starts from. `noloco_node.planning.checkpoint_map.RunWeights` is the real one."""
 
     @property
     def store(self) -> WeightStore:
-        """The files, or what has come of them."""
+        """The files, as far as they are here."""
 
     def pieces(self, stage: int, /) -> list[FilePieceKey]:
-        """Return the pieces that a stage needs; the headers of the files are here."""
+        """Return the pieces that a stage needs; the headers of all files must be here."""
 
     def read(self, stage: int, /) -> Sequence[Tensor]:
-        """Return a stage's parameters; its pieces are here. Raises `UserError` where the files are of another model."""
+        """Return a stage's parameters, whose pieces must be here; raise `UserError` for files of another model."""
 
 
 class Host(ComputeHost, Protocol):
     """All that a machine gives to a node."""
 
-    # The training text of this peer.
-
     def prepare_text(self, stage: int, /) -> None:
-        """Begin to open the text if this stage needs it: its state is about to be downloaded, which takes a while."""
+        """Begin to open the text if this stage needs it, while its state is downloaded."""
 
     async def open_text(self) -> Text:
         """Return the training text."""
 
-    # What lies on its disk.
-
     @property
     def first_weights(self) -> FirstWeights | None:
-        """The weights that the run starts from; None where its seed says them, or its model on the hub."""
+        """The checkpoint that the run starts from; None for weights drawn from its seed or a model of the hub."""
 
     @property
     def tokenizer(self) -> WeightStore | None:
-        """The files of the run's tokenizer, or what has come of them; None where they do not travel."""
+        """The files of the run's tokenizer, as far as they are here; None if peers do not send them."""
 
     @property
     def former(self) -> ArchivedStages:
-        """What is kept of the stages that were served before."""
+        """Checkpoints of the stages that this peer served before."""
 
     @property
     def snapshots(self) -> SnapshotStore | None:
-        """Stage snapshots; None where nobody asked to keep any."""
+        """Stage snapshots; None if the owner did not ask to keep any."""
 
     async def last_stage(self) -> int | None:
         """Return the stage that this peer served last, or None."""
@@ -261,18 +252,16 @@ class Host(ComputeHost, Protocol):
         """Return this peer's last checkpoint of a stage, or None."""
 
     async def save(self, checkpoint: Checkpoint, /) -> str:
-        """Write a checkpoint and return where it is; raise `OSError` where the disk refuses.
+        """Write a checkpoint and return where it is; raise `OSError` if the disk refuses.
 
-        Its tensors are looked at no more when its `read` has been called, or this returns.
+        Its tensors may change once its `read` has been called, or this returns.
         """
 
     async def hold(self, state: ReplicaState, /) -> HeldCopy:
-        """Copy a state to where it stands still, before this returns; raise `OSError` where the disk refuses."""
+        """Copy a state, so that it may change afterwards; raise `OSError` if the disk refuses."""
 
     def partial_download(self, stage: int, weight_bytes: int, /) -> ChunkStore | None:
-        """Return where the chunks of a stage's state are noted while it is downloaded; None: in memory alone."""
-
-    # The time of day, and what its owner lets us take of the line.
+        """Return the store of a stage's downloaded chunks; None: they stay in memory alone."""
 
     def unix_time(self) -> float:
         """Return the time of day, in seconds."""
@@ -281,15 +270,14 @@ class Host(ComputeHost, Protocol):
         """Return the seconds for which the machine has slept since its start."""
 
     def line_s(self, stage: int, /) -> float:
-        """Return the seconds of our bandwidth that a microbatch needs at a stage; 0 without a limit."""
+        """Return how long a microbatch of a stage takes of the bandwidth that the owner allows; 0 without a limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reporter:
-    """How a node tells what it does: `record` to the journal, `say` to a person, a line each; `warn`: what should be
-    looked at.
+    """A node calls `record` for the journal; `say` and `warn` print a line for a person.
 
-    `draw`: a bar, full to a share from 0 to 1 and with a text behind it, gone at 1; False where none can be drawn.
+    `draw`: draws a bar, full to a share from 0 to 1, with a text behind it, and removes it at 1; False if it cannot.
     """
 
     record: Callable[[events.Event], None]

@@ -79,8 +79,7 @@ def share_arenas() -> None:
     Call it before threads are started. A thread keeps the store that it once took, and so what a task needed that any
     of a pool's threads may do would in time be kept as often as the pool has threads.
     """
-    with contextlib.suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).mallopt(M_ARENA_MAX, ARENAS)
+    _call_glibc("mallopt", M_ARENA_MAX, ARENAS)
 
 
 def trim() -> None:
@@ -89,9 +88,13 @@ def trim() -> None:
     It keeps for each thread what that thread once needed, in pieces that fit less and less: a replica that makes and
     drops tensors for days would grow by some megabytes an hour.
     """
-    # Of the program itself, so of whichever C library it runs on; others than glibc have no such function.
+    _call_glibc("malloc_trim", 0)
+
+
+def _call_glibc(function: str, *arguments: int) -> None:
+    """Call a function of the C library that the program runs on; other libraries than glibc do not have it."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
+        getattr(ctypes.CDLL(None), function)(*arguments)
 
 
 def available(meminfo: Path) -> int | None:

@@ -1,8 +1,8 @@
 """How a command runs its coroutine, and how a signal ends it: a node politely at first, any other command at once.
 
 Ctrl-C (SIGINT), `kill` (SIGTERM) and a closed terminal (SIGHUP) mean the same to every command. A shell starts the
-background jobs of a script with SIGINT ignored, and `nohup` ignores SIGHUP: both stay ignored. SIGTERM is never
-ignored, so that it ends every command, also the first process of a container.
+background jobs of a script with SIGINT ignored, and `nohup` ignores SIGHUP: both stay ignored, but a node and a demo
+take SIGINT there too. SIGTERM is never ignored, so that it ends every command, also the first process of a container.
 
 Before a node is known to others, the first signal already ends it at once: its body is cancelled and cleans up. After
 the body, a signal ends the process on the spot. Any other command unwinds. Only this module sets handlers. It loads
@@ -118,17 +118,18 @@ async def departure(say: Callable[[str], None]) -> AsyncIterator[Departure]:
 
 
 @contextmanager
-def unwound(lost: str = "") -> Iterator[None]:
+def unwound(lost: str = "", *, hears_interrupts: bool = False) -> Iterator[None]:
     """Let a signal unwind the body, then say so and leave. `lost`: what the command loses by it, in words.
 
-    Before and after the body, a signal ends the process on the spot (`noloco_node.__main__`).
+    Before and after the body, a signal ends the process on the spot (`noloco_node.__main__`). `hears_interrupts`: take
+    SIGINT also where the shell lets it be ignored.
     """
 
     def interrupt(_: int) -> None:
         raise KeyboardInterrupt
 
     try:
-        with answered(interrupt):
+        with answered(interrupt, hears_interrupts=hears_interrupts):
             yield
     except KeyboardInterrupt:  # typer would leave without a word
         from noloco_node.terminal import complain
@@ -137,10 +138,10 @@ def unwound(lost: str = "") -> Iterator[None]:
         raise SystemExit(Exit.INTERRUPTED) from None
 
 
-def run(main: Coroutine[Any, Any, T]) -> T:
+def run(main: Coroutine[Any, Any, T], *, hears_interrupts: bool = False) -> T:
     """Run a command's coroutine on uvloop where it exists."""
-    with unwound():
-        return _run(main)
+    with unwound(hears_interrupts=hears_interrupts):
+        return _run(main, hears_interrupts=hears_interrupts)
 
 
 def run_until_interrupted(main: Coroutine[Any, Any, None]) -> None:
@@ -161,7 +162,7 @@ def drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _run(main: Coroutine[Any, Any, T]) -> T:
+def _run(main: Coroutine[Any, Any, T], *, hears_interrupts: bool = False) -> T:
     import asyncio
 
     try:
@@ -170,12 +171,12 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
         from asyncio import new_event_loop
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         try:
-            return runner.run(_cancelled_by_signals(main))
+            return runner.run(_cancelled_by_signals(main, hears_interrupts=hears_interrupts))
         except asyncio.CancelledError:  # nothing else cancels a whole command
             raise KeyboardInterrupt from None
 
 
-async def _cancelled_by_signals(main: Coroutine[Any, Any, T]) -> T:
+async def _cancelled_by_signals(main: Coroutine[Any, Any, T], *, hears_interrupts: bool = False) -> T:
     """Await `main`; the first stop signal cancels it, a second one interrupts its cleaning up."""
     import asyncio
 
@@ -190,7 +191,7 @@ async def _cancelled_by_signals(main: Coroutine[Any, Any, T]) -> T:
         asked = True
         _call_soon(loop, body.cancel)
 
-    with answered(stop):
+    with answered(stop, hears_interrupts=hears_interrupts):
         return await main
 
 

@@ -321,7 +321,7 @@ def measure(
 
     from noloco_node.machine.memory import SavedTensors
     from pipeline.activation_codec import encode
-    from pipeline.stage import LOGITS
+    from pipeline.forward_pass import LOGITS
 
     generator = torch.Generator().manual_seed(0)
     shape = (pipeline.microbatch_size, pipeline.sequence_length)

@@ -1,16 +1,15 @@
-"""What keeps a swarm from going faster, in one sentence: what the simulator's report and the live views have in common.
+"""One sentence says what keeps a swarm from going faster; the simulator's report and the live views share its words.
 
-A simulation knows exactly what each device waited for over a whole run, and what its lines carried
-(`noloco_node.sim.report.text`). A live view has only what peers say of themselves at this moment: their devices'
-time a microbatch, their speed, and what they wait for. It says the first of these that holds:
+A simulation knows exactly what each device waited for over a whole run (`noloco_node.sim.report.text`). A live view
+knows only what peers report at this moment. It says the first of these that holds:
 
 1. the run is over, or nobody is there;
-2. nobody serves a stage, or nobody of it trains yet;
+2. a stage has no replica, or none that trains yet;
 3. half of a stage's replicas look for one of the next stage;
 4. nothing is trained;
-5. devices are nearly always busy: those of one stage, or all of them alike; or one stage stands out far above the rest;
+5. the devices of one stage, or of all stages alike, are nearly always busy; or one stage is far busier than the rest;
 6. half of a stage's replicas wait for room at the next;
-7. else no device is the limit but the order of things.
+7. otherwise replicas wait for each other, and no device is the limit.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ STANDS_OUT = 1.5
 
 
 class Cause(StrEnum):
-    """What a device waits for. Order counts: the first that holds."""
+    """Why a device stands still; of several causes, the first one counts."""
 
     JOINING = "joining"
     """The peer looks for a place, or copies the weights of another."""
     ENDING = "ending"
     """The run's tokens are used up, or the peer is on its way out."""
     GOSSIP = "gossip"
-    """A blocking round drains and exchanges, or the pause between two steps lasts."""
+    """A blocking round drains and exchanges, or the pause between two steps takes long."""
     ROUTE = "no route"
     """No replica of the next stage can be reached; or the source pauses before it tries again."""
     ROOM = "room at the next stage"
@@ -82,17 +81,17 @@ WORDS = {
 
 
 class Bottleneck(NamedTuple):
-    """What holds a swarm back, and the stage at which to look, if it is one."""
+    """What holds a swarm back, and the stage to look at, if it is one."""
 
     sentence: str
     stage: int | None = None
 
 
 class StageView(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage. `replicas`: peers that are there; `training`: those of them that train.
+    """One stage. `replicas`: peers that are there; `training`: those of them that train. `busy`, `gap`: means.
 
-    `busy`, `gap`: means over its replicas. `waits`: what most of those that wait for something wait for, in words;
-    `waiting`: how many wait for that; `cause`: why their devices stand still, where they do.
+    `waits`: the most frequent wait of its replicas, in words; `waiting`: how many have it; `cause`: why their devices
+    stand still, if they do.
     """
 
     stage: int
@@ -107,19 +106,18 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def wait_words(wait: Wait, stage: int) -> str:
-    """Return what a peer of a stage waits for, in words."""
     words = WORDS[wait.cause].format(stage=stage, before=stage - 1)
     return ": ".join(filter(None, (words, wait.detail)))
 
 
 def all_waits(waiting: Sequence[Wait], stage: int) -> str:
-    """Return all that a peer of a stage waits for in one line, and for how long."""
+    """Return all waits of a peer, and how long each has lasted, in one line."""
     ends = ("" if wait.seconds is None else f", for {wait.seconds:.0f} s" for wait in waiting)
     return "; ".join(wait_words(wait, stage) + end for wait, end in zip(waiting, ends, strict=True))
 
 
 class Wording(NamedTuple):
-    """How a sentence is told: of a run that is over, or of this moment."""
+    """Words of a sentence about a run that is over, or about this moment."""
 
     were: str
     span: str
@@ -129,7 +127,7 @@ PAST, PRESENT = Wording("were", "the training"), Wording("are", "the time")
 
 
 def devices_bottleneck(work: Mapping[int, float], wording: Wording) -> Bottleneck | None:
-    """Say which stage's devices are the limit, if any are. `work`: share of the time at work, by stage."""
+    """Say which stage's devices are the limit, if any are. `work`: share of busy time, by stage."""
     busiest = max(work, key=lambda stage: work[stage])
     rest = [share for stage, share in work.items() if stage != busiest]
     most, others = work[busiest], sum(rest) / len(rest) if rest else 0.0
@@ -179,7 +177,7 @@ def present_bottleneck(stages: Sequence[StageView], tokens_per_s: float, *, is_o
 
 
 def _worst(stages: Sequence[StageView], *causes: Cause) -> StageView | None:
-    """Return the stage of whose replicas most, and at least half, wait for one of these."""
+    """Return the stage with the largest share of replicas that wait for one of these, if it is a half or more."""
     stuck = [each for each in stages if each.cause in causes and 2 * each.waiting >= each.replicas]
     return max(stuck, key=lambda each: each.waiting / each.replicas, default=None)
 

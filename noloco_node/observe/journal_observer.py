@@ -1,4 +1,4 @@
-"""A swarm as its peers' journals tell it: while they are written, or long after (`playback`)."""
+"""Views of a swarm from the journals of its peers, while they are written or long after (`playback`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from noloco_node.observe.bottleneck import wait_words
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import (
     ALL_ROUTES,
+    COMPUTING,
     MOST_CHANGES,
+    SETTLED_STEPS,
     Change,
     Course,
     PeerView,
@@ -35,19 +37,18 @@ class JournalObserver:
         self._course = Course()
 
     def take(self, history: PeerHistory, event: events.Event) -> None:
-        """Fold an event of one peer in."""
         text = change_text(event)
         if text is not None:
             self._changes.append(Change(at=event.at, name=history.name, text=text))
         history.take(event)
 
     def note(self, history: PeerHistory, text: str, at: float) -> None:
-        """Note what no journal can say of its peer: its end."""
+        """Say how a peer has ended: its journal cannot."""
         history.gone = text
         self.tell(history.name, text, at)
 
     def tell(self, name: str, text: str, at: float) -> None:
-        """Add to what happened what is in no journal."""
+        """Add a change that is in no journal."""
         self._changes.append(Change(at=at, name=name, text=text))
 
     def view(self, now: float) -> SwarmView:
@@ -69,6 +70,7 @@ class JournalObserver:
             budget_tokens=budget,
             tokens_per_s=sum(history.tokens_per_s(now) for history in sources),
             routes_told=ALL_ROUTES,
+            busy_name=COMPUTING,
         )
         names = {history.peer: history.name for history in self.histories if history.peer}
         signed = self._signed()
@@ -86,7 +88,7 @@ class JournalObserver:
         )
 
     def _signed(self) -> dict[str, int]:
-        """Return the tokens of sources for which there are receipts, as far as any journal tells."""
+        """Return by source the most tokens that any journal has receipts for."""
         signed: dict[str, int] = {}
         for history in self.histories:
             own = {} if history.peer is None or not history.signed_tokens else {history.peer: history.signed_tokens}
@@ -96,14 +98,13 @@ class JournalObserver:
 
 
 def routes(history: PeerHistory) -> Iterator[Route]:
-    """Yield the routes on which a peer passes microbatches on."""
     if history.is_there:
         origin = history.peer or history.name
         yield from (Route(origin=origin, target=target, per_s=per_s) for target, per_s in history.routes.items())
 
 
 def peer_view(history: PeerHistory, names: Mapping[str, str], now: float) -> PeerView:
-    """Return a peer as its journal tells of it. `names`: of other peers, by id."""
+    """Return the view of a peer. `names`: of other peers, by id."""
     state = str(history.state or (PeerState.TRAINING if history.steps else "starting"))
     if history.finished is not None:
         state = str(PeerState.FINISHED)
@@ -128,6 +129,7 @@ def peer_view(history: PeerHistory, names: Mapping[str, str], now: float) -> Pee
         cause=None if wait is None else wait.cause,
         since=None if wait is None else history.since - (wait.seconds or 0.0),
         met=history.partner,
+        settled=history.session_steps >= SETTLED_STEPS,
         tokens=history.tokens,
         there_s=None if given is None else given.there_s,
         line_bytes=None if given is None else given.sent_bytes + given.received_bytes,
@@ -145,7 +147,7 @@ def _with_receipts(peer: PeerView, signed: Mapping[str, int]) -> PeerView:
 
 
 def change_text(event: events.Event) -> str | None:
-    """Return what an event means to a person; None where it is of every day."""
+    """Return what an event means to a person; None for an ordinary one."""
     match event:
         case events.Started():
             return f"began at stage {event.stage}"

@@ -1,7 +1,7 @@
-"""What nodes have written down, for others to use: journals as tables or curves, and what a home has given.
+"""Reports of journals: tables or curves for other programs, and what a home has given.
 
-A table has one row an event, for notebooks and spreadsheets; curves are for TensorBoard and Weights & Biases.
-A column is a field of any event; a field that holds counts by name becomes a column for each name, `sent.microbatch`.
+A table has one row an event and one column a field; a field with counts by name has a column for each name, as
+`sent.microbatch`. Curves are for TensorBoard and Weights & Biases.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _write_csv(journals: Mapping[str, Path], columns: Mapping[str, type], out: P
 
 
 def _harmless(value: Any) -> Any:
-    """Return a cell that no spreadsheet takes for a formula: part of what a journal holds was said by strangers."""
+    """Return a cell that no spreadsheet takes for a formula: strangers have written part of a journal."""
     return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
 
 
@@ -168,7 +168,6 @@ def _points(name: str, path: Path) -> Iterator[_Point]:
 
 
 def _write_tensorboard(journals: Mapping[str, Path], out: Path) -> int:
-    """Write a run of curves for each peer."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -184,7 +183,7 @@ def _write_tensorboard(journals: Mapping[str, Path], out: Path) -> int:
 
 
 def _write_wandb(journals: Mapping[str, Path], out: Path) -> int:
-    """Write a run of Weights & Biases for each peer, to be sent by `wandb sync` or never: nothing is sent here."""
+    """Write a run of Weights & Biases for each peer, offline: `wandb sync` may send it later."""
     try:
         import wandb
     except ImportError as error:
@@ -216,7 +215,7 @@ def _missing(what: str, package: str) -> UserError:
 
 
 def report(home: Path, *, as_json: bool) -> str:
-    """Return what the journal of a home says was given, as text or as one JSON object a run."""
+    """Return what a home has given, as text or as one JSON object a run."""
     journal, me = HomePaths(home).journal, peer_of_file(HomePaths(home).identity)
     found = list(ledger_of(read(journal)).by_run.values())
     if not found:

@@ -1,7 +1,7 @@
-"""Figures of a node, and of the swarm as far as it sees it, for Prometheus.
+"""Figures of a node, and of the swarm as it sees it, for Prometheus.
 
-What a node journals is counted here too, so that a journal and a scrape tell the same. Names have base units, and
-labels few values: never the id of a peer, for strangers make as many of these as they like.
+They count the same events as the journal. Names have base units. Labels have few values, never the id of a peer:
+strangers can make any number of these.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SECONDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
 class NodeMetrics:
-    """The figures of one node, or of a bootstrap peer, which has those of the swarm alone."""
+    """The figures of one node; a bootstrap peer has those of the swarm alone."""
 
     def __init__(self, run_id: str) -> None:
         self.registry = registry = CollectorRegistry()
@@ -81,7 +81,6 @@ class NodeMetrics:
         self._stage_busy = gauge("stage_busy_ratio", "Share of time for which devices of a stage work.", "stage")
 
     def text(self) -> bytes:
-        """Return all figures as Prometheus reads them."""
         return generate_latest(self.registry)
 
     def take(self, event: events.Event, now: float) -> None:
@@ -151,7 +150,7 @@ class NodeMetrics:
         self._waiting.set(wait is not None)
 
     def show(self, view: SwarmView, watched: tuple[int, ...], statistics: Mapping[str, float]) -> None:
-        """Set what is known of the swarm. `watched`: the stages of which the view says something."""
+        """Set the figures of the swarm. `watched`: the stages that the view covers."""
         self._progress.set(view.progress)
         self._swarm_tokens.set(view.tokens)
         self._speed.set(view.tokens_per_s)

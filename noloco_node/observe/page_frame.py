@@ -1,7 +1,7 @@
-"""A view as a page in a browser takes it: whole, bounded, and in few bytes.
+"""A view as a frame for the page in a browser: whole, bounded, and in few bytes.
 
-Every frame tells everything, so that one who opens the page late, or comes back after the connection broke, or plays a
-recording backwards, needs no other. What strangers say is plain text here already (`swarm_view.plain`).
+Each frame tells everything, so a reader that opens the page late, reconnects, or plays a recording backwards needs no
+other. Words of strangers are plain text here already (`swarm_view.plain`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_MOMENTS = 256
 
 
 class FramePeer(PeerFigures, frozen=True, kw_only=True):
-    """One peer, its words plain. `met`: its place in the list of peers. `waits_s`: for how long it waits."""
+    """One peer, its words plain. `met`: place of its last partner in the list. `waits_s`: how long it has waited."""
 
     id: str
     trains: bool
@@ -68,7 +68,6 @@ class PageFrame(SwarmFigures, frozen=True, kw_only=True):
 
 
 def page_frame(view: SwarmView, playback: PlaybackState | None = None) -> PageFrame:
-    """Return what a page shows of a view."""
     shown = fitting_peers(view.peers, MOST_PEERS)
     places = {peer.peer: number for number, peer in enumerate(shown)}
     figures = {field: _plain(getattr(view, field)) for field in SwarmFigures.__struct_fields__}

@@ -1,7 +1,7 @@
-"""One peer's journal, folded event by event into what a person asks about: its history, and what it gave to which runs.
+"""`PeerHistory` folds one peer's journal, event by event; `ContributionLedger` adds up what it gave to each run.
 
 The live view and the demo's summary read the same histories, so they cannot disagree. The same events give the same
-numbers, live or years later. A history takes no more memory with time: curves are thinned evenly when they are full.
+numbers, live or years later. Memory is bounded: full curves are thinned evenly.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ RECENT = 8
 
 
 class Contribution(msgspec.Struct, kw_only=True):
-    """What was given to one run. Times are unix seconds; `there_s`: for which the node was there.
+    """The contribution of a home to one run. `there_s`: how long the node was there; other times are unix seconds.
 
-    `tokens`: of its windows, whatever its stage; `signed_tokens`: of those that it drew as a source, those that the
-    last stage has signed for. `joules`: of the device meanwhile; 0 where it does not tell.
+    `tokens`: of its windows, at any stage; `signed_tokens`: those that it drew as a source and the last stage signed.
+    `joules`: of the device meanwhile; 0 if it does not tell.
     """
 
     run: str
@@ -50,29 +50,28 @@ class Contribution(msgspec.Struct, kw_only=True):
     joules: float = 0.0
 
     def given(self) -> Given:
-        """Return what our record says of it."""
+        """Return it as a field of our record."""
         return Given(self.tokens, round(self.there_s), self.sent_bytes, self.received_bytes, round(self.joules))
 
 
 class ContributionLedger:
-    """Adds up events, journalled long ago or just now: `by_run`, in the order of the first time."""
+    """Adds up events by run; `by_run` has the runs in the order in which the home joined them."""
 
     def __init__(self) -> None:
         self.by_run: dict[str, Contribution] = {}
         self.now: Contribution | None = None
-        """What is given to the run that is taken part in; None before there is one."""
+        """The contribution to the present run; None before there is one."""
         self._sent = self._received = self._pid = 0
         self._joules = 0.0
         self._moves = False
-        """Whether the node is on its way to another stage: its totals go on there."""
+        """The node moves to another stage, where its totals go on."""
 
     def given(self, run: str) -> Given | None:
-        """Return what our record says of what was given to a run; None of none."""
+        """Return the contribution to a run as a field of our record; None without one."""
         found = self.by_run.get(run)
         return None if found is None else found.given()
 
     def take(self, event: events.Event) -> None:
-        """Add an event."""
         if isinstance(event, events.Started):
             begun = Contribution(run=event.run, first_at=event.at, last_at=event.at)
             begun = self.now = self.by_run.setdefault(event.run, begun)
@@ -108,7 +107,7 @@ class ContributionLedger:
                 pass
 
     def _begin_totals(self, pid: int) -> None:
-        """Begin the totals that begin with a session: of traffic with each network, of energy with each process."""
+        """Totals of traffic begin anew with each session, those of energy with each process."""
         if not self._moves:
             self._sent = self._received = 0
         if pid != self._pid:
@@ -117,7 +116,6 @@ class ContributionLedger:
 
 
 def ledger_of(journal: Iterable[events.Event]) -> ContributionLedger:
-    """Return the ledger of what a journal says."""
     ledger = ContributionLedger()
     for event in journal:
         ledger.take(event)
@@ -170,8 +168,8 @@ class PeerHistory:
     """Tokens so far."""
     busy_s: float = 0.0
     worked_s: float = 0.0
-    underway: bool = False
-    """It has taken an inner step in this session."""
+    session_steps: int = 0
+    """Inner steps of this session."""
     round: int = 0
     partner: str | None = None
     gap_first: float | None = None
@@ -202,7 +200,6 @@ class PeerHistory:
     """How its process ended, where the observer saw that; a journal cannot tell."""
 
     def take(self, event: events.Event) -> None:
-        """Fold one event in."""
         self.ledger.take(event)
         match event:
             case events.InnerStep():
@@ -233,8 +230,9 @@ class PeerHistory:
                 self.finished, self.waiting, self.since = event.why, None, event.at
 
     def start_life(self) -> None:
-        """Its process is another one: it is not gone, and has no speed yet."""
-        self.gone, self.underway = None, False
+        """Its process is a new one: the peer is there, and has no speed yet."""
+        self.gone, self.session_steps = None, 0
+        self.loss = None  # the new process has the weights of a checkpoint or of a donor
         self.recent.clear()
         self.hops_at = self.traffic_at = None  # totals begin anew
         self.routes, self.sent_per_s, self.received_per_s = {}, None, None
@@ -246,7 +244,8 @@ class PeerHistory:
             self.recent.append(event)
             self.busy_s += event.device_s
             self.worked_s += event.seconds
-        self.underway, self.ended_at, self.progress = True, event.at, event.progress
+        self.session_steps += 1
+        self.ended_at, self.progress = event.at, event.progress
         self.steps = event.step
         self.tokens += event.tokens
         self.drawn.add(Point(event.at, self.tokens))
@@ -280,12 +279,12 @@ class PeerHistory:
 
     @property
     def contribution(self) -> Contribution | None:
-        """What it has given to the run that it takes part in; None before it does."""
+        """Its contribution to the present run; None before it joins one."""
         return self.ledger.now
 
     @property
     def signed_tokens(self) -> int | None:
-        """Tokens that it drew as a source and has receipts for; None where it knows of none."""
+        """Tokens that it drew as a source and has receipts for; None if there are none."""
         return (None if self.contribution is None else self.contribution.signed_tokens) or None
 
     @property
@@ -294,17 +293,21 @@ class PeerHistory:
         return self.finished is None and self.gone is None
 
     @property
+    def underway(self) -> bool:
+        """Whether it has taken an inner step in this session."""
+        return self.session_steps > 0
+
+    @property
     def busy(self) -> float | None:
-        """The share of its wall time at work for which its device worked; None where no step says so."""
+        """The share of the time between its steps for which its device worked; None if no step tells."""
         return self.busy_s / self.worked_s if self.busy_s > 0 else None
 
     @property
     def mean_staleness(self) -> float:
-        """The mean over its rounds."""
         return self.staleness / max(1, self.met + self.solo)
 
     def tokens_per_s(self, now: float) -> float:
-        """Return the speed over the last steps as of `now` (unix seconds): it falls while nothing comes."""
+        """Return the speed over the last steps as of `now` (unix seconds); it falls while no step comes."""
         if not self.recent or not self.is_there:
             return 0.0
         return sum(step.tokens for step in self.recent) / self._recent_s(now)
@@ -322,9 +325,9 @@ class PeerHistory:
 
 
 def over_tokens(curve: Curve, histories: Sequence[PeerHistory]) -> list[Point]:
-    """Return the points over the tokens that all sources together had trained on at their time.
+    """Return the points with the tokens that all sources together had trained on at that time as x.
 
-    A common measure for all peers, and an exact one: the progress in a journal is only what its peer had heard of.
+    This is exact and the same for all peers: the progress in a journal is only what its peer had heard of.
     """
     sources = [history for history in histories if history.stage == 0]
     return [Point(sum(_tokens_at(source, point.x) for source in sources), point.value) for point in curve.points]

@@ -1,7 +1,6 @@
-"""Journals of a run that is over, played: read again as of any time, and the keys that a person steers with.
+"""Playing the journals of a run that is over: its state at any time, and the keys by which a person steers.
 
-Back is forth from the beginning: a fold cannot be undone, and folding a hundred thousand events again takes a part of a
-second.
+To go back, events are folded again from the beginning: a hundred thousand take a part of a second.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ FASTEST, SLOWEST = 2.0**16, 2.0**-4
 
 
 class PlaybackState(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a recording is played: seconds since its beginning, of so many; and how fast."""
+    """How far and how fast a recording is played: `at_s` of `whole_s`, seconds from its beginning."""
 
     at_s: float
     whole_s: float
@@ -83,16 +82,15 @@ class Playback:
 
     @property
     def at_end(self) -> bool:
-        """Whether there is no more to play."""
         return self.now >= self._ended
 
     def advance(self, seconds: float) -> None:
-        """Let so much real time pass."""
+        """Let real time pass."""
         if not self.paused:
             self._go(self.now + self.speed * seconds)
 
     def press(self, key: str) -> None:
-        """Do what a key means; a number is the share of the recording to go to."""
+        """Do what a key means; a number from 0 to 1 goes to that share of the recording."""
         step = (self._ended - self._begun) / STEPS
         match key:
             case "forward":
@@ -116,12 +114,11 @@ class Playback:
                     self._go(self._begun + float(share) * (self._ended - self._begun))
 
     def state(self) -> PlaybackState:
-        """Return what a view shows of it."""
         at_s, whole_s = self.now - self._begun, self._ended - self._begun
         return PlaybackState(at_s=at_s, whole_s=whole_s, speed=self.speed, paused=self.paused, at_end=self.at_end)
 
     def footer(self) -> str:
-        """Return what is played, and the keys."""
+        """Return a line with the position and the keys."""
         how = "paused" if self.paused else "at its end" if self.at_end else f"x{self.speed:g}"
         at, whole = format_clock(self.now - self._begun), format_clock(self._ended - self._begun)
         return f"{at} of {whole}, {how}   space: pause  ←→: step  ↑↓: speed  q: end"
@@ -131,7 +128,7 @@ class Playback:
 
 
 class Keyboard:
-    """Keys as they are pressed; none where the standard input is no terminal. A context: the terminal is given back."""
+    """A context that reads single keys from the terminal, and restores it; no keys if standard input is no terminal."""
 
     def __init__(self) -> None:
         self.is_there = sys.stdin.isatty()
@@ -148,14 +145,14 @@ class Keyboard:
             termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, self._before)  # type: ignore[arg-type]
 
     def pressed(self) -> list[str]:
-        """Return what was pressed since the last call, by its meaning."""
+        """Return the meanings of the keys pressed since the last call."""
         if not self.is_there or not select.select([sys.stdin], [], [], 0)[0]:
             return []
         return meanings(os.read(sys.stdin.fileno(), 256).decode(errors="ignore"))
 
 
 def meanings(typed: str) -> list[str]:
-    """Return the meanings of the keys that a terminal has sent; what means nothing is passed over."""
+    """Return the meanings of the keys that a terminal has sent; pass over others."""
     found = []
     while typed:
         key = next((key for key in KEYS if typed.startswith(key)), None)
@@ -166,7 +163,7 @@ def meanings(typed: str) -> list[str]:
 
 
 class Recording:
-    """Journals of a run that is over, or crashed, to be looked at as of any time between `begun` and `ended`."""
+    """Journals of a run that is over or crashed; `at` shows any time between `begun` and `ended`."""
 
     def __init__(
         self,
@@ -175,7 +172,7 @@ class Recording:
         run: RunConfig | None,
         faults: Sequence[Change] = (),
     ) -> None:
-        """`journals`: the events of each, in order, by the name of its peer. `faults`: that befell a simulation."""
+        """`journals`: events in order, by the name of their peer. `faults`: of a simulation."""
         self._title, self._run, self._faults = name, run, faults
         self._events = sorted(
             chain.from_iterable(((event.at, peer, event) for event in taken) for peer, taken in journals.items()),
@@ -195,7 +192,6 @@ class Recording:
         self._next, self._now, self._told = 0, self.begun, 0
 
     def at(self, now: float) -> SwarmView:
-        """Return the swarm as of `now`."""
         now = min(max(now, self.begun), self.ended)
         if now < self._now:
             self._rewind()
@@ -251,7 +247,7 @@ def read_journals(places: Sequence[Path]) -> Recording:
 
 
 class _TraceLine(msgspec.Struct):
-    """What a line of a simulation's events says beside its event. `text`: of a fault, in words."""
+    """The fields of a simulation's line beside its event. `text`: a fault, in words."""
 
     event: str
     at: float
@@ -260,7 +256,6 @@ class _TraceLine(msgspec.Struct):
 
 
 def _read_trace(path: Path) -> Recording:
-    """Return the recording of a simulation that wrote its events."""
     taken: dict[str, list[events.Event]] = {}
     faults: list[Change] = []
     with path.open("rb") as lines:
@@ -278,7 +273,7 @@ def _read_trace(path: Path) -> Recording:
 
 
 def _of_run(journal: Iterable[events.Event], run: str) -> Iterator[events.Event]:
-    """Yield what a journal says of one run: a home may have taken part in several."""
+    """Yield the events of one run: a home may have joined several."""
     before: list[events.Event] = []
     now: str | None = None
     for event in journal:
@@ -294,7 +289,7 @@ def _of_run(journal: Iterable[events.Event], run: str) -> Iterator[events.Event]
 
 
 def _run_of(home: Path) -> RunConfig | None:
-    """Return the run of the run file that lies in a home or beside it, if one does and is legible."""
+    """Return the run whose file lies in a home or beside it, if it is legible."""
     for path in (HomePaths(home).run_file, HomePaths(home.parent).run_file):
         try:
             return decode_run(path.read_text(), str(path))

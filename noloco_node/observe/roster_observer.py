@@ -1,14 +1,13 @@
-"""A swarm as its peers' records in the DHT tell it.
+"""Views of a swarm from the records of its peers in the DHT.
 
-A record holds what its peer says of itself, unchecked. Which tokens of the run count, `noloco_node.swarm.run_samples`
-says. Their growth is the swarm's speed; until they have been watched for long enough, it is what the sources say of
-theirs.
+A record is unchecked: its peer says it of itself. `noloco_node.swarm.run_samples` decides which tokens count. Their
+growth is the swarm's speed; until they have been watched for long enough, it is the speed that sources report.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -19,6 +18,7 @@ from noloco_node.observe.journal_observer import routes
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import (
     MOST_CHANGES,
+    SETTLED_STEPS,
     Change,
     Course,
     PeerView,
@@ -39,6 +39,7 @@ MOST_TOLD = 32
 ROUTE_S = 60.0
 """For which a route that nobody tells of any more is shown."""
 MOST_PER_MINUTE = 2**20
+NOTHING = Given(0, 0, 0, 0)
 SILENT = "no news of it: it may be dead"
 
 
@@ -46,21 +47,20 @@ class RosterObserver:
     """Makes a view of each roster, and remembers what changed between them."""
 
     def __init__(self, run: RunConfig, run_id: str, own: PeerHistory | None = None) -> None:
-        """`own`: what the peer does that watches, where it takes part itself; named as its owner names it."""
+        """`own`: the history of the peer that observes, if it trains, with the name that its owner gave."""
         self._own = own
         self._run, self._run_id, self._tokens = run, run_id, run.pipeline.sequence_length
         self._microbatch_tokens = run.pipeline.microbatch_size * run.pipeline.sequence_length
         self._seen: deque[tuple[float, int]] = deque(maxlen=1000)
         self._before: dict[str, PeerRecord] | None = None
+        self._came: dict[str, int] = {}
+        """The inner steps that each peer had taken when it came to train; 0 of peers that trained at our first look."""
         self._changes: deque[Change] = deque(maxlen=MOST_CHANGES)
         self._course = Course()
         self._routes, self._lines = RecordedRoutes(), LineRates()
 
     def view(self, roster: Roster, at: float, late: Mapping[str, float] = MappingProxyType({})) -> SwarmView:
-        """Return what a roster that was read just now says.
-
-        `at`: unix seconds. `late`: peers that may be dead, and how old their last news is.
-        """
+        """Return the view of a roster that was read just now. `late`: by peer, for how long it has been silent."""
         run = self._run
         records = {record.peer: record for stage in roster.stages for record in stage}
         if self._own is not None and self._own.peer in records:  # its name and gifts are added where it is published
@@ -89,7 +89,7 @@ class RosterObserver:
         return swarm_view(totals, len(roster.stages), peers, self._changes, self._course, at, routes)
 
     def _all_routes(self, roster: Roster, at: float) -> tuple[Route, ...]:
-        """Return the routes that peers tell of, with ours as we know them."""
+        """Return the routes in records, and ours from our own history."""
         told, own = self._routes.take(roster.stages, at), self._own
         if own is None or own.peer is None:
             return told
@@ -123,7 +123,7 @@ class RosterObserver:
         idle = wait is not None and CAUSES.get(wait.cause) in (Cause.MICROBATCHES, Cause.ROUTE)
         speed = record.tokens_per_s if record.state is PeerState.TRAINING and not idle else 0.0
         busy = speed / self._microbatch_tokens * record.device_s
-        given = record.given or Given(0, 0, 0, 0)
+        given = record.given or NOTHING
         claimed = None if source is None else source.claimed * self._tokens
         view = PeerView(
             peer=record.peer,
@@ -143,29 +143,35 @@ class RosterObserver:
             tokens_claimed=claimed,
             tokens_signed=None if source is None else source.signed * self._tokens,
             met=record.partner,
+            settled=record.inner_steps >= self._came.get(record.peer, 0) + SETTLED_STEPS,
             tokens=max(given.tokens, claimed or 0),
             there_s=float(given.seconds),
             line_bytes=given.sent_bytes + given.received_bytes,
             joules=float(given.joules) or None,
-            sent_per_s=self._lines.sent_per_s(record.peer),
-            received_per_s=self._lines.received_per_s(record.peer),
             budget=record.budget,
         )
         own = self._own
         if own is None or own.peer != record.peer:
-            return view
-        rates = {"sent_per_s": own.sent_per_s, "received_per_s": own.received_per_s}
-        if own.signed_tokens is not None:
+            return msgspec.structs.replace(view, **self._lines.rates(record.peer))
+        return msgspec.structs.replace(
+            view,
             # A roster has the claims of other sources alone: what this peer drew stands in its own record.
-            rates |= {"tokens_claimed": max(view.tokens, own.signed_tokens)}
-        return msgspec.structs.replace(view, tokens_signed=own.signed_tokens, **rates)
+            tokens_claimed=claimed if own.signed_tokens is None else max(view.tokens, own.signed_tokens),
+            tokens_signed=own.signed_tokens,
+            sent_per_s=own.sent_per_s,
+            received_per_s=own.received_per_s,
+        )
 
     def tell(self, name: str, text: str, at: float) -> None:
-        """Add to what happened what no record says."""
+        """Add a change that no record tells."""
         self._changes.append(Change(at=at, name=name, text=text))
 
     def _note_changes(self, records: dict[str, PeerRecord], at: float) -> None:
         before, self._before = self._before, records
+        training = {peer: record for peer, record in records.items() if record.state is PeerState.TRAINING}
+        self._came = {
+            peer: self._came.get(peer, 0 if before is None else record.inner_steps) for peer, record in training.items()
+        }
         if before is None:
             return
         for peer, record in records.items():
@@ -179,13 +185,12 @@ class RosterObserver:
 
 
 class LineRates:
-    """What peers' lines carry, by what they say they have given in how many seconds of their own."""
+    """Rates of peers' lines, from the bytes and seconds that their records say they have given."""
 
     def __init__(self) -> None:
         self._told: dict[str, deque[Given]] = {}
 
     def take(self, records: Mapping[str, PeerRecord]) -> None:
-        """Take note of all records, by peer."""
         told = {peer: self._told.get(peer, deque(maxlen=MOST_TOLD)) for peer in records}
         for peer, gifts in told.items():
             now = records[peer].given
@@ -197,31 +202,29 @@ class LineRates:
                 gifts.popleft()
         self._told = told
 
-    def sent_per_s(self, peer: str) -> float | None:
-        """Return the bytes that it sends a second; None where too little is known."""
-        return self._rate(peer, lambda given: given.sent_bytes)
-
-    def received_per_s(self, peer: str) -> float | None:
-        """Return the bytes that it receives a second; None where too little is known."""
-        return self._rate(peer, lambda given: given.received_bytes)
-
-    def _rate(self, peer: str, of: Callable[[Given], int]) -> float | None:
-        gifts = self._told[peer]
-        span_s = gifts[-1].seconds - gifts[0].seconds if gifts else 0
-        return max(0, of(gifts[-1]) - of(gifts[0])) / span_s if span_s >= LEAST_SPAN_S else None
+    def rates(self, peer: str) -> dict[str, float]:
+        """Return what a peer sends and receives, in bytes a second; nothing if too little is known."""
+        first, last = (self._told[peer][0], self._told[peer][-1]) if self._told[peer] else (NOTHING, NOTHING)
+        span_s = last.seconds - first.seconds
+        if span_s < LEAST_SPAN_S:
+            return {}
+        return {
+            "sent_per_s": max(0, last.sent_bytes - first.sent_bytes) / span_s,
+            "received_per_s": max(0, last.received_bytes - first.received_bytes) / span_s,
+        }
 
 
 class RecordedRoutes:
-    """Routes as records tell them: each a few of its peer's next hops, by turns; several readings have them all.
+    """Routes from records. A record names a few of its peer's next hops, by turns, so several readings have them all.
 
-    They are unchecked. A hop that names no peer of the next stage, or two, is passed over.
+    Nobody checks them. A hop that fits no peer of the next stage, or two, is passed over.
     """
 
     def __init__(self) -> None:
         self._told: dict[tuple[str, str], tuple[Route, float]] = {}
 
     def take(self, stages: Sequence[Iterable[PeerRecord]], at: float) -> tuple[Route, ...]:
-        """Take note of all records, stage by stage, at `at` (unix seconds); return the routes of the last minute."""
+        """Note the records of all stages as of `at` (unix seconds); return the routes of the last minute."""
         there = [{record.peer: record for record in stage} for stage in stages]
         for here, below in pairwise(there):
             ends = Counter(peer[-HOP_LETTERS:] for peer in below)
@@ -242,7 +245,7 @@ class RecordedRoutes:
 
 
 def called(record: PeerRecord) -> str:
-    """Return a peer's short id, and behind it the name that it gives itself."""
+    """Return a peer's short id and the name that it gives itself."""
     return f"{short(record.peer)} {shown_name(record.name)}".rstrip()
 
 

@@ -1,7 +1,7 @@
-"""A view as text: a picture that fills a terminal and no more, and plain lines; `LiveView` shows one after the other.
+"""A view as text: a picture that fits the terminal, and plain lines; `LiveView` shows one view after the other.
 
-A picture begins with what counts most: how far the run is, how fast it goes, what holds it back. What does not fit is
-left out from below, and of stages and peers those come first that a person should look at.
+A picture begins with what counts most: how far the run is, how fast, what holds it back. It leaves out from below what
+does not fit; stages and peers that a person should look at come first.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 def picture(view: SwarmView, width: int, height: int, footer: str = "") -> RenderableType:
-    """Return a view drawn into `width` columns and at most `height` lines, those of a footer at the end."""
+    """Draw a view into `width` columns and at most `height` lines, a footer included."""
     below = footer.splitlines()
     width, height = max(LEAST_WIDTH, width), max(LEAST_HEIGHT, height) - len(below)
     top = _top(view, width, height)
@@ -60,7 +60,7 @@ def picture(view: SwarmView, width: int, height: int, footer: str = "") -> Rende
     if len(stages) < len(view.stages):
         parts.append(Text(f"  and {len(view.stages) - len(stages)} more stages", style="dim"))
     if peers:
-        parts.append(_peer_table(peers, view.at, width))
+        parts.append(_peer_table(peers, view, width))
         if len(peers) < len(view.peers):
             parts.append(Text(f"  and {len(view.peers) - len(peers)} more peers", style="dim"))
     if left - 1 >= LEAST_CHART and len(view.course) > 1:
@@ -72,7 +72,6 @@ def picture(view: SwarmView, width: int, height: int, footer: str = "") -> Rende
 
 
 def line(view: SwarmView) -> str:
-    """Return the whole swarm in one plain line."""
     loss = [] if view.loss is None else [f"loss {view.loss:.3f}"]
     gap = [] if view.gap is None else [f"gap {view.gap:.2g}"]
     census = ", ".join(f"{each.stage}: {each.replicas}" for each in view.stages)
@@ -82,7 +81,7 @@ def line(view: SwarmView) -> str:
 
 
 def lines(view: SwarmView) -> list[str]:
-    """Return a view in plain lines: the swarm, each stage, and who waits for what."""
+    """Return a view in plain lines: the swarm, each stage, and what peers wait for."""
     text = [f"{plain(view.name)}: {line(view)}"]
     for stage in view.stages:
         waits = f"; {stage.waiting} wait for {plain(stage.waits)}" if stage.waits else ""
@@ -94,7 +93,6 @@ def lines(view: SwarmView) -> list[str]:
 
 
 def change_line(change: Change) -> str:
-    """Return one line about a change."""
     return f"{_clock(change.at)}  {plain(change.name)} {plain(change.text)}"
 
 
@@ -132,7 +130,7 @@ def _signed(given: GivenInAll, width: int) -> str:
 def _stage_table(stages: Sequence[StageView], view: SwarmView, width: int) -> Table:
     wide, table = width >= WIDE, _table(width)
     _add_columns(table, "stage", justify="right")
-    _add_columns(table, "replicas", "at work")
+    _add_columns(table, "replicas", view.busy_name)
     _add_columns(table, "tokens/s", *(("gap",) if wide else ()), justify="right")
     _add_columns(table, "wait for")
     table.columns[-1].ratio = 1
@@ -151,12 +149,12 @@ def _stage_table(stages: Sequence[StageView], view: SwarmView, width: int) -> Ta
     return table
 
 
-def _peer_table(peers: Sequence[PeerView], at: float, width: int) -> Table:
+def _peer_table(peers: Sequence[PeerView], view: SwarmView, width: int) -> Table:
     wide, table = width >= WIDE, _table(width)
     _add_columns(table, "peer", most=34 if wide else 16)
     _add_columns(table, "stage", justify="right")
     _add_columns(table, "state")
-    figures = ("step", "round", *(("partner", "at work") if wide else ()), "gap", "loss", "tokens/s")
+    figures = ("step", "round", *(("partner", view.busy_name) if wide else ()), "gap", "loss", "tokens/s")
     _add_columns(table, *figures, justify="right")
     _add_columns(table, "waits for")
     table.columns[-1].ratio = 1
@@ -172,7 +170,7 @@ def _peer_table(peers: Sequence[PeerView], at: float, width: int) -> Table:
             "" if peer.gap is None else f"{peer.gap:.4f}",
             "" if peer.loss is None else f"{peer.loss:.3f}",
             f"{peer.tokens_per_s:,.0f}",
-            Text(_waits(peer, at), style="dim"),
+            Text(_waits(peer, view.at), style="dim"),
         )
     return table
 
@@ -189,7 +187,7 @@ def _add_columns(
 
 
 def _fitting_stages(stages: Sequence[StageView], most: int) -> list[StageView]:
-    """Return the stages to show, in order: all, or those with the fewest at work, the busiest, and most waits."""
+    """Return the stages to show, in order; if not all fit, first those with the fewest replicas that train."""
     if len(stages) <= most + 1:
         return list(stages)
     first = sorted(stages, key=lambda each: (each.training, -(each.busy or 0.0), -each.waiting, each.stage))[:most]
@@ -197,7 +195,7 @@ def _fitting_stages(stages: Sequence[StageView], most: int) -> list[StageView]:
 
 
 def fitting_peers(peers: Sequence[PeerView], most: int) -> list[PeerView]:
-    """Return the peers to show: all in their order, or those first that do not train, and that wait the longest."""
+    """Return the peers to show; if not all fit, first those that do not train and those that wait longest."""
     if len(peers) <= most + 1:
         return list(peers)
     late = sorted(peers, key=lambda peer: (peer.trains, peer.waits is None, peer.since or float("inf"), peer.stage))
@@ -205,7 +203,7 @@ def fitting_peers(peers: Sequence[PeerView], most: int) -> list[PeerView]:
 
 
 def _collapsed(changes: Sequence[Change]) -> list[Change]:
-    """Return changes with what several peers said in a row told once."""
+    """Return changes, with equal ones in a row told once."""
     found: list[Change] = []
     for text, same in groupby(changes, key=lambda change: change.text):
         first, *others = same
@@ -244,7 +242,6 @@ def _waits(peer: PeerView, at: float) -> str:
 
 
 def time_left(view: SwarmView) -> str:
-    """Say how long the run still takes."""
     if view.progress >= 1.0 or view.left_s == 0.0:
         return "over"
     return "no estimate yet" if view.left_s is None else f"{format_duration(view.left_s)} left"
@@ -263,10 +260,10 @@ def _fitted(words: str, width: int) -> Text:
 
 
 class LiveView:
-    """A context, so that the terminal is always given back.
+    """A context that draws views and restores the terminal.
 
-    `whole_screen`: on the terminal's other screen, so that nothing is left of it; otherwise the last picture stays.
-    `address`: of the page where the same is shown, which a picture that fills the terminal would hide.
+    `whole_screen`: draw on the terminal's other screen, of which nothing stays; otherwise the last picture stays.
+    `address`: of the page with the same view, told below each picture.
     """
 
     def __init__(self, console: Console, *, whole_screen: bool, address: str | None = None) -> None:
@@ -285,7 +282,7 @@ class LiveView:
             self._live.stop()
 
     def show(self, view: SwarmView, footer: str = "") -> None:
-        """Draw a view; or print what is new, and a line about the whole if the last one is old."""
+        """Draw a view; without a terminal, print new changes and now and then a line."""
         if self._live is not None:
             width, height = self._console.size
             below = "\n".join(filter(None, (self._address and f"in a browser: {self._address}", footer)))
@@ -308,17 +305,16 @@ class LiveView:
 
 
 class Series(NamedTuple):
-    """Points with x from 0 to 1, in one colour."""
+    """Points of one colour, with x from 0 to 1."""
 
     points: Sequence[Point]
     style: str
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """Return the mean over a twentieth of the points around each: windows are small and their losses noisy.
+    """Return the mean over a twentieth of the points around each, because losses of small windows are noisy.
 
-    Centred, so that the curve does not lag: at the start, where it is steep, over fewer points; at the end over those
-    before.
+    The mean is centred, so that the curve does not lag; near the start and the end it takes fewer points.
     """
     count, places = len(points), np.arange(len(points))
     reach = max(1, count // 40)
@@ -330,7 +326,7 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
 
 
 def chart(series: Sequence[Series], width: int, height: int) -> list[Text]:
-    """Draw all series into `height` lines of `width` cells, the scale at the left included; it is logarithmic."""
+    """Draw all series into `height` lines of `width` cells, with a logarithmic scale at the left."""
     finite = [Series([point for point in one.points if 0 < point.value < math.inf], one.style) for one in series]
     drawn = [one for one in finite if one.points]
     if not drawn:

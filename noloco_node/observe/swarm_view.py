@@ -1,7 +1,7 @@
-"""What a swarm is doing at one moment: one struct, from which every view is drawn and which `--json` prints.
+"""`SwarmView`: a swarm at one moment. Every view is drawn from it, and `--json` prints it.
 
-It is made of records in the DHT (`roster_observer`) or of journals (`journal_observer`). Times are unix seconds. What
-strangers say of themselves is in here as they said it: code that prints it uses `plain`.
+`roster_observer` makes it of records in the DHT, `journal_observer` of journals. Times are unix seconds. Words of
+strangers are in here unchanged: code that prints them uses `plain`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,23 @@ MOST_CHANGES = 100
 
 TOLD_ROUTES = "microbatches that came back, as peers told of them in the last minute"
 ALL_ROUTES = "microbatches that came back"
+AT_WORK, COMPUTING = "at work", "computing"
+"""What `busy` counts. Of records: the time by the wall clock for which a device has a microbatch in hand. Of journals:
+the time for which the device computes; of a CPU, that for which its thread has a core."""
+SETTLED_STEPS = 16
+"""Inner steps after which the loss of a peer that came to train counts for the swarm's. The weights of a checkpoint are
+old: the first windows have a loss that the others had long ago, until the next rounds pull the weights to theirs."""
 LONGEST_VIRTUAL_S = 1e9
 """Times below are seconds since a simulation began; later ones are unix seconds."""
 
 
 class PeerFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What every view shows of one peer. `busy`: share of its time for which its device works, or the line that limits
-    it; None if unknown.
+    """The figures of one peer that every view shows; None where unknown.
 
-    `waits`: what it waits for, in words. `tokens`: of its windows, as it says; `tokens_signed`: that it drew as a
-    source and has receipts for; `there_s`, `line_bytes`, `joules`: what it gave beside them, where known. `share`: of
-    its stage's speed. `sent_per_s`, `received_per_s`: bytes over its line; `budget`: what it uses of what its owner
-    allows, in words.
+    `busy`: share of the time for which its device works, or the line that limits it. `share`: of its stage's speed.
+    `tokens`: of its windows, as it says; `tokens_signed`: those that it drew as a source and has receipts for.
+    `sent_per_s`, `received_per_s`: bytes over its line. `waits`: what it waits for, and `budget`: what it uses of the
+    line that its owner allows, both in words.
     """
 
     name: str
@@ -62,9 +67,9 @@ class PeerFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerView(PeerFigures, frozen=True, kw_only=True):
-    """One peer. `cause`: why it waits, where it says so itself; `since`: since when, where that is known.
+    """One peer. `cause`: why it waits, if it says so; `since`: when the wait began. `met`: id of its last partner.
 
-    `tokens_claimed`: that it says it drew as a source. `met`: id of the peer that it met last.
+    `tokens_claimed`: that it says it drew as a source. `settled`: it has trained for `SETTLED_STEPS` since it came.
     """
 
     peer: str
@@ -74,10 +79,10 @@ class PeerView(PeerFigures, frozen=True, kw_only=True):
     since: float | None = None
     tokens_claimed: int | None = None
     met: str | None = None
+    settled: bool = True
 
     @property
     def trains(self) -> bool:
-        """Whether it takes part in the training now."""
         return self.state == PeerState.TRAINING
 
 
@@ -108,10 +113,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GivenInAll(msgspec.Struct, frozen=True, kw_only=True):
-    """What peers say they have given, together: tokens of their windows, their time, bytes of their lines, energy.
-
-    `drawn`: tokens that sources say they drew, where others keep count of these; `signed`: by receipts.
-    """
+    """Sums of what peers say they have given. `drawn`: tokens that sources claim; `signed`: of these, by receipts."""
 
     tokens: int
     there_s: float
@@ -122,9 +124,9 @@ class GivenInAll(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a run beside its peers.
+    """Facts of a run beside its peers. `tokens`: trained so far, by all. `trouble`: why the view may be out of date.
 
-    `tokens`: trained so far, by all. `trouble`: why this may be out of date. `routes_told`: what is known of routes.
+    `routes_told`: which routes are known, in words. `busy_name`: what a share of time called busy counts.
     """
 
     name: str
@@ -135,14 +137,11 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
     trouble: str | None = None
     routes_told: str = TOLD_ROUTES
+    busy_name: str = AT_WORK
 
 
 class SwarmFigures(RunTotals, frozen=True, kw_only=True):
-    """What every view shows of a swarm.
-
-    `bottleneck`: what holds it back, in one sentence; `limit`: the stage that this names. `given`: by all that are
-    shown.
-    """
+    """The figures of a swarm that every view shows. `bottleneck`: a sentence; `limit`: the stage that it names."""
 
     at: float
     loss: float | None
@@ -164,16 +163,13 @@ class SwarmView(SwarmFigures, frozen=True, kw_only=True):
 
 
 class Thinned(Generic[T]):
-    """At most `limit` of all that comes, evenly: when it is full, every second goes and the rest are taken half as
-    often.
-    """
+    """At most `limit` of all points, evenly: when it is full, it drops every second one and takes half as many."""
 
     def __init__(self, limit: int = 512) -> None:
         self.points: list[T] = []
         self._limit, self._stride, self._seen = limit, 1, 0
 
     def add(self, point: T) -> None:
-        """Take a point, or pass it over."""
         if self._seen % self._stride == 0:
             self.points.append(point)
         self._seen += 1
@@ -198,16 +194,14 @@ def swarm_view(
 ) -> SwarmView:
     """Put a view together, and add its moment to the course.
 
-    `is_speed_known`: whether the speed has all who are at work: not while some have taken only their first step.
+    `is_speed_known`: the speed counts all sources; false while some have taken only their first step.
     """
     by_stage: list[list[PeerView]] = [[] for _ in range(stages)]
     for peer in peers:
         if 0 <= peer.stage < stages:
             by_stage[peer.stage].append(peer)
     seen = tuple(_stage_view(number, there) for number, there in enumerate(by_stage))
-    sources = [peer for peer in peers if peer.stage == 0] or peers
-    loss = _mean([peer.loss for peer in sources if peer.trains]) or _mean([peer.loss for peer in sources])
-    gap = _mean([peer.gap for peer in peers])
+    loss, gap = _loss([peer for peer in peers if peer.stage == 0] or peers), _mean([peer.gap for peer in peers])
     speed, budget = totals.tokens_per_s, totals.budget_tokens
     is_over = totals.progress >= 1.0 or _all_finished(peers)
     left_s = 0.0 if is_over else None
@@ -235,12 +229,11 @@ def swarm_view(
 
 
 def short(peer: str) -> str:
-    """Return a peer's id as a person sees it."""
     return peer[-SHORT_ID:]
 
 
 def plain(words: str | None) -> str:
-    """Return what a stranger says of itself as plain text, bounded, without signs that move a terminal's cursor."""
+    """Return a stranger's words as plain bounded text, without signs that move a terminal's cursor."""
     return "".join(letter if letter.isprintable() else " " for letter in (words or "")[:MOST_WORDS])
 
 
@@ -256,8 +249,16 @@ def _given_in_all(peers: Sequence[PeerView]) -> GivenInAll:
     )
 
 
+def _loss(sources: Sequence[PeerView]) -> float | None:
+    """Return the mean loss of the sources that have trained for a while; else of those that train; else of all."""
+    training = [peer for peer in sources if peer.trains]
+    there = [peer for peer in sources if peer.state != "gone"]
+    groups = ([peer for peer in training if peer.settled], training, there, sources)
+    return next((mean for group in groups if (mean := _mean([peer.loss for peer in group])) is not None), None)
+
+
 def _all_finished(peers: Sequence[PeerView]) -> bool:
-    """Say whether all that are there have finished: a run ends a little before its last tokens are signed."""
+    """Say whether all present peers have finished: a run ends a little before its last tokens are signed."""
     states = {peer.state for peer in peers} - {"gone"}
     return states == {"finished"}
 
@@ -291,7 +292,7 @@ def _stage_view(number: int, peers: Sequence[PeerView]) -> StageView:
 
 
 def _brief(peer: PeerView) -> str | None:
-    """Return what a peer waits for without the details, in which those differ that wait for the same."""
+    """Return what a peer waits for without details, so that equal waits count together."""
     return peer.waits if peer.cause in (None, WaitCause.OTHER) else wait_words(Wait(peer.cause), peer.stage)
 
 

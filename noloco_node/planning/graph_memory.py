@@ -33,10 +33,10 @@ from torch.nn import functional
 from noloco_node.machine.memory import SavedTensors
 from noloco_node.planning.model_layout import ModelLayout
 from noloco_node.run.config import PipelineConfig
-from pipeline.decoder_slice import Cut, Slice, find_decoder_parts, multiplied_weights
+from pipeline.decoder_slice import Cut, find_decoder_parts, multiplied_weights
+from pipeline.forward_pass import LOGITS, Slice
 from pipeline.model_config import Config
 from pipeline.partition import empty_slice, skeleton
-from pipeline.stage import LOGITS
 
 _WIDTH = re.compile(r"(_size|_dim|_rank|^n_embd|^n_inner|^d_model)$")
 _NO_WIDTH = re.compile(r"vocab|window|patch|kernel|chunk|batch|group")

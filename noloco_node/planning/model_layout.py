@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from pipeline.decoder_slice import Cut, Slice
+    from pipeline.decoder_slice import Cut
+    from pipeline.forward_pass import Slice
     from pipeline.stage import Stage
 
 _REFUSALS = (ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
@@ -118,8 +119,9 @@ def make_stage(
     `graphs`: how many microbatches that wait for their gradient keep their graph; None for all.
     """
     from noloco_node.machine.device import autocast_dtype
+    from pipeline.forward_pass import StageSettings
     from pipeline.inner_step import Inner
-    from pipeline.stage import Stage, StageSettings
+    from pipeline.stage import Stage
 
     inner = run.inner
     return Stage(

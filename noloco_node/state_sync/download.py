@@ -1,9 +1,7 @@
 """Asking peers for the weights of a stage, and a newcomer's copy of a whole state, with what a person reads of it.
 
-A manifest without pieces says round, progress and norm of a peer's weights, and costs a few bytes. So a peer that wants
-weights compares what several peers say before it fetches any: a newcomer compares its donor with up to
-`REPLICAS_ASKED_BESIDE` other replicas. Records of the roster have no voice: any number of names may stand there.
-`gossip.transfer.download` fetches the pieces.
+A manifest without pieces says round, progress and norm of a peer's weights. A peer that wants weights compares what
+several peers say before `gossip.transfer.download` fetches any pieces.
 """
 
 from __future__ import annotations
@@ -68,16 +66,10 @@ def pause_s(attempts: int) -> float:
 
 def own_sections(checkpoint: Checkpoint) -> dict[Section, tuple[Tensor, ...]]:
     """Return the tensors of a checkpoint by section: a copy may have equal pieces."""
-    tensors = checkpoint.tensors
-    moments = tensors.get("optimiser", ())
+    tensors, moments = checkpoint.tensors, checkpoint.tensors.get("optimiser", ())
     half = len(moments) // 2
-    return {
-        Section.SLOW: tensors["slow"],
-        Section.MOMENTUM: tensors.get("momentum", ()),
-        Section.GATHERED: tensors.get("gathered", ()),
-        Section.FIRST: moments[:half],
-        Section.SECOND: moments[half:],
-    }
+    groups = {section: tensors.get(str(section), ()) for section in (Section.SLOW, Section.MOMENTUM, Section.GATHERED)}
+    return {**groups, Section.FIRST: moments[:half], Section.SECOND: moments[half:]}
 
 
 class StateDownload:
@@ -220,7 +212,6 @@ class DownloadAccount:
 
 
 def progress_line(stage: int, held_bytes: int, total_bytes: int, bytes_per_s: float) -> str:
-    """Return how far a copy is, in words."""
     share = held_bytes / total_bytes if total_bytes else 1.0
     text = f"copying stage {stage}: {format_bytes(held_bytes)} of {format_bytes(total_bytes)} ({share:.0%})"
     if bytes_per_s <= 0.0:
@@ -291,12 +282,8 @@ class ManifestReplies(NamedTuple):
 
 async def ask_manifests(network: PeerNetwork, peers: Iterable[str], subject: WeightsOf) -> ManifestReplies:
     """Return what each peer says of its weights, if it answers soon."""
-    turns, converse, told, busy = (
-        asyncio.Semaphore(ASKED_AT_ONCE),
-        subject.converse(network),
-        dict[str, Manifest](),
-        list[str](),
-    )
+    turns, converse = asyncio.Semaphore(ASKED_AT_ONCE), subject.converse(network)
+    told, busy = dict[str, Manifest](), list[str]()
 
     async def ask(peer: str) -> None:
         async with turns:

@@ -1,15 +1,8 @@
 """Which replicas of a stage belong in its mean, and the mean.
 
-Replicas of one stage differ a little, by the nature of gossip, and their mean is better than any of them. Three kinds
-stay out of it, each named with the reason:
-
-- An outlier: its weights are not finite, or their norm differs by more than a factor of two from the stage's median
-  (the lower one: diverging weights grow). Honest replicas differ by a few per cent.
-- A straggler: more than `staleness_at_most` rounds behind the stage's median round (the higher one), as in a meeting.
-- A stranger: one of three or more whose cosine with the median of the others is next to nothing. Replicas began alike;
-  negated weights, or noise, have an honest norm and nothing else.
-
-The median is the measure, so that one liar moves nobody else out of the mean. Of two, no rule tells the liar.
+Three kinds stay out of it, each named with the reason: outliers (weights that are not finite, or far from the median
+norm), stragglers (rounds far behind the median) and strangers (weights that have nothing in common with the others').
+The median is the measure, so that one liar moves no other replica out of the mean. Of two, no rule tells the liar.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
 """Slow weights of other stages, kept and served so that no stage dies with its last replica.
 
-A peer with `--keep-snapshots ROUNDS` takes a stage snapshot that is so many rounds further than the last one. It
-asks a few replicas for round and norm, chooses one of those that agree at random, and fetches its slow weights beside
-the training, one stage at a time. A stage that has begun anew replaces no snapshot before its rounds have passed it.
-
-A peer also serves its last checkpoints of stages that it served before: a peer that moved away may be the last to
-have any weights of a stage.
-
-A peer serves one stage at a time, which bounds the memory that strangers cost. A stage without replicas is served in
-any case, or a stranger that asks for another stage all the time would keep it dead.
+A peer with `--keep-snapshots ROUNDS` takes a stage snapshot that is so many rounds further than the last one, from a
+random one of the replicas that agree on round and norm. It also serves its last checkpoints of stages that it served
+before. It serves one stage at a time, and a stage without replicas in any case (docs/design/catching-up.md).
 """
 
 from __future__ import annotations

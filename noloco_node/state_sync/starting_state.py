@@ -1,16 +1,8 @@
 """Where a replica starts: from first weights, a donor's state or its own checkpoint, and which snapshot to believe.
 
-A checkpoint a few rounds behind its stage is taken: its replica is a straggler like any other and keeps the steps that
-it took alone. An older one would bring weights that others left long ago.
-
-Loss shows whether given weights are worth anything, because a donor only claims it. The first microbatches of a
-newcomer, on real routes, are compared with the losses that most replicas of the run report. Medians count on both
-sides: a bad replica of another stage is in few of our routes, and a liar is one record of many. A replica whose weights
-fail says in its next meeting that they have met nobody's, and adopts the partner's.
-
-A snapshot that revives a stage has no partner, and soon every loss is that of a route through it. So it is compared
-with losses from before, and if it fails, the newcomer asks for another one. If all fail, it takes the best if that
-knows more than a guess.
+The loss of a newcomer's first microbatches shows whether given weights are worth anything: it is compared with the
+losses that most replicas of the run report, for a snapshot with those from before its stage died. Medians count on both
+sides. docs/design/catching-up.md says what follows when weights fail.
 """
 
 from __future__ import annotations

@@ -1,16 +1,8 @@
 """The files that a run starts from travel between peers: weights, and the tokenizer that goes with them.
 
-The owner of the checkpoint (`bootstrap --weights`, `join --weights`) and every node serve the pieces that they have. A
-newcomer asks nodes before bootstrap peers and fetches pieces in an order of its own, so that the first copy leaves the
-owner once and newcomers give each other the rest. A node fetches the weights that its stage needs, and the whole
-tokenizer, which is small.
-
-A peer without a piece answers with the pieces of the file that it has. The newcomer then asks for these, and asks a
-peer that has none of its missing pieces again only after a while.
-
-Only the digests of the run file are believed (`noloco_node.storage.weight_store`). Strangers cost a peer at most
-`STREAMS_SERVED` pieces of memory. If all streams are taken, a newcomer gets the stream of a peer that has more streams
-than it, else the one that has stood still longest.
+Every node serves the pieces that it has, and fetches those that its stage needs in an order of its own, so that the
+first copy leaves the owner once. A peer without a piece answers with the pieces of the file that it has. Only the
+digests of the run file are believed (`noloco_node.storage.weight_store`).
 """
 
 from __future__ import annotations

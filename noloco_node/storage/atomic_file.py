@@ -1,10 +1,7 @@
 """Files that are whole or not there, whenever the power fails or the process is killed.
 
-A file is written aside, flushed to the disk and renamed, and its directory is flushed: it is there as it was before, or
-as it is after. `write_tensors` writes safetensors files with the SHA-256 of everything in their metadata, so that a
-flipped or missing byte is noticed; a file without a checksum, written by another program, is believed as far as its
-format goes. The bytes go to the disk in one pass, hashed on the way: writing takes no second copy of the tensors, and
-some MiB of a GPU's. Nothing here loads torch but `bytes_of`.
+A file is written aside, flushed to the disk and renamed, and its directory is flushed. `write_tensors` writes
+safetensors files in one pass, with the SHA-256 of everything in their metadata. Only `bytes_of` loads torch.
 """
 
 from __future__ import annotations
@@ -29,8 +26,8 @@ if TYPE_CHECKING:
 SPARE_BYTES = 16 * 2**20
 """What a file may leave free of a disk: other files on it grow too."""
 CHUNK_BYTES = 4 * 2**20
-AT_ONCE = 2**22
-"""Values that are copied at once from a tensor that is no float32 in main memory."""
+AT_ONCE = 2**20
+"""Values of a tensor in one chunk: as much is copied at once where the tensor is no float32 in main memory."""
 LARGEST_HEADER_BYTES = 100 * 2**20
 """What the safetensors format allows."""
 _ABOUT, _SUM = "about", "sha256"
@@ -125,35 +122,23 @@ def write_whole(path: Path, content: bytes, *, public: bool = False) -> None:
         ) from error
 
 
-class Lazy(NamedTuple):
-    """Bytes that are made a part at a time when they are read."""
+class TensorBytes(NamedTuple):
+    """The values of a tensor as float32 in main memory, made a chunk at a time when they are read."""
 
     size_bytes: int
     read: Callable[[], Iterator[memoryview]]
 
 
-def bytes_of(tensor: Tensor) -> memoryview | Lazy:
-    """Return a tensor's memory, if these are its bytes, else what copies them when they are read."""
+def bytes_of(tensor: Tensor) -> TensorBytes:
+    """Return the bytes of a tensor: its own memory where that holds them, else copies."""
     import torch
 
-    tensor = tensor.detach()
-    if tensor.device.type == "cpu" and tensor.dtype is torch.float32 and tensor.is_contiguous():
-        return _view(tensor.reshape(-1))
-    return Lazy(4 * tensor.numel(), lambda: _copied(tensor))
+    def chunks() -> Iterator[memoryview]:
+        for part in torch.split(tensor.detach().reshape(-1), AT_ONCE):
+            view: Any = part.to("cpu", torch.float32).view(torch.uint8).numpy()
+            yield memoryview(view)
 
-
-def _copied(tensor: Tensor) -> Iterator[memoryview]:
-    import torch
-
-    for part in torch.split(tensor.reshape(-1), AT_ONCE):
-        yield _view(part.to("cpu", torch.float32))
-
-
-def _view(flat: Tensor) -> memoryview:
-    import torch
-
-    view: Any = flat.view(torch.uint8).numpy()
-    return memoryview(view)
+    return TensorBytes(4 * tensor.numel(), chunks)
 
 
 class Array(NamedTuple):
@@ -162,19 +147,18 @@ class Array(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: bytes | memoryview | Lazy
+    data: bytes | TensorBytes
 
     @property
     def size_bytes(self) -> int:
-        return self.data.size_bytes if isinstance(self.data, Lazy) else len(self.data)
+        return len(self.data) if isinstance(self.data, bytes) else self.data.size_bytes
 
     def chunks(self) -> Iterator[memoryview]:
         """Yield the data, some MiB at a time."""
-        if isinstance(self.data, Lazy):
-            yield from self.data.read()
-            return
+        if not isinstance(self.data, bytes):
+            return self.data.read()
         view = memoryview(self.data)
-        yield from (view[start : start + CHUNK_BYTES] for start in range(0, len(view), CHUNK_BYTES))
+        return (view[start : start + CHUNK_BYTES] for start in range(0, len(view), CHUNK_BYTES))
 
 
 def write_tensors(path: Path, arrays: Sequence[Array], about: str, read: Callable[[], None] = lambda: None) -> None:
@@ -192,7 +176,7 @@ def write_tensors(path: Path, arrays: Sequence[Array], about: str, read: Callabl
 def about_of(path: Path) -> str | None:
     """Return the metadata that `write_tensors` was given, None if there is none; raise ValueError or `OSError`."""
     with path.open("rb") as file:
-        found = _metadata(_head_of(file))
+        found = _metadata(_head_of(file)[1])
     told = found.get(_ABOUT, found.get("counters"))  # the older name
     return told if isinstance(told, str) else None
 
@@ -200,14 +184,14 @@ def about_of(path: Path) -> str | None:
 def check_tensors(path: Path) -> None:
     """Raise ValueError if the bytes are not those that were written, `OSError` if the file cannot be read."""
     with path.open("rb") as file:
-        head = _head_of(file)
-        told = _metadata(head)
+        head, table = _head_of(file)
+        told = _metadata(table)
         promised = told.get(_SUM)
         if promised is None:
             if _ABOUT in told:
                 raise ValueError(f"{path.name} has lost its checksum")
             return
-        total = hashlib.sha256(_LENGTH.pack(len(head)) + _blanked(head, str(promised)))
+        total = hashlib.sha256(_LENGTH.pack(len(head)) + _with_sum(head, str(promised), _BLANK))
         while chunk := file.read(CHUNK_BYTES):
             total.update(chunk)
     if total.hexdigest() != promised:
@@ -237,12 +221,13 @@ def _write_aside(aside: Path, head: bytes, arrays: Iterable[Array], read: Callab
                 file.write(chunk)
         read()
         file.seek(len(prefix))
-        file.write(head.replace(_promise(_BLANK), _promise(total.hexdigest()), 1))
+        file.write(_with_sum(head, _BLANK, total.hexdigest()))
         file.flush()
         os.fsync(file.fileno())
 
 
-def _head_of(file: BinaryIO) -> bytes:
+def _head_of(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
+    """Return the header of a safetensors file, as it lies there and decoded; raise ValueError if it is none."""
     prefix = file.read(_LENGTH.size)
     if len(prefix) < _LENGTH.size:
         raise ValueError("the file is shorter than its first number")
@@ -252,34 +237,31 @@ def _head_of(file: BinaryIO) -> bytes:
     head = file.read(length)
     if len(head) < length:
         raise ValueError("the file ends within its header")
-    return head
-
-
-def _metadata(head: bytes) -> dict[str, object]:
     table = json.loads(head)
-    found = table.get("__metadata__", {}) if isinstance(table, dict) else None
+    if not isinstance(table, dict):
+        raise ValueError("the header is none of a safetensors file")
+    return head, table
+
+
+def _metadata(table: dict[str, Any]) -> dict[str, object]:
+    found = table.get("__metadata__", {})
     if not isinstance(found, dict):
         raise ValueError("the header is none of a safetensors file")
     return found
 
 
-def _blanked(head: bytes, promised: str) -> bytes:
-    return head.replace(_promise(promised), _promise(_BLANK), 1)
-
-
-def _promise(digest: str) -> bytes:
-    return b'"%s":"%s"' % (_SUM.encode(), digest.encode())
+def _with_sum(head: bytes, before: str, after: str) -> bytes:
+    """Replace the checksum in a header."""
+    return head.replace(f'"{_SUM}":"{before}"'.encode(), f'"{_SUM}":"{after}"'.encode(), 1)
 
 
 def tensor_ranges(path: Path) -> dict[str, tuple[int, int]]:
     """Return each tensor's first byte in a file, and the one behind its last; raise ValueError or `OSError`."""
     with path.open("rb") as file:
-        head, size = _head_of(file), os.fstat(file.fileno()).st_size
-    table, begin = json.loads(head), _LENGTH.size + len(head)
-    found = {}
-    for name, entry in table.items() if isinstance(table, dict) else ():
-        if name == "__metadata__":
-            continue
+        (head, table), size = _head_of(file), os.fstat(file.fileno()).st_size
+    table.pop("__metadata__", None)
+    found, begin = {}, _LENGTH.size + len(head)
+    for name, entry in table.items():
         try:
             start, stop = entry["data_offsets"]
         except (KeyError, TypeError, ValueError):

@@ -1,17 +1,8 @@
 """A node's own checkpoints: when a replica saves itself, and where checkpoints of each stage lie.
 
-New checkpoints would push out those of a stage that the peer left, perhaps its last weights. So these are set aside:
-renamed to where stage snapshots lie. The peer goes on from there if it comes back, momenta included; the slow
-weights are served to a peer that revives the stage (`noloco_node.state_sync.snapshot_keeper`); and an export finds
-them.
-
-A replica saves itself after each round, and without rounds every few minutes. Writing takes a bounded share of the
-time: a large replica on a slow disk saves less often. A checkpoint begins between two inner steps, where weights,
-momentum and optimiser belong together, and is written from the replica's memory beside the passes of the next window; a
-step waits until all is read (`gossip.rounds.outer_optimiser.WeightsLock`).
-
-A disk that refuses is said once, with the cause. The roster shows it (`CheckpointWriter.trouble`) until a checkpoint is
-written again.
+New checkpoints would push out those of a stage that the peer left, perhaps its last weights. So a node moves these to
+where stage snapshots lie. The peer goes on from there if it comes back, and serves them to a peer that revives the
+stage. Writing takes a bounded share of the time, beside the passes (docs/design/node.md).
 """
 
 from __future__ import annotations
@@ -33,12 +24,9 @@ from noloco_node.units import format_bytes
 
 KEPT = 2
 """Files of a stage that is served no more."""
-KEPT_SNAPSHOTS = 2
-"""Of each stage."""
+KEPT_SNAPSHOTS = 2  # of each stage
 SNAPSHOT_ROOM = 4
 """A snapshot must find so many times its size free: the checkpoints of this node come first."""
-
-
 P = ParamSpec("P")
 R = TypeVar("R")
 SHARE = 0.05
@@ -190,11 +178,8 @@ class CheckpointWriter:
 
     def due(self, round: int) -> bool:
         """Say whether a checkpoint is due after so many rounds; never while one is being written."""
-        return (
-            self._waiting is None
-            and not self._turn.locked()
-            and checkpoint_due(loop_s(), round, self._last, self._every_s)
-        )
+        is_free = self._waiting is None and not self._turn.locked()
+        return is_free and checkpoint_due(loop_s(), round, self._last, self._every_s)
 
     def holds(self, round: int) -> bool:
         """Say whether the disk has a checkpoint with `round` rounds finished."""

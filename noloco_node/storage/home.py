@@ -1,15 +1,11 @@
-"""A home: the directory of one running node.
-
-The files of a run lie below `runs`, in a directory with the run's id, so that no run pushes out what another keeps. A
-node never removes the directory of another run; its owner may.
+"""A home: the directory of one running node. No node removes the directory of another run; its owner may.
 
     HOME/identity.key journal.jsonl traffic.json web-token lock     the peer's, whatever the run
     HOME/run.toml invite                                            of the run that was joined last
     HOME/runs/ID/run.toml checkpoint/ snapshots/ catch-up/ weights/ tokenizer/ reached.json ticket
 
-Two nodes in one home would claim one peer id twice. So a running node locks the file `lock` (the kernel frees it when
-the process ends) and writes there which process it is. The lock file is never removed: two processes could each lock
-their own.
+Two nodes in one home would claim one peer id twice. So a running node locks the file `lock` and writes there which
+process it is. The lock file is never removed: two processes could each lock their own.
 """
 
 from __future__ import annotations
@@ -59,22 +55,14 @@ class RunPaths:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.run_file = path / "run.toml"
-        """The run file as it was fetched."""
-        self.checkpoint = path / "checkpoint"
-        """What a restart resumes from."""
-        self.snapshots = path / "snapshots"
-        """Slow weights of other stages, kept for others."""
-        self.partial_download = path / "catch-up"
-        """Pieces of a state that is still being copied."""
-        self.run_history = path / "reached.json"
-        """How far the run had come when its peers were last seen."""
-        self.ticket = path / "ticket"
-        """The ticket that was given to this peer."""
-        self.weights = path / "weights"
-        """Files of weights that the run starts from."""
-        self.tokenizer = path / "tokenizer"
-        """The run's tokenizer, if its files travel."""
+        self.run_file = path / "run.toml"  # the run file as it was fetched
+        self.checkpoint = path / "checkpoint"  # what a restart resumes from
+        self.snapshots = path / "snapshots"  # slow weights of other stages, kept for others
+        self.partial_download = path / "catch-up"  # pieces of a state that is still being copied
+        self.run_history = path / "reached.json"  # how far the run had come when its peers were last seen
+        self.ticket = path / "ticket"  # the ticket that was given to this peer
+        self.weights = path / "weights"  # files of weights that the run starts from
+        self.tokenizer = path / "tokenizer"  # the run's tokenizer, if its files travel
 
     def keep_run_file(self, text: str) -> None:
         """Write the run file as it was fetched, unless it is there; raise `UserError` (STORAGE) if the disk refuses."""
@@ -101,16 +89,11 @@ class HomePaths(RunPaths):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.identity = path / "identity.key"
-        """The private key that makes the peer id."""
-        self.journal = path / JOURNAL
-        """The journal (`noloco_node.journal.writer`)."""
-        self.invite = path / "invite"
-        """An invite to the run that was joined last, by which this peer, and others that it met, are found."""
-        self.traffic = path / "traffic.json"
-        """Bytes of this month (`noloco_node.limits.budget`)."""
-        self.page_token = path / "web-token"
-        """The token of the page in a browser."""
+        self.identity = path / "identity.key"  # the private key that makes the peer id
+        self.journal = path / JOURNAL  # the journal (`noloco_node.journal.writer`)
+        self.invite = path / "invite"  # to the run that was joined last: it leads to this peer and others that it met
+        self.traffic = path / "traffic.json"  # bytes of this month (`noloco_node.limits.budget`)
+        self.page_token = path / "web-token"  # the token of the page in a browser
 
     def relay_key(self, number: int) -> Path:
         return self.path / f"relay-{number}.key"

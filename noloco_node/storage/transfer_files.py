@@ -1,11 +1,9 @@
 """The two files of a state on its way: a donor's frozen copy, and the pieces that a newcomer has.
 
-The donor's file has no name: it takes no memory, and is gone with the process.
-
-The newcomer's file is appended to: each record is its length, a header in MessagePack and, for a piece, its bytes. It
-is never flushed and never believed: a torn record ends the file, and the reader passes over a piece that does not have
-its hash (`gossip.transfer.assembly`). The file's name says its run and stage; files of others are removed. It holds two
-copies of the state at most. If the disk refuses, noting ends, and the copy goes on in memory.
+The donor's file has no name: it is gone with the process. The newcomer's file is appended to: each record is its
+length, a header in MessagePack and, for a piece, its bytes. It is neither flushed nor believed: a torn record ends the
+file, and the reader passes over a piece that does not have its hash. If the disk refuses, noting ends, and the copy
+goes on in memory.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from torch import Tensor
 from gossip.exchange.codec import norm
 from gossip.exchange.messages import Manifest, ReplicaState, Section
 from gossip.transfer.assembly import Key
-from gossip.transfer.chunks import DIGEST_BYTES, MOST_PIECE_BYTES, Span, held_sections, present, raw, tensors_of
+from gossip.transfer.chunks import DIGEST_BYTES, MOST_PIECE_BYTES, Span, held_sections, listed, present, raw, tensors_of
 from noloco_node.errors import reason_of
 from noloco_node.storage.atomic_file import Array, bytes_of, require_room, write_all
 
@@ -66,7 +64,7 @@ class StateFile:
         return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
     def _bytes(self, at: int, size: int) -> bytes:
-        found = os.pread(self._file.fileno(), size, at)
+        found = b""
         while len(found) < size:
             more = os.pread(self._file.fileno(), size - len(found), at + len(found))
             if not more:
@@ -227,15 +225,8 @@ class PartialDownloadFile:
 
 def _manifest(found: _Follow) -> Manifest:
     """Return a noted manifest; raise ValueError if its hashes are no rows of digests."""
-
-    def hashes(section: Section) -> Tensor | None:
-        content = found.hashes.get(section)
-        if content is None:
-            return None
-        if len(content) % DIGEST_BYTES or not content:
-            raise ValueError(f"{len(content)} bytes of hashes")
-        return torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(-1, DIGEST_BYTES)
-
+    if any(len(content) % DIGEST_BYTES or not content for content in found.hashes.values()):
+        raise ValueError("torn hashes")
     told: dict[str, Any] = {name: getattr(found, name) for name in _COUNTERS}
-    told |= {str(section): hashes(section) for section in Section}
+    told |= {str(section): listed([content]) for section, content in found.hashes.items()}
     return Manifest(**told)

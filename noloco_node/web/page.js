@@ -302,7 +302,7 @@ const COLUMNS = [
   ["tokens_per_s", "tokens/s", (peer) => peer.tokens_per_s, (peer) => speed(peer.tokens_per_s)],
   ["share", "of its stage", (peer) => peer.share ?? -1, (peer) => percent(peer.share)],
   ["waits", "waits for", (peer) => peer.waits_s ?? (peer.waits === null ? -1 : 0), (peer) => waits(peer)],
-  ["busy", "device", (peer) => peer.busy ?? -1, (peer) => percent(peer.busy)],
+  ["busy", "at work", (peer) => peer.busy ?? -1, (peer) => percent(peer.busy)],
   ["line", "line up / down", (peer) => peer.sent_per_s ?? -1, (peer) => line(peer)],
   ["round", "round", (peer) => peer.round, (peer) => String(peer.round)],
   ["loss", "loss", (peer) => peer.loss ?? -1, (peer) => fixed(peer.loss, 3)],
@@ -349,6 +349,7 @@ function makeRow() {
 
 function drawPeers() {
   for (const cell of byId("columns").children) {
+    if (cell.column === "busy") write(cell.firstChild, frame.busy_name);
     if (cell.column === order.column) cell.setAttribute("aria-sort", order.down ? "descending" : "ascending");
     else cell.removeAttribute("aria-sort");
   }

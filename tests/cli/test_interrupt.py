@@ -89,6 +89,25 @@ def test_a_termination_ends_a_coroutine_and_lets_it_put_away_what_it_holds(numbe
     assert len(put_away) == 2
 
 
+@pytest.mark.parametrize("hears_interrupts", [False, True])
+def test_a_demo_in_the_background_of_a_script_takes_interrupts_that_other_commands_ignore(
+    hears_interrupts: bool,
+) -> None:
+    in_the_background_of_a_script()
+
+    async def main() -> str:
+        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+        await asyncio.sleep(0.01)
+        return "done"
+
+    if not hears_interrupts:
+        assert run(main()) == "done"
+        return
+    with pytest.raises(SystemExit) as left:
+        run(main(), hears_interrupts=True)
+    assert left.value.code == Exit.INTERRUPTED
+
+
 def test_a_second_signal_does_not_wait_for_what_is_put_away() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()

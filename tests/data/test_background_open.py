@@ -99,32 +99,26 @@ def test_it_is_opened_once_as_soon_as_anybody_wants_it_and_closed_once(
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_it_is_read_ahead_only_where_it_is_opened_ahead(begun: bool) -> None:
-    async def main() -> None:
-        opening = BackgroundOpen(Text)
-        if begun:
-            opening.begin()
-        assert (await opening.opened()).read == begun
-
-    run(main())
+async def test_it_is_read_ahead_only_where_it_is_opened_ahead(begun: bool) -> None:
+    opening = BackgroundOpen(Text)
+    if begun:
+        opening.begin()
+    assert (await opening.opened()).read == begun
 
 
-def test_what_fails_ahead_is_closed_and_said() -> None:
+async def test_what_fails_ahead_is_closed_and_said() -> None:
     made: list[Text] = []
 
     def make() -> Text:
         made.append(Text(ValueError("nothing in it")))
         return made[-1]
 
-    async def main() -> None:
-        opening = BackgroundOpen(make)
-        opening.begin()
-        with pytest.raises(ValueError, match="nothing in it"):
-            await opening.opened()
-        opening.close()
-        assert [text.closed for text in made] == [1]
-
-    run(main())
+    opening = BackgroundOpen(make)
+    opening.begin()
+    with pytest.raises(ValueError, match="nothing in it"):
+        await opening.opened()
+    opening.close()
+    assert [text.closed for text in made] == [1]
 
 
 def test_a_text_that_was_read_ahead_is_where_it_was(tmp_path: Path) -> None:
@@ -179,23 +173,20 @@ def test_a_position_that_is_asked_for_while_the_thread_reads_is_of_before(
     asyncio.run(main())
 
 
-def test_what_cannot_be_opened_says_so_to_everybody_who_asks_and_to_nobody_else() -> None:
+async def test_what_cannot_be_opened_says_so_to_everybody_who_asks_and_to_nobody_else() -> None:
     def make() -> Text:
         raise FileNotFoundError("no such text")
 
-    async def main() -> None:
-        opening = BackgroundOpen(make)
-        opening.begin()
-        for _ in range(2):
-            with pytest.raises(FileNotFoundError):
-                await opening.opened()
-        opening.close()
-        unwanted = BackgroundOpen(make)
-        unwanted.begin()
-        unwanted.close()
-        await asyncio.sleep(2 * OPENS_S)
-
-    run(main())
+    opening = BackgroundOpen(make)
+    opening.begin()
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError):
+            await opening.opened()
+    opening.close()
+    unwanted = BackgroundOpen(make)
+    unwanted.begin()
+    unwanted.close()
+    await asyncio.sleep(2 * OPENS_S)
 
 
 def test_a_text_is_read_in_one_thread_and_by_one_reader_at_a_time(

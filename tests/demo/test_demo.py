@@ -36,7 +36,6 @@ from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
 from noloco_node.storage.atomic_file import write_whole
-from noloco_node.terminal import Forecast
 
 SCORES = ModelScores(
     merged=2.0, replicas={"0a": 2.2, "0b": 2.4}, unigram=3.2, tokens=65536, prompt="def ", sample="main():"
@@ -244,17 +243,6 @@ def test_labels_never_lie_over_each_other(heights: list[float]) -> None:
 def test_the_picture_is_drawn_for_full_and_for_empty_journals() -> None:
     for histories, scores in ((swarm(), SCORES), (swarm(), None), ([], None)):
         assert picture("A swarm", histories, summarise(histories), scores).startswith(b"\x89PNG")
-
-
-def test_a_forecast_follows_the_recent_rate() -> None:
-    forecast = Forecast()
-    assert forecast.left_s(0.0, 0.0) is None
-    assert forecast.left_s(0.1, 10.0) == pytest.approx(90.0)
-    for second in range(11, 60):
-        left_s = forecast.left_s(0.1 + 0.02 * (second - 10), float(second))
-    assert left_s is not None
-    assert 0 <= left_s < 1
-    assert forecast.left_s(1.0, 60.0) == 0.0
 
 
 def test_the_step_budget_fits_the_time() -> None:

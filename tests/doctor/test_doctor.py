@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import LAST_RESORT_S
 from processes import Commands
 from typer.testing import CliRunner
 
@@ -379,8 +382,12 @@ def test_without_an_invite_the_machine_alone_is_looked_at(tmp_path: Path) -> Non
 def test_a_home_that_is_a_file_and_an_address_that_is_none_are_findings(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     wish = command.DoctorRequest(home=tmp_path / "file", device="cpu", listen=("nonsense",))
-    bad = [finding.about for finding in asyncio.run(command.examine(None, wish)) if finding.grade is Grade.BAD]
-    assert bad == ["disk", "identity", "addresses"]
+
+    async def found() -> list[Finding]:
+        return [finding async for finding in command.examine(None, wish)]
+
+    bad = [finding.about for finding in asyncio.run(found()) if finding.grade is Grade.BAD]
+    assert bad == ["identity", "addresses", "disk"]
 
 
 def test_a_device_that_is_not_there_is_a_finding(tmp_path: Path) -> None:
@@ -388,6 +395,20 @@ def test_a_device_that_is_not_there_is_a_finding(tmp_path: Path) -> None:
     assert result.exit_code == 11
     assert "BAD  device" in result.stdout
     assert "try: " in result.stdout
+
+
+def test_what_takes_no_torch_is_said_before_torch_is_loaded(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom noloco_node.cli import main\nfrom noloco_node.doctor import command\n"
+        "tell = command.line\n"
+        "command.line = lambda finding: f'{tell(finding)} {\"torch\" in sys.modules}'\n"
+        f"sys.argv = ['noloco-node', 'doctor', '--device', 'cpu', '--home', {str(tmp_path / 'home')!r}]\nmain.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LAST_RESORT_S)
+    loaded = {said.split(":")[0].split()[-1]: said.endswith("True") for said in done.stdout.splitlines()[:-1]}
+    assert [about for about, late in loaded.items() if not late] == ["system", "files", "identity", "disk"]
+    assert {"device", "memory"} <= loaded.keys()
+    assert "loading torch (a few seconds)" in done.stderr
 
 
 @pytest.mark.network

@@ -41,7 +41,6 @@ from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE, state_schema, topic
-from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.download import SNAPSHOT, WeightsOf
@@ -231,22 +230,19 @@ async def several(swarm: Swarm, peers: Iterable[str], **busy_until_s: float) -> 
     return asyncio.get_running_loop().time()
 
 
-def test_who_died_meanwhile_is_not_asked_and_who_came_is(swarm: Swarm) -> None:
-    async def main() -> None:
-        await several(swarm, "abcd")
-        late, found = swarm.records.pop("d"), []
-        async for copy in replica_fetch.fetched(swarm._network("visitor"), RUN.digest, swarm.look, 0, PLAN.shapes[0]):
-            assert same_tensors(copy.tensors["slow"], swarm.given(copy.counters.peer))
-            found.append(copy.counters.peer)
-            if copy.counters.peer == "a":
-                del swarm.records["b"]
-                swarm.records["d"] = late
-        assert found == [peer for peer, _ in swarm.asked] == ["a", "c", "d"]
-
-    run(main())
+async def test_who_died_meanwhile_is_not_asked_and_who_came_is(swarm: Swarm) -> None:
+    await several(swarm, "abcd")
+    late, found = swarm.records.pop("d"), []
+    async for copy in replica_fetch.fetched(swarm._network("visitor"), RUN.digest, swarm.look, 0, PLAN.shapes[0]):
+        assert same_tensors(copy.tensors["slow"], swarm.given(copy.counters.peer))
+        found.append(copy.counters.peer)
+        if copy.counters.peer == "a":
+            del swarm.records["b"]
+            swarm.records["d"] = late
+    assert found == [peer for peer, _ in swarm.asked] == ["a", "c", "d"]
 
 
-def test_a_slow_line_at_home_is_waited_for(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_line_at_home_is_waited_for(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fifteen times slower than a line that is good enough: 0.6 Mbit/s."""
     size_bytes, shapes = 4 * sum(map(math.prod, SHAPES)), {str(n): shape for n, shape in enumerate(SHAPES)}
     monkeypatch.setattr(replica_fetch, "SLOWEST_BYTES_PER_S", size_bytes / 100.0)
@@ -254,61 +250,51 @@ def test_a_slow_line_at_home_is_waited_for(swarm: Swarm, monkeypatch: pytest.Mon
     async def provide(parts: Parts) -> ReplicaState:
         return of_parts(state(), parts)
 
-    async def main() -> None:
-        donor = Donor(provide, at_once, SHAPES, DonorLimits(deadline_s=6000.0, piece_s=600.0))
-        slow = swarm.hub.network("slow", Access(up_bytes_per_s=size_bytes / 1500.0))
-        await slow.serve(topic(STATE, 0), state_schema(SHAPES), donor.serve)
-        swarm.at_work("slow", 0, 40)
-        found = [
-            copy.counters.peer
-            async for copy in replica_fetch.fetched(swarm._network("visitor"), RUN.digest, swarm.look, 0, shapes)
-        ]
-        assert found == ["slow"]
-        assert asyncio.get_running_loop().time() > 1400.0
-
-    run(main())
+    donor = Donor(provide, at_once, SHAPES, DonorLimits(deadline_s=6000.0, piece_s=600.0))
+    slow = swarm.hub.network("slow", Access(up_bytes_per_s=size_bytes / 1500.0))
+    await slow.serve(topic(STATE, 0), state_schema(SHAPES), donor.serve)
+    swarm.at_work("slow", 0, 40)
+    found = [
+        copy.counters.peer
+        async for copy in replica_fetch.fetched(swarm._network("visitor"), RUN.digest, swarm.look, 0, shapes)
+    ]
+    assert found == ["slow"]
+    assert asyncio.get_running_loop().time() > 1400.0
 
 
-def test_a_busy_replica_is_waited_for_and_that_is_said(swarm: Swarm, capsys: pytest.CaptureFixture[str]) -> None:
-    async def main() -> None:
-        await several(swarm, "abc", a=60.0, b=30.0)
-        assert await came(swarm) == ["c", "b", "a"], "the others first"
-        for peer in "bc":
-            del swarm.records[peer]
-        begun_s = await several(swarm, "", a=700.0)
-        assert await came(swarm) == ["a"]
-        assert 600.0 < asyncio.get_running_loop().time() - begun_s < 710.0
-
-    run(main())
+async def test_a_busy_replica_is_waited_for_and_that_is_said(swarm: Swarm, capsys: pytest.CaptureFixture[str]) -> None:
+    await several(swarm, "abc", a=60.0, b=30.0)
+    assert await came(swarm) == ["c", "b", "a"], "the others first"
+    for peer in "bc":
+        del swarm.records[peer]
+    begun_s = await several(swarm, "", a=700.0)
+    assert await came(swarm) == ["a"]
+    assert 600.0 < asyncio.get_running_loop().time() - begun_s < 710.0
     assert "a serves others just now; asking it again for 15 minutes at most" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("others", "bound_s"), [("", replica_fetch.BUSY_S), ("cd", replica_fetch.BUSY_BESIDE_S)])
-def test_who_is_busy_for_ever_is_left_out_at_last(
+async def test_who_is_busy_for_ever_is_left_out_at_last(
     swarm: Swarm, others: str, bound_s: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def main() -> None:
-        await several(swarm, f"b{others}", b=math.inf)
-        assert await came(swarm) == list(others)
-        assert bound_s <= asyncio.get_running_loop().time() < bound_s + 10.0
-
-    run(main())
+    await several(swarm, f"b{others}", b=math.inf)
+    assert await came(swarm) == list(others)
+    assert bound_s <= asyncio.get_running_loop().time() < bound_s + 10.0
     assert "left out" in capsys.readouterr().err
 
 
-def test_however_many_strangers_offer_weights_so_many_are_taken(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_however_many_strangers_offer_weights_so_many_are_taken(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replica_fetch, "MOST_GIVEN", 2)
     monkeypatch.setattr(replica_fetch, "MOST_ASKED", 3)
 
-    async def main() -> None:
-        await several(swarm, "abcd")
-        assert await came(swarm) == ["a", "b"]
-        swarm.records = {"d": swarm.records["d"]}
-        for name in ("away 1", "away 2", "away 3"):
-            swarm.at_work(name, 0, 40)
-        assert await came(swarm) == []
-
-    run(main())
+    await several(swarm, "abcd")
+    assert await came(swarm) == ["a", "b"]
+    swarm.records = {"d": swarm.records["d"]}
+    for name in ("away 1", "away 2", "away 3"):
+        swarm.at_work(name, 0, 40)
+    assert await came(swarm) == []
 
 
 @given(
@@ -330,29 +316,28 @@ def test_nobody_is_asked_twice_before_all_were_asked_once(listed: set[str], agai
 # Going on.
 
 
-def test_replicas_that_had_come_of_an_unfinished_stage_are_not_fetched_again(swarm: Swarm, tmp_path: Path) -> None:
-    async def main() -> None:
-        await two_stages(swarm)
-        await swarm.interrupted(at=2)
-        assert {path.name for path in swarm.parts.iterdir()} == {
-            swarm.replica_part("a").name,
-            swarm.replica_part("b").name,
-        }
-        resumed = await swarm.exported()
-        assert swarm.asked == [("c", STATE), ("d", STATE)]
-        assert [peers_of(each) for each in resumed] == [["a", "b", "c"], ["d"]]
-        assert {path.name for path in swarm.parts.glob("stage-?.*")} == {"stage-0.safetensors", "stage-1.safetensors"}
-        # A finished stage that the disk has damaged is merged again, from the replicas that lie there.
-        spoil(swarm.parts / "stage-1.safetensors", "damaged")
-        await swarm.exported()
-        assert swarm.asked == []
-        swarm.parts = tmp_path / ".another.parts"
-        at_one_go = await swarm.exported()
-        assert len(swarm.asked) == 4
-        assert all(same_stage(one, other) for one, other in zip(resumed, at_one_go, strict=True))
-        assert [each.taken for each in resumed] == [each.taken for each in at_one_go]
-
-    run(main())
+async def test_replicas_that_had_come_of_an_unfinished_stage_are_not_fetched_again(
+    swarm: Swarm, tmp_path: Path
+) -> None:
+    await two_stages(swarm)
+    await swarm.interrupted(at=2)
+    assert {path.name for path in swarm.parts.iterdir()} == {
+        swarm.replica_part("a").name,
+        swarm.replica_part("b").name,
+    }
+    resumed = await swarm.exported()
+    assert swarm.asked == [("c", STATE), ("d", STATE)]
+    assert [peers_of(each) for each in resumed] == [["a", "b", "c"], ["d"]]
+    assert {path.name for path in swarm.parts.glob("stage-?.*")} == {"stage-0.safetensors", "stage-1.safetensors"}
+    # A finished stage that the disk has damaged is merged again, from the replicas that lie there.
+    spoil(swarm.parts / "stage-1.safetensors", "damaged")
+    await swarm.exported()
+    assert swarm.asked == []
+    swarm.parts = tmp_path / ".another.parts"
+    at_one_go = await swarm.exported()
+    assert len(swarm.asked) == 4
+    assert all(same_stage(one, other) for one, other in zip(resumed, at_one_go, strict=True))
+    assert [each.taken for each in resumed] == [each.taken for each in at_one_go]
 
 
 def spoil(path: Path, how: str) -> None:
@@ -379,45 +364,38 @@ def spoil(path: Path, how: str) -> None:
     "how",
     ["damaged", "no such file at all", "of another run", "of another peer", "of other shapes", "of too few tensors"],
 )
-def test_a_replica_whose_file_is_of_no_use_is_fetched_again(swarm: Swarm, how: str) -> None:
-    async def main() -> None:
-        await two_stages(swarm)
-        await swarm.interrupted(at=2)
-        spoil(swarm.replica_part("a"), how)
-        found = await swarm.exported()
-        assert swarm.asked == [("a", STATE), ("c", STATE), ("d", STATE)]
-        assert peers_of(found[0]) == ["a", "b", "c"]
-
-    run(main())
+async def test_a_replica_whose_file_is_of_no_use_is_fetched_again(swarm: Swarm, how: str) -> None:
+    await two_stages(swarm)
+    await swarm.interrupted(at=2)
+    spoil(swarm.replica_part("a"), how)
+    found = await swarm.exported()
+    assert swarm.asked == [("a", STATE), ("c", STATE), ("d", STATE)]
+    assert peers_of(found[0]) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(("further", "again"), [(BEHIND, []), (BEHIND + 1, ["a", "b"])])
-def test_a_replica_that_its_stage_has_left_far_behind_is_fetched_again(
+async def test_a_replica_that_its_stage_has_left_far_behind_is_fetched_again(
     swarm: Swarm, further: int, again: list[str]
 ) -> None:
-    async def main() -> None:
-        await two_stages(swarm)
-        await swarm.interrupted(at=2)
-        for peer in ("a", "b", "c"):
-            swarm.at_round(peer, 40 + further)
-        found = await swarm.exported()
-        assert [peer for peer, _ in swarm.asked] == [*again, "c", "d"]
-        assert peers_of(found[0]) == ["a", "b", "c"]
-        assert {each.round for each in found[0].taken} == ({40 + further} if again else {40, 40 + further})
-
-    run(main())
+    await two_stages(swarm)
+    await swarm.interrupted(at=2)
+    for peer in ("a", "b", "c"):
+        swarm.at_round(peer, 40 + further)
+    found = await swarm.exported()
+    assert [peer for peer, _ in swarm.asked] == [*again, "c", "d"]
+    assert peers_of(found[0]) == ["a", "b", "c"]
+    assert {each.round for each in found[0].taken} == ({40 + further} if again else {40, 40 + further})
 
 
-def test_what_a_peer_gave_that_has_gone_since_still_counts(swarm: Swarm, capsys: pytest.CaptureFixture[str]) -> None:
-    async def main() -> None:
-        await two_stages(swarm)
-        await swarm.interrupted(at=2)
-        del swarm.records["a"], swarm.records["b"]
-        found = await swarm.exported()
-        assert swarm.asked == [("c", STATE), ("d", STATE)]
-        assert peers_of(found[0]) == ["a", "b", "c"]
-
-    run(main())
+async def test_what_a_peer_gave_that_has_gone_since_still_counts(
+    swarm: Swarm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await two_stages(swarm)
+    await swarm.interrupted(at=2)
+    del swarm.records["a"], swarm.records["b"]
+    found = await swarm.exported()
+    assert swarm.asked == [("c", STATE), ("d", STATE)]
+    assert peers_of(found[0]) == ["a", "b", "c"]
     assert "stage 0: 2 replicas are here from an export that was interrupted" in capsys.readouterr().err
 
 
@@ -431,7 +409,7 @@ def test_a_finished_part_is_kept_until_its_stage_is_far_or_lives_again(
     assert is_kept(part, rounds, behind) == (near and not (of_snapshot and rounds))
 
 
-def test_a_stage_that_died_comes_from_the_newest_snapshot_and_that_is_said(
+async def test_a_stage_that_died_comes_from_the_newest_snapshot_and_that_is_said(
     swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exporter, "visited", swarm.visited)
@@ -440,24 +418,20 @@ def test_a_stage_that_died_comes_from_the_newest_snapshot_and_that_is_said(
         monkeypatch.setattr(exporter, judges, lambda run, layout, stages, filed: stages)
     out = tmp_path / "model"
 
-    async def main() -> str:
-        for peer in ("a", "b", "c"):
-            await swarm.replica(peer, 0)
-        await swarm.keeper("a", 1, round=10)
-        await swarm.keeper("b", 1, round=12)
-        found = await swarm.exported()
-        assert swarm.asked[3:] == [("b", SNAPSHOT), ("a", SNAPSHOT)]
-        assert [each.kept_by for each in found] == [None, "b"]
-        assert same_tensors(tuple(found[1].weights.values()), swarm.given("b", SNAPSHOT))
-        assert {path.name for path in swarm.parts.glob("stage-?.*")} == {"stage-0.safetensors", "stage-1.safetensors"}
-        # Also where it is read from a part that an interrupted export has left.
-        swarm.asked.clear()
-        told = await export(out, INVITE)
-        assert swarm.asked == []
-        assert not swarm.parts.exists()
-        return told
-
-    told = run(main())
+    for peer in ("a", "b", "c"):
+        await swarm.replica(peer, 0)
+    await swarm.keeper("a", 1, round=10)
+    await swarm.keeper("b", 1, round=12)
+    found = await swarm.exported()
+    assert swarm.asked[3:] == [("b", SNAPSHOT), ("a", SNAPSHOT)]
+    assert [each.kept_by for each in found] == [None, "b"]
+    assert same_tensors(tuple(found[1].weights.values()), swarm.given("b", SNAPSHOT))
+    assert {path.name for path in swarm.parts.glob("stage-?.*")} == {"stage-0.safetensors", "stage-1.safetensors"}
+    # Also where it is read from a part that an interrupted export has left.
+    swarm.asked.clear()
+    told = await export(out, INVITE)
+    assert swarm.asked == []
+    assert not swarm.parts.exists()
     (note,) = read_provenance(out).snapshots
     assert (note.stage, note.kept_by, note.round, note.others_round) == (1, "b", 12, 40)
     assert (note.progress, note.others_progress) == (0.25, 0.5)
@@ -467,36 +441,30 @@ def test_a_stage_that_died_comes_from_the_newest_snapshot_and_that_is_said(
     ) in told
 
 
-def test_a_keeper_that_gives_nothing_gives_way_to_the_next(swarm: Swarm) -> None:
-    async def main() -> None:
-        for peer, round in (("a", 10), ("b", 12), ("c", 11)):
-            await swarm.replica(peer, 0)
-            await swarm.keeper(peer, 1, round)
-        swarm.fails = {("b", SNAPSHOT)}
-        swarm.at_work("dead", 1, 20)
-        found = await swarm.exported()
-        assert swarm.asked[-4:] == [("dead", STATE), ("b", SNAPSHOT), ("c", SNAPSHOT), ("a", SNAPSHOT)]
-        assert found[1].kept_by == "c"
-
-    run(main())
+async def test_a_keeper_that_gives_nothing_gives_way_to_the_next(swarm: Swarm) -> None:
+    for peer, round in (("a", 10), ("b", 12), ("c", 11)):
+        await swarm.replica(peer, 0)
+        await swarm.keeper(peer, 1, round)
+    swarm.fails = {("b", SNAPSHOT)}
+    swarm.at_work("dead", 1, 20)
+    found = await swarm.exported()
+    assert swarm.asked[-4:] == [("dead", STATE), ("b", SNAPSHOT), ("c", SNAPSHOT), ("a", SNAPSHOT)]
+    assert found[1].kept_by == "c"
 
 
-def test_a_stage_that_nobody_serves_and_nobody_keeps_is_named_with_what_to_try(swarm: Swarm) -> None:
-    async def main() -> tuple[UserError, UserError, UserError]:
-        await swarm.replica("a", 0)
-        with pytest.raises(UserError) as nothing:
-            await swarm.exported()
-        swarm.at_work("dead", 1, 20)
-        with pytest.raises(UserError) as dead:
-            await swarm.exported()
-        await swarm.keeper("a", 1, round=10)
-        swarm.fails = {("a", SNAPSHOT)}
-        with pytest.raises(UserError) as broken:
-            await swarm.exported()
-        assert swarm.asked == [("dead", STATE), ("a", SNAPSHOT)], "it is not asked twice, and stage 0 is there"
-        return nothing.value, dead.value, broken.value
-
-    nothing, dead, broken = run(main())
+async def test_a_stage_that_nobody_serves_and_nobody_keeps_is_named_with_what_to_try(swarm: Swarm) -> None:
+    await swarm.replica("a", 0)
+    with pytest.raises(UserError) as nothing:
+        await swarm.exported()
+    swarm.at_work("dead", 1, 20)
+    with pytest.raises(UserError) as dead:
+        await swarm.exported()
+    await swarm.keeper("a", 1, round=10)
+    swarm.fails = {("a", SNAPSHOT)}
+    with pytest.raises(UserError) as broken:
+        await swarm.exported()
+    assert swarm.asked == [("dead", STATE), ("a", SNAPSHOT)], "it is not asked twice, and stage 0 is there"
+    nothing, dead, broken = nothing.value, dead.value, broken.value
     assert nothing.what == "Nobody serves stage 1, and nobody keeps a snapshot of it."
     assert dead.what == "Nobody gave the weights of stage 1, and nobody keeps a snapshot of it."
     assert "lists 1 replicas of it; of 2 peers that were asked for a snapshot 0 offered one" in dead.why
@@ -508,33 +476,29 @@ def test_a_stage_that_nobody_serves_and_nobody_keeps_is_named_with_what_to_try(s
 
 @pytest.mark.parametrize("busy", ["busy_until_s", "full_until_s"])
 @pytest.mark.parametrize(("busy_s", "comes"), [(60.0, True), (math.inf, False)])
-def test_a_busy_keeper_is_waited_for_and_not_for_ever(swarm: Swarm, busy: str, busy_s: float, comes: bool) -> None:
-    async def main() -> float:
-        await swarm.replica("a", 0)
-        await swarm.keeper("a", 1, round=10)
-        setattr(swarm, busy, {("a", SNAPSHOT): busy_s})
-        if comes:
-            assert (await swarm.exported())[1].kept_by == "a"
-        else:
-            with pytest.raises(UserError, match="no snapshot of it could be fetched"):
-                await swarm.exported()
-        return asyncio.get_running_loop().time()
-
+async def test_a_busy_keeper_is_waited_for_and_not_for_ever(
+    swarm: Swarm, busy: str, busy_s: float, comes: bool
+) -> None:
     least_s = busy_s if comes else AGAIN_S * (ATTEMPTS - 1)
-    assert least_s <= run(main()) < least_s + 2 * AGAIN_S
+    await swarm.replica("a", 0)
+    await swarm.keeper("a", 1, round=10)
+    setattr(swarm, busy, {("a", SNAPSHOT): busy_s})
+    if comes:
+        assert (await swarm.exported())[1].kept_by == "a"
+    else:
+        with pytest.raises(UserError, match="no snapshot of it could be fetched"):
+            await swarm.exported()
+    assert least_s <= (asyncio.get_running_loop().time()) < least_s + 2 * AGAIN_S
 
 
-def test_a_part_from_a_snapshot_is_not_kept_once_the_stage_lives_again(swarm: Swarm) -> None:
-    async def main() -> None:
-        await swarm.replica("a", 0)
-        await swarm.keeper("a", 1, round=38)
-        assert [each.kept_by for each in await swarm.exported()] == [None, "a"]
-        await swarm.replica("back", 1, round=39)
-        found = await swarm.exported()
-        assert swarm.asked == [("back", STATE)]
-        assert (peers_of(found[1]), found[1].kept_by) == (["back"], None)
-
-    run(main())
+async def test_a_part_from_a_snapshot_is_not_kept_once_the_stage_lives_again(swarm: Swarm) -> None:
+    await swarm.replica("a", 0)
+    await swarm.keeper("a", 1, round=38)
+    assert [each.kept_by for each in await swarm.exported()] == [None, "a"]
+    await swarm.replica("back", 1, round=39)
+    found = await swarm.exported()
+    assert swarm.asked == [("back", STATE)]
+    assert (peers_of(found[1]), found[1].kept_by) == (["back"], None)
 
 
 @pytest.mark.parametrize(
@@ -546,42 +510,35 @@ def test_a_part_from_a_snapshot_is_not_kept_once_the_stage_lives_again(swarm: Sw
         (11 + BEHIND, ["a"], ["of a home"]),
     ],
 )
-def test_a_snapshot_counts_beside_a_home_where_it_is_clearly_newer(
+async def test_a_snapshot_counts_beside_a_home_where_it_is_clearly_newer(
     swarm: Swarm, tmp_path: Path, round: int, taken: list[str], left_out: list[str]
 ) -> None:
-    async def main() -> None:
-        await swarm.replica("a", 0)
-        await swarm.keeper("a", 1, round)
-        copy = snapshot_of(of_state(drawn(1, seed=9), 10, 0.25), "of a home", 1, RUN.digest)
-        filed = PartsDirectory(tmp_path, RUN.digest, PLAN.shapes, BEHIND).keep_replica(copy)
-        found = (await swarm.exported(filed))[1]
-        assert peers_of(found) == taken
-        assert [each.peer for each in found.left_out] == left_out
-        assert found.kept_by == ("a" if "a" in taken else None)
-        assert filed.path.exists()
-
-    run(main())
+    await swarm.replica("a", 0)
+    await swarm.keeper("a", 1, round)
+    copy = snapshot_of(of_state(drawn(1, seed=9), 10, 0.25), "of a home", 1, RUN.digest)
+    filed = PartsDirectory(tmp_path, RUN.digest, PLAN.shapes, BEHIND).keep_replica(copy)
+    found = (await swarm.exported(filed))[1]
+    assert peers_of(found) == taken
+    assert [each.peer for each in found.left_out] == left_out
+    assert found.kept_by == ("a" if "a" in taken else None)
+    assert filed.path.exists()
 
 
-def test_replicas_of_an_interrupted_export_do_not_outweigh_a_snapshot_of_long_after(swarm: Swarm) -> None:
+async def test_replicas_of_an_interrupted_export_do_not_outweigh_a_snapshot_of_long_after(swarm: Swarm) -> None:
     """Their stage has died meanwhile, so that no roster says how old they are."""
-
-    async def main() -> None:
-        await swarm.replica("z", 0, round=5)
-        for peer in ("k", "l", "m"):
-            await swarm.replica(peer, 1, round=5)
-        await swarm.interrupted(at=3)
-        for peer in ("k", "l", "m"):
-            del swarm.records[peer]
-        swarm.at_round("z", 200)
-        await swarm.keeper("z", 1, round=190)
-        found = await swarm.exported()
-        assert swarm.asked == [("z", STATE), ("z", SNAPSHOT)]
-        assert (peers_of(found[1]), found[1].kept_by) == (["z"], "z")
-        assert [each.peer for each in found[1].left_out] == ["k", "l"]
-        assert found[1].left_out[0].why == "round 5, the snapshot that z keeps is of round 190"
-
-    run(main())
+    await swarm.replica("z", 0, round=5)
+    for peer in ("k", "l", "m"):
+        await swarm.replica(peer, 1, round=5)
+    await swarm.interrupted(at=3)
+    for peer in ("k", "l", "m"):
+        del swarm.records[peer]
+    swarm.at_round("z", 200)
+    await swarm.keeper("z", 1, round=190)
+    found = await swarm.exported()
+    assert swarm.asked == [("z", STATE), ("z", SNAPSHOT)]
+    assert (peers_of(found[1]), found[1].kept_by) == (["z"], "z")
+    assert [each.peer for each in found[1].left_out] == ["k", "l"]
+    assert found[1].left_out[0].why == "round 5, the snapshot that z keeps is of round 190"
 
 
 @given(rounds=st.lists(st.integers(0, 300), min_size=1, max_size=5), data=st.data(), progress=st.floats(0.0, 1.0))
@@ -612,22 +569,18 @@ def test_what_is_noted_compares_with_stages_that_live_where_there_are_any(
 
 
 @pytest.mark.usefixtures("swarm")
-def test_a_stage_of_a_whole_swarm_that_died_is_taken_home(tmp_path: Path) -> None:
+async def test_a_stage_of_a_whole_swarm_that_died_is_taken_home(tmp_path: Path) -> None:
     """With nodes, one of which keeps snapshots as a volunteer does."""
-
-    async def main() -> None:
-        hub, what, store = SimNetwork(), recipe(replicas=2, steps=4000, per_round=3), Memory()
-        keeper = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store)
-        rest = [Peer(hub, what, name, stage, job_s=0.3) for name, stage in (("a0", 0), ("a1", 1), ("b1", 1))]
-        await until(lambda: len(store.kept.get(1, [])) >= 2)
-        await killed(hub, rest[1:])
-        await until(lambda: forgotten(keeper, 1))
-        look, parts = seen(keeper.node.roster), parts_of(tmp_path / "model", what, keeper.plan)
-        visitor = hub.network("visitor")
-        found = await SwarmExport(network=visitor, recipe=what, look=look, layout=keeper.plan, parts=parts).stages()
-        assert (found[0].kept_by, found[1].kept_by) == (None, "keeper")
-        assert same_tensors(tuple(found[1].weights.values()), store.kept[1][-1].tensors["slow"])
-        assert found[1].taken[0].round == store.kept[1][-1].counters.round
-        await over([keeper, rest[0]])
-
-    run(main())
+    hub, what, store = SimNetwork(), recipe(replicas=2, steps=4000, per_round=3), Memory()
+    keeper = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store)
+    rest = [Peer(hub, what, name, stage, job_s=0.3) for name, stage in (("a0", 0), ("a1", 1), ("b1", 1))]
+    await until(lambda: len(store.kept.get(1, [])) >= 2)
+    await killed(hub, rest[1:])
+    await until(lambda: forgotten(keeper, 1))
+    look, parts = seen(keeper.node.roster), parts_of(tmp_path / "model", what, keeper.plan)
+    visitor = hub.network("visitor")
+    found = await SwarmExport(network=visitor, recipe=what, look=look, layout=keeper.plan, parts=parts).stages()
+    assert (found[0].kept_by, found[1].kept_by) == (None, "keeper")
+    assert same_tensors(tuple(found[1].weights.values()), store.kept[1][-1].tensors["slow"])
+    assert found[1].taken[0].round == store.kept[1][-1].counters.round
+    await over([keeper, rest[0]])

@@ -306,6 +306,51 @@ def test_who_comes_back_after_a_silence_is_there_again() -> None:
     assert Recording(found, "a run", None).at(recording.ended).changes == end.changes  # however far one jumps
 
 
+LOSSES = (3.8, 3.6, 3.1, 3.1, 3.2, 2.9)
+"""A source that starts again from its checkpoint, three inner steps apart, where the other one has 2.7 (simulated)."""
+
+
+def test_a_source_that_comes_back_makes_no_spike_in_the_loss_of_records() -> None:
+    observer = RosterObserver(RUN.run, RUN.digest)
+
+    def loss(*records: PeerRecord) -> float | None:
+        return observer.view(roster(records, [record(1, 0)]), BEGUN).loss
+
+    stays = record(0, 0, loss=2.7, inner_steps=100)
+    assert loss(stays, record(0, 1, loss=3.8, inner_steps=28)) == pytest.approx(3.25)  # nobody knows who is new
+    assert loss(stays, record(0, 1, state=PeerState.JOINING, loss=None)) == 2.7
+    for number, old in enumerate(LOSSES):
+        assert loss(stays, record(0, 1, loss=old, inner_steps=20 + 3 * number)) == 2.7
+    assert loss(stays, record(0, 1, loss=2.8, inner_steps=36)) == pytest.approx(2.75)
+    assert loss(record(0, 2, loss=9.0, inner_steps=5)) == 9.0  # there is no other
+
+
+def test_a_source_that_comes_back_makes_no_spike_in_the_loss_of_journals() -> None:
+    def steps(first: int, at: float, *losses: float) -> list[events.Event]:
+        each = [inner(first + number, at + number) for number in range(len(losses))]
+        return [msgspec.structs.replace(step, loss=loss) for step, loss in zip(each, losses, strict=True)]
+
+    def begun(peer: str, at: float) -> list[events.Event]:
+        started = events.Started(at=at, peer=peer, stage=0, run="r", version="0")
+        return [started, events.StateChanged(at=at, state=PeerState.TRAINING)]
+
+    stays = [*begun("12D3stays", BEGUN), *steps(1, BEGUN, *(max(2.7, 6.0 - 0.1 * step) for step in range(120)))]
+    leaves = [*begun("12D3leaves", BEGUN), *steps(1, BEGUN, *(6.0 - 0.1 * step for step in range(20)))]
+    back = [*begun("12D3leaves", BEGUN + 80), *steps(20, BEGUN + 80, *(loss for loss in LOSSES for _ in range(3)))]
+    recording = Recording({"stays": stays, "leaves": [*leaves, *back]}, "a run", None)
+    seen = [recording.at(BEGUN + second).loss for second in range(60, 120)]
+    assert max(loss or 0.0 for loss in seen) <= 2.95
+    returned = next(peer for peer in recording.at(BEGUN + 80.5).peers if peer.name == "leaves")
+    assert returned.loss == 3.8  # of this session alone
+
+
+def test_records_and_journals_name_what_they_count_as_busy() -> None:
+    journalled = Recording(journals(), "a run", None).at(BEGUN + 30)
+    assert (crowd(4, 4).busy_name, journalled.busy_name) == ("at work", "computing")
+    for view in (crowd(4, 4), journalled):
+        assert any(view.busy_name in text for text in drawn(view, 120, 40))
+
+
 def test_only_the_last_run_of_a_home_is_played(tmp_path: Path) -> None:
     first = journals()["home0"]
     later = [events.Started(at=BEGUN + 500, peer="12D3peer1", stage=0, run="s", version="0"), inner(1, BEGUN + 501)]

@@ -62,13 +62,6 @@ def test_an_error_is_at_most_half_a_step(code: ActivationCode, scale: float) -> 
     assert bool((decode(code, encode(code, values[:1, :1], 3), 3) == 0.0).all()), "nothing comes of nothing"
 
 
-@pytest.mark.parametrize("code", CODES)
-def test_who_names_no_seed_means_the_same_one_at_both_ends(code: ActivationCode) -> None:
-    wire = encode(code, numbers(1, 8, 96))
-    assert torch.equal(wire, encode(code, numbers(1, 8, 96), 0))
-    assert torch.equal(decode(code, wire), decode(code, wire, 0))
-
-
 @pytest.mark.parametrize("code", CODED)
 def test_silence_beside_a_loud_block_is_kept_32_octaves_below_it(code: ActivationCode) -> None:
     """Half a step of the least scale, 255 eighths of an octave below the top; a rotated single value is spread over its

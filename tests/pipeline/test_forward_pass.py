@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.decoder_slice import Cut, Slice
-from pipeline.forward_pass import Masters, is_shortage
+from pipeline.decoder_slice import Cut
+from pipeline.forward_pass import Masters, Slice, StageSettings, is_shortage
 from pipeline.inner_step import Inner
 from pipeline.model_config import Prepared, family_config, prepare
 from pipeline.partition import build, cut
-from pipeline.stage import Stage, StageSettings
+from pipeline.stage import Stage
 
 CPU = torch.device("cpu")
 INNER = Inner(beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.1, clip_norm=1.0)
@@ -166,7 +166,7 @@ def test_the_loss_in_chunks_is_the_whole_one(
     whole, chunked = (staged(built(family, 1), **choices) for _ in range(2))
     hidden = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(1))
     expected = whole.loss(hidden, ids(5))
-    monkeypatch.setattr("pipeline.stage.LOGITS", 61 * 5)
+    monkeypatch.setattr("pipeline.forward_pass.LOGITS", 61 * 5)
     shapes: list[Any] = []
     head = chunked._module.get_submodule(chunked._module.head)
     head.register_forward_hook(lambda _, given, __: shapes.append(tuple(given[0].shape)))

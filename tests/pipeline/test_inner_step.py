@@ -50,10 +50,6 @@ def follow(progress: Progress, windows: int, per_s: float, from_s: float = 0.0) 
     return progress
 
 
-def test_sixteen_marks_are_remembered() -> None:
-    assert len(follow(begin(0.0, 0.0), 500, 1e-3).marks) == 16
-
-
 def test_progress_follows_an_honest_swarm() -> None:
     assert follow(begin(0.0, 0.0), 4, 1e-3).value == 0.0
     assert follow(begin(0.0, 0.0), 6, 1e-3).value == pytest.approx(6e-3, rel=0.1)
@@ -123,21 +119,6 @@ def test_a_liar_that_owns_one_whole_window_moves_nobody_far(when: int, then: int
     assert peak <= (5.1e-3 if when <= 5 else 2.1e-3), "a few windows of the swarm's own pace"
     if then > 20:
         assert progress.value == pytest.approx(1e-3 * (when + then), abs=5e-3)
-
-
-def test_a_liar_in_the_very_first_windows_ends_no_run() -> None:
-    progress = begin(0.0, 0.0)
-    progress = advance(progress, [1.0] * 4, 1.0)
-    for second in range(2, 40):
-        progress = advance(progress, [1e-3 * second] * 4, float(second))
-        assert progress.value <= 3e-3 * second
-
-
-def test_progress_never_goes_back() -> None:
-    progress = follow(begin(0.0, 0.0), 20, 1e-3)
-    for second in range(21, 60):
-        progress = advance(progress, [0.0] * 4, float(second))
-        assert progress.value == pytest.approx(0.02, rel=0.05)
 
 
 def test_stamps_that_are_no_numbers_count_for_nothing() -> None:

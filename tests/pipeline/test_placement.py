@@ -208,14 +208,6 @@ def test_the_plan_does_not_depend_on_the_order_of_records(
     ]
 
 
-def test_a_swarm_that_starts_at_once_spreads_evenly() -> None:
-    for seed in range(20):
-        stages = {f"p{n}": choose_stage([0.0] * 3, range(3), Random(f"{seed}|placement|p{n}")) for n in range(9)}
-        claims = [StageClaim(peer, stage, float(n), False) for n, (peer, stage) in enumerate(stages.items())]
-        final = [claim.stage if (s := should_yield(claim.peer, claims, EVEN[:3])) is None else s for claim in claims]
-        assert [final.count(stage) for stage in range(3)] == [3, 3, 3]
-
-
 @given(st.integers(0, 3), st.integers(1, 4))
 def test_a_newcomer_alone_stays_for_each_stage_is_as_empty_without_it(stage: int, stages: int) -> None:
     claims = [StageClaim("a", stage % stages, 10.0, False)]

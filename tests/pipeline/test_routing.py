@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter
 from itertools import pairwise
 from random import Random
 
@@ -95,11 +93,6 @@ def test_a_claim_that_is_no_time_counts_as_unknown(claim: float) -> None:
     assert quotas([Hop("a", 2.0), Hop("b", claim)]) == {"a": 1.0, "b": 1.0}
 
 
-def test_one_that_claims_to_be_infinitely_fast_leaves_something_to_others() -> None:
-    shares = quotas([Hop("liar", 1e-300), Hop("b", 1.0), Hop("c", 1.0)])
-    assert shares["b"] == shares["c"] > 0.1
-
-
 def test_avoided_peers_are_not_drawn_and_keep_their_place() -> None:
     hops, rng = hops_of([1.0] * 4), Random(3)
     bag = Bag()
@@ -153,57 +146,3 @@ def draw_in_order(hops: list[Hop], rng: Random) -> list[str | None]:
         peer, bag = next_hop(bag, hops, (), rng)
         order.append(peer)
     return order
-
-
-def throughput(device_s: dict[str, float], draws: list[Callable[[], str]], in_flight: int) -> float:
-    """Return the part of capacity that a closed system uses, each sender keeping `in_flight` microbatches in queues."""
-    queues: dict[str, deque[int]] = {peer: deque() for peer in device_s}
-    busy: dict[str, int] = {}
-    ends: list[tuple[float, str]] = []
-    now_s, done, noise = 0.0, 0, Random("noise")
-
-    def send(sender: int) -> None:
-        peer = draws[sender]()
-        queues[peer].append(sender)
-        begin(peer)
-
-    def begin(peer: str) -> None:
-        if peer not in busy and queues[peer]:
-            busy[peer] = queues[peer].popleft()
-            heapq.heappush(ends, (now_s + device_s[peer] * noise.uniform(0.9, 1.1), peer))
-
-    for sender in range(len(draws)):
-        for _ in range(in_flight):
-            send(sender)
-    while done < 2000:
-        now_s, peer = heapq.heappop(ends)
-        done += 1
-        sender = busy.pop(peer)
-        begin(peer)
-        send(sender)
-    return done / now_s / sum(1.0 / each for each in device_s.values())
-
-
-def test_the_bag_reaches_nine_tenths_of_capacity_where_independent_draws_do_not() -> None:
-    device_s = {f"p{number}": each for number, each in enumerate((1.0, 1.0, 1.5, 2.0, 3.0, 4.0))}
-    hops = [Hop(peer, each) for peer, each in device_s.items()]
-
-    def from_bag(rng: Random) -> Callable[[], str]:
-        bag = Bag()
-
-        def drawn() -> str:
-            nonlocal bag
-            peer, bag = next_hop(bag, hops, (), rng, device_s)
-            assert peer is not None
-            return peer
-
-        return drawn
-
-    def independent(rng: Random) -> Callable[[], str]:
-        return lambda: rng.choices(list(device_s), [1.0 / each for each in device_s.values()])[0]
-
-    for in_flight, least, margin in ((4, 0.85, 0.1), (8, 0.95, 0.08)):
-        with_bag = throughput(device_s, [from_bag(Random(f"bag|{n}")) for n in range(2)], in_flight)
-        without = throughput(device_s, [independent(Random(f"free|{n}")) for n in range(2)], in_flight)
-        assert with_bag > least
-        assert with_bag > without + margin

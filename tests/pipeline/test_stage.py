@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.activation_codec import decode, encode, seed_of
 from pipeline.decoder_slice import Cut
-from pipeline.forward_pass import PendingForward
+from pipeline.forward_pass import PendingForward, StageSettings
 from pipeline.inner_step import Inner, OptimiserState
-from pipeline.messages import ACTIVATION_CODECS, Gradient
+from pipeline.messages import ACTIVATION_CODECS
 from pipeline.model_config import Prepared, family_config, prepare
 from pipeline.partition import build, cut
-from pipeline.stage import Stage, StageSettings
+from pipeline.stage import Stage
 
 CPU = torch.device("cpu")
 INNER = Inner(beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.1, clip_norm=1.0)
@@ -189,51 +189,8 @@ def test_backward_once_and_only_with_a_gradient_that_fits() -> None:
     assert waiting.backward(torch.ones(3, 12, 32)) is None
     with pytest.raises(RuntimeError, match="has had"):
         waiting.backward(torch.ones(3, 12, 32))
-    assert stage.statistics() == {
-        "forwards": 1,
-        "backwards": 1,
-        "recomputed": 0,
-        "stale_backwards": 0,
-        "weight_copies": 0,
-        "shortages": 0,
-        "inner_steps": 0,
-        "skipped_steps": 0,
-    }
-
-
-def test_the_reply_carries_the_gradient_of_the_activations() -> None:
-    first, last = make_stages("gpt2", 2)
-    batch = batches(1, 1)[0]
-    hidden = first.forward(batch[:, :-1]).output
-    reply = last.loss(hidden, batch[:, 1:])
-    assert isinstance(reply, Gradient)
-    assert reply.tokens == 36
-    assert reply.hidden is not None
-    # Against a difference quotient in the direction of the gradient itself.
-    step = 1e-2 * reply.hidden / reply.hidden.norm()
-    above, below = (last.loss(hidden + sign * step, batch[:, 1:]).loss for sign in (1, -1))
-    assert (above - below) / 2e-2 == pytest.approx(reply.hidden.norm().item(), rel=1e-2)
-
-
-def test_each_pass_and_step_is_counted_once() -> None:
-    stages = make_stages("llama", 2)
-    for number, batch in enumerate(batches(2, 3), 1):
-        run_microbatch(stages, batch)
-        for stage in stages:
-            stage.step(1e-2, 1)
-            counts = stage.statistics()
-            assert [counts[name] for name in ("forwards", "backwards", "inner_steps")] == [number] * 3
-            assert [counts[name] for name in ("skipped_steps", "stale_backwards", "recomputed")] == [0] * 3
-
-
-def test_a_window_takes_the_mean_of_its_microbatches() -> None:
-    once, twice = make_stages("llama", 1)[0], make_stages("llama", 1)[0]
-    batch = batches(2, 1)[0]
-    run_microbatch([once], batch)
-    for _ in range(2):
-        run_microbatch([twice], batch)
-    assert once.step(1e-2, 1).gradient_norm == pytest.approx(twice.step(1e-2, 2).gradient_norm, rel=1e-6)
-    assert all(torch.equal(a, b) for a, b in zip(once.weights(), twice.weights(), strict=True))
+    counts = stage.statistics()
+    assert (counts.pop("forwards"), counts.pop("backwards"), set(counts.values())) == (1, 1, {0})
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
@@ -291,7 +248,7 @@ class Oracle:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("number", [0, 1])
-@settings(deadline=None, max_examples=16)
+@settings(deadline=None, max_examples=8)
 @given(
     acts=st.lists(st.sampled_from("ffbbsc"), min_size=4, max_size=24),
     seed=st.integers(0, 2**20),
@@ -492,27 +449,6 @@ def test_inference_has_no_dropout_and_no_graph() -> None:
     assert not torch.equal(*trained), "training has dropout"
 
 
-def test_autocast_computes_in_bfloat16_and_keeps_float32() -> None:
-    recipe = prepared("llama")
-    pieces = cut(recipe.config, 2, None, 16)
-    stages = [
-        Stage(
-            build(recipe, piece, seed=3),
-            INNER,
-            StageSettings(CPU, torch.bfloat16),
-            first=piece.embeds,
-            last=piece.head,
-        )
-        for piece in pieces
-    ]
-    batch = batches(8, 1)[0]
-    loss, exact = run_microbatch(stages, batch), run_microbatch(make_stages("llama", 2), batch)
-    assert loss != exact
-    assert loss == pytest.approx(exact, rel=1e-2)
-    assert all(stage.step(1e-3, 1).applied for stage in stages)
-    assert all(weight.dtype == torch.float32 for stage in stages for weight in stage.weights())
-
-
 class Hop(NamedTuple):
     """A microbatch at a middle stage: what came, what went on, what came back, and what is handed up."""
 
@@ -556,17 +492,6 @@ def test_both_sides_of_a_boundary_use_what_travelled(codec: str) -> None:
     gradient = waiting.backward(decode(back, found.gradient, seed_of(found.output)))
     assert gradient is not None
     assert torch.equal(encode(back, gradient, seed_of(found.came)), found.reply)
-
-
-@pytest.mark.parametrize("codec", ["int8", "int5-int3"])
-def test_a_stage_learns_through_a_codec(codec: str) -> None:
-    stages, (batch,) = make_stages("llama", 3, codec=codec), batches(7, 1)
-    losses = []
-    for _ in range(30):
-        losses.append(run_microbatch(stages, batch))
-        for stage in stages:
-            assert stage.step(3e-3, 1).applied
-    assert losses[-1] < 0.7 * losses[0]
 
 
 def test_a_gradient_of_another_codec_is_refused() -> None:

@@ -15,11 +15,11 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from pipeline.decoder_slice import Subspace, TokenFeatures
-from pipeline.forward_pass import PendingForward
+from pipeline.forward_pass import PendingForward, StageSettings
 from pipeline.inner_step import Inner
 from pipeline.model_config import Prepared, family_config, prepare
 from pipeline.partition import build, cut, folded, forward_flops, slice_size, verify_subspace
-from pipeline.stage import Stage, StageSettings
+from pipeline.stage import Stage
 
 CPU = torch.device("cpu")
 INNER = Inner(beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.1, clip_norm=1.0)
@@ -149,7 +149,7 @@ def test_what_travels_is_coded_like_any_activations_and_computed_again_to_the_bi
 
 def test_a_long_loss_in_chunks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     (loss, _), whole = run_microbatch(pipeline_of(recipe(), 2, 16), batch(0)), pipeline_of(recipe(), 2, 16)
-    monkeypatch.setattr("pipeline.stage.LOGITS", 4 * VOCABULARY)
+    monkeypatch.setattr("pipeline.forward_pass.LOGITS", 4 * VOCABULARY)
     assert run_microbatch(whole, batch(0))[0] == pytest.approx(loss, rel=1e-6)
 
 

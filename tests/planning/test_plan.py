@@ -23,8 +23,9 @@ from noloco_node.planning.queue_model import MESSAGES
 from noloco_node.run.config import RunConfig
 from noloco_node.run.presets import PRESETS, run_text
 from noloco_node.run.runfile import decode_run, validate
+from pipeline.forward_pass import StageSettings
 from pipeline.inner_step import Inner
-from pipeline.stage import Stage, StageSettings
+from pipeline.stage import Stage
 
 T = TypeVar("T")
 

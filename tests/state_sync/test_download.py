@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -35,7 +36,6 @@ from noloco_node.state_sync.download import (
     StateDownload,
     pause_s,
     progress_line,
-    waiting_line,
 )
 from noloco_node.storage.transfer_files import PartialDownloadFile
 from noloco_node.swarm.membership import Membership
@@ -91,35 +91,29 @@ class Newcomers:
 @pytest.mark.processes
 def test_a_process_killed_while_it_copies_takes_over_every_whole_piece(tmp_path: Path) -> None:
     """Real processes, SIGKILLs at random instants; what a life takes over is checked in there."""
-    told = asyncio.run(kill_many(tmp_path, kills=3, megabytes=4.0, seed=0))
-    assert told.kills >= 3
+    told = asyncio.run(kill_many(tmp_path, kills=2, megabytes=4.0, seed=0))
+    assert told.kills >= 2
     assert told.copies >= 1
     assert told.resumed >= 1, "none of the lives had anything to go on from"
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_newcomer_killed_at_a_random_instant_resumes_from_its_disk(tmp_path: Path, seed: int) -> None:
-    rng, world = Random(f"{seed}|newcomer"), None
-
-    async def main() -> Newcomers:
-        world = Newcomers(tmp_path)
-        await world.donor("donor", state())
-        lives = 1
+async def test_a_newcomer_killed_at_a_random_instant_resumes_from_its_disk(tmp_path: Path, seed: int) -> None:
+    rng, world = Random(f"{seed}|newcomer"), Newcomers(tmp_path)
+    await world.donor("donor", state())
+    lives = 1
+    task = asyncio.create_task(world.newcomer().attempt(("donor",)))
+    while lives < 4:
+        await asyncio.sleep(rng.uniform(2.0, 9.0))
+        world.network.kill("new")
+        task.cancel()
+        await asyncio.wait({task})
+        await asyncio.sleep(rng.uniform(0.0, 30.0))
         task = asyncio.create_task(world.newcomer().attempt(("donor",)))
-        while lives < 4:
-            await asyncio.sleep(rng.uniform(2.0, 9.0))
-            world.network.kill("new")
-            task.cancel()
-            await asyncio.wait({task})
-            await asyncio.sleep(rng.uniform(0.0, 30.0))
-            task = asyncio.create_task(world.newcomer().attempt(("donor",)))
-            lives += 1
-        found = await task
-        assert isinstance(found, ReplicaState)
-        assert same(found, state())
-        return world
-
-    world = run(main())
+        lives += 1
+    found = await task
+    assert isinstance(found, ReplicaState)
+    assert same(found, state())
     resumed = world.told("resumed")
     assert [event.what for event in world.events[:1]] == ["began"]  # type: ignore[union-attr]
     assert len(resumed) == 3
@@ -132,22 +126,17 @@ def test_a_newcomer_killed_at_a_random_instant_resumes_from_its_disk(tmp_path: P
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_donor_that_crashes_at_a_random_instant_is_replaced(seed: int) -> None:
-    rng = Random(f"{seed}|donor")
-
-    async def main() -> tuple[Newcomers, float]:
-        world = Newcomers()
-        await world.donor("first", state(1))
-        await world.donor("second", state(2))
-        copying = world.newcomer()
-        task = asyncio.create_task(copying.attempt(("first", "second")))
-        await asyncio.sleep(rng.uniform(0.5, 19.0))
-        world.network.kill("first")
-        found = await task
-        assert isinstance(found, ReplicaState)
-        return world, asyncio.get_running_loop().time()
-
-    world, seconds = run(main())
+async def test_a_donor_that_crashes_at_a_random_instant_is_replaced(seed: int) -> None:
+    rng, world = Random(f"{seed}|donor"), Newcomers()
+    await world.donor("first", state(1))
+    await world.donor("second", state(2))
+    copying = world.newcomer()
+    task = asyncio.create_task(copying.attempt(("first", "second")))
+    await asyncio.sleep(rng.uniform(0.5, 19.0))
+    world.network.kill("first")
+    found = await task
+    assert isinstance(found, ReplicaState)
+    seconds = asyncio.get_running_loop().time()
     (lost,) = world.told("lost")
     assert lost.donor == "first"
     (done,) = world.told("done")
@@ -257,13 +246,6 @@ def test_pauses_grow_and_are_bounded(attempts: int) -> None:
     assert COPY_AGAIN_S <= pause_s(attempts) <= pause_s(attempts + 1) <= LONGEST_PAUSE_S
 
 
-def test_who_waits_is_told_since_when() -> None:
-    line = waiting_line(2, 1_800_000_000.0, 1_800_000_100.0, 22.5)
-    assert "stage 2" in line
-    assert "since 2027-01-15 08:00:00 UTC (2 min)" in line
-    assert "again in 22 s" in line
-
-
 # Whole nodes.
 
 JOB_S = 0.3
@@ -299,103 +281,87 @@ def caught_up(peer: Peer) -> bool:
     return any(event.what == "done" for event in peer.of(journal_events.CatchUp))
 
 
-@pytest.mark.parametrize("seed", range(1))
-def test_a_node_killed_while_it_catches_up_comes_back_and_is_met_only_then(tmp_path: Path, seed: int) -> None:
-    rng = Random(seed)
+async def test_a_node_killed_while_it_catches_up_comes_back_and_is_met_only_then(tmp_path: Path) -> None:
+    rng = Random(0)
 
     def keep(number: int, size: int) -> PartialDownloadFile:
         return PartialDownloadFile(tmp_path, "run", number, size, lambda _: None)
 
-    async def main() -> None:
-        hub = SimNetwork()
-        hub.set_access("peer-late", SLOW_LINE)
-        peers = await swarm(hub, 1)
-        what = recipe(replicas=3, steps=4000, per_round=4)
-        late = Peer(hub, what, "peer-late", 1, JOB_S, keep=keep)
-        await until(lambda: len(late.of(journal_events.CatchUp)) == 1)
-        await asyncio.sleep(rng.uniform(7.0, 12.0))
-        await crash(hub, late)
-        assert not caught_up(late)
-        steps = len(peers[1].of(journal_events.InnerStep))
-        late = Peer(hub, what, "peer-late", 1, JOB_S, keep=keep)
-        await until(lambda: caught_up(late))
-        # Nobody met it before, and nobody stood still for it.
-        assert not [event for event in peers[1].of(OuterStepTaken) if event.partner == "peer-late"]
-        assert len(peers[1].of(journal_events.InnerStep)) > steps
-        await until(lambda: any(event.partner == "peer-late" for event in peers[1].of(OuterStepTaken)))
-        assert late.of(journal_events.CatchUp)[0].what == "resumed"
-        await end(late, *peers)
-
-    run(main())
-    assert list(tmp_path.iterdir()) == []
+    hub = SimNetwork()
+    hub.set_access("peer-late", SLOW_LINE)
+    peers = await swarm(hub, 1)
+    what = recipe(replicas=3, steps=4000, per_round=4)
+    late = Peer(hub, what, "peer-late", 1, JOB_S, keep=keep)
+    await until(lambda: len(late.of(journal_events.CatchUp)) == 1)
+    await asyncio.sleep(rng.uniform(7.0, 12.0))
+    await crash(hub, late)
+    assert not caught_up(late)
+    steps = len(peers[1].of(journal_events.InnerStep))
+    late = Peer(hub, what, "peer-late", 1, JOB_S, keep=keep)
+    await until(lambda: caught_up(late))
+    # Nobody met it before, and nobody stood still for it.
+    assert not [event for event in peers[1].of(OuterStepTaken) if event.partner == "peer-late"]
+    assert len(peers[1].of(journal_events.InnerStep)) > steps
+    await until(lambda: any(event.partner == "peer-late" for event in peers[1].of(OuterStepTaken)))
+    assert late.of(journal_events.CatchUp)[0].what == "resumed"
+    await end(late, *peers)
+    assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("seed", range(1))
-def test_a_node_whose_donor_dies_goes_on_with_another(seed: int) -> None:
-    rng = Random(seed)
-
-    async def main() -> None:
-        hub = SimNetwork()
-        hub.set_access("peer-late", SLOW_LINE)
-        source, *old = await swarm(hub, 2)
-        late = Peer(hub, recipe(replicas=3, steps=4000, per_round=4), "peer-late", 1, JOB_S)
-        await until(lambda: len(late.of(journal_events.CatchUp)) == 1)
-        await asyncio.sleep(rng.uniform(3.0, 10.0))
-        (donor,) = [peer for peer in old if peer.name == late.of(journal_events.CatchUp)[0].donor]
-        (survivor,) = [peer for peer in old if peer is not donor]
-        await crash(hub, donor)
-        await until(lambda: bool(late.of(journal_events.InnerStep)))
-        events = late.of(journal_events.CatchUp)
-        assert (events[-1].what, events[-1].donor) == ("done", survivor.name)
-        assert "lost" in [event.what for event in events]
-        assert late.of(journal_events.InnerStep)[0].progress > 0.0
-        assert late.copied_stages == [1], "what else it takes is made ready once, beside the copy"
-        assert [peer.copied_stages for peer in (source, survivor)] == [[], []]
-        await end(late, survivor, source)
-
-    run(main())
+async def test_a_node_whose_donor_dies_goes_on_with_another() -> None:
+    rng = Random(0)
+    hub = SimNetwork()
+    hub.set_access("peer-late", SLOW_LINE)
+    source, *old = await swarm(hub, 2)
+    late = Peer(hub, recipe(replicas=3, steps=4000, per_round=4), "peer-late", 1, JOB_S)
+    await until(lambda: len(late.of(journal_events.CatchUp)) == 1)
+    await asyncio.sleep(rng.uniform(3.0, 10.0))
+    (donor,) = [peer for peer in old if peer.name == late.of(journal_events.CatchUp)[0].donor]
+    (survivor,) = [peer for peer in old if peer is not donor]
+    await crash(hub, donor)
+    await until(lambda: bool(late.of(journal_events.InnerStep)))
+    events = late.of(journal_events.CatchUp)
+    assert (events[-1].what, events[-1].donor) == ("done", survivor.name)
+    assert "lost" in [event.what for event in events]
+    assert late.of(journal_events.InnerStep)[0].progress > 0.0
+    assert late.copied_stages == [1], "what else it takes is made ready once, beside the copy"
+    assert [peer.copied_stages for peer in (source, survivor)] == [[], []]
+    await end(late, survivor, source)
 
 
-def test_a_newcomer_that_can_dial_nobody_says_so_and_keeps_trying() -> None:
-    async def main() -> None:
-        hub = SimNetwork()
-        peers = await swarm(hub, 1)
-        hub.set_access("peer-old0", Access(dials_only=True))
-        watch = Membership(hub.network("watch"), recipe(replicas=3, steps=4000, per_round=4).digest, 2)
-        late = Peer(hub, recipe(replicas=3, steps=4000, per_round=4), "peer-late", 1, JOB_S)
-        await asyncio.sleep(300)
-        lines = [line for line in late.said if "waiting for a replica of stage 1" in line]
-        assert 3 <= len(lines) <= 9
-        assert "since" in lines[-1]
-        assert "--stage" in lines[-1]
-        roster = await watch.peek()
-        (record,) = [record for record in roster.stage(1) if record.peer == "peer-late"]
-        assert record.waiting == (Wait(cause=WaitCause.STATE),)
-        assert record.state is PeerState.CATCHING_UP
-        hub.set_access("peer-old0", Access())
-        await until(lambda: bool(late.of(journal_events.Started)))
-        await end(late, *peers)
-
-    run(main())
+async def test_a_newcomer_that_can_dial_nobody_says_so_and_keeps_trying() -> None:
+    hub = SimNetwork()
+    peers = await swarm(hub, 1)
+    hub.set_access("peer-old0", Access(dials_only=True))
+    watch = Membership(hub.network("watch"), recipe(replicas=3, steps=4000, per_round=4).digest, 2)
+    late = Peer(hub, recipe(replicas=3, steps=4000, per_round=4), "peer-late", 1, JOB_S)
+    await asyncio.sleep(100)
+    lines = [line for line in late.said if "waiting for a replica of stage 1" in line]
+    assert 3 <= len(lines) <= 9
+    assert "since" in lines[-1]
+    assert "--stage" in lines[-1]
+    roster = await watch.peek()
+    (record,) = [record for record in roster.stage(1) if record.peer == "peer-late"]
+    assert record.waiting == (Wait(cause=WaitCause.STATE),)
+    assert record.state is PeerState.CATCHING_UP
+    hub.set_access("peer-old0", Access())
+    await until(lambda: bool(late.of(journal_events.Started)))
+    await end(late, *peers)
 
 
-def test_a_node_that_was_away_for_long_fetches_what_differs() -> None:
-    async def main() -> list[Any]:
-        hub = SimNetwork()
-        what = recipe(replicas=3, steps=4000, per_round=4)
-        peers = await swarm(hub, 2)
-        gone = peers.pop()
-        await end(gone)
-        hub.kill(gone.name)
-        assert gone.saved is not None
-        rounds = gone.saved.counters.round
-        await until(lambda: peers[1].of(OuterStepTaken)[-1].round > rounds + 6)
-        back = Peer(hub, what, gone.name, 1, JOB_S, saved=gone.saved)
-        await until(lambda: bool(back.of(journal_events.InnerStep)))
-        events = back.of(journal_events.CatchUp)
-        await end(back, *peers)
-        return events
-
-    events = run(main())
+async def test_a_node_that_was_away_for_long_fetches_what_differs() -> None:
+    hub = SimNetwork()
+    what = recipe(replicas=3, steps=4000, per_round=4)
+    peers = await swarm(hub, 2)
+    gone = peers.pop()
+    await end(gone)
+    hub.kill(gone.name)
+    assert gone.saved is not None
+    rounds = gone.saved.counters.round
+    await until(lambda: peers[1].of(OuterStepTaken)[-1].round > rounds + 6)
+    back = Peer(hub, what, gone.name, 1, JOB_S, saved=gone.saved)
+    await until(lambda: bool(back.of(journal_events.InnerStep)))
+    events = back.of(journal_events.CatchUp)
+    await end(back, *peers)
     assert events[-1].what == "done"
     assert 0 < events[-1].fetched_bytes <= events[-1].total_bytes

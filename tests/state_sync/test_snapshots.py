@@ -29,7 +29,6 @@ from noloco_node.machine.interface import Reporter
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE, state_schema, topic
-from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
@@ -179,31 +178,27 @@ def test_the_last_few_of_each_stage_are_kept_and_room_is_left(tmp_path: Path, mo
 # In a swarm.
 
 
-def test_a_stage_that_lost_all_its_replicas_comes_back_from_a_snapshot() -> None:
-    async def main() -> tuple[Memory, Peer, Peer]:
-        hub, what, store = SimNetwork(), recipe(replicas=2, steps=4000, per_round=3), Memory()
-        keeper = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store)
-        rest = [Peer(hub, what, name, stage, job_s=0.3) for name, stage in (("a0", 0), ("a1", 1), ("b1", 1))]
-        await until(lambda: len(store.kept.get(1, [])) >= 2)
-        assert 0 not in store.kept, "its own stage lies in its checkpoints"
-        await killed(hub, rest[1:])
-        await until(lambda: forgotten(keeper, 1))
-        last = store.kept[1][-1]
-        newcomer = Peer(hub, what, "newcomer", 1, job_s=0.3)
-        await until(lambda: len(newcomer.of(journal_events.InnerStep)) >= 3)
-        first = newcomer.of(journal_events.InnerStep)[0]
-        assert first.step == last.counters.inner_steps + 1
-        assert first.progress >= last.counters.progress > 0.0
-        slow = newcomer.node.replica.rounds.state.slow if newcomer.node.replica is not None else ()
-        if newcomer.node.replica is not None and newcomer.node.replica.rounds.finished == last.counters.round:
-            assert all(map(torch.equal, slow, last.tensors["slow"]))
-        # Training goes on everywhere, and nothing was restarted.
-        steps = len(keeper.of(journal_events.InnerStep))
-        await until(lambda: len(keeper.of(journal_events.InnerStep)) >= steps + 5)
-        await over([keeper, rest[0], newcomer])
-        return store, keeper, newcomer
-
-    store, keeper, newcomer = run(main())
+async def test_a_stage_that_lost_all_its_replicas_comes_back_from_a_snapshot() -> None:
+    hub, what, store = SimNetwork(), recipe(replicas=2, steps=4000, per_round=3), Memory()
+    keeper = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store)
+    rest = [Peer(hub, what, name, stage, job_s=0.3) for name, stage in (("a0", 0), ("a1", 1), ("b1", 1))]
+    await until(lambda: len(store.kept.get(1, [])) >= 2)
+    assert 0 not in store.kept, "its own stage lies in its checkpoints"
+    await killed(hub, rest[1:])
+    await until(lambda: forgotten(keeper, 1))
+    last = store.kept[1][-1]
+    newcomer = Peer(hub, what, "newcomer", 1, job_s=0.3)
+    await until(lambda: len(newcomer.of(journal_events.InnerStep)) >= 3)
+    first = newcomer.of(journal_events.InnerStep)[0]
+    assert first.step == last.counters.inner_steps + 1
+    assert first.progress >= last.counters.progress > 0.0
+    slow = newcomer.node.replica.rounds.state.slow if newcomer.node.replica is not None else ()
+    if newcomer.node.replica is not None and newcomer.node.replica.rounds.finished == last.counters.round:
+        assert all(map(torch.equal, slow, last.tensors["slow"]))
+    # Training goes on everywhere, and nothing was restarted.
+    steps = len(keeper.of(journal_events.InnerStep))
+    await until(lambda: len(keeper.of(journal_events.InnerStep)) >= steps + 5)
+    await over([keeper, rest[0], newcomer])
     assert all(each.counters.peer in ("a1", "b1", "newcomer") for each in store.kept[1])
     rounds = [each.counters.round for each in store.kept[1]]
     assert all(later - earlier >= 2 for earlier, later in pairwise(rounds))
@@ -221,33 +216,28 @@ def lie_about(true: Checkpoint) -> Memory:
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_of_snapshots_of_a_dead_stage_loss_tells_which_is_worth_anything(alone: bool) -> None:
+async def test_of_snapshots_of_a_dead_stage_loss_tells_which_is_worth_anything(alone: bool) -> None:
     """The liar's is asked for first, being the newest; where nobody has another, the stage begins anew."""
-
-    async def main() -> Peer:
-        hub, what, store = SimNetwork(), recipe(replicas=3, steps=4000, per_round=3), Memory()
-        keeper, served = [
-            Peer(hub, what, name, stage, snapshots=store, job_s=0.3) for stage, name in enumerate(("keeper", "served"))
-        ]
-        await until(lambda: len(store.kept.get(1, [])) >= 2)
-        lies = lie_about(store.kept[1][-1])
-        liar = Peer(hub, what, "liar", 0, snapshots=lies, job_s=0.3)
-        sources = [keeper, liar, *(Peer(hub, what, name, 0, job_s=0.3) for name in ("a", "b"))]
-        await until(lambda: all(len(peer.of(journal_events.InnerStep)) >= 2 for peer in sources))
-        await killed(hub, [served])
-        await until(lambda: forgotten(keeper, 1))
-        await asyncio.sleep(CLOCK_S)  # for so long its record is believed by whoever sees it for the first time
-        if alone:
-            await killed(hub, [keeper])
-        newcomer = Peer(hub, what, "newcomer", 1, job_s=0.3)
-        await until(lambda: bool(newcomer.of(journal_events.Disowned)))
-        assert newcomer.saved is None, "weights on trial are written nowhere"
-        steps = len(newcomer.of(journal_events.InnerStep))
-        await until(lambda: len(newcomer.of(journal_events.InnerStep)) >= steps + 20)
-        await over([*sources[alone:], newcomer])
-        return newcomer
-
-    newcomer = run(main())
+    hub, what, store = SimNetwork(), recipe(replicas=3, steps=4000, per_round=3), Memory()
+    keeper, served = [
+        Peer(hub, what, name, stage, snapshots=store, job_s=0.3) for stage, name in enumerate(("keeper", "served"))
+    ]
+    await until(lambda: len(store.kept.get(1, [])) >= 2)
+    lies = lie_about(store.kept[1][-1])
+    liar = Peer(hub, what, "liar", 0, snapshots=lies, job_s=0.3)
+    sources = [keeper, liar, *(Peer(hub, what, name, 0, job_s=0.3) for name in ("a", "b"))]
+    await until(lambda: all(len(peer.of(journal_events.InnerStep)) >= 2 for peer in sources))
+    await killed(hub, [served])
+    await until(lambda: forgotten(keeper, 1))
+    await asyncio.sleep(CLOCK_S)  # for so long its record is believed by whoever sees it for the first time
+    if alone:
+        await killed(hub, [keeper])
+    newcomer = Peer(hub, what, "newcomer", 1, job_s=0.3)
+    await until(lambda: bool(newcomer.of(journal_events.Disowned)))
+    assert newcomer.saved is None, "weights on trial are written nowhere"
+    steps = len(newcomer.of(journal_events.InnerStep))
+    await until(lambda: len(newcomer.of(journal_events.InnerStep)) >= steps + 20)
+    await over([*sources[alone:], newcomer])
     disowned = newcomer.of(journal_events.Disowned)
     assert [each.loss > FAR * each.usual for each in disowned] == [True]
     assert newcomer.of(journal_events.InnerStep)[-1].loss < FAR * disowned[0].usual
@@ -325,27 +315,23 @@ def test_a_stage_comes_back_from_a_snapshot_over_real_daemons(monkeypatch: pytes
     assert not any(isinstance(event, journal_events.PeerViolation) for event in events)
 
 
-def test_without_a_snapshot_it_is_said_loudly_and_a_returning_checkpoint_is_better() -> None:
-    async def main() -> tuple[Peer, Peer]:
-        hub, what = SimNetwork(), recipe(replicas=1, steps=4000, per_round=3)
-        source, old = Peer(hub, what, "source", 0, job_s=0.3), Peer(hub, what, "old", 1, job_s=0.3)
-        await until(lambda: old.saved is not None and old.saved.counters.round >= 2)
-        saved = old.saved
-        await killed(hub, [old])
-        await until(lambda: forgotten(source, 1))
-        await asyncio.sleep(CLOCK_S)  # for so long its record is believed by whoever sees it for the first time
-        back = Peer(hub, what, "back", 1, job_s=0.3, saved=saved)
-        await until(lambda: len(back.of(journal_events.InnerStep)) >= 1)
-        assert saved is not None
-        assert back.of(journal_events.InnerStep)[0].step == saved.counters.inner_steps + 1
-        await killed(hub, [back])
-        await until(lambda: forgotten(source, 1))
-        stranger = Peer(hub, what, "stranger", 1, job_s=0.3)
-        await until(lambda: len(stranger.of(journal_events.InnerStep)) >= 1)
-        await over([source, stranger])
-        return back, stranger
-
-    back, stranger = run(main())
+async def test_without_a_snapshot_it_is_said_loudly_and_a_returning_checkpoint_is_better() -> None:
+    hub, what = SimNetwork(), recipe(replicas=1, steps=4000, per_round=3)
+    source, old = Peer(hub, what, "source", 0, job_s=0.3), Peer(hub, what, "old", 1, job_s=0.3)
+    await until(lambda: old.saved is not None and old.saved.counters.round >= 2)
+    saved = old.saved
+    await killed(hub, [old])
+    await until(lambda: forgotten(source, 1))
+    await asyncio.sleep(CLOCK_S)  # for so long its record is believed by whoever sees it for the first time
+    back = Peer(hub, what, "back", 1, job_s=0.3, saved=saved)
+    await until(lambda: len(back.of(journal_events.InnerStep)) >= 1)
+    assert saved is not None
+    assert back.of(journal_events.InnerStep)[0].step == saved.counters.inner_steps + 1
+    await killed(hub, [back])
+    await until(lambda: forgotten(source, 1))
+    stranger = Peer(hub, what, "stranger", 1, job_s=0.3)
+    await until(lambda: len(stranger.of(journal_events.InnerStep)) >= 1)
+    await over([source, stranger])
     assert any("no snapshot of stage 1 is newer than our own" in line for line in back.said)
     assert not any("LOST" in line for line in back.said)
     assert any(line.startswith("STAGE 1 HAS LOST ITS WEIGHTS") for line in stranger.said)
@@ -365,84 +351,72 @@ def test_who_offered_one_snapshot_and_gives_another_is_refused() -> None:
     assert refused(40, 2.1 * NORM_FACTOR)
 
 
-def test_a_full_disk_costs_the_snapshot_and_nothing_else() -> None:
-    async def main() -> tuple[Peer, Memory]:
-        hub, what, store = SimNetwork(), recipe(replicas=1, steps=4000, per_round=3), Memory()
-        store.refuses = True
-        keeper, other = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store), Peer(hub, what, "other", 1, job_s=0.3)
-        await until(lambda: any("no snapshot of stage 1 this time" in line for line in keeper.said))
-        store.refuses = False
-        await until(lambda: 1 in store.kept)
-        await over([keeper, other])
-        return keeper, store
-
-    keeper, store = run(main())
+async def test_a_full_disk_costs_the_snapshot_and_nothing_else() -> None:
+    hub, what, store = SimNetwork(), recipe(replicas=1, steps=4000, per_round=3), Memory()
+    store.refuses = True
+    keeper, other = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store), Peer(hub, what, "other", 1, job_s=0.3)
+    await until(lambda: any("no snapshot of stage 1 this time" in line for line in keeper.said))
+    store.refuses = False
+    await until(lambda: 1 in store.kept)
+    await over([keeper, other])
     assert len([line for line in keeper.said if "no snapshot" in line]) == 1
     assert store.kept[1][0].counters.peer == "other"
 
 
-def test_a_stage_that_died_is_served_though_a_stranger_keeps_another_one_busy() -> None:
-    async def main() -> Peer:
-        hub, what, store = SimNetwork(), recipe(stages=3, replicas=1, steps=4000, per_round=3), Memory()
-        keeper = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store)
-        others = [Peer(hub, what, f"other-{stage}", stage, job_s=0.3) for stage in (1, 2)]
-        await until(lambda: {1, 2} <= store.kept.keys())
-        stranger, shapes = hub.network("stranger"), tuple(keeper.plan.shapes[1].values())
+async def test_a_stage_that_died_is_served_though_a_stranger_keeps_another_one_busy() -> None:
+    hub, what, store = SimNetwork(), recipe(stages=3, replicas=1, steps=4000, per_round=3), Memory()
+    keeper = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store)
+    others = [Peer(hub, what, f"other-{stage}", stage, job_s=0.3) for stage in (1, 2)]
+    await until(lambda: {1, 2} <= store.kept.keys())
+    stranger, shapes = hub.network("stranger"), tuple(keeper.plan.shapes[1].values())
 
-        async def hog() -> None:
-            while True:
-                async with stranger.talk("keeper", topic(SNAPSHOT, 1), state_schema(shapes)) as conversation:
-                    await conversation.send(StateRequest(parts=Parts.SLOW))
-                    await conversation.receive()
-                    await asyncio.sleep(20.0)
+    async def hog() -> None:
+        while True:
+            async with stranger.talk("keeper", topic(SNAPSHOT, 1), state_schema(shapes)) as conversation:
+                await conversation.send(StateRequest(parts=Parts.SLOW))
+                await conversation.receive()
+                await asyncio.sleep(20.0)
 
-        async with background(hog()):
-            await killed(hub, [others[1]])
-            await until(lambda: forgotten(keeper, 2))
-            back = Peer(hub, what, "back", 2, job_s=0.3)
-            await until(lambda: bool(back.of(journal_events.InnerStep)))
-        await over([keeper, others[0], back])
-        return back
-
-    back = run(main())
+    async with background(hog()):
+        await killed(hub, [others[1]])
+        await until(lambda: forgotten(keeper, 2))
+        back = Peer(hub, what, "back", 2, job_s=0.3)
+        await until(lambda: bool(back.of(journal_events.InnerStep)))
+    await over([keeper, others[0], back])
     assert any("reviving stage 2 from a snapshot" in line for line in back.said)
 
 
-def test_what_a_stranger_asks_for_is_bounded() -> None:
+async def test_what_a_stranger_asks_for_is_bounded() -> None:
     """Of the stages that live one at a time is served, and nobody gets more than slow weights."""
+    hub, what, store = SimNetwork(), recipe(stages=3, replicas=1, steps=4000, per_round=3), Memory()
+    keeper = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store)
+    others = [Peer(hub, what, f"other-{stage}", stage, job_s=0.3) for stage in (1, 2)]
+    await until(lambda: {1, 2} <= store.kept.keys())
+    await asyncio.sleep(1.0)
+    shapes = [tuple(each.values()) for each in keeper.plan.shapes]
+    stranger, reads = hub.network("stranger"), store.reads
+    told = await ask_manifests(stranger, ["keeper", "other-1", "nobody"], WeightsOf(1, shapes[1], SNAPSHOT))
+    assert list(told.manifests) == ["keeper"]
+    assert told.manifests["keeper"].round == store.kept[1][-1].counters.round
+    norm = math.hypot(*(float(torch.linalg.vector_norm(each)) for each in store.kept[1][-1].tensors["slow"]))
+    assert told.manifests["keeper"].norm == pytest.approx(norm)
+    assert store.reads == reads, "what everybody may ask costs the disk nothing"
 
-    async def main() -> None:
-        hub, what, store = SimNetwork(), recipe(stages=3, replicas=1, steps=4000, per_round=3), Memory()
-        keeper = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store)
-        others = [Peer(hub, what, f"other-{stage}", stage, job_s=0.3) for stage in (1, 2)]
-        await until(lambda: {1, 2} <= store.kept.keys())
-        await asyncio.sleep(1.0)
-        shapes = [tuple(each.values()) for each in keeper.plan.shapes]
-        stranger, reads = hub.network("stranger"), store.reads
-        told = await ask_manifests(stranger, ["keeper", "other-1", "nobody"], WeightsOf(1, shapes[1], SNAPSHOT))
-        assert list(told.manifests) == ["keeper"]
-        assert told.manifests["keeper"].round == store.kept[1][-1].counters.round
-        norm = math.hypot(*(float(torch.linalg.vector_norm(each)) for each in store.kept[1][-1].tensors["slow"]))
-        assert told.manifests["keeper"].norm == pytest.approx(norm)
-        assert store.reads == reads, "what everybody may ask costs the disk nothing"
+    async def ask(stage: int, parts: Parts) -> Any:
+        async with stranger.talk("keeper", topic(SNAPSHOT, stage), state_schema(shapes[stage])) as conversation:
+            await conversation.send(StateRequest(parts=parts))
+            return await conversation.receive()
 
-        async def ask(stage: int, parts: Parts) -> Any:
-            async with stranger.talk("keeper", topic(SNAPSHOT, stage), state_schema(shapes[stage])) as conversation:
-                await conversation.send(StateRequest(parts=parts))
-                return await conversation.receive()
-
-        assert isinstance(await ask(1, Parts.SLOW), Manifest)
-        assert isinstance(await ask(1, Parts.SLOW), Manifest)
-        assert store.reads == reads + 1
-        assert type(await ask(2, Parts.OUTLINE)).__name__ == "Busy"
-        with pytest.raises(ConnectionError):
-            await ask(1, Parts.ALL)
-        with pytest.raises(ConnectionError):
-            await ask(0, Parts.OUTLINE)
-        assert keeper.node.roster.stage(2)[0].state is PeerState.TRAINING
-        assert (await ask_manifests(stranger, ["keeper"], WeightsOf(2, shapes[2], SNAPSHOT))).busy == 1
-        told = await ask_manifests(stranger, ["other-1"], WeightsOf(1, shapes[1], STATE))
-        assert told.manifests.keys() == {"other-1"}
-        await over([keeper, *others])
-
-    run(main())
+    assert isinstance(await ask(1, Parts.SLOW), Manifest)
+    assert isinstance(await ask(1, Parts.SLOW), Manifest)
+    assert store.reads == reads + 1
+    assert type(await ask(2, Parts.OUTLINE)).__name__ == "Busy"
+    with pytest.raises(ConnectionError):
+        await ask(1, Parts.ALL)
+    with pytest.raises(ConnectionError):
+        await ask(0, Parts.OUTLINE)
+    assert keeper.node.roster.stage(2)[0].state is PeerState.TRAINING
+    assert (await ask_manifests(stranger, ["keeper"], WeightsOf(2, shapes[2], SNAPSHOT))).busy == 1
+    told = await ask_manifests(stranger, ["other-1"], WeightsOf(1, shapes[1], STATE))
+    assert told.manifests.keys() == {"other-1"}
+    await over([keeper, *others])

@@ -56,117 +56,100 @@ class Swarm:
         return store, WeightDownload(self.hub.network(f"{name}, line {self._lines}"), store, at_once, **more)
 
 
-def test_each_newcomer_has_all_and_asks_the_others_first(tmp_path: Path) -> None:
-    async def main() -> None:
-        swarm, told = Swarm(tmp_path), list[tuple[int, int]]()
-        await swarm.owner()
-        first, download = swarm.newcomer("first", tell=lambda *so_far: told.append(so_far))
-        assert await download.digests(["owner"])
-        assert await download.pieces(KEYS, ["owner"])
-        assert told[-1][1] == 4
-        assert (tmp_path / "first" / "a.safetensors").read_bytes() == (
-            tmp_path / "owner" / "a.safetensors"
-        ).read_bytes()
-        await swarm.serve("first", first)
-        before = swarm.given["owner"]
-        second, download = swarm.newcomer("second")
-        assert await download.digests(["first", "owner"])
-        assert await download.pieces(KEYS[:2], ["first"])
-        assert swarm.given["owner"] == before
-        assert second.missing(KEYS) == KEYS[2:]
-
-    run(main())
+async def test_each_newcomer_has_all_and_asks_the_others_first(tmp_path: Path) -> None:
+    swarm, told = Swarm(tmp_path), list[tuple[int, int]]()
+    await swarm.owner()
+    first, download = swarm.newcomer("first", tell=lambda *so_far: told.append(so_far))
+    assert await download.digests(["owner"])
+    assert await download.pieces(KEYS, ["owner"])
+    assert told[-1][1] == 4
+    assert (tmp_path / "first" / "a.safetensors").read_bytes() == (tmp_path / "owner" / "a.safetensors").read_bytes()
+    await swarm.serve("first", first)
+    before = swarm.given["owner"]
+    second, download = swarm.newcomer("second")
+    assert await download.digests(["first", "owner"])
+    assert await download.pieces(KEYS[:2], ["first"])
+    assert swarm.given["owner"] == before
+    assert second.missing(KEYS) == KEYS[2:]
 
 
-def test_nobody_there_and_nobody_who_has_it_is_no_error(tmp_path: Path) -> None:
-    async def main() -> None:
-        swarm = Swarm(tmp_path)
-        await swarm.serve("empty", WeightStore.filling(tmp_path / "empty", [swarm.file]))
-        store, download = swarm.newcomer("newcomer")
-        assert not await download.digests(["nobody", "empty"])
-        await swarm.owner()
-        assert await download.digests(["nobody", "empty", "owner"])
-        assert not await download.pieces(KEYS, [])
-        assert not await download.pieces(KEYS, ["nobody", "empty"])
-        assert store.missing(KEYS) == KEYS
-
-    run(main())
+async def test_nobody_there_and_nobody_who_has_it_is_no_error(tmp_path: Path) -> None:
+    swarm = Swarm(tmp_path)
+    await swarm.serve("empty", WeightStore.filling(tmp_path / "empty", [swarm.file]))
+    store, download = swarm.newcomer("newcomer")
+    assert not await download.digests(["nobody", "empty"])
+    await swarm.owner()
+    assert await download.digests(["nobody", "empty", "owner"])
+    assert not await download.pieces(KEYS, [])
+    assert not await download.pieces(KEYS, ["nobody", "empty"])
+    assert store.missing(KEYS) == KEYS
 
 
 Reply = Callable[[Any], Any]
 
 
 @pytest.mark.parametrize("lie", [lambda _: FileContent(content=b"x" * 600_000), lambda asked: asked])
-def test_a_liar_is_not_believed_and_the_next_one_is_asked(tmp_path: Path, lie: Reply) -> None:
-    async def main() -> None:
-        swarm = Swarm(tmp_path)
-        await swarm.owner()
+async def test_a_liar_is_not_believed_and_the_next_one_is_asked(tmp_path: Path, lie: Reply) -> None:
+    swarm = Swarm(tmp_path)
+    await swarm.owner()
 
-        async def answer(conversation: Conversation) -> None:
-            while True:
-                await conversation.send(lie(await conversation.receive()))
+    async def answer(conversation: Conversation) -> None:
+        while True:
+            await conversation.send(lie(await conversation.receive()))
 
-        await swarm.hub.network("liar").serve(TOPIC, SCHEMA, answer)
-        store, download = swarm.newcomer("newcomer")
-        assert not await download.digests(["liar"])
-        assert await download.digests(["liar", "owner"])
-        assert not await download.pieces(KEYS, ["liar"])
-        assert store.missing(KEYS) == KEYS
-        assert await download.pieces(KEYS, ["liar", "owner"])
-
-    run(main())
+    await swarm.hub.network("liar").serve(TOPIC, SCHEMA, answer)
+    store, download = swarm.newcomer("newcomer")
+    assert not await download.digests(["liar"])
+    assert await download.digests(["liar", "owner"])
+    assert not await download.pieces(KEYS, ["liar"])
+    assert store.missing(KEYS) == KEYS
+    assert await download.pieces(KEYS, ["liar", "owner"])
 
 
-def test_a_download_that_was_cut_goes_on_where_it_was(tmp_path: Path) -> None:
-    async def main() -> None:
-        swarm = Swarm(tmp_path)
-        await swarm.owner()
-        come = 0
+async def test_a_download_that_was_cut_goes_on_where_it_was(tmp_path: Path) -> None:
+    swarm = Swarm(tmp_path)
+    await swarm.owner()
+    come = 0
 
-        def dying(*_: int) -> None:
-            nonlocal come
-            come += 1
-            if come == 2:
-                raise asyncio.CancelledError
+    def dying(*_: int) -> None:
+        nonlocal come
+        come += 1
+        if come == 2:
+            raise asyncio.CancelledError
 
-        store, download = swarm.newcomer("newcomer", tell=dying)
-        assert await download.digests(["owner"])
-        cut = asyncio.create_task(download.pieces(KEYS, ["owner"]))
-        await asyncio.wait([cut])
-        here = 4 - len(store.missing(KEYS))
-        assert 2 <= here < 4
-        swarm.given.clear()
-        again, download = swarm.newcomer("newcomer")
-        assert again.digests(0) is not None, "the digests are kept"
-        assert await download.pieces(KEYS, ["owner"])
-        assert swarm.given["owner"] == 4 - here
-
-    run(main())
+    store, download = swarm.newcomer("newcomer", tell=dying)
+    assert await download.digests(["owner"])
+    cut = asyncio.create_task(download.pieces(KEYS, ["owner"]))
+    await asyncio.wait([cut])
+    here = 4 - len(store.missing(KEYS))
+    assert 2 <= here < 4
+    swarm.given.clear()
+    again, download = swarm.newcomer("newcomer")
+    assert again.digests(0) is not None, "the digests are kept"
+    assert await download.pieces(KEYS, ["owner"])
+    assert swarm.given["owner"] == 4 - here
 
 
-def test_what_strangers_ask_costs_little(tmp_path: Path) -> None:
-    async def main() -> None:
-        swarm = Swarm(tmp_path)
-        await swarm.owner()
-        stranger = swarm.hub.network("stranger")
-        async with asyncio.TaskGroup() as group:
-            turned_away = list[str]()
+async def test_what_strangers_ask_costs_little(tmp_path: Path) -> None:
+    swarm = Swarm(tmp_path)
+    await swarm.owner()
+    stranger = swarm.hub.network("stranger")
+    async with asyncio.TaskGroup() as group:
+        turned_away = list[str]()
 
-            async def occupy() -> None:
-                try:
-                    async with stranger.talk("owner", TOPIC, SCHEMA) as conversation:
-                        await conversation.receive()
-                except ConnectionError as loss:
-                    turned_away.append(str(loss))
+        async def occupy() -> None:
+            try:
+                async with stranger.talk("owner", TOPIC, SCHEMA) as conversation:
+                    await conversation.receive()
+            except ConnectionError as loss:
+                turned_away.append(str(loss))
 
-            for _ in range(weight_exchange.STREAMS + 3):
-                group.create_task(occupy())
-        assert len(turned_away) == weight_exchange.STREAMS + 3, "the idle ones end, too"
-        # Nobody's place is taken for good.
-        _, download = swarm.newcomer("newcomer")
-        assert await download.digests(["owner"])
-
-    run(main())
+        for _ in range(weight_exchange.STREAMS + 3):
+            group.create_task(occupy())
+    assert len(turned_away) == weight_exchange.STREAMS + 3, "the idle ones end, too"
+    # Nobody's place is taken for good.
+    _, download = swarm.newcomer("newcomer")
+    assert await download.digests(["owner"])
 
 
 class Crowd:
@@ -197,49 +180,42 @@ class Crowd:
         await self.hub.network(name).serve(TOPIC, SCHEMA, WeightServer(store, job).serve)
 
 
-def test_peers_are_asked_for_what_they_have(tmp_path: Path) -> None:
+async def test_peers_are_asked_for_what_they_have(tmp_path: Path) -> None:
     """Peers without a piece cost some questions altogether, and the first piece comes at once."""
-
-    async def main() -> None:
-        crowd, came = Crowd(tmp_path, 40), list[float]()
-        empty = [f"empty-{number:02}" for number in range(12)]
-        for name in empty:
-            await crowd.serve(name, crowd.store(name))
-        # Pieces of an earlier life are announced too: the store is opened anew.
-        crowd.store("half", range(0, 40, 2))
-        await crowd.serve("half", crowd.store("half"))
-        await crowd.serve("owner", crowd.whole)
-        store, begun = crowd.store("newcomer"), loop_s()
-        network = crowd.hub.network("newcomer")
-        download = WeightDownload(network, store, at_once, lambda *_: came.append(loop_s() - begun))
-        assert await download.pieces(crowd.keys[:1], [*empty, "half", "owner"])
-        assert await download.pieces(crowd.keys, [*empty, "half", "owner"])
-        assert came[0] < 3.0
-        assert came[-1] < 6.0
-        assert all(crowd.asked[name] <= weight_exchange.STREAMS for name in empty)
-        assert crowd.asked["half"] + crowd.asked["owner"] <= 40 + 2 * weight_exchange.STREAMS
-        assert crowd.asked["half"] >= 15
-
-    run(main())
+    crowd, came = Crowd(tmp_path, 40), list[float]()
+    empty = [f"empty-{number:02}" for number in range(12)]
+    for name in empty:
+        await crowd.serve(name, crowd.store(name))
+    # Pieces of an earlier life are announced too: the store is opened anew.
+    crowd.store("half", range(0, 40, 2))
+    await crowd.serve("half", crowd.store("half"))
+    await crowd.serve("owner", crowd.whole)
+    store, begun = crowd.store("newcomer"), loop_s()
+    network = crowd.hub.network("newcomer")
+    download = WeightDownload(network, store, at_once, lambda *_: came.append(loop_s() - begun))
+    assert await download.pieces(crowd.keys[:1], [*empty, "half", "owner"])
+    assert await download.pieces(crowd.keys, [*empty, "half", "owner"])
+    assert came[0] < 3.0
+    assert came[-1] < 6.0
+    assert all(crowd.asked[name] <= weight_exchange.STREAMS for name in empty)
+    assert crowd.asked["half"] + crowd.asked["owner"] <= 40 + 2 * weight_exchange.STREAMS
+    assert crowd.asked["half"] >= 15
 
 
-def test_a_peer_that_had_nothing_is_asked_again_after_a_while(tmp_path: Path) -> None:
-    async def main() -> None:
-        crowd = Crowd(tmp_path, 8)
-        late = crowd.store("late")
-        await crowd.serve("late", late)
-        store = crowd.store("newcomer")
-        download = WeightDownload(crowd.hub.network("newcomer"), store, at_once)
-        assert not await download.pieces(crowd.keys, ["late"])
-        asked = crowd.asked["late"]
-        for key in crowd.keys:
-            late.write(key, crowd.whole.read(key) or b"")
-        assert not await download.pieces(crowd.keys, ["late"])
-        assert crowd.asked["late"] == asked
-        await asyncio.sleep(weight_exchange.ASK_AGAIN_S)
-        assert await download.pieces(crowd.keys, ["late"])
-
-    run(main())
+async def test_a_peer_that_had_nothing_is_asked_again_after_a_while(tmp_path: Path) -> None:
+    crowd = Crowd(tmp_path, 8)
+    late = crowd.store("late")
+    await crowd.serve("late", late)
+    store = crowd.store("newcomer")
+    download = WeightDownload(crowd.hub.network("newcomer"), store, at_once)
+    assert not await download.pieces(crowd.keys, ["late"])
+    asked = crowd.asked["late"]
+    for key in crowd.keys:
+        late.write(key, crowd.whole.read(key) or b"")
+    assert not await download.pieces(crowd.keys, ["late"])
+    assert crowd.asked["late"] == asked
+    await asyncio.sleep(weight_exchange.ASK_AGAIN_S)
+    assert await download.pieces(crowd.keys, ["late"])
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=20), st.binary(max_size=4))
@@ -283,56 +259,49 @@ def test_what_a_peer_announces_costs_no_more_than_it_gives(has: list[bool], told
 
 
 @pytest.mark.parametrize(("names", "pause_s"), [(8, weight_exchange.PATIENCE_S - 1.0), (40, 59.0), (8, 0.0)])
-def test_peers_that_take_all_streams_keep_no_newcomer_out(tmp_path: Path, names: int, pause_s: float) -> None:
+async def test_peers_that_take_all_streams_keep_no_newcomer_out(tmp_path: Path, names: int, pause_s: float) -> None:
     """Whether they hardly ask or ask at once again: a stream that stands still, or of a peer with many, gives way."""
+    crowd = Crowd(tmp_path, 8)
+    await crowd.serve("owner", crowd.whole)
 
-    async def main() -> None:
-        crowd = Crowd(tmp_path, 8)
-        await crowd.serve("owner", crowd.whole)
+    async def hold(name: str) -> None:
+        while True:
+            with suppress(ConnectionError):
+                async with crowd.hub.network(name).talk("owner", TOPIC, SCHEMA) as conversation:
+                    while True:
+                        await conversation.send(weight_exchange.FilePieceRequest(file=0, number=0))
+                        await conversation.receive()
+                        await asyncio.sleep(pause_s)
+            await asyncio.sleep(1.0 if pause_s else 0.5)
 
-        async def hold(name: str) -> None:
-            while True:
-                with suppress(ConnectionError):
-                    async with crowd.hub.network(name).talk("owner", TOPIC, SCHEMA) as conversation:
-                        while True:
-                            await conversation.send(weight_exchange.FilePieceRequest(file=0, number=0))
-                            await conversation.receive()
-                            await asyncio.sleep(pause_s)
-                await asyncio.sleep(1.0 if pause_s else 0.5)
-
-        count = weight_exchange.STREAMS_SERVED + (8 if pause_s else 0)
-        holders = [asyncio.create_task(hold(f"name {n % names}")) for n in range(count)]
-        await asyncio.sleep(10.0)
-        begun = loop_s()
-        download = WeightDownload(crowd.hub.network("newcomer"), crowd.store("newcomer"), at_once)
-        tries = [await download.pieces(crowd.keys, ["owner"]) for _ in range(3 if pause_s else 1)]
-        assert tries[-1]
-        assert loop_s() - begun < 30.0
-        for holder in holders:
-            holder.cancel()
-
-    run(main())
+    count = weight_exchange.STREAMS_SERVED + (8 if pause_s else 0)
+    holders = [asyncio.create_task(hold(f"name {n % names}")) for n in range(count)]
+    await asyncio.sleep(10.0)
+    begun = loop_s()
+    download = WeightDownload(crowd.hub.network("newcomer"), crowd.store("newcomer"), at_once)
+    tries = [await download.pieces(crowd.keys, ["owner"]) for _ in range(3 if pause_s else 1)]
+    assert tries[-1]
+    assert loop_s() - begun < 30.0
+    for holder in holders:
+        holder.cancel()
 
 
-def test_a_disk_that_refuses_ends_it_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        swarm = Swarm(tmp_path)
-        await swarm.owner()
-        store, download = swarm.newcomer("newcomer")
-        assert await download.digests(["owner"])
+async def test_a_disk_that_refuses_ends_it_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm = Swarm(tmp_path)
+    await swarm.owner()
+    store, download = swarm.newcomer("newcomer")
+    assert await download.digests(["owner"])
 
-        def full(*_: object) -> None:
-            raise OSError(28, "No space left on device")
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(store, "write", full)
-        with pytest.raises(BaseExceptionGroup) as caught:
-            await download.pieces(KEYS, ["owner"])
-        trouble = user_error_of(caught.value)
-        assert trouble is not None
-        assert trouble.code is Exit.STORAGE
-        assert "cannot be kept" in trouble.what
-        monkeypatch.setattr(store, "check_room", full)
-        with pytest.raises(UserError, match="cannot be kept"):
-            await download.pieces(KEYS, ["owner"])
-
-    run(main())
+    monkeypatch.setattr(store, "write", full)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await download.pieces(KEYS, ["owner"])
+    trouble = user_error_of(caught.value)
+    assert trouble is not None
+    assert trouble.code is Exit.STORAGE
+    assert "cannot be kept" in trouble.what
+    monkeypatch.setattr(store, "check_room", full)
+    with pytest.raises(UserError, match="cannot be kept"):
+        await download.pieces(KEYS, ["owner"])

@@ -56,12 +56,6 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert torch.equal(load_file(path)["slow.0"], saved.tensors["slow"][0])
 
 
-def test_tensors_that_lie_oddly_in_memory_are_saved_as_they_are(tmp_path: Path) -> None:
-    odd = (torch.arange(12.0).view(3, 4).t(), torch.arange(5.0).expand(2, 5), torch.arange(4.0, dtype=torch.float64))
-    loaded = load(save(tmp_path, Checkpoint(checkpoint(1).counters, {"slow": odd})))
-    assert all(torch.equal(a, b.float()) for a, b in zip(loaded.tensors["slow"], odd, strict=True))
-
-
 @settings(deadline=None, max_examples=30)
 @given(steps=st.lists(st.integers(0, 10**9), min_size=1, max_size=6), keep=st.integers(1, 4))
 def test_the_last_few_written_are_kept_whatever_they_count(
@@ -73,13 +67,6 @@ def test_the_last_few_written_are_kept_whatever_they_count(
         os.utime(path, (10**9 - number, 10**9 - number))  # the clock goes backwards meanwhile
         assert steps_found(directory) == count
         assert len(list(directory.iterdir())) == min(number + 1, keep)
-
-
-def test_another_run_with_fewer_steps_keeps_its_checkpoint(tmp_path: Path) -> None:
-    for steps in (500, 600):
-        save(tmp_path, checkpoint(steps, run_id="before"))
-    assert save(tmp_path, checkpoint(10)).exists()
-    assert steps_found(tmp_path) == 10
 
 
 def test_checkpoints_from_before_they_were_numbered_and_summed_are_read(tmp_path: Path) -> None:
@@ -123,12 +110,6 @@ def test_a_damaged_file_costs_nothing_but_itself(tmp_path_factory: pytest.TempPa
     # Where the damage made it another run's checkpoint, it is passed over without a word.
     assert len(complaints) <= 1
     assert all(newer.name in complaint for complaint in complaints)
-
-
-def test_another_run_has_no_checkpoint_here(tmp_path: Path) -> None:
-    save(tmp_path, checkpoint(1, run_id="other"))
-    assert load_latest(tmp_path, "run") is None
-    assert load_latest(tmp_path / "nowhere", "run") is None
 
 
 @pytest.mark.parametrize("refuses", ["space", "write", "rename"])

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.sim.clock import run
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.storage.checkpoint_store import SHARE, CheckpointWriter, LastCheckpoint, checkpoint_due
 
@@ -64,31 +63,27 @@ class Disk:
         return "there"
 
 
-def test_a_disk_that_refuses_is_said_once_and_is_a_state_until_it_takes_one_again() -> None:
-    async def main() -> tuple[list[str], list[str | None]]:
-        said: list[str] = []
-        states: list[str | None] = []
-        disk = Disk(0.1)
-
-        def warn(line: str) -> None:
-            said.append(f"warning: {line}")
-
-        saving = CheckpointWriter(disk.save, said.append, warn, 60.0, lambda *noted: notes.append(noted))
-        writing = asyncio.create_task(saving.run())
-        for round in range(1, 9):
-            disk.refuses = 3 <= round <= 6
-            assert saving.due(round)
-            saving.begin(checkpoint(round))
-            assert not saving.due(round)
-            await asyncio.sleep(5.0)
-            assert not saving.due(round)
-            states.append(saving.trouble)
-        assert disk.written == [1, 2, 7, 8]
-        writing.cancel()
-        return said, states
-
+async def test_a_disk_that_refuses_is_said_once_and_is_a_state_until_it_takes_one_again() -> None:
     notes: list[tuple[str, bool]] = []
-    said, states = run(main())
+    said: list[str] = []
+    states: list[str | None] = []
+    disk = Disk(0.1)
+
+    def warn(line: str) -> None:
+        said.append(f"warning: {line}")
+
+    saving = CheckpointWriter(disk.save, said.append, warn, 60.0, lambda *noted: notes.append(noted))
+    writing = asyncio.create_task(saving.run())
+    for round in range(1, 9):
+        disk.refuses = 3 <= round <= 6
+        assert saving.due(round)
+        saving.begin(checkpoint(round))
+        assert not saving.due(round)
+        await asyncio.sleep(5.0)
+        assert not saving.due(round)
+        states.append(saving.trouble)
+    assert disk.written == [1, 2, 7, 8]
+    writing.cancel()
     assert notes == [("could not save: No space left on device", False), ("checkpoints are saved again", True)]
     assert [line.split()[0] for line in said] == ["saved", "warning:", "saved"]
     assert "earlier checkpoints are kept" in said[1]
@@ -98,43 +93,37 @@ def test_a_disk_that_refuses_is_said_once_and_is_a_state_until_it_takes_one_agai
     assert states[3].why == "No space left on device"
 
 
-def test_the_last_one_waits_for_the_one_before_it_and_is_always_said() -> None:
-    async def main() -> list[str]:
-        said: list[str] = []
-        disk = Disk(30.0)
-        saving = CheckpointWriter(disk.save, said.append, said.append, every_s=60.0)
-        writing = asyncio.create_task(saving.run())
-        saving.begin(checkpoint(1))
-        await asyncio.sleep(1.0)
-        assert await saving.finish(checkpoint(2))
-        assert disk.written == [1, 2]
-        disk.refuses = True
-        assert not await saving.finish(checkpoint(3))
-        assert not await saving.finish(checkpoint(3))
-        writing.cancel()
-        return said
-
-    assert [line.split()[0] for line in run(main())] == ["saved", "saved", "could", "could"]
+async def test_the_last_one_waits_for_the_one_before_it_and_is_always_said() -> None:
+    said: list[str] = []
+    disk = Disk(30.0)
+    saving = CheckpointWriter(disk.save, said.append, said.append, every_s=60.0)
+    writing = asyncio.create_task(saving.run())
+    saving.begin(checkpoint(1))
+    await asyncio.sleep(1.0)
+    assert await saving.finish(checkpoint(2))
+    assert disk.written == [1, 2]
+    disk.refuses = True
+    assert not await saving.finish(checkpoint(3))
+    assert not await saving.finish(checkpoint(3))
+    writing.cancel()
+    assert [line.split()[0] for line in (said)] == ["saved", "saved", "could", "could"]
 
 
 @pytest.mark.parametrize("refuses", [False, True])
-def test_weights_may_move_once_a_checkpoint_is_written_refused_or_left_out(refuses: bool) -> None:
-    async def main() -> None:
-        read: list[int] = []
+async def test_weights_may_move_once_a_checkpoint_is_written_refused_or_left_out(refuses: bool) -> None:
+    read: list[int] = []
 
-        def reading(number: int) -> Checkpoint:
-            return checkpoint(number)._replace(read=lambda: read.append(number))
+    def reading(number: int) -> Checkpoint:
+        return checkpoint(number)._replace(read=lambda: read.append(number))
 
-        disk = Disk(30.0)
-        disk.refuses = refuses
-        saving = CheckpointWriter(disk.save, lambda _: None, lambda _: None, every_s=60.0)
-        writing = asyncio.create_task(saving.run())
-        saving.begin(reading(1))
-        await asyncio.sleep(1.0)
-        assert not read
-        saving._waiting = reading(2)  # which the last one makes useless
-        await saving.finish(reading(3))
-        assert read == [2, 1, 3]
-        writing.cancel()
-
-    run(main())
+    disk = Disk(30.0)
+    disk.refuses = refuses
+    saving = CheckpointWriter(disk.save, lambda _: None, lambda _: None, every_s=60.0)
+    writing = asyncio.create_task(saving.run())
+    saving.begin(reading(1))
+    await asyncio.sleep(1.0)
+    assert not read
+    saving._waiting = reading(2)  # which the last one makes useless
+    await saving.finish(reading(3))
+    assert read == [2, 1, 3]
+    writing.cancel()

@@ -29,15 +29,9 @@ HOLD = (
 WAIT = "print('held', flush=True); sys.stdin.read()"
 
 
-def test_a_home_is_made_for_its_owner_alone(tmp_path: Path) -> None:
-    with Home.open(tmp_path / "a" / "b") as home:
+def test_a_home_is_for_its_owner_alone_also_where_everybody_could_read_it(tmp_path: Path) -> None:
+    with Home.open(tmp_path / "home") as home:
         assert stat.S_IMODE(home.path.stat().st_mode) == 0o700
-        assert home.journal.name == "journal.jsonl"
-        assert home.run_file.name == "run.toml"
-        assert {home.identity.parent, home.checkpoint.parent} == {home.path}
-
-
-def test_a_home_that_everybody_could_read_is_closed(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     for name in ("lock", "invite", "web-token", "ticket", "identity.key", "relay-1.key", "notes.txt"):
         (tmp_path / name).touch(mode=0o644)
@@ -69,15 +63,6 @@ def test_no_invite_s_secret_is_written_into_the_lock(tmp_path: Path, monkeypatch
     assert "--stay" in signed.command
 
 
-def test_a_second_node_is_told_who_holds_the_home(tmp_path: Path) -> None:
-    with Home.open(tmp_path), pytest.raises(UserError) as caught:
-        Home.open(tmp_path)
-    assert caught.value.code is Exit.HOME_IN_USE
-    assert f"process {os.getpid()}" in caught.value.why
-    assert Path(sys.argv[0]).name in caught.value.why
-    Home.open(tmp_path).close()
-
-
 def test_a_holder_that_has_not_signed_yet_is_no_riddle(tmp_path: Path) -> None:
     with Home.open(tmp_path):
         (tmp_path / "lock").write_bytes(b"")
@@ -94,7 +79,9 @@ def test_the_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> Non
         assert child.stdout.readline() == b"held\n"
         with pytest.raises(UserError) as caught:
             Home.open(tmp_path)
+        assert caught.value.code is Exit.HOME_IN_USE
         assert f"process {child.pid}" in caught.value.why
+        assert f": -c {tmp_path}" in caught.value.why
         child.kill()
     signed = holder(tmp_path)
     assert signed is not None

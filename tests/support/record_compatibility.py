@@ -13,9 +13,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the explorer lies below tests
 
+import torch
 from compatibility.everything import record
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # sums of several threads have another order
     whole = Path(sys.argv[1]) if len(sys.argv) > 1 else None
     if whole is not None:
         whole.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
+from rich.progress import Progress
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
@@ -24,7 +25,7 @@ from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.world import Watcher, World
 from noloco_node.storage import atomic_file
-from noloco_node.terminal import DRAW_EVERY_S, Bar, Forecast
+from noloco_node.terminal import DRAW_EVERY_S, Bar
 from noloco_node.units import format_clock
 from noloco_node.web.server import Page
 
@@ -63,13 +64,17 @@ class EventTrace(Watcher):
 
 
 PLAIN_EVERY_S = 10.0
+RATE_S = 30.0
+"""The time left is estimated from the progress of so many last seconds."""
 
 
 class ProgressBar(Watcher):
     """Shows how far a world is; the caller that opened the bar closes it."""
 
     def __init__(self, world: World, bar: Bar) -> None:
-        self._world, self._bar, self._forecast = world, bar, Forecast()
+        self._world, self._bar = world, bar
+        self._forecast = Progress(disable=True, speed_estimate_period=RATE_S)  # which draws nothing
+        self._all = self._forecast.add_task("", total=1.0)
         self._begun_s = self._looked_s = self._printed_s = time.monotonic()
 
     def look(self) -> None:
@@ -79,7 +84,8 @@ class ProgressBar(Watcher):
             return
         self._looked_s = now_s
         done = done_share(self._world)
-        left_s = self._forecast.left_s(done, now_s)
+        self._forecast.update(self._all, completed=done)
+        left_s = self._forecast.tasks[0].time_remaining
         line = f"simulating: {progress_line(done, self._world.now_s, now_s - self._begun_s, left_s)}"
         if not self._bar.draw(done, line) and now_s - self._printed_s >= PLAIN_EVERY_S:
             self._printed_s = now_s

@@ -49,11 +49,6 @@ MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_l
 # Dynamic local updates.
 
 
-@given(st.floats(min_value=5e-324, allow_infinity=False), st.integers(0, 20), lengths)
-def test_among_equals_nothing_changes(own: float, others: int, steps: int) -> None:
-    assert dynamic_steps(own, [own] * others, steps) == steps
-
-
 @given(speeds, st.lists(st.floats(1.0, 1.0 + TOLERANCE - 1e-9), max_size=8), lengths)
 def test_measured_speeds_of_equal_machines_cost_nobody_a_step(slowest: float, factors: list[float], steps: int) -> None:
     assert dynamic_steps(slowest, [slowest * factor for factor in factors], steps) == steps
@@ -107,23 +102,11 @@ def test_a_liar_does_not_stop_the_others(honest: list[float], lies: list[float],
         assert dynamic_steps(own, others, steps) >= max(1, math.floor(least * (1 - 1e-9)))
 
 
-def test_a_thousandfold_claim_among_equals_counts_as_eightfold() -> None:
-    assert dynamic_steps(1.0, [1000.0], 80) == dynamic_steps(1.0, [1.0, 1.0, 1e300], 80) == 11
-    assert dynamic_steps(1.0, [8.0], 80) == 11
-    assert dynamic_steps(1.0, [1e-300, 1e-300], 80) == 80
-
-
 @given(st.lists(speeds, min_size=1, max_size=9))
 def test_an_honest_stage_is_believed(stage: list[float]) -> None:
     middle = median_low(stage)
     bounded = [min(one, LARGEST_MULTIPLE * middle) for one in stage]
     assert fastest(bounded[0], bounded[1:]) == max(bounded)
-
-
-def test_the_papers_example() -> None:
-    # Four workers, one at full speed, then a half, a quarter and a twentieth of it.
-    found = [dynamic_steps(own, [1.0, 0.5, 0.25, 0.05], 50) for own in (1.0, 0.5, 0.25, 0.05)]
-    assert found == [50, 27, 13, 2]
 
 
 # H over the run.
@@ -187,14 +170,6 @@ def test_each_round_lasts_as_long_as_was_settled_when_it_was_opened(lasting: lis
     assert [after - before for before, after in pairwise(opened_at)] == lasting[: len(opened_at) - 1]
 
 
-def test_a_tick_that_says_nothing_of_it_leaves_the_length_as_it_is() -> None:
-    round_schedule = RoundSchedule(10, rounds=0, inner_steps=0, unknown_s=99.0)
-    round_schedule.tick(10, 1.0)
-    assert round_schedule.due
-    round_schedule.open(RoundClaims())
-    assert round_schedule.steps == 10
-
-
 class Paced(Toy):
     """A toy that says how it gets on."""
 
@@ -254,13 +229,6 @@ def test_contradictory_settings_are_refused_with_the_reason(outer: str, field: s
     assert field in caught.value.what
     assert why in caught.value.why
     assert advice in caught.value.hint
-
-
-def test_what_run_files_say_and_leave_out() -> None:
-    outer = decode_run(MODEL, "run.toml").outer
-    assert (outer.dynamic_steps, outer.late_inner_steps_per_round) == (True, None)
-    spelled = decode_run(MODEL + "[outer]\nlate_inner_steps_per_round = 200\ndynamic_steps = false\n", "run.toml").outer
-    assert (spelled.dynamic_steps, spelled.late_inner_steps_per_round) == (False, 200)
 
 
 @given(st.floats())

@@ -352,26 +352,6 @@ def test_a_lost_last_acknowledgement_leaves_one_skipped_and_the_other_fine(setti
 
 
 @both_forms
-def test_after_a_loss_the_next_round_is_met(settings: ToySettings) -> None:
-    cut = 0
-
-    def tamper(sender: str, receiver: str, message: Any) -> Any:
-        nonlocal cut
-        if isinstance(message, Weights) and cut == 0:
-            cut += 1
-            return CUT
-        return message
-
-    toys = swarm(World(tamper=tamper), 2, replace(settings, patience=RoundTimeouts(sleep_s=100.0)))
-    run(live(toys, 70))
-    for toy in toys:
-        assert len(toy.lost) == 1
-        # At once again in the same round where the refusal of a crossed proposal said so, else in the next one.
-        assert len(toy.met) + toy.rounds.statistics()["skipped"] == 3
-        assert len(toy.met) >= 2
-
-
-@both_forms
 @pytest.mark.parametrize("kind", [Propose, Weights, Acknowledge])
 def test_a_silent_partner_costs_only_the_deadline(settings: ToySettings, kind: type) -> None:
     def tamper(sender: str, receiver: str, message: Any) -> Any:
@@ -432,18 +412,6 @@ def test_nobody_answers_skip_a_few_times_then_solo() -> None:
     assert kinds == ["skipped"] * 3 + ["solo"] + ["skipped"] * 3 + ["solo"] + ["skipped"]
     assert [event.in_a_row for event in toy.events if isinstance(event, RoundSkipped)] == [1, 2, 3, 1, 2, 3, 1]
     assert toy.rounds.statistics()["unanswered"] > 0
-
-
-async def test_left_alone_in_the_middle_of_a_round() -> None:
-    (toy,) = swarm(World(), 1)
-    toy.stale_list = (Candidate("ghost", 0),)
-    runner = asyncio.create_task(toy.rounds.run())
-    await toy.train(25)
-    toy.stale_list = ()
-    await toy.train(1)
-    runner.cancel()
-    assert len(toy.solo) == 1
-    assert toy.inner_steps == 26
 
 
 async def test_a_newcomer_joins_later_and_meets() -> None:
@@ -705,14 +673,3 @@ def test_a_gate_shut_only_when_agreed_does_not(settings: ToySettings) -> None:
 
 
 # What it says of itself.
-
-
-def test_statistics() -> None:
-    toys = swarm(World(), 2)
-    run(live(toys, 50))
-    for toy in toys:
-        numbers = toy.rounds.statistics()
-        assert numbers["met"] == len(toy.met) == 2
-        assert numbers["bytes_sent"] == sum(step.bytes_sent for step in toy.met)
-        assert numbers["finished"] == numbers["round"] == 2
-        assert numbers["open"] == numbers["engaged"] == 0

@@ -101,17 +101,6 @@ def test_it_is_the_rule_as_written(seed: int, outer: Outer, delay: Delay) -> Non
 
 
 @few
-@given(seeds, outers, delays)
-def test_a_period_moves_the_slow_weights_by_its_new_momentum(seed: int, outer: Outer, delay: Delay) -> None:
-    generator = seeded(seed)
-    start = after = draw_state(generator)
-    for _ in range(delay.period):
-        after = step_pair(after, draw(generator), draw(generator), draw(generator), outer, delay).state
-    assert close(pseudo_gradient(start.slow, after.slow), after.momentum)
-    assert (after.gathered, after.meetings) == ((), 0)
-
-
-@few
 @given(seeds, st.floats(0.0, 0.9), st.floats(0.0, 1.5), delays)
 def test_the_gain_in_the_long_run_is_that_of_period_one(seed: int, alpha: float, beta: float, delay: Delay) -> None:
     generator = seeded(seed)
@@ -191,35 +180,6 @@ def test_only_fast_weights_are_needed_where_gamma_equals_beta(
     assert close(without.gathered, with_slow.gathered)
     with pytest.raises(ValueError, match="gamma differs"):
         step_pair(state, fast, other, None, outer._replace(gamma=beta + 0.1), delay)
-
-
-@few
-@given(seeds, outers, delays, st.integers(0, 5))
-def test_nothing_is_written_into_the_arguments(seed: int, outer: Outer, delay: Delay, meetings: int) -> None:
-    generator = seeded(seed)
-    state = draw_state(generator, meetings % delay.period)
-    fast, other, other_slow = draw(generator), draw(generator), draw(generator)
-    held = (*state.slow, *state.momentum, *state.gathered, *fast, *other, *other_slow)
-    copies = tuple(tensor.clone() for tensor in held)
-    step_pair(state, fast, other, other_slow, outer, delay)
-    step_alone(state, fast, outer, delay)
-    assert equal(held, copies)
-
-
-def test_alone_it_is_heavy_ball_on_ones_own_pseudo_gradient() -> None:
-    generator = seeded(3)
-    outer = Outer(alpha=0.6, beta=0.4, gamma=0.9)
-    start = draw(generator)
-    state = OuterState(start, tuple(torch.zeros(shape, dtype=torch.float64) for shape in SHAPES))
-    parameters = [torch.nn.Parameter(tensor.clone()) for tensor in start]
-    heavy_ball = torch.optim.SGD(parameters, lr=outer.beta, momentum=outer.alpha)
-    for _ in range(5):
-        fast = draw(generator)
-        for parameter, theta in zip(parameters, fast, strict=True):
-            parameter.grad = parameter.detach() - theta
-        heavy_ball.step()
-        state = step_alone(state, fast, outer).state
-    assert close(state.slow, tuple(parameter.detach() for parameter in parameters))
 
 
 def test_a_trajectory_worked_by_hand() -> None:
@@ -390,13 +350,6 @@ def test_the_bound_grows_with_period_and_spread(momentum: Momentum, part: float)
     assert stability_bound(alpha, period) <= stability_bound(alpha, period + 1) + 1e-6
 
 
-@few
-@given(st.floats(0.01, 0.99), st.floats(0.01, 2.0))
-def test_the_recursion_gives_the_closed_form_at_period_one(alpha: float, gamma: float) -> None:
-    assume(abs(gamma - 2 * (1 - alpha**2)) > 1e-6)
-    assert contracts(Momentum(alpha, 1, 0.0), gamma) == (gamma < stability_bound(alpha))
-
-
 def test_stability_bound_in_numbers() -> None:
     assert [round(stability_bound(alpha), 2) for alpha in (0.0, 0.3, 0.5, 0.7, 0.9)] == [2.0, 1.82, 1.5, 1.02, 0.38]
 
@@ -425,9 +378,3 @@ def test_a_run_file_is_judged_by_the_bound_of_its_period() -> None:
 
 
 MODEL = msgspec.convert({"architecture": "llama", "sizes": {"hidden_size": 8, "num_hidden_layers": 1}}, ModelConfig)
-
-
-@given(st.floats(0.0, 0.01), st.integers(2, 40), st.floats(0.0, 1.0))
-@settings(max_examples=20, deadline=None)
-def test_no_bound_exceeds_two(alpha: float, period: int, share: float) -> None:
-    assert stability_bound(alpha, period, share / period) <= 2.0

@@ -89,6 +89,7 @@ async def test_a_donor_counts_what_it_has_given() -> None:
 
 
 async def test_an_export_gets_the_slow_weights_alone() -> None:
+
     world, heard = World(), Listening()
     world.tamper = heard
     Giving(world, "donor", state(gathered=drawn(9), meetings=1))
@@ -251,12 +252,11 @@ def test_when_the_donor_dies_whole_parameters_stay_or_all_is_the_second_ones(pie
 @pytest.mark.parametrize("lacking", range(1, STREAMS + 1))
 async def test_a_donor_that_dies_with_the_last_pieces_leaves_none_out(lacking: int) -> None:
     """The other streams have ended by then: they had nothing left to take."""
-
     world = World()
     Giving(world, "first", WHOLE)
     Giving(world, "second", WHOLE)
     dying(world, "first", 4 * len(SPANS) - lacking)
-    assert same((await copy_from(world, ["first", "second"])), WHOLE)
+    assert same(await copy_from(world, ["first", "second"]), WHOLE)
 
 
 async def test_a_donor_that_lets_its_copy_go_is_asked_for_another() -> None:
@@ -487,12 +487,12 @@ async def test_dead_silent_and_confused_donors_cost_only_their_deadlines() -> No
             return SWALLOW
         return {"cut": CUT, "confused": Propose(round=1)}.get(sender, message)
 
+    # The silent one is given up for want of a manifest; a piece may take as long as its share of the deadline.
     world = World(tamper=tamper)
     for name in ("cut", "silent", "confused", "donor"):
         Giving(world, name, WHOLE)
     order = ["dead", "cut", "silent", "confused", "donor"]
     assert same(await copy_from(world, order), WHOLE)
-    # The silent one is given up for want of a manifest; a piece may take as long as its share of the deadline.
     assert asyncio.get_running_loop().time() == pytest.approx(30.0 + 300.0 / 4, abs=10.0)
 
 
@@ -541,7 +541,7 @@ async def test_always_busy_is_given_up_after_a_bounded_time() -> None:
     with pytest.raises(DonorBusy, match="busy") as caught:
         await copy_from(world, ["donor"])
     assert caught.value.retry_after_s == LONGEST_WAIT_S
-    assert 80.0 <= asyncio.get_running_loop().time() < 82.0
+    assert 80.0 <= (asyncio.get_running_loop().time()) < 82.0
 
 
 # What strangers cost a donor.
@@ -688,7 +688,6 @@ def test_no_job_hashes_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> N
 
 async def test_an_old_copy_is_given_to_nobody_and_makes_room() -> None:
     """However often somebody comes back for it: it would be refused as an outlier."""
-
     world = World()
     giving = Giving(world, "donor", WHOLE)
     snapshot, rounds = "", []
@@ -706,7 +705,6 @@ async def test_an_old_copy_is_given_to_nobody_and_makes_room() -> None:
 
 async def test_a_line_that_is_slower_than_thought_is_given_more_time() -> None:
     """Pieces come one a minute, and the fourth stream would wait for its own longer than is allowed at first."""
-
     world = World()
     giving = Giving(world, "donor", WHOLE, DonorLimits(deadline_s=100 * 3600.0, piece_s=200.0))
     turn = asyncio.Lock()
@@ -728,7 +726,7 @@ async def test_a_line_that_is_slower_than_thought_is_given_more_time() -> None:
     assert piece_s(1500.0, 4 * len(SPANS)) < STREAMS * 60.0
     found = await download_state(["donor"], world.conversing("new"), asked, at_once)
     assert same(found, WHOLE)
-    assert asyncio.get_running_loop().time() < 1.2 * 60.0 * 4 * len(SPANS)
+    assert (asyncio.get_running_loop().time()) < 1.2 * 60.0 * 4 * len(SPANS)
 
 
 async def test_a_copy_in_use_is_held_until_its_deadline() -> None:
