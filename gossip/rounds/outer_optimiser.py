@@ -1,19 +1,18 @@
 """The outer step of one replica's slow weights: what it says of its weights, what it hears, and the step in place.
 
 `OuterOptimiser` applies the rule of `gossip.rule.outer_step` to a replica that trains on meanwhile; heavy arithmetic
-runs on the node's thread. What a partner sent is checked and kept as it came. Nothing moves, and the step may still be
-thrown away, until `correct` moves the slow weights and what the codec owes, and adds the correction to the fast ones.
-A caller that may be cancelled wraps it in `to_the_end`.
+runs on the node's thread. Nothing moves, and the step may still be thrown away, until `correct` moves the slow weights
+and what the codec owes, and adds the correction to the fast ones. A caller that may be cancelled wraps it in
+`to_the_end`.
 
-**In place.** `take_step` moves slow weights, momentum, residuals and the snapshot a piece at a time, and decodes what
-both sent anew for each piece: it needs the memory of some pieces, and cannot fail half-way for what a partner has sent.
-The snapshot becomes the correction. Each value goes through the same operations in the same order as in
-`research.theory.pair_step`, and none looks at another value, so the pieces may be of any size.
+`take_step` moves slow weights, momentum, residuals and the snapshot a piece at a time, and decodes what both sent anew
+for each piece: it cannot fail half-way for what a partner has sent. The snapshot becomes the correction. Each value
+goes through the same operations in the same order as in `research.theory.pair_step`, so the pieces may be of any size.
 
 With a lossy codec means and pull are taken over what *both* decode, or a pair that meets would drift apart. But the
 slow weights move from where they really are, and the correction starts at the real snapshot. Where a partner counts in
-part (`influence`), ours count as they are, and nothing is noted as sent: in int4 a partner's probe sets how coarsely
-ours were rounded, and must not do what its weights may not.
+part, ours count as they are, and nothing is noted as sent: in int4 a partner's probe sets how coarsely ours were
+rounded, and must not do what its weights may not.
 """
 
 from __future__ import annotations

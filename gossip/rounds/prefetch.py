@@ -2,11 +2,8 @@
 
 Where gamma differs from beta, the rule needs the partner's slow weights too. They do not move between two rounds, and
 the next partner follows from the seed, so a replica that has ended its round swaps slow weights with it in the
-background. A replica that has not ended its own declines, and asks in turn once it has. If another partner comes after
-all, or slow weights have moved since, they travel in the meeting: there each side says which version it holds.
-
-A swap costs memory for both sides' weights as they travel and, if it was in vain, traffic; never a wait. No peer gets
-our slow weights more than `SWAPS_AT_MOST` times ahead of one round.
+background. If another partner comes after all, or slow weights have moved since, they travel in the meeting: there each
+side says which version it holds. A swap costs memory and, if it was in vain, traffic; never a wait.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where a replica's gossip stands: the phase of its round, its partners, and the step that waits for the next pause.
 
-The parts of a replica's gossip share this object: `Rounds` opens and ends rounds, `MeetingProtocol` meets,
-`SlowWeightPrefetcher` works between rounds. Each transition wakes those that wait for a change, so none is missed.
+`Rounds` opens and ends rounds, `MeetingProtocol` meets, `SlowWeightPrefetcher` works between rounds; all share this
+object. Each transition wakes those that wait for a change, so none is missed.
 """
 
 from __future__ import annotations

@@ -1,25 +1,19 @@
 """One replica's gossip rounds: when a round opens, who is asked, what follows if nobody comes.
 
 Every H own inner steps the replica copies its fast weights (the **snapshot**), *opens* a round, and trains on. A
-background task asks possible partners in this round's order, and incoming proposals are answered at once. The first
-agreement counts: the two exchange snapshots while both train on, each applies the outer rule to the same facts, and the
-correction is added at the next pause between inner steps.
+background task asks possible partners, and incoming proposals are answered at once. The first agreement counts: the two
+exchange snapshots while both train on, each applies the outer rule to the same facts, and the correction is added at
+the next pause between inner steps.
 
-- A snapshot older than `overlap_steps` is retaken while the round stays open, so a correction is late by at most that
-  and the time of the exchange.
 - Without a partner by the time the next round is due, the round is **skipped**: no outer step is taken and the
-  pseudo-gradient keeps growing. Solo steps instead would narrow the stable range of gamma. After `skips_before_solo`
-  skipped rounds in a row comes a **solo round**, the same rule with a mean over one; alone in the roster, at once.
-- The **blocking form** (the paper's) refuses microbatches only when a partner has accepted: both drain what is in
-  flight, take their snapshots, exchange and correct, under one deadline. Refusing them while still waiting for a
-  partner can deadlock across stages: the partner's step may need the very microbatches that are refused.
-- A replica that has met nobody for more than `staleness_at_most` rounds adopts its next partner's weights, and the
-  partner's round stays open (`shares`).
+  pseudo-gradient keeps growing. After `skips_before_solo` skipped rounds in a row comes a **solo round**, the same rule
+  with a mean over one; alone in the roster, at once.
+- The **blocking form** (the paper's) refuses microbatches only when a partner has accepted. Refusing them while still
+  waiting for a partner can deadlock across stages.
 - The last round of a run does not wait for H steps, and without a partner the replica steps alone: work that is in no
   slow weights would be in no export.
 
-`meeting` asks, answers and meets; `prefetch` swaps slow weights between rounds; `round_state` holds what all of them
-share. Weights and snapshots change under one lock, `RoundState.pause`; a replica is drained before the lock is taken.
+Weights and snapshots change under one lock, `RoundState.pause`; a replica is drained before the lock is taken.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ map is stable and V = 1 as input yields less than 1 as the mean output. This ran
 N = 3, c = 0: 0.71 against 1.23), but for a few cases with c = 1/N in which the other is, by less than a thousandth. The
 bound is the smaller of the two.
 
-**Weighed means** (`shares`). With a partner's share s the pull is g = s gamma, gamma / 2 in the mean of the two
+**Weighed means.** With a partner's share s the pull is g = s gamma, gamma / 2 in the mean of the two
 sides. With N = 1, u = g (phi - psi), E g^2 = q gamma^2 / 4, and V, C, M for E phi^2, E phi m, E m^2:
 
     M' = alpha^2 M + alpha gamma C + q gamma^2 / 2 V
