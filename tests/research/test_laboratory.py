@@ -24,7 +24,6 @@ from noloco_node.data.file_documents import pieces_of, stdlib_files
 from research.laboratory import papers
 from research.laboratory.experiments.cell import ADDED_LATER, Cell, Point, Result, Rule
 from research.laboratory.experiments.choices import lacks
-from research.laboratory.experiments.full_scale import TRIED
 from research.laboratory.experiments.grid import RATES, Grid, Recipe, Run, at
 from research.laboratory.experiments.recipes import SMALL_RATES, everything, small, smoke
 from research.laboratory.experiments.sensitivity import sensitivity
@@ -171,25 +170,6 @@ class TestGrid:
         store = filled(grid, tmp_path / "r.jsonl")
         assert (len(store), sum(result.cell.budget for result in store)) == grid.extent() == grid.done(store)
 
-    def test_every_family_has_the_same_budget_of_tuning_and_its_best_rate_is_taken(self, tmp_path: Path) -> None:
-        grid = everything()
-        store = Store(tmp_path / "r.jsonl")
-        for number, family in enumerate(grid.families()):
-            tuned = grid.tuning(family)
-            rates = [cell.learning_rate for cell in tuned]
-            assert rates == list(TRIED if family in ("mean_equal", "diloco_equal") else RATES)
-            assert {cell.seed for cell in tuned} == {0}
-            best = number % len(rates)
-            for place, cell in enumerate(tuned):
-                assert grid.rate(family, store) is None
-                store.add(outcome(cell, math.nan if place == (best + 1) % len(rates) else 1.0 + (place != best)))
-            assert grid.rate(family, store) == rates[best]
-        assert all(
-            cell.learning_rate == grid.rate(recipe.family, store)
-            for recipe in grid.recipes
-            for cell in grid.cells(recipe, store)
-        )
-
     def test_the_rounds_of_every_cell_are_such_as_a_node_accepts(self) -> None:
         from research.laboratory.experiments.task import run_of
 
@@ -335,14 +315,6 @@ class TestTables:
             assert "holds" not in text
             assert "nan" not in text
         assert "noloco" in tuning(data).missing
-
-    def test_pictures_are_drawn_of_some_and_of_nothing(self, store: Store, tmp_path: Path) -> None:
-        from research.laboratory.output.plots import (
-            picture,  # matplotlib, which worker processes of other tests need not load
-        )
-
-        for grid, record in ((small(), store), (smoke(), Store(tmp_path / "none.jsonl"))):
-            assert picture(Measured(grid, record)).startswith(b"\x89PNG")
 
     @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=5))
     def test_a_figure_is_mean_and_deviation(self, values: list[float]) -> None:

@@ -185,18 +185,6 @@ def test_a_last_meeting_moves_both_to_their_mean(form: Format) -> None:
         torch.testing.assert_close(mine, (one + other) / 2, rtol=0.0, atol=rounding * max(1.0, float(one.abs().max())))
 
 
-def test_last_rounds_bring_replicas_together_and_leave_their_mean() -> None:
-    plain = replace(at(smoke().recipe("independent").cell, 1e-2, 0), replicas=4, codec="float32")
-    apart, near = short(plain), short(replace(plain, last_rounds=6))
-    assert near.merged == pytest.approx(apart.merged, abs=1e-4)
-    assert near.spread < 0.2 * apart.spread
-    assert abs(near.single - near.merged) < abs(apart.single - apart.merged)
-    assert apart.bytes_per_step == 0.0
-    assert near.rounds == 6.0
-    assert near.bytes_per_step >= 6 * 4 * near.rounds  # every meeting is paid for
-    assert near.virtual_s > apart.virtual_s
-
-
 def test_what_rounds_compute_beside_inner_steps_slows_them_and_does_not_wait_for_them() -> None:
     free, charged, beside = map(short, (ours(), replace(ours(), charged=True), replace(ours(), beside=True)))
     assert beside.busy < free.busy
@@ -211,20 +199,3 @@ def test_what_a_meeting_computes_is_timed(form: Format, calls: float) -> None:
     assert len(times.meetings) == 2
     assert len(times.inner_steps) == 2 * 2 * coding_seconds.APART
     assert min((*times.meetings, *times.inner_steps)) > 0.0
-
-
-def test_inner_steps_wait_while_something_is_computed() -> None:
-    async def run() -> tuple[float, float]:
-        device, ends = Device(0.5), dict[str, float]()
-
-        async def step() -> None:
-            async with device.at_work:
-                ends["step"] = asyncio.get_running_loop().time()
-
-        async with asyncio.TaskGroup() as group:
-            group.create_task(device.compute(max, 1, 2))
-            group.create_task(step())
-        assert device.statistics() == {"computed": 1, "compute_s": 0.5}
-        return ends["step"], await Device().compute(max, 1, 2)
-
-    assert clock.run(run()) == (0.5, 2)

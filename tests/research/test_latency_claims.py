@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from repository import ROOT
 
 from noloco_node.sim import clock
-from research.latency import blocking, claims, open_rounds, talking, tree
+from research.latency import blocking, claims, open_rounds, tree
 from research.latency.paper import BLOCKING, EXPLAINED, TREE_OVER_PAIR, Comparison
 from research.latency.picture import picture
 from research.latency.survey import Scale, Survey
@@ -96,14 +91,6 @@ def test_a_pair_takes_twice_the_later_of_two_latencies(spread: float) -> None:
     assert times.mean_s == pytest.approx(expected_s, rel=4 * times.relative_error)
 
 
-@pytest.mark.parametrize("spread", [0.0, 1.0])
-def test_conversations_take_as_long_as_bare_messages(spread: float) -> None:
-    talked = talking.measure(Trials("complete", 8, spread, 150, 2))
-    carried = tree.measure(Trials("complete", 8, spread, 1500, 2))
-    error = math.hypot(talked.relative_error, carried.relative_error)
-    assert talked.mean_s / carried.mean_s == pytest.approx(1.0, abs=4 * error + 1e-12)
-
-
 def test_a_barrier_takes_the_longest_of_each_phase() -> None:
     phases = np.random.default_rng(5).uniform(1.0, 9.0, (8, 6)).tolist()
     ends = clock.run(blocking.all_for_all(blocking.Cell(8, 1, 6, 0), phases))
@@ -134,28 +121,6 @@ def test_an_open_round_never_waits_and_a_blocking_one_hardly() -> None:
     for form in (open_form, blocking_form):
         assert form.met > 0.9
         assert form.met + form.skipped + form.solo == pytest.approx(1.0)
-
-
-ALIKE = """
-from research.latency import tree
-from research.latency.jobs import Job, run
-from research.latency.tree import Trials
-
-if __name__ == "__main__":
-    batches = [Trials("complete", 4, 1.0, 20, seed, number) for seed in (1, 2) for number in (0, 1)]
-    work = [Job(name="tree", function=tree.measure, argument=batch, cost=1.0) for batch in batches]
-    alone = run(work, 1)
-    assert run(work, 2) == alone
-    assert len(set(alone)) == len(batches)
-"""
-
-
-def test_results_depend_on_the_seed_and_not_on_the_processes(tmp_path: Path) -> None:
-    """In a process of its own: the pool's resource tracker lives on as long as whoever started it."""
-    script = tmp_path / "alike.py"
-    script.write_text(ALIKE)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, str(script)], check=True, env=environment, stderr=subprocess.DEVNULL)
 
 
 @pytest.fixture(scope="module")

@@ -373,11 +373,3 @@ def test_a_slow_node_costs_its_own_stage_nothing_and_the_others_what_they_cannot
         assert 0.9 * capacity < uneven.busy(source) / even.busy(source) < 1.05 * capacity
     assert abs(uneven.met["s1r0"] - uneven.met["s1r1"]) <= 1
     assert sum(uneven.missed.values()) <= 0.2 * sum(uneven.met.values())
-
-
-def test_dynamic_steps_among_equals_are_the_run_without_them() -> None:
-    dynamic, constant = _swarm(1.0, dynamic=True), _swarm(1.0, dynamic=False)
-    # Two run files are two runs, and not equal to the bit; but each opens a round every 20 steps, the last one besides.
-    for one in (dynamic, constant):
-        opened = {name: one.met[name] + one.missed.get(name, 0) for name in one.steps}
-        assert opened == {name: -(-steps // 20) for name, steps in one.steps.items()}

@@ -120,23 +120,6 @@ async def test_an_outer_step_wakes_and_counts() -> None:
     assert state.schedule.finished == state.last_met == 1
 
 
-async def test_another_snapshot_leaves_the_meeting_as_it_is() -> None:
-    state = in_meeting()
-    meeting, retaken = state.meeting, Snapshot(WEIGHTS, 7)
-    state.open(retaken)
-    assert state.meeting is meeting
-    assert state.snapshot is retaken
-
-
-async def test_who_leaves_opens_nothing_and_is_not_between_rounds() -> None:
-    state = closed()
-    assert state.between_rounds
-    state.refuse_proposals()
-    assert not state.between_rounds
-    with pytest.raises(RuntimeError, match="leaving"):
-        state.open(SNAPSHOT)
-
-
 @hypothesis_settings(deadline=None)
 @given(st.lists(st.sampled_from((*TRANSITIONS, "refuse_proposals", "ask", "note_answer")), max_size=40))
 def test_no_sequence_of_events_breaks_the_invariants(events: list[str]) -> None:

@@ -256,24 +256,6 @@ def test_a_snapshot_is_retaken_while_nobody_comes() -> None:
     assert run(main())[0].rounds.statistics()["retaken"] >= 12
 
 
-async def test_the_blocking_form_leaves_fast_weights_equal_to_slow_ones() -> None:
-    toys = [Toy(World(), "a", BLOCKING)]
-    toys += [Toy(toys[0].world, "b", BLOCKING, optimum=16.0)]
-    fast_after: dict[str, list[float]] = {"a": [], "b": []}
-    for toy in toys:
-        correct = toy.correct
-
-        async def corrected(correction: Tensors, toy: Toy = toy, correct: Any = correct) -> None:
-            await correct(correction)
-            fast_after[toy.name].append(float(toy.fast[0]))
-
-        toy.correct = corrected  # type: ignore[method-assign]
-    await live(toys, 30)
-    for toy in toys:
-        assert fast_after[toy.name] == [pytest.approx(toy.slow, rel=1e-6)]
-        assert [step.staleness for step in toy.met] == [0]
-
-
 # What goes wrong.
 
 
