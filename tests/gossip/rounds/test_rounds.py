@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from toy_gossip import CUT, SWALLOW, Line, Toy, ToySettings, World, at_once, changed, live
+from toy_gossip import CUT, SWALLOW, Line, Toy, ToySettings, World, changed, live
 
 from gossip.exchange.messages import Accept, Acknowledge, Decline, DeclineReason, Propose, Weights
-from gossip.interface import Candidate, Origin, RoundContext, RoundSkipped
-from gossip.rounds.rounds import Rounds
+from gossip.interface import Candidate, Origin, RoundSkipped
 from gossip.rule.outer_step import Outer, OuterState, Tensors
 from gossip.settings import RoundTimeouts
 from noloco_node.sim.clock import run
@@ -38,7 +37,7 @@ def trained(start: float, optimum: float, steps: int) -> float:
 
 
 @both_forms
-@pytest.mark.parametrize("count", [2, 3, 8, 40])
+@pytest.mark.parametrize("count", [2, 3, 8, 16])
 def test_unequal_replicas_all_meet_and_stay_together(count: int, settings: ToySettings) -> None:
     world = World(latency_s=0.05)
     toys = [
@@ -219,18 +218,11 @@ def test_slow_weights_travel_only_where_the_rule_needs_them() -> None:
 
     world = World()
     settings = replace(SETTINGS, **outer._asdict())
-    toys = [Toy(world, "a", settings, optimum=10.0), Toy(world, "b", settings, optimum=16.0)]
-    for toy, slow in zip(toys, (20.0, 24.0), strict=True):
+    toys = []
+    for name, optimum, slow in (("a", 10.0, 20.0), ("b", 16.0, 24.0)):
         state = OuterState((torch.full((4,), slow),), (torch.zeros(4),))
-        around = RoundContext(
-            seed=settings.seed,
-            compute=at_once,
-            partners=toy.partners,
-            converse=world.conversing(toy.name),
-            record=toy.events.append,
-        )
-        toy.rounds = Rounds(toy.name, settings, Origin(state), toy, around)
-        world.answerers[toy.name] = toy.rounds.serve
+        toys.append(Toy(world, name, settings, optimum=optimum, origin=Origin(state)))
+        toys[-1].fast = torch.full((4,), 20.0)
     run(live(toys, 21))
     mean = fmean(trained(20.0, toy.optimum, 20) for toy in toys)
     for toy, slow in zip(toys, (20.0, 24.0), strict=True):
@@ -583,14 +575,13 @@ class Gate:
 class LaterStage:
     """A replica of stage 1: an inner step needs two microbatches; a round is due after every inner step."""
 
-    def __init__(self, world: World, name: str, settings: ToySettings, *, shut_while_waiting: bool) -> None:
+    def __init__(self, world: World, name: str, settings: ToySettings) -> None:
         self.toy = Toy(world, name, settings)
         self.gate = Gate()
         self.toy.alone = self.gate.alone  # type: ignore[method-assign]
-        self._shut_while_waiting = shut_while_waiting
         self._window = 0
 
-    async def microbatch(self, group: asyncio.TaskGroup) -> None:
+    async def microbatch(self) -> None:
         async with self.gate.passing():
             await asyncio.sleep(1.0)
             self._window += 1
@@ -599,59 +590,26 @@ class LaterStage:
             self._window = 0
             self.toy.inner_steps += 1
             await self.toy.rounds.between_steps(self.toy.inner_steps, 1.0)
-            if self._shut_while_waiting:
-                shut = asyncio.Event()
-                group.create_task(self._hold_shut(shut))
-                await shut.wait()
-
-    async def _hold_shut(self, shut: asyncio.Event) -> None:
-        """The wrong order: nothing passes from the opening of a round to its end."""
-        async with self.gate.alone(1.0):
-            shut.set()
-            for _ in range(4000):
-                if not self.toy.rounds.statistics()["open"]:
-                    break
-                await asyncio.sleep(0.25)
-
-
-def two_stages(settings: ToySettings, *, shut_while_waiting: bool) -> list[Toy]:
-    """Two sources, one microbatch in flight each, both first to x twice and then to y twice."""
-
-    async def main() -> list[Toy]:
-        world = World()
-        later = {name: LaterStage(world, name, settings, shut_while_waiting=shut_while_waiting) for name in ("x", "y")}
-        runners = [asyncio.create_task(stage.toy.rounds.run()) for stage in later.values()]
-
-        async def source(group: asyncio.TaskGroup) -> None:
-            for hop in "xxyy" * 6:
-                await later[hop].microbatch(group)
-
-        try:
-            async with asyncio.timeout(500.0), asyncio.TaskGroup() as group:
-                for _ in range(2):
-                    group.create_task(source(group))
-        finally:
-            for runner in runners:
-                runner.cancel()
-        return [stage.toy for stage in later.values()]
-
-    return run(main())
-
-
-def test_a_gate_shut_while_waiting_for_a_partner_deadlocks() -> None:
-    # x has opened its round and lets nothing pass. y can open none: what it needs comes after what is stuck at x.
-    settings = replace(SETTINGS, inner_steps_per_round=1)
-    with pytest.raises(TimeoutError):
-        two_stages(settings, shut_while_waiting=True)
 
 
 @both_forms
-def test_a_gate_shut_only_when_agreed_does_not(settings: ToySettings) -> None:
-    x, y = two_stages(replace(settings, inner_steps_per_round=1), shut_while_waiting=False)
+async def test_a_gate_shut_only_when_agreed_does_not_deadlock(settings: ToySettings) -> None:
+    """Two sources, one microbatch in flight each, both first to x twice and then to y twice."""
+    world, settings = World(), replace(settings, inner_steps_per_round=1)
+    later = {name: LaterStage(world, name, settings) for name in ("x", "y")}
+    runners = [asyncio.create_task(stage.toy.rounds.run()) for stage in later.values()]
+
+    async def source() -> None:
+        for hop in "xxyy" * 6:
+            await later[hop].microbatch()
+
+    async with asyncio.timeout(500.0), asyncio.TaskGroup() as group:
+        for _ in range(2):
+            group.create_task(source())
+    for runner in runners:
+        runner.cancel()
+    x, y = (stage.toy for stage in later.values())
     assert x.inner_steps == y.inner_steps == 12
     # A step may still wait for the next pause.
     assert len(x.met) == pytest.approx(len(y.met), abs=1)
     assert len(x.met) >= 5
-
-
-# What it says of itself.
