@@ -1,17 +1,14 @@
 """The arithmetic of the activation codecs, and how much of a received message counts.
 
-A message stands alone, because the next microbatch goes to another replica. Only the dither of a gradient follows from
-something else: the activations that its receiver has sent.
-
 - **Rotation.** A Hadamard matrix turns each block of 32 channels before rounding, and back afterwards. So a loud
   channel shares its magnitude with its neighbours, and the rounding errors of a block are alike.
 - **Scales.** A block's scale is the token's top times the smallest power of 2^(-1/8) that is not below the block's
   largest magnitude. If the top is finite and at most `LARGEST`, everything else decodes to finite numbers.
 - **Activations** are rounded to the nearest of the middles of 2^bits equal parts of [-scale, scale].
-- **Gradients** are rounded without a bias, so that errors average out over microbatches. The sender adds u, uniform in
-  [0, 1), to value / step and rounds down; the receiver subtracts the same u. So the error is uniform over a step for
-  every value, and its mean square is half that of stochastic rounding. Both sides compute u as a hash (32-bit integers
-  only: the same on every device) of the value's place and a seed, which `seed_of` takes from the activations' bytes.
+- **Gradients** are rounded without a bias. The sender adds u, uniform in [0, 1), to value / step and rounds down; the
+  receiver subtracts the same u. So the error is uniform over a step for every value, and its mean square is half that
+  of stochastic rounding. Both sides compute u as a hash (32-bit integers only: the same on every device) of the value's
+  place and a seed, which `seed_of` takes from the activations' bytes.
 
 `SizeBound` compares the root mean square of a message with the median of its kind; in a code with scales the scales
 alone bound it.
@@ -21,11 +18,10 @@ alone bound it.
     beyond, or not finite   it is refused
 
 The median is over peers, of the median of each peer's last messages: each peer has one voice. Of an even number the
-higher middle one counts, so that small messages cannot get honest ones refused. Only the part of a message that counted
-is remembered. Before LEAST_KNOWN messages only impossible sizes are refused, and bounds are wider at first, because
-sizes change most in the first steps of a run. A model that knows its text by heart honestly returns gradients 60 times
-the usual size for a short new microbatch. So an unusual size is no violation, and messages of fewer than LEAST_VALUES
-values need only be finite.
+higher middle one counts, so that small messages cannot get honest ones refused. Before LEAST_KNOWN messages only
+impossible sizes are refused, and bounds are wider at first. An unusual size is no violation, and messages of fewer than
+LEAST_VALUES values need only be finite: a model that knows its text by heart honestly returns gradients 60 times the
+usual size for a short new microbatch.
 """
 
 from __future__ import annotations

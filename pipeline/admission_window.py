@@ -4,28 +4,19 @@ belongs to.
 With one window in flight, microbatches in flight and succeeded ones together never exceed what an inner step takes, and
 one that fails gives its slot back. So every batch is exact, and nothing is in flight when weights change.
 
-With two windows twice as many are admitted: forward passes of the next window fill the time in which the last gradients
-come back. Before its backward pass a microbatch waits for a **turn**; a window has exactly as many as its step takes.
+With two windows twice as many are admitted. Before its backward pass a microbatch waits for a **turn**; a window has
+exactly as many as its step takes.
 
 - A turn is kept for each microbatch that was admitted before the last step; younger ones share the rest. So at most one
   step lies between a forward and its backward pass, and one that fails gives its turn back to its window.
-- Only a microbatch with its reply waits for a turn, and only for the device, the step, or older microbatches here,
-  which wait for later stages alone. So no stages wait for each other in a circle.
+- Only a microbatch with its reply waits for a turn, and only for the device, the step, or older microbatches here. So
+  no stages wait for each other in a circle.
 - From the end of the last turn until the next window no backward pass runs, so gradients of two windows never mix.
 
 Arrivals without room queue, in turn by sender. A sender gets a fair share of the queue among the senders heard of in
-this window and the last, refused ones too: if it finds the queue full, it has a place one window later. Other arrivals
-get `Refused(FULL)` at once, with an estimate of when half of the queue will have moved on.
-
-Admission stops in three cases:
-
-- the step, from `full()` until `next_window()`: arrivals queue;
-- `alone()`, the blocking form of a gossip round: the admission window refuses everything, the queue too, waits until
-  nothing is in flight (of two windows the first still takes its step), and runs the body. The window's count goes on
-  afterwards. The holder of the step must not call it: it would wait for itself;
-- `close()`, before leaving: the admission window refuses everything from now on, and the microbatches in flight end.
-
-All methods belong to the event loop's thread.
+this window and the last, refused ones too. Other arrivals get `Refused(FULL)` at once, with an estimate of when half of
+the queue will have moved on. Admission stops in `alone` (the blocking form of a gossip round), from `full` until
+`next_window` (the step; arrivals queue), and for good at `close`. All methods belong to the event loop's thread.
 """
 
 from __future__ import annotations
@@ -44,93 +35,8 @@ UNKNOWN_PACE_S = 0.25
 LONGEST_RETRY_S = 30.0
 
 
-class TurnClaim:
-    """A microbatch's right to a turn. `step`: inner steps that had been taken when it was admitted."""
-
-    __slots__ = ("granted", "step")
-
-    def __init__(self, step: int) -> None:
-        self.step, self.granted = step, False
-
-
-class GradientTurns:
-    """The turns of the present window, and who waits for one. With one window in flight a turn is always free."""
-
-    def __init__(self, window: int) -> None:
-        self.window = window
-        self.steps = 0
-        """Windows that have ended."""
-        self.deferred = 0
-        """Microbatches that had to wait for their turn, since the start."""
-        self._given = 0
-        self._kept = 0
-        """For microbatches that were admitted before the last step and have not had their turn."""
-        self._waiting: dict[TurnClaim, asyncio.Future[bool]] = {}
-        """The first to ask first."""
-        self._ended = False
-
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
-    def claim(self) -> TurnClaim:
-        return TurnClaim(self.steps)
-
-    def take(self, claim: TurnClaim) -> bool:
-        """Grant a claim if there is a turn for it; at once."""
-        if claim.granted:
-            return True
-        if claim.step < self.steps:
-            self._kept -= 1
-        elif self._given + self._kept >= self.window:
-            return False
-        self._given += 1
-        claim.granted = True
-        return True
-
-    async def wait(self, claim: TurnClaim) -> bool:
-        """Wait until a claim is granted; False if no further window will take it.
-
-        The claim may be granted in the moment in which the wait is cancelled; `release` looks.
-        """
-        if self.take(claim) or self._ended:
-            return claim.granted
-        self.deferred += 1
-        waiting: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._waiting[claim] = waiting
-        try:
-            return await waiting
-        finally:
-            del self._waiting[claim]
-
-    def release(self, claim: TurnClaim) -> None:
-        """Take back the turn, given or kept, of a microbatch that failed."""
-        if claim.granted:
-            self._given -= 1
-        elif claim.step < self.steps:
-            self._kept -= 1
-
-    def grant(self) -> None:
-        """Grant the waiting claims for which there is a turn by now."""
-        for claim, waiting in self._waiting.items():
-            if not waiting.done() and self.take(claim):
-                waiting.set_result(True)
-
-    def next_window(self, in_flight: int) -> None:
-        """Begin a window; a turn is kept for each that is in flight."""
-        self.steps += 1
-        self._given, self._kept = 0, in_flight
-
-    def end(self) -> None:
-        """Begin no window any more: all waits end in vain."""
-        self._ended = True
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_result(False)
-
-
 class WindowOutcome(NamedTuple):
-    """What an inner step is told of a microbatch. `stale`: a step was taken between its forward and backward pass."""
+    """A microbatch's result, for the inner step. `stale`: a step was taken between its forward and backward pass."""
 
     progress: float
     loss: float | None
@@ -139,24 +45,27 @@ class WindowOutcome(NamedTuple):
 
 
 class Slot:
-    """A microbatch's place among those in flight; used as a context it is given back unless it succeeded."""
+    """A microbatch's place among those in flight; used as a context it is given back unless it succeeded.
+
+    `step`: inner steps that had been taken when it was admitted. `granted`: whether it has its turn.
+    """
 
     def __init__(self, gate: AdmissionWindow) -> None:
         self._gate: AdmissionWindow | None = gate
-        self._claim = gate.turns.claim()
+        self.step, self.granted = gate.steps, False
 
     @property
     def stale(self) -> bool:
         """Whether an inner step has been taken since it was admitted."""
-        return self._gate is not None and self._claim.step < self._gate.steps
+        return self._gate is not None and self.step < self._gate.steps
 
     def take_turn(self) -> bool:
         """Take a turn in the present window at once; False if none is free for us."""
-        return self._gate is not None and self._gate.turns.take(self._claim)
+        return self._gate is not None and self._gate.turns.take(self)
 
     async def turn(self) -> bool:
         """Wait until the backward pass may begin; False if no inner step will be taken any more."""
-        return self._gate is not None and await self._gate.turns.wait(self._claim)
+        return self._gate is not None and await self._gate.turns.wait(self)
 
     def succeed(self, outcome: WindowOutcome) -> None:
         """Count the microbatch towards the inner step; nothing happens if the slot is finished already.
@@ -173,7 +82,7 @@ class Slot:
         """Let another microbatch have the place; nothing happens if the slot is finished already."""
         if self._gate is not None:
             gate, self._gate = self._gate, None
-            gate.turns.release(self._claim)
+            gate.turns.release(self)
             gate._gave_back()
 
     def __enter__(self) -> Slot:
@@ -183,6 +92,79 @@ class Slot:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.give_back()
+
+
+class GradientTurns:
+    """The turns of the present window, and who waits for one. With one window in flight a turn is always free."""
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self.steps = 0
+        """Windows that have ended."""
+        self.deferred = 0
+        """Microbatches that had to wait for their turn, since the start."""
+        self._given = 0
+        self._kept = 0
+        """For microbatches that were admitted before the last step and have not had their turn."""
+        self._waiting: dict[Slot, asyncio.Future[bool]] = {}
+        """The first to ask first."""
+        self._ended = False
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def take(self, slot: Slot) -> bool:
+        """Give a microbatch its turn if there is one for it; at once."""
+        if slot.granted:
+            return True
+        if slot.step < self.steps:
+            self._kept -= 1
+        elif self._given + self._kept >= self.window:
+            return False
+        self._given += 1
+        slot.granted = True
+        return True
+
+    async def wait(self, slot: Slot) -> bool:
+        """Wait until a microbatch has its turn; False if no further window will take it.
+
+        It may get its turn in the moment in which the wait is cancelled; `release` looks.
+        """
+        if self.take(slot) or self._ended:
+            return slot.granted
+        self.deferred += 1
+        waiting: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiting[slot] = waiting
+        try:
+            return await waiting
+        finally:
+            del self._waiting[slot]
+
+    def release(self, slot: Slot) -> None:
+        """Take back the turn, given or kept, of a microbatch that failed."""
+        if slot.granted:
+            self._given -= 1
+        elif slot.step < self.steps:
+            self._kept -= 1
+
+    def grant(self) -> None:
+        """Give the waiting microbatches their turns, as far as there are any by now."""
+        for slot, waiting in self._waiting.items():
+            if not waiting.done() and self.take(slot):
+                waiting.set_result(True)
+
+    def next_window(self, in_flight: int) -> None:
+        """Begin a window; a turn is kept for each that is in flight."""
+        self.steps += 1
+        self._given, self._kept = 0, in_flight
+
+    def end(self) -> None:
+        """Begin no window any more: all waits end in vain."""
+        self._ended = True
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_result(False)
 
 
 Place = asyncio.Future[Slot | Refused]
@@ -252,7 +234,7 @@ class AdmissionWindow:
         """Take a place if there is room; None where `enter` would have to wait or would be refused."""
         if self._room() <= 0:
             return None
-        # Where there is room nobody queues, so nobody is overtaken here.
+        # Where there is room the queue is empty, so no sender is overtaken.
         self._hear(sender)
         return self._admit()
 

@@ -1,4 +1,4 @@
-"""The parts of a decoder, found by walking its module tree, and a slice of it that keeps only some of them.
+"""The parts of a decoder, found by walking its module tree, and what of them a stage keeps.
 
 Every decoder of transformers has one list of layers. A side module with weights that is registered before that list
 feeds the first layer (embeddings). One registered after it reads the last layer (final norm, vocabulary head), even
@@ -6,15 +6,12 @@ without weights. One with buffers alone serves all layers (rotary frequencies). 
 that a final norm registered early is called so.
 
 A slice is the whole model with every foreign part replaced by one that passes its input through (or adds nothing, for
-position embeddings). So parameters and layers keep the names of the whole model. Initial weights depend on (seed,
-module name) alone: the family's own rule initialises each module under its own generator, on the CPU on any device.
+position embeddings). Initial weights depend on (seed, module name) alone: the family's own rule initialises each module
+under its own generator, on the CPU on any device.
 
-With a subspace, stages send each other only the first k channels of a token, and nothing is lost. Every layer below the
-last boundary adds to these channels alone, and only these channels of the embedding are learnt. All other channels hold
-fixed features of the token, which every stage computes from the ids that travel anyway: products of one row of each of
-two tables of signs, drawn from a hash. Layers that read the stream are free to rotate it, so that channels span the
-subspace restricts nothing. Matrices that write into the stream have k rows; an export fills them up with zeros, and the
-embedding with the features. The last stage writes to all channels.
+With a subspace, stages send each other only the first k channels of a token. Every layer below the last boundary adds
+to these channels alone, and only these channels of the embedding are learnt. All other channels hold fixed features of
+the token, which every stage computes from the ids that travel anyway. docs/design/pipeline.md says why nothing is lost.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from torch.nn import functional
 WRITERS = frozenset(
     {"o_proj", "out_proj", "dense", "wo", "down_proj", "dense_4h_to_h", "c_proj", "fc2", "fc_out", "w2"}
 )
-"""What families call the linear layers that write into the residual stream: of attention, and of the feed-forward."""
+"""Names of the linear layers that write into the residual stream, in attention and in the feed-forward part."""
 
 
 class Subspace(NamedTuple):
@@ -114,7 +111,7 @@ class NotSliceableError(ValueError):
 
 
 class Cut(NamedTuple):
-    """What one stage owns: layers `first_layer` to `end_layer` (exclusive), the embeddings, the vocabulary head.
+    """The part of one stage: layers `first_layer` to `end_layer` (exclusive), the embeddings, the vocabulary head.
 
     `subspace`: what travels between this and other stages, where that is not the whole width.
     """
@@ -250,7 +247,7 @@ def leave_out(whole: nn.Module, anatomy: DecoderParts, cut: Cut) -> None:
 
 def multiplied_weights(module: nn.Module) -> frozenset[str]:
     """Return the names of the weights that are multiplied and nothing else: those that autocast always casts."""
-    # GPT-2's linear layers are of a class of their own, which only whoever builds models may import.
+    # GPT-2's linear layers have a class of their own, which only `pipeline.partition` may import.
     return frozenset(
         f"{name}.weight"
         for name, part in module.named_modules()
@@ -275,7 +272,7 @@ def alone_in_process() -> Iterator[None]:
 def _materialise(module: nn.Module) -> None:
     """Give every weight memory on the CPU, filled with NaN so that one that no rule fills is found.
 
-    What has memory already was a buffer, and has its initial value.
+    A weight that has memory already was a buffer, and has its initial value.
     """
     for part in module.modules():
         for name, empty in list(part.named_parameters(recurse=False)):

@@ -154,7 +154,7 @@ class Graph(NamedTuple):
 
 
 class PassInput(NamedTuple):
-    """What a pass was computed from, so that it can be computed again.
+    """The inputs of a pass, from which it can be computed again.
 
     `hidden`: as it came. `tokens`: the ids behind it, where the slice wants them. `version`: of the weights. `random`:
     the state of the random numbers before it, None where it drew none.

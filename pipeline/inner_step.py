@@ -1,16 +1,14 @@
-"""The inner step of a stage: AdamW on the clipped mean gradient of a window, at the rate that the run's progress asks
-for.
+"""The inner step of a stage: AdamW on the clipped mean gradient of a window, at a rate that follows the progress.
 
-Stages with unequal numbers of replicas take unequal numbers of inner steps (8, 1 and 8 replicas: 19, 151 and 19 in the
-same time), so no replica's step counter says how far the run is. Each microbatch carries the progress of the run as its
-source knows it, 0 to 1. A stamp is what a stranger says, so a replica's progress moves
+Stages with unequal numbers of replicas take unequal numbers of inner steps, so no replica's step counter says how far
+the run is. Each microbatch carries the progress of the run as its source knows it, 0 to 1. A stamp is what a stranger
+says, so a replica's progress moves
 
 - to the lower median of each window's stamps: half a window of lies moves nothing;
 - never back;
 - never at more than twice the rate that the swarm has shown. The rate is measured on at most 16 marks, spread over the
   last minutes (over the whole session of a young replica): the lower median of the newer half less that of the older
-  half, by the time between the two. One window of lies alone is one mark, which neither median takes; it moves progress
-  by at most twice what honest time would have. A source that owns more than half of all marks is taken for the swarm.
+  half, by the time between the two. One window of lies is one mark, which neither median takes.
 
 Progress stays until four marks show a rate. The time meanwhile counts, so the fifth window finds a replica in place.
 """
@@ -21,13 +19,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median_low
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor, nn
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's own names of the first and the second moment."""
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Inner(NamedTuple):
@@ -41,7 +36,7 @@ class Inner(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """`gradient_norm`: before clipping. `applied`: False if it was not finite, and the gradient was thrown away."""
+    """`gradient_norm`: before clipping. `applied`: False if the gradient was not finite, or not whole."""
 
     gradient_norm: float
     applied: bool
@@ -52,60 +47,6 @@ class OptimiserState(NamedTuple):
 
     steps: int
     moments: tuple[Tensor, ...]
-
-
-class InnerOptimiser:
-    """AdamW with its memory. All of it is taken at once: a step must not fail half-way."""
-
-    def __init__(self, weights: Sequence[nn.Parameter], inner: Inner, device: torch.device) -> None:
-        self._weights, self._clip_norm = weights, inner.clip_norm
-        self._taken = 0
-        matrices, vectors = ([w for w in weights if (w.ndim >= 2) == many] for many in (True, False))
-        groups = [{"params": matrices, "weight_decay": inner.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        groups = [group for group in groups if group["params"]]
-        # On a CPU the plain loop: bit for bit what a whole model's default AdamW computes, and cheap beside a window.
-        fused = device.type == "cuda"
-        betas = (inner.beta1, inner.beta2)
-        self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=inner.epsilon, fused=fused)
-        for weight in weights:
-            # As AdamW itself would in its first step, but before there is anything that it could leave half done.
-            self._adamw.state[weight] = {
-                "step": torch.zeros((), device=device if fused else None),
-                **{name: torch.zeros_like(weight, memory_format=torch.preserve_format) for name in MOMENTS},
-            }
-
-    def clip(self, microbatches: int) -> float:
-        """Turn the sum of a window of so many gradients into its clipped mean; return the norm before clipping."""
-        for weight in self._weights:
-            if not weight.requires_grad:
-                continue  # without a gradient AdamW leaves it as it is
-            # A weight that no token used gets a gradient of zero, so that all weights take the same number of steps.
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.div_(microbatches)
-        return nn.utils.clip_grad_norm_(self._weights, self._clip_norm).item()
-
-    def step(self, learning_rate: float) -> None:
-        for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
-        self._adamw.step()
-        self._taken += 1
-
-    def forget_gradients(self) -> None:
-        self._adamw.zero_grad(set_to_none=True)
-
-    def state(self) -> OptimiserState:
-        """Return AdamW's memory itself, on the device: it moves with the next step."""
-        state = self._adamw.state
-        return OptimiserState(self._taken, tuple(state[weight][name] for name in MOMENTS for weight in self._weights))
-
-    def load(self, state: OptimiserState) -> None:
-        """Continue from another optimiser's memory, in shapes that the stage has checked."""
-        self._taken = state.steps
-        moments = iter(state.moments)
-        for name in MOMENTS:
-            for weight in self._weights:
-                memory = self._adamw.state[weight]
-                memory["step"].fill_(float(state.steps))
-                memory[name].copy_(next(moments))
 
 
 def moment_ratio(beta1: float, beta2: float) -> float:

@@ -1,10 +1,8 @@
-"""What travels between two stages: a microbatch goes down, and a gradient or a refusal comes back as its reply.
+"""Messages between two stages: a microbatch goes down, and a gradient or a refusal comes back as its reply.
 
-A refusal is a value. A loss is one of the standard library's `ConnectionError`s:
-
-- `ConnectionRefusedError`: the peer could not be reached;
-- `ConnectionAbortedError`: we gave the peer up, because it fell silent or sent what no peer may send;
-- `ConnectionResetError`: the stream broke.
+A refusal is a value. A loss is one of the standard library's errors: `ConnectionRefusedError` (the peer could not be
+reached), `ConnectionAbortedError` (it fell silent or sent what no peer may send), `ConnectionResetError` (the stream
+broke).
 
 Activations and gradients travel in the run's codec:
 
@@ -63,7 +61,7 @@ class Microbatch:
     `targets`: token ids to predict [batch, sequence], int64; where activations travel in a subspace with the first
     token of each sequence before them, [batch, sequence + 1], so that all stages know the ids.
     `progress`: share of the run's token budget whose gradient had come back when it was drawn, 0 to 1.
-    `budget_s`: seconds left until nobody wants the reply any more.
+    `budget_s`: seconds left for which the sender waits for the reply.
     `source`: the peer that drew it, as the sender says; empty from the source itself, which the connection names.
     """
 

@@ -1,21 +1,17 @@
 """The next stage as one microbatch sees it: ask a replica, and another, until one has returned the gradient.
 
-What follows from an answer:
+- A gradient is checked (`NextStageClient.check`) and returned, and the replica is no suspect any more.
+- After `Refused` (full, gossiping, leaving) another replica is asked, for the sender still holds the output. This uses
+  up no attempt. All microbatches of this sender leave the replica alone for the time that it named. If all refuse, the
+  microbatch sleeps until the earliest of these times, jittered.
+- After a loss another replica is asked, with one attempt less. The lost replica becomes a suspect; only a broken stream
+  accuses no proved replica. If all are suspects they are asked, after a pause that doubles with each loss.
+- A replica on trial that takes three times the usual time is not accused: another one is asked, and the call goes on
+  without this microbatch.
+- `Refused(NO_ROUTE)` costs an attempt. `Refused(EXPIRED)` is returned, unless much of the budget is left: the budget
+  starts at the receiver, so it cannot end there before it ends here.
 
-- a gradient: it is checked (`NextStageClient.check`) and returned, and the replica is no suspect any more;
-- `Refused` (full, gossiping, leaving): another replica is asked, for the sender still holds the output. This uses up no
-  attempt. All microbatches of this sender leave the replica alone for the time that it named. If all refuse, the
-  microbatch sleeps until the earliest of these times, jittered;
-- a loss: another replica, and one attempt less. The lost replica becomes a suspect; only a broken stream accuses no
-  proved replica. If all are suspects they are asked, after a pause that doubles with each loss;
-- nothing for three times the usual time, from a replica on trial: another replica is asked, and the call goes on
-  without this microbatch. A slow replica is not accused for that;
-- `Refused(NO_ROUTE)`: another replica, which may know another way, and one attempt less;
-- `Refused(EXPIRED)`: it is returned, and nobody is accused. The budget travels as a duration that starts at the
-  receiver, so it cannot end there before it ends here: a replica that says "expired" while much is left is lost.
-
-With no attempt left, or no replica in the roster for long, the answer is `Refused(NO_ROUTE)`. If this machine was away
-itself (it slept, say), all replicas seem to have been silent: `forgive` clears all suspicions.
+With no attempt left, or no replica in the roster for long, the answer is `Refused(NO_ROUTE)`.
 """
 
 from __future__ import annotations
@@ -76,7 +72,7 @@ async def _unchecked(_peer: str, _microbatch: Microbatch, gradient: Gradient, _d
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NextStageClient:
-    """Who serves the next stage now, how to call one of them, and how to check a gradient.
+    """The replicas that serve the next stage now, how to call one, and how to check a gradient.
 
     `call` raises a `ConnectionError` for a loss, as `pipeline.messages` says, and for a gradient that does not fit the
     run's codec. `check` takes a replica, what was sent to it, what it returned and a deadline in loop seconds; it
@@ -89,7 +85,7 @@ class NextStageClient:
 
 
 class Wanted(StrEnum):
-    """What a microbatch may wait for: a replica in the roster, room at one, or an answer."""
+    """The aims of a wait: a replica in the roster, room at one, or an answer."""
 
     REPLICA = "replica"
     ROOM = "room"
@@ -97,7 +93,7 @@ class Wanted(StrEnum):
 
 
 class Waiting(NamedTuple):
-    """What a microbatch waits for since when (loop seconds), and of how many replicas, in words (`detail`).
+    """The wait of a microbatch: for what, for how many replicas in words (`detail`), since when (loop seconds).
 
     `will_pass`: a healthy replica is merely busy, and takes it before long.
     """
@@ -170,7 +166,7 @@ class NextStage:
         """
         search = _Search(deadline_s=deadline_s)
         if self._standing.favoured() and (tried := self._draw_unproved(search)) is not None:
-            # For what the call shows of the replica: nobody waits for the reply.
+            # The call shows whether the replica works; no microbatch waits for the reply.
             self._leave(self._begin(tried, microbatch, _Search(deadline_s=deadline_s)), deadline_s)
         while search.losses < ATTEMPTS and not self._given_up(search):
             peer = self._choose(search)
@@ -182,7 +178,7 @@ class NextStage:
         return Refused(reason=Reason.NO_ROUTE, retry_after_s=NO_ROUTE_REST_S)
 
     async def aclose(self) -> None:
-        """End the calls that nobody waits for any more."""
+        """End the calls for which no microbatch waits any more."""
         for task in self._late:
             task.cancel()
         if self._late:

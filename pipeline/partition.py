@@ -1,12 +1,11 @@
 """Which layers a stage owns, and that slice of the model, built from config and seed alone.
 
-A pipeline runs at the speed of its slowest stage, so stages are cut by estimated work: the vocabulary head counts, the
-embedding (a look-up) hardly. All arithmetic is in integers, so every peer of a run computes the same cut.
+Stages are cut by estimated work: the vocabulary head counts, the embedding (a look-up) hardly. All arithmetic is in
+integers, so every peer of a run computes the same cut.
 
 A slice takes only its own memory: the whole model is built with weights on the meta device, where they take none, and
 with real buffers. A buffer that checkpoints hold (the bias by which DeepSeek-V3 chooses experts) becomes a parameter
-without gradient, so that no number of a `state_dict` is lost where weights are read, travel, or are written.
-`pipeline.decoder_slice` finds and removes the foreign parts. Some families cannot be cut, because they touch the
+without gradient, so that no number of a `state_dict` is lost. Some families cannot be cut, because they touch the
 activations outside their layers: `verify_family` tries it at small sizes, and compares with the whole model.
 """
 
@@ -52,7 +51,7 @@ def _weights_on_meta() -> Iterator[None]:
         if weight is None or threading.get_ident() != thread:
             return None
         moved = nn.Parameter(weight.to("meta"), requires_grad=weight.requires_grad)
-        # Says that it has its initial value already: to draw one that nobody will see would take most of the time.
+        # The weight counts as initialised: to draw a value that is thrown away would take most of the time.
         moved._is_hf_initialized = True  # type: ignore[attr-defined]
         return moved
 
@@ -271,6 +270,15 @@ def _layers_return_tuples(config: Config) -> bool:
     return _tuples[type(config)]
 
 
+@contextmanager
+def _whole(prepared: Prepared) -> Iterator[Any]:
+    """Build an ordinary model; in the body random numbers are the same each time."""
+    with alone_in_process():
+        whole = AutoModelForCausalLM.from_config(copy.deepcopy(prepared.config)).eval()
+        torch.default_generator.manual_seed(0)
+        yield whole
+
+
 _verified: set[str] = set()
 """Tiny configs, in JSON, whose families are known to run in slices."""
 
@@ -296,11 +304,9 @@ def verify_family(config: Config) -> None:
         prepared = prepare(tiny)
         parts = [build(prepared, piece, seed=0).eval() for piece in cut(prepared.config, 3, (1, 2), sequence_length=8)]
         weights = {name: weight for part in parts for name, weight in part.named_parameters()}
-        with alone_in_process():
-            whole = AutoModelForCausalLM.from_config(copy.deepcopy(prepared.config)).eval()
-            torch.default_generator.manual_seed(0)
+        with _whole(prepared) as whole:
             for fixed in (weight for weight in weights.values() if not weight.requires_grad):
-                fixed.normal_()  # at their initial zeros nobody would see that they are missing
+                fixed.normal_()  # zeros would not show that one is missing
         whole.load_state_dict(weights, strict=False)
         expected, otherwise = (whole(input_ids=batch, use_cache=False).logits for batch in (ids, changed))
         hidden = ids
@@ -324,15 +330,13 @@ def verify_family(config: Config) -> None:
 def verify_subspace(config: Config) -> None:
     """Check, at tiny sizes, that a family's layers write where a subspace lets them; raise ValueError naming it.
 
-    What stages hand on in a subspace must be all of the stream: folded into a whole model, they compute the same.
+    Stages hand on the whole stream in a subspace: folded into one model, they compute the same.
     """
     prepared = prepare(tiny_config(config))
     subspace = Subspace(prepared.config.hidden_size // 2, 0)
     cuts = [piece._replace(subspace=subspace) for piece in cut(prepared.config, 3, (1, 2), sequence_length=8)]
     parts = [build(prepared, piece, seed=0).eval() for piece in cuts]
-    with alone_in_process():
-        whole = AutoModelForCausalLM.from_config(copy.deepcopy(prepared.config)).eval()
-        torch.default_generator.manual_seed(0)
+    with _whole(prepared) as whole:
         for weight in [weight for part in parts for weight in part.parameters()]:
             weight.add_(0.1 * torch.randn_like(weight))  # what begins at zero may write elsewhere too
     for part in parts:

@@ -1,30 +1,20 @@
 """Decides which stage a newcomer serves, and when a replica leaves its stage for another that needs it.
 
 The swarm runs at the speed of its weakest stage. A stage's capacity is the sum over its replicas of one over the device
-seconds of a microbatch. `work` says what a microbatch costs at each stage, in any unit; it follows from the run file,
-so a speed measured at one stage holds for all. An unknown speed counts as the median, and none as more than eight times
-that, or less than an eighth.
+seconds of a microbatch. `work` says what a microbatch costs at each stage, in any unit, so a speed measured at one
+stage holds for all. An unknown speed counts as the median, and none as more than eight times that, or less than an
+eighth.
 
-A newcomer takes the weakest stage that fits its memory; capacities within a twentieth are equal, and a generator salted
-by the peer decides among them. Newcomers that start together may still choose alike, so each announces its claim, reads
-the roster again and asks `should_yield`. All compute the same plan from the same records: as long as a newcomer can go
-to a weaker stage and leave its own stronger than that one was, the newcomer that gains most goes. Each move makes the
-sorted capacities larger, so the plan ends.
+A newcomer takes the weakest stage that fits its memory, announces it, reads the roster again and asks `should_yield`.
+All newcomers compute the same plan from the same records: as long as one can go to a weaker stage and leave its own
+stronger than that one was, the newcomer that gains most goes. Each move makes the sorted capacities larger, so the plan
+ends.
 
 A replica moves later by `movers`: the one that leaves the weaker of the starving stage and its own strongest. Among
-those within a tenth a hash of seed and peer decides, so all name the same one. A stage's last replica never goes, nor
-the last that has proved its work to the peer that decides: names are cheap, and hold no weights. A move costs a copy of
-the weights, and records are noisy and late, so:
-
-- **Hysteresis.** After the move the stage left must be stronger than the starving one was by half a replica and by a
-  tenth. The way back would need the same gap.
-- **Patience.** Several readings in a row must find the same stage starving. A stage without replicas is left for a
-  while to peers that come back with its weights.
-- **A stay.** A replica stays at its stage for a time that doubles with each move: three moves an hour at most.
-- **One at a time.** A mover waits for a moment of its own, announces its move in its record, waits until all must have
-  read it, and reads again. It goes if no other mover has announced to leave the same stage or to go to the same one; of
-  several the first by the hash stays announced. Other peers heed an announcement, and wait for the first in order, for
-  MOST_READINGS readings, and all announcements together for MOST_KEPT, while the starving stage gets no stronger.
+those within a tenth a hash of seed and peer decides, so all name the same one. A move costs a copy of the weights, and
+records are noisy and late. So the stage left must stay clearly stronger, several readings in a row must agree, a
+replica stays for a time that doubles with each move, and movers go one at a time: each announces its move in its
+record, waits until all must have read it, and heeds earlier announcements for a bounded time (`decide`).
 """
 
 from __future__ import annotations
@@ -158,7 +148,7 @@ def should_yield(me: str, claims: Sequence[StageClaim], work: Sequence[float]) -
     if me not in plan:
         return None
     capacity, power = capacities(claims, work), powers(claims, work)
-    # Each move is an improvement for good, so this ends; the bound is for arithmetic that nobody foresaw.
+    # Each move is an improvement for good, so this ends; the bound guards against rounding.
     for _ in range(len(plan) * len(work)):
         move = _improvement(plan, newcomers, capacity, power, work)
         if move is None:
@@ -192,7 +182,7 @@ def _improvement(
 
 GAP_REPLICAS = 0.5
 GAP_SHARE = 0.1
-"""What must be left of the difference, in replicas and as a part of the starving stage."""
+"""The gap that a move must leave, in replicas and as a share of the starving stage."""
 AS_GOOD = 0.9
 """A move of this share of the best one's worth is as good."""
 READINGS = 3
@@ -228,9 +218,9 @@ class StagePace(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Who goes from where to where; `before` and `after`: microbatches a second of the starving stage.
+    """A peer's move from one stage to another; `before`, `after`: microbatches a second of the starving stage.
 
-    To its own stage: whoever begins there again, with other weights.
+    In a move to its own stage the peer begins there again, with other weights.
     """
 
     peer: str
@@ -245,7 +235,7 @@ class Move(NamedTuple):
 
 
 class OwnPlacement(NamedTuple):
-    """Who decides: its peer id, the seed of the run, and since when it serves its stage (seconds, any clock)."""
+    """The peer that decides: its id, the seed of the run, and since when it serves its stage (seconds, any clock)."""
 
     peer: str
     seed: int
@@ -254,7 +244,7 @@ class OwnPlacement(NamedTuple):
 
 
 class MigrationState(NamedTuple):
-    """What a replica remembers from one reading to the next; never changed, only replaced.
+    """A replica's memory from one reading to the next; never changed, only replaced.
 
     `starving`: the stage that the last `readings` in a row found so, since `since_s`. `ready_s`: the moment of our own.
     `announced_s`: since when our record says that we go. `heard`: for how many readings others have announced.
@@ -272,7 +262,7 @@ class MigrationState(NamedTuple):
 
 
 class MigrationDecision(NamedTuple):
-    """What to do after a reading. `announce`: our record shall name its target. `go`: leave now."""
+    """The decision after a reading. `announce`: our record shall name its target. `go`: leave now."""
 
     state: MigrationState
     move: Move | None = None
@@ -333,7 +323,7 @@ def decide(
 ) -> MigrationDecision:
     """Judge one reading of all stages: stay, announce to go, or go.
 
-    `proved`: peers of our stage that have brought weights to us; we do not leave it to names alone. None: anybody.
+    `proved`: peers of our stage that have brought weights to us; we do not leave it to names alone. None: all peers.
     """
     others = [claim for claim in claims if claim.moves_to is not None and claim.peer != me.peer]
     heard = {claim.peer: state.heard.get(claim.peer, 0) + 1 for claim in others}

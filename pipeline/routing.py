@@ -6,21 +6,17 @@
   seconds, or for ten times what its loss cost; twice as long after each further loss, up to ten minutes, unless it has
   worked in between for as long as it was left alone. Losses while it is a suspect count as one.
 - On trial are suspects whose time is over and, where others are proved, the unproved. Each has one call at a time.
-- Once an unproved replica was lost, the others may be names alone, as many as somebody likes. Then only the proved are
-  in the bag, and one unproved at a time, first those that never were tried, gets a microbatch that a proved one gets as
-  well. So names delay nothing, and an honest newcomer is proved after one call. If no proved replica is in favour, all
-  are asked.
+- Once an unproved replica was lost, only the proved are in the bag, because the others may be names alone. One unproved
+  at a time, first those that never were tried, gets a microbatch that a proved one gets as well. If no proved replica
+  is in favour, all are asked.
 
 **The bag.** A sender draws without replacement from a bag with as many entries as the next stage has replicas, shared
 out in proportion to their speeds by largest remainder; the rounding is carried to the next bag. So routes are random,
-as NoLoCo (arXiv 2506.10911) wants them for mixing, and the load is even over every few draws. In a closed queueing
-model of two senders with 8 microbatches in flight each and 6 replicas whose speeds differ fourfold, throughput was 1.00
-of capacity, against 0.86 with independent draws and 0.40 with uniform ones.
+as NoLoCo (arXiv 2506.10911) wants them for mixing, and the load is even over every few draws.
 
 Speeds are what strangers say of themselves. An impossible one counts as the median of the others, and speeds within a
 tenth of each other as equal. No share falls below about a ninth of an equal one, so that a replica measured in a bad
-moment is asked again. On its word a replica counts as at most a quarter faster than two thirds of the others, and
-beyond that as far as its gradients have come as much sooner than theirs (`bounded`); of two replicas both are believed.
+moment is asked again. `bounded` says how far a high speed is believed.
 """
 
 from __future__ import annotations
@@ -40,9 +36,9 @@ EQUAL_WITHIN = 1.1
 UNPROVEN = 1.25
 """Times the typical speed that a replica counts as on its word alone: with it, one of four gets 29 % of the routes."""
 TIMES_SEEN = 2.0
-"""What a replica has shown counts so many times: a reply is also made of what the line and later stages take."""
+"""Weight of the lead that a replica's replies show: a reply also contains the time of the line and of later stages."""
 MOST_BELIEVED = 8.0
-"""Times the typical speed that anybody counts as, however soon it answers (as in `placement`): to invent is fastest."""
+"""Times the typical speed that a replica counts as at most (as in `placement`): to invent an answer is fastest."""
 
 UNSEEN: Mapping[str, float] = MappingProxyType({})
 
@@ -76,7 +72,7 @@ def next_hop(
 
     Entries of peers to be avoided stay in the bag until nothing else is left in it; then it is filled anew and they are
     forfeited. A peer that is no longer among `hops` is dropped; one that the bag does not know gets an entry at once.
-    A draw for the same tuple of hops as the last, with nobody to avoid, does not look at each of them.
+    A draw for the same tuple of hops as the last, with no peer to avoid, does not look at each of them.
     """
     hops = tuple(hops)
     before, bag = bag, _reconcile(bag, hops)
@@ -195,7 +191,7 @@ class Suspicion(NamedTuple):
 
 
 class Standing:
-    """What one sender knows of the replicas of its next stage, and so which of them may get a microbatch.
+    """A sender's knowledge of the replicas of its next stage, by which it says which of them may get a microbatch.
 
     Each reason to leave a replica alone has its own end: a refusal, and a loss. `hops`: the replicas in the roster.
     """
@@ -238,7 +234,7 @@ class Standing:
         self.usual_s += USUAL_WEIGHT * (took_s - self.usual_s) if self.usual_s else took_s
 
     def lose(self, peer: str, now_s: float, cost_s: float, *, accused: bool, hung: bool) -> None:
-        """Note a loss. A broken stream accuses no proved replica, and none while nobody is proved."""
+        """Note a loss. A broken stream accuses no proved replica, and none while none is proved."""
         unproved = peer not in self.reply_s and bool(self._part()[0])
         if accused or unproved:
             self._suspect(peer, now_s, cost_s if hung else 0.0)

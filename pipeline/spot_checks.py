@@ -1,8 +1,8 @@
 """Spot checks of the next stage: a second replica gets some microbatches too, and the two replies are compared.
 
-A check is an ordinary microbatch: a replica cannot answer checks honestly and other microbatches not. It trains on it
-and passes it on, so one sample in so many counts twice at the stages behind. The second replica is asked after the
-first has answered. The sender waits for the check, so the odd reply of three does no harm: the second replaces it.
+A check is an ordinary microbatch: a replica cannot answer checks honestly and other microbatches not. The second
+replica is asked after the first has answered. The sender waits for the check, so the odd reply of three does no harm:
+the second replaces it. docs/design/trust.md has the reasons.
 
 The usual distance between honest replies is learnt from pairs that agree. Where two are farther apart than TIMES of the
 median, a third replica is asked. If one reply is so far from both others, while these agree, its replica is struck:
@@ -13,10 +13,8 @@ median, a third replica is asked. If one reply is so far from both others, while
     quarantine  follows when the score is at its limit and most other replicas have accused it; each lasts longer
     parole      after a quarantine one strike is enough for the next
 
-A strike for a short distance weighs little, so an honest replica that has drifted away stays below the limit. Where
-stages lie behind the next, an honest replica passes on what a liar there returned, so limits are higher. Most other
-replicas must have accused a peer, because two colluders of three can make an honest one the odd one. A sender that
-finds half of the stage guilty is probably at fault itself: it frees all of them and judges nobody for a while.
+Where stages lie behind the next, an honest replica passes on what a liar there returned, so limits are higher. A sender
+that finds half of the stage guilty is probably at fault itself: it frees all of them and judges no replica for a while.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
 TIMES = 6.0
 """Of the usual distance, which is a square: two and a half times the usual difference."""
 LEAST_KNOWN, MOST_KNOWN, MOST_COMPARED = 4, 32, 16
-"""Distances that must be known before anybody is judged; those remembered of a replica, and of how many replicas."""
+"""Distances known before any replica is judged; those remembered of a replica, and of how many replicas."""
 LEAST_REPLICAS = 3
 MOST_ACCUSERS = 8
 MOST_PEERS = 256
@@ -58,7 +56,7 @@ PAROLE = 0.5
 QUARANTINES_S = (600.0, 3600.0, 6 * 3600.0)
 DOUBT_S = 600.0
 FIRST_CHECKS = 20.0
-"""Calls that a sender may spend on checks at its beginning, when it knows nobody; it is also the most that it saves."""
+"""Calls that a sender may spend on checks before it knows any replica; it is also the most that it saves."""
 KEPT = 4.0
 """Calls of it that are kept for suspected replicas."""
 FULL_CHECK = 2.0
@@ -68,7 +66,7 @@ DRAWN = 1 / 4
 
 
 class CheckFinding(StrEnum):
-    """What the checks found of a replica."""
+    """A finding of the checks about a replica."""
 
     STRUCK = "struck"
     QUARANTINED = "quarantined"
@@ -119,7 +117,7 @@ class _Record(NamedTuple):
 
 
 class Verdicts:
-    """What one sender makes of the replicas of its next stage. `deep`: further stages lie behind that one."""
+    """One sender's judgement on the replicas of its next stage. `deep`: further stages lie behind that one."""
 
     def __init__(self, *, deep: bool) -> None:
         self._limit, self._passed = (DEEP_LIMIT, DEEP_PASSED) if deep else (LIMIT, PASSED)

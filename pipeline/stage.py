@@ -16,15 +16,17 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.forward_pass import Slice, StagePasses, StageSettings, or_memory_error
-from pipeline.inner_step import MOMENTS, Inner, InnerOptimiser, OptimiserState, StepReport
+from pipeline.inner_step import Inner, OptimiserState, StepReport
 
 _COUNTED = (
     *("forwards", "backwards", "recomputed", "stale_backwards", "weight_copies", "shortages"),
     *("inner_steps", "skipped_steps"),
 )
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's own names of the first and the second moment."""
 STAGED = 2**24
 """Numbers of a correction that lie on a GPU at once."""
 
@@ -47,9 +49,27 @@ class Stage(StagePasses):
         self.names = tuple(self._masters)
         self.shapes = tuple(tuple(weight.shape) for weight in self._weights)
         self.fixed = frozenset(n for n, weight in enumerate(self._weights) if not weight.requires_grad)
-        self._optimiser = InnerOptimiser(self._weights, inner, settings.device)
+        self._clip_norm, self._taken = inner.clip_norm, 0
+        self._adamw = self._optimiser(inner, settings.device)
         # On a GPU the memory for a correction is taken now: a change must not fail half-way. A CPU needs none.
         self._staging = torch.empty(0 if settings.device.type == "cpu" else STAGED, device=settings.device)
+
+    def _optimiser(self, inner: Inner, device: torch.device) -> torch.optim.AdamW:
+        """Return AdamW with all of its memory: a step must not fail half-way."""
+        matrices, vectors = ([w for w in self._weights if (w.ndim >= 2) == many] for many in (True, False))
+        groups = [{"params": matrices, "weight_decay": inner.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
+        # On a CPU the plain loop: bit for bit what a whole model's default AdamW computes, and cheap beside a window.
+        fused = device.type == "cuda"
+        betas = (inner.beta1, inner.beta2)
+        adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=inner.epsilon, fused=fused)
+        for weight in self._weights:
+            # As AdamW itself would in its first step, but before there is anything that it could leave half done.
+            adamw.state[weight] = {
+                "step": torch.zeros((), device=device if fused else None),
+                **{name: torch.zeros_like(weight, memory_format=torch.preserve_format) for name in _MOMENTS},
+            }
+        return adamw
 
     def statistics(self) -> dict[str, int | float]:
         """Return counts since the start; a skipped step had a gradient that was not finite, or not whole."""
@@ -58,20 +78,32 @@ class Stage(StagePasses):
     def step(self, learning_rate: float, microbatches: int) -> StepReport:
         """Take one AdamW step on the mean gradient of a window of `microbatches`, and clear the gradients."""
         try:
-            norm = or_memory_error(lambda: self._optimiser.clip(microbatches))
+            norm = or_memory_error(lambda: self._clip(microbatches))
         except MemoryError:
             self._make_room()
             norm = math.nan
         applied = math.isfinite(norm) and not self._spoiled
         if applied:
             self._leave_to_waiting()
-            self._optimiser.step(learning_rate)
+            for group in self._adamw.param_groups:
+                group["lr"] = learning_rate
+            self._adamw.step()
+            self._taken += 1
             self._set.refresh()
             self._counts["inner_steps"] += 1
         else:
             self._counts["skipped_steps"] += 1
         self._forget_gradients()
         return StepReport(norm, applied)
+
+    def _clip(self, microbatches: int) -> float:
+        """Turn the sum of a window of so many gradients into its clipped mean; return the norm before clipping."""
+        for weight in self._weights:
+            if not weight.requires_grad:
+                continue  # without a gradient AdamW leaves it as it is
+            # A weight that no token used gets a gradient of zero, so that all weights take the same number of steps.
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.div_(microbatches)
+        return nn.utils.clip_grad_norm_(self._weights, self._clip_norm).item()
 
     def discard(self) -> None:
         """Forget the gradients so far, and give up the passes that wait for theirs."""
@@ -80,7 +112,7 @@ class Stage(StagePasses):
             waiting.give_up()
 
     def _forget_gradients(self) -> None:
-        self._optimiser.forget_gradients()
+        self._adamw.zero_grad(set_to_none=True)
         self._spoiled = False
 
     def _leave_to_waiting(self) -> None:
@@ -98,12 +130,19 @@ class Stage(StagePasses):
 
     def optimiser_state(self) -> OptimiserState:
         """Return AdamW's memory itself, on the device; the next step changes it."""
-        return self._optimiser.state()
+        state = self._adamw.state
+        return OptimiserState(self._taken, tuple(state[weight][name] for name in _MOMENTS for weight in self._weights))
 
     def load_optimiser_state(self, state: OptimiserState) -> None:
         """Continue from another optimiser's memory; raise ValueError if its shapes are not this stage's."""
-        check_shapes(state.moments, self.shapes * len(MOMENTS))
-        self._optimiser.load(state)
+        _check_shapes(state.moments, self.shapes * len(_MOMENTS))
+        self._taken = state.steps
+        moments = iter(state.moments)
+        for name in _MOMENTS:
+            for weight in self._weights:
+                memory = self._adamw.state[weight]
+                memory["step"].fill_(float(state.steps))
+                memory[name].copy_(next(moments))
 
     # Fast weights, one tensor a parameter, in the order of `names`.
 
@@ -118,7 +157,7 @@ class Stage(StagePasses):
     @torch.no_grad()
     def set_weights(self, weights: Sequence[Tensor]) -> None:
         """Replace the fast weights; raise ValueError, with nothing changed, if shapes are not this stage's."""
-        check_shapes(weights, self.shapes)
+        _check_shapes(weights, self.shapes)
         self._leave_to_waiting()
         for own, given in zip(self._weights, weights, strict=True):
             own.copy_(given)
@@ -127,7 +166,7 @@ class Stage(StagePasses):
     @torch.no_grad()
     def correct(self, delta: Sequence[Tensor]) -> None:
         """Add `delta` to the fast weights; raise ValueError, with nothing changed, if shapes are not ours."""
-        check_shapes(delta, self.shapes)
+        _check_shapes(delta, self.shapes)
         self._leave_to_waiting()
         for own, given in zip(self._weights, delta, strict=True):
             parts = (torch.split(tensor.reshape(-1), STAGED) for tensor in (own, given))
@@ -136,7 +175,7 @@ class Stage(StagePasses):
         self._set.refresh()
 
 
-def check_shapes(given: Sequence[Tensor], expected: Sequence[tuple[int, ...]]) -> None:
+def _check_shapes(given: Sequence[Tensor], expected: Sequence[tuple[int, ...]]) -> None:
     """Raise ValueError if tensors have other shapes than expected."""
     for tensor, shape in zip(given, expected, strict=False):
         if tuple(tensor.shape) != shape:

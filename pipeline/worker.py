@@ -1,19 +1,13 @@
 """One microbatch through this stage: in at the admission window, forward, the next stage's reply, backward, and the
 gradient back.
 
-A microbatch is a coroutine. The call to the next stage returns the gradient, so the chain of calls is the call stack
-and the autograd graph a local variable: errors travel up, and cancellation travels down.
-
-A microbatch has succeeded here when its own backward pass is complete. If its caller is cut off meanwhile, the sample
-counts in this window although the caller will have it computed again elsewhere; such samples are counted
-(`counted_twice`). With two windows in flight a backward pass may have to wait for its turn, until the inner step.
-
-The travelling budget bounds everything before our own backward pass. That runs without a deadline: all work of later
-stages is done, and a caller that does not want the result any more cancels the call.
+A microbatch is a coroutine: the call to the next stage returns the gradient. A microbatch has succeeded here when its
+own backward pass is complete. If its caller is cut off meanwhile, the sample counts in this window although the caller
+will have it computed again elsewhere; such samples are counted (`counted_twice`). The travelling budget bounds
+everything before our own backward pass, which runs without a deadline: all work of later stages is done.
 
 `WorkerCompute.run` must be shielded: a job that has begun is awaited to its end even when its caller is cancelled, so
-no slot is free and no step taken while a backward pass runs. The job itself notes its result, because a cancelled
-caller does not get it.
+no slot is free and no step taken while a backward pass runs.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import inspect
 import itertools
@@ -47,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Mark what runs in virtual time, so that `pytest -m virtual` shows what all of it takes; sort what will run."""
     for item in items:
-        if not _has_one(item, REAL) and isinstance(item, pytest.Function) and _simulates(item):
+        if not _has_one(item, (*REAL, "real_time")) and isinstance(item, pytest.Function) and _simulates(item):
             item.add_marker("virtual")
     yield
     items[:] = long_ones_first(items, getattr(config, "workerinput", {}).get("workercount", 1))
@@ -55,11 +56,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine in virtual time."""
+    """Run a test that is a coroutine in virtual time, or by the wall clock where it is marked `real_time`."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     from noloco_node.sim.clock import run
 
+    if pyfuncitem.get_closest_marker("real_time"):
+        run = asyncio.run
     run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
     return True
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import uvloop
 
+from noloco_node.libp2p.control import StreamOpening
 from noloco_node.libp2p.settings import Capacity, TimeoutSettings
-from noloco_node.libp2p.stream import StreamOpening
 from noloco_node.libp2p.switchboard import Switchboard
 from noloco_node.network.schema import MessageSpec, Schema, TensorSpec
 

@@ -37,7 +37,8 @@ from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.ticket import MEMBER
 from noloco_node.admission.ticket_service import TicketSigner
 from noloco_node.network.bans import BanHook, BanList
-from noloco_node.network.interface import HookedNetwork, NetworkHook, PeerNetwork
+from noloco_node.network.calls import HookedNetwork
+from noloco_node.network.interface import NetworkHook, PeerNetwork
 from noloco_node.sim.network.sim_network import SimNetwork, SimPeerNetwork
 from noloco_node.sim.world import World, simulate
 from noloco_node.swarm.receipts import IssuedReceipts, ReceiptLedger

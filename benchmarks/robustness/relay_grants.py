@@ -16,9 +16,10 @@ from collections import Counter
 from pathlib import Path
 
 from noloco_node.libp2p.addresses import PeerAddress
-from noloco_node.libp2p.control import Control, Grant
+from noloco_node.libp2p.control import Control
 from noloco_node.libp2p.daemon import DaemonConfig, arguments, relay_arguments
 from noloco_node.libp2p.hivemind_compat import load_hivemind
+from noloco_node.libp2p.relays import Grant, granted
 from noloco_node.libp2p.settings import Reachability, ensure_identity
 
 WAIT_S = 30.0
@@ -41,7 +42,7 @@ async def main(count: int) -> None:
                 async with starting as (relay, client):
                     peer, begun_s = str(client.peer_id.to_base58()), time.monotonic()
                     await ours.connect(PeerAddress((await relay.places(WAIT_S))[0], peer), WAIT_S)
-                    found[await ours.granted(peer, WAIT_S)] += 1
+                    found[await granted(ours, peer, WAIT_S)] += 1
                     seconds.append(time.monotonic() - begun_s)
     for grant, times in found.most_common():
         print(f"{times} of {count}: {grant.data_bytes / 2**10:,.0f} KiB each way, {grant.duration_s:,} s a circuit")

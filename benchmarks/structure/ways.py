@@ -179,8 +179,8 @@ class Peers:
         from noloco_node.libp2p.network import Libp2pNetwork
         from noloco_node.libp2p.settings import NetworkSettings
         from noloco_node.network.bans import BanHook
-        from noloco_node.network.calls import DialTimeouts
-        from noloco_node.network.interface import HookedNetwork
+        from noloco_node.network.calls import HookedNetwork
+        from noloco_node.network.timeouts import DialTimeouts
 
         settings = NetworkSettings(run="ways", listen=(LOCAL,), bootstrap=self._bootstrap)
         network = await self._open.enter_async_context(Libp2pNetwork.open(settings, lambda _: None))

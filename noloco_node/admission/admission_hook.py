@@ -26,7 +26,8 @@ from noloco_node.admission.admission_state import (
 )
 from noloco_node.admission.ticket import LIST_BYTES, TICKET_BYTES, Right
 from noloco_node.errors import Exit, UserError
-from noloco_node.network.interface import Conversation, ConversationHook, NetworkHook, PeerNetwork, Records, patient
+from noloco_node.network.calls import patient
+from noloco_node.network.interface import Conversation, ConversationHook, NetworkHook, PeerNetwork, Records
 from noloco_node.network.schema import MessageSpec, Schema, Violation
 
 TOPIC = "admit"

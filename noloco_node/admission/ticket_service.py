@@ -28,7 +28,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from noloco_node.admission.admission_state import SHUT_OUT, AdmissionState
 from noloco_node.admission.ticket import LOOK_S, MEMBER, Chain, Right, encode, extended, key_of
 from noloco_node.network.bans import address_prefix
-from noloco_node.network.interface import Conversation, patient
+from noloco_node.network.calls import patient
+from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema, Violation
 from noloco_node.units import Count
 

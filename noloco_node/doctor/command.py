@@ -25,8 +25,9 @@ from noloco_node.libp2p import reachability
 from noloco_node.libp2p.addresses import PeerAddress, check_announce, check_listen
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.settings import EVERYWHERE, NetworkSettings
-from noloco_node.network.calls import DialTimeouts
-from noloco_node.network.interface import HookedNetwork, PeerNetwork, ask
+from noloco_node.network.calls import HookedNetwork, ask
+from noloco_node.network.interface import PeerNetwork
+from noloco_node.network.timeouts import DialTimeouts
 from noloco_node.planning.bandwidth import NARROW_S, MicrobatchBytes, microbatch_bytes
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm import speed_test

@@ -1,18 +1,22 @@
 """The network over libp2p: conversations on raw streams, records in hivemind's DHT, one daemon, one event loop.
 
-One `Session` is one daemon's life. When it dies, what was under way breaks at once, and another session begins: the
+One `JoinedDaemon` is one daemon's life. When it dies, what was under way breaks at once, and another one begins: the
 same identity, the same ports, the topics served again, the swarm joined again by the peers that are left. Calls that
-begin meanwhile wait for it. Before the first one a `preflight` may find out how it must be started: to be reached
-through relays, say, or at an address that only others see.
+begin meanwhile wait for it. Topics and streams outlive it (`PeerContext`). Before the first one a `preflight` may find
+out how it must be started: to be reached through relays, say, or at an address that only others see.
+
+The daemon is told of no bootstrap peers; we connect it to each ourselves. Its own way ends in one message for a closed
+port, an unknown host and a wrong peer id; asked about one address, it says exactly which it was.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,26 +28,38 @@ from noloco_node.libp2p.addresses import (
     RELAYS_KEY,
     KnownPeers,
     PeerAddress,
+    beyond_this_machine,
     bootstrap_address,
     check_announce,
     check_listen,
+    parse_peer_address,
+    place_text,
+    port_of,
     relays_of,
     with_ports_chosen,
 )
-from noloco_node.libp2p.control import Grant
-from noloco_node.libp2p.daemon import MOST_DEATHS, DaemonConfig, private_directory, restart_pause_s
-from noloco_node.libp2p.hivemind_compat import daemon_trouble, ignore_orphaned_waits, load_hivemind
+from noloco_node.libp2p.control import Control, PeerContext, StreamDialer
+from noloco_node.libp2p.daemon import MOST_DEATHS, DaemonConfig, arguments, private_directory, restart_pause_s
+from noloco_node.libp2p.dht_records import DhtRecords
+from noloco_node.libp2p.hivemind_compat import DaemonClient, daemon_trouble, ignore_orphaned_waits, load_hivemind
 from noloco_node.libp2p.reachability import preflight, preflight_goal
-from noloco_node.libp2p.session import Session
+from noloco_node.libp2p.relays import Grant, granted
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity
 from noloco_node.libp2p.stream import Stream
-from noloco_node.libp2p.switchboard import PeerContext, Switchboard
+from noloco_node.libp2p.switchboard import Switchboard
 from noloco_node.network.interface import Handler
 from noloco_node.network.schema import Schema
 
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
+REJOIN_S = 15.0
+"""Between two looks at who is connected."""
+_RELAY_S = 10.0
+"""For a relay to give us a place."""
+_LOOK_S = 0.2
+_MOST_CIRCUITS = 2
+_CIRCUIT = "/p2p-circuit"
 
 
 class Libp2pNetwork:
@@ -55,7 +71,7 @@ class Libp2pNetwork:
         self._switchboard = context.switchboard
         self._doors = [bootstrap_address(text) for text in settings.bootstrap]
         self._peer_id, self._dialable = "", True
-        self._session: Session | None = None
+        self._joined: JoinedDaemon | None = None
         self._present = asyncio.Event()
         self._service: asyncio.Task[None] | None = None
         self._deaths: deque[float] = deque(maxlen=MOST_DEATHS + 1)
@@ -102,13 +118,13 @@ class Libp2pNetwork:
 
     @asynccontextmanager
     async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Stream]:
-        session = await self._now()
+        joined = await self._now()
         try:
-            stream = await session.dialer.dial(peer, topic, schema)
+            stream = await joined.dialer.dial(peer, topic, schema)
         except ConnectionResetError:
-            if not await session.daemon.is_dead():
+            if not await joined.daemon.is_dead():
                 raise
-            # Nothing was said yet: the next session can say it.
+            # Nothing was said yet: the next daemon can say it.
             stream = await (await self._now()).dialer.dial(peer, topic, schema)
         try:
             yield stream
@@ -121,30 +137,30 @@ class Libp2pNetwork:
         """Answer conversations about `topic`; see `interface.PeerNetwork.serve`. UserError (Exit.DAEMON) if in vain."""
         self._switchboard.serve(topic, schema, handler)
         try:
-            session = await self._now()
+            joined = await self._now()
             try:
-                await session.dialer.offer(topic)
+                await joined.dialer.offer(topic)
             except ConnectionResetError:
-                if not await session.daemon.is_dead():
+                if not await joined.daemon.is_dead():
                     raise
-                # The next session offers all topics.
+                # The next daemon offers all topics.
         except ConnectionError as error:
             # Nobody could ask us about it, and we would not know.
             raise daemon_trouble(str(error)) from None
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
         try:
-            session = await self._now()
+            joined = await self._now()
         except ConnectionResetError:
             return False
-        return await session.records.publish(key, subkey, value, lifetime_s)
+        return await joined.records.publish(key, subkey, value, lifetime_s)
 
     async def read(self, key: str) -> Mapping[str, bytes]:
         return await (await self._now()).records.read(key)
 
     async def read_all(self, keys: Sequence[str]) -> list[Mapping[str, bytes] | None]:
         async def read(key: str) -> Mapping[str, bytes] | None:
-            with suppress(ConnectionError):
+            with contextlib.suppress(ConnectionError):
                 return await self.read(key)
             return None
 
@@ -163,9 +179,6 @@ class Libp2pNetwork:
         raise daemon_trouble("it was stopped")
 
     async def addresses(self) -> tuple[str, ...]:
-        """Return the multiaddrs under which others may reach us, each ending in /p2p/ID; those of this machine only
-        if there are no others.
-        """
         return await (await self._now()).addresses()
 
     @asynccontextmanager
@@ -184,13 +197,13 @@ class Libp2pNetwork:
                 telling.cancel()
 
     def statistics(self) -> dict[str, int | float]:
-        session = self._session
-        records = {} if session is None else {"publish.failed": session.records.unpublished}
-        rejoined = self._rejoined + (0 if session is None else session.rejoined)
+        joined = self._joined
+        records = {} if joined is None else {"publish.failed": joined.records.unpublished}
+        rejoined = self._rejoined + (0 if joined is None else joined.rejoined)
         own = {"rejoined": rejoined, "daemon.died": self._died}
         return self._switchboard.statistics() | records | own
 
-    # One session after another.
+    # One daemon after another.
 
     async def _begin(self, identity: Path) -> None:
         settings = self._settings
@@ -205,12 +218,12 @@ class Libp2pNetwork:
             config = await preflight(self._context, config, goal, self._tell)
         self._dialable = config.dialable
         self._service = asyncio.get_running_loop().create_task(self._serve(config), name="network")
-        await self._wait_for_session(self._service, None)
+        await self._wait_until_joined(self._service, None)
         if self._service.done():
             self._service.result()
 
     async def _serve(self, config: DaemonConfig) -> None:
-        """Answer streams and keep a session, until either fails."""
+        """Answer streams and keep a daemon at work, until either fails."""
         started = asyncio.Event()
         loop = asyncio.get_running_loop()
         tasks = {loop.create_task(self._switchboard.run(started), name="switchboard")}
@@ -219,7 +232,7 @@ class Libp2pNetwork:
             self._switchboard.serve(
                 reachability.TOPIC, reachability.SCHEMA, reachability.DialBackService(self._relays).answer
             )
-            tasks.add(loop.create_task(self._keep(config), name="sessions"))
+            tasks.add(loop.create_task(self._keep(config), name="daemons"))
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
@@ -229,7 +242,7 @@ class Libp2pNetwork:
             await asyncio.wait(tasks)
 
     async def _keep(self, config: DaemonConfig) -> NoReturn:
-        """Run one session after another; `UserError` when the first does not begin, or daemons die again and again."""
+        """Run one daemon after another; `UserError` when the first does not begin, or daemons die again and again."""
         loop, settings, attempts = asyncio.get_running_loop(), self._settings, 1
         while True:
             try:
@@ -257,49 +270,49 @@ class Libp2pNetwork:
             await asyncio.sleep(wait_s)
 
     async def _live(self, config: DaemonConfig) -> str:
-        """Run one session until its daemon dies, and return the daemon's last words."""
+        """Run one daemon until it dies, and return its last words."""
         again = bool(self._peer_id)
         met = self._context.known_peers
         doors = met.beside(self._doors) if again else self._doors
-        async with Session.open(self._context, config, doors, alone=again) as session:
+        async with JoinedDaemon.open(self._context, config, doors, alone=again) as joined:
             try:
                 for topic in self._switchboard.topics:
-                    await session.dialer.offer(topic)
-                placed = again or await session.is_placed()
+                    await joined.dialer.offer(topic)
+                placed = again or await joined.is_placed()
             except ConnectionError as error:
                 raise daemon_trouble(str(error)) from None
-            self._peer_id = session.peer_id
+            self._peer_id = joined.peer_id
             if not placed:
                 self._tell("no relay has given us a place yet: others may not reach us for some minutes")
             if again:
-                self._tell(f"back in the swarm, {session.records.neighbours} neighbours in the DHT")
-            staying = asyncio.get_running_loop().create_task(session.stay_joined(self._doors, met))
-            self._session = session
+                self._tell(f"back in the swarm, {joined.records.neighbours} neighbours in the DHT")
+            staying = asyncio.get_running_loop().create_task(joined.stay_joined(self._doors, met))
+            self._joined = joined
             self._present.set()
             try:
-                ends: set[asyncio.Future[Any]] = {session.daemon.died, staying}
+                ends: set[asyncio.Future[Any]] = {joined.daemon.died, staying}
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 if staying.done():
                     staying.result()
-                return session.daemon.died.result()
+                return joined.daemon.died.result()
             finally:
                 staying.cancel()
                 self._present.clear()
-                self._session = None
-                self._rejoined += session.rejoined
+                self._joined = None
+                self._rejoined += joined.rejoined
 
-    async def _now(self) -> Session:
-        """Return the session, waiting for the next where a daemon has just died; ConnectionResetError if in vain."""
-        if self._session is not None and self._session.daemon.died.done():
-            self._session = None
+    async def _now(self) -> JoinedDaemon:
+        """Return the daemon at work; where one has just died, wait for the next. ConnectionResetError if in vain."""
+        if self._joined is not None and self._joined.daemon.died.done():
+            self._joined = None
             self._present.clear()
-        if self._session is None and self._service is not None and not self._service.done():
-            await self._wait_for_session(self._service, self._settings.timeouts.return_s)
-        if self._session is None:
+        if self._joined is None and self._service is not None and not self._service.done():
+            await self._wait_until_joined(self._service, self._settings.timeouts.return_s)
+        if self._joined is None:
             raise ConnectionResetError("our own libp2p daemon is gone")
-        return self._session
+        return self._joined
 
-    async def _wait_for_session(self, service: asyncio.Task[None], wait_s: float | None) -> None:
+    async def _wait_until_joined(self, service: asyncio.Task[None], wait_s: float | None) -> None:
         present = asyncio.get_running_loop().create_task(self._present.wait())
         ends: set[asyncio.Future[Any]] = {present, service}
         try:
@@ -308,7 +321,10 @@ class Libp2pNetwork:
             present.cancel()
 
     async def _granted(self, doors: Sequence[PeerAddress]) -> Grant:
-        return await (await self._now()).granted(doors)
+        joined = await self._now()
+        reach_s = self._settings.timeouts.reach_s
+        await joined.control.knock(doors, reach_s)
+        return await granted(joined.control, doors[0].peer, reach_s)
 
     async def _relays(self) -> tuple[str, ...]:
         """Return the relays that the swarm tells of, as far as we can find out now."""
@@ -322,3 +338,131 @@ class Libp2pNetwork:
         if self._service is not None:
             self._service.cancel()
             await asyncio.wait({self._service}, timeout=self._settings.timeouts.linger_s)
+
+
+class JoinedDaemon:
+    """A daemon at work: asked, connected with others, a node of the DHT; made by `JoinedDaemon.open`."""
+
+    def __init__(self, context: PeerContext, config: DaemonConfig, control: Control, client: DaemonClient) -> None:
+        self.daemon, self.peer_id = control.daemon, client.peer_id.to_base58()
+        self.rejoined = 0
+        self.control, self._parts, self._config, self._client = control, context.parts, config, client
+        self._timeouts = context.settings.timeouts
+        self.dialer = StreamDialer(control, context, self.peer_id)
+        self.records = DhtRecords(control, config.identity, context.secret, context.settings)
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, context: PeerContext, config: DaemonConfig, doors: Sequence[PeerAddress], *, alone: bool
+    ) -> AsyncIterator[JoinedDaemon]:
+        """Join by whichever of `doors` open, for as long as the context; `alone`: also if none does.
+
+        Raises `UserError`, with what to try, when that cannot be.
+        """
+        chosen = arguments(config, context.settings.reach)
+        async with context.start(chosen) as (control, client):
+            joined = cls(context, config, control, client)
+            try:
+                await joined._join(doors, alone)
+                yield joined
+            finally:
+                joined.dialer.close()
+                await joined.records.close()
+
+    async def addresses(self) -> tuple[str, ...]:
+        """Return the multiaddrs under which others may reach us, each ending in /p2p/ID; those of this machine only
+        if there are no others. Behind a router, two through relays come first.
+        """
+        found = await self._places()
+        circuits = [place for place in found if _CIRCUIT in place]
+        circuits = circuits or [f"{relay}{_CIRCUIT}" for relay in self._config.relays]
+        direct = [place for place in found if _CIRCUIT not in place]
+        chosen = (*circuits[:_MOST_CIRCUITS], *(beyond_this_machine(direct) or direct))
+        return tuple(f"{place}/p2p/{self.peer_id}" for place in chosen)
+
+    async def is_placed(self) -> bool:
+        """Wait a while for a relay's place; say whether others can reach us by now as they should."""
+        try:
+            async with asyncio.timeout(_RELAY_S):
+                # The daemon sets no event when a relay has taken us in.
+                while self._config.relays and not any(_CIRCUIT in place for place in await self._places()):  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError:
+            return False
+        return True
+
+    async def neighbours(self) -> list[PeerAddress]:
+        """Return whom we are connected with, and where; our relays take no part in the swarm and do not count."""
+        pb = self._parts.messages
+        answer = await self.control.ask(pb.Request(type=pb.Request.LIST_PEERS), REJOIN_S)
+        ours = {parse_peer_address(text).peer for text in self._config.relays}
+        found = [
+            (place, self._parts.peer_text(entry.id)) for entry in answer.peers for place in map(place_text, entry.addrs)
+        ]
+        known = [(place.removesuffix(f"/p2p/{peer}"), peer) for place, peer in found if place and peer not in ours]
+        return [PeerAddress(place, peer) for place, peer in known]
+
+    async def stay_joined(self, doors: Sequence[PeerAddress], met: KnownPeers) -> NoReturn:
+        """Note whom we are connected with in `met`, and stay in touch with them.
+
+        Where that is nobody, as after a night in sleep mode, knock at `doors` and at whom we met. Where the DHT alone
+        has forgotten everybody, as after a minute without a line, which a connection outlasts, greet them.
+        """
+        while True:
+            with contextlib.suppress(ConnectionError, UserError):
+                present = await self.neighbours()
+                if present:
+                    met.note(present)
+                    if not self.records.neighbours:
+                        await self._greet(present)
+                else:
+                    answering = await self.control.knock(met.beside(doors), self._timeouts.reach_s)
+                    self.rejoined += len(answering)
+                    await self._greet(answering)
+            await asyncio.sleep(REJOIN_S)
+
+    async def _greet(self, peers: Sequence[PeerAddress]) -> None:
+        for each in peers:
+            with contextlib.suppress(ConnectionError):
+                await self.records.greet(self._parts.PeerID.from_base58(each.peer))
+
+    # Inside.
+
+    async def _places(self) -> list[str]:
+        return await self.control.places(self._timeouts.dht_s)
+
+    async def _join(self, doors: Sequence[PeerAddress], alone: bool) -> None:
+        reached: list[PeerAddress] = []
+        try:
+            await self._check_places()
+            await self.dialer.listen()
+            try:
+                level = logging.DEBUG if alone else logging.WARNING
+                reached = await self.control.knock(doors, self._timeouts.reach_s, level)
+            except UserError:
+                if not alone:
+                    raise
+            await self.records.join(self._parts, self._client, reached, self._timeouts.start_s)
+        except ConnectionError as error:
+            raise daemon_trouble(str(error)) from None
+        if doors and not self.records.neighbours and not alone:
+            raise UserError(
+                "Nobody who answers takes part in this run.",
+                why=f"at {' and '.join(str(address) for address in reached)} is another run, or another version",
+                hint="ask whoever sent the invite for a fresh one, and for the version of this program that they use",
+                code=Exit.OTHER_RUN,
+            )
+
+    async def _check_places(self) -> None:
+        """Raise `UserError` unless the daemon listens: on a taken port it starts without a word."""
+        found = await self._places()
+        ports = {port_of(place) for place in found}
+        deaf = [] if self._config.announce else [text for text in self._config.listen if port_of(text) not in ports]
+        if deaf or not found:
+            raise UserError(
+                f"The libp2p daemon does not listen on {' and '.join(deaf) or 'any address'}.",
+                why="another program took the port in that moment, or this machine has no such address",
+                hint="start again, or choose another port with --listen",
+                code=Exit.PORT_TAKEN,
+            )

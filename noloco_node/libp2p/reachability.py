@@ -35,11 +35,10 @@ from noloco_node.libp2p.addresses import (
     parse_peer_address,
     port_of,
 )
-from noloco_node.libp2p.control import Control
+from noloco_node.libp2p.control import Control, PeerContext, StreamDialer
 from noloco_node.libp2p.daemon import DaemonConfig
 from noloco_node.libp2p.hivemind_compat import daemon_trouble
 from noloco_node.libp2p.settings import NetworkSettings, Reachability, ensure_identity, peer_bytes
-from noloco_node.libp2p.switchboard import PeerContext, StreamDialer
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
 

@@ -3,8 +3,11 @@
 A peer that nobody can dial keeps a connection to a relay, and is dialled through it (libp2p's circuits). libp2p waits
 three minutes before it is content with a single relay, and takes four at once. So a bootstrap peer runs four, each a
 daemon with a key and a port of its own; an idle relay costs memory alone. A relay that grants less than it was told to
-is started again. No bandwidth budget bounds what passes through a relay: the daemon knows a most of bytes and of hours
-for each circuit, but no rate, and a circuit that has ended is opened again.
+is started again: p2pd sets its relay service up twice, with the limits that it was started with and with libp2p's own,
+and the later one counts, so of relays started on a busy machine every fourth ended each circuit after 128 KiB or two
+minutes. p2pd prints nothing about that, but a peer that reserves a place at a relay is told (libp2p's circuit protocol,
+version 2), so the bootstrap peer reserves one (`granted`). No bandwidth budget bounds what passes through a relay: the
+daemon knows a most of bytes and of hours for each circuit, but no rate, and a circuit that has ended is opened again.
 
 Each bootstrap peer names its relays in one record in the DHT, not in the invite, so invites stay short, and every peer
 can read it for a newcomer that asks (`reachability`). A rogue record can only lead to a relay that does not relay: what
@@ -19,7 +22,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
+
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from noloco_node.errors import UserError
 from noloco_node.libp2p.addresses import (
@@ -34,7 +41,7 @@ from noloco_node.libp2p.addresses import (
     with_port,
     with_ports_chosen,
 )
-from noloco_node.libp2p.control import Control, Grant
+from noloco_node.libp2p.control import Control, PeerContext, delimited, read_delimited
 from noloco_node.libp2p.daemon import (
     MOST_DEATHS,
     RELAY_DATA_BYTES,
@@ -45,17 +52,30 @@ from noloco_node.libp2p.daemon import (
 )
 from noloco_node.libp2p.hivemind_compat import daemon_trouble
 from noloco_node.libp2p.settings import NetworkSettings, ensure_identity
-from noloco_node.libp2p.switchboard import PeerContext
 
 logger = logging.getLogger(__name__)
 
+HOP = "/libp2p/circuit/relay/0.2.0/hop"
+_RESERVE = b"\x02\x08\x00"
+"""A message of two bytes: field 1, the kind, is 0."""
+_LIMIT, _STATUS, _OK = 4, 5, 100
+_DURATION, _DATA = 1, 2
 _LIFETIME_S = 300.0
 _TELL_EVERY_S = 60.0
 _ASK_S = 10.0
-_WANTED = Grant(RELAY_TIME_S, RELAY_DATA_BYTES)
 _MOST_STARTS = 12
 _LOOKS = 3
 _LOOK_S = 0.2
+
+
+class Grant(NamedTuple):
+    """How long a circuit lasts (seconds), and how many bytes it carries each way; 0: without limit."""
+
+    duration_s: int
+    data_bytes: int
+
+    def covers(self, wanted: Grant) -> bool:
+        return all(given == 0 or 0 < least <= given for given, least in zip(self, wanted, strict=True))
 
 
 class RelayPool(NamedTuple):
@@ -160,7 +180,7 @@ async def _grants_enough(pool: RelayPool, config: DaemonConfig, peer: str) -> bo
     doors = [PeerAddress(place, peer) for place in from_this_machine(config.listen)]
     for _ in range(_LOOKS):
         try:
-            return (await pool.ask(doors)).covers(_WANTED)
+            return (await pool.ask(doors)).covers(Grant(RELAY_TIME_S, RELAY_DATA_BYTES))
         except (ConnectionError, UserError) as error:
             # Our daemon may not have noticed yet that this relay's predecessor is gone.
             logger.warning(
@@ -175,6 +195,43 @@ async def _addresses(control: Control, peer: str) -> tuple[str, ...]:
     if not found:
         raise daemon_trouble("a relay listens on none of the addresses asked for")
     return tuple(f"{place}/p2p/{peer}" for place in (beyond_this_machine(found) or found)[:RELAY_PLACES])
+
+
+async def granted(control: Control, relay: str, wait_s: float) -> Grant:
+    """Reserve a place at a relay that the daemon is connected with, and return what it grants.
+
+    Raises ConnectionError where it does not answer, refuses, or is no relay.
+    """
+    pb = control.parts.messages
+    wanted = pb.StreamOpenRequest(peer=control.parts.peer_bytes(relay), proto=[HOP])
+    async with control.connected(wait_s) as (reader, writer):
+        writer.write(delimited(pb.Request(type=pb.Request.STREAM_OPEN, streamOpen=wanted)))
+        opened = pb.Response.FromString(await read_delimited(reader))
+        if opened.type == opened.ERROR:
+            raise ConnectionRefusedError(f"{relay} relays for nobody: {opened.error.msg}")
+        writer.write(_RESERVE)
+        return grant_of(await read_delimited(reader))
+
+
+def grant_of(raw: bytes) -> Grant:
+    """Return the limits in an answer to a reservation; ConnectionRefusedError where it is none."""
+    answer = _fields(raw)
+    if answer.get(_STATUS) != _OK:
+        raise ConnectionRefusedError(f"the relay gives no place (status {answer.get(_STATUS)})")
+    limit = answer.get(_LIMIT, b"")
+    found = _fields(limit) if isinstance(limit, bytes) else {}
+    duration_s, data_bytes = (found.get(field, 0) for field in (_DURATION, _DATA))
+    if not isinstance(duration_s, int) or not isinstance(data_bytes, int):
+        raise ConnectionRefusedError("the relay's answer is malformed")
+    return Grant(duration_s, data_bytes)
+
+
+def _fields(raw: bytes) -> dict[int, Any]:
+    try:
+        message = Empty.FromString(raw)
+    except DecodeError:
+        raise ConnectionRefusedError("the relay's answer is malformed") from None
+    return {field.field_number: field.data for field in UnknownFieldSet(message)}
 
 
 async def tell(addresses: Sequence[str], publish: Callable[[bytes, float], Awaitable[bool]]) -> NoReturn:

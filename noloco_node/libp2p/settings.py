@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission.ticket import ID_HEADER, KEY_HEADER
 from noloco_node.errors import Exit, UserError
-from noloco_node.network.calls import TimeoutBounds
+from noloco_node.network.timeouts import PeerLiveness, TimeoutBounds
 from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.storage import atomic_file
 
@@ -64,6 +64,9 @@ class TimeoutSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def silences(self) -> TimeoutBounds:
         return TimeoutBounds(max(self.least_silence_s, 3 * self.beat_s), self.most_silence_s, self.silence_s)
+
+    def liveness(self) -> PeerLiveness:
+        return PeerLiveness(self.beat_s, self.silences(), self.stalls())
 
     def stalls(self) -> TimeoutBounds:
         return TimeoutBounds(self.stall_s, self.most_stall_s, self.stall_s)

@@ -1,17 +1,21 @@
-"""One conversation over one socket: `FrameProtocol` on asyncio, and the bytes that all of them may hold.
+"""One conversation over one socket: its rules without I/O (`FrameProtocol`), and the socket (`Stream`).
 
-The socket leads to the libp2p daemon, which sends one message of its own first (whom this stream connects with, or why
-it does not) and then the raw bytes of the stream. `StreamOpening` waits for the former; `Stream` is made when it is
-there. Both are asyncio's `BufferedProtocol`, so the kernel writes received bytes straight into the tensor.
+**Rules.** The owner of a `FrameProtocol` fills (part of) `next_buffer()` and says so with `receive_bytes`; writes what
+`data_to_send` returns after each call; and takes messages with `next_message`. Every time is passed in: the protocol
+never waits or looks at a clock.
 
-Flow. Reading pauses while two messages wait to be received; writing waits until the kernel has taken every byte, so
-that a sent tensor may be changed when `send` returns. A stream with a pace asks before each piece of a message whether
-it may pass. No beat fits between the pieces, so they must come oftener than beats would; until the first, beats go on.
+Both sides send a BEAT when they have sent nothing else for `beat_s`; `PeerLiveness` says how long a silence is
+tolerated. Beats come from the event loop, not from the work, so they vouch for the peer and not for its progress, which
+the caller's deadline bounds. Leaving politely sends END: the other's handler may finish what it does. Everything else
+that closes a stream breaks it and cancels the handler: a caller that was cancelled or killed wants nothing any more.
+The side that ended politely keeps the socket open until the other has ended as well, for libp2p drops what is under way
+when one side closes early. At most `MOST_WAITING` messages wait to be received while the owner stops reading at
+`is_full`, and one more is under way; `held_bytes` counts both.
 
-Memory. Each message is checked against its schema before memory is taken for it, but a stranger may open many streams
-and send something good on each, faster than handlers take it, or never to its end. So `ReceiveBudget` bounds the bytes
-that came on streams that we answer and that nobody has received, for each peer and in all. Beyond the bound we break
-the stream that has held some the longest: nobody waits for room, so nobody can keep others waiting by holding it.
+**The socket** leads to the libp2p daemon. `Stream` is asyncio's `BufferedProtocol`, so the kernel writes received bytes
+straight into the tensor. Writing waits until the kernel has taken every byte, so that a sent tensor may be changed when
+`send` returns. A stream with a pace asks before each piece of a message whether it may pass. No beat fits between the
+pieces, so they must come oftener than beats would; until the first, beats go on.
 """
 
 from __future__ import annotations
@@ -19,74 +23,254 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from enum import Enum, auto
+from typing import Any, NamedTuple, NoReturn
 
-from noloco_node.libp2p.control import Preamble
-from noloco_node.libp2p.frame_protocol import Event, FrameProtocol, MessageReceived, SendState, StreamClosed
-from noloco_node.network.interface import Pace
-from noloco_node.network.schema import Violation
+from noloco_node.libp2p.settings import TimeoutSettings
+from noloco_node.network import wire
+from noloco_node.network.interface import ConversationEnded, Handler, Pace
+from noloco_node.network.schema import Schema, Violation
+from noloco_node.network.timeouts import PeerLiveness
 from noloco_node.network.wire import Buffer
 
 logger = logging.getLogger(__name__)
 
-
+MOST_WAITING = 2
 _CHUNK_BYTES = 1 << 20
-_IN_MESSAGE = SendState.IN_MESSAGE
 
 
-class ReceiveBudget:
-    """The bytes of all streams that we answer: so many in all, half of them of one peer; one stream may have more."""
+class SendState(Enum):
+    """Our half of the conversation."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
-        self._streams: dict[Stream, int] = {}
-        """Bytes by stream, in the order in which they began to hold some."""
-        self._peers: Counter[str] = Counter()
-        self.evicted = 0
-        """Streams broken off for their bytes."""
+    BETWEEN_FRAMES = auto()
+    IN_MESSAGE = auto()
+    """A part of a message is out: nothing but the rest of it may follow."""
+    ENDED = auto()
+    """We sent END or ERROR."""
+
+
+class Event(Enum):
+    """What the bytes that came mean for the owner."""
+
+    MESSAGE_RECEIVED = auto()
+    """A message waits for `next_message`."""
+    PEER_ENDED = auto()
+    """The other side ended politely: it sends no more, and takes no more messages."""
+
+
+class StreamClosed(NamedTuple):
+    """The stream is of no use any more: broken by `error`, or None after a polite end. Nothing follows it."""
+
+    error: ConnectionError | None
+
+
+# By name: to look a member of an enum up takes a while.
+_MESSAGE_RECEIVED, _PEER_ENDED = Event
+_BETWEEN_FRAMES, _IN_MESSAGE, _ENDED = SendState
+_MESSAGE, _END, _ERROR = wire.FrameKind.MESSAGE, wire.FrameKind.END, wire.FrameKind.ERROR
+
+
+class FrameProtocol:
+    """One end of a conversation with `peer`, from `now_s` on."""
+
+    def __init__(
+        self, peer: str, schema: Schema, liveness: PeerLiveness, timeouts: TimeoutSettings, now_s: float
+    ) -> None:
+        self.peer = peer
+        self.send_state = _BETWEEN_FRAMES
+        self.peer_ended = False
+        self.closed: StreamClosed | None = None
+        self.is_full = False
+        """Whether so many messages wait that no more should be read."""
+        self.held_bytes = 0
+        """Of what came and was not received, the message under way included."""
+        self._schema, self._liveness, self._timeouts = schema, liveness, timeouts
+        self._decoder = wire.FrameDecoder(schema)
+        self.next_buffer = self._decoder.wants
+        """Returns where the next bytes belong: never empty, and never beyond the current frame."""
+        self._inbox: deque[tuple[Any, int]] = deque()
+        """Messages that nobody has received, and the bytes of each."""
+        self._incoming_bytes = 0
+        """Of the message under way."""
+        self._output = b""
+        self._sent_s = self._taken_s = self._ended_s = self._listening_s = now_s
+        self._unsent_bytes = 0
+
+    # Receiving.
 
     @property
-    def held_bytes(self) -> int:
-        return self._peers.total()
+    def next_message_bytes(self) -> int | None:
+        """The size of the message that `next_message` would return; None where none waits."""
+        return self._inbox[0][1] if self._inbox else None
 
-    def expect(self, message_bytes: int) -> None:
-        """Have room for two peers who each have two messages of this size on a stream, whatever the bound was."""
-        self._most_bytes = max(self._most_bytes, 4 * message_bytes)
+    @property
+    def is_quiet(self) -> bool:
+        """Whether both ends are open, and no message waits or is under way to us."""
+        return self.closed is None and self.send_state is not _ENDED and not (self.peer_ended or self.held_bytes)
 
-    def hold(self, stream: Stream, size: int) -> None:
-        """Note that a stream holds so many bytes from now on; streams may be broken off for them, this one as well."""
-        peer, before = stream.peer, self._streams.get(stream, 0)
-        if size:
-            self._streams[stream] = size
-        else:
-            self._streams.pop(stream, None)
-        self._peers[peer] += size - before
-        if not self._peers[peer]:
-            del self._peers[peer]
-        if size > before:
-            if self._is_greedy(peer):
-                self._evict([each for each in self._streams if each.peer == peer], lambda: self._is_greedy(peer))
-            if self._is_full():
-                self._evict(list(self._streams), self._is_full)
+    def receive_bytes(self, count: int, now_s: float) -> Event | StreamClosed | None:
+        """Take note that the first `count` bytes of `next_buffer()` were filled."""
+        if self.closed is not None:
+            return None
+        self._liveness.hear(now_s, self._listening_s)
+        try:
+            frame = self._decoder.got(count)
+        except Violation as violation:
+            if self.send_state is _BETWEEN_FRAMES:
+                self._output += wire.error(str(violation))
+            return self.break_off(violation)
+        if frame is None:
+            if self._decoder.in_message:
+                self._incoming_bytes += count
+                self.held_bytes += count
+            return None
+        if frame.kind is _MESSAGE:
+            if self.send_state is _ENDED:
+                self._drop_incoming()
+                return None
+            self._inbox.append((frame.content, self._incoming_bytes + count))
+            self.held_bytes += count
+            self._incoming_bytes = 0
+            self.is_full = len(self._inbox) >= MOST_WAITING
+            return _MESSAGE_RECEIVED
+        if frame.kind is _END:
+            self.peer_ended = True
+            return _PEER_ENDED if self.send_state is not _ENDED else self.break_off(None)
+        if frame.kind is _ERROR:
+            sentence = "".join(letter if letter.isprintable() else " " for letter in frame.content)
+            return self.break_off(ConnectionResetError(f"{self.peer} ended with an error: {sentence}"))
+        return None
 
-    def _is_full(self) -> bool:
-        return self.held_bytes > self._most_bytes
+    def next_message(self, now_s: float) -> Any:
+        """Return the message that has waited longest; there must be one. A stream that was full listens again."""
+        message, size = self._inbox.popleft()
+        self.held_bytes -= size
+        if self.is_full:
+            self._listening_s = now_s
+            self.is_full = len(self._inbox) >= MOST_WAITING
+        return message
 
-    def _is_greedy(self, peer: str) -> bool:
-        return self._peers[peer] > self._most_bytes / 2
+    def discard(self) -> None:
+        self._inbox.clear()
+        self.held_bytes, self.is_full = self._incoming_bytes, False
 
-    def _evict(self, streams: list[Stream], too_many: Callable[[], bool]) -> None:
-        """Break off streams, all but the youngest at most."""
-        for stream in streams[:-1]:
-            if not too_many():
-                return
-            self.evicted += 1
-            size = self._streams.get(stream, 0)
-            logger.info("Breaking a stream with %s off: %d bytes wait on it to be received", stream.peer, size)
-            stream.evict()
-            self.hold(stream, 0)
+    def check_receive(self) -> None:
+        if self.closed is not None or self.send_state is _ENDED:
+            self._raise_closed()
+        if self.peer_ended:
+            raise ConversationEnded(f"{self.peer} ended the conversation")
+
+    # Sending.
+
+    def encode(self, message: Any) -> Sequence[Buffer]:
+        """Return what to write for a message; a ConnectionError where the other takes none any more."""
+        self.check_receive()
+        return wire.encode(message, self._schema)
+
+    def start_piece(self, now_s: float) -> None:
+        """Note that a piece of a message is written now; a ConnectionError where that makes no sense any more."""
+        if self.closed is not None or self.send_state is _ENDED:
+            self._raise_closed()
+        self.send_state = _IN_MESSAGE
+        self._sent_s = now_s
+
+    def finish_message(self) -> None:
+        if self.closed is not None:
+            self._raise_closed()
+        self.send_state = _BETWEEN_FRAMES
+
+    def data_to_send(self) -> bytes:
+        """Return, once, the beats and ends that are to be written."""
+        content, self._output = self._output, b""
+        return content
+
+    def resume_sending(self, now_s: float) -> None:
+        """Note that the other end has taken all that was written."""
+        # Ticks alone might see one piece after another, all of a size, and take them for the same.
+        self._note_taken(now_s, 0)
+
+    # Time.
+
+    def restart_timers(self, now_s: float) -> None:
+        """Count silence and standstill from now on: until now it was we who did not listen."""
+        self._listening_s = self._taken_s = now_s
+
+    def tick(self, now_s: float, unsent_bytes: int) -> StreamClosed | None:
+        """Beat if it is time to, and give the peer up if it is silent or takes nothing; call it every half beat.
+
+        `unsent_bytes`: what we wrote and the socket has not taken.
+        """
+        if self.closed is not None:
+            return None
+        is_listening = not (self.is_full or self.peer_ended)
+        if is_listening and self._liveness.is_silent(now_s, self._listening_s):
+            self._liveness.give_up(self._listening_s)
+            words = f"{self.peer} was silent for {self._liveness.silence_s:.1f} s"
+            return self.break_off(ConnectionAbortedError(words))
+        if self.send_state is _ENDED and now_s - self._ended_s > self._timeouts.linger_s:
+            return self.break_off(None)
+        if unsent_bytes == 0 or unsent_bytes != self._unsent_bytes:
+            self._note_taken(now_s, unsent_bytes)
+        if now_s - self._taken_s > self._liveness.stall_s:
+            words = f"{self.peer} took no byte for {self._liveness.stall_s:.0f} s"
+            return self.break_off(ConnectionAbortedError(words))
+        if self.send_state is _BETWEEN_FRAMES and now_s - self._sent_s >= self._timeouts.beat_s:
+            self._output += wire.beat()
+            self._sent_s = now_s
+        return None
+
+    # Ends.
+
+    def leave(self, now_s: float) -> StreamClosed | None:
+        return self._end(wire.end(), "the conversation was left while a message was being sent", now_s)
+
+    def fail(self, sentence: str, now_s: float) -> StreamClosed | None:
+        return self._end(wire.error(sentence), sentence, now_s)
+
+    def break_off(self, error: ConnectionError | None) -> StreamClosed | None:
+        """Close the stream at once, whatever is under way; None if it was closed before."""
+        if self.closed is not None:
+            return None
+        self.closed = StreamClosed(error)
+        self._drop_incoming()
+        return self.closed
+
+    def lose_connection(self) -> StreamClosed | None:
+        if self.peer_ended or self.send_state is _ENDED:
+            return self.break_off(None)
+        return self.break_off(ConnectionResetError(f"the stream with {self.peer} broke"))
+
+    # Inside.
+
+    def _raise_closed(self) -> NoReturn:
+        error = None if self.closed is None else self.closed.error
+        if error is not None:
+            raise type(error)(*error.args)
+        raise ConnectionResetError(f"the conversation with {self.peer} is over")
+
+    def _note_taken(self, now_s: float, unsent_bytes: int) -> None:
+        if self._unsent_bytes:
+            self._liveness.take(now_s - self._taken_s)
+        self._unsent_bytes, self._taken_s = unsent_bytes, now_s
+
+    def _end(self, frame: bytes, why: str, now_s: float) -> StreamClosed | None:
+        if self.closed is not None or self.send_state is _ENDED:
+            return None
+        if self.send_state is _IN_MESSAGE:
+            return self.break_off(ConnectionResetError(why))
+        self._output += frame
+        if self.is_full:
+            self._listening_s = now_s
+        self.send_state, self._sent_s, self._ended_s = _ENDED, now_s, now_s
+        self.discard()
+        return self.break_off(None) if self.peer_ended else None
+
+    def _drop_incoming(self) -> None:
+        """Forget a message that will not come to its end; whole ones can still be received."""
+        self.held_bytes -= self._incoming_bytes
+        self._incoming_bytes = 0
 
 
 class ByteCounts:
@@ -94,56 +278,6 @@ class ByteCounts:
 
     def __init__(self) -> None:
         self.sent_bytes = self.received_bytes = 0
-
-
-class StreamOpening(asyncio.BufferedProtocol):
-    """A connection to the daemon until the daemon's first message has come.
-
-    `introduce` is called once with that message, and makes a `Stream` of the connection or raises a ConnectionError;
-    `lost` is called with the error when there will be no stream. `proof_bytes`: of the other peer, behind that message.
-    """
-
-    def __init__(
-        self,
-        introduce: Callable[[asyncio.Transport, Preamble], None],
-        lost: Callable[[ConnectionError], None] = lambda _: None,
-        proof_bytes: int = 0,
-    ) -> None:
-        self._introduce, self._lost = introduce, lost
-        self._preamble = Preamble(proof_bytes=proof_bytes)
-        self._transport: asyncio.Transport | None = None
-        self._is_over = False
-
-    def break_off(self, error: ConnectionError) -> None:
-        if self._is_over:
-            return
-        self._is_over = True
-        if self._transport is not None:
-            self._transport.abort()
-        self._lost(error)
-
-    # What the event loop calls.
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        if self._is_over:
-            self._transport.abort()
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._preamble.wants()
-
-    def buffer_updated(self, nbytes: int) -> None:
-        if self._is_over or self._transport is None:
-            return
-        try:
-            if self._preamble.got(nbytes):
-                self._introduce(self._transport, self._preamble)
-                self._is_over = True
-        except ConnectionError as error:
-            self.break_off(error)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.break_off(ConnectionResetError("the stream with the daemon broke"))
 
 
 class Stream(asyncio.BufferedProtocol):
@@ -158,10 +292,10 @@ class Stream(asyncio.BufferedProtocol):
         protocol: FrameProtocol,
         traffic: ByteCounts,
         lost: Callable[[Stream, ConnectionError | None], None],
-        receive_budget: ReceiveBudget | None = None,
+        hold: Callable[[Stream, int], None] | None = None,
         origin: str = "",
     ) -> None:
-        """Take the transport over. `receive_budget`: where what comes must find room."""
+        """Take the transport over. `hold` takes note of the bytes that came and were not received."""
         self._transport, self._protocol, self._traffic, self._lost = transport, protocol, traffic, lost
         self.origin = origin
         """The multiaddr from which the other side came to us; empty for a stream that we opened."""
@@ -169,7 +303,8 @@ class Stream(asyncio.BufferedProtocol):
         self._down: Pace | None = None
         self._next_buffer = protocol.next_buffer
         self._time = asyncio.get_running_loop().time
-        self._budget = receive_budget
+        self._hold = hold
+        self._is_answered = False
         self._news, self._writable, self._sending = asyncio.Event(), asyncio.Event(), asyncio.Lock()
         self._writable.set()
         transport.set_protocol(self)
@@ -212,16 +347,6 @@ class Stream(asyncio.BufferedProtocol):
         if self._down is not None:
             await self._down.admit(size, size)
             await self._wait_for_message()  # it may be gone with the stream
-        return self._next_message()
-
-    async def _wait_for_message(self) -> int:
-        while (size := self._protocol.next_message_bytes) is None:
-            self._protocol.check_receive()
-            self._news.clear()
-            await self._news.wait()
-        return size
-
-    def _next_message(self) -> Any:
         protocol = self._protocol
         was_full = protocol.is_full
         message = protocol.next_message(self._time())
@@ -230,12 +355,39 @@ class Stream(asyncio.BufferedProtocol):
             self._transport.resume_reading()
         return message
 
+    async def _wait_for_message(self) -> int:
+        while (size := self._protocol.next_message_bytes) is None:
+            self._protocol.check_receive()
+            self._news.clear()
+            await self._news.wait()
+        return size
+
     # What the switchboard needs.
 
     @property
-    def peer_ended(self) -> bool:
-        """Whether the other side ended politely: then a lost stream is no reason to cancel our handler."""
-        return self._protocol.peer_ended
+    def wants_handler(self) -> bool:
+        """Whether a handler that answers is to be cancelled when the stream is lost: the caller gave its work up."""
+        return not (self._is_answered or self._protocol.peer_ended)
+
+    async def answer(self, handler: Handler) -> bool:
+        """Have a handler answer, and end as it ends; say whether it succeeded."""
+        try:
+            try:
+                await handler(self)
+            finally:
+                self._is_answered = True
+        except ConnectionError as error:
+            self.fail(str(error))
+            return False
+        except Exception as error:  # a border: the fault of one handler must not take the others with it
+            logger.exception("A conversation with %s failed", self.peer)
+            self.fail(f"{type(error).__name__} in the handler")
+            return False
+        except asyncio.CancelledError:
+            self.break_off(ConnectionResetError("the handler was cancelled"))
+            raise
+        self.leave()
+        return True
 
     def leave(self) -> None:
         self._end(self._protocol.leave)
@@ -271,7 +423,7 @@ class Stream(asyncio.BufferedProtocol):
         protocol = self._protocol
         event = protocol.receive_bytes(nbytes, self._time())
         self._count_held()
-        if type(event) is MessageReceived:
+        if event is _MESSAGE_RECEIVED:
             self._news.set()
             if protocol.is_full:
                 self._transport.pause_reading()
@@ -294,7 +446,7 @@ class Stream(asyncio.BufferedProtocol):
 
     # Inside.
 
-    def _react(self, event: Event | None) -> None:
+    def _react(self, event: Event | StreamClosed | None) -> None:
         """Write what the protocol has to say, and do what its event asks for."""
         if content := self._protocol.data_to_send():
             self._write(content)
@@ -326,8 +478,8 @@ class Stream(asyncio.BufferedProtocol):
             self._transport.write(content)
 
     def _count_held(self) -> None:
-        if self._budget is not None:
-            self._budget.hold(self, self._protocol.held_bytes)
+        if self._hold is not None:
+            self._hold(self, self._protocol.held_bytes)
 
 
 def _pieces(buffers: Sequence[Buffer], most_bytes: int) -> Iterator[memoryview]:

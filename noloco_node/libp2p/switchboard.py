@@ -1,34 +1,28 @@
-"""All conversations of this peer: opened and accepted by way of a daemon, answered, and what happens when one is lost.
+"""All streams of this peer: answered, counted, and what happens when one is lost.
 
 A stream that a peer opens gets a task of its own, which runs the topic's handler. A stream that breaks cancels that
 task; a handler that fails ends its stream with an error and touches no other. One clock drives all heartbeats.
 
-`StreamDialer` opens a stream by one protobuf request on the daemon's control socket, and that socket then *is* the
-stream (measured: 2 to 4 times the throughput of hivemind's own streams). Streams that others open arrive as connections
-to a socket of ours, with the daemon's word on who they are and where they come from. The protocol's name contains the
-version of the wire format and what follows from the run's id, so that a peer of another run does not even get a stream.
-The first bytes that the caller sends prove that it knows the run; without them nothing is answered.
+Memory. Each message is checked against its schema before memory is taken for it, but a stranger may open many streams
+and send something good on each, faster than handlers take it, or never to its end. So `ReceiveBudget` bounds the bytes
+that came on streams that we answer and that nobody has received, for each peer and in all. Beyond the bound we break
+the stream that has held some the longest: nobody waits for room, so nobody can keep others waiting by holding it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
-from pathlib import Path
-from typing import NamedTuple, NoReturn
+from collections.abc import Callable
+from typing import NoReturn
 
-from noloco_node.libp2p.addresses import KnownPeers, PeerAddress, place_text
-from noloco_node.libp2p.control import Control, Preamble, delimited
-from noloco_node.libp2p.frame_protocol import FrameProtocol, LivenessTable
-from noloco_node.libp2p.hivemind_compat import DaemonClient, HivemindParts
-from noloco_node.libp2p.settings import PROOF_BYTES, Capacity, NetworkSettings, RunSecret, TimeoutSettings
-from noloco_node.libp2p.stream import ByteCounts, ReceiveBudget, Stream, StreamOpening
-from noloco_node.network.interface import VIOLATION_GRACE_S, Handler
+from noloco_node.libp2p.settings import Capacity, TimeoutSettings
+from noloco_node.libp2p.stream import ByteCounts, FrameProtocol, Stream
+from noloco_node.network.calls import stop_handler
+from noloco_node.network.interface import Handler
 from noloco_node.network.schema import Schema, Violation
+from noloco_node.network.timeouts import MOST_PEERS, PeerLiveness
 from noloco_node.tasks import loop_s
 
 logger = logging.getLogger(__name__)
@@ -39,9 +33,85 @@ _MOST_STREAMS = 4
 together, and of each."""
 
 
-_PROOF_S = 20.0
-"""For the proof to come, which callers send at once."""
-_MOST_UNPROVEN = 256
+class LivenessTable:
+    """Of all peers: those with whom we converse, and the last with whom we did."""
+
+    def __init__(self, timeouts: TimeoutSettings) -> None:
+        self._timeouts = timeouts
+        self._peers: dict[str, PeerLiveness] = {}
+
+    def streams(self, peer: str) -> int:
+        return self._peers[peer].streams if peer in self._peers else 0
+
+    def begin(self, peer: str) -> PeerLiveness:
+        """Return what is known of a peer with whom another stream begins.
+
+        That is no sign of life: daemons open streams for programs that hang.
+        """
+        liveness = self._peers.pop(peer, None) or self._timeouts.liveness()
+        if len(self._peers) >= MOST_PEERS:
+            idle = next((other for other, each in self._peers.items() if not each.streams), None)
+            if idle is not None:
+                del self._peers[idle]
+        self._peers[peer] = liveness
+        liveness.streams += 1
+        return liveness
+
+    def end(self, peer: str) -> None:
+        self._peers[peer].streams -= 1
+
+
+class ReceiveBudget:
+    """The bytes of all streams that we answer: so many in all, half of them of one peer; one stream may have more."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._streams: dict[Stream, int] = {}
+        """Bytes by stream, in the order in which they began to hold some."""
+        self._peers: Counter[str] = Counter()
+        self.evicted = 0
+        """Streams broken off for their bytes."""
+
+    @property
+    def held_bytes(self) -> int:
+        return self._peers.total()
+
+    def expect(self, message_bytes: int) -> None:
+        """Have room for two peers who each have two messages of this size on a stream, whatever the bound was."""
+        self._most_bytes = max(self._most_bytes, 4 * message_bytes)
+
+    def hold(self, stream: Stream, size: int) -> None:
+        """Note that a stream holds so many bytes from now on; streams may be broken off for them, this one as well."""
+        peer, before = stream.peer, self._streams.get(stream, 0)
+        if size:
+            self._streams[stream] = size
+        else:
+            self._streams.pop(stream, None)
+        self._peers[peer] += size - before
+        if not self._peers[peer]:
+            del self._peers[peer]
+        if size > before:
+            if self._is_greedy(peer):
+                self._evict([each for each in self._streams if each.peer == peer], lambda: self._is_greedy(peer))
+            if self._is_full():
+                self._evict(list(self._streams), self._is_full)
+
+    def _is_full(self) -> bool:
+        return self.held_bytes > self._most_bytes
+
+    def _is_greedy(self, peer: str) -> bool:
+        return self._peers[peer] > self._most_bytes / 2
+
+    def _evict(self, streams: list[Stream], too_many: Callable[[], bool]) -> None:
+        """Break off streams, all but the youngest at most."""
+        for stream in streams[:-1]:
+            if not too_many():
+                return
+            self.evicted += 1
+            size = self._streams.get(stream, 0)
+            logger.info("Breaking a stream with %s off: %d bytes wait on it to be received", stream.peer, size)
+            stream.evict()
+            self.hold(stream, 0)
 
 
 class Switchboard:
@@ -52,7 +122,7 @@ class Switchboard:
         self._handlers = asyncio.TaskGroup()
         self._answers = False
         self._topics: dict[str, tuple[Schema, Handler]] = {}
-        self._streams: dict[Stream, asyncio.Task[None] | None] = {}
+        self._streams: dict[Stream, asyncio.Task[bool] | None] = {}
         self._liveness = LivenessTable(timeouts)
         self._receive_budget = ReceiveBudget(capacity.unread_bytes)
         self._traffic: dict[str, ByteCounts] = {}
@@ -117,7 +187,7 @@ class Switchboard:
             raise ConnectionResetError("too many streams linger here")
         schema, handler = self._topics[topic]
         protocol, traffic = self._protocol(peer, schema), self._topic_traffic(topic)
-        stream = Stream(transport, protocol, traffic, self.lost, self._receive_budget, origin)
+        stream = Stream(transport, protocol, traffic, self.lost, self._receive_budget.hold, origin)
         self._streams[stream] = None
         if self._answering.total() >= self._capacity.conversations:
             self._counts["conversations.busy"] += 1
@@ -128,9 +198,9 @@ class Switchboard:
         else:
             self._counts["conversations.answered"] += 1
             self._answering[peer] += 1
-            task = self._handlers.create_task(self._run_handler(stream, handler), name=f"{topic} for {peer}")
+            task = self._handlers.create_task(stream.answer(handler), name=f"{topic} for {peer}")
             self._streams[stream] = task
-            task.add_done_callback(lambda _: self._done(stream, peer))
+            task.add_done_callback(lambda task: self._done(stream, peer, task))
         return stream
 
     def lost(self, stream: Stream, error: ConnectionError | None) -> None:
@@ -145,13 +215,8 @@ class Switchboard:
             logger.warning("%s violated the protocol: %s", stream.peer, error)
             if stream.peer in self._violations or len(self._violations) < _MOST_OFFENDERS:
                 self._violations[stream.peer] += 1
-        if task is None or stream.peer_ended:
-            return
-        if isinstance(error, Violation):
-            # A handler that waits for that very message is told what it was, a moment before it is cancelled.
-            asyncio.get_running_loop().call_later(VIOLATION_GRACE_S, task.cancel)
-        else:
-            task.cancel()
+        if task is not None and stream.wants_handler:
+            stop_handler(task.cancel, type(error))
 
     def close(self) -> None:
         self._answers = False
@@ -165,159 +230,11 @@ class Switchboard:
     def _topic_traffic(self, topic: str) -> ByteCounts:
         return self._traffic.setdefault(topic, ByteCounts())
 
-    async def _run_handler(self, stream: Stream, handler: Handler) -> None:
-        try:
-            await handler(stream)
-        except ConnectionError as error:
-            self._counts["conversations.failed"] += 1
-            self._finish(stream)
-            stream.fail(str(error))
-        except Exception as error:  # a border: the fault of one handler must not take the others with it
-            self._counts["conversations.failed"] += 1
-            logger.exception("A conversation with %s failed", stream.peer)
-            self._finish(stream)
-            stream.fail(f"{type(error).__name__} in the handler")
-        except asyncio.CancelledError:
-            self._finish(stream)
-            stream.break_off(ConnectionResetError("the handler was cancelled"))
-            raise
-        else:
-            self._finish(stream)
-            stream.leave()
-
-    def _finish(self, stream: Stream) -> None:
-        """Note that nobody is to be cancelled any more when this stream is lost."""
-        if stream in self._streams:
-            self._streams[stream] = None
-
-    def _done(self, stream: Stream, peer: str) -> None:
+    def _done(self, stream: Stream, peer: str, task: asyncio.Task[bool]) -> None:
         # Here, and not in the task: one that is cancelled in time never runs.
         stream.discard()
+        if not (task.cancelled() or task.result()):
+            self._counts["conversations.failed"] += 1
         self._answering[peer] -= 1
         if not self._answering[peer]:
             del self._answering[peer]
-
-
-class PeerContext(NamedTuple):
-    """What outlives a daemon of this peer: hivemind's parts, a directory for sockets, settings and the run's secret,
-    streams and topics, and whom it has met."""
-
-    parts: HivemindParts
-    directory: Path
-    settings: NetworkSettings
-    secret: RunSecret
-    switchboard: Switchboard
-    known_peers: KnownPeers
-
-    def start(self, arguments: Sequence[str]) -> AbstractAsyncContextManager[tuple[Control, DaemonClient]]:
-        """Run a daemon of ours; see `Control.start`."""
-        return Control.start(self.parts, arguments, self.directory, self.settings.timeouts.start_s)
-
-
-class StreamDialer:
-    """Opens and accepts streams as long as one daemon lives, under the peer id `me`."""
-
-    def __init__(self, control: Control, context: PeerContext, me: str) -> None:
-        self._control, self._context, self._me = control, context, me
-        self._parts, self._daemon, self._secret = control.parts, control.daemon, context.secret
-        self._timeouts = context.settings.timeouts
-        self._unproven: dict[StreamOpening, asyncio.TimerHandle] = {}
-        """Streams of others until they have proved that they know the run, each with its deadline."""
-        self._server: asyncio.Server | None = None
-        self._offered: set[str] = set()
-
-    async def listen(self) -> None:
-        self._server = await asyncio.get_running_loop().create_unix_server(self._opening, self._daemon.stream_path)
-
-    def _opening(self) -> StreamOpening:
-        """Return a stream that a peer opens, which is over where no proof comes in time."""
-
-        def over(_: ConnectionError | None = None) -> None:
-            if timer := self._unproven.pop(opening, None):
-                timer.cancel()
-
-        def introduce(transport: asyncio.Transport, preamble: Preamble) -> None:
-            over()
-            self._answer(transport, preamble)
-
-        opening = StreamOpening(introduce, over, PROOF_BYTES)
-        late = ConnectionResetError("it did not prove in time that it knows the run")
-        timer = asyncio.get_running_loop().call_later(_PROOF_S, opening.break_off, late)
-        self._unproven[opening] = timer
-        if len(self._unproven) > _MOST_UNPROVEN:
-            next(iter(self._unproven)).break_off(late)
-        return opening
-
-    async def offer(self, topic: str) -> None:
-        """Tell the daemon that we answer streams about `topic`; once, for it refuses to be told again."""
-        if topic in self._offered:
-            return
-        pb = self._parts.messages
-        # hivemind's Multiaddr, for it encodes the path of a Unix socket as the daemon reads it.
-        place = self._parts.Multiaddr(f"/unix{self._daemon.stream_path}").to_bytes()
-        wanted = pb.StreamHandlerRequest(addr=place, proto=[self._secret.prefix + topic], balanced=False)
-        request = pb.Request(type=pb.Request.STREAM_HANDLER, streamHandler=wanted)
-        await self._control.ask(request, self._timeouts.dht_s)
-        self._offered.add(topic)
-
-    async def dial(self, peer: str, topic: str, schema: Schema) -> Stream:
-        """Open a stream; ConnectionRefusedError when that cannot be, ConnectionResetError without a daemon."""
-        pb, loop, timeouts = self._parts.messages, asyncio.get_running_loop(), self._timeouts
-        opened: asyncio.Future[Stream] = loop.create_future()
-        connection: StreamOpening | Stream
-
-        def introduce(transport: asyncio.Transport, preamble: Preamble) -> None:
-            nonlocal connection
-            answer = pb.Response.FromString(bytes(preamble.content))
-            if answer.type == pb.Response.ERROR:
-                raise _refused(peer, topic, answer.error.msg)
-            transport.write(self._secret.proof(self._me, peer, topic))
-            connection = self._context.switchboard.call(transport, peer, topic, schema)
-            if not opened.done():
-                opened.set_result(connection)
-
-        def lost(error: ConnectionError) -> None:
-            if not opened.done():
-                opened.set_exception(error)
-
-        connection = opening = StreamOpening(introduce, lost)
-        is_open = False
-        wanted = pb.StreamOpenRequest(peer=self._parts.peer_bytes(peer), proto=[self._secret.prefix + topic])
-        try:
-            async with asyncio.timeout(timeouts.open_s):
-                connecting = loop.create_unix_connection(lambda: opening, self._daemon.control_path)
-                transport, _ = await self._control.reach(connecting)
-                transport.write(delimited(pb.Request(type=pb.Request.STREAM_OPEN, streamOpen=wanted)))
-                stream = await opened
-            is_open = True
-        except TimeoutError:
-            raise ConnectionRefusedError(f"{peer} did not accept a stream within {timeouts.open_s:g} s") from None
-        finally:
-            opened.cancel()
-            if not opened.cancelled():
-                opened.exception()  # asked for, or asyncio would complain that nobody did
-            if not is_open:
-                # Also where it opened in the very moment in which we were cancelled.
-                connection.break_off(ConnectionResetError("the stream was not opened"))
-                self._context.switchboard.unopened()
-        return stream
-
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-
-    def _answer(self, transport: asyncio.Transport, preamble: Preamble) -> None:
-        arrival = self._parts.messages.StreamInfo.FromString(bytes(preamble.content))
-        origin, peer = place_text(arrival.addr), self._parts.peer_text(arrival.peer)
-        topic = str(arrival.proto).removeprefix(self._secret.prefix)
-        if not hmac.compare_digest(preamble.proof, self._secret.proof(peer, self._me, topic)):
-            raise ConnectionRefusedError(f"{peer} does not know the run")
-        if origin:
-            self._context.known_peers.note([PeerAddress(origin, peer)])
-        self._context.switchboard.answer(transport, peer, topic, origin)
-
-
-def _refused(peer: str, topic: str, words: str) -> ConnectionRefusedError:
-    if "protocols not supported" in words:
-        return ConnectionRefusedError(f"{peer} does not speak of {topic!r} in this run or version")
-    return ConnectionRefusedError(f"{peer} cannot be reached: {' '.join(words.split())}")

@@ -1,4 +1,4 @@
-"""Calls of other peers: conversations that stay open between them, turns to send, and how long to wait for an answer.
+"""Conversations as the product has them: with hooks, from a pool, in turn.
 
 **Pool.** Only a first call pays the round trip that opens a stream. A call has a conversation to itself, and answers
 belong to questions by their order. So nothing has to be correlated, and a call that is cancelled or lost breaks one
@@ -9,33 +9,37 @@ when the last is. One after another, the next stage begins with the first while 
 too few: a receiver's line may be busy, and a long line carries less than it could while one message waits for its last
 bytes. A receiver that is slow keeps a turn for `PATIENCE` times what a message usually takes, and then the next one
 leaves beside it, so a slow receiver, or three, hold up nobody for long.
-
-**Timeouts.** One fixed number is wrong both ways: twenty seconds for a dial let one silent peer hold up all who have a
-microbatch for it; two seconds would cut off every slow line. So each wait is bounded by what was observed, as TCP
-bounds its retransmissions (RFC 6298): a smoothed mean of the times, and four times their smoothed deviation, or as much
-again as the mean if that is more. For a peer that was never reached, the first contacts with others count. Each wait in
-vain makes the next one for that peer half as long again, up to a bound; an answer ends that. (With doubling, a silent
-peer would cost more at each trial than the time for which it is left alone.) The bounds are wide, because an event loop
-that was busy for a second must accuse nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from functools import partial
+from typing import Any, TypeVar
 
-from noloco_node.network.interface import Conversation, NetworkHook, PeerNetwork
-from noloco_node.network.schema import Schema
+from noloco_node.network.interface import (
+    NO_HOOK,
+    Conversation,
+    ConversationHook,
+    Handler,
+    NetworkHook,
+    Pace,
+    PeerNetwork,
+    Records,
+)
+from noloco_node.network.schema import Schema, Violation
 from noloco_node.tasks import loop_s
 
+T = TypeVar("T")
+
+VIOLATION_GRACE_S = 1.0
+"""For a handler to learn that its caller violated the protocol, and to end by itself."""
 IDLE_S = 60.0
 """A conversation that was not used for so long is ended: its beats cost more than opening another."""
 MOST_IDLE = 128
 """With all peers; the one that has been idle for longest is ended first."""
-
-
 FEWEST, MOST = 3, 8
 """Messages at a time. With too few for its receivers a line is idle while theirs are busy, with too many all are late.
 In simulations of narrow lines two replicas a stage wanted three and eight replicas nine; with three, these carried an
@@ -44,11 +48,121 @@ PATIENCE = 4.0
 LEAST_S = 1.0
 """Of a turn: what a message usually takes is not yet known, or next to nothing."""
 SMOOTHING = 0.1
-MEAN_WEIGHT, DEVIATION_WEIGHT, DEVIATIONS = 1 / 8, 1 / 4, 4.0
-MOST_PEERS = 1024
-"""Of which times are remembered; beyond them the one that was heard of longest ago is forgotten."""
-GROWTH = 1.5
-MOST_GROWTHS = 12
+
+
+class HookedNetwork:
+    """A network with hooks; those that come first act first on what leaves, and last on what comes.
+
+    A hooked network around a hooked network is one network with the hooks of both.
+    """
+
+    _network: PeerNetwork
+    _hooks: tuple[NetworkHook, ...]
+
+    def __init__(self, network: PeerNetwork, *hooks: NetworkHook) -> None:
+        self._network, self._hooks = network, hooks
+        if type(network) is HookedNetwork:
+            self._network, self._hooks = network._network, (*hooks, *network._hooks)
+
+    @property
+    def peer_id(self) -> str:
+        return self._network.peer_id
+
+    @property
+    def dialable(self) -> bool:
+        return self._network.dialable
+
+    async def addresses(self) -> tuple[str, ...]:
+        return await self._network.addresses()
+
+    @asynccontextmanager
+    async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Conversation]:
+        async with AsyncExitStack() as talking:
+            async with AsyncExitStack() as calling:
+                for hook in self._hooks:
+                    await calling.enter_async_context(hook.calling(peer))
+                conversation = await talking.enter_async_context(self._network.talk(peer, topic, schema))
+            try:
+                yield HookedConversation(conversation, [hook.opened(conversation, topic) for hook in self._hooks])
+            except ConnectionError:
+                for hook in self._hooks:
+                    hook.lost(peer)
+                raise
+
+    async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
+        for hook in self._hooks:
+            await hook.before_serve()
+
+        async def answer(conversation: Conversation) -> None:
+            with ExitStack() as answering:
+                hooks = [answering.enter_context(hook.answering(conversation, topic)) for hook in self._hooks]
+                await handler(HookedConversation(conversation, hooks))
+
+        await self._network.serve(topic, schema, answer)
+
+    async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
+        for hook in self._hooks:
+            value = hook.stamped(value)
+        return await self._network.publish(key, subkey, value, lifetime_s)
+
+    async def read_all(self, keys: Sequence[str]) -> Sequence[Records]:
+        read = self._network.read_all
+        for hook in reversed(self._hooks):
+            read = partial(hook.read, read)
+        return await read(keys)
+
+    def statistics(self) -> dict[str, int | float]:
+        counts = self._network.statistics()
+        for hook in self._hooks:
+            counts |= hook.statistics()
+        return counts
+
+
+class HookedConversation:
+    """A conversation with the hooks of its network."""
+
+    __slots__ = ("_conversation", "_hooks")
+
+    def __init__(self, conversation: Conversation, hooks: Sequence[ConversationHook] = ()) -> None:
+        self._conversation, self._hooks = conversation, [hook for hook in hooks if hook is not NO_HOOK]
+
+    @property
+    def peer(self) -> str:
+        return self._conversation.peer
+
+    @property
+    def origin(self) -> str:
+        return self._conversation.origin
+
+    @property
+    def is_quiet(self) -> bool:
+        return self._conversation.is_quiet and not any(hook.objects() for hook in self._hooks)
+
+    def limit(self, up: Pace | None, down: Pace | None) -> None:
+        self._conversation.limit(up, down)
+
+    async def send(self, message: Any) -> None:
+        for hook in self._hooks:
+            await hook.before_send()
+        try:
+            await self._conversation.send(message)
+        except Violation:
+            self._note_violation()
+            raise
+
+    async def receive(self) -> Any:
+        try:
+            message = await self._conversation.receive()
+        except Violation:
+            self._note_violation()
+            raise
+        for hook in reversed(self._hooks):
+            await hook.after_receive()
+        return message
+
+    def _note_violation(self) -> None:
+        for hook in self._hooks:
+            hook.violated()
 
 
 class ConversationPool:
@@ -138,105 +252,34 @@ class SendTurns:
             self._since_s.pop(oldest, None)
 
 
-class RttEstimate(NamedTuple):
-    """What a wait usually takes: smoothed mean and mean deviation, in seconds."""
-
-    mean_s: float
-    deviation_s: float
-
-
-class TimeoutBounds(NamedTuple):
-    """Of a deadline, in seconds: the shortest, the longest, and the one where nothing was observed."""
-
-    least_s: float
-    most_s: float
-    unknown_s: float
-
-
-DIALS = TimeoutBounds(least_s=2.0, most_s=60.0, unknown_s=10.0)
-ANSWERS = TimeoutBounds(least_s=4.0, most_s=120.0, unknown_s=12.0)
-"""Of a proposal, its dial included."""
+async def ask(
+    network: PeerNetwork, peer: str, topic: str, schema: Schema, question: Any, expected: type[T], patience_s: float
+) -> T:
+    """Return a peer's answer to one question; raise a `ConnectionError` where none comes, or another than expected."""
+    try:
+        async with asyncio.timeout(patience_s), network.talk(peer, topic, schema) as conversation:
+            await conversation.send(question)
+            answer = await conversation.receive()
+            if not isinstance(answer, expected):
+                raise ConnectionAbortedError(f"expected a {expected.__name__}, got {type(answer).__name__}")
+            return answer
+    except TimeoutError as silence:
+        raise ConnectionAbortedError(f"no answer within {patience_s:g} s") from silence
 
 
-def observed(before: RttEstimate | None, took_s: float) -> RttEstimate:
-    """Return the estimate with one more observation."""
-    if before is None:
-        return RttEstimate(took_s, took_s / 2)
-    deviation_s = before.deviation_s + DEVIATION_WEIGHT * (abs(took_s - before.mean_s) - before.deviation_s)
-    return RttEstimate(before.mean_s + MEAN_WEIGHT * (took_s - before.mean_s), deviation_s)
+@asynccontextmanager
+async def patient(conversation: Conversation, patience_s: float) -> AsyncIterator[None]:
+    """Answer in the body; raise ConnectionAbortedError where the caller takes longer than `patience_s` seconds."""
+    try:
+        async with asyncio.timeout(patience_s):
+            yield
+    except TimeoutError as silence:
+        raise ConnectionAbortedError(f"{conversation.peer} took longer than {patience_s:g} s") from silence
 
 
-def deadline_s(known: RttEstimate | None, timeouts: int, bounds: TimeoutBounds) -> float:
-    """Return how long to wait after `timeouts` waits in a row that came to nothing."""
-    usual_s = bounds.unknown_s
-    if known is not None:
-        # Times that were equal for long have no deviation left, and are no promise.
-        usual_s = known.mean_s + max(DEVIATIONS * known.deviation_s, known.mean_s)
-    return float(min(bounds.most_s, max(bounds.least_s, usual_s) * GROWTH ** min(timeouts, MOST_GROWTHS)))
-
-
-class _Known(NamedTuple):
-    """Of one peer: what was observed, how often in a row nothing was, and when that was last (loop seconds)."""
-
-    estimate: RttEstimate | None = None
-    timeouts: int = 0
-    failed_s: float = float("-inf")
-
-
-class AdaptiveTimeout:
-    """What one kind of wait took, peer by peer."""
-
-    def __init__(self, bounds: TimeoutBounds) -> None:
-        self._bounds = bounds
-        self._peers: dict[str, _Known] = {}
-        self._first: RttEstimate | None = None
-        """Of first contacts, with anybody."""
-
-    def deadline_s(self, peer: str) -> float:
-        """Return how long to wait for a peer."""
-        known = self._peers.get(peer, _Known())
-        return deadline_s(known.estimate or self._first, known.timeouts, self._bounds)
-
-    def took(self, peer: str, seconds: float) -> None:
-        before = self._peers.get(peer, _Known()).estimate
-        if before is None:
-            self._first = observed(self._first, seconds)
-        self._remember(peer, _Known(observed(before, seconds)))
-
-    def record_timeout(self, peer: str, begun_s: float, now_s: float) -> None:
-        """Note a wait that ended at its deadline; of several that were under way together only the first counts."""
-        known = self._peers.get(peer, _Known())
-        if begun_s >= known.failed_s:
-            self._remember(peer, known._replace(timeouts=known.timeouts + 1, failed_s=now_s))
-
-    def _remember(self, peer: str, known: _Known) -> None:
-        self._peers.pop(peer, None)
-        self._peers[peer] = known
-        if len(self._peers) > MOST_PEERS:
-            del self._peers[next(iter(self._peers))]
-
-
-class DialTimeouts(NetworkHook):
-    """Gives dials up that take much longer than usual."""
-
-    def __init__(self) -> None:
-        self._timing = AdaptiveTimeout(DIALS)
-        self._given_up = 0
-
-    @asynccontextmanager
-    async def calling(self, peer: str) -> AsyncIterator[None]:
-        """Open a conversation within what is usual for the peer, and learn from what it took."""
-        begun_s, limit_s = loop_s(), self._timing.deadline_s(peer)
-        try:
-            async with asyncio.timeout(limit_s) as limit:
-                yield
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            self._timing.record_timeout(peer, begun_s, loop_s())
-            self._given_up += 1
-            raise ConnectionRefusedError(f"{peer} did not take a call within {limit_s:.1f} s") from None
-        self._timing.took(peer, loop_s() - begun_s)
-
-    def statistics(self) -> dict[str, int | float]:
-        return {"dials.given_up": self._given_up}
+def stop_handler(cancel: Callable[[], object], why: type) -> None:
+    """Cancel a handler whose stream broke; after a violation a moment later, so that it learns what came."""
+    if issubclass(why, Violation):
+        asyncio.get_running_loop().call_later(VIOLATION_GRACE_S, cancel)
+    else:
+        cancel()

@@ -1,7 +1,7 @@
 """The network as the rest of the product sees it: conversations of typed messages, and records that expire.
 
 `noloco_node.libp2p.network` implements it over libp2p, `noloco_node.sim.network` in memory and virtual time. A
-`HookedNetwork` adds concerns to either, one `NetworkHook` each: tickets, bans, limits of the line, timeouts.
+`calls.HookedNetwork` adds concerns to either, one `NetworkHook` each: tickets, bans, limits of the line, timeouts.
 
 Losses are the standard library's: `ConnectionRefusedError` when the peer cannot be reached, `ConnectionAbortedError`
 when we give it up (silent for longer than its line explains, or a `schema.Violation`), `ConnectionResetError` when the
@@ -10,25 +10,11 @@ stream breaks or ends without its end mark.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    AbstractContextManager,
-    AsyncExitStack,
-    ExitStack,
-    asynccontextmanager,
-    nullcontext,
-)
-from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
 
-from noloco_node.network.schema import Schema, Violation
-
-T = TypeVar("T")
-
-VIOLATION_GRACE_S = 1.0
-"""A handler whose caller violated the protocol is told so where it waits, and cancelled if it has not ended by then."""
+from noloco_node.network.schema import Schema
 
 
 class ConversationEnded(ConnectionResetError):
@@ -136,7 +122,7 @@ NO_HOOK = ConversationHook()
 
 
 class NetworkHook:
-    """One concern of a `HookedNetwork`; this one adds nothing."""
+    """One concern of a `calls.HookedNetwork`; this one adds nothing."""
 
     def calling(self, peer: str) -> AbstractAsyncContextManager[None]:
         """Return a context to hold while we open a conversation; ConnectionRefusedError where we must not."""
@@ -169,143 +155,3 @@ class NetworkHook:
     def statistics(self) -> dict[str, int | float]:
         """Return the hook's counts."""
         return {}
-
-
-class HookedNetwork:
-    """A network with hooks; those that come first act first on what leaves, and last on what comes.
-
-    A hooked network around a hooked network is one network with the hooks of both.
-    """
-
-    _network: PeerNetwork
-    _hooks: tuple[NetworkHook, ...]
-
-    def __init__(self, network: PeerNetwork, *hooks: NetworkHook) -> None:
-        self._network, self._hooks = network, hooks
-        if type(network) is HookedNetwork:
-            self._network, self._hooks = network._network, (*hooks, *network._hooks)
-
-    @property
-    def peer_id(self) -> str:
-        return self._network.peer_id
-
-    @property
-    def dialable(self) -> bool:
-        return self._network.dialable
-
-    async def addresses(self) -> tuple[str, ...]:
-        return await self._network.addresses()
-
-    @asynccontextmanager
-    async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Conversation]:
-        async with AsyncExitStack() as talking:
-            async with AsyncExitStack() as calling:
-                for hook in self._hooks:
-                    await calling.enter_async_context(hook.calling(peer))
-                conversation = await talking.enter_async_context(self._network.talk(peer, topic, schema))
-            try:
-                yield HookedConversation(conversation, [hook.opened(conversation, topic) for hook in self._hooks])
-            except ConnectionError:
-                for hook in self._hooks:
-                    hook.lost(peer)
-                raise
-
-    async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
-        for hook in self._hooks:
-            await hook.before_serve()
-
-        async def answer(conversation: Conversation) -> None:
-            with ExitStack() as answering:
-                hooks = [answering.enter_context(hook.answering(conversation, topic)) for hook in self._hooks]
-                await handler(HookedConversation(conversation, hooks))
-
-        await self._network.serve(topic, schema, answer)
-
-    async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
-        for hook in self._hooks:
-            value = hook.stamped(value)
-        return await self._network.publish(key, subkey, value, lifetime_s)
-
-    async def read_all(self, keys: Sequence[str]) -> Sequence[Records]:
-        read = self._network.read_all
-        for hook in reversed(self._hooks):
-            read = partial(hook.read, read)
-        return await read(keys)
-
-    def statistics(self) -> dict[str, int | float]:
-        counts = self._network.statistics()
-        for hook in self._hooks:
-            counts |= hook.statistics()
-        return counts
-
-
-class HookedConversation:
-    """A conversation with the hooks of its network."""
-
-    __slots__ = ("_conversation", "_hooks")
-
-    def __init__(self, conversation: Conversation, hooks: Sequence[ConversationHook] = ()) -> None:
-        self._conversation, self._hooks = conversation, [hook for hook in hooks if hook is not NO_HOOK]
-
-    @property
-    def peer(self) -> str:
-        return self._conversation.peer
-
-    @property
-    def origin(self) -> str:
-        return self._conversation.origin
-
-    @property
-    def is_quiet(self) -> bool:
-        return self._conversation.is_quiet and not any(hook.objects() for hook in self._hooks)
-
-    def limit(self, up: Pace | None, down: Pace | None) -> None:
-        self._conversation.limit(up, down)
-
-    async def send(self, message: Any) -> None:
-        for hook in self._hooks:
-            await hook.before_send()
-        try:
-            await self._conversation.send(message)
-        except Violation:
-            self._note_violation()
-            raise
-
-    async def receive(self) -> Any:
-        try:
-            message = await self._conversation.receive()
-        except Violation:
-            self._note_violation()
-            raise
-        for hook in reversed(self._hooks):
-            await hook.after_receive()
-        return message
-
-    def _note_violation(self) -> None:
-        for hook in self._hooks:
-            hook.violated()
-
-
-async def ask(
-    network: PeerNetwork, peer: str, topic: str, schema: Schema, question: Any, expected: type[T], patience_s: float
-) -> T:
-    """Return a peer's answer to one question; raise a `ConnectionError` where none comes, or another than expected."""
-    try:
-        async with asyncio.timeout(patience_s), network.talk(peer, topic, schema) as conversation:
-            await conversation.send(question)
-            answer = await conversation.receive()
-            if not isinstance(answer, expected):
-                raise ConnectionAbortedError(f"expected a {expected.__name__}, got {type(answer).__name__}")
-            return answer
-    except TimeoutError as silence:
-        raise ConnectionAbortedError(f"no answer within {patience_s:g} s") from silence
-
-
-@asynccontextmanager
-async def patient(conversation: Conversation, patience_s: float) -> AsyncIterator[None]:
-    """Answer in the body; raise ConnectionAbortedError where the caller takes longer than `patience_s` seconds."""
-    try:
-        async with asyncio.timeout(patience_s):
-            yield
-    except TimeoutError as silence:
-        raise ConnectionAbortedError(f"{conversation.peer} took longer than {patience_s:g} s") from silence

@@ -10,9 +10,10 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from noloco_node.journal import events
-from noloco_node.network.calls import IDLE_S, AdaptiveTimeout, ConversationPool, SendTurns, TimeoutBounds
+from noloco_node.network.calls import IDLE_S, ConversationPool, SendTurns
 from noloco_node.network.interface import Conversation, ConversationEnded
 from noloco_node.network.schema import Violation
+from noloco_node.network.timeouts import AdaptiveTimeout, TimeoutBounds
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import MICROBATCH, topic

@@ -23,8 +23,9 @@ from noloco_node.journal import events
 from noloco_node.journal.writer import JournalThrottle
 from noloco_node.machine.interface import Dimensions, Host, Reporter
 from noloco_node.network.bans import BanHook
-from noloco_node.network.calls import DialTimeouts
-from noloco_node.network.interface import HookedNetwork, PeerNetwork
+from noloco_node.network.calls import HookedNetwork
+from noloco_node.network.interface import PeerNetwork
+from noloco_node.network.timeouts import DialTimeouts
 from noloco_node.node.assignment import (
     AskedToLeave,
     Assignment,

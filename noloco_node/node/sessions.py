@@ -23,7 +23,8 @@ from noloco_node.errors import Exit, UserError, causes, user_error_of
 from noloco_node.limits.budget import MonthUsage, OwnerLimits, TrafficLedger, in_hours, is_spent, next_month_s
 from noloco_node.limits.rate_limit import LimitHook
 from noloco_node.machine.signals import Departure
-from noloco_node.network.interface import HookedNetwork, PeerNetwork
+from noloco_node.network.calls import HookedNetwork
+from noloco_node.network.interface import PeerNetwork
 from noloco_node.tasks import loop_s, until_event
 from noloco_node.units import format_bytes, format_duration
 

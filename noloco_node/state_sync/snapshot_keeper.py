@@ -20,7 +20,8 @@ from gossip.exchange.messages import Busy, Manifest, Parts, ReplicaState
 from gossip.transfer.donor import Donor, DonorLimits
 from gossip.transfer.download import OUTLYING_ROUNDS, download_state, piece_s
 from noloco_node.machine.interface import Host, Reporter, Runner, SnapshotStore
-from noloco_node.network.interface import Conversation, PeerNetwork, patient
+from noloco_node.network.calls import patient
+from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE, topic
 from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, ask_manifests

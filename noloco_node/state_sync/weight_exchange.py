@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
-from noloco_node.network.interface import Conversation, PeerNetwork, patient
+from noloco_node.network.calls import patient
+from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema, Violation
 from noloco_node.storage.weight_store import FilePieceKey, WeightStore, is_held, refused_by_disk
 from noloco_node.tasks import loop_s

@@ -25,8 +25,9 @@ from noloco_node.errors import Exit, UserError, config_error, reason_of
 from noloco_node.libp2p.addresses import KnownPeers
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.settings import NetworkSettings
-from noloco_node.network.calls import DialTimeouts
-from noloco_node.network.interface import HookedNetwork, PeerNetwork, ask
+from noloco_node.network.calls import HookedNetwork, ask
+from noloco_node.network.interface import PeerNetwork
+from noloco_node.network.timeouts import DialTimeouts
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import read_run_text
 from noloco_node.storage import atomic_file
@@ -272,7 +273,7 @@ class Visitor(msgspec.Struct, frozen=True):
 async def visited(invite: str, visitor: Visitor) -> AsyncIterator[tuple[PeerNetwork, RunFileText, Membership]]:
     """Visit the swarm of an invite without joining it: a passing identity, no listening, one look at the roster.
 
-    A peer that does not take calls holds the visitor up no longer than a node (`noloco_node.network.calls`).
+    A peer that does not take calls holds the visitor up no longer than a node (`noloco_node.network.timeouts`).
     """
     parsed = invites.parse(invite)
     access = RunAccess(

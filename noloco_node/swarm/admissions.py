@@ -18,7 +18,8 @@ from noloco_node.admission.owner_files import key_file, load_key, load_members, 
 from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, decode, read_key
 from noloco_node.admission.ticket_service import SignsTickets, TicketService, TicketSigner
 from noloco_node.errors import UserError, config_error
-from noloco_node.network.interface import HookedNetwork, PeerNetwork
+from noloco_node.network.calls import HookedNetwork
+from noloco_node.network.interface import PeerNetwork
 from noloco_node.swarm.access import RunAccess
 from noloco_node.swarm.invite import Invite
 from noloco_node.swarm.run_distribution import RunFileText

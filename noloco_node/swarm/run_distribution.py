@@ -21,7 +21,8 @@ import msgspec
 
 from noloco_node.admission.admission_state import not_admitted, not_for, told
 from noloco_node.errors import Exit, UserError, reason_of
-from noloco_node.network.interface import Conversation, PeerNetwork, ask, patient
+from noloco_node.network.calls import ask, patient
+from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import check_paths, content_hashes, decode_run, run_digest

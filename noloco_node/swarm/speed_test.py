@@ -12,7 +12,8 @@ import os
 from dataclasses import dataclass
 
 from noloco_node.limits.budget import Bucket, take
-from noloco_node.network.interface import Conversation, patient
+from noloco_node.network.calls import patient
+from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema, Violation
 from noloco_node.tasks import loop_s
 from noloco_node.units import Count, Seconds

@@ -23,7 +23,8 @@ from noloco_node.admission.ticket import (
     signed_list,
 )
 from noloco_node.errors import Exit, UserError
-from noloco_node.network.interface import Conversation, HookedNetwork, PeerNetwork
+from noloco_node.network.calls import HookedNetwork
+from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.schema import MessageSpec, Schema
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork

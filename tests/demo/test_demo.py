@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S
+from sample_events import history, inner, started
 from typer.testing import CliRunner
 
 from gossip.interface import OuterStepTaken, RoundSkipped
@@ -37,22 +38,10 @@ from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
 from noloco_node.storage.atomic_file import write_whole
 
+pytestmark = pytest.mark.real_time
 SCORES = ModelScores(
     merged=2.0, replicas={"0a": 2.2, "0b": 2.4}, unigram=3.2, tokens=65536, prompt="def ", sample="main():"
 )
-
-
-def inner(step: int, at: float, loss: float | None = 3.0, device_s: float = 0.0) -> events.InnerStep:
-    return events.InnerStep(
-        at=at,
-        step=step,
-        progress=step / 10,
-        loss=loss,
-        tokens=4096,
-        seconds=0.5,
-        learning_rate=1e-3,
-        device_s=device_s,
-    )
 
 
 def outer(number: int, partner: str | None, gap: float | None) -> OuterStepTaken:
@@ -68,22 +57,15 @@ def outer(number: int, partner: str | None, gap: float | None) -> OuterStepTaken
     )
 
 
-def started(peer: str, stage: int) -> events.Started:
-    return events.Started(at=100.0, peer=peer, stage=stage, run="r", version="0", parameters=5)
-
-
-def history(name: str, stage: int, taken: list[events.Event]) -> PeerHistory:
-    folded = PeerHistory(name, stage)
-    for event in [started(f"Qm{name}", stage), *taken]:
-        folded.take(event)
-    return folded
+def of(name: str, stage: int, taken: Sequence[events.Event], slowdown: float = 1.0) -> PeerHistory:
+    return history(name, stage, [started(f"Qm{name}", stage, parameters=5), *taken], slowdown)
 
 
 def swarm() -> list[PeerHistory]:
     """Two stages of two replicas; source 0a is the first to begin and 0b the last to end."""
     steps = [inner(number, 100.5 + 0.5 * number) for number in range(10)]
     return [
-        history(
+        of(
             "0a",
             0,
             [
@@ -101,8 +83,8 @@ def swarm() -> list[PeerHistory]:
                 events.PeerViolation(peer="Qm1b", topic="gossip", why="NaN"),
             ],
         ),
-        history("0b", 0, [*steps[1:6], inner(6, 110.0), events.Hops(counts={"Qm1b": 7, "Qmgone": 3})]),
-        history(
+        of("0b", 0, [*steps[1:6], inner(6, 110.0), events.Hops(counts={"Qm1b": 7, "Qmgone": 3})]),
+        of(
             "1a",
             1,
             [
@@ -111,7 +93,7 @@ def swarm() -> list[PeerHistory]:
                 events.Finished(why="over", step=9, round=3, progress=1),
             ],
         ),
-        history("1b", 1, []),
+        of("1b", 1, []),
     ]
 
 
@@ -150,31 +132,28 @@ def test_a_summary_is_readable_with_and_without_a_verdict() -> None:
 
 def test_no_gap_is_explained() -> None:
     remark = "hold the same slow weights"
-    twins = [history("0a", 0, [inner(1, 101.0), outer(1, "Qm0b", 0.0)]), history("0b", 0, [inner(1, 101.0)])]
+    twins = [of("0a", 0, [inner(1, 101.0), outer(1, "Qm0b", 0.0)]), of("0b", 0, [inner(1, 101.0)])]
     assert remark in "\n".join(lines(summarise(twins), None))
     assert remark not in "\n".join(lines(summarise(swarm()), None))
-    missed = history("1a", 1, [outer(1, None, None)])
+    missed = of("1a", 1, [outer(1, None, None)])
     assert remark not in "\n".join(lines(summarise([*twins, missed]), None))
     assert picture("A swarm", twins, summarise(twins), None).startswith(b"\x89PNG")
 
 
 def test_busy_is_the_share_of_the_time_between_steps_for_which_the_device_worked() -> None:
-    peer = history("0a", 0, [inner(1, 101.0, device_s=0.5)])
+    peer = of("0a", 0, [inner(1, 101.0, device_s=0.5)])
     assert peer.busy is None  # the first step of a life has waited for the others
     for event in (inner(2, 101.5, device_s=0.4), inner(3, 102.0, device_s=0.3), started("Qm0a", 0)):
         peer.take(event)
     peer.take(inner(3, 300.0, device_s=0.5))
     peer.take(inner(4, 300.5, device_s=0.2))
     assert peer.busy == pytest.approx((0.4 + 0.3 + 0.2) / 1.5)
-    assert history("0a", 0, [inner(step, 101.0 + step) for step in range(9)]).busy is None  # an older journal
+    assert of("0a", 0, [inner(step, 101.0 + step) for step in range(9)]).busy is None  # an older journal
 
 
 def test_the_summary_tells_slow_and_fast_replicas_apart() -> None:
     def at_work(name: str, device_s: float, slowdown: float) -> PeerHistory:
-        folded = PeerHistory(name, 1, slowdown)
-        for step in range(3):
-            folded.take(inner(step, 100.0 + step, device_s=device_s))
-        return folded
+        return of(name, 1, [inner(step, 100.0 + step, device_s=device_s) for step in range(3)], slowdown)
 
     summary = summarise([at_work("1a", 0.3, 1.0), at_work("1b", 0.4, 1.0), at_work("1c", 0.5, 4.0)])
     assert [busy(summary, slowed=slowed) for slowed in (False, True)] == [pytest.approx(0.7), pytest.approx(1.0)]
@@ -196,7 +175,7 @@ def test_an_outage_is_told_with_the_speeds_before_meanwhile_and_after() -> None:
     assert outage.summary([source, killed]) is None
     for second in range(20):
         now, progress = 100.0 + second, second / 20
-        source.take(msgspec.structs.replace(inner(second, now), progress=progress))
+        source.take(inner(second, now, progress=progress))
         if killed.gone is None and not 6 <= second < 12:
             killed.take(inner(second, now))
         due = outage.due(progress, [source, killed], now)
@@ -266,7 +245,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["directory"]
 
 
-def test_the_model_is_exported_then_evaluated_by_replica_and_sampled(tmp_path: Path) -> None:
+async def test_the_model_is_exported_then_evaluated_by_replica_and_sampled(tmp_path: Path) -> None:
     """The commands are real ones (tests of `export` and `inference` run them); here others answer in their place."""
     rows = [
         {"model": model, "loss": loss, "tokens": 9, "unigram_entropy": 3.2}
@@ -280,7 +259,7 @@ def test_the_model_is_exported_then_evaluated_by_replica_and_sampled(tmp_path: P
             asked.append(name)
             return super().start(name, python(f"print({answers[name]!r}, end='')"), logs)
 
-    scores = asyncio.run(evaluation(Answering(), "noloco1:x", [tmp_path / "1a"], tmp_path / "model", tmp_path))
+    scores = await evaluation(Answering(), "noloco1:x", [tmp_path / "1a"], tmp_path / "model", tmp_path)
     assert asked[0] == "export"
     assert (scores.merged, scores.replicas, scores.single, scores.tokens) == (2.0, {"1a": 2.5}, 2.5, 9)
     assert scores.sample == "main():"
@@ -313,9 +292,9 @@ def test_a_demo_that_is_a_moment_ahead_keeps_its_directory(tmp_path: Path) -> No
             assert second.path.name == "demo-2"
 
 
-def test_too_many_peers_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+async def test_too_many_peers_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
-        asyncio.run(demonstrate(DemoConfig(stages=9, replicas=9, home=tmp_path / "demo")))
+        await demonstrate(DemoConfig(stages=9, replicas=9, home=tmp_path / "demo"))
     assert caught.value.code is Exit.USAGE
     assert not (tmp_path / "demo").exists()
 
@@ -375,82 +354,65 @@ def lifeline(tmp_path: Path) -> Iterator[Lifeline]:
     line.close()
 
 
-def test_polite_children_leave_at_the_first_signal(tmp_path: Path) -> None:
-    async def main() -> None:
-        children = Children(KillPolicy(interrupt_s=LAST_RESORT_S))
-        code = "try:\n    print('ready', flush=True); input()\nexcept KeyboardInterrupt:\n    raise SystemExit(7)"
-        both = [children.start(name, python(code), tmp_path / name) for name in ("one", "two")]
-        for child in both:
-            assert await child.line("ad", LAST_RESORT_S) == "ady"
-        await children.stop()
-        assert [child.exit_code for child in both] == [7, 7]
-        assert children.running() == []
-
-    asyncio.run(main())
+async def test_polite_children_leave_at_the_first_signal(tmp_path: Path) -> None:
+    children = Children(KillPolicy(interrupt_s=LAST_RESORT_S))
+    code = "try:\n    print('ready', flush=True); input()\nexcept KeyboardInterrupt:\n    raise SystemExit(7)"
+    both = [children.start(name, python(code), tmp_path / name) for name in ("one", "two")]
+    for child in both:
+        assert await child.line("ad", LAST_RESORT_S) == "ady"
+    await children.stop()
+    assert [child.exit_code for child in both] == [7, 7]
+    assert children.running() == []
 
 
-def test_stubborn_children_and_their_children_are_killed(tmp_path: Path, lifeline: Lifeline) -> None:
-    async def main() -> None:
-        children = Children(HURRY)
-        daemon = STUBBORN + lifeline.grab + WAIT
-        code = (
-            f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {daemon!r}])\n" + STUBBORN + READY + WAIT
-        )
-        child = children.start("stubborn", python(code), tmp_path / "logs")
-        await child.line("ready", LAST_RESORT_S)
-        lifeline.expect(b"here")
-        await children.stop()
-        assert child.end == "killed by SIGKILL"
-        lifeline.expect(b"")
-
-    asyncio.run(main())
+async def test_stubborn_children_and_their_children_are_killed(tmp_path: Path, lifeline: Lifeline) -> None:
+    children = Children(HURRY)
+    daemon = STUBBORN + lifeline.grab + WAIT
+    code = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {daemon!r}])\n" + STUBBORN + READY + WAIT
+    child = children.start("stubborn", python(code), tmp_path / "logs")
+    await child.line("ready", LAST_RESORT_S)
+    lifeline.expect(b"here")
+    await children.stop()
+    assert child.end == "killed by SIGKILL"
+    lifeline.expect(b"")
 
 
-def test_what_a_dead_child_leaves_running_is_swept(tmp_path: Path, lifeline: Lifeline) -> None:
-    async def main() -> None:
-        children = Children()
-        code = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {lifeline.grab + WAIT!r}])\ninput()"
-        child = children.start("short-lived", python(code), tmp_path / "logs")
-        lifeline.expect(b"here")
-        child.signal(signal.SIGTERM)
-        assert await child.ended() == -signal.SIGTERM
-        lifeline.expect(b"")
-        await children.stop()
-
-    asyncio.run(main())
+async def test_what_a_dead_child_leaves_running_is_swept(tmp_path: Path, lifeline: Lifeline) -> None:
+    children = Children()
+    code = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {lifeline.grab + WAIT!r}])\ninput()"
+    child = children.start("short-lived", python(code), tmp_path / "logs")
+    lifeline.expect(b"here")
+    child.signal(signal.SIGTERM)
+    assert await child.ended() == -signal.SIGTERM
+    lifeline.expect(b"")
+    await children.stop()
 
 
-def test_a_stop_that_is_cancelled_kills_at_once(tmp_path: Path) -> None:
-    async def main() -> None:
-        children = Children(KillPolicy(interrupt_s=3600.0))
-        child = children.start("stubborn", python(STUBBORN + READY + WAIT), tmp_path / "logs")
-        await child.line("ready", LAST_RESORT_S)
-        stopping = asyncio.create_task(children.stop())
-        await asyncio.sleep(0)
-        stopping.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await stopping
-        assert await child.ended() == -signal.SIGKILL
-
-    asyncio.run(main())
+async def test_a_stop_that_is_cancelled_kills_at_once(tmp_path: Path) -> None:
+    children = Children(KillPolicy(interrupt_s=3600.0))
+    child = children.start("stubborn", python(STUBBORN + READY + WAIT), tmp_path / "logs")
+    await child.line("ready", LAST_RESORT_S)
+    stopping = asyncio.create_task(children.stop())
+    await asyncio.sleep(0)
+    stopping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
+    assert await child.ended() == -signal.SIGKILL
 
 
-def test_sockets_of_killed_children_are_removed(tmp_path: Path) -> None:
+async def test_sockets_of_killed_children_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "s"
     code = f"import socket\ns = socket.socket(socket.AF_UNIX)\ns.bind({str(path)!r})\n" + STUBBORN + READY + WAIT
 
-    async def main() -> None:
-        children = Children(HURRY)
-        child = children.start("bound", python(code), tmp_path / "logs")
-        await child.line("ready", LAST_RESORT_S)
-        assert bound_sockets([child.pid]) == {path}
-        with socket.socket(socket.AF_UNIX) as ours:
-            ours.bind(str(tmp_path / "ours"))
-            await children.stop()
-        assert not path.exists()
-        assert (tmp_path / "ours").exists()
-
-    asyncio.run(main())
+    children = Children(HURRY)
+    child = children.start("bound", python(code), tmp_path / "logs")
+    await child.line("ready", LAST_RESORT_S)
+    assert bound_sockets([child.pid]) == {path}
+    with socket.socket(socket.AF_UNIX) as ours:
+        ours.bind(str(tmp_path / "ours"))
+        await children.stop()
+    assert not path.exists()
+    assert (tmp_path / "ours").exists()
 
 
 @pytest.mark.parametrize(
@@ -465,28 +427,22 @@ def test_sockets_of_killed_children_are_removed(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_child_that_dies_early_is_quoted(tmp_path: Path, code: str, why: str, exit_code: Exit | None) -> None:
-    async def main() -> None:
-        for ask in (lambda child: child.line("noloco1:", LAST_RESORT_S), lambda child: child.output(LAST_RESORT_S)):
-            with pytest.raises(UserError, match="node: it ") as caught:
-                await ask(Children(HURRY).start("node", python(code), tmp_path))
-            assert caught.value.why == why
-            assert caught.value.code is (exit_code or caught.value.code)
-
-    asyncio.run(main())
+async def test_a_child_that_dies_early_is_quoted(tmp_path: Path, code: str, why: str, exit_code: Exit | None) -> None:
+    for ask in (lambda child: child.line("noloco1:", LAST_RESORT_S), lambda child: child.output(LAST_RESORT_S)):
+        with pytest.raises(UserError, match="node: it ") as caught:
+            await ask(Children(HURRY).start("node", python(code), tmp_path))
+        assert caught.value.why == why
+        assert caught.value.code is (exit_code or caught.value.code)
 
 
-def test_a_child_that_never_speaks_is_given_up(tmp_path: Path) -> None:
-    async def main() -> None:
-        children = Children(KillPolicy(interrupt_s=LAST_RESORT_S))
-        child = children.start("mute", python("print('half a line', end='', flush=True); input()"), tmp_path)
-        with pytest.raises(UserError, match="was not ready after 0 s"):
-            await child.line("half", 0.2)
-        with pytest.raises(UserError, match="was not done after 0 s"):
-            await child.output(0.01)
-        await children.stop()
-
-    asyncio.run(main())
+async def test_a_child_that_never_speaks_is_given_up(tmp_path: Path) -> None:
+    children = Children(KillPolicy(interrupt_s=LAST_RESORT_S))
+    child = children.start("mute", python("print('half a line', end='', flush=True); input()"), tmp_path)
+    with pytest.raises(UserError, match="was not ready after 0 s"):
+        await child.line("half", 0.2)
+    with pytest.raises(UserError, match="was not done after 0 s"):
+        await child.output(0.01)
+    await children.stop()
 
 
 def test_a_tied_module_ends_with_its_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,8 @@ from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.limits.budget import OwnerLimits
 from noloco_node.limits.rate_limit import LimitHook
 from noloco_node.machine.memory import wanted_bytes
-from noloco_node.network.interface import Conversation, HookedNetwork
+from noloco_node.network.calls import HookedNetwork
+from noloco_node.network.interface import Conversation
 from noloco_node.network.wire import message_bytes
 from noloco_node.planning.bandwidth import MicrobatchBytes
 from noloco_node.sim.clock import run
@@ -84,7 +85,6 @@ def test_memory_prevents_joining_exactly_if_no_stage_fits(needs: list[Need], fre
 def test_what_nobody_can_measure_is_said_and_not_guessed() -> None:
     assert machine_checks.judge_memory(Supply(None, None, None), []).grade is Grade.DOUBTFUL
     assert machine_checks.judge_gpu(Supply(1, None, 1), []) == []
-    assert machine_checks.judge_disk(Supply(None, None, None), [], Path("x")).grade is Grade.BAD
 
 
 def test_join_refuses_the_disk_that_the_doctor_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,8 +115,10 @@ def test_join_refuses_the_disk_that_the_doctor_refuses(tmp_path: Path, monkeypat
     assert "free some space" in told
 
 
-@pytest.mark.parametrize(("free", "grade"), [(0, Grade.BAD), (10**8, Grade.DOUBTFUL), (10**11, Grade.GOOD)])
-def test_a_full_disk_prevents_joining_whatever_the_run_needs(free: int, grade: Grade) -> None:
+@pytest.mark.parametrize(
+    ("free", "grade"), [(None, Grade.BAD), (0, Grade.BAD), (10**8, Grade.DOUBTFUL), (10**11, Grade.GOOD)]
+)
+def test_a_full_disk_prevents_joining_whatever_the_run_needs(free: int | None, grade: Grade) -> None:
     assert machine_checks.judge_disk(Supply(None, None, free), [], Path("x")).grade is grade
 
 
@@ -223,38 +225,31 @@ def test_the_line_is_measured_both_ways(up: float, down: float) -> None:
         assert found.down == pytest.approx(down, rel=0.15)
 
 
-def test_a_peer_with_a_budget_is_measured_within_it() -> None:
-    async def main() -> command.Rates | str:
-        hub = SimNetwork(size_bytes=weighed)
-        metered = HookedNetwork(hub.network("peer"), LimitHook(OwnerLimits(upload_bytes_per_s=5e5)))
-        await metered.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
-        return await command.rates_with(hub.network("us"), "peer")
-
-    found = run(main())
+async def test_a_peer_with_a_budget_is_measured_within_it() -> None:
+    hub = SimNetwork(size_bytes=weighed)
+    metered = HookedNetwork(hub.network("peer"), LimitHook(OwnerLimits(upload_bytes_per_s=5e5)))
+    await metered.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
+    found = await command.rates_with(hub.network("us"), "peer")
     assert isinstance(found, command.Rates)
     assert found.down is not None
     # Half a megabyte was saved up.
     assert 5e5 <= found.down <= 6e5
 
 
-def test_all_who_ask_together_get_no_more_than_the_desk_gives() -> None:
-    async def main() -> tuple[float, speed_test.SpeedTestService]:
-        hub = SimNetwork(size_bytes=weighed)
-        served, given = await at_the_desk(hub), 0.0
+async def test_all_who_ask_together_get_no_more_than_the_desk_gives() -> None:
+    hub = SimNetwork(size_bytes=weighed)
+    served, given = await at_the_desk(hub), 0.0
 
-        async def greedy(network: SimPeerNetwork) -> None:
-            nonlocal given
-            while now() < 600:
-                found = await command.rates_with(network, "peer")
-                if isinstance(found, command.Rates):
-                    given += (1 + (found.up is not None)) * command.PIECES * speed_test.PIECE_BYTES
-                await asyncio.sleep(1)
+    async def greedy(network: SimPeerNetwork) -> None:
+        nonlocal given
+        while now() < 600:
+            found = await command.rates_with(network, "peer")
+            if isinstance(found, command.Rates):
+                given += (1 + (found.up is not None)) * command.PIECES * speed_test.PIECE_BYTES
+            await asyncio.sleep(1)
 
-        await asyncio.gather(*[greedy(hub.network(f"us-{number}")) for number in range(10)])
-        assert not hub.failures
-        return given, served
-
-    given, served = run(main())
+    await asyncio.gather(*[greedy(hub.network(f"us-{number}")) for number in range(10)])
+    assert not hub.failures
     burst = 2 * speed_test.MOST_PIECES * speed_test.PIECE_BYTES
     assert 0.5 * 600 * speed_test.LOAD_BYTES_PER_S < given <= 630 * speed_test.LOAD_BYTES_PER_S + burst
     assert served.refused > 0
@@ -264,21 +259,18 @@ def test_all_who_ask_together_get_no_more_than_the_desk_gives() -> None:
     "question",
     [speed_test.SendMe(pieces=10**9), speed_test.SendMe(pieces=-1), speed_test.TakeFromMe(pieces=1), speed_test.Go()],
 )
-def test_who_asks_for_more_than_there_is_gets_nothing(question: Any) -> None:
-    async def main() -> None:
-        hub = SimNetwork(size_bytes=weighed)
-        served = await at_the_desk(hub)
-        async with hub.network("us").talk("peer", speed_test.TOPIC, speed_test.SCHEMA) as conversation:
-            await conversation.send(question)
-            with pytest.raises(ConnectionError):
-                await conversation.receive()
-        assert served.refused == 0
-        assert not hub.failures
-
-    run(main())
+async def test_who_asks_for_more_than_there_is_gets_nothing(question: Any) -> None:
+    hub = SimNetwork(size_bytes=weighed)
+    served = await at_the_desk(hub)
+    async with hub.network("us").talk("peer", speed_test.TOPIC, speed_test.SCHEMA) as conversation:
+        await conversation.send(question)
+        with pytest.raises(ConnectionError):
+            await conversation.receive()
+    assert served.refused == 0
+    assert not hub.failures
 
 
-def test_who_says_nothing_or_nonsense_does_not_keep_the_desk() -> None:
+async def test_who_says_nothing_or_nonsense_does_not_keep_the_desk() -> None:
     async def offend(network: SimPeerNetwork, load: object) -> None:
         async with network.talk("peer", speed_test.TOPIC, speed_test.SCHEMA) as conversation:
             await conversation.send(speed_test.TakeFromMe(pieces=4))
@@ -287,81 +279,64 @@ def test_who_says_nothing_or_nonsense_does_not_keep_the_desk() -> None:
                 await conversation.send(load)
             await conversation.receive()
 
-    async def main() -> None:
-        hub = SimNetwork(size_bytes=weighed)
-        await at_the_desk(hub)
-        network = hub.network("us")
-        for load in (None, speed_test.SpeedTestPayload(content=b"short"), speed_test.Go()):
-            begun = now()
-            with pytest.raises(ConnectionError):
-                await offend(network, load)
-            assert now() - begun <= speed_test.PATIENCE_S + 1
-        assert isinstance(await command.rates_with(network, "peer"), command.Rates)
-
-    run(main())
+    hub = SimNetwork(size_bytes=weighed)
+    await at_the_desk(hub)
+    network = hub.network("us")
+    for load in (None, speed_test.SpeedTestPayload(content=b"short"), speed_test.Go()):
+        begun = now()
+        with pytest.raises(ConnectionError):
+            await offend(network, load)
+        assert now() - begun <= speed_test.PATIENCE_S + 1
+    assert isinstance(await command.rates_with(network, "peer"), command.Rates)
 
 
-def test_a_peer_without_a_desk_and_one_that_is_gone_are_said() -> None:
-    async def main() -> list[command.Rates | str]:
-        hub = SimNetwork()
-        hub.network("plain")
-        network = hub.network("us")
-        return [await command.rates_with(network, peer) for peer in ("plain", "gone")]
-
-    plain, gone = run(main())
-    assert isinstance(plain, str)
-    assert "does not serve" in plain
-    assert isinstance(gone, str)
-    assert "cannot be reached" in gone
+async def test_a_peer_without_a_desk_and_one_that_is_gone_are_said() -> None:
+    hub = SimNetwork()
+    hub.network("plain")
+    for peer, why in (("plain", "does not serve"), ("gone", "cannot be reached")):
+        assert why in str(await command.rates_with(hub.network(f"us-{peer}"), peer))
 
 
 @pytest.mark.parametrize("off_s", [0.0, 120.0, -7.0])
-def test_a_clock_is_compared_with_a_peers(off_s: float) -> None:
-    async def main() -> float:
-        hub = SimNetwork()
+async def test_a_clock_is_compared_with_a_peers(off_s: float) -> None:
+    hub = SimNetwork()
 
-        async def serve(conversation: Conversation) -> None:
-            await conversation.receive()
-            await conversation.send(RunFileReply(text="", unix_time=1e9 + now() - off_s))
+    async def serve(conversation: Conversation) -> None:
+        await conversation.receive()
+        await conversation.send(RunFileReply(text="", unix_time=1e9 + now() - off_s))
 
-        await hub.network("peer").serve(RUN_TOPIC, RUN_SCHEMA, serve)
-        return await command.clock_of(hub.network("us"), "peer", lambda: 1e9 + now())
-
-    assert run(main()) == pytest.approx(off_s, abs=0.001)
+    await hub.network("peer").serve(RUN_TOPIC, RUN_SCHEMA, serve)
+    ahead_s = await command.clock_of(hub.network("us"), "peer", lambda: 1e9 + now())
+    assert ahead_s == pytest.approx(off_s, abs=0.001)
 
 
-def test_a_swarm_that_cannot_be_visited_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_swarm_that_cannot_be_visited_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     @asynccontextmanager
     async def connected(_: NetworkSettings) -> AsyncIterator[SimPeerNetwork]:
         async with asyncio.TaskGroup():
             yield SimNetwork().network("doctor")
 
-    async def main() -> None:
-        monkeypatch.setattr(command, "connected", connected)
-        found, _ = await command._visit(Invite(digest="0" * 64, addresses=()), command.DoctorRequest(home=Path("home")))
-        assert [finding.grade for finding in found] == [Grade.DOUBTFUL, Grade.BAD]
-        assert "serves the run" in found[1].says
-
-    run(main())
+    monkeypatch.setattr(command, "connected", connected)
+    found, _ = await command._visit(Invite(digest="0" * 64, addresses=()), command.DoctorRequest(home=Path("home")))
+    assert [finding.grade for finding in found] == [Grade.DOUBTFUL, Grade.BAD]
+    assert "serves the run" in found[1].says
 
 
-def test_peers_that_do_not_answer_say_nothing_about_our_reach() -> None:
-    async def main() -> reachability.ReachVerdict:
-        hub = SimNetwork()
+async def test_peers_that_do_not_answer_say_nothing_about_our_reach() -> None:
+    hub = SimNetwork()
 
-        async def answer(conversation: Conversation) -> None:
-            asked = await conversation.receive()
-            place = f"/ip4/192.0.2.1/tcp/{asked.ports[0]}"
-            await conversation.send(reachability.DialBackReply(place=place, tried=True, relays=("r",)))
+    async def answer(conversation: Conversation) -> None:
+        asked = await conversation.receive()
+        place = f"/ip4/192.0.2.1/tcp/{asked.ports[0]}"
+        await conversation.send(reachability.DialBackReply(place=place, tried=True, relays=("r",)))
 
-        async def silent(conversation: Conversation) -> None:
-            await asyncio.sleep(1e6)
+    async def silent(conversation: Conversation) -> None:
+        await asyncio.sleep(1e6)
 
-        await hub.network("good").serve(reachability.TOPIC, reachability.SCHEMA, answer)
-        await hub.network("silent").serve(reachability.TOPIC, reachability.SCHEMA, silent)
-        return await command.dialled_back(hub.network("us"), ["silent", "gone", "good"], (4001,))
-
-    assert run(main()) == reachability.ReachVerdict(True, ("/ip4/192.0.2.1/tcp/4001",), ("r",))
+    await hub.network("good").serve(reachability.TOPIC, reachability.SCHEMA, answer)
+    await hub.network("silent").serve(reachability.TOPIC, reachability.SCHEMA, silent)
+    found = await command.dialled_back(hub.network("us"), ["silent", "gone", "good"], (4001,))
+    assert found == reachability.ReachVerdict(True, ("/ip4/192.0.2.1/tcp/4001",), ("r",))
 
 
 # The command.
@@ -379,14 +354,10 @@ def test_without_an_invite_the_machine_alone_is_looked_at(tmp_path: Path) -> Non
     assert about["identity"]["says"] == f"you are {peer_of_file(tmp_path / 'home' / 'identity.key')}"
 
 
-def test_a_home_that_is_a_file_and_an_address_that_is_none_are_findings(tmp_path: Path) -> None:
+async def test_a_home_that_is_a_file_and_an_address_that_is_none_are_findings(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     wish = command.DoctorRequest(home=tmp_path / "file", device="cpu", listen=("nonsense",))
-
-    async def found() -> list[Finding]:
-        return [finding async for finding in command.examine(None, wish)]
-
-    bad = [finding.about for finding in asyncio.run(found()) if finding.grade is Grade.BAD]
+    bad = [finding.about async for finding in command.examine(None, wish) if finding.grade is Grade.BAD]
     assert bad == ["identity", "addresses", "disk"]
 
 

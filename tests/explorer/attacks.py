@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gossip.exchange.messages import Accept, Decline, Probe, Propose
-from noloco_node.network.interface import HookedConversation, HookedNetwork
+from noloco_node.network.calls import HookedConversation, HookedNetwork
 from noloco_node.run.protocols import GOSSIP, MICROBATCH
 from noloco_node.swarm.receipts import SOURCE_LIFETIME_S, ReceiptRecord, SourceRecord
 from noloco_node.swarm.roster import PeerRecord

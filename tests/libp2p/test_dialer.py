@@ -15,11 +15,11 @@ from limits import LAST_RESORT_S, PATIENT
 from sample_messages import Ask
 
 from noloco_node.libp2p.addresses import KnownPeers, place_text
-from noloco_node.libp2p.control import Control, delimited, read_delimited
+from noloco_node.libp2p.control import Control, PeerContext, StreamDialer, delimited, read_delimited
 from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.settings import PROOF_BYTES, Capacity, NetworkSettings, RunSecret
 from noloco_node.libp2p.stream import Stream
-from noloco_node.libp2p.switchboard import PeerContext, StreamDialer, Switchboard
+from noloco_node.libp2p.switchboard import Switchboard
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema
 

@@ -10,17 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_messages import Ask, Bulk, schema_of
 
-from noloco_node.libp2p.frame_protocol import (
-    MOST_WAITING,
-    Event,
-    FrameProtocol,
-    MessageReceived,
-    PeerEnded,
-    PeerLiveness,
-    SendState,
-    StreamClosed,
-)
 from noloco_node.libp2p.settings import TimeoutSettings
+from noloco_node.libp2p.stream import MOST_WAITING, Event, FrameProtocol, SendState, StreamClosed
 from noloco_node.network import wire
 from noloco_node.network.schema import Violation
 
@@ -32,7 +23,7 @@ MOST_BYTES = SCHEMA.header_bytes + SCHEMA.body_bytes + 13
 
 
 def conversation(now_s: float = 0.0) -> FrameProtocol:
-    return FrameProtocol("b", SCHEMA, PeerLiveness(TIMEOUTS), TIMEOUTS, now_s)
+    return FrameProtocol("b", SCHEMA, TIMEOUTS.liveness(), TIMEOUTS, now_s)
 
 
 def framed(message: Any) -> bytes:
@@ -89,7 +80,7 @@ def test_any_split_of_the_bytes_gives_the_same_events(frames: list[bytes], last:
             messages += taken(protocol)
         outcomes.append((repr(events), shown(messages), protocol.data_to_send(), protocol.held_bytes))
     assert outcomes[0] == outcomes[1]
-    assert outcomes[0][0].count("MessageReceived") == sum(frame != wire.beat() for frame in frames)
+    assert outcomes[0][0].count("MESSAGE_RECEIVED") == sum(frame != wire.beat() for frame in frames)
     assert outcomes[0][3] == 0
 
 
@@ -103,7 +94,7 @@ def test_whatever_comes_is_an_event_or_a_violation(frames: list[bytes], noise: b
     protocol = conversation()
     for start in range(0, len(content), 7):
         for event in feed(protocol, bytes(content[start : start + 7]), [7]):
-            assert isinstance(event, MessageReceived | PeerEnded | StreamClosed)
+            assert isinstance(event, Event | StreamClosed)
         taken(protocol)
     if protocol.closed is not None and isinstance(protocol.closed.error, Violation):
         assert protocol.data_to_send() == wire.error(str(protocol.closed.error))

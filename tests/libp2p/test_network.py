@@ -32,9 +32,9 @@ from limits import LAST_RESORT_S, PATIENT, RECORD_S
 from sample_messages import Ask
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p import reachability, session
+from noloco_node.libp2p import network as libp2p_network
+from noloco_node.libp2p import reachability
 from noloco_node.libp2p.addresses import PeerAddress, beyond_this_machine, parse_peer_address, port_of
-from noloco_node.libp2p.control import Grant
 from noloco_node.libp2p.daemon import (
     RELAY_DATA_BYTES,
     RELAY_TIME_S,
@@ -47,6 +47,7 @@ from noloco_node.libp2p.hivemind_compat import ignore_orphaned_waits
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.reachability import DialBackReply, DialMe
 from noloco_node.libp2p.record_checks import has_our_form
+from noloco_node.libp2p.relays import Grant
 from noloco_node.libp2p.settings import Capacity, NetworkSettings, Reachability, TimeoutSettings
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema, TensorSpec
@@ -427,7 +428,7 @@ async def test_records_are_found_by_others_and_expire() -> None:
 def test_whom_the_dht_has_forgotten_it_meets_again_though_connections_outlasted_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(session, "REJOIN_S", 0.1)
+    monkeypatch.setattr(libp2p_network, "REJOIN_S", 0.1)
 
     async def main() -> None:
         async with pair() as (one, _, other, _):
@@ -449,8 +450,8 @@ def test_whom_the_dht_has_forgotten_it_meets_again_though_connections_outlasted_
 
 def dht_of(network: Libp2pNetwork) -> Any:
     """Return hivemind's node."""
-    assert network._session is not None
-    return cast(Any, network._session.records._node)._node
+    assert network._joined is not None
+    return cast(Any, network._joined.records._node)._node
 
 
 def trouble_of(*bootstrap: str, **settings: Any) -> UserError:

@@ -27,7 +27,7 @@ from noloco_node.libp2p.addresses import (
     with_port,
     with_ports_chosen,
 )
-from noloco_node.libp2p.control import Control, Grant, grant_of
+from noloco_node.libp2p.control import Control
 from noloco_node.libp2p.daemon import RELAY_DATA_BYTES, RELAY_TIME_S, DaemonConfig, arguments, relay_arguments
 from noloco_node.libp2p.reachability import (
     DialBackReply,
@@ -38,7 +38,7 @@ from noloco_node.libp2p.reachability import (
     judge,
     preflight_goal,
 )
-from noloco_node.libp2p.relays import relay_configs
+from noloco_node.libp2p.relays import Grant, grant_of, relay_configs
 from noloco_node.libp2p.settings import NetworkSettings, Reachability
 from noloco_node.sim.clock import run
 

@@ -15,9 +15,10 @@ from limits import PATIENT
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.addresses import KnownPeers
+from noloco_node.libp2p.control import PeerContext
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.settings import Capacity, NetworkSettings, RunSecret
-from noloco_node.libp2p.switchboard import PeerContext, Switchboard
+from noloco_node.libp2p.switchboard import Switchboard
 from noloco_node.network.interface import Conversation
 from noloco_node.sim.clock import run
 from noloco_node.swarm.run_distribution import SCHEMA

@@ -16,16 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_messages import Ask, Bulk, schema_of
 
-from noloco_node.libp2p.frame_protocol import LivenessTable, PeerLiveness
+from noloco_node.libp2p.control import StreamOpening
 from noloco_node.libp2p.settings import Capacity, TimeoutSettings
-from noloco_node.libp2p.stream import ReceiveBudget, Stream, StreamOpening
-from noloco_node.libp2p.switchboard import Switchboard
+from noloco_node.libp2p.stream import Stream
+from noloco_node.libp2p.switchboard import LivenessTable, ReceiveBudget, Switchboard
 from noloco_node.limits.budget import LEAST_RATE, full_bucket
 from noloco_node.limits.rate_limit import FairLimiter
 from noloco_node.network import wire
-from noloco_node.network.calls import MOST_PEERS
 from noloco_node.network.interface import Conversation, Handler, Pace
 from noloco_node.network.schema import Violation
+from noloco_node.network.timeouts import MOST_PEERS
 from noloco_node.sim.clock import run
 
 PATIENCE = TimeoutSettings()
@@ -310,7 +310,7 @@ MOMENTS = st.lists(st.floats(0.0, 100.0), max_size=60)
 @given(MOMENTS, st.sampled_from([0.1, 1.0, 5.0]))
 def test_a_peer_is_given_up_within_bounds_whatever_was_heard(gaps: list[float], beat_s: float) -> None:
     patience = TimeoutSettings(beat_s=beat_s)
-    pulse, at = PeerLiveness(patience), 1e5
+    pulse, at = patience.liveness(), 1e5
     assert pulse.silence_s == max(patience.silence_s, 3 * beat_s)
     for gap_s in gaps:
         at += gap_s
@@ -325,7 +325,7 @@ def test_a_peer_is_given_up_within_bounds_whatever_was_heard(gaps: list[float], 
 @settings(deadline=None)
 @given(st.floats(0.5, 5.5), st.integers(1, 50))
 def test_bursts_and_our_own_absences_say_nothing_of_a_line(gap_s: float, count: int) -> None:
-    plain, busy = PeerLiveness(PATIENCE), PeerLiveness(PATIENCE)
+    plain, busy = PATIENCE.liveness(), PATIENCE.liveness()
     at = since = 0.0
     for _ in range(count):
         at += gap_s

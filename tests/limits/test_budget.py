@@ -40,7 +40,8 @@ from noloco_node.limits.budget import (
     read_size,
 )
 from noloco_node.limits.rate_limit import FairLimiter, LimitHook, spending
-from noloco_node.network.interface import Conversation, HookedNetwork, PeerNetwork
+from noloco_node.network.calls import HookedNetwork
+from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema, TensorSpec
 from noloco_node.network.wire import message_bytes
 from noloco_node.node.sessions import Sessions

@@ -21,7 +21,8 @@ from noloco_node.network.bans import (
     BanHook,
     BanList,
 )
-from noloco_node.network.interface import Conversation, HookedNetwork
+from noloco_node.network.calls import HookedNetwork
+from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema, Violation
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork

@@ -16,7 +16,10 @@ from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
 
 from noloco_node.journal import events
-from noloco_node.network.calls import (
+from noloco_node.network.calls import HookedNetwork
+from noloco_node.network.interface import Conversation
+from noloco_node.network.schema import MessageSpec, Schema
+from noloco_node.network.timeouts import (
     DIALS,
     MOST_PEERS,
     AdaptiveTimeout,
@@ -25,8 +28,6 @@ from noloco_node.network.calls import (
     deadline_s,
     observed,
 )
-from noloco_node.network.interface import Conversation, HookedNetwork
-from noloco_node.network.schema import MessageSpec, Schema
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork

@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from memory_swarms import recipe
+from msgspec import structs
+from torch import Tensor
 
 from noloco_node.journal import events
 from noloco_node.network.calls import IDLE_S, SendTurns
 from noloco_node.network.interface import Conversation
+from noloco_node.network.schema import Violation
 from noloco_node.node import microbatches
 from noloco_node.node.microbatches import MicrobatchClient, MicrobatchServer
 from noloco_node.node.replica_context import ReplicaConfig
+from noloco_node.run.config import RunConfig
 from noloco_node.run.protocols import microbatch_schema
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork
-from pipeline.messages import Gradient, Microbatch, Reply
+from pipeline.activation_codec import encode
+from pipeline.messages import ACTIVATION_CODECS, ActivationCode, Gradient, Microbatch, Reply
 
-RUN, WIDTH = recipe().run, 16
-SCHEMA = microbatch_schema(RUN, WIDTH)
+RUN, WIDTH = recipe().run, 64
 CELLS = (RUN.pipeline.microbatch_size, RUN.pipeline.sequence_length)
 MICROBATCH = Microbatch(
     hidden=torch.zeros(*CELLS, WIDTH), targets=torch.zeros(CELLS, dtype=torch.int64), progress=0.0, budget_s=100.0
 )
 WORK_S, LATENCY_S = 1.0, 0.1
+CODEC = ACTIVATION_CODECS["int5-int3"]
+CODED = structs.replace(RUN, pipeline=structs.replace(RUN.pipeline, codec="int5-int3"))
 
 
 class Worker:
@@ -36,11 +44,13 @@ class Worker:
 
     def __init__(self) -> None:
         self.taken = self.lost = 0
+        self.answer: Gradient | None = None
+        """In place of the activations."""
 
     async def process(self, microbatch: Microbatch, sender: str) -> Reply:
         await asyncio.sleep(WORK_S)
         self.taken += 1
-        return Gradient(hidden=microbatch.hidden, loss=1.0, tokens=1)
+        return self.answer or Gradient(hidden=microbatch.hidden, loss=1.0, tokens=1)
 
     def reply_lost(self) -> None:
         self.lost += 1
@@ -49,21 +59,27 @@ class Worker:
 class Callee:
     """A server of microbatches at `b`, and whoever calls it from `a`."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: RunConfig = RUN) -> None:
         self.network = SimNetwork(NetworkConditions(latency=Latency(mean_s=LATENCY_S)))
         self.caller, self._callee = self.network.network("a"), self.network.network("b")
         self.worker = Worker()
-        config = ReplicaConfig(run=RUN, run_id="run", stage=1, peer="b")
+        self.run, self.schema = run, microbatch_schema(run, WIDTH)
+        self.journal = list[events.Event]()
+        config = ReplicaConfig(run=run, run_id="run", stage=1, peer="b")
         context = SimpleNamespace(vocabulary=32, record=lambda event: None, unix_time=lambda: 1e9)
         self.server = MicrobatchServer(config, context, self.worker, SendTurns(1))  # type: ignore[arg-type] # of their likes
 
     async def serve(self) -> None:
-        await self._callee.serve("microbatch/1", SCHEMA, self.server.serve)
+        await self._callee.serve("microbatch/1", self.schema, self.server.serve)
 
     @asynccontextmanager
     async def called(self) -> AsyncIterator[Conversation]:
-        async with self.caller.talk("b", "microbatch/1", SCHEMA) as conversation:
+        async with self.caller.talk("b", "microbatch/1", self.schema) as conversation:
             yield conversation
+
+    def client(self) -> MicrobatchClient:
+        context = SimpleNamespace(network=self.caller, microbatch_schema=self.schema, record=self.journal.append)
+        return MicrobatchClient(ReplicaConfig(run=self.run, run_id="run", stage=0, peer="a"), context, SendTurns(1))  # type: ignore[arg-type]
 
     def open(self) -> int:
         return self.network.open_calls("b")
@@ -74,8 +90,8 @@ async def ask(conversation: Conversation) -> None:
     assert isinstance(await conversation.receive(), Gradient)
 
 
-async def callee() -> Callee:
-    made = Callee()
+async def callee(run: RunConfig = RUN) -> Callee:
+    made = Callee(run)
     await made.serve()
     return made
 
@@ -152,11 +168,37 @@ async def test_a_server_that_closes_ends_who_is_idle_at_once_and_who_is_not_afte
 
 
 async def test_a_microbatch_that_crosses_the_end_of_its_conversation_is_sent_once_more() -> None:
-    b, lost = await callee(), list[events.Event]()
-    context = SimpleNamespace(network=b.caller, microbatch_schema=SCHEMA, record=lost.append)
-    client = MicrobatchClient(ReplicaConfig(run=RUN, run_id="run", stage=0, peer="a"), context, SendTurns(1))  # type: ignore[arg-type]
+    b = await callee()
+    client = b.client()
     assert isinstance(await client.call("b", MICROBATCH), Gradient)
     b.server.close()
     assert isinstance(await client.call("b", MICROBATCH), Gradient)
-    assert (b.worker.taken, lost) == (2, [])
+    assert (b.worker.taken, b.journal) == (2, [])
     await client.aclose()
+
+
+def coded(code: ActivationCode, *, top: float = math.nan) -> Tensor:
+    """Return activations or a gradient; one token has this `top`."""
+    wire = encode(code, torch.randn(*CELLS, WIDTH, generator=torch.Generator().manual_seed(0)))
+    if not math.isnan(top):
+        wire[0, 1, :2] = torch.tensor([top]).bfloat16().view(torch.uint8)
+    return wire
+
+
+async def test_activations_without_a_bound_are_a_violation_and_reach_no_stage() -> None:
+    b = await callee(CODED)
+    async with b.called() as conversation:
+        await conversation.send(replace(MICROBATCH, hidden=coded(CODEC.down, top=math.inf)))
+        with pytest.raises(ConnectionResetError, match="top of a token"):
+            await conversation.receive()
+    assert b.worker.taken == 0
+
+
+async def test_a_gradient_without_a_bound_is_a_violation_that_is_journalled() -> None:
+    b = await callee(CODED)
+    b.worker.answer = Gradient(hidden=coded(CODEC.back, top=math.inf), loss=1.0, tokens=2)
+    with pytest.raises(Violation, match="top of a token"):
+        await b.client().call("b", replace(MICROBATCH, hidden=coded(CODEC.down)))
+    (event,) = b.journal
+    assert isinstance(event, events.PeerViolation)
+    assert (event.peer, event.topic) == ("b", "microbatch")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from sample_events import inner, started, write_journal
 from typer.testing import CliRunner
 
 from gossip.interface import OuterStepTaken
@@ -13,7 +14,6 @@ from noloco_node.admission.ticket import peer_of_file
 from noloco_node.cli.main import app
 from noloco_node.errors import UserError
 from noloco_node.journal import events
-from noloco_node.journal.writer import Journal
 from noloco_node.libp2p.settings import ensure_identity
 from noloco_node.observe.journal_reports import report
 from noloco_node.observe.peer_history import ledger_of
@@ -24,14 +24,9 @@ DAY_S = 86400.0
 
 def session(at: float, run: str, stage: int, sent: int) -> list[events.Event]:
     """Fifty steps of two seconds each."""
-    steps = [
-        events.InnerStep(
-            at=at + 2 * step, step=step, progress=0, loss=1, tokens=10, seconds=2, learning_rate=0.1, device_s=0.5
-        )
-        for step in range(1, 51)
-    ]
+    steps = [inner(step, at + 2 * step, tokens=10, seconds=2.0, device_s=0.5) for step in range(1, 51)]
     return [
-        events.Started(at=at, peer=f"peer{stage}", stage=stage, run=run, version="0"),
+        started(f"peer{stage}", stage, at, run=run),
         *steps,
         OuterStepTaken(at=at + 100, round=1, partner="p", seconds=1.0),
         OuterStepTaken(at=at + 100, round=2, seconds=1.0),
@@ -58,7 +53,7 @@ def test_a_life_counts_from_zero_however_short_the_one_before_was() -> None:
 
     def begun(at: float, pid: int, sent: int, joules: float) -> list[events.Event]:
         return [
-            events.Started(at=at, peer="p", stage=0, run="a", version="0", pid=pid),
+            started("p", 0, at, run="a", pid=pid),
             events.Traffic(at=at, sent={"microbatch": sent}, received={"gossip": sent}),
             events.Energy(at=at, joules=joules),
         ]
@@ -73,7 +68,7 @@ def test_energy_is_added_up_over_lives_and_receipts_are_not() -> None:
     def told(joules: float, own: int) -> list[events.Event]:
         return [events.Energy(at=1.0, joules=joules), events.Receipts(at=1.0, claimed={}, signed={}, own=own)]
 
-    begun = events.Started(at=0.0, peer="p", stage=0, run="a", version="0")
+    begun = started("p", 0, 0.0, run="a")
     found = ledger_of([begun, *told(7200.0, 30), *told(10800.0, 50), begun, *told(3600.0, 40)]).by_run["a"]
     assert (found.joules, found.signed_tokens) == (14400.0, 50)
     assert found.given().joules == 14400
@@ -85,9 +80,7 @@ def test_me_tells_what_the_journal_of_a_home_says(tmp_path: Path) -> None:
         events.Energy(at=1e9 + 100, joules=7200.0),
         events.Receipts(at=1e9 + 100, claimed={}, signed={}, own=400),
     ]
-    with Journal(tmp_path / "journal.jsonl", now=iter([event.at for event in taken]).__next__) as journal:
-        for event in taken:
-            journal.write(event)
+    write_journal(tmp_path, taken)
     said = CliRunner().invoke(app, ["me", "--home", str(tmp_path)]).stdout
     assert "run 0123456789ab, " in said
     assert "500 in 50 inner steps, 1 meetings" in said
@@ -106,7 +99,5 @@ def test_me_says_who_one_is_also_before_anything_was_given(tmp_path: Path) -> No
     with pytest.raises(UserError, match="nothing yet") as caught:
         report(tmp_path, as_json=False)
     assert f"you are {peer}" in caught.value.why
-    with Journal(tmp_path / "journal.jsonl") as journal:
-        for event in session(0, "a", 0, 9):
-            journal.write(event)
+    write_journal(tmp_path, session(0, "a", 0, 9))
     assert report(tmp_path, as_json=False).splitlines()[0] == f"you are {peer}"

@@ -6,20 +6,22 @@ import contextlib
 import io
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import sample_events
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from sample_events import started, write_journal
 from typer.testing import CliRunner
 
 from noloco_node.cli.main import app
 from noloco_node.errors import UserError
 from noloco_node.journal import events
-from noloco_node.journal.writer import Journal
 from noloco_node.observe.bottleneck import (
     PAST,
     PRESENT,
@@ -263,20 +265,19 @@ def test_records_journals_and_the_simulator_name_the_same_bottleneck(slow: int) 
     assert views[len(views) // 2].bottleneck.startswith(sentence)
 
 
-def inner(step: int, at: float) -> events.InnerStep:
-    return events.InnerStep(
-        at=at, step=step, progress=step / 100, loss=3.0, tokens=4096, seconds=1.0, learning_rate=1e-3, device_s=0.5
-    )
+inner = partial(sample_events.inner, seconds=1.0, device_s=0.5)
+
+
+def begun(peer: str, stage: int, at: float = BEGUN) -> list[events.Event]:
+    return [started(peer, stage, at), events.StateChanged(at=at, state=PeerState.TRAINING)]
 
 
 def journals() -> dict[str, list[events.Event]]:
     """Two peers; the second dies half way."""
-    found: dict[str, list[events.Event]] = {}
-    for stage, steps in ((0, 100), (1, 50)):
-        begun = events.Started(at=BEGUN, peer=f"12D3peer{stage}", stage=stage, run="r", version="0")
-        training = events.StateChanged(at=BEGUN, state=PeerState.TRAINING)
-        found[f"home{stage}"] = [begun, training, *(inner(step, BEGUN + step) for step in range(1, steps))]
-    return found
+    return {
+        f"home{stage}": [*begun(f"12D3peer{stage}", stage), *(inner(step, BEGUN + step) for step in range(1, steps))]
+        for stage, steps in ((0, 100), (1, 50))
+    }
 
 
 def test_a_recording_goes_forward_and_back_and_is_the_same_again() -> None:
@@ -295,8 +296,7 @@ def test_a_recording_goes_forward_and_back_and_is_the_same_again() -> None:
 def test_who_comes_back_after_a_silence_is_there_again() -> None:
     found = journals()
     again = BEGUN + 90
-    begun = events.Started(at=again, peer="12D3peer1", stage=1, run="r", version="0")
-    found["home1"] += [begun, events.StateChanged(at=again, state=PeerState.TRAINING), inner(50, again + 1)]
+    found["home1"] += [*begun("12D3peer1", 1, again), inner(50, again + 1)]
     recording = Recording(found, "a run", None)
     assert [peer.state for peer in recording.at(again - 1).peers] == ["training", "gone"]
     end = recording.at(recording.ended)
@@ -327,16 +327,11 @@ def test_a_source_that_comes_back_makes_no_spike_in_the_loss_of_records() -> Non
 
 def test_a_source_that_comes_back_makes_no_spike_in_the_loss_of_journals() -> None:
     def steps(first: int, at: float, *losses: float) -> list[events.Event]:
-        each = [inner(first + number, at + number) for number in range(len(losses))]
-        return [msgspec.structs.replace(step, loss=loss) for step, loss in zip(each, losses, strict=True)]
+        return [inner(first + number, at + number, loss=loss) for number, loss in enumerate(losses)]
 
-    def begun(peer: str, at: float) -> list[events.Event]:
-        started = events.Started(at=at, peer=peer, stage=0, run="r", version="0")
-        return [started, events.StateChanged(at=at, state=PeerState.TRAINING)]
-
-    stays = [*begun("12D3stays", BEGUN), *steps(1, BEGUN, *(max(2.7, 6.0 - 0.1 * step) for step in range(120)))]
-    leaves = [*begun("12D3leaves", BEGUN), *steps(1, BEGUN, *(6.0 - 0.1 * step for step in range(20)))]
-    back = [*begun("12D3leaves", BEGUN + 80), *steps(20, BEGUN + 80, *(loss for loss in LOSSES for _ in range(3)))]
+    stays = [*begun("12D3stays", 0), *steps(1, BEGUN, *(max(2.7, 6.0 - 0.1 * step) for step in range(120)))]
+    leaves = [*begun("12D3leaves", 0), *steps(1, BEGUN, *(6.0 - 0.1 * step for step in range(20)))]
+    back = [*begun("12D3leaves", 0, BEGUN + 80), *steps(20, BEGUN + 80, *(loss for loss in LOSSES for _ in range(3)))]
     recording = Recording({"stays": stays, "leaves": [*leaves, *back]}, "a run", None)
     seen = [recording.at(BEGUN + second).loss for second in range(60, 120)]
     assert max(loss or 0.0 for loss in seen) <= 2.95
@@ -353,11 +348,7 @@ def test_records_and_journals_name_what_they_count_as_busy() -> None:
 
 def test_only_the_last_run_of_a_home_is_played(tmp_path: Path) -> None:
     first = journals()["home0"]
-    later = [events.Started(at=BEGUN + 500, peer="12D3peer1", stage=0, run="s", version="0"), inner(1, BEGUN + 501)]
-    taken = [*first, *later]
-    with Journal(tmp_path / "journal.jsonl", now=iter([event.at for event in taken]).__next__) as journal:
-        for event in taken:
-            journal.write(event)
+    write_journal(tmp_path, [*first, started("12D3peer1", 0, BEGUN + 500, run="s"), inner(1, BEGUN + 501)])
     recording = read_journals([tmp_path])
     assert (recording.begun, recording.ended) == (BEGUN + 500, BEGUN + 501)
     assert recording.at(recording.ended).tokens == 4096
@@ -365,10 +356,7 @@ def test_only_the_last_run_of_a_home_is_played(tmp_path: Path) -> None:
 
 def test_a_journal_that_was_cut_in_the_middle_is_played_to_there(tmp_path: Path) -> None:
     for name, taken in journals().items():
-        (tmp_path / name).mkdir()
-        with Journal(tmp_path / name / "journal.jsonl", now=iter([event.at for event in taken]).__next__) as journal:
-            for event in taken:
-                journal.write(event)
+        write_journal(tmp_path / name, taken)
     torn = tmp_path / "home1" / "journal.jsonl"
     torn.write_bytes(torn.read_bytes()[:-40] + b"\x00\xff\n{}\n")
     recording = read_journals([tmp_path])

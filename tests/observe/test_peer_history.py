@@ -7,28 +7,16 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sample_events import history, inner, started
 
 from noloco_node.journal import events
-from noloco_node.observe.peer_history import PeerHistory, Point, over_tokens
+from noloco_node.observe.peer_history import Point, over_tokens
 from noloco_node.observe.screen import Series, chart, smoothed
 from noloco_node.observe.swarm_view import Thinned
 
 
-def inner(step: int, at: float) -> events.InnerStep:
-    return events.InnerStep(
-        at=at, step=step, progress=step / 10, loss=3.0, tokens=4096, seconds=0.5, learning_rate=1e-3
-    )
-
-
-def history(name: str, stage: int, taken: list[events.Event]) -> PeerHistory:
-    folded = PeerHistory(name, stage)
-    for event in taken:
-        folded.take(event)
-    return folded
-
-
 def test_who_begins_again_has_not_finished() -> None:
-    begun = events.Started(at=1.0, peer="Qm0a", stage=1, run="r", version="0")
+    begun = started("Qm0a", 1)
     ended = events.Finished(at=2.0, why="asked to leave", step=1, round=0, progress=0.1)
     assert history("0a", 0, [begun, ended]).finished == "asked to leave"
     assert history("0a", 0, [begun, ended, begun]).finished is None

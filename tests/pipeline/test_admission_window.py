@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pipeline.admission_window import UNKNOWN_PACE_S, AdmissionWindow, GradientTurns, Slot, TurnClaim, WindowOutcome
+from pipeline.admission_window import UNKNOWN_PACE_S, AdmissionWindow, Slot, WindowOutcome
 from pipeline.messages import Reason, Refused
 
 OUTCOME = WindowOutcome(0.5, 1.0, 8)
@@ -416,11 +416,12 @@ async def test_random_lives_keep_the_invariants(seed: int, windows: int) -> None
 @example(window=1, acts=[("admit", 0), ("admit", 0), ("take", 0), ("succeed", 0)])
 def test_a_window_is_exact_and_nobody_sees_two_steps(window: int, acts: list[tuple[str, int]]) -> None:
     """Any order of arrivals, replies and failures that a gate with two windows in flight admits."""
-    turns, in_flight, succeeded = GradientTurns(window), list[TurnClaim](), 0
+    gate, in_flight, succeeded = AdmissionWindow(window, windows=2), list[Slot](), 0
+    turns = gate.turns
     for act, choice in acts:
         claim = in_flight[choice % len(in_flight)] if in_flight else None
         if act == "admit" and succeeded + len(in_flight) < 2 * window:
-            in_flight.append(turns.claim())
+            in_flight.append(Slot(gate))
         elif act == "take" and claim is not None:
             older = claim.step < turns.steps
             assert turns.take(claim) or not older, "the older never wait"

@@ -87,7 +87,7 @@ async def test_names_that_do_no_work_delay_nothing_and_a_newcomer_is_asked_at_on
     await stage.ask_together(8)  # those that go astray before the first is lost
     await asyncio.sleep(DEADLINE_S)
     stage.most_hanging = 0
-    for _ in range(300):
+    for _ in range(120):
         assert max(await stage.ask_together(8)) < REPLY_S + 0.01
     assert stage.most_hanging <= 1
     tried = [peer for peer in stage.calls if peer in NAMES]

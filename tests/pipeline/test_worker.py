@@ -284,13 +284,13 @@ def test_a_budget_that_ends_anywhere_ends_in_expired_and_accuses_nobody() -> Non
         assert first.gate.statistics()["windows"] == (0 if isinstance(reply, Refused) else 1)
         await end(background)
 
-    for tenths in range(1, 60):
+    for tenths in range(1, 60, 2):
         run(main(tenths / 10))
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_a_call_cut_at_any_moment_leaves_slots_and_gates_free(stages: int) -> None:
-    """Cut a microbatch at every 50 ms of its way, then send two whole ones: only completed backwards are left of it."""
+    """Cut a microbatch at every 100 ms of its way, then send two whole ones: only completed backwards are left."""
 
     async def main(cut_at_s: float) -> tuple[int, ...]:
         swarm = Swarm([1] * stages, window=2, seed=5)
@@ -316,7 +316,7 @@ def test_a_call_cut_at_any_moment_leaves_slots_and_gates_free(stages: int) -> No
         await end(background)
         return done
 
-    seen = {run(main(step * 0.05)) for step in range(1, 140)}
+    seen = {run(main(step * 0.1 - 0.05)) for step in range(1, 71)}
     assert len(seen) == stages + 1, "the cuts reached every stage of the way"
 
 
@@ -394,7 +394,7 @@ async def test_a_refusal_at_the_gate_is_passed_on_as_it_is() -> None:
     assert await peer.worker.process(MICROBATCH, "x") == Refused(reason=Reason.LEAVING)
 
 
-@pytest.mark.parametrize(("seed", "windows"), [*((seed, 1) for seed in range(24)), *((seed, 2) for seed in range(12))])
+@pytest.mark.parametrize(("seed", "windows"), [*((seed, 1) for seed in range(16)), *((seed, 2) for seed in range(8))])
 async def test_chains_with_unequal_replicas_gossip_and_crashes_never_deadlock(seed: int, windows: int) -> None:
     rng = Random(f"chains|{seed}")
     replicas = [rng.randint(1, 4) for _ in range(rng.randint(3, 8))]

@@ -7,7 +7,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from noloco_node.admission.admission_hook import AdmissionHook
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.ticket import MEMBER, encode, grant
-from noloco_node.network.interface import HookedNetwork, PeerNetwork
+from noloco_node.network.calls import HookedNetwork
+from noloco_node.network.interface import PeerNetwork
 
 RUN = "5" * 64
 NOW_S = 1_800_000_000

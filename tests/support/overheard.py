@@ -13,7 +13,8 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 from noloco_node.journal import events
-from noloco_node.network.interface import Conversation, Handler, HookedConversation, PeerNetwork
+from noloco_node.network.calls import HookedConversation
+from noloco_node.network.interface import Conversation, Handler, PeerNetwork
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.peer import SimulatedPeer

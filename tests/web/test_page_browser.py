@@ -31,6 +31,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 pytestmark = [
     pytest.mark.browser,
+    pytest.mark.real_time,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt install chromium"),
 ]
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -73,96 +74,87 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "LEAST_PAUSE_S", 0.0)
 
 
-def test_it_fills_follows_and_survives_a_restart_of_the_node() -> None:
+async def test_it_fills_follows_and_survives_a_restart_of_the_node() -> None:
     wrong: list[str] = []
     where = place()
 
     def view(moment: int) -> Any:
         return with_course(view_of(20, 4, moment), 30, lambda number: view_of(1, 1, number))
 
-    async def main() -> None:
-        async with tab(wrong) as seen:
-            async with page_served(where) as page:
-                assert page is not None
-                page.show(view(10))
-                await seen.goto(url(where))
-                await shows(seen, "#figures", "10K of 1M")
-                assert await seen.locator("#rows tr").count() == 20
-                assert await seen.locator("#map .peer").count() == 20
-                assert await seen.locator("#map .route").count() == 3 * 15
-                assert await seen.locator("#map .meeting").count() > 0
-                assert await seen.locator("#loss polyline").count() == 1
-                await shows(seen, "#given-key", "signed for 40.5K of the 45K tokens")
-                await shows(seen, "#rows", "200 Wh")
-                page.show(view(20))
-                await shows(seen, "#figures", "20K of 1M")
-                await shows(seen, "#changes", "came at moment 20")
-                await shows(seen, "#connection", "live")
-            await shows(seen, "#connection", "no connection")
-            noise = list(wrong)  # the browser's own, of the connection that broke
-            async with page_served(where) as page:
-                assert page is not None
-                page.show(view(30))
-                await shows(seen, "#figures", "30K of 1M")
-                await shows(seen, "#connection", "live")
-            assert not [each for each in noise if "ERR_" not in each and "net::" not in each]
-
-    asyncio.run(main())
+    async with tab(wrong) as seen:
+        async with page_served(where) as page:
+            assert page is not None
+            page.show(view(10))
+            await seen.goto(url(where))
+            await shows(seen, "#figures", "10K of 1M")
+            assert await seen.locator("#rows tr").count() == 20
+            assert await seen.locator("#map .peer").count() == 20
+            assert await seen.locator("#map .route").count() == 3 * 15
+            assert await seen.locator("#map .meeting").count() > 0
+            assert await seen.locator("#loss polyline").count() == 1
+            await shows(seen, "#given-key", "signed for 40.5K of the 45K tokens")
+            await shows(seen, "#rows", "200 Wh")
+            page.show(view(20))
+            await shows(seen, "#figures", "20K of 1M")
+            await shows(seen, "#changes", "came at moment 20")
+            await shows(seen, "#connection", "live")
+        await shows(seen, "#connection", "no connection")
+        noise = list(wrong)  # the browser's own, of the connection that broke
+        async with page_served(where) as page:
+            assert page is not None
+            page.show(view(30))
+            await shows(seen, "#figures", "30K of 1M")
+            await shows(seen, "#connection", "live")
+        assert not [each for each in noise if "ERR_" not in each and "net::" not in each]
 
 
 @pytest.mark.parametrize("options", [{}, {"color_scheme": "dark", "viewport": {"width": 390, "height": 844}}])
-def test_what_a_stranger_says_is_text_and_fits_a_phone(options: dict[str, Any]) -> None:
+async def test_what_a_stranger_says_is_text_and_fits_a_phone(options: dict[str, Any]) -> None:
     wrong: list[str] = []
     where = place()
 
-    async def main() -> None:
-        async with tab(wrong, **options) as seen, page_served(where) as page:
-            assert page is not None
-            page.show(view_of(30, 3, 1, name=HOSTILE, words=HOSTILE))
-            await seen.goto(url(where))
-            await shows(seen, "#name", "<img src=x onerror=alert(1)>")
-            await shows(seen, "#rows", "<script>alert(2)</script>")
-            assert await seen.locator("main img, main script").count() == 0
-            assert not re.search("[\x1b\u202e]", await seen.locator("body").inner_text())
-            width, seen_width = await seen.evaluate("[document.documentElement.scrollWidth, innerWidth]")
-            assert width <= seen_width
-            await seen.locator("#rows button").first.click()
-            assert await seen.locator("#rows tr.chosen").count() == 1
-        assert wrong == []
-
-    asyncio.run(main())
+    async with tab(wrong, **options) as seen, page_served(where) as page:
+        assert page is not None
+        page.show(view_of(30, 3, 1, name=HOSTILE, words=HOSTILE))
+        await seen.goto(url(where))
+        await shows(seen, "#name", "<img src=x onerror=alert(1)>")
+        await shows(seen, "#rows", "<script>alert(2)</script>")
+        assert await seen.locator("main img, main script").count() == 0
+        assert not re.search("[\x1b\u202e]", await seen.locator("body").inner_text())
+        width, seen_width = await seen.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+        assert width <= seen_width
+        await seen.locator("#rows button").first.click()
+        assert await seen.locator("#rows tr.chosen").count() == 1
+    assert wrong == []
 
 
-def test_a_recording_is_steered_by_keys_and_by_a_slider() -> None:
+async def test_a_recording_is_steered_by_keys_and_by_a_slider() -> None:
     wrong: list[str] = []
     where, playback = place(), Playback(0.0, 100.0)
 
-    async def main() -> None:
-        phone = {"width": 390, "height": 844}
-        async with (
-            tab(wrong, reduced_motion="reduce", viewport=phone) as seen,
-            page_served(where, takes_keys=True) as page,
-        ):
-            assert page is not None
-            page.show(view_of(4, 2, 1), playback.state())
-            await seen.goto(url(where))
-            await shows(seen, "#clock", "0:00 of 1:40")
-            for key in (" ", "ArrowRight", "End"):
-                await seen.keyboard.press(key)
-            await seen.locator("#position").fill("0.5")
-            pressed: list[str] = []
-            while len(pressed) < 4:
-                pressed += page.pressed()
-                await asyncio.sleep(0)
-            assert sorted(pressed) == ["0.5", "end", "forward", "pause"]
-            playback.press("0.5")
-            playback.press("pause")
-            page.show(view_of(4, 2, 1), playback.state())
-            await shows(seen, "#clock", "0:50 of 1:40")
-            await shows(seen, "#speed", "paused")
-            assert await seen.evaluate("matchMedia('(prefers-reduced-motion: reduce)').matches")
-            width, seen_width = await seen.evaluate("[document.documentElement.scrollWidth, innerWidth]")
-            assert width <= seen_width
-        assert wrong == []
-
-    asyncio.run(main())
+    phone = {"width": 390, "height": 844}
+    async with (
+        tab(wrong, reduced_motion="reduce", viewport=phone) as seen,
+        page_served(where, takes_keys=True) as page,
+    ):
+        assert page is not None
+        page.show(view_of(4, 2, 1), playback.state())
+        await seen.goto(url(where))
+        await shows(seen, "#clock", "0:00 of 1:40")
+        for key in (" ", "ArrowRight", "End"):
+            await seen.keyboard.press(key)
+        await seen.locator("#position").fill("0.5")
+        pressed: list[str] = []
+        while len(pressed) < 4:
+            pressed += page.pressed()
+            await asyncio.sleep(0)
+        assert sorted(pressed) == ["0.5", "end", "forward", "pause"]
+        playback.press("0.5")
+        playback.press("pause")
+        page.show(view_of(4, 2, 1), playback.state())
+        await shows(seen, "#clock", "0:50 of 1:40")
+        await shows(seen, "#speed", "paused")
+        assert await seen.evaluate("matchMedia('(prefers-reduced-motion: reduce)').matches")
+        width, seen_width = await seen.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+        assert width <= seen_width
+    assert wrong == []

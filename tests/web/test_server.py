@@ -28,6 +28,7 @@ from noloco_node.web import server
 from noloco_node.web.places import PagePlace, ServedPlace, kept_token, metrics_place
 from noloco_node.web.server import FILES, HEADERS, OF_METRICS, Page, metrics_served, page_in_thread, page_served
 
+pytestmark = pytest.mark.real_time
 WHOLE_BYTES = 150_000
 OWN = PagePlace(ServedPlace("127.0.0.1", 0), "0123456789abcdef0123456789abcdef")
 OPEN = PagePlace(ServedPlace("127.0.0.1", 0), "")
@@ -62,86 +63,71 @@ async def frames(response: aiohttp.ClientResponse, count: int) -> list[dict[str,
     return found
 
 
-def test_the_page_is_small_and_its_own_and_says_so(said: list[str]) -> None:
-    async def main() -> int:
-        whole = 0
-        async with served(said) as (_, url, session):
-            for name in FILES:
-                async with session.get(url + name) as response:
-                    assert response.status == 200
-                    assert {name: response.headers[name] for name in HEADERS} == HEADERS
-                    body = await response.read()
-                    whole += len(body)
-                    assert not re.search(rb"https?://(?!www\.w3\.org/2000/svg)", body), "another host"
-                    assert b"innerHTML" not in body
-        return whole
-
-    assert asyncio.run(main()) < WHOLE_BYTES
+async def test_the_page_is_small_and_its_own_and_says_so(said: list[str]) -> None:
+    whole = 0
+    async with served(said) as (_, url, session):
+        for name in FILES:
+            async with session.get(url + name) as response:
+                assert response.status == 200
+                assert {name: response.headers[name] for name in HEADERS} == HEADERS
+                body = await response.read()
+                whole += len(body)
+                assert not re.search(rb"https?://(?!www\.w3\.org/2000/svg)", body), "another host"
+                assert b"innerHTML" not in body
+    assert whole < WHOLE_BYTES
 
 
-def test_who_does_not_know_the_token_or_comes_by_a_foreign_name_finds_nothing(said: list[str]) -> None:
-    async def main() -> None:
-        async with served(said) as (_, url, session):
-            base = url.removesuffix(f"{OWN.token}/")
-            for path in ("", "events", "page.js", OWN.token, f"{OWN.token[:-1]}0/", f"{OWN.token}/../etc", "é/x"):
-                async with session.get(base + path, allow_redirects=False) as response:
-                    assert (response.status, response.headers["X-Content-Type-Options"]) == (404, "nosniff")
-            for host, status in (("evil.example", 421), ("localhost:1", 200), ("127.0.0.1", 200), ("[::1]:80", 200)):
-                async with session.get(url, headers={"Host": host}) as response:
-                    assert response.status == status
-            for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
-                async with session.request(method, url) as response:
-                    assert response.status == 404
-
-    asyncio.run(main())
+async def test_who_does_not_know_the_token_or_comes_by_a_foreign_name_finds_nothing(said: list[str]) -> None:
+    async with served(said) as (_, url, session):
+        base = url.removesuffix(f"{OWN.token}/")
+        for path in ("", "events", "page.js", OWN.token, f"{OWN.token[:-1]}0/", f"{OWN.token}/../etc", "é/x"):
+            async with session.get(base + path, allow_redirects=False) as response:
+                assert (response.status, response.headers["X-Content-Type-Options"]) == (404, "nosniff")
+        for host, status in (("evil.example", 421), ("localhost:1", 200), ("127.0.0.1", 200), ("[::1]:80", 200)):
+            async with session.get(url, headers={"Host": host}) as response:
+                assert response.status == status
+        for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
+            async with session.request(method, url) as response:
+                assert response.status == 404
 
 
-def test_who_comes_late_sees_the_run_so_far_and_then_what_is_new(said: list[str]) -> None:
-    async def main() -> None:
-        async with served(said) as (page, url, session):
-            page.show(view_of(4, 2, 1))
-            page.show(view_of(4, 2, 2))
-            async with session.get(f"{url}events") as response:
-                assert response.headers["Content-Type"] == "text/event-stream"
-                [first] = await frames(response, 1)
-                page.show(view_of(4, 2, 3))
-                [then] = await frames(response, 1)
-        assert (first["tokens"], then["tokens"]) == (2000, 3000)
-        assert len(first["peers"]) == 4
-        assert first["course"]["tokens_per_s"] == [500.0]
-
-    asyncio.run(main())
+async def test_who_comes_late_sees_the_run_so_far_and_then_what_is_new(said: list[str]) -> None:
+    async with served(said) as (page, url, session):
+        page.show(view_of(4, 2, 1))
+        page.show(view_of(4, 2, 2))
+        async with session.get(f"{url}events") as response:
+            assert response.headers["Content-Type"] == "text/event-stream"
+            [first] = await frames(response, 1)
+            page.show(view_of(4, 2, 3))
+            [then] = await frames(response, 1)
+    assert (first["tokens"], then["tokens"]) == (2000, 3000)
+    assert len(first["peers"]) == 4
+    assert first["course"]["tokens_per_s"] == [500.0]
 
 
-def test_a_flood_of_news_is_told_in_few_frames(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_flood_of_news_is_told_in_few_frames(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     encoded = []
     monkeypatch.setattr(server, "page_frame", lambda view, _: encoded.append(view) or {"tokens": view.tokens})
     view = view_of(2, 2)
 
-    async def main() -> None:
-        async with served(said) as (page, url, session), session.get(f"{url}events") as response:
-            for _ in range(10_000):
-                page.show(view)
-            page.show(view_of(2, 2, 7))
-            assert [frame["tokens"] for frame in await frames(response, 1)] == [7000]
-            assert len(encoded) <= 2
-
-    asyncio.run(main())
+    async with served(said) as (page, url, session), session.get(f"{url}events") as response:
+        for _ in range(10_000):
+            page.show(view)
+        page.show(view_of(2, 2, 7))
+        assert [frame["tokens"] for frame in await frames(response, 1)] == [7000]
+        assert len(encoded) <= 2
 
 
-def test_readers_are_few(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_readers_are_few(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MOST_READERS", 1)
 
-    async def main() -> None:
-        async with served(said) as (page, url, session):
-            page.show(view_of(2, 2))
-            async with session.get(f"{url}events") as first, session.get(f"{url}events") as second:
-                assert (first.status, second.status) == (200, 503)
-
-    asyncio.run(main())
+    async with served(said) as (page, url, session):
+        page.show(view_of(2, 2))
+        async with session.get(f"{url}events") as first, session.get(f"{url}events") as second:
+            assert (first.status, second.status) == (200, 503)
 
 
-def test_a_reader_that_takes_nothing_is_let_go(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reader_that_takes_nothing_is_let_go(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "WRITE_S", 0.01)
     monkeypatch.setattr(server, "MOST_READERS", 1)
     monkeypatch.setattr(server, "page_frame", lambda *_: {"large": "x" * 2_000_000})
@@ -152,25 +138,22 @@ def test_a_reader_that_takes_nothing_is_let_go(said: list[str], monkeypatch: pyt
             page.show(view)
             await asyncio.sleep(0)
 
-    async def main() -> None:
-        async with served(said) as (page, url, session), asyncio.timeout(LAST_RESORT_S):
-            port = int(url.split(":")[2].partition("/")[0])
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1000)
-            writer.write(f"GET /{OWN.token}/events HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-            await reader.readline()
-            async with background(show(page)):
-                status = 503
-                while status == 503:  # until there is room for another reader
-                    async with session.get(f"{url}events") as response:
-                        status = response.status
-            assert status == 200
-            writer.transport.abort()
-
-    asyncio.run(main())
+    async with served(said) as (page, url, session), asyncio.timeout(LAST_RESORT_S):
+        port = int(url.split(":")[2].partition("/")[0])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1000)
+        writer.write(f"GET /{OWN.token}/events HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        await reader.readline()
+        async with background(show(page)):
+            status = 503
+            while status == 503:  # until there is room for another reader
+                async with session.get(f"{url}events") as response:
+                    status = response.status
+        assert status == 200
+        writer.transport.abort()
 
 
-def test_keys_steer_a_recording_and_nothing_else(said: list[str]) -> None:
-    async def main(where: PagePlace, *, takes_keys: bool) -> tuple[list[int], list[str]]:
+async def test_keys_steer_a_recording_and_nothing_else(said: list[str]) -> None:
+    async def press(where: PagePlace, *, takes_keys: bool) -> tuple[list[int], list[str]]:
         statuses = []
         async with served(said, where, takes_keys=takes_keys) as (page, url, session):
             for key in ("pause", "0.5", "quit", "nan", "2", "x" * 100_000):
@@ -178,9 +161,9 @@ def test_keys_steer_a_recording_and_nothing_else(said: list[str]) -> None:
                     statuses.append(response.status)
             return statuses, page.pressed()
 
-    assert asyncio.run(main(OWN, takes_keys=True)) == ([204, 204, 400, 400, 400, 413], ["pause", "0.5"])
-    assert asyncio.run(main(OPEN, takes_keys=True))[1] == []  # whoever passes by must not
-    assert asyncio.run(main(OWN, takes_keys=False))[1] == []
+    assert await press(OWN, takes_keys=True) == ([204, 204, 400, 400, 400, 413], ["pause", "0.5"])
+    assert (await press(OPEN, takes_keys=True))[1] == []  # strangers see that page
+    assert (await press(OWN, takes_keys=False))[1] == []
 
 
 @given(st.floats(0.0, 1.0))
@@ -191,21 +174,18 @@ def test_a_share_is_a_place_in_the_recording(share: float) -> None:
     assert playback.state().at_s == pytest.approx(200.0 * share)
 
 
-def test_a_taken_port_is_one_sentence(said: list[str]) -> None:
-    async def main() -> None:
-        async with served(said) as (_, url, _session):
-            place = ServedPlace("127.0.0.1", int(url.split(":")[2].partition("/")[0]))
-            with pytest.raises(UserError, match=r"Cannot serve --web at 127\.0\.0\.1:\d+\.") as refused:
-                async with page_served(PagePlace(place, "")):
-                    pass
-            assert refused.value.code is Exit.PORT_TAKEN
-            with pytest.raises(UserError, match="Cannot serve --web"), page_in_thread(PagePlace(place, "")):
+async def test_a_taken_port_is_one_sentence(said: list[str]) -> None:
+    async with served(said) as (_, url, _session):
+        place = ServedPlace("127.0.0.1", int(url.split(":")[2].partition("/")[0]))
+        with pytest.raises(UserError, match=r"Cannot serve --web at 127\.0\.0\.1:\d+\.") as refused:
+            async with page_served(PagePlace(place, "")):
                 pass
-            with pytest.raises(UserError, match="Cannot serve --metrics"):
-                async with metrics_served(place, "run"):
-                    pass
-
-    asyncio.run(main())
+        assert refused.value.code is Exit.PORT_TAKEN
+        with pytest.raises(UserError, match="Cannot serve --web"), page_in_thread(PagePlace(place, "")):
+            pass
+        with pytest.raises(UserError, match="Cannot serve --metrics"):
+            async with metrics_served(place, "run"):
+                pass
 
 
 def test_a_page_in_a_thread_shows_what_another_loop_gives_it(said: list[str]) -> None:
@@ -305,50 +285,41 @@ async def closed(writer: asyncio.StreamWriter) -> None:
         await writer.wait_closed()
 
 
-def test_metrics_are_there_and_nothing_else(said: list[str]) -> None:
-    async def main() -> None:
-        async with scraped(said) as port:
-            told = await ask(port, b"GET /metrics HTTP/1.1\r\nHost: localhost:1\r\n\r\n")
-            head, _, body = told.partition(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 200 OK")
-            assert b"version=0.0.4" in head
-            assert b'noloco_run_info{digest="run"} 1.0' in body
-            for request, status in (
-                (b"GET /metrics HTTP/1.1\r\nhost: elsewhere.example\r\n\r\n", b"421"),
-                (b"GET /etc/passwd HTTP/1.0\r\n\r\n", b"404"),
-                (b"POST /metrics HTTP/1.0\r\n\r\n", b"405"),
-                (b"x" * 100_000, b"400"),
-                (b"GET /metrics HTTP/1.1\r\n" + b"x: y\r\n" * 20 + b"\r\n", b"400"),
-                (b"GET /metrics HTTP/1.1\r\nx: " + b"y" * 600 + b"\r\n\r\n", b"400"),
-            ):
-                assert (await ask(port, request)).partition(b" ")[2].startswith(status)
-
-    asyncio.run(main())
+async def test_metrics_are_there_and_nothing_else(said: list[str]) -> None:
+    async with scraped(said) as port:
+        told = await ask(port, b"GET /metrics HTTP/1.1\r\nHost: localhost:1\r\n\r\n")
+        head, _, body = told.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 OK")
+        assert b"version=0.0.4" in head
+        assert b'noloco_run_info{digest="run"} 1.0' in body
+        for request, status in (
+            (b"GET /metrics HTTP/1.1\r\nhost: elsewhere.example\r\n\r\n", b"421"),
+            (b"GET /etc/passwd HTTP/1.0\r\n\r\n", b"404"),
+            (b"POST /metrics HTTP/1.0\r\n\r\n", b"405"),
+            (b"x" * 100_000, b"400"),
+            (b"GET /metrics HTTP/1.1\r\n" + b"x: y\r\n" * 20 + b"\r\n", b"400"),
+            (b"GET /metrics HTTP/1.1\r\nx: " + b"y" * 600 + b"\r\n\r\n", b"400"),
+        ):
+            assert (await ask(port, request)).partition(b" ")[2].startswith(status)
 
 
-def test_connections_are_few(said: list[str]) -> None:
-    async def main() -> None:
-        async with scraped(said) as port:
-            held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(OF_METRICS.connections)]
-            assert await ask(port, b"GET /metrics HTTP/1.0\r\n\r\n") == b""
-            for _, writer in held:
-                await closed(writer)
-            async with asyncio.timeout(LAST_RESORT_S):
-                while not await ask(port, b"GET /metrics HTTP/1.0\r\n\r\n"):
-                    pass
-
-    asyncio.run(main())
+async def test_connections_are_few(said: list[str]) -> None:
+    async with scraped(said) as port:
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(OF_METRICS.connections)]
+        assert await ask(port, b"GET /metrics HTTP/1.0\r\n\r\n") == b""
+        for _, writer in held:
+            await closed(writer)
+        async with asyncio.timeout(LAST_RESORT_S):
+            while not await ask(port, b"GET /metrics HTTP/1.0\r\n\r\n"):
+                pass
 
 
-def test_a_request_that_does_not_come_is_not_waited_for(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_does_not_come_is_not_waited_for(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "REQUEST_S", 0.05)
 
-    async def main() -> None:
-        async with scraped(said) as port, served(said) as (_, url, _session):
-            page_port = int(url.split(":")[2].partition("/")[0])
-            for each in (port, page_port):
-                assert await ask(each, b"GET /metrics HTTP/1.1\r\nHost: loc") == b""
-            body = f"POST /{OWN.token}/key HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx"
-            assert await ask(page_port, body.encode()) == b""
-
-    asyncio.run(main())
+    async with scraped(said) as port, served(said) as (_, url, _session):
+        page_port = int(url.split(":")[2].partition("/")[0])
+        for each in (port, page_port):
+            assert await ask(each, b"GET /metrics HTTP/1.1\r\nHost: loc") == b""
+        body = f"POST /{OWN.token}/key HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx"
+        assert await ask(page_port, body.encode()) == b""

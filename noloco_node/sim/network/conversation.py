@@ -22,10 +22,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import Counter
+from functools import partial
 from typing import Any
 
 from noloco_node.network import wire
-from noloco_node.network.interface import VIOLATION_GRACE_S, ConversationEnded, Pace
+from noloco_node.network.calls import stop_handler
+from noloco_node.network.interface import ConversationEnded, Pace
 from noloco_node.network.schema import Schema, Violation
 from noloco_node.sim.network.link_model import SILENCE_S, AccessLine
 from noloco_node.sim.network.medium import Medium
@@ -216,11 +218,7 @@ class StreamEnd:
             self._medium.count_break(kind)
             self._close()
             self._discard_messages()
-            if kind is Violation:
-                # As in `libp2p.switchboard`: a handler that waits for that very message learns what it was.
-                asyncio.get_running_loop().call_later(VIOLATION_GRACE_S, self._host.stop_handler, self)
-            else:
-                self._host.stop_handler(self)
+            stop_handler(partial(self._host.stop_handler, self), kind)
 
     def kill(self) -> None:
         """Break with everything, also where END waits for the line: this peer is no more."""

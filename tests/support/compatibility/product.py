@@ -52,7 +52,7 @@ from noloco_node.libp2p.settings import RunSecret
 from noloco_node.limits.budget import OwnerLimits as Allowance
 from noloco_node.limits.budget import TrafficLedger as Ledger
 from noloco_node.limits.rate_limit import LimitHook
-from noloco_node.network.interface import HookedNetwork
+from noloco_node.network.calls import HookedNetwork
 from noloco_node.network.schema import Schema
 from noloco_node.network.wire import FrameDecoder as Intake
 from noloco_node.network.wire import beat, encode, end, error
