@@ -70,7 +70,6 @@ class AnswerState:
 
 
 def answer(state: AnswerState, sender: str, proposal: Propose) -> Accept | Decline:
-    """Decide at once whether to meet `sender`."""
     if state.leaving:
         return _declined(state, DeclineReason.LEAVING, state.ready_in_s)
     if state.engaged:
@@ -128,7 +127,6 @@ def _without_idle(replicas: tuple[str, ...], seed: int, round: int) -> tuple[str
 
 @lru_cache(maxsize=2**12)
 def _ticket(salt: str, peer: str) -> int:
-    """Draw a replica's 64-bit number for one purpose."""
     return int.from_bytes(hashlib.sha256(f"{salt}|{peer}".encode()).digest()[:8], "big")
 
 
@@ -139,7 +137,6 @@ def _tickets(salt: str, peers: tuple[str, ...]) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """Return the int64 with the bits of an unsigned number of 64."""
     return number - 2**64 if number >> 63 else number
 
 
@@ -206,7 +203,6 @@ class PartnerView:
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """Their peer ids."""
         candidates = self.candidates()
         if candidates is not self._known:
             self._known, self._peers = candidates, tuple([candidate.peer for candidate in candidates])
@@ -235,7 +231,6 @@ class PartnerQueue:
         return len(self._not_before)
 
     def clear(self) -> None:
-        """Forget everything: a new round."""
         self._not_before.clear()
 
     def next(self, order: Sequence[str], now: float) -> tuple[str | None, float]:
@@ -247,7 +242,6 @@ class PartnerQueue:
         return None, min([self._patience.sleep_s, *(self._not_before[peer] - now for peer in order)])
 
     def declined(self, peer: str, declined: Decline, now: float) -> None:
-        """Learn from a refusal."""
         if declined.reason is DeclineReason.LEAVING:
             self._not_before[peer] = math.inf
         else:
@@ -301,7 +295,6 @@ class RoundSchedule:
 
     @property
     def due(self) -> bool:
-        """Whether the next round is to be opened."""
         return self.inner_steps - self._opened_at >= self.steps
 
     @property
@@ -330,7 +323,6 @@ class RoundSchedule:
         return max(self.finished, median_low((self.finished, *claims.of_partners)))
 
     def open(self, claims: RoundClaims, *, last: bool = False) -> None:
-        """Begin the next round."""
         self._last = last
         following = self.next_round(claims)
         self.healed += following > max(self.round, self.finished + 1)
@@ -345,11 +337,9 @@ class RoundSchedule:
         self.round = healed
 
     def skip(self) -> None:
-        """Count a round without a partner."""
         self.skipped_in_a_row += 1
 
     def finish(self, round: int) -> None:
-        """Count an outer step."""
         self.finished = round
         self.skipped_in_a_row = 0
 

@@ -118,7 +118,6 @@ class OuterOptimiser:
         return self._rule.outer.gamma != self._rule.outer.beta
 
     async def snapshot(self, inner_steps: int) -> Snapshot:
-        """Copy the fast weights, in a pause."""
         return Snapshot(_contiguous(await self._replica.snapshot()), inner_steps)
 
     # What we send.
@@ -144,7 +143,6 @@ class OuterOptimiser:
         return shares_by_steps(own_steps, their_steps) if self._weighs else EVEN
 
     async def encode_fast(self, snapshot: Snapshot, steps: tuple[float, ...]) -> Encoded:
-        """Return the snapshot as it travels."""
         return await self._compute(encode, self._codec, snapshot.fast, self._owed.fast.residual, steps)
 
     async def encode_slow(self, steps: tuple[float, ...]) -> Encoded:
@@ -166,7 +164,6 @@ class OuterOptimiser:
         return await self._compute(self._heard, wire, snapshot.fast, self._owed.fast, mine)
 
     async def hear_slow(self, wire: Tensors, mine: Encoded) -> Sides:
-        """Check the partner's slow weights likewise."""
         return await self._compute(self._heard, wire, self.state.slow, self._owed.slow, mine)
 
     def _heard(self, wire: Tensors, own: Tensors, owed: Feedback, mine: Encoded) -> Sides:
@@ -281,7 +278,6 @@ class _Work:
             self.gathered = tuple([torch.zeros_like(slow) for slow in state.slow])
 
     def move(self, number: int, at: slice) -> OuterState:
-        """Move one piece; return its state."""
         slow, momentum, gathered, meetings = self.state
         fast, phi = self._step.snapshot[number].view(-1)[at], slow[number].view(-1)[at]
         before = OuterState((phi,), _part(momentum, number, at), _part(gathered, number, at), meetings)
@@ -366,7 +362,6 @@ class WeightsLock:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
-        """Keep the weights as they are."""
         release = await self.read()
         try:
             yield

@@ -49,7 +49,6 @@ class SlowWeightPrefetcher:
         return self._round_state.prefetch  # another one after an outer step
 
     async def run(self) -> None:
-        """Propose a swap to each next partner, until cancelled."""
         round_state = self._round_state
         while self._optimiser.needs_slow:
             peer = self._next_partner()

@@ -67,11 +67,9 @@ class Prefetch:
     bytes_received: int = 0
 
     def of(self, peer: str) -> Prefetched | None:
-        """Return what was swapped with a peer."""
         return self.held if self.held is not None and self.held.peer == peer else None
 
     def version_held(self, peer: str) -> int:
-        """Return the version that we hold of a peer's slow weights."""
         return NOTHING if (held := self.of(peer)) is None else held.their_version
 
 
@@ -168,7 +166,6 @@ class RoundState:
 
     @property
     def meeting(self) -> Meeting | None:
-        """The meeting that was agreed and has not ended."""
         return self.phase.meeting if isinstance(self.phase, InMeeting) else None
 
     @property
@@ -178,7 +175,6 @@ class RoundState:
 
     @property
     def weight_age(self) -> WeightAge:
-        """The age of our weights, as we state it in a meeting."""
         return WeightAge(self.schedule.round, self.last_met)
 
     @property
@@ -197,7 +193,6 @@ class RoundState:
 
     @property
     def next_round(self) -> int:
-        """The number that the next round will have, as the roster is now."""
         return self.schedule.next_round(self.claims)
 
     @property
@@ -214,7 +209,6 @@ class RoundState:
         return self.timeouts.exchange_s * (1.0 if self.settings.blocking else 2.0**self._late)
 
     def note_exchange(self, *, late: bool) -> None:
-        """Note that a meeting ran out of time, or that it did not."""
         self._late = min(LATE_AT_MOST, self._late + 1) if late else max(0, self._late - 1)
 
     def answer_state(self, sender: str) -> AnswerState:
@@ -335,13 +329,8 @@ class RoundState:
         self._vain_meetings.clear()
 
     def ask(self, peer: str) -> None:
-        """Note that a proposal is on its way."""
         self.asking = peer
         self.counts["proposals_sent"] += 1
-
-    def note_answer(self) -> None:
-        """Note that no answer is waited for any more."""
-        self.asking = None
 
     def note_vain_meeting(self, partner: str) -> None:
         """Put this partner off, and count the meeting against its bound for this round."""
@@ -377,5 +366,4 @@ class RoundState:
 
 
 def now() -> float:
-    """Return the loop's time in seconds."""
     return asyncio.get_running_loop().time()

@@ -75,6 +75,9 @@ class Rounds:
         )
         self._prefetcher = SlowWeightPrefetcher(self._round_state, self._optimiser, context)
         self._meetings = MeetingProtocol(self._round_state, self._optimiser, replica, context, self._apply)
+        self.weights: WeightsLock = self._optimiser.weights
+        self.met_partners: Collection[str] = self._round_state.met_partners
+        """The latest partners of meetings that ended in a step of ours."""
         self._gathered = origin.inner_steps if origin.gathered else NOT_KNOWN
         """The inner steps that the slow weights hold."""
 
@@ -82,11 +85,6 @@ class Rounds:
     def state(self) -> OuterState:
         """Slow weights and momentum after the last round that was applied; they move with the next one."""
         return self._optimiser.state
-
-    @property
-    def weights(self) -> WeightsLock:
-        """The lock under which weights are moved or read."""
-        return self._optimiser.weights
 
     @property
     def finished(self) -> int:
@@ -98,13 +96,7 @@ class Rounds:
         """The round in which our weights last met anybody's, 0 if in none."""
         return max(0, self._round_state.last_met)
 
-    @property
-    def met_partners(self) -> Collection[str]:
-        """The latest partners of meetings that ended in a step of ours."""
-        return self._round_state.met_partners
-
     def statistics(self) -> dict[str, int | float]:
-        """Return counters since the start, and where the replica is."""
         return self._round_state.statistics()
 
     @property

@@ -16,9 +16,8 @@ gamma < 2 (1 - alpha^2) in closed form.
 
 **Out of step.** Skipped rounds and newcomers spread the replicas evenly over the places of the period. Then
 V is one number, the mean of E phi^2 over the places: a loop of positive gain. It dies out exactly where a replica's own
-map is stable and V = 1 as input yields less than 1 as the mean output. This range is the narrower one (alpha 0.9,
-N = 3, c = 0: 0.71 against 1.23), but for a few cases with c = 1/N in which the other is, by less than a thousandth. The
-bound is the smaller of the two.
+map is stable and V = 1 as input yields less than 1 as the mean output. The bound is
+the smaller of the two, nearly always this one.
 
 **Weighed means.** With a partner's share s the pull is g = s gamma, gamma / 2 in the mean of the two
 sides. With N = 1, u = g (phi - psi), E g^2 = q gamma^2 / 4, and V, C, M for E phi^2, E phi m, E m^2:

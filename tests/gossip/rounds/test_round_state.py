@@ -121,12 +121,11 @@ async def test_an_outer_step_wakes_and_counts() -> None:
 
 
 @hypothesis_settings(deadline=None)
-@given(st.lists(st.sampled_from((*TRANSITIONS, "refuse_proposals", "ask", "note_answer")), max_size=40))
+@given(st.lists(st.sampled_from((*TRANSITIONS, "refuse_proposals", "ask")), max_size=40))
 def test_no_sequence_of_events_breaks_the_invariants(events: list[str]) -> None:
     others: dict[str, Callable[[RoundState], object]] = {
         "refuse_proposals": RoundState.refuse_proposals,
         "ask": lambda state: state.ask("c"),
-        "note_answer": RoundState.note_answer,
     }
 
     async def main() -> None:
