@@ -1,6 +1,6 @@
-"""What all our charts share: colours, the figure and its panels, and labels that keep apart.
+"""Parts of all our charts: colours, the figure and its panels, and labels that do not overlap.
 
-Code that needs a colour or a threshold alone does not load matplotlib: it is imported where a figure is made.
+`new_figure` imports matplotlib, so that code that needs only a colour does not load it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SAME = 1e-6
 
 
 class Labelled(NamedTuple):
-    """Something to be named at the right edge of a panel, at this height."""
+    """A label at the right edge of a panel, at this height."""
 
     height: float
     text: str
@@ -32,7 +32,7 @@ class Labelled(NamedTuple):
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of so many inches that is drawn without a window."""
+    """Return an empty figure of so many inches, without a window."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -42,7 +42,6 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def png(figure: Figure) -> bytes:
-    """Return a figure as a PNG."""
     content = BytesIO()
     figure.savefig(content, format="png")
     return content.getvalue()
@@ -61,12 +60,11 @@ def dress(panel: Axes) -> None:
 
 
 def set_title(panel: Axes, text: str) -> None:
-    """Write a title above a panel, at its left."""
     panel.set_title(text, loc="left", fontsize=11, color=INK, pad=8)
 
 
 def write_labels(panel: Axes, labels: Sequence[Labelled]) -> None:
-    """Write each label right of a panel beside its height, as near to it as the others allow."""
+    """Write each label right of a panel, as near to its height as the others allow."""
     to_axes = panel.transData + panel.transAxes.inverted()
     bottom, top = panel.get_ylim()
     ordered = sorted(labels)
@@ -83,7 +81,7 @@ def write_labels(panel: Axes, labels: Sequence[Labelled]) -> None:
 def spread(wanted: Sequence[float], distance: float) -> list[float]:
     """Return rising heights at least `distance` apart, nearest to the rising `wanted` ones in the mean square.
 
-    Less the distance times their number, the heights need only not fall: pooling neighbours that do is optimal.
+    Less `distance` times their number, the heights must only not fall: pooling neighbours that do is optimal.
     """
     pools: list[list[float]] = []
     for number, height in enumerate(wanted):

@@ -1,4 +1,4 @@
-"""What ends a command: one clear message (what, why, what to try) and a documented exit code."""
+"""Errors that end a command: one clear message (what, why, what to try) and a documented exit code."""
 
 from __future__ import annotations
 
@@ -68,8 +68,13 @@ class UserError(Exception):
 
 
 def config_error(what: str, why: str, hint: str) -> UserError:
-    """Return the error of a run file, a data source or a scenario that says something wrong."""
+    """Return the error of a run file, a data source or a scenario."""
     return UserError(what, why=why, hint=hint, code=Exit.CONFIG)
+
+
+def storage_error(what: str, why: str, hint: str) -> UserError:
+    """Return the error of a disk that refuses."""
+    return UserError(what, why=why, hint=hint, code=Exit.STORAGE)
 
 
 def reason_of(error: OSError) -> str:
@@ -78,9 +83,9 @@ def reason_of(error: OSError) -> str:
 
 
 def causes(error: BaseException) -> list[BaseException]:
-    """Return what a task group raised, groups within it included, or else the exception itself.
+    """Return the exceptions in a group, or else the exception itself.
 
-    Conversations that are lost beside the death of our own daemon follow from it, and are no causes.
+    Conversations lost beside the death of our own daemon follow from it, and are left out.
     """
     found = leaves(error)
     if any(isinstance(each, UserError) and each.code is Exit.DAEMON for each in found):
@@ -89,14 +94,14 @@ def causes(error: BaseException) -> list[BaseException]:
 
 
 def user_error_of(error: BaseException | None) -> UserError | None:
-    """Return the message to a person that an exception is, or holds where it has no other cause."""
+    """Return the `UserError` that an exception is, or that is its only kind of cause."""
     found = [] if error is None else causes(error)
     troubles = [each for each in found if isinstance(each, UserError)]
     return troubles[0] if troubles and len(troubles) == len(found) else None
 
 
 def leaves(error: BaseException) -> list[BaseException]:
-    """Return what a group of exceptions holds, groups within it included, or else the exception itself."""
+    """Return all exceptions in a group and its groups, or else the exception itself."""
     if isinstance(error, BaseExceptionGroup):
         return [leaf for each in error.exceptions for leaf in leaves(each)]
     return [error]

@@ -1,4 +1,4 @@
-"""Tasks beside each other: which of them end with which; and the clock of all waits."""
+"""Helpers for tasks that run beside each other, and the clock of all waits."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 AGAIN_S = 5.0
-"""After which something that only looks on, and failed, begins anew."""
+"""After so long an observer that failed begins anew."""
 
 
 def loop_s() -> float:
-    """Return the time by which everything here waits: the event loop's, real or virtual, in seconds."""
+    """Return the event loop's time, real or virtual, in seconds; all waits use it."""
     return asyncio.get_running_loop().time()
 
 
@@ -34,9 +34,9 @@ async def background(background: Awaitable[None]) -> AsyncIterator[None]:
 
 
 async def supervised(what: str, look: Callable[[], Awaitable[None]], complain: Callable[[str], None]) -> None:
-    """Run something that only looks on, and begin it anew where it fails: its failure never ends the work beside it.
+    """Run an observer, and run it again if it fails, so that it never ends the work beside it.
 
-    A failure is told once, until another one comes.
+    It tells a failure once, until another one comes.
     """
     told = ""
     while True:

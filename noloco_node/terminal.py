@@ -1,7 +1,7 @@
-"""What a node says to the person in front of it, or to a log: lines, one a fact, each with its time and its level.
+"""Lines that a node prints for a person or a log, one a fact, each with its time and its level.
 
-A line is plain text with the time of day; a JSON object, where a program reads it; or, where the systemd journal does,
-text behind the journal's own mark of the level, for it notes the time itself.
+A line is plain text with the time of day; for a program, a JSON object; for the systemd journal, which notes the time
+itself, text behind the journal's mark of the level.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 
 class LogLevel(StrEnum):
-    """How much a line matters."""
-
     DEBUG = "debug"
     INFO = "info"
     WARNING = "warning"
@@ -30,7 +28,6 @@ class LogLevel(StrEnum):
 
     @property
     def number(self) -> int:
-        """The level as `logging` has it."""
         return logging.getLevelNamesMapping()[self.upper()]
 
 
@@ -39,7 +36,7 @@ PRIORITIES = {LogLevel.DEBUG: 7, LogLevel.INFO: 6, LogLevel.WARNING: 4, LogLevel
 
 
 class _Log:
-    """How lines are written. `peer`: short id of ours, once we have one."""
+    """Writes lines. `peer`: our short id, once we have one."""
 
     def __init__(self) -> None:
         self.least, self.as_json, self.peer = LogLevel.INFO, False, ""
@@ -62,7 +59,7 @@ _LOG = _Log()
 
 
 class _Handler(logging.Handler):
-    """Writes what libraries log as we write our own lines."""
+    """Writes the log lines of libraries like our own."""
 
     def emit(self, record: logging.LogRecord) -> None:
         known = [level for level in LogLevel if level.number <= record.levelno]
@@ -73,7 +70,7 @@ _HANDLER = _Handler()
 
 
 def configure(least: LogLevel, *, as_json: bool) -> None:
-    """Say from now on what matters at least so much, and how; what libraries log too."""
+    """Print from now on lines of at least this level, also those that libraries log."""
     _LOG.least, _LOG.as_json = least, as_json
     root = logging.getLogger()
     root.addHandler(_HANDLER)  # once, however often
@@ -82,22 +79,21 @@ def configure(least: LogLevel, *, as_json: bool) -> None:
 
 
 def sign(peer: str) -> None:
-    """Put the short id of our peer to what is said from now on, where a log may be of several."""
+    """Add our peer's short id to later lines of a log that several peers may share."""
     _LOG.peer = peer
 
 
 def say(text: str) -> None:
-    """Print one line to the standard error, where it does not mix with what a command returns."""
+    """Print one line to standard error, apart from a command's result."""
     _LOG.write(LogLevel.INFO, text)
 
 
 def warn(text: str) -> None:
-    """Print one line that a person should look at."""
     _LOG.write(LogLevel.WARNING, text)
 
 
 def complain(text: str) -> None:
-    """Print why a command has ended, which may take several lines."""
+    """Print why a command has ended, in one or several lines."""
     if _LOG.as_json:
         _LOG.write(LogLevel.ERROR, text)
     else:
@@ -105,7 +101,7 @@ def complain(text: str) -> None:
 
 
 def _reaches_systemd() -> bool:
-    """Say whether the standard error goes to the systemd journal, which names its own end of it."""
+    """Say whether standard error goes to the systemd journal."""
     try:
         end = os.fstat(sys.stderr.fileno())
     except (OSError, ValueError):
@@ -143,7 +139,7 @@ class Bar:
         self._drawn_s = 0.0
 
     def draw(self, share: float, text: str) -> bool:
-        """Draw it full to `share`, from 0 to 1, a text behind it; return whether there is a terminal to draw on."""
+        """Draw the bar, full to `share` from 0 to 1, with a text; return whether there is a terminal."""
         if not self._console.is_interactive:
             return False
         now_s = time.monotonic()
@@ -169,7 +165,6 @@ class Bar:
         self._progress.update(self._progress.task_ids[0], completed=share, description=text, refresh=True)
 
     def close(self) -> None:
-        """Take it away."""
         progress, self._progress = self._progress, None
         if progress is not None:
             with suppress(OSError):

@@ -150,12 +150,10 @@ def test_every_exception_is_needed(rule: Callable[[], Broken]) -> None:
 
 
 def imported(name: str) -> set[str]:
-    """Return everything that a module imports, wherever the import stands."""
     return {found.target for found in SOURCE.imports[name]}
 
 
 def importers(library: str) -> set[str]:
-    """Return the modules that import a library, or something in it."""
     return {name for name in SOURCE.modules if library in {target.split(".")[0] for target in imported(name)}}
 
 

@@ -20,8 +20,6 @@ TEXT = "step 10, round 3, progress 1.4%, loss 3.651, waiting for a replica of th
 
 
 class Terminal(io.StringIO):
-    """A terminal that notes what is printed."""
-
     def isatty(self) -> bool:
         return True
 

@@ -28,8 +28,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from noloco_node.demo.options import SLOWDOWN, DemoConfig
-from noloco_node.demo.run import demonstrate
+from noloco_node.demo.run import SLOWDOWN, DemoConfig, demonstrate
 from noloco_node.demo.summary import PeerSummary, Summary
 from noloco_node.run.runfile import load_run
 

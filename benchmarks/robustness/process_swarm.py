@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 
 from noloco_node.demo import swarm_processes
 from noloco_node.demo.child_processes import Child, Children
-from noloco_node.demo.options import peer_name
+from noloco_node.demo.run import peer_name
 from noloco_node.errors import UserError
 from noloco_node.journal.events import Finished, InnerStep, Started
 from noloco_node.journal.reader import Tail

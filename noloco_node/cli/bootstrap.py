@@ -1,7 +1,7 @@
-"""`noloco-node bootstrap`: an address that stays, where a newcomer finds the run file and the swarm.
+"""`noloco-node bootstrap`: a lasting address at which newcomers find the run file and the swarm.
 
-It also lends relays to peers behind routers, and never loads torch. The swarm does not depend on it once peers know
-each other. Another one takes its place from any invite that still works.
+A bootstrap peer also lends relays to peers behind routers, and never loads torch. Peers that know each other do not
+depend on it. A new bootstrap peer takes the place of a lost one by any invite that still works.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ LINE_EVERY_S = 60.0
 
 @dataclass(frozen=True)
 class BootstrapOptions:
-    """What the owner of a bootstrap peer asks for."""
+    """The options of `bootstrap`."""
 
     run: Annotated[Path, typer.Option("--run", help="The run file to serve.")] = Path("run.toml")
     listen: ListenOption = None
@@ -117,7 +117,7 @@ async def host(options: BootstrapOptions) -> None:
             lends_line=options.relays > 0,
             capacity=Capacity.within(machine_free_bytes()),
         )
-        # A swarm that goes on among itself does not dial a bootstrap peer again: one that comes back dials the swarm.
+        # A running swarm does not dial a bootstrap peer again: one that comes back dials the swarm.
         met = met_before(invites.Invite(digest=recipe.digest, addresses=()), home)
         known_peers = KnownPeers()
         known_peers.note(met)
@@ -167,9 +167,9 @@ async def host(options: BootstrapOptions) -> None:
 
 
 def _checkpoint_stores(directory: Path | None, run: RunConfig) -> dict[str, WeightStore]:
-    """Return by their topic the files of the checkpoint in a directory, if one is given; reads all of them.
+    """Return the files of the checkpoint in a directory by their topic, after reading all of them.
 
-    Raises `UserError` where they are not those that the run starts from.
+    Raises `UserError` if the run does not start from them.
     """
     if directory is None:
         return {}
@@ -180,7 +180,7 @@ def _checkpoint_stores(directory: Path | None, run: RunConfig) -> dict[str, Weig
 
 
 def weights_line(directory: Path | None) -> str:
-    """Say where newcomers have the weights from that the run starts from."""
+    """Say where newcomers get the weights that the run starts from."""
     if directory is not None:
         return f"the run starts from the checkpoint in {directory}, which newcomers fetch from here"
     return (
@@ -190,7 +190,7 @@ def weights_line(directory: Path | None) -> str:
 
 
 def _invite_of_same_run(given: str, recipe: RunFileText, run_file: Path) -> invites.Invite:
-    """Return an invite, given itself or by a home that keeps it; `UserError` where it is for another run."""
+    """Return an invite that was given, or that a given home keeps; `UserError` if it is for another run."""
     invite = invites.parse(invites.found(given, Path()))
     if invite.digest != recipe.digest:
         raise UserError(
@@ -203,12 +203,11 @@ def _invite_of_same_run(given: str, recipe: RunFileText, run_file: Path) -> invi
 
 
 def relay_places(relays: Sequence[str]) -> str:
-    """Return the addresses of relays without their ids."""
     return ", ".join(dict.fromkeys(parse_peer_address(place).transport for place in relays))
 
 
 async def _tell(membership: Membership) -> None:
-    """Say who is there whenever that changes, and every minute."""
+    """Say how many replicas each stage has, whenever that changes and every minute."""
     shown, shown_at = "", 0.0
     while True:
         await membership.changed()
@@ -219,6 +218,5 @@ async def _tell(membership: Membership) -> None:
 
 
 def census(roster: Roster) -> str:
-    """Say in one line how many replicas each stage has."""
     text, lone = f"replicas by stage: {roster.census()}", " and ".join(map(str, roster.unserved))
     return text + (f"; nobody serves stage {lone}" if lone else "")

@@ -33,7 +33,7 @@ from pipeline.stage import Stage
 
 
 class HostMachine:
-    """What this machine gives to one node of a run; implements `noloco_node.machine.interface.Host`. To be closed."""
+    """What this machine gives to one node of a run, as `noloco_node.machine.interface.Host` asks; to be closed."""
 
     def __init__(
         self,
@@ -59,14 +59,14 @@ class HostMachine:
 
     def close(self) -> None:
         """Close the text and end the device's threads."""
-        # The text first: a thread that waits for it ends with it, and so does not keep us.
+        # The text first: a thread that waits for it ends with it.
         try:
             self._text.close()
         finally:
             self.device.close()
 
     def build(self, stage: int) -> Stage:
-        # What a stage that we leave has had is ours still, as far as the driver knows.
+        # The driver still counts the memory of a stage that we left as ours.
         memory.give_back(self._torch_device)
         run = self._recipe.run
         most = in_flight(run.pipeline, last=stage == run.pipeline.stages - 1)
@@ -120,16 +120,16 @@ class HostMachine:
 
 
 class FirstCheckpoint(NamedTuple):
-    """What a run starts from, as it lies here or is to come; None where its seed says it, or nothing travels."""
+    """The weights and the tokenizer that a run starts from, here or still to come; None if it starts from its seed."""
 
     weights: RunWeights | None
     tokenizer: WeightStore | None
 
 
 def first_checkpoint(options: JoinOptions, home: RunPaths, run: RunConfig, layout: ModelLayout) -> FirstCheckpoint:
-    """Return what a run starts from.
+    """Return the weights and tokenizer that a run starts from; this may read large files.
 
-    Raises `UserError` where the owner named a directory with other files; reads all of them, which takes a while.
+    Raises `UserError` if the owner named a directory with other files.
     """
     weights = tokenizer = None
     if run.data.tokenizer_files:
@@ -150,7 +150,7 @@ def _save(directory: Path, checkpoint: Checkpoint, keep: int) -> str:
 
 
 def asleep_s() -> float:
-    """Return for how long this machine has slept since it was started; 0 where the system does not tell."""
+    """Return for how long this machine has slept since it was started; 0 if the system does not tell."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     if clock is None:
         return 0.0

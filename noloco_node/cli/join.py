@@ -159,7 +159,7 @@ class _Participant:
     """What the first session fetched: in a later one no peer of the invite may be there to ask."""
 
     async def take_part(self, network: PeerNetwork, leave: asyncio.Event) -> None:
-        """Live as a node until the session is over, or the run."""
+        """Live as a node until the session or the run is over."""
         from noloco_node.cli.host_machine import HostMachine
         from noloco_node.node.node import Node
         from noloco_node.node.node_context import NodeOptions
@@ -205,7 +205,7 @@ class _Participant:
                 await node.live(leave)
 
     def _asked(self, network: PeerNetwork) -> list[str]:
-        """Return the peers of the invite, without ourselves: it may be our own."""
+        """Return the peers of the invite without ourselves, since the invite may be our own."""
         return list(dict.fromkeys(each.peer for each in self.access.invite.addresses if each.peer != network.peer_id))
 
     async def _fetch_run(self, network: PeerNetwork) -> tuple[RunFileText, ModelLayout, FirstCheckpoint]:

@@ -35,8 +35,7 @@ def demo(
     """Train a small model with a whole swarm on this machine, and take the model home."""
     import psutil
 
-    from noloco_node.demo.options import SLOWDOWN, DemoConfig, fitting_replicas
-    from noloco_node.demo.run import demonstrate
+    from noloco_node.demo.run import SLOWDOWN, DemoConfig, demonstrate, fitting_replicas
 
     config = DemoConfig(
         stages=stages,
@@ -53,7 +52,7 @@ def demo(
 
 @dataclass(frozen=True)
 class SimulateOptions:
-    """What `simulate` is told of the swarm, and of what to do with it."""
+    """The options of `simulate`."""
 
     peers: Annotated[
         int | None,

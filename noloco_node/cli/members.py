@@ -1,6 +1,6 @@
 """`noloco-node members`: the owner of a run lets peers in and shuts them out, with its key and its list.
 
-That needs no network. A revocation is handed to a bootstrap peer afterwards, which says whether it has taken it.
+Only the last step of a revocation needs the network: the command hands the list to a bootstrap peer, which confirms it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ TRY = (
 
 
 class MemberAction(StrEnum):
-    """What `members` does."""
-
     LIST = "list"
     INVITE = "invite"
     REVOKE = "revoke"
@@ -55,7 +53,7 @@ class MemberAction(StrEnum):
 
 @dataclass(frozen=True)
 class MemberOptions:
-    """What the owner of a run says to `members`."""
+    """The options of `members`."""
 
     who: Annotated[
         str | None,
@@ -74,8 +72,8 @@ class MemberOptions:
             show_default=False,
         ),
     ] = None
-    days: Annotated[float, typer.Option(metavar="X", min=0.0, help="How long the invite lasts, or the ban.")] = 30.0
-    note: Annotated[str, typer.Option(help="Whom it is for; kept in your list alone.", show_default=False)] = ""
+    days: Annotated[float, typer.Option(metavar="X", min=0.0, help="Days that the invite or the ban lasts.")] = 30.0
+    note: Annotated[str, typer.Option(help="The person it is for; only your list keeps it.", show_default=False)] = ""
     may_sign: Annotated[
         bool, typer.Option("--may-sign", help="Let the peer host a bootstrap peer that signs tickets for others.")
     ] = False
@@ -98,7 +96,7 @@ def members(
 
 
 def administer(action: MemberAction, options: MemberOptions) -> str:
-    """Do what the owner wants, and say what was done; `UserError` where it cannot be."""
+    """Do what the owner asks for, and return what was done; `UserError` if it cannot be done."""
     recipe = RunFileText(read_run_text(options.run), str(options.run))
     if recipe.run.admission.owner is None:
         raise config_error(
@@ -122,7 +120,7 @@ def administer(action: MemberAction, options: MemberOptions) -> str:
 
 
 def _invite(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey) -> str:
-    """Sign a ticket for a peer, or a single-use invite for whoever shows it first; return the invite."""
+    """Sign a ticket for a peer, or a single-use invite for the first peer that shows it; return the invite."""
     if options.invite is None:
         raise _usage("An invite needs addresses.", "--invite with the line that `noloco-node bootstrap` printed")
     base = invites.parse(invite_text(options.invite) or "")
@@ -166,9 +164,9 @@ def _shut_out(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKe
 
 
 def _subject(who: str | None, members: MemberList) -> str:
-    """Return the key that is meant."""
+    """Return the key that the owner means."""
     if who is None:
-        raise _usage("Whom?", "a peer id, or the first digits of a key that `noloco-node members list` prints")
+        raise _usage("Which peer?", "a peer id, or the first digits of a key that `noloco-node members list` prints")
     key = key_of(who)
     if key is not None:
         return key.hex()
@@ -180,12 +178,12 @@ def _subject(who: str | None, members: MemberList) -> str:
 
 
 def _longest_life(subject: str, members: MemberList, rule: str, now_s: float) -> int:
-    """Return until when a key may have a ticket, as far as we know; 0 where we know of none.
+    """Return the latest end of a ticket that a key may have; 0 if it can have none.
 
-    A key that the list does not name may have come by any single-use invite in it, or by any delegate.
+    A key that the list does not name may have entered by any single-use invite in it, or by any delegate.
     """
     lives = [each.until for each in members.issued if each.key == subject] or [each.until for each in members.issued]
-    if rule == "open":  # a bootstrap peer gives tickets to whoever asks
+    if rule == "open":  # a bootstrap peer gives a ticket to every peer that asks
         lives.append(int(now_s) + OPEN_DAYS * DAY_S)
     return max((life for life in lives if life > now_s), default=0)
 
@@ -216,7 +214,7 @@ def _usage(what: str, hint: str, why: str = "`noloco-node members` was not told 
 
 
 async def _revocation_report(options: MemberOptions) -> str:
-    """Say in one line whether a bootstrap peer of the run has the owner's list."""
+    """Say whether a bootstrap peer of the run has the owner's list."""
     recipe = RunFileText(read_run_text(options.run), str(options.run))
     invite = _bootstrap_invite(options, recipe.digest)
     if invite is None:
@@ -237,7 +235,7 @@ async def _revocation_report(options: MemberOptions) -> str:
 
 
 async def confirmation(access: RunAccess, network: PeerNetwork, options: MemberOptions) -> str:
-    """Hand the owner's list to the bootstrap peers of the invite, and say what they answer."""
+    """Hand the owner's list to the bootstrap peers of the invite, and return their answer."""
     members = load_members(options.run)
     access.take_revocations(members.signed)
     await access.enter(network)
@@ -256,7 +254,7 @@ async def confirmation(access: RunAccess, network: PeerNetwork, options: MemberO
 
 
 def _bootstrap_invite(options: MemberOptions, digest: str) -> invites.Invite | None:
-    """Return the invite that was given, or the one of a bootstrap peer of this run that lives on this machine."""
+    """Return the given invite, or that of a bootstrap peer of this run that lives on this machine."""
     if options.invite is not None:
         return invites.parse(invites.found(invite_text(options.invite), default_home("bootstrap")))
     try:

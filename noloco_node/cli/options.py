@@ -31,14 +31,16 @@ TYPED_SECRET = (
 
 
 def invite_text(given: str | None) -> str | None:
-    """Return an invite as typed, or read it: from a file, or from the standard input (`-`). What is typed shows in
-    the list of processes, which a person is told of a secret. `UserError` where a file cannot be read."""
+    """Return an invite as typed, or read it from a file or the standard input (`-`).
+
+    Warns of a typed secret, which the list of processes shows. Raises `UserError` if a file cannot be read.
+    """
     if given is None:
         return None
     if given == "-":
         return sys.stdin.readline().strip()
     path = os.path.expanduser(given)
-    if not os.path.isfile(path):  # which no invite is too long for
+    if not os.path.isfile(path):  # unlike Path.is_file, this takes a text of any length
         if given in sys.argv and "#" in given and not given.endswith("#open"):
             warn(TYPED_SECRET)
         return given
@@ -50,7 +52,7 @@ def invite_text(given: str | None) -> str | None:
 
 
 def directory_there(given: Path | None) -> Path | None:
-    """Return a directory that a person named; `UserError` (CONFIG) where there is none."""
+    """Return a directory that a person named; `UserError` (CONFIG) if it does not exist."""
     if given is not None and not given.expanduser().is_dir():
         why = "it is a file" if given.expanduser().exists() else "nothing has this name"
         hint = "an existing directory; it is read relative to the one in which the command was started"
@@ -187,12 +189,12 @@ WebOpenOption = Annotated[
 
 
 def default_home(kind: str) -> Path:
-    """Return where a node, or a bootstrap peer, lives unless its owner says otherwise."""
+    """Return the usual home of a node, or of a bootstrap peer."""
     return Path.home() / ".noloco" / kind
 
 
 def page_place(web: str | None, *, is_open: bool, home: HomePaths | None = None) -> PagePlace | None:
-    """Return where a page is to be served, if at all; raise `UserError` where that is no place.
+    """Return where to serve a page, if at all; raise `UserError` if `web` is no place.
 
     `home`: keeps the token, so that the address stays the same after a restart.
     """
@@ -213,7 +215,7 @@ def page_place(web: str | None, *, is_open: bool, home: HomePaths | None = None)
 
 @dataclass(frozen=True)
 class JoinOptions:
-    """What one peer may choose for itself, whatever the run: what an owner says of this machine to `join`."""
+    """The options of `join`: what the owner of this machine chooses for this peer alone."""
 
     stage: Annotated[
         int | None,
@@ -331,15 +333,15 @@ class JoinOptions:
 
     @cached_property
     def allowance(self) -> OwnerLimits:
-        """What the owner lets a node take of the line, and when; raises `UserError` where that cannot be read."""
+        """The owner's limits of line and hours; raises `UserError` if they cannot be read."""
         return read_owner_limits(self.max_upload, self.max_download, self.monthly_cap, self.hours)
 
     @cached_property
     def most_memory_bytes(self) -> int | None:
-        """What the run may take of the device's memory; None: all that is free."""
+        """The bytes of the device's memory that the run may use; None is all that is free."""
         return None if self.max_memory is None else read_size(self.max_memory, "--max-memory")
 
     @cached_property
     def most_disk_bytes(self) -> int | None:
-        """What the run's model may take of the disk when it is fetched; None: all that is free."""
+        """The bytes of disk that downloads of the run's model may use; None is all that is free."""
         return None if self.max_disk is None else read_size(self.max_disk, "--max-disk")

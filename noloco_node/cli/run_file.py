@@ -1,4 +1,4 @@
-"""`noloco-node init` and `check`: write the run file of a run, and say what one means, also on named machines."""
+"""`noloco-node init` and `check`: write a run file, and explain one, also for given machines."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ USUAL: dict[str, Any] = {
     "tflops": 60.0,
     "latency_ms": 60.0,
 }
-"""What is left out of machines that are named, in the order in which they are told."""
+"""Defaults of machines, in the order in which messages list them."""
 
 
 @dataclass(frozen=True)
 class MachineOptions:
-    """Equal machines. Where none of these is given, nothing is planned; else those left out are as USUAL."""
+    """Equal machines. Options left out are as in USUAL; if all are left out, nothing is planned."""
 
     gpu: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory of a machine's GPU.", show_default=USUAL["gpu"])
@@ -76,13 +76,12 @@ class MachineOptions:
 
     @property
     def are_given(self) -> bool:
-        """Whether machines were named."""
         return self != MachineOptions()
 
     def completed_from(self, path: Path) -> MachineOptions:
-        """Return these, with what was left out as the comment of the run file at `path` names it, if it names any.
+        """Return these, completed by the machines that the comment of the run file at `path` names, if any.
 
-        Raises `UserError` (Exit.CONFIG) where that cannot be read.
+        Raises `UserError` (Exit.CONFIG) if that comment cannot be read.
         """
         named = machines_of(path.read_text(encoding="utf-8"))
         if named is None:
@@ -101,19 +100,18 @@ class MachineOptions:
             ) from error
 
     def in_words(self) -> str:
-        """Return them as they are typed, those that were left out too."""
+        """Return all options as a person types them."""
         told = ((name, f"{each:g}" if isinstance(each, float) else each) for name, each in self._all().items())
         return " ".join(f"--{name.replace('_', '-')} {each}" for name, each in told)
 
     def machines(self) -> Machines:
-        """Return the machines; raise `UserError` (Exit.USAGE) where they cannot be read."""
         figures = self.figures()  # a refusal comes before torch is loaded
         from noloco_node.planning.throughput import Machines
 
         return Machines(**figures)
 
     def figures(self) -> dict[str, Any]:
-        """Return the fields of the machines; raise `UserError` (Exit.USAGE) where they cannot be read."""
+        """Return the fields of `Machines`; raise `UserError` (USAGE) if one cannot be read."""
         all_ = self._all()
         down, both, up = all_["line"].partition("/")
         return {
@@ -152,8 +150,8 @@ def init(
         AdmissionRule | None,
         typer.Option(
             metavar="RULE",
-            help="Give the run an owner who says who may take part: open (a ticket for whoever works for it), invited "
-            "(an invite is for one identity) or listed.",
+            help="Give the run an owner who says who may take part: open (a ticket for every peer that works for it), "
+            "invited (an invite is for one identity) or listed.",
             show_default="no owner: whoever has the invite",
         ),
     ] = None,
@@ -161,8 +159,8 @@ def init(
     """Write a commented run file, the recipe that all peers of a run share.
 
     With machines (any of --gpu, --ram, --line, --peers, --tflops, --latency-ms)
-    it is cut for them: stages, windows, codec and rounds for the most tokens a
-    second that fit, with the preset's budget of tokens.
+    the command plans the run for them: stages, windows, codec and rounds for the
+    most tokens a second that fit, with the preset's budget of tokens.
     """
     with unwound():
         typer.echo(write_run(path, preset, origin, admission, options, overwrite=force))
@@ -177,9 +175,9 @@ def write_run(
     *,
     overwrite: bool,
 ) -> str:
-    """Write a run file, with an owner where there is a rule, and return what was done; a key that is there stays.
+    """Write a run file, with an owner if there is a rule; return what was done. An existing key stays.
 
-    `origin`: a checkpoint to go on from. `options`: machines for which it is planned, if there are any.
+    `origin`: a checkpoint to go on from. `options`: machines to plan for, if any.
     """
     options.figures()
     if origin is None:
@@ -216,12 +214,12 @@ def check(
     max_download: DownloadOption = None,
     monthly_cap: CapOption = None,
 ) -> None:
-    """Say what a run file means (memory, bytes, work, efficiency), or which field is wrong and why.
+    """Explain a run file (memory, bytes, work, efficiency), or say which field is wrong and why.
 
-    Also what to expect on the machines that the file's comment names, or on
-    others, and what a bandwidth budget carries; this part is text only.
+    As text, the report also says what to expect on the machines that the file's
+    comment or the options name, and what a bandwidth budget carries.
     """
-    # What cannot be read is said before torch is loaded, and before a long report, not below it.
+    # Refuse bad values before loading torch and before a long report.
     allowance = read_owner_limits(max_upload, max_download, monthly_cap, None)
     _ = options.figures(), load_run(path)
     from noloco_node.planning import bandwidth, plan_text

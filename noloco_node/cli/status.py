@@ -1,6 +1,6 @@
-"""`noloco-node status` and `watch`: a swarm seen from outside, by anybody who holds an invite.
+"""`noloco-node status` and `watch`: a swarm as a visitor with an invite sees it.
 
-`status` prints one table. `watch` shows a picture of the swarm as it is now, or as the journals of a run have it.
+`status` prints one table. `watch` shows the swarm as it is now, or as the journals of a run recorded it.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 DRAW_EVERY_S = 1.0
 PLAY_EVERY_S = 0.1
 PLAIN_MOMENTS = 40
-"""Of a recording that is told in lines."""
+"""Views of a recording that is printed as lines."""
 MOST_SOURCES_SHOWN = 64
-"""Sources that the table shows."""
+"""The most sources in the table."""
 
 
 def status(
@@ -62,7 +62,7 @@ def status(
     home: HomeOption = None,
     owner_run: OwnerOption = OWNER_RUN,
 ) -> None:
-    """Print who serves what: stages, replicas, speeds, rounds, progress, losses."""
+    """Print the peers of each stage with their speeds, rounds, progress and losses."""
     home = home or default_home("node")
     typer.echo(
         run(look(invites.found(invite, home), as_json=as_json, visitor=Visitor(tuple(local or ()), home, owner_run)))
@@ -73,7 +73,7 @@ async def look(invite: str, *, as_json: bool, visitor: Visitor) -> str:
     """Return a table, or one JSON object, of all peers of a run."""
     async with visited(invite, visitor) as (_, recipe, membership):
         roster, late = membership.roster, membership.news_age_s
-    # What stands on a screen, or in a log, lets nobody in who reads it there.
+    # Without its secret: others may read the screen or the log.
     wider = invites.without_secret(invites.widened(invites.parse(invite), some_addresses(roster)))
     if as_json:
         return msgspec.json.encode(summary(recipe, roster, wider)).decode()
@@ -81,7 +81,6 @@ async def look(invite: str, *, as_json: bool, visitor: Visitor) -> str:
 
 
 def summary(recipe: RunFileText, roster: Roster, invite: str) -> dict[str, Any]:
-    """Return what `--json` prints."""
     view = _view(recipe, roster)
     return {
         "run": recipe.run.name,
@@ -102,15 +101,15 @@ def summary(recipe: RunFileText, roster: Roster, invite: str) -> dict[str, Any]:
 
 
 def picture(recipe: RunFileText, roster: Roster, late: Mapping[str, float] = MappingProxyType({})) -> str:
-    """Return a table of all peers, stage by stage, and below it what some of them wait for.
+    """Return a table of all peers by stage, and below it what some of them wait for.
 
-    `late`: of peers that may be dead the age of their last news, in seconds.
+    `late`: seconds since the last news of peers that may be dead.
     """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     view = _view(recipe, roster)
-    # Within eighty columns: names and figures whole. Words have lines of their own.
+    # Names and figures fit eighty columns; words follow on lines of their own.
     table = Table(
         title=f"{recipe.run.name} ({recipe.digest[:12]}), {view.progress:.1%} of the token budget",
         caption="ms: device time of a microbatch",
@@ -173,7 +172,7 @@ def _row(record: PeerRecord) -> tuple[str, ...]:
 
 
 def _said(words: str | None) -> str:
-    """Return what a stranger says of itself as plain text: neither markup nor signs that move a terminal's cursor."""
+    """Return a stranger's words as plain text, without markup or control characters of a terminal."""
     from rich.markup import escape
 
     return escape(plain(words))
@@ -184,7 +183,7 @@ def _view(recipe: RunFileText, roster: Roster) -> SwarmView:
 
 
 class Shown(NamedTuple):
-    """How a swarm is to be shown. `once`: and no more; `page`: where in a browser too."""
+    """How to show a swarm. `once`: print one view and leave; `page`: where to show it in a browser."""
 
     once: bool
     as_json: bool
@@ -205,7 +204,7 @@ def watch(
         bool,
         typer.Option("--journal", help="Play the journals of a run that is over, or crashed, forward and back."),
     ] = False,
-    once: Annotated[bool, typer.Option("--once", help="Print the present state, or the last, and leave.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the present view, or the last one, and leave.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, instead of a picture.")] = False,
     home: HomeOption = None,
     local: LocalOption = None,
@@ -213,7 +212,7 @@ def watch(
     web: WebOption = None,
     web_open: WebOpenOption = False,
 ) -> None:
-    """Show what a swarm does and what holds it back: live on a terminal, in lines elsewhere. Ctrl-C ends it."""
+    """Show a swarm at work and its bottleneck: live on a terminal, as lines elsewhere. Ctrl-C ends it."""
     given = places or []
     shown = Shown(once, as_json, page_place(web, is_open=web_open))
     if journal:
@@ -311,6 +310,6 @@ def _console(*, plain: bool) -> Console:
 
 
 def _print_view(view: SwarmView, *, as_json: bool) -> None:
-    # Whoever reads on has the course already, moment by moment.
+    # A reader of the lines has the course already, moment by moment.
     brief = msgspec.structs.replace(view, course=())
     typer.echo(msgspec.json.encode(brief).decode() if as_json else "\n".join(lines(view)))

@@ -19,7 +19,7 @@ _BYT5_END, _BYT5_OFFSET = 1, 3
 
 
 class Encoder(NamedTuple):
-    """What blocks need of a tokenizer. `encode`: text to int32 ids. `end`: the end token. `name`: identifies it.
+    """A tokenizer, as blocks use it. `encode`: text to int32 ids. `end`: the end token. `name`: identifies it.
 
     `begin`: the tokens with which the tokenizer begins a text, often none; a model trained with them expects them.
     """
@@ -30,7 +30,6 @@ class Encoder(NamedTuple):
     begin: tuple[int, ...] = ()
 
     def document(self, text: str) -> Tensor:
-        """Return the ids of a whole document."""
         ids = self.encode(text)
         begin, end = (torch.tensor(tokens, dtype=ids.dtype) for tokens in (self.begin, (self.end,)))
         return torch.cat([begin, ids, end])
@@ -111,7 +110,7 @@ def open_tokenizer(data: DataConfig) -> Any:
         if data.tokenizer_commit is None:
             return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         return AutoTokenizer.from_pretrained(data.tokenizer, revision=data.tokenizer_commit, trust_remote_code=False)
-    except Exception as error:  # its files may be anybody's, and the library raises whatever comes of them
+    except Exception as error:  # a stranger may have written its files, and the library raises all kinds of errors
         raise config_error(
             f"The tokenizer {data.tokenizer} cannot be loaded.",
             why=" ".join(str(error).split())[:500],

@@ -1,16 +1,16 @@
-"""Children that never outlive their parent.
+"""Child processes that never outlive their parent.
 
-Three measures, each for the case that the one before fails. `Children.stop` asks all at once to leave (SIGINT), waits,
-insists (SIGTERM), waits, and kills what is left of each child's process group, which holds its libp2p daemon too.
-`Children.kill` does the last step alone, and awaits nothing. And each child watches a pipe from its parent:
+`Children.stop` asks all children to leave (SIGINT), waits, insists (SIGTERM), waits, and kills the rest of each child's
+process group, which holds its libp2p daemon too. `Children.kill` does the last step alone, at once. For a parent that
+dies itself, each child watches a pipe from it:
 
     python -m noloco_node.demo.child_processes MODULE [ARGUMENT ...]
 
-runs a module as `python -m` would, and interrupts its own process when standard input ends, as Ctrl-C would, then more
-firmly. However the parent dies, even by a signal that nobody can catch, the kernel closes the parent's end of the pipe.
+runs a module as `python -m` would, and interrupts its own process when standard input ends. However the parent dies,
+the kernel closes its end of the pipe.
 
-A child is started by one synchronous call: at no moment does a process exist of which nobody knows. Its output goes to
-files, so that a full pipe can block nobody and the last words of a dead child can be read.
+One synchronous call starts a child and registers it. Its output goes to files, so no full pipe blocks it, and the last
+words of a dead child can be read.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from noloco_node.errors import COMPLAINT, Exit, UserError
 
 POLL_S = 0.05
 FIRMER_AFTER_S = 15.0
-"""Seconds between an interrupt and a termination, and again until the kill, of a child whose parent is gone."""
+"""Seconds from the interrupt to the termination, and again to the kill, of a child whose parent is gone."""
 LAST_WORDS = 12
 """Lines of a dead child's output that an error message quotes."""
 
 
 class KillPolicy(NamedTuple):
-    """Seconds that a child gets to leave by itself after each signal."""
+    """Seconds that a child has to leave after each signal."""
 
     interrupt_s: float = 15.0
     terminate_s: float = 3.0
@@ -57,7 +57,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process, the process group and the session have one number."""
+        """The id of the process, of its group and of its session."""
         return self._process.pid
 
     @property
@@ -95,7 +95,6 @@ class Child:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     async def ended(self) -> int:
-        """Wait for its end and return the exit code."""
         while (code := self.exit_code) is None:  # noqa: ASYNC110 - not every system makes an event of a child's end
             await asyncio.sleep(POLL_S)
         return code
@@ -128,7 +127,7 @@ class Child:
         return told[-1].strip(" |") if told else "(it said nothing)"
 
     def trouble(self, what: str) -> UserError:
-        """Return an error that quotes the child; it carries the child's own exit code where that is documented."""
+        """Return an error that quotes the child, with the child's own exit code if that is documented."""
         code, end = self.exit_code, self.end
         known = {item.value for item in Exit} - {Exit.OK.value}
         return UserError(
@@ -139,19 +138,19 @@ class Child:
         )
 
     def signal(self, number: signal.Signals) -> None:
-        """Signal the process alone, where it still runs."""
+        """Signal the process alone, if it still runs."""
         if self.exit_code is None:
             self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill it and what belongs to it, and remove the sockets that they leave."""
+        """Kill it and its group, and remove the sockets that they leave."""
         sockets = bound_sockets([self.pid])
         self.signal(signal.SIGKILL)
         self.sweep()
         _unlink_sockets(sockets)
 
     def sweep(self) -> None:
-        """Kill what is left of the process group, once: the number may belong to others afterwards."""
+        """Kill the rest of the process group, once: later the number may belong to others."""
         if self._swept:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):  # it is empty, or holds only the dead
@@ -162,8 +161,6 @@ class Child:
 
 
 class Children:
-    """All processes of one demo."""
-
     def __init__(self, policy: KillPolicy | None = None) -> None:
         self._policy = policy or KillPolicy()
         self._children: list[Child] = []
@@ -185,11 +182,10 @@ class Children:
         return child
 
     def running(self) -> list[Child]:
-        """Return the children that have not ended."""
         return [child for child in self._children if child.exit_code is None]
 
     async def stop(self) -> None:
-        """End them all, politely first; return when none is left. Cancelled, it kills at once."""
+        """End them all, politely at first; if cancelled, kill at once."""
         sockets = bound_sockets(child.pid for child in self._children)
         try:
             for number, wait_s in (
@@ -206,7 +202,7 @@ class Children:
         _unlink_sockets(sockets)
 
     def kill(self) -> None:
-        """Kill every process of every child now; nothing is awaited."""
+        """Kill every process of every child, and await nothing."""
         for child in self._children:
             child.sweep()
 

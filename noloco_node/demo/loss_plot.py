@@ -1,9 +1,8 @@
-"""loss.png: what the swarm learned, and how far apart its replicas were meanwhile.
+"""loss.png: the loss of the swarm, and how far apart its replicas were.
 
-Above, the training loss of each source over the tokens of the whole run, with the verdicts as lines and marks at the
-right: the merged model, the mean of the single replicas, and what counting bytes alone would reach. Below, the gap of
-each peer after each of its rounds. A grey band: a peer is away. Everything is labelled where it is drawn; there is no
-legend to search.
+The upper panel has the training loss of each source over the tokens of the whole run, and at the right the losses of
+the merged model, of the single replicas, and of counting bytes alone. The lower panel has the gap of each peer after
+each of its rounds. In a grey band a peer is away. Labels stand beside their curves.
 """
 
 from __future__ import annotations

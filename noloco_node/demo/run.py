@@ -1,14 +1,21 @@
 """The demo from beginning to end: calibrate, bootstrap, join, watch, evaluate, sum up, and leave nothing running.
 
-Children do all work, and this process only reads their journals: so it never loads torch, draws smoothly, and answers
-Ctrl-C at once, whenever it comes. A peer that dies does not end the demo, as it does not end a swarm; the demo ends in
-an error only where no source is left.
+Children do all work; this process reads their journals and never loads torch, so it draws smoothly and answers Ctrl-C
+at once. A peer that dies does not end the demo; the demo ends in an error only if no source is left.
+
+The directory of a demo holds demo.json (its options), run.toml, the homes of its peers (`bootstrap`, `0a`, `0b`, ...),
+`model`, loss.png, summary.txt and summary.json. A demo never writes over files: beside an earlier demo it takes the
+next free number (`noloco-demo-2`).
+
+The slow replica of a heterogeneous swarm is the last of the last stage. Routes decide what it gets, so the demo shows
+that the others send it no more than it can take; a slow source would only draw less.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import string
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,11 +26,11 @@ import msgspec
 import psutil
 from rich.console import Console
 
+from noloco_node import __version__
 from noloco_node.demo import swarm_processes
 from noloco_node.demo.child_processes import Child, Children
-from noloco_node.demo.options import DemoConfig, check, claim_output_dir, mark, peer_name
 from noloco_node.demo.summary import ModelScores, Outage, Summary, lines, summarise
-from noloco_node.errors import UserError
+from noloco_node.errors import Exit, UserError
 from noloco_node.journal.events import Event
 from noloco_node.journal.reader import Tail
 from noloco_node.observe.journal_observer import JournalObserver
@@ -38,9 +45,136 @@ from noloco_node.units import format_bytes, format_clock
 from noloco_node.web.places import PagePlace
 from noloco_node.web.server import Page, page_served
 
+MOST_PEERS = 64
+PEER_BYTES = 2**29
+"""Memory of a peer and its daemon, about."""
+MANY, FEW = 3, 2
+"""Replicas of a stage; only of three can one see that two drift apart while they meet others."""
+SLOWDOWN = 4.0
+"""Of the slow replica of a heterogeneous demo."""
+MARK = "demo.json"
+NUMBERS = 1000
+
+
+class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of a demo. `minutes`: of training, without start and evaluation. `steps`: inner steps of each source,
+    instead of `minutes`.
+
+    `slowdown`: how many times slower the last replica of the last stage acts. `evaluated`: export and evaluate the
+    model at the end. `outage`: kill the first replica of the last stage on the way, and start it again.
+    """
+
+    stages: int = 2
+    replicas: int = 2
+    minutes: float = 2.0
+    home: Path = Path("noloco-demo")
+    seed: int = 0
+    slowdown: float = 1.0
+    steps: int | None = None
+    evaluated: bool = True
+    outage: bool = False
+
+    @property
+    def peers(self) -> int:
+        return self.stages * self.replicas
+
+    @property
+    def slow_peer(self) -> str | None:
+        return peer_name(self.stages - 1, self.replicas - 1) if self.slowdown > 1 else None
+
+    @property
+    def bytes(self) -> int:
+        """About the memory of all peers and the bootstrap peer."""
+        return (self.peers + 1) * PEER_BYTES
+
+    @property
+    def killed_peer(self) -> str | None:
+        """The name of the peer to kill, if any: never the only replica of a stage."""
+        return peer_name(self.stages - 1, 0) if self.outage and self.replicas > 1 else None
+
+
+def fitting_replicas(stages: int, memory_bytes: int) -> int:
+    """Return how many replicas of each stage a machine with so much free memory shows best."""
+    return MANY if DemoConfig(stages=stages, replicas=MANY).bytes <= memory_bytes else FEW
+
+
+def check(demo: DemoConfig) -> None:
+    """Raise `UserError` (Exit.USAGE) for a demo that no machine can run."""
+    if demo.peers > MOST_PEERS:
+        raise UserError(
+            f"{demo.stages} stages of {demo.replicas} replicas are too many for one machine",
+            why=f"each peer is two processes and about half a gibibyte; the demo starts at most {MOST_PEERS} peers",
+            hint="fewer stages or replicas",
+            code=Exit.USAGE,
+        )
+    if demo.slow_peer is not None and demo.replicas < 2:
+        raise UserError(
+            "a heterogeneous demo needs two replicas in each stage",
+            why="one is slowed down, and the others of its stage make up for it",
+            hint="--replicas 2 or more",
+            code=Exit.USAGE,
+        )
+
+
+def mark(demo: DemoConfig, started_at: float) -> bytes:
+    """Return the content of demo.json: the options, and the start in unix seconds."""
+    content = {"version": __version__, "started_at": started_at, **msgspec.structs.asdict(demo)}
+    return msgspec.json.encode(content, enc_hook=str) + b"\n"
+
+
+def peer_name(stage: int, replica: int) -> str:
+    """Return 0a, 0b, ... 0z, 0aa, 0ab, ..."""
+    letters = ""
+    while replica >= 0:
+        replica, last = divmod(replica, 26)
+        letters, replica = string.ascii_lowercase[last] + letters, replica - 1
+    return f"{stage}{letters}"
+
+
+def claim_output_dir(wanted: Path, mark: bytes) -> Home:
+    """Lock `wanted`, or its next free number where an earlier demo lies there, and write `mark` into it.
+
+    Raises `UserError` where it holds other files, or cannot be written.
+    """
+    wanted = wanted.expanduser().absolute()
+    if (names := _names(wanted)) and MARK not in names:
+        raise UserError(
+            f"{wanted} is not empty, and not a demo's",
+            why=f"it holds {', '.join(sorted(names)[:5])}",
+            hint="give another directory with --home",
+            code=Exit.USAGE,
+        )
+    for number in range(1, NUMBERS):
+        candidate = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        if _names(candidate):
+            continue
+        try:
+            home = Home.open(candidate)
+        except UserError as trouble:
+            if trouble.code is Exit.HOME_IN_USE:  # another demo, a moment ahead of us
+                continue
+            raise
+        write_whole(home.path / MARK, mark)
+        return home
+    raise UserError(
+        f"{NUMBERS} demos lie beside {wanted}",
+        why="each keeps its directory",
+        hint="remove some of them, or give another directory with --home",
+        code=Exit.USAGE,
+    )
+
+
+def _names(path: Path) -> set[str]:
+    """Return the files of a directory without the lock, which a demo that died at once leaves."""
+    try:
+        return {entry.name for entry in path.iterdir()} - {"lock"}
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
+
+
 SHOW_EVERY_S = 0.25
 LATE_S = 60.0
-"""How long the other stages may still finish after the last source has."""
+"""The other stages have so long to finish after the last source."""
 NEXT = (
     "The same on two machines, with your own text (docs/tutorial.md tells each step):",
     "  first    noloco-node init --preset tiny",
@@ -52,7 +186,7 @@ NEXT = (
 
 @dataclass(slots=True)
 class Peer:
-    """One peer of the demo: its process, its journal, and what came of it so far."""
+    """One peer of the demo: its process, its journal, and its history."""
 
     child: Child
     home: Path
@@ -65,13 +199,13 @@ class Peer:
         return self.history.finished is not None or self.child.exit_code is not None
 
     def news(self) -> Iterator[Event]:
-        """Yield what its journal has to say by now, and was not read yet."""
+        """Yield the events of its journal that were not read yet."""
         while news := self.tail.poll():
             yield from news
 
 
 async def demonstrate(demo: DemoConfig, page_at: PagePlace | None = None) -> None:
-    """Run a whole swarm on this machine, and show it at `page_at` too; raise `UserError` where it cannot be done."""
+    """Run a whole swarm on this machine, and show it at `page_at` too; raise `UserError` if it cannot."""
     check(demo)
     started_at = time.time()
     with claim_output_dir(demo.home, mark(demo, started_at)) as home:
@@ -80,8 +214,6 @@ async def demonstrate(demo: DemoConfig, page_at: PagePlace | None = None) -> Non
 
 
 class _Demo:
-    """One demo under way."""
-
     def __init__(self, demo: DemoConfig, home: Home, started_at: float, page: Page | None) -> None:
         self._demo, self._home, self._started_at, self._page = demo, home, started_at, page
         self._console, self._children = Console(), Children()
@@ -141,7 +273,7 @@ class _Demo:
         return run
 
     async def _affordable_steps(self) -> int:
-        """Measure what this machine can do; return how many inner steps of each source fit into the time asked for."""
+        """Measure this machine; return how many inner steps of each source fit into the time asked for."""
         demo, cores = self._demo, swarm_processes.cores()
         self._say(f"calibrating: how fast can {min(cores, demo.peers)} of {cores} cores train this model?")
         run = self._write_run(steps=100)
@@ -201,7 +333,7 @@ class _Demo:
             raise sources[0].child.trouble("no source finished its training")
 
     def _play_outage(self, progress: float, observer: JournalObserver) -> None:
-        """Kill the peer whose outage is shown, or start it again, where that is due."""
+        """Kill the peer of the outage, or start it again, if that is due."""
         if self._outage is None:
             return
         now = time.time()
@@ -227,7 +359,7 @@ class _Demo:
         return await swarm_processes.evaluation(self._children, self._invite, homes, model, logs)
 
     def _report(self, scores: ModelScores | None) -> None:
-        """Write and print what came of it, from the journals as the peers left them."""
+        """Write and print the summary, from the journals as the peers left them."""
         from noloco_node.demo.loss_plot import picture
 
         for peer in self._peers:

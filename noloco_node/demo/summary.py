@@ -1,8 +1,7 @@
-"""What a swarm has done, in numbers: from the histories of its peers, and from the scores of its model.
+"""The summary of a demo, from the histories of its peers and the scores of its model; without files or clock.
 
-Pure: no file, no clock. `lines` is what a person reads, and the struct itself is `summary.json`. Beside them stands the
-`Outage` that the demo plays: one peer is killed without warning and started again, so that one sees what the others do
-meanwhile.
+`lines` is for a person, the struct itself is `summary.json`. `Outage` says when the demo kills one peer without warning
+and starts it again, so that one sees what the others do meanwhile.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.units import format_bytes
 
 KILLED_AT = 0.3
-"""Share of the run after which the peer is killed: late enough for a usual speed, and early enough for its return."""
+"""The peer is killed at this share of the run: after the speed has settled, and early enough for its return."""
 AWAY_S = 5.0
-"""Between its end and its new start; to load its libraries and copy the weights takes it longer."""
+"""From its end to its new start; it then loads its libraries and copies the weights."""
 
 
 class ModelScores(msgspec.Struct, frozen=True, kw_only=True):
-    """What the trained model is worth; losses in mean nats a token on one and the same held-out text.
+    """Losses of the trained model in mean nats a token, all on the same held-out text.
 
-    `replicas`: loss of the merged model with one replica in its stage's place, by that replica. `unigram`: entropy of
-    the tokens' own distribution.
+    `replicas`: loss of the merged model with one replica in its stage's place. `unigram`: entropy of the tokens' own
+    distribution.
     """
 
     merged: float
@@ -42,16 +41,15 @@ class ModelScores(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def single(self) -> float:
-        """Mean loss over the replicas."""
         return fmean(self.replicas.values())
 
 
 class OutageSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What an outage did. `progress`: share of the run at the kill. `away_s`: until its first inner step afterwards.
+    """The effect of an outage. `progress`: share of the run at the kill. `away_s`: until its next inner step; None if
+    the peer took none before the run was over.
 
     `from_tokens`, `to_tokens`: what the swarm had trained on at the kill, and at the return. Speeds are in tokens/s of
-    the whole swarm: until the kill, until the return, and from then on. None: the peer never came back to work before
-    the run was over.
+    the whole swarm.
     """
 
     peer: str
@@ -66,7 +64,7 @@ class OutageSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Outage:
-    """The outage of `peer`, a name. Times are unix seconds, tokens those of the whole swarm at that time."""
+    """The outage of the peer of this name. Times are unix seconds, tokens those of the whole swarm by then."""
 
     peer: str
     progress: float = 0.0
@@ -77,7 +75,7 @@ class Outage:
     back_tokens: int = 0
 
     def due(self, progress: float, histories: Sequence[PeerHistory], now: float) -> Literal["kill", "restart"] | None:
-        """Return what is to be done now, and remember when; `progress`: of the run, 0 to 1."""
+        """Return what to do now, and remember when; `progress`: of the run, 0 to 1."""
         history = next(each for each in histories if each.name == self.peer)
         tokens = trained(histories)
         if self.killed_at is None:
@@ -93,7 +91,7 @@ class Outage:
         return None
 
     def summary(self, histories: Sequence[PeerHistory]) -> OutageSummary | None:
-        """Return what came of it; None if nobody was killed."""
+        """Return its effect; None if no peer was killed."""
         began = min((each.began_at for each in histories if each.began_at is not None), default=None)
         if self.killed_at is None or began is None:
             return None
@@ -112,7 +110,7 @@ class Outage:
 
 
 def trained(histories: Sequence[PeerHistory]) -> int:
-    """Return the tokens that the swarm has trained on; they count once, where they were drawn (stage 0)."""
+    """Return the tokens that the swarm has trained on, counted where they were drawn (stage 0)."""
     return sum(history.tokens for history in histories if history.stage == 0)
 
 
@@ -121,10 +119,10 @@ def _rate(tokens: int, seconds: float) -> float | None:
 
 
 class PeerSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One peer, as its history has it. `gap_first` and `gap_last`: after its first and last round with a partner.
+    """One peer, from its history. `gap_first`, `gap_last`: after its first and last round with a partner.
 
-    `busy`: share of its wall time at work, from the end of its first inner step to that of the last, for which its
-    device worked (had a core); None where the journal does not tell. `slowdown`: how many times slower it acted.
+    `busy`: share of the time between its first and last inner step for which its device had a core; None if the journal
+    does not tell. `slowdown`: how many times slower it acted.
     """
 
     name: str
@@ -164,9 +162,7 @@ class ByteTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole swarm. `parameters`: of the model. `seconds`: from the beginning of the first inner step of a source to
-    the end of the last.
-    """
+    """A whole swarm. `parameters`: of the model. `seconds`: from the first inner step of a source to the last one."""
 
     peers: tuple[PeerSummary, ...]
     parameters: int
@@ -179,7 +175,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarise(histories: Sequence[PeerHistory], outage: OutageSummary | None = None) -> Summary:
-    """Sum up a swarm; tokens count once, where they were drawn (stage 0)."""
     sources = [history for history in histories if history.stage == 0]
     began = min((history.began_at for history in sources if history.began_at is not None), default=0.0)
     seconds = max((history.ended_at for history in sources if history.began_at is not None), default=0.0) - began
@@ -299,7 +294,7 @@ def _outage_lines(outage: OutageSummary | None) -> list[str]:
 
 
 def _share_lines(summary: Summary) -> list[str]:
-    """Return a line for each stage: what share of its work each peer did."""
+    """Return a line for each stage with each peer's share of its work."""
     drawn = {peer.name: peer.tokens for peer in summary.peers if peer.stage == 0}
     received = Counter[str]()
     for hop in summary.hops:

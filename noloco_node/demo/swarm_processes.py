@@ -1,11 +1,10 @@
-"""The processes of a whole swarm on this machine: which commands they are, what they answer, how much they can do.
+"""The commands of a swarm on this machine, and how many inner steps its cores can take.
 
     python -m noloco_node.demo.swarm_processes RUN_FILE
 
-is one of them: it trains the run's model for a few seconds and prints `seconds_per_microbatch` and a number. Peers
-compute in one thread each, so a swarm has the arithmetic of as many cores as it has peers, at most all of them. The
-demo starts that many of these processes at once: cores that share a cache, a clock or a quota are as slow in them as in
-the swarm. Daemons, serialisation and waiting are one measured factor, `EFFICIENCY`.
+trains the run's model for a few seconds and prints `seconds_per_microbatch` and a number. Each peer computes in one
+thread, so the demo starts one such process for each peer, at most one for each core, all at once: cores that share a
+cache, a clock or a quota are as slow in them as in the swarm. `EFFICIENCY` stands for daemons, serialisation and waits.
 """
 
 from __future__ import annotations

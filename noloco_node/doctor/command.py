@@ -1,9 +1,9 @@
 """`noloco-node doctor`: look at this machine, visit the swarm of an invite, and say what was found and what to do.
 
-The doctor tries the addresses of the invite one by one, each by a short-lived daemon, so that each has its own cause of
+The doctor tries each address of the invite by a short-lived daemon of its own, so that each has its own cause of
 failure. Then it visits the swarm with the node's listening addresses but without a record, so that no peer counts on
-it. It asks only peers of the swarm, by topics that all of them serve: for the time, for a dial back, for some load.
-Each question has a deadline, and a peer that does not answer is a finding, not a failure.
+it. It asks peers for the time, for a dial back and for some load, each with a deadline. A peer that does not answer is
+a finding, not a failure.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MOST_ASKED = 3
 
 
 class DoctorRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """How the node would be started: what the doctor has to look at."""
+    """The options with which the node would be started."""
 
     home: Path
     device: str = "auto"
@@ -88,7 +88,7 @@ async def examine(invite: str | None, wish: DoctorRequest) -> AsyncIterator[Find
 
 
 def _places(wish: DoctorRequest) -> list[Finding]:
-    """Return what is wrong with the addresses to listen on and to announce, without a swarm to try them in."""
+    """Return errors in the addresses to listen on and to announce; without a swarm they cannot be tried."""
     try:
         check_listen(wish.listen)
         check_announce(wish.announce)
@@ -98,7 +98,7 @@ def _places(wish: DoctorRequest) -> list[Finding]:
 
 
 async def _try_addresses(parsed: invites.Invite) -> list[tuple[PeerAddress, Finding]]:
-    """Try each address of an invite by itself, a few at a time: one that does not answer takes its while."""
+    """Try each address of an invite by itself, a few at a time, because a silent one takes long."""
     turns = asyncio.Semaphore(AT_ONCE)
 
     async def attempt(address: PeerAddress) -> tuple[PeerAddress, Finding]:
@@ -201,7 +201,7 @@ def _ports(addresses: Sequence[str]) -> tuple[int, ...]:
 
 
 def _needs(run_file: RunFileText) -> tuple[list[Need], list[MicrobatchBytes]]:
-    """Return what each stage of a run needs of a machine, and what a microbatch weighs there."""
+    """Return what each stage of a run needs of a machine, and the bytes of a microbatch there."""
     # These imports load torch; before, a wrong invite has been refused already.
     from noloco_node.planning.model_layout import model_layout
     from noloco_node.planning.plan import plan
@@ -240,7 +240,7 @@ class Rates(NamedTuple):
 
 
 async def clock_of(network: PeerNetwork, peer: str, unix_time: Callable[[], float] = time.time) -> float:
-    """Return how far our clock is ahead of a peer's, in seconds; a ConnectionError where the peer does not say."""
+    """Return how far our clock is ahead of a peer's, in seconds; raise `ConnectionError` without an answer."""
     try:
         async with asyncio.timeout(ASK_S), network.talk(peer, TOPIC, SCHEMA) as conversation:
             asked = unix_time()
@@ -267,7 +267,7 @@ def judge_clock(ahead_s: Sequence[float]) -> Finding:
 
 
 async def dialled_back(network: PeerNetwork, peers: Sequence[str], ports: tuple[int, ...]) -> reachability.ReachVerdict:
-    """Ask peers to dial us back at our ports; one that does not answer says nothing."""
+    """Ask peers to dial us back at our ports; those that do not answer do not count."""
 
     request = reachability.DialMe(ports=ports)
 
@@ -290,7 +290,7 @@ async def dialled_back(network: PeerNetwork, peers: Sequence[str], ports: tuple[
 
 
 def judge_reach(verdict: reachability.ReachVerdict, ports: Sequence[int], addresses: Sequence[str]) -> list[Finding]:
-    """Judge whether others can come to us: directly, or else through a relay. `addresses`: our own."""
+    """Judge whether others can reach us, directly or through a relay. `addresses`: our own."""
     about = "dialled back"
     listed = " and ".join(map(str, ports)) or "none"
     relayed = [address for address in addresses if "/p2p-circuit" in address]
@@ -324,7 +324,7 @@ def judge_reach(verdict: reachability.ReachVerdict, ports: Sequence[int], addres
 
 
 async def rates_with(network: PeerNetwork, peer: str) -> Rates | str:
-    """Measure the line with one peer both ways; return why where it is not to be had."""
+    """Measure the line with one peer both ways, or return why it cannot be measured."""
     try:
         async with asyncio.timeout(2 * speed_test.PATIENCE_S):
             down = await _download(network, peer)

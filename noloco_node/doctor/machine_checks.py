@@ -35,7 +35,7 @@ DISK_ROOM = 1.2
 
 
 class Grade(StrEnum):
-    """How a finding is: fine; worth a look; in the way of joining."""
+    """Fine; worth a look; prevents joining."""
 
     GOOD = "good"
     DOUBTFUL = "doubtful"
@@ -43,7 +43,7 @@ class Grade(StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that was looked at. `hint`: what to do about it, where there is something to do."""
+    """One thing that the doctor looked at. `hint`: what to do about it, if anything."""
 
     about: str
     grade: Grade
@@ -52,17 +52,15 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ok(about: str, says: str) -> Finding:
-    """Return a finding with which all is well."""
     return Finding(about=about, grade=Grade.GOOD, says=says)
 
 
 def warn(about: str, says: str, hint: str) -> Finding:
-    """Return a finding that does not keep anybody from joining."""
     return Finding(about=about, grade=Grade.DOUBTFUL, says=says, hint=hint)
 
 
 def fail(about: str, says: str, hint: str) -> Finding:
-    """Return a finding that will prevent joining, or make it useless."""
+    """Return a finding that prevents joining, or makes it useless."""
     return Finding(about=about, grade=Grade.BAD, says=says, hint=hint)
 
 
@@ -70,7 +68,7 @@ _SIGNS = {Grade.GOOD: "ok", Grade.DOUBTFUL: "look", Grade.BAD: "BAD"}
 
 
 def line(finding: Finding) -> str:
-    """Return a finding as plain text, of two lines where there is something to do."""
+    """Return a finding as one line, and a second one with its hint."""
     text = f"{_SIGNS[finding.grade]:>4}  {finding.about}: {finding.says}"
     return text + (f"\n      try: {finding.hint}" if finding.hint else "")
 
@@ -90,7 +88,7 @@ def exit_code(findings: Sequence[Finding]) -> Exit:
 
 
 class Need(NamedTuple):
-    """Bytes that one stage asks for: on a CPU; on a GPU and in main memory beside it; on the disk, for checkpoints."""
+    """Bytes that a stage needs: on a CPU; on a GPU, and in main memory beside it; on the disk, for checkpoints."""
 
     stage: int
     memory: int
@@ -100,7 +98,7 @@ class Need(NamedTuple):
 
 
 class Supply(NamedTuple):
-    """Bytes that are free: of main memory, of the GPU's (None without one), of the disk with the home."""
+    """Free bytes of main memory, of the GPU (None without one), and of the disk with the home."""
 
     memory: int | None
     gpu: int | None
@@ -155,16 +153,15 @@ def judge_disk(supply: Supply, needs: Sequence[Need], home: Path) -> Finding:
 
 
 def disk_bytes(weights: int, kept: int = KEPT) -> int:
-    """Return what the checkpoints of a stage take, given the bytes of its weights: the `kept` ones, and one more."""
+    """Return the bytes of a stage's `kept` checkpoints and of one more, given those of its weights."""
     return CHECKPOINT_SETS * weights * (kept + 1)
 
 
 def require_disk(paths: RunPaths, weights: Mapping[int, int], kept: int) -> str | None:
-    """Return what to tell the owner of a disk that has no room for the checkpoints of any of these stages, given their
-    weights; None where it has.
+    """Return a warning if the disk has no room for the checkpoints of any of these stages, given their weights.
 
-    Raises `UserError` where there is no checkpoint to go on from either: such a node would never save anything. A node
-    that has saved itself before starts on a full disk, as it would have gone on there.
+    Raises `UserError` if there is no checkpoint to go on from either: such a node would never save anything. A node
+    that has a checkpoint starts on a full disk, as it would have gone on there.
     """
     needs = [Need(stage, 0, 0, 0, disk_bytes(size, kept)) for stage, size in weights.items()]
     finding = judge_disk(Supply(None, None, _free_disk(paths.path, [paths])), needs, paths.path)
@@ -184,7 +181,6 @@ def require_disk(paths: RunPaths, weights: Mapping[int, int], kept: int) -> str 
 
 
 def _against(about: str, free: int, wanted: dict[int, float], hint: str) -> Finding:
-    """Compare what is free with what each stage wants."""
     fits = [stage for stage, size in wanted.items() if size <= free]
     least, most = min(wanted.values()), max(wanted.values())
     has = f"{format_bytes(free)} free"
@@ -197,15 +193,15 @@ def _against(about: str, free: int, wanted: dict[int, float], hint: str) -> Find
 
 
 def basics(home: Path) -> list[Finding]:
-    """Return what can be said of this machine at once."""
+    """Return the findings that need neither a run nor torch."""
     system = f"{sys.platform}, Python {sys.version.split()[0]}, {os.cpu_count() or 1} cores"
     return [ok("system", system), _files(), _identity(home)]
 
 
 def capacity(home: Path, device: str, needs: Sequence[Need], run_id: str | None = None) -> Iterator[Finding]:
-    """Yield what this machine has to train with: its disk, then all that takes torch to find out.
+    """Yield findings about the disk, and then, with torch, about the device and the memory.
 
-    `needs`: of the stages of the run `run_id`, where one is named.
+    `needs`: of the stages of the run `run_id`, if there is one.
     """
     free_disk = _free_disk(home, [] if run_id is None else HomePaths(home).places_of(run_id))
     yield judge_disk(Supply(None, None, free_disk), needs, home)
@@ -222,7 +218,7 @@ def announce_torch() -> None:
 
 
 def _identity(home: Path) -> Finding:
-    """Say who the node will be: an owner who lists peers has to be told before the node can join."""
+    """Say the node's peer id: an owner who lists peers must know it before the node can join."""
     path = HomePaths(home.expanduser().absolute())
     try:
         path.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -259,10 +255,7 @@ def _files() -> Finding:
 
 
 def _free_disk(home: Path, places: Iterable[RunPaths]) -> int | None:
-    """Return the free bytes of the disk that the home is on, or will be.
-
-    The checkpoints in `places` make way for those that follow.
-    """
+    """Return the free bytes of the home's disk, with those of checkpoints in `places`, which new ones replace."""
     place = home.expanduser().absolute()
     while not place.exists() and place != place.parent:
         place = place.parent

@@ -20,8 +20,8 @@ from noloco_node.terminal import say
 
 _MODEL = """\
 [model]
-# The model of a checkpoint, and its files. They are no path: whoever has the checkpoint gives --weights DIR to
-# noloco-node bootstrap, or to join, and the others fetch from there what their stage needs.
+# The model of a checkpoint, and its files. The owner of the checkpoint gives --weights DIR to noloco-node bootstrap,
+# or to join, and the other nodes fetch the part of their stage.
 architecture = {architecture}
 # Share of activations zeroed in training; 0 is best as long as no text is seen twice.
 dropout = 0.0
@@ -31,10 +31,9 @@ dropout = 0.0
 
 {weights}
 """
-OWN_TEXT = "your-text/"
-"""Stands in a run file for a text that is still to be named."""
+OWN_TEXT = "your-text/"  # stands in a run file for a text that each source names
 _NO_SIZE = {"architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "use_cache"}
-"""Of a config: what says nothing of the model's shape, or is the run's to say."""
+"""Fields of a config that do not shape the model, or that the run decides."""
 
 
 def continuing_text(directory: Path, preset: str) -> str:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from noloco_node.errors import UserError, config_error
 from noloco_node.export.exporter import merge_files, of_homes
-from noloco_node.export.held_out_loss import HeldOutText, Loss, logits_of, text_loss, validation_text
-from noloco_node.export.huggingface import joined, quiet_unless_watched
+from noloco_node.export.held_out_loss import HeldOutText, Loss, WholeModel, logits_of, text_loss, validation_text
+from noloco_node.export.huggingface import quiet_unless_watched
 from noloco_node.export.replica_fetch import reading_with_tokenizer
 from noloco_node.export.replica_files import ReplicaReader, newest
 from noloco_node.export.sources import check_models, known_run, recipe_of, run_of
@@ -30,10 +30,8 @@ from noloco_node.run.runfile import with_source
 from noloco_node.terminal import say, warn
 from pipeline.model_config import longest_sequence
 
-LONGEST_SEQUENCE = 1024
-"""Tokens, where nothing but the model's positions says how long a sequence should be."""
-FEW_DOCUMENTS = 10
-"""With fewer the figure says little of other text, and that is said."""
+LONGEST_SEQUENCE = 1024  # tokens, where nothing but the model's positions says how long a sequence should be
+FEW_DOCUMENTS = 10  # with fewer the figure says little of other text, and that is said
 BATCHES = 64
 _TORN = (SafetensorError, pickle.UnpicklingError)
 
@@ -47,7 +45,6 @@ class Measure(NamedTuple):
     text: HeldOutText
 
     def numbers(self) -> dict[str, str | float | None]:
-        """Return the fields of `--json`."""
         return {
             "model": self.model,
             "loss": self.loss.mean,
@@ -61,7 +58,6 @@ class Measure(NamedTuple):
         }
 
     def sentence(self, *, named: bool) -> str:
-        """Return the line that a person reads."""
         loss = self.loss
         margin = "" if loss.margin is None else f" ± {loss.margin:.4f}"
         many = f"{loss.documents} document{'s' * (loss.documents != 1)}"
@@ -179,21 +175,16 @@ def _of_homes(homes: Sequence[Path], source: str | None, batches: int | None) ->
     say(f"merging what lies in {len(homes)} home{'s' * (len(homes) > 1)}")
     entropy, filed = unigram_entropy(text.batches), of_homes(homes, recipe)
     stages = merge_files(filed, recipe, layout)
-    ordinary = [layout.ordinary(number, stage.weights) for number, stage in enumerate(stages)]
-    model = joined(layout.prepared.config, ordinary).eval()
-
+    model = WholeModel(layout, stages, text)
     say(f"evaluating the merged model and {len(filed)} replicas, each on {_sequences(text)}")
-
-    def loss() -> Loss:
-        return text_loss(logits_of(model), text)
-
-    yield Measure("merged", loss(), entropy, text)
+    yield Measure("merged", model.loss(), entropy, text)
     for number, shapes in enumerate(layout.shapes):
         with ReplicaReader(newest(filed, number), shapes) as opened:
             for place, each in enumerate(opened.filed):
-                model.load_state_dict(layout.ordinary(number, opened.weights(place)), strict=False, assign=True)
-                yield Measure(f"stage {number}, {each.peer}, round {each.counters.round}", loss(), entropy, text)
-        model.load_state_dict(ordinary[number], strict=False, assign=True)
+                model.put(number, opened.weights(place))
+                name = f"stage {number}, {each.peer}, round {each.counters.round}"
+                yield Measure(name, model.loss(), entropy, text)
+        model.put(number, stages[number].weights)
 
 
 def _sequences(text: HeldOutText) -> str:

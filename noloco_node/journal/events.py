@@ -1,7 +1,7 @@
-"""What happened to a peer: the events, and each as a line of JSON.
+"""The events of a node, each a line of JSON in its journal.
 
-They are read by a person with `jq`, by views that follow a living node or play a run again, and by what sums up and
-exports. So a journal is flat text; every line says when (`at`, unix seconds) and what (`event`), and stands for itself.
+A person reads them with `jq`; views, summaries and exports read them too. So a journal is flat text, and each line says
+when (`at`, unix seconds) and what (`event`) without the others.
 """
 
 from __future__ import annotations

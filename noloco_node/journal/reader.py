@@ -13,9 +13,9 @@ from noloco_node.storage.home import JOURNAL
 
 
 def read(path: Path) -> Iterator[Event]:
-    """Yield the events of a journal, its rotated half first; what does not decode (a torn line) is passed over.
+    """Yield the events of a journal, its rotated half first; pass over lines that do not decode, as a torn one.
 
-    A journal that does not exist has no events; one that cannot be read is a `UserError`.
+    A missing journal has no events; one that cannot be read is a `UserError`.
     """
     for half in (rotated(path), path):
         try:
@@ -35,7 +35,7 @@ def read(path: Path) -> Iterator[Event]:
 
 
 class Tail:
-    """The reading end of a journal that is still being written; rotation is followed, a missing file awaited."""
+    """Reads a journal while a node writes it: follows rotation, and awaits a missing file."""
 
     CHUNK_BYTES = 2**20
 
@@ -46,7 +46,7 @@ class Tail:
         self._rest = b""
 
     def poll(self) -> list[Event]:
-        """Return the events that were written since the last call, at most about a mebibyte of them."""
+        """Return the events written since the last call, at most about a mebibyte."""
         if self._file < 0 and not self._open():
             return []
         chunk = os.read(self._file, self.CHUNK_BYTES)
@@ -61,7 +61,6 @@ class Tail:
         return [event for line in lines if line and (event := decode(line)) is not None]
 
     def close(self) -> None:
-        """Close the file; a later `poll` begins anew."""
         if self._file >= 0:
             os.close(self._file)
         self._file, self._rest = -1, b""
@@ -83,10 +82,7 @@ class Tail:
 
 
 def journals_in(places: Sequence[Path]) -> dict[str, Path]:
-    """Return the journals in files, homes or directories of homes, by the names of their peers.
-
-    Raises `UserError` where none is there.
-    """
+    """Return the journals in files, homes or directories of homes by name; raise `UserError` if there is none."""
     if not places:
         raise config_error("There is no journal.", "no directory was given", "give the home of a node")
     files = list(dict.fromkeys(path.absolute() for place in places for path in _journals_in(place)))
@@ -108,7 +104,7 @@ def _journals_in(place: Path) -> list[Path]:
 
 
 def _names(files: Sequence[Path]) -> list[str]:
-    """Return a name for each journal: its home's, with as much of the way there as tells them apart."""
+    """Return for each journal the name of its home, with as much of its path as tells them apart."""
     depth = 1
     while True:
         names = ["/".join(path.parent.parts[-depth:]) for path in files]

@@ -1,13 +1,12 @@
-"""Writing the journal: one JSON object a line, appended, and rotated.
+"""Writing the journal: one JSON object a line, appended and rotated.
 
-Each event is one write to a file opened for appending, so a crash tears one line at most. The reader skips what it
-cannot decode, and the writer begins a new line after a torn one. At MAX_BYTES the file moves to `journal.1.jsonl`, over
-the one before: the two together bound the disk that a journal takes. A disk that is full or gone costs events, and
-never the training: a journal is worth less than the run that it describes.
+Each event is one write to a file opened for appending, so a crash tears one line at most; the writer begins a new line
+after it. At MAX_BYTES the file replaces `journal.1.jsonl`: the two together bound the disk that a journal takes. A full
+disk costs events, and never the training.
 
-`JournalThrottle` keeps what strangers can cause at will from filling the journal. It records refusals, losses,
-violations and findings of spot checks one by one, up to a number an hour for each peer and kind; then whenever their
-count has doubled, with how many have come since (`count`). So a flood of a million is some dozens of lines.
+`JournalThrottle` keeps strangers from filling the journal. It records refusals, losses, violations and findings of spot
+checks one by one, up to a number an hour for each peer and kind; then it records one whenever their count has doubled,
+with how many have come since (`count`). So a flood of a million takes some dozens of lines.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Journal:
         self._size, self._torn = _size_and_torn(path)
 
     def write(self, event: Event) -> None:
-        """Append `event` with the time of now; never raises for the disk's sake."""
+        """Append `event` with the present time; an error of the disk loses it, and is not raised."""
         if self._closed:
             return
         line = msgspec.json.encode({**fields_of(event), "at": self._now()}) + b"\n"
@@ -66,7 +65,7 @@ class Journal:
         self._torn = written < len(line)
 
     def close(self) -> None:
-        """Close the file; closing twice is harmless, and whatever is written later is lost."""
+        """Close the file, once or more often; later events are lost."""
         if self._file >= 0:
             os.close(self._file)
         self._file, self._closed = -1, True
@@ -108,7 +107,7 @@ ONE_BY_ONE = 32
 """Refusals and losses by one peer of one kind; of violations the first alone."""
 PERIOD_S = 3600.0
 MOST_KINDS = 256
-"""That are counted apart; the others, of many identities, together."""
+"""Kinds counted apart; further ones, of many identities, are counted together."""
 
 MOST_HOPS = 32
 """Next hops in one line: 32 names are 2 KiB, 17 MB a day."""
@@ -117,7 +116,7 @@ _Throttled = events.RefusedMicrobatch | events.Lost | events.PeerViolation | eve
 
 
 class JournalThrottle:
-    """Hands events on to `record`, those of floods as counts."""
+    """Passes events to `record`, those of floods as counts."""
 
     def __init__(self, record: Callable[[events.Event], None]) -> None:
         self._record = record
@@ -126,7 +125,6 @@ class JournalThrottle:
         """Events of each kind in this period, and how many of them were told."""
 
     def __call__(self, event: events.Event) -> None:
-        """Take an event."""
         if not isinstance(event, _Throttled):
             self._record(_of_most(event) if isinstance(event, events.Hops) else event)
             return
@@ -145,7 +143,7 @@ class JournalThrottle:
 
 
 def _of_most(hops: events.Hops) -> events.Hops:
-    """Return the hops that returned most; the others as one sum. A name that returned nothing is left out."""
+    """Return the hops that returned most, and the others as one sum; leave out those that returned nothing."""
     worked = sorted((peer for peer, count in hops.counts.items() if count), key=lambda peer: -hops.counts[peer])
     listed = {peer: hops.counts[peer] for peer in worked[:MOST_HOPS]}
     return events.Hops(at=hops.at, counts=listed, others=sum(hops.counts.values()) - sum(listed.values()) + hops.others)

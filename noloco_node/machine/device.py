@@ -40,15 +40,15 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 def finish_work(device: torch.device) -> None:
-    """Wait until a GPU has done what it was told to: a job that fetches no number from it ends before its work does."""
+    """Wait until a GPU has done its work: a job that fetches no number from it returns earlier."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class WallClock(NamedTuple):
-    """The time that passes in the device's thread, in seconds. `core`: of it, that for which the thread had a core.
+    """Clocks of the device's thread, in seconds. `core`: the time for which the thread had a core.
 
-    `finish`: waits until the device has done what it was told to.
+    `finish`: waits until the device has done its work.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -61,7 +61,7 @@ WALL = WallClock()
 
 
 def is_loss(error: RuntimeError) -> bool:
-    """Say whether a GPU has failed for good. One that has no memory left has not; all other of its errors stay."""
+    """Say whether a GPU has failed for good; all of its errors are for good but a shortage of memory."""
     said = str(error)
     of_device = isinstance(error, torch.AcceleratorError) or "CUDA error" in said or "HIP error" in said
     return of_device and not is_shortage(error) and "ALLOC_FAILED" not in said
@@ -92,17 +92,14 @@ def autocast_dtype(device: torch.device, precision: str) -> torch.dtype | None:
 
 
 def _has_bfloat16(device: torch.device) -> bool:
-    """torch calls it supported where it is emulated, too, and looks at the current device instead of ours."""
+    """torch's own answer counts emulation as support, and is about the current device instead of ours."""
     capability = torch.cuda.get_device_capability(device)
     # Of AMD's: CDNA 3 and later, RDNA 3 and later. RDNA 2 is (10, 3).
     return capability >= (8, 0) if torch.version.hip is None else capability[0] >= 11 or (9, 4) <= capability < (10, 0)
 
 
 class Device:
-    """One thread for tensor work; counts the seconds it works.
-
-    `slowdown`: how many times longer than it really does each job takes, from 1 to 1000; `UserError` if it is not.
-    """
+    """One thread for tensor work; counts the seconds it works. `slowdown`: each job takes so many times longer."""
 
     def __init__(self, device: torch.device, slowdown: float = 1.0, wall: WallClock = WALL) -> None:
         if not 1.0 <= slowdown <= MOST_SLOWDOWN:
@@ -122,7 +119,7 @@ class Device:
         self._beside = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"beside-{device}")
 
     def clock(self) -> float:
-        """Return the time by which jobs measure themselves, in seconds; meant for within a job."""
+        """Return the time by which a job measures itself, in seconds."""
         self._wall.finish(self.device)
         now_s, begun_s = self._wall.clock(), self._begun_s
         return now_s if begun_s is None else begun_s + self._slowdown * (now_s - begun_s)
@@ -199,17 +196,14 @@ async def _in_its_turn(submitted: concurrent.futures.Future[T]) -> T:
 
 
 class EnergyMeter:
-    """Energy since this was made, of one or several counters that begin anew at their end.
-
-    `counters`: each reads joules, and has so many when it begins anew (0: never).
-    """
+    """Energy since this was made. `counters`: each reads joules, and begins anew at so many (0: never)."""
 
     def __init__(self, counters: list[tuple[Callable[[], float], float]]) -> None:
         self._counters = [(read, most, [read()]) for read, most in counters]
         self._joules = 0.0
 
     def joules(self) -> float:
-        """Return what was taken so far; what cannot be read now comes later."""
+        """Return the energy so far; a counter that cannot be read now is added later."""
         for read, most, last in self._counters:
             with suppress(OSError, ValueError):
                 now = read()
@@ -220,7 +214,7 @@ class EnergyMeter:
 
 
 def energy_meter(device: torch.device, powercap: Path = POWERCAP) -> EnergyMeter | None:
-    """Return the meter of a device; None where it does not tell."""
+    """Return the meter of a device; None if it has no counter that we may read."""
     with suppress(OSError, ValueError, AttributeError):
         if device.type == "cuda":
             return EnergyMeter([(_nvidia(str(torch.cuda.get_device_properties(device).uuid)), 0.0)])
@@ -231,7 +225,7 @@ def energy_meter(device: torch.device, powercap: Path = POWERCAP) -> EnergyMeter
 
 
 def _is_package(zone: Path) -> bool:
-    """Say whether a zone is a whole processor: its cores are zones too, and so is a laptop's platform (`psys`)."""
+    """Say whether a zone is a whole processor; its cores and a laptop's platform (`psys`) are zones too."""
     try:
         return (zone / "name").read_text().startswith("package")
     except (OSError, ValueError):
@@ -247,7 +241,7 @@ def _microjoules(path: Path) -> float:
 
 
 def _nvidia(uuid: str) -> Callable[[], float]:
-    """Return what reads a GPU's counter; raises `OSError` where there is no driver that tells."""
+    """Return a reader of a GPU's counter; raise `OSError` without a driver that has one."""
     nvml = ctypes.CDLL(NVML)
 
     def ask(function: str, *arguments: object) -> None:

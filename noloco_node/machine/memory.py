@@ -1,10 +1,8 @@
-"""How much memory a stage needs on a device, how much is free there, and how free memory returns to the system.
+"""How much memory a device has free, how much of it a stage may take, and how free memory returns to the system.
 
-The planner computes the need: on a GPU the memory that computes, on a CPU all of it. Free memory is what the GPU's
-driver says, or what Linux or a container's limit says of the machine; None where the system does not say it, because an
-invented number would keep a peer from a stage that fits. `usable_bytes` alone decides what fits: the planner, `check`,
-`doctor` and a joining node all ask it. `SavedTensors` counts what autograd keeps of a forward pass, tensor by tensor,
-which is exact on any device.
+The GPU's driver, Linux or a container's limit says what is free; None if the system does not say, because an invented
+number would keep a peer from a stage that fits. `usable_bytes` alone decides what fits: the planner, `check`, `doctor`
+and a joining node all ask it. `SavedTensors` counts, exactly on any device, what autograd keeps of a forward pass.
 """
 
 from __future__ import annotations
@@ -34,17 +32,17 @@ CONTAINER = Path("/sys/fs/cgroup")
 
 
 def usable_bytes(free: float) -> float:
-    """Return how much of the memory that is free a stage may be planned to take."""
+    """Return how much of the free memory a stage may take."""
     return _USABLE * free
 
 
 def wanted_bytes(needs: float) -> float:
-    """Return how much memory must be free for a stage that needs so much: the inverse of `usable_bytes`."""
+    """Return how much memory must be free for a stage that needs so much; the inverse of `usable_bytes`."""
     return needs / _USABLE
 
 
 def free_of_gpu(size_bytes: float) -> float:
-    """Return what the driver of a GPU of this size says is free of it in a process that trains."""
+    """Return what the driver of a GPU of this size calls free in a process that trains."""
     return max(0.0, size_bytes - _CONTEXT_BYTES)
 
 
@@ -60,13 +58,13 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def machine_free_bytes() -> int | None:
-    """Return the bytes of the machine's own memory that are free for us."""
+    """Return the free bytes of main memory."""
     known = [each for each in (available(MEMINFO), within_limit(CONTAINER)) if each is not None]
     return min(known, default=None)
 
 
 def give_back(device: torch.device) -> None:
-    """Have torch give back what it keeps of a GPU's memory and does not use."""
+    """Have torch give back the GPU's memory that it keeps and does not use."""
     if device.type == "cuda":
         import torch
 
@@ -74,19 +72,19 @@ def give_back(device: torch.device) -> None:
 
 
 def share_arenas() -> None:
-    """Have the C library's threads share `ARENAS` stores of memory instead of eight a core, where it can (glibc).
+    """Have the C library's threads share `ARENAS` stores of memory instead of eight a core, if it is glibc.
 
-    Call it before threads are started. A thread keeps the store that it once took, and so what a task needed that any
-    of a pool's threads may do would in time be kept as often as the pool has threads.
+    Call it before threads start. A thread keeps the store that it once took, so the memory of a task would in time be
+    kept once for each thread of a pool.
     """
     _call_glibc("mallopt", M_ARENA_MAX, ARENAS)
 
 
 def trim() -> None:
-    """Have the C library give back the pages that it keeps free, where it can (glibc).
+    """Have the C library give back the pages that it keeps free, if it is glibc.
 
-    It keeps for each thread what that thread once needed, in pieces that fit less and less: a replica that makes and
-    drops tensors for days would grow by some megabytes an hour.
+    It keeps for each thread what that thread once needed, in ever smaller pieces: without this a replica grows by some
+    megabytes an hour for days.
     """
     _call_glibc("malloc_trim", 0)
 
@@ -108,10 +106,7 @@ def available(meminfo: Path) -> int | None:
 
 
 def within_limit(directory: Path) -> int | None:
-    """Return what a container may still take; None where it has no limit.
-
-    What files it has read or written lately take in memory counts as used, and is given back as soon as it is wanted.
-    """
+    """Return what a container may still take; None without a limit. Cached files count as free."""
     try:
         limit, used = ((directory / name).read_text().strip() for name in ("memory.max", "memory.current"))
     except OSError:

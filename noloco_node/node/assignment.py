@@ -1,8 +1,9 @@
 """A node's assignment to one stage, from the moment it has the stage's weights until it gives them up.
 
-The assignment serves peers, trains, and saves. It ends when the run is over, when the node is asked to leave, when
-another stage needs the node (`MoveTo`), or when the snapshot that it began with proves worthless (`RetrySnapshot`).
-From then on it takes nothing new, waits within bounds for what is in hand, and discards and counts the rest.
+The assignment serves peers (microbatches, meetings, copies of its state), trains, and saves. It ends when the run is
+over, when the node is asked to leave, when another stage needs the node (`MoveTo`), or when the snapshot that it began
+with proves worthless (`RetrySnapshot`). From then on it takes nothing new, waits within bounds for the microbatches in
+hand, and discards and counts the rest.
 
     TRAINING --RunOver--------------> drain, last round, save --> FINISHED: serve the weights for a while
              --AskedToLeave---------> LEAVING: drain, save
@@ -18,13 +19,19 @@ import asyncio
 from collections.abc import Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from math import inf, prod
 from typing import Any, NamedTuple, TypeAlias
 
 from msgspec import structs
 
+from gossip.transfer.chunks import cut
+from gossip.transfer.donor import Donor, DonorLimits
+from gossip.transfer.download import piece_s
 from noloco_node import __version__
 from noloco_node.journal import events
 from noloco_node.limits.rate_limit import spending
+from noloco_node.network.interface import Conversation, Handler
+from noloco_node.network.schema import Schema, Violation
 from noloco_node.node.health import HealthMonitor
 from noloco_node.node.join import Start
 from noloco_node.node.migration import MigrationWatcher
@@ -32,12 +39,11 @@ from noloco_node.node.node_context import NodeContext
 from noloco_node.node.replica import Replica
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
 from noloco_node.node.reporting import ProgressReporter
-from noloco_node.node.stage_server import StageServer
 from noloco_node.node.stage_work import StageWork
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
-from noloco_node.run.protocols import gossip_schema, microbatch_schema
+from noloco_node.run.protocols import GOSSIP, MICROBATCH, STATE, gossip_schema, microbatch_schema, state_schema, topic
 from noloco_node.state_sync.download import copying_s
-from noloco_node.state_sync.snapshot_keeper import SnapshotKeeper, SnapshotKeeperConfig
+from noloco_node.state_sync.snapshot_keeper import SnapshotKeeper, SnapshotKeeperConfig, turn_away
 from noloco_node.state_sync.starting_state import SnapshotTrial
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.storage.checkpoint_store import CheckpointWriter
@@ -52,7 +58,7 @@ DRAIN_S, LONGEST_DRAIN_S = 10.0, 60.0
 
 
 class RunOver(NamedTuple):
-    """The run is done."""
+    """The token budget of the run is used up."""
 
 
 class AskedToLeave(NamedTuple):
@@ -74,14 +80,13 @@ class RetrySnapshot(NamedTuple):
 
 
 Ending: TypeAlias = RunOver | AskedToLeave | MoveTo | RetrySnapshot
-"""How an assignment ends."""
 
 
 class AssignmentEnd(NamedTuple):
-    """The rest of an assignment. `saved`: its last checkpoint is on the disk.
+    """What remains of an assignment. `saved`: its last checkpoint is on the disk.
 
-    `device_s`: what a microbatch will take at the stage where we go on. `moves`: of this peer so far, with this one.
-    `finished`: journalled if we are asked to leave before we have arrived there.
+    `device_s`: device seconds of a microbatch at the next stage. `moves`: of this peer so far, with this one.
+    `finished`: the event to journal if we are asked to leave before we arrive there.
     """
 
     ending: Ending
@@ -93,7 +98,7 @@ class AssignmentEnd(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeServices:
-    """The parts of a node that outlive its assignments. `shut_out`: a peer, for so many seconds."""
+    """The parts of a node that outlive its assignments. `shut_out`: bans a peer for so many seconds."""
 
     work: StageWork
     writer: CheckpointWriter
@@ -101,8 +106,85 @@ class NodeServices:
     shut_out: Callable[[str, float], None]
 
 
+class StageServer:
+    """Serves one replica to its peers, from `begin` to `stop`; `aclose` releases everything that holds its weights."""
+
+    def __init__(self, context: NodeContext, replica: Replica) -> None:
+        self._context, self._replica = context, replica
+        self._shapes = tuple(context.dimensions.shapes[replica.config.stage].values())
+        self._served: dict[str, Schema] = {}
+        self._meetings: set[asyncio.Task[object]] = set()
+        """Proposals of others that we are answering; one may take as long as an exchange."""
+        self._donor = Donor(replica.state, context.host.device.beside, self._shapes, self._donor_limits())
+
+    async def begin(self) -> None:
+        context, replica, run = self._context, self._replica, self._context.run
+        if replica.config.stage > 0:
+            await self._serve(MICROBATCH, microbatch_schema(run, context.dimensions.width), replica.microbatches.serve)
+        context.membership.give_receipts(replica.microbatches.issued if replica.config.last else None)
+        await self._serve(GOSSIP, gossip_schema(run, self._shapes), self._meet)
+        await self._serve(STATE, state_schema(self._shapes), self._give)
+
+    async def stop(self) -> None:
+        """Turn away peers that still ask; `_gone` keeps no weights in memory."""
+        for name, schema in self._served.items():
+            await self._context.network.serve(name, schema, _gone)
+
+    async def aclose(self) -> None:
+        """Close the donor and break off the meetings, since each holds the replica in memory."""
+        self._donor.close()
+        left = set(self._meetings)
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left)
+
+    async def _serve(self, protocol: str, schema: Schema, handler: Handler) -> None:
+        name = topic(protocol, self._replica.config.stage)
+        self._served[name] = schema
+        handler = violations_journalled(self._context.reporter.record, protocol, handler)
+        await self._context.network.serve(name, schema, handler)
+
+    async def _give(self, conversation: Conversation) -> None:
+        """Give a copy of our state, once our first microbatches have shown that the weights are good."""
+        doubtful = self._replica.starting_weights.doubtful
+        await (turn_away(conversation) if doubtful else self._donor.serve(conversation))
+
+    async def _meet(self, conversation: Conversation) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._meetings.add(task)
+        try:
+            await self._replica.rounds.serve(conversation)
+        finally:
+            self._meetings.discard(task)
+
+    def _donor_limits(self) -> DonorLimits:
+        """Return the limits of copies: a copy outlives its newcomer's patience, for a newcomer that returns."""
+        sizes, options = [4 * prod(shape) for shape in self._shapes], self._context.options
+        patience_s = copying_s(sum(sizes), options.slowest_bytes_per_s) if options.deadlines else inf
+        return DonorLimits(deadline_s=8 * patience_s, piece_s=piece_s(patience_s, len(cut(sizes))))
+
+
+async def _gone(conversation: Conversation) -> None:
+    raise ConnectionResetError(f"we serve another stage now, {conversation.peer}")
+
+
+def violations_journalled(record: Callable[[events.Event], None], topic: str, handler: Handler) -> Handler:
+    """Return the handler, journalling violations; the network ends such a conversation by itself."""
+
+    async def journalled(conversation: Conversation) -> None:
+        try:
+            await handler(conversation)
+        except Violation as violation:
+            record(events.PeerViolation(peer=conversation.peer, topic=topic, why=str(violation)))
+            raise
+
+    return journalled
+
+
 class Assignment:
-    """One node at one stage. `moves`: of this peer so far. `unfit`: stages that it could not build."""
+    """One node at one stage. `moves`: of this peer so far. `unfit`: stages that this node could not build."""
 
     def __init__(
         self,
@@ -126,9 +208,8 @@ class Assignment:
             lambda: replica.rounds.met_partners,
         )
         self._state = PeerState.TRAINING
-        """What our record says."""
         self._ending: Ending | None = None
-        """Once it is decided. From then on our record is at the stage where we go on, if there is one."""
+        """Set once it is decided. From then on our record is at the next stage, if there is one."""
         self._discarded = 0
         """Microbatches that became no step."""
         self._progress = ProgressReporter(
@@ -157,10 +238,10 @@ class Assignment:
                     await self._save()
                     raise
                 finally:
-                    # What came back after our record was renewed last counts as well.
+                    # Samples that came back after our last record count as well.
                     context.membership.note_samples(services.work.samples)
             saved = await self._save()
-        finished = self._finished(ASKED, 0)  # what was discarded is told with the move
+        finished = self._finished(ASKED, 0)  # the event of the move counts the discarded microbatches
         if isinstance(ending, RunOver) and not leave.is_set():
             await self._linger(leave)
         if isinstance(ending, MoveTo | RetrySnapshot):
@@ -172,7 +253,7 @@ class Assignment:
     # The training, and its end.
 
     async def train(self, leave: asyncio.Event) -> Ending:
-        """Train until the assignment ends. Raises `DeviceLost` in a group where the device fails for good."""
+        """Train until the assignment ends; raise `DeviceLost` in a group if the device fails for good."""
         replica, work = self.replica, self._services.work
         self._reporter.say(f"training stage {replica.config.stage} from inner step {replica.inner_steps}")
         async with asyncio.TaskGroup() as group:
@@ -221,7 +302,7 @@ class Assignment:
         await self._server.stop()
 
     async def _drain(self, steps: asyncio.Task[None]) -> None:
-        """Wait until the step loop has ended: by itself, once nothing is in flight; a complete window is still used."""
+        """Wait until the step loop ends, as it does once nothing is in flight; a complete window is still used."""
         replica = self.replica
         until_s = loop_s() + min(LONGEST_DRAIN_S, max(DRAIN_S, 2 * replica.seconds_per_step))
         while not steps.done() and not replica.stranded and loop_s() < until_s:
@@ -234,17 +315,16 @@ class Assignment:
         match ending:
             case RunOver():
                 self._reporter.record(self._finished(events.RUN_OVER, self._discarded))
+                return
             case AskedToLeave():
                 self._reporter.record(self._finished(ASKED, self._discarded))
+                return
             case MoveTo(move):
-                self._reporter.say(f"moving from stage {move.origin} to stage {move.target}: {move}")
-                self._tell_move(move.origin, move.target, str(move))
-            case RetrySnapshot(stage):
-                why = f"the weights of stage {stage} that we were given are worth nothing"
-                self._reporter.say(f"leaving stage {stage}: {why}")
-                self._tell_move(stage, stage, why)
-
-    def _tell_move(self, origin: int, target: int, why: str) -> None:
+                origin, target, why = move.origin, move.target, str(move)
+                self._reporter.say(f"moving from stage {origin} to stage {target}: {why}")
+            case RetrySnapshot(origin):
+                target, why = origin, f"the weights of stage {origin} that we were given are worth nothing"
+                self._reporter.say(f"leaving stage {origin}: {why}")
         self._reporter.record(events.Moved(origin=origin, target=target, why=why, discarded=self._discarded))
         self._reporter.record(events.StateChanged(state=PeerState.JOINING))
 
@@ -259,7 +339,7 @@ class Assignment:
         )
 
     async def _linger(self, leave: asyncio.Event) -> None:
-        """Go on serving the weights after the end of a run."""
+        """Serve the weights for a while after the end of the run."""
         reporter, linger_s = self._reporter, self._context.options.linger_s
         self._announce(PeerState.FINISHED)
         reporter.record(events.StateChanged(state=PeerState.FINISHED))
@@ -277,7 +357,7 @@ class Assignment:
     def _announce(self, state: PeerState) -> None:
         context, services = self._context, self._services
         if isinstance(self._ending, MoveTo | RetrySnapshot):
-            return  # our record is at the stage where we go on
+            return  # our record is at the next stage
         record = self.replica.describe(state)
         disk = services.writer.trouble
         waiting = (
@@ -298,16 +378,16 @@ class Assignment:
     # What lies on the disk.
 
     async def _in_pause(self) -> None:
-        """Save every round, between two inner steps, where weights, momentum and optimiser belong together."""
+        """Save every round; between two inner steps weights, momentum and optimiser belong together."""
         replica = self.replica
         if not replica.starting_weights.doubtful and self._services.writer.due(replica.rounds.finished):
             self._services.writer.begin(await self._checkpoint())
 
     async def _save(self) -> bool:
-        """Write the last checkpoint; a disk that refuses is said and costs no more than that.
+        """Write the last checkpoint; return whether the weights are on the disk.
 
-        A snapshot that may be worth nothing does not take the place of what is there; nor does what is left of a
-        replica whose device is lost take that of a whole checkpoint with the same slow weights.
+        A doubtful snapshot replaces no checkpoint. Nor do the slow weights of a replica whose device is lost replace a
+        whole checkpoint of the same round.
         """
         replica, writer = self.replica, self._services.writer
         kept = replica.device_lost.done() and writer.holds(replica.rounds.finished)
@@ -318,7 +398,6 @@ class Assignment:
         return await self.replica.checkpoint(work.samples, work.position())
 
     async def _keep_snapshots(self) -> None:
-        """Keep stage snapshots, if the owner asked for it."""
         context, store = self._context, self._context.host.snapshots
         if store is None or not context.keeps_snapshots:
             return

@@ -7,9 +7,9 @@
   suspects no peer for a while, because calls broke off while the node was away.
 
 The last case follows from three clocks. The event loop's clock runs evenly and, on Linux, stops while the machine
-sleeps; the system tells how long it slept. The time of day runs through a sleep, and may be set at any moment. Whatever
-loop time and sleep do not explain was a clock being set, and a loop that is far too late was stopped or starved. Where
-a system does not tell its sleep, a sleep looks like a clock that was put forward.
+sleeps; the system tells how long it slept. The time of day runs through a sleep, and may be set at any moment. If loop
+time and sleep do not explain the change of the time of day, the clock was set. If the loop is far too late, the process
+was stopped or starved. On a system that does not tell its sleep, a sleep looks like a clock that was put forward.
 
 Conditions that last are also part of our record, so that `status` shows them from anywhere.
 """
@@ -38,7 +38,7 @@ STILL_S = 10.0
 TICK_S = 5.0
 REMIND_S = 300.0
 NEVER_SERVED_S = 60.0
-"""A stage that no peer has served yet is no news for this long: swarms take time to begin."""
+"""No warning of a stage that no peer has served yet for this long, since swarms take time to begin."""
 SKEW_S = 60.0
 """Our clock may differ by this without a warning; it is measured to about ten seconds."""
 GRACE_S = 15.0
@@ -46,8 +46,6 @@ GRACE_S = 15.0
 
 
 class JumpKind(StrEnum):
-    """What happened."""
-
     SLEPT = "slept"
     STOOD_STILL = "stood still"
     CLOCK_SET = "clock set"
@@ -62,14 +60,14 @@ class ClockSample(NamedTuple):
 
 
 class ClockJump(NamedTuple):
-    """What happened between two samples, and how many seconds of it: negative for a clock that was set back."""
+    """What happened between two samples, and its seconds; negative for a clock that was set back."""
 
     kind: JumpKind
     seconds: float
 
 
 def compare(before: ClockSample, after: ClockSample, expected_s: float) -> tuple[ClockJump, ...]:
-    """Return what happened between two samples that were to be `expected_s` apart."""
+    """Return what happened between two samples that should be `expected_s` apart."""
     ran_s, slept_s = after.loop_s - before.loop_s, after.asleep_s - before.asleep_s
     set_s = after.unix_s - before.unix_s - ran_s - slept_s
     still_s = ran_s - expected_s
@@ -84,7 +82,6 @@ def compare(before: ClockSample, after: ClockSample, expected_s: float) -> tuple
 
 
 def sentence(jump: ClockJump) -> str:
-    """Say what happened, and what follows."""
     how_long = format_duration(abs(jump.seconds))
     if jump.kind is JumpKind.SLEPT:
         return f"this machine slept for {how_long}: looking who is there, and going on"
@@ -96,7 +93,7 @@ def sentence(jump: ClockJump) -> str:
 
 
 class Condition(NamedTuple):
-    """Something that lasts. `brief`: for our record; `text`: for our owner; `over`: what to say at its end."""
+    """A condition that lasts. `brief`: for our record; `text`: for our owner; `over`: the line for its end."""
 
     brief: str
     text: str
@@ -104,14 +101,14 @@ class Condition(NamedTuple):
 
 
 class Said(NamedTuple):
-    """When the owner was last told of a condition (loop seconds), and the line for its end."""
+    """When we last told the owner of a condition (loop seconds), and the line for its end."""
 
     at_s: float
     over: str
 
 
 class Spoken(NamedTuple):
-    """One line for the owner: its condition, its words, and whether the condition is over."""
+    """A line for the owner, its condition, and whether the condition is over."""
 
     what: str
     text: str
@@ -134,7 +131,7 @@ def warnings_due(
 
 
 def deserted(number: int, seconds: float, joining: int) -> Condition:
-    """Describe a stage that has had no replica at work for so long. `joining`: peers on their way to it."""
+    """Describe a stage that has had no replica at work for so long. `joining`: peers that join it."""
     since = f"stage {number} has had no replica for {format_duration(seconds)}"
     if joining:
         return Condition(
@@ -151,7 +148,7 @@ def deserted(number: int, seconds: float, joining: int) -> Condition:
 
 
 def old_roster(seconds: float) -> Condition:
-    """Describe a roster of which nothing new was heard for so long."""
+    """Describe a roster without news for so long."""
     since = f"nothing was heard of the swarm for {format_duration(seconds)}"
     return Condition(
         since,
@@ -162,7 +159,7 @@ def old_roster(seconds: float) -> Condition:
 
 
 def wrong_clock(skew_s: float) -> Condition:
-    """Describe our clock, which is ahead by so much or, where negative, behind."""
+    """Describe our clock, which is ahead by so much or, if negative, behind."""
     side = "ahead of" if skew_s > 0.0 else "behind"
     wrong = f"this machine's clock is {format_duration(abs(skew_s))} {side} the other peers'"
     grave = "; beyond five minutes peers cannot see each other's records" if abs(skew_s) > CLOCK_ERROR_S / 2 else ""
@@ -172,12 +169,11 @@ def wrong_clock(skew_s: float) -> Condition:
 
 
 def _served(roster: Roster) -> tuple[bool, ...]:
-    """Return for each stage whether a peer is at work there."""
     return tuple(any(record.state in AT_WORK for record in records) for records in roster.stages)
 
 
 class HealthMonitor:
-    """Looks around every few seconds while it runs. `forgive(seconds)`: suspect nobody for so long."""
+    """Checks clocks and roster every few seconds while it runs. `forgive(seconds)`: suspect no peer for so long."""
 
     def __init__(
         self,
@@ -199,17 +195,16 @@ class HealthMonitor:
 
     @property
     def trouble(self) -> tuple[str, ...]:
-        """The conditions that last now, each in few words."""
+        """The present conditions, each in few words."""
         return tuple(condition.brief for condition in self._conditions.values())
 
     async def run(self) -> NoReturn:
-        """Look around until cancelled."""
         while True:
             await asyncio.sleep(TICK_S)
             self.look(TICK_S)
 
     def look(self, expected_s: float) -> None:
-        """Look at clocks and roster, `expected_s` after the last time, and give the warnings due."""
+        """Check clocks and roster, `expected_s` after the last time, and give the warnings due."""
         before, self._clocks = self._clocks, self._look_at_clocks()
         happened = compare(before, self._clocks, expected_s)
         for happening in happened:
@@ -222,7 +217,7 @@ class HealthMonitor:
         self._conditions = self._look_around(self._membership.roster)
         if not self._conditions and not self._said:
             return
-        # What cannot be seen now is not over.
+        # A condition that we cannot see now is not over.
         blind = "roster" in self._conditions
         kept = {what: known for what, known in self._said.items() if blind and what not in self._conditions}
         known = {what: known for what, known in self._said.items() if what not in kept}
@@ -238,7 +233,7 @@ class HealthMonitor:
     def _look_around(self, roster: Roster) -> dict[str, Condition]:
         now_s, found = self._clocks.loop_s, {}
         if roster.old_since_s is not None:
-            # Nor can we tell which peers are gone, or how right our clock is.
+            # Then we can tell neither which peers are gone nor how right our clock is.
             return {"roster": old_roster(now_s - roster.old_since_s)}
         over = run_over(roster.sources, roster.sources_finished)
         for number in self._membership.watched:

@@ -3,15 +3,15 @@
 `stage_claim` claims the stage, and `state_source` says where the first state comes from. This module carries that out.
 
 A newcomer that finds the run begun and its stage empty asks the peers in the roster for a snapshot of the stage. Peers
-with `--keep-snapshots` have one, and so have peers that served the stage before. The newcomer's own checkpoint comes
-first unless a snapshot is clearly newer, because a checkpoint holds the momenta too. With neither, the stage starts
-from the run's first weights: what it had learned is lost, and the node says so loudly.
+with `--keep-snapshots` have one, and so have peers that served the stage before. The newcomer prefers its own
+checkpoint unless a snapshot is clearly newer, because a checkpoint holds the momenta too. With neither, the stage
+starts from the run's first weights, and the node tells its owner that the stage has lost its training.
 
-Nobody vouches for a snapshot, so it is believed within bounds: a snapshot that claims far more progress than the run
-has made is passed over, and where three or more peers offer one, the median norm is the measure. Rounds say less, since
-a stage with a quarter of another's replicas takes four times its steps. The first microbatches then show whether the
-snapshot is worth anything (`noloco_node.state_sync.starting_state`); if not, the node joins again with another one. A
-snapshot holds neither momenta nor the optimiser's memory: those begin at zero.
+No peer vouches for a snapshot, so the newcomer believes it within bounds: it rejects a snapshot that claims far more
+progress than the run has made, and where three or more peers offer one, the median norm is the measure. Rounds say
+less, since a stage with a quarter of another's replicas takes four times its steps. The loss of the first microbatches
+then shows whether the snapshot is good (`noloco_node.state_sync.starting_state`); if not, the node joins again with
+another one. A snapshot holds neither momenta nor the optimiser's state: those begin at zero.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ from pipeline.forward_pass import is_shortage
 from pipeline.inner_step import moment_ratio
 
 LOOKS, LOOK_S = 6, 5.0
-"""How often, and after which pauses, a newcomer looks whether somebody comes back to a run that was begun."""
+"""How often, and at which pauses, a newcomer of a run that was begun looks for peers that return."""
 
 
 class Start(NamedTuple):
-    """What joining yields: the stage's number, its slice, its first state, and our counters from an earlier session."""
+    """A joined stage: its number, its slice, its first state, and our counters from an earlier session."""
 
     number: int
     stage: StageModel
@@ -86,7 +86,7 @@ class Start(NamedTuple):
 
 
 async def join(context: NodeContext, request: StageRequest) -> Start:
-    """Claim a stage, build it and find its weights; raise `UserError` where this machine cannot hold it."""
+    """Claim a stage, build it and find its weights; raise `UserError` if this machine cannot hold it."""
     host = context.host
     served = await host.last_stage() if request.stage is None else None
     number, stage = await claim_stage(context, request, served)
@@ -106,13 +106,13 @@ async def join(context: NodeContext, request: StageRequest) -> Start:
         ) from error
     unfinished = host.partial_download(number, 0)
     if unfinished is not None:
-        # Perhaps of a copy that an earlier session began and that is not needed now.
+        # It may be left of a copy that an earlier session began.
         await host.device.run(unfinished.discard)
     return Start(number, stage, starting_state, saved.counters if saved is not None else None)
 
 
 class _StateSearch:
-    """The way to a first state: carries out what `choose_source` says until the state is in the stage."""
+    """Carries out what `choose_source` says until the stage has its first state."""
 
     def __init__(
         self, context: NodeContext, request: StageRequest, number: int, stage: StageModel, saved: Checkpoint | None
@@ -126,7 +126,7 @@ class _StateSearch:
         self._download: StateDownload | None = None
 
     async def run(self) -> StartingState:
-        """Return the first state, which is in the stage by then."""
+        """Put the first state into the stage, and return it."""
         seeker = Seeker(
             me=self._context.me,
             stage=self._number,
@@ -188,9 +188,9 @@ class _StateSearch:
         return replace(beginning, progress=_median_progress(self._at_work()))
 
     async def _put_first_weights(self, weights: FirstWeights) -> bool:
-        """Fetch what the stage needs of the run's first weights, and put them into it; False where a part is missing.
+        """Fetch the stage's part of the run's first weights and put it into the stage; False if a part is missing.
 
-        Raises `UserError` where the disk refuses, or the weights are not this model's.
+        Raises `UserError` if the disk refuses, or the weights are not this model's.
         """
         store, job = weights.store, self._device.beside
         line = _ProgressLine(self._context, self._number)
@@ -211,7 +211,7 @@ class _StateSearch:
         return True
 
     async def _fetch_tokenizer(self, store: WeightStore) -> bool:
-        """Fetch the files of the run's tokenizer; False where one is missing."""
+        """Fetch the files of the run's tokenizer; return False if one is missing."""
         job = self._device.beside
         if not await job(store.missing, store.all_pieces()):
             return True
@@ -222,12 +222,12 @@ class _StateSearch:
         return found
 
     def _weight_donors(self) -> list[str]:
-        """Return the peers to ask: nodes first, so that a bootstrap peer gives each piece as seldom as possible."""
+        """Return the peers to ask: nodes first, so that a bootstrap peer gives few pieces."""
         nodes = dict.fromkeys(record.peer for records in self._membership.roster.stages for record in records)
         return [peer for peer in (*nodes, *self._options.bootstrap_peers) if peer != self._context.me]
 
     async def _look_for_others(self, looks: int) -> None:
-        """Look again who is there; raise `UserError` where nobody came back for long."""
+        """Read the roster again; raise `UserError` if no peer came back for long."""
         reached = f"{self._options.reached:.1%} of the run"
         if looks == LOOKS:
             raise UserError(
@@ -271,7 +271,7 @@ class _StateSearch:
         if not isinstance(state, ReplicaState):
             self._say(f"could not copy the state: {state}")
             return DownloadFailed()
-        # The whole stage says by now how far the run is, not one donor.
+        # The median of the whole stage says how far the run is, not one donor.
         living = living_replicas(self._membership.roster, self._number, self._context.me) or living
         starting_state = await self._device.run(from_donor, self._stage, state)
         starting_state = starting.started(starting_state, [each.round for each in living], _median_progress(living))
@@ -288,7 +288,7 @@ class _StateSearch:
         return StateDownload(self._number, self._stage, line, self._context.reporter, keep, self._saved, moments)
 
     async def _from_snapshot(self, attempt: int) -> StartingState | SnapshotNotFound:
-        """Revive a stage without replicas from a snapshot. `attempt`: from 0; before another one some time passes."""
+        """Revive a stage without replicas from a snapshot. `attempt`: from 0."""
         me, number, roster = self._context.me, self._number, self._membership.roster
         asked = starting.asked_of(roster, me, Random(f"{self._context.run.seed}|reviving|{me}|{attempt}"))
         others = [each for records in roster.stages for each in records if each.peer != me and each.state in AT_WORK]
@@ -324,7 +324,7 @@ class _StateSearch:
     # What others read of us meanwhile.
 
     async def _wait_for(self, cause: WaitCause | None, seconds: float) -> None:
-        """Say in our record what we wait for, if there is a cause; look again who is there a while later."""
+        """Say in our record what we wait for, if there is a cause; then read the roster again."""
         if cause is not None:
             self._announce(Wait(cause))
         await asyncio.sleep(seconds)
@@ -337,7 +337,6 @@ class _StateSearch:
         return living_replicas(roster, number, me) or [record for records in stages for record in records]
 
     def _announce(self, *waiting: Wait) -> None:
-        """Say in our record that we catch up, and for what we wait."""
         for record in self._membership.roster.stage(self._number):
             if record.peer == self._context.me:
                 record = structs.replace(record, state=PeerState.CATCHING_UP, waiting=waiting)
@@ -351,9 +350,9 @@ _ASKING_AGAIN = (
 
 
 def untried(failed: FailedSnapshots, order: Sequence[str], saved_round: int | None, vocabulary: int) -> tuple[str, ...]:
-    """Return the peers to ask, of those whose snapshot is believed: those that gave none that was worth nothing.
+    """Return the peers to ask, of those whose snapshot we believe, without those whose snapshot has failed.
 
-    Where none is left and we have no checkpoint, return the best of the others if it knew more than a guess does.
+    If none is left and we have no checkpoint, return the best of the failed ones if its loss was below a guess's.
     """
     tried = failed.losses
     left = tuple(peer for peer in order if peer not in tried)
@@ -364,18 +363,16 @@ def untried(failed: FailedSnapshots, order: Sequence[str], saved_round: int | No
 
 
 class _ProgressLine:
-    """What a person reads of a download of the first weights."""
+    """Tells the owner how far a download of the first weights is."""
 
     def __init__(self, context: NodeContext, number: int) -> None:
         self._reporter, self._number = context.reporter, number
         self._said_s: float | None = None
 
     def begin(self) -> None:
-        """Say from now on how far it is."""
         self._said_s = loop_s()
 
     def tell(self, here: int, count: int) -> None:
-        """Say how many pieces of how many are here."""
         if self._said_s is None:
             return
         what = f"{format_bytes(here * PIECE_BYTES)} of {format_bytes(count * PIECE_BYTES)}"
@@ -386,7 +383,7 @@ class _ProgressLine:
             self._reporter.say(line)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the progress bar."""
         if self._reporter.draw is not None:
             self._reporter.draw(1.0, "")
 

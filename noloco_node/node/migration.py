@@ -1,9 +1,9 @@
-"""Watches, beside the training, whether another stage needs our replica more, and says when it is time to go.
+"""Watches, beside the training, whether another stage needs our replica more, and says when the move is due.
 
 A replica reads only the stages that it works with. So every few refreshes it reads all stages once, and
-`pipeline.placement` judges what it sees. The replica asks nobody: its record says where it would move (`may_serve`) and
-where it is about to move (`moves_to`), and every peer reads that. A reading counts only if the DHT answered for all
-stages. A stage fits if it fits into the free memory and what our own stage would give back.
+`pipeline.placement` judges the reading. The replica asks no peer: its record says which stages it may serve and which
+it is about to move to (`moves_to`), and every peer reads that. A reading counts only if the DHT answered for all
+stages. A stage fits if it fits into the free memory plus that of our own stage.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from pipeline.placement import MigrationState, Move, OwnPlacement, StagePace, de
 class MigrationWatcher:
     """One replica's watch over the balance of the swarm; `run` beside the training.
 
-    `may_serve`, `moves_to`: what our record is to say. `moves`: that this peer has made so far. `device_s`: of a
-    microbatch at the stage that it goes to, once it has taken its place there. `unfit`: stages that turned out to be
-    too much for this machine.
+    `may_serve`, `moves_to`: fields of our record. `moves`: the moves of this peer so far. `device_s`: device seconds of
+    a microbatch at the next stage, once claimed. `unfit`: stages that this machine could not build.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class MigrationWatcher:
         unfit: Collection[int] = (),
         proved: Callable[[], Collection[str]] | None = None,
     ) -> None:
-        """`proved`: the replicas of our stage whose weights we have met; None asks for no proof."""
+        """`proved`: the replicas of our stage whose weights we have met; None: no proof is asked."""
         self.may_serve: tuple[int, ...] = ()
         self.moves_to: int | None = None
         self.moves = moves
@@ -51,7 +50,7 @@ class MigrationWatcher:
         self._state = MigrationState()
 
     async def run(self) -> Move:
-        """Return when it is time to go, and where; never where the owner does not allow it."""
+        """Return the move when it is due; never if the owner does not allow moves."""
         if not self._context.options.moves:
             await asyncio.Event().wait()
         rng = Random(f"{self._me.seed}|looks|{self._me.peer}|{self.moves}")
@@ -66,15 +65,15 @@ class MigrationWatcher:
                 return move
 
     def with_plans(self, record: PeerRecord) -> PeerRecord:
-        """Return a record of ours with what we would do and are about to do."""
+        """Return our record with the stages that we may serve and the one that we move to."""
         if not self.may_serve and self.moves_to is None:
             return record
         return msgspec.structs.replace(record, may_serve=self.may_serve, moves_to=self.moves_to)
 
     async def take_place(self, target: int, device_s: float) -> None:
-        """Take our place at a stage, before the microbatches in our hands are back: others shall know at once.
+        """Claim our next stage at once, before the microbatches in our hands are back.
 
-        `device_s`: of a microbatch here.
+        `device_s`: device seconds of a microbatch at the present stage.
         """
         context = self._context
         work, line_s = context.dimensions.work, context.host.line_s(target)
@@ -83,7 +82,7 @@ class MigrationWatcher:
         await context.membership.claim(context.claim_record(target, PeerState.CATCHING_UP, self.device_s))
 
     def _elsewhere(self) -> tuple[int, ...]:
-        """Return the other stages that would fit once ours is given back."""
+        """Return the other stages that would fit if ours were released."""
         host = self._context.host
         free, stages = free_memory(host, given_back=self._stage), self._context.run.pipeline.stages
         fits = fitting_stages(host, free, stages)
@@ -91,7 +90,7 @@ class MigrationWatcher:
         return tuple(stage for stage in fits if stage in within and stage != self._stage and stage not in self._unfit)
 
     async def _look(self) -> Move | None:
-        """Read all stages once and judge; return the move for which it is time."""
+        """Read all stages once and judge; return the move that is due."""
         membership, say = self._context.membership, self._context.reporter.say
         roster = await membership.peek(range(self._context.run.pipeline.stages))
         if not membership.complete or roster.old_since_s is not None:

@@ -34,12 +34,12 @@ from noloco_node.node.assignment import (
     NodeServices,
     RetrySnapshot,
     RunOver,
+    violations_journalled,
 )
 from noloco_node.node.health import HealthMonitor
 from noloco_node.node.join import Start, join
 from noloco_node.node.node_context import NodeContext, NodeOptions, StageRequest
 from noloco_node.node.replica import Replica
-from noloco_node.node.stage_server import violations_journalled
 from noloco_node.node.stage_work import StageWork
 from noloco_node.run.peer_state import PeerState
 from noloco_node.state_sync import weight_exchange
@@ -55,9 +55,9 @@ from noloco_node.tasks import background, supervised, until_event
 from pipeline.placement import Move
 
 LAST_WORD_S = 5.0
-"""For telling the others that we leave, where something has failed here."""
+"""How long a node that has failed tries to tell the others that it leaves."""
 MOST_ADDRESSES = 8
-"""Of a machine with very many interfaces; a record has little room."""
+"""The most addresses in our record, which has little room."""
 
 
 class Node:
@@ -105,24 +105,23 @@ class Node:
             None if context.keeps_snapshots else lambda size: copying_s(size, options.slowest_bytes_per_s),
         )
         self.assignment: Assignment | None = None
-        """The stage that we serve; None on the way to one."""
+        """Our assignment; None on the way to a stage."""
         self._addresses: tuple[str, ...] = ()
         self._unfit: set[int] = set()
-        """Stages that we could not build."""
         self._failed: dict[int, FailedSnapshots] = {}
-        """Snapshots that were worth nothing, by stage."""
+        """Snapshots that proved worthless, by stage."""
 
     def _note_disk(self, text: str, over: bool) -> None:
         self._context.reporter.record(events.Noticed(what=events.DISK, text=text, over=over))
 
     @property
     def replica(self) -> Replica | None:
-        """What we train; None on the way to a stage."""
+        """The replica that we train; None on the way to a stage."""
         return None if self.assignment is None else self.assignment.replica
 
     @property
     def roster(self) -> Roster:
-        """The peers of the run, as far as we know."""
+        """The last roster."""
         return self._context.membership.roster
 
     @property
@@ -132,7 +131,7 @@ class Node:
 
     @property
     def samples(self) -> int:
-        """Sequences drawn here for which a gradient came back."""
+        """Sequences drawn here whose gradient came back."""
         return self._services.work.samples
 
     async def live(self, leave: asyncio.Event) -> None:
@@ -150,7 +149,7 @@ class Node:
             try:
                 saved = await self._serve_stages(leave)
             except Exception:
-                # Others shall not go on to send us their work.
+                # Else others would go on to send us microbatches.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LAST_WORD_S):
                         await context.membership.withdraw()
@@ -165,7 +164,7 @@ class Node:
             )
 
     async def _serve_checkpoint(self) -> None:
-        """Serve what we have of the checkpoint that the run starts from."""
+        """Serve the pieces that we have of the checkpoint that the run starts from."""
         host, network = self._context.host, self._context.network
         stores = {weight_exchange.TOKENIZER_TOPIC: host.tokenizer}
         if host.first_weights is not None:
@@ -209,7 +208,7 @@ class Node:
         return end
 
     async def _begin(self, joining: Awaitable[Start | None], moves: int) -> Assignment | None:
-        # What joining yields holds copies of weights that the replica will have replaced: nothing else may keep it.
+        # `start` holds copies of weights that the replica will replace: nothing else may keep it.
         start = await joining
         if start is None:
             return None
@@ -239,6 +238,6 @@ class Node:
         return await until_event(leave, join(self._context, StageRequest(move.origin)))
 
     def _forgive(self, seconds: float) -> None:
-        """Suspect no peer of the next stage for so long: it was us who were away."""
+        """Suspect no peer of the next stage for so long, since we were away ourselves."""
         if self.replica is not None and self.replica.next_stage is not None:
             self.replica.next_stage.forgive(seconds)

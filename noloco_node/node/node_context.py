@@ -1,5 +1,4 @@
-"""What a node has from its start to its end, whatever stage it serves; a newcomer and a replica that moves have it
-too."""
+"""The context that a node has from its start to its end, whatever stage it serves."""
 
 from __future__ import annotations
 
@@ -21,14 +20,14 @@ from noloco_node.swarm.run_distribution import RunFileText
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeOptions:
-    """What the owner of this peer asked for.
+    """The choices of this peer's owner.
 
     `stage`: to serve and never to leave. `moves`: the node goes to another stage that needs it more. `keep_snapshots`:
     rounds between two stage snapshots; 0 keeps none. `deadlines`: False waits for ever on exchanges, which
-    only tests want. `slowest_bytes_per_s`: a peer with a slower line is given up. `reached`: the progress at which the
-    run was last seen, 0 if nobody knows. `begin_anew`: begin with the run's first weights even so. `name`: shown beside
-    our id. `bootstrap_peers`: asked for the weights that the run starts from. `given`: what this peer has given to the
-    run so far, as its journal has it.
+    only tests want. `slowest_bytes_per_s`: we give up a peer with a slower line. `reached`: the last known progress of
+    the run, 0 if unknown. `begin_anew`: begin with the run's first weights even so. `name`: shown beside our id.
+    `bootstrap_peers`: we ask these for the weights that the run starts from. `given`: this peer's totals for the run,
+    from its journal.
     """
 
     stage: int | None = None
@@ -49,8 +48,8 @@ class NodeOptions:
 class StageRequest(NamedTuple):
     """The stage to join: named by the owner or by a move, or None to choose one.
 
-    `device_s`: what a microbatch will take at the stage of a move, as far as we know. `failed`: snapshots of the stage
-    that were worth nothing.
+    `device_s`: expected device seconds of a microbatch at the stage of a move. `failed`: snapshots of the stage that
+    proved worthless.
     """
 
     stage: int | None = None
@@ -72,28 +71,26 @@ class NodeContext:
 
     @property
     def me(self) -> str:
-        """Our peer id."""
         return self.network.peer_id
 
     @property
     def run(self) -> RunConfig:
-        """The run file, decoded."""
         return self.run_file.run
 
     @property
     def warn(self) -> Callable[[str], None]:
-        """Tells the owner what should be looked at."""
+        """Tells the owner what needs attention."""
         return self.reporter.warn or self.reporter.say
 
     @property
     def keeps_snapshots(self) -> bool:
-        """Whether stage snapshots are kept here."""
+        """Whether this node keeps stage snapshots."""
         return self.host.snapshots is not None and self.options.keep_snapshots > 0
 
     def claim_record(
         self, stage: int, state: PeerState, device_s: float, may_serve: tuple[int, ...] = ()
     ) -> PeerRecord:
-        """Return the record that claims a stage from now on."""
+        """Return the record by which we claim a stage."""
         return PeerRecord(
             peer=self.me,
             stage=stage,

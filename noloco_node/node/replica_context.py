@@ -19,17 +19,16 @@ from noloco_node.swarm.roster import Roster
 from pipeline.inner_step import Schedule
 
 HEARING_S = 30.0
-"""For what an asker has to say, and for an answer to a proposal: nobody waits for either. What a proposal's answer may
-take follows from what it took before."""
+"""Bounds a proposal and its answer in a meeting; the timeout of an answer adapts to earlier answers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaConfig:
     """A replica's place in the run. `stage`: number of its stage. `run_id`: the run's digest.
 
-    `deadlines`: False bounds neither a meeting nor its answer in time, so that a wait that never ends is seen.
-    `slowest_bytes_per_s`: a partner whose line is slower is given up; deadlines of an exchange follow from it.
-    `line_s`: seconds that our budget's line needs for a microbatch, 0 without a limit.
+    `deadlines`: False bounds neither a meeting nor its answer in time, so that tests see a wait that never ends.
+    `slowest_bytes_per_s`: we give up a partner with a slower line; deadlines of an exchange follow from it.
+    `line_s`: seconds of our budgeted line for a microbatch, 0 without a limit.
     """
 
     run: RunConfig
@@ -42,13 +41,13 @@ class ReplicaConfig:
 
     @property
     def last(self) -> bool:
-        """Whether the loss is computed here."""
+        """Whether this stage computes the loss."""
         return self.stage == self.run.pipeline.stages - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaContext:
-    """What a replica knows of the swarm and of its machine. `record`: takes journal events.
+    """The replica's view of the swarm and of its machine. `record`: takes journal events.
 
     `hold`: copies a state to where it does not change. `vocabulary`: of the model, in tokens. `unix_time`: by our
     clock. `shut_out`: shuts a peer out for so many seconds, at any stage.
@@ -66,7 +65,6 @@ class ReplicaContext:
 
 
 def rate_schedule(run: RunConfig) -> Schedule:
-    """Return the learning rate's schedule over the progress of a run."""
     inner = run.inner
     return Schedule(
         peak=inner.learning_rate,
@@ -77,7 +75,7 @@ def rate_schedule(run: RunConfig) -> Schedule:
 
 
 def round_timeouts(config: ReplicaConfig, weight_bytes: int) -> RoundTimeouts:
-    """Return how long rounds wait; the deadline of an exchange follows from the bytes that it moves at most."""
+    """Return how long rounds wait; the deadline of an exchange follows from its most bytes."""
     if not config.deadlines:
         return RoundTimeouts(answer_s=math.inf, exchange_s=math.inf)
     most_bytes = 2 * sets(config.run.outer) * weight_bytes

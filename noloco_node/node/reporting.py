@@ -1,4 +1,4 @@
-"""What a node reports while it trains: its record to the swarm, totals to the journal, a line to its owner."""
+"""Reports of a node that trains: its record to the swarm, totals to the journal, a line to its owner."""
 
 from __future__ import annotations
 
@@ -20,14 +20,11 @@ from noloco_node.tasks import loop_s
 LINE_EVERY_S = 10.0
 RECEIPTS_EVERY_S = 60.0
 MOST_SOURCES = 16
-"""Whose receipts are journalled."""
+"""The most sources whose receipts a node journals."""
 
 
 class ProgressReporter:
-    """Keeps everybody up to date about one replica; `run` beside the training.
-
-    `announce`: renews our record, and returns the state that it says.
-    """
+    """Reports on one replica; `run` beside the training. `announce`: renews our record and returns its state."""
 
     def __init__(
         self,
@@ -46,7 +43,6 @@ class ProgressReporter:
         """Next hops for our record, as `HopSample` has them."""
 
     async def run(self) -> NoReturn:
-        """Tell until cancelled."""
         said_at, totals_at, receipts_at, waited_for = -LINE_EVERY_S, 0.0, loop_s(), None
         while True:
             await asyncio.sleep(min(self._refresh_s, LINE_EVERY_S) / 2)
@@ -88,7 +84,7 @@ class ProgressReporter:
         self._reporter.record(events.Traffic(sent=bytes_by["bytes.sent."], received=bytes_by["bytes.received."]))
 
     def record_receipts(self) -> None:
-        """Journal what the largest sources claim, and what of that is signed, where anything is known of it."""
+        """Journal what the largest sources claim and how much of it is signed, if anything is known."""
         other_sources = self._membership.roster.other_sources
         largest = sorted(other_sources, key=lambda source: (-source.claimed, source.peer))[:MOST_SOURCES]
         own = self._membership.receipts.signed(self._replica.config.peer)
@@ -100,14 +96,14 @@ class ProgressReporter:
 
 
 class HopSample:
-    """A few of the next hops at a time: those that took the most microbatches since each was told last."""
+    """A few next hops at a time: those that took most microbatches since they were told last."""
 
     def __init__(self, now_s: float) -> None:
         self._begun_s = now_s
         self._told: dict[str, tuple[int, float]] = {}
 
     def take(self, counts: Mapping[str, int], now_s: float) -> tuple[tuple[str, int], ...]:
-        """Return the end of each one's id, and microbatches a minute; `counts`: in all, by peer."""
+        """Return the end of each hop's id and its microbatches a minute; `counts`: totals, by peer."""
         before = {peer: self._told.get(peer, (0, self._begun_s)) for peer in counts}
         grown = {peer: counts[peer] - told for peer, (told, _) in before.items()}
         chosen = sorted((peer for peer in grown if grown[peer] > 0), key=lambda peer: (-grown[peer], peer))[:MOST_HOPS]
@@ -118,7 +114,6 @@ class HopSample:
 
 
 def progress_line(record: PeerRecord) -> str:
-    """Say in one line how a peer is doing."""
     loss = "" if record.loss is None else f", loss {record.loss:.3f}"
     gap = "" if record.gap is None else f", gap {record.gap:.2g}"
     waits = f"; waiting for {all_waits(record.waiting, record.stage)}" if record.waiting else ""

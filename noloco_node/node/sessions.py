@@ -4,10 +4,10 @@ A node that keeps hours or a monthly cap lives in sessions. A session begins whe
 them or when the cap is spent. Between two sessions there is no network: the node only waits. It asks the wall clock
 again and again whether it may work, so that a machine that slept, or whose clock was set, errs by a minute at most.
 
-A failure that keeps the first session from beginning ends the node, because the person who started it is there to mend
-it. Later sessions begin when nobody looks, perhaps while the bootstrap peers or the home router are away. So the node
-reports a failure that time may heal, and tries again after growing pauses until it is in, is asked to leave, or may not
-work any more. Any other failure ends the node as in the first session.
+A failure of the first session ends the node, because the person who started it is there to mend it. Later sessions
+begin unattended, perhaps while the bootstrap peers or the home router are away. So the node reports a failure that time
+may heal, and tries again after growing pauses until it is in, is asked to leave, or may not work any more. Any other
+failure ends the node as in the first session.
 """
 
 from __future__ import annotations
@@ -33,24 +33,23 @@ COUNT_EVERY_S = 2.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 _MOST_GROWTHS = 10
 STEADY_S = 1800.0
-"""A session that lasted so long was no attempt: what ends it is the first failure of its row."""
+"""The end of a session that lasted so long counts as a first failure."""
 _PASSING = frozenset({Exit.UNREACHABLE, Exit.PORT_TAKEN, Exit.DAEMON, Exit.CONFIG})
-"""The config among them: an earlier session began with it, so what is wrong now is around it, as where an address to
-listen at is away with the router, or a data set with its disk."""
+"""CONFIG among them: the config was right for the first session, so an address or a disk of it is away now."""
 
 Opened: TypeAlias = Callable[[], AbstractAsyncContextManager[PeerNetwork]]
 TakePart: TypeAlias = Callable[[PeerNetwork, asyncio.Event], Awaitable[None]]
 
 
 class OffReason(NamedTuple):
-    """Why a node does not work now, and for how many seconds at least."""
+    """Why a node may not work now, and for how many seconds at least."""
 
     why: str
     for_s: float
 
 
 def off_reason(limits: OwnerLimits, spent: MonthUsage, now: datetime) -> OffReason | None:
-    """Return why a node may not work now; None if it may. Of two reasons the one that lasts longer."""
+    """Return why a node may not work now, or None; of two reasons the one that lasts longer."""
     reasons: list[OffReason] = []
     if limits.hours is not None:
         inside, for_s = in_hours(limits.hours, now)
@@ -75,13 +74,13 @@ class Sessions:
         self._line_share: tuple[str, float] | None = None
 
     def share_with_rounds(self, kind: str, share: float) -> None:
-        """Give rounds (conversations about this kind of topic) that share of the line, in all sessions from now on."""
+        """Reserve that share of the line for rounds (topics of this kind), in all sessions from now on."""
         self._line_share = kind, share
         if self._hook is not None:
             self._hook.share_with_rounds(kind, share)
 
     async def begin(self) -> None:
-        """Wait until the node may work; say why it waits, and until when."""
+        """Wait until the node may work; say the reason, and until when."""
         said = ""
         while (reason := off_reason(self._limits, self._ledger.spent, self._now())) is not None:
             if reason.why != said:
@@ -92,7 +91,7 @@ class Sessions:
             await asyncio.sleep(min(max(reason.for_s, 0.01), LOOK_EVERY_S))
 
     def lasts_s(self) -> float:
-        """Return for how many seconds the node may work as far as the hours say (infinity: always); 0 if not now."""
+        """Return for how many seconds the hours let the node work (infinity: always); 0 if not now."""
         now = self._now()
         if off_reason(self._limits, self._ledger.spent, now) is not None:
             return 0.0
@@ -138,7 +137,7 @@ class Sessions:
                     task.cancel()
 
     def goes_on(self) -> bool:
-        """Say whether the last session ended for a while only, because of the hours or the cap."""
+        """Say whether the hours or the cap ended the last session."""
         return self._ended_for is not None
 
     async def _close(self, asked: asyncio.Event, over: asyncio.Event) -> None:
@@ -159,7 +158,7 @@ class Sessions:
         over.set()
 
     async def _count(self, network: PeerNetwork, hook: LimitHook | None) -> None:
-        """Note what passes in the ledger, and in the hook what the ledger says."""
+        """Add the network's traffic to the ledger, and tell the hook the ledger's total."""
         if hook is None:
             return
         sent = received = 0
@@ -177,7 +176,7 @@ class Sessions:
             self._ledger.keep()
 
     def _note(self, network: PeerNetwork, sent: int, received: int) -> tuple[int, int]:
-        """Add to the ledger what the network counted beyond `sent` and `received`; return its counts."""
+        """Add the network's counts beyond `sent` and `received` to the ledger; return its counts."""
         counts = network.statistics()
         now_sent = int(sum(count for name, count in counts.items() if name.startswith("bytes.sent.")))
         now_received = int(sum(count for name, count in counts.items() if name.startswith("bytes.received.")))
@@ -186,29 +185,29 @@ class Sessions:
 
 
 def heals(error: BaseException) -> bool:
-    """Say whether time may heal what ended a session; of several causes all must be such."""
+    """Say whether time may heal what ended a session; if there are several causes, all must be such."""
     return all(isinstance(each, UserError) and each.code in _PASSING for each in causes(error))
 
 
 def pause_s(failures: int) -> float:
-    """Return how long to wait after so many failures in a row: some seconds at first, some minutes at most."""
+    """Return the pause after so many failures in a row: seconds at first, minutes at most."""
     return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(failures - 1, _MOST_GROWTHS))
 
 
 def failures_with(before: int, lasted_s: float) -> int:
-    """Count one failure more, of a session that lasted so long."""
+    """Return the failures in a row with one more, of a session that lasted so long."""
     return 1 if lasted_s >= STEADY_S else before + 1
 
 
 def cause(trouble: UserError) -> str:
-    """Say in one clause what happened, and the first of its reasons: there may be one for each address."""
+    """Return the error and the first of its reasons (there may be one for each address) as one clause."""
     first, *others = trouble.why.splitlines() or [""]
     more = f"; and {len(others)} more" if others else ""
     return f"{trouble.what.rstrip('.')} ({first.strip()}{more})"
 
 
 def outlook(wait_s: float, lasts_s: float) -> str:
-    """Say what follows on a failure: another attempt after `wait_s`, if the node may work for longer than that."""
+    """Say whether another attempt follows after `wait_s`."""
     if wait_s < lasts_s:
         return f"trying again in {format_duration(wait_s)}, Ctrl-C leaves now"
     return "no time is left to try again in this session"
@@ -219,8 +218,8 @@ async def live_in_sessions(
 ) -> None:
     """Take part in one session after another until the run is over or we are asked to leave; raise what ends the node.
 
-    `opened` opens the network of a session. From the second one on whoever asks us to leave need not wait: neither for
-    the hours, nor for a network that opens, nor for a pause to end.
+    `opened` opens the network of a session. From the second session on we leave at once when asked, even while we wait
+    for the hours, for a network that opens, or for a pause to end.
     """
     loop, asked = asyncio.get_running_loop(), leaving.asked
     returns, failures = False, 0
@@ -251,7 +250,7 @@ async def live_in_sessions(
 
 
 async def _one_session(sessions: Sessions, asked: asyncio.Event, opened: Opened, take_part: TakePart) -> None:
-    """Take part in one session; give up at once if we are asked to leave before the network is open."""
+    """Take part in one session; give up if we are asked to leave before the network is open."""
     loop = asyncio.get_running_loop()
 
     async def give_up(way_in: asyncio.Timeout) -> None:

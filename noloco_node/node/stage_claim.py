@@ -1,17 +1,15 @@
 """How a node claims a stage: it measures itself, announces its choice, reads the roster again, and yields if it must.
 
-It builds the stage that the roster says is the weakest, takes made-up microbatches through it (`measure`), and reads
-the roster once more. From then on it knows its speed at every stage, because all peers know what a microbatch costs at
-each. It leaves out stages that do not fit its memory (`noloco_node.machine.memory`), first by the plan and then by what
-a microbatch was measured to keep. Where nothing fits it leaves before it copies anything: memory that runs out later
+The node builds the stage that is the weakest by the roster, passes made-up microbatches through it (`measure`), and
+reads the roster once more. The run file says what a microbatch costs at each stage, so one measurement gives the node
+its speed at every stage. The node leaves out stages that do not fit its memory (`noloco_node.machine.memory`), first by
+the plan and then by the measurement. If no stage fits, it leaves before it copies anything: memory that runs out later
 costs a window, and perhaps the owner's other programs.
 
-Newcomers that choose alike compute the same answer from the same records (`pipeline.placement`), so only as many move
-as must. That takes one reading as a rule, and a few where rosters disagree. A newcomer that is still not sure after
-`CLAIMS` readings stays where it is: one replica too many does no harm, and waiting for ever does.
+Newcomers that choose the same stage compute the same answer from the same records (`pipeline.placement`), so only as
+many yield as must. After `CLAIMS` readings a newcomer stays where it is: one replica too many does no harm.
 
-A node whose owner names its stage takes that stage if it fits without any reserve, measures nothing, and moves for
-nobody.
+A node whose owner names a stage takes it if it fits without a reserve, measures nothing, and never yields.
 """
 
 from __future__ import annotations
@@ -41,27 +39,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOOKS = 5
-"""Readings of the roster that may fail before a newcomer gives up."""
+"""Failed readings of the roster after which a newcomer gives up."""
 AGAIN_S = 30.0
-"""Between two later readings of who moves, and does not give up."""
+"""Pause between later readings of a replica that moves: it does not give up."""
 SETTLE_S = 1.0
-"""Between a claim and its second reading: time for a claim made at the same moment to be seen."""
+"""Pause between a claim and the reading after it, in which claims of the same moment arrive."""
 CLAIMS = 8
-"""Announced at most, one after the other."""
+"""The most claims that a newcomer announces."""
 TIMES = 2
 LOGITS_BESIDE = 3
-"""Of the last stage: beside the softmax that autograd keeps its pass holds the logits, and the gradients of both."""
+"""Beside the softmax that autograd keeps, a pass of the last stage holds the logits and the gradients of both."""
 
 
 class ClaimedStage(NamedTuple):
-    """The stage that was claimed, and its slice where it has been built for a measurement."""
+    """The number of the claimed stage, and its slice if the node built it for the measurement."""
 
     number: int
     stage: StageModel | None = None
 
 
 class _OwnCapacity(NamedTuple):
-    """What a newcomer knows of itself: where it fits, and its device seconds a microbatch at each stage, 0 unknown."""
+    """The stages that fit a newcomer, and its device seconds of a microbatch at each stage; 0 is unknown."""
 
     fits: tuple[int, ...]
     device_s: tuple[float, ...]
@@ -71,7 +69,7 @@ class _OwnCapacity(NamedTuple):
 
 
 def claims_of(roster: Roster) -> list[StageClaim]:
-    """Return the records of all who serve a stage, or are about to, as decisions read them."""
+    """Return the records of all peers that serve a stage, or join one, as `pipeline.placement` reads them."""
     return [
         StageClaim(
             record.peer,
@@ -79,7 +77,7 @@ def claims_of(roster: Roster) -> list[StageClaim]:
             record.claimed_at,
             settled=record.state is not PeerState.JOINING,
             device_s=record.device_s,
-            # A newcomer that says nothing goes anywhere; a replica that says nothing stays.
+            # A newcomer that names no stages may go to any; a replica that names none stays.
             may_serve=record.may_serve or (None if record.state is PeerState.JOINING else ()),
             moves_to=record.moves_to,
             training=record.state is PeerState.TRAINING,
@@ -91,19 +89,19 @@ def claims_of(roster: Roster) -> list[StageClaim]:
 
 
 def servable(context: NodeContext) -> range:
-    """Return the stages at which others can reach this peer; its own calls are all that the first one needs."""
+    """Return the stages that this peer can serve: stage 0 only calls others, all others must be dialable."""
     return range(context.run.pipeline.stages if context.network.dialable else 1)
 
 
 class FreeMemory(NamedTuple):
-    """Bytes that are free: of the device, and of main memory beside it; None where nobody knows it."""
+    """Free bytes of the device, and of main memory beside it; None is unknown."""
 
     device: int | None
     beside: int | None
 
 
 def free_memory(host: ComputeHost, given_back: int | None = None) -> FreeMemory:
-    """Return what is free. `given_back`: the stage that we serve until then."""
+    """Return the free memory. `given_back`: a stage that we serve now, whose memory counts as free."""
 
     def own(needs: list[int]) -> int:
         return needs[given_back] if needs and given_back is not None else 0
@@ -122,7 +120,7 @@ def fitting_stages(host: ComputeHost, free: FreeMemory, stages: int) -> tuple[in
 
 
 def _does_not_fit(host: ComputeHost, free: FreeMemory, stages: Sequence[int], *, reserve: bool) -> UserError:
-    """Return the refusal of these stages. `reserve`: they want more memory to be free than they need."""
+    """Return the error that refuses these stages. `reserve`: they want more free memory than they need."""
 
     def size(needs: int) -> str:
         return format_bytes(wanted_bytes(needs) if reserve else needs)
@@ -144,7 +142,7 @@ def _does_not_fit(host: ComputeHost, free: FreeMemory, stages: Sequence[int], *,
 
 
 async def claim_stage(context: NodeContext, request: StageRequest, served: int | None) -> ClaimedStage:
-    """Claim the stage that the owner asked for, or the one that limits the swarm. `served`: in an earlier session."""
+    """Claim the stage that the owner names, or the one that limits the swarm. `served`: by an earlier session."""
     await _read_roster(context)
     if request.stage is not None:
         return await _claim_requested(context, request.stage, request.device_s)
@@ -157,7 +155,7 @@ async def claim_stage(context: NodeContext, request: StageRequest, served: int |
     device_s, kept_bytes = await _measure(context, part, stage)
     fitting.correct(stage, kept_bytes)
     own = _OwnCapacity(fitting.stages(), device_s)
-    # Others may have come while we were building.
+    # Others may have come meanwhile.
     await membership.peek()
     capacity = capacities(claims_of(membership.roster), work)
     built, stage = stage, choose_stage(capacity, own.fits, rng, stage)
@@ -180,12 +178,12 @@ async def build_stage(host: ComputeHost, number: int) -> StageModel:
 
 
 async def _read_roster(context: NodeContext) -> None:
-    """Read who is there until the DHT has answered for all stages."""
+    """Read the roster until the DHT has answered for all stages."""
     for look in count(1):
         roster = await context.membership.peek()
         if context.membership.complete:
             return
-        # Whoever moves takes part already, and knows that others do: it waits as long as it takes.
+        # A replica that moves knows that a swarm is there: it waits as long as it takes.
         moves = any(record.peer == context.me for records in roster.stages for record in records)
         if look >= LOOKS and not moves:
             break
@@ -215,7 +213,7 @@ async def _claim_requested(context: NodeContext, requested: int, device_s: float
         )
     host, free = context.host, free_memory(context.host)
     both = ((host.needs_bytes, free.device), (host.beside_bytes, free.beside))
-    # A replica that moves knows its speed, has compared before it left, and may not have all of its memory back yet.
+    # A replica that moves has compared before it left, and may not have all of its memory back yet.
     moves = device_s > 0.0
     if not moves and any(has is not None and needs and needs[stage] > has for needs, has in both):
         raise _does_not_fit(host, free, (stage,), reserve=False)
@@ -224,17 +222,14 @@ async def _claim_requested(context: NodeContext, requested: int, device_s: float
 
 
 class _FittingStages:
-    """Which stages fit the memory that is free before one is built: by the plan, until one is measured.
-
-    For whoever can only dial that is the first stage or none: all others are dialled by the stage before.
-    """
+    """The stages that fit the free memory: by the plan, until one is measured."""
 
     def __init__(self, context: NodeContext) -> None:
         self._pipeline, self._host, self._say = context.run.pipeline, context.host, context.reporter.say
         self._within, self._free = servable(context), free_memory(context.host)
 
     def stages(self) -> tuple[int, ...]:
-        """Return the stages to choose from, those that fit; raise `UserError` (Exit.DEVICE) where none does."""
+        """Return the stages that fit; raise `UserError` (DEVICE) where none does."""
         fits = fitting_stages(self._host, self._free, self._pipeline.stages)
         fits = tuple(stage for stage in fits if stage in self._within)
         if not fits:
@@ -242,7 +237,7 @@ class _FittingStages:
         return fits
 
     def correct(self, stage: int, kept_bytes: int) -> None:
-        """Correct what a stage needs, given what a microbatch was seen to keep."""
+        """Correct what a stage needs by the bytes that a microbatch was measured to keep."""
         needs, graph, free = self._host.needs_bytes, self._host.graph_bytes, self._free.device
         if not (needs and graph and kept_bytes):
             return
@@ -257,8 +252,8 @@ class _FittingStages:
 
 
 async def _measure(context: NodeContext, stage: StageModel, number: int) -> tuple[tuple[float, ...], int]:
-    """Take a microbatch through a stage. Return the seconds of one at every stage, on the device or on the line, and
-    the bytes that it keeps at this one.
+    """Measure a stage. Return the seconds of a microbatch at every stage, on the device or the line, and the bytes
+    that it keeps at this one.
     """
     host, work, stages = context.host, context.dimensions.work, context.run.pipeline.stages
     probe = await host.device.run(measure, stage, number, context.run.pipeline, context.dimensions, host.device.clock)
@@ -267,7 +262,7 @@ async def _measure(context: NodeContext, stage: StageModel, number: int) -> tupl
 
 
 async def _settle(context: NodeContext, stage: int, own: _OwnCapacity) -> int:
-    """Announce a stage, read again, and move if another newcomer chose alike; return where we stay."""
+    """Announce a stage, read again, and yield if another newcomer chose the same; return where we stay."""
     membership, work = context.membership, context.dimensions.work
     claim = context.claim_record(stage, PeerState.JOINING, own.device_s[stage], own.fits)
     for left in reversed(range(CLAIMS)):
@@ -298,9 +293,9 @@ def _in_a_line(error: Exception) -> str:
 
 
 class StageBenchmark(NamedTuple):
-    """What a microbatch takes: device seconds, forward and backward, and bytes that lie between the two passes.
+    """Device seconds of a microbatch, forward and backward, and the bytes that it keeps between the two passes.
 
-    `kept_bytes` does without the weights, which are there anyway; 0 from a stage without autograd.
+    `kept_bytes` leaves out the weights, and is 0 for a stage without autograd.
     """
 
     device_s: float
@@ -310,12 +305,12 @@ class StageBenchmark(NamedTuple):
 def measure(
     stage: StageModel, number: int, pipeline: PipelineConfig, layout: Dimensions, clock: Callable[[], float]
 ) -> StageBenchmark:
-    """Return what a microbatch takes at stage `number`; a job of the device's thread, as is `clock`.
+    """Measure a microbatch at stage `number`; a job of the device's thread, as is `clock`.
 
-    A made-up microbatch of the run's shapes goes forward and backward through the real stage, twice. The faster pass
-    counts, since the first one also pays for what a device does once; in the first pass the kept bytes are counted. A
-    GPU is only known to have done its work when a number comes back from it, and a source's backward pass returns none.
-    So time runs from one output to the next: a backward and a forward pass, in either order.
+    A made-up microbatch goes forward and backward through the real stage, twice. The faster pass counts, since the
+    first one also pays for one-time work of the device; the first pass counts the kept bytes. A GPU has surely done its
+    work only once a number comes back from it, and a source's backward pass returns none. So time runs from one output
+    to the next: a backward and a forward pass, in either order.
     """
     import torch
 

@@ -1,5 +1,4 @@
-"""This peer's part of the run at its stage: a source's is its text; at a later stage the peer works as long as sources
-do."""
+"""This peer's part of the run at its stage: a source reads its text; a later stage works as long as sources do."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from noloco_node.tasks import loop_s
 class StageWork:
     """This peer's part of the run, whatever stage it serves.
 
-    `text`: what it trains on as a source; it stays open where the peer moves away from stage 0, and is gone on with.
+    `text`: a source trains on it; it stays open when the peer moves away from stage 0, for its return.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class StageWork:
 
     @property
     def samples(self) -> int:
-        """Sequences that a gradient came back for at the present stage; 0 but for a source."""
+        """Sequences at this stage whose gradient came back; 0 unless we are a source."""
         if self._source is None:
             return self._resumed.samples if self._resumed else 0
         return self._source.samples
@@ -57,23 +56,23 @@ class StageWork:
         return self.text.position()
 
     def rest(self) -> None:
-        """Let go of the stage that was served."""
+        """Forget the stage that we served."""
         self._source = self._counted = self._resumed = None
 
     def begin(self, progress: float, counted: Counters | None) -> None:
         """Begin at a stage, at its progress, with our counters of it from an earlier session or assignment.
 
-        From here on the work of others counts, however long our text takes to open.
+        The work of others counts from now on, however long our text takes to open.
         """
         self._resumed = counted
-        # Our own checkpoint may know of more than the peers that came back before us.
+        # Our checkpoint may have more progress than the peers that came back before us.
         reached = max(progress, counted.progress if counted else 0.0)
-        # The swarm forgets a source that was away for long; its own checkpoint does not.
+        # The swarm forgets a source that was away for long; the checkpoint does not.
         own = max(self._membership.roster.own_samples, counted.samples if counted else 0)
         self._counted = RunSamples(self._run, self._membership, round(reached * self._run.budget_samples), own)
 
     async def run_until_done(self, replica: Replica) -> None:
-        """Return when this peer's part of the run is done, and nothing of it under way."""
+        """Return when this peer's part of the run is done, and none of its microbatches is under way."""
         if replica.config.stage == 0:
             source = await self._make_source(replica)
             await source.run(self._run.pipeline.microbatches_per_step * self._run.pipeline.windows_in_flight)
@@ -110,7 +109,7 @@ class StageWork:
     async def _make_source(self, replica: Replica) -> MicrobatchSource:
         opened, resumed = self.text is None, self._resumed
         text = self.text or await self._open_text()
-        # A source that comes back to its stage goes on where it was.
+        # A source that comes back to its stage reads on where it stopped.
         position = resumed.data_position if resumed is not None and opened else None
         if position is not None and not await text.restore(position):
             self._reporter.say("the text is another one than before: reading it from its beginning")

@@ -1,10 +1,10 @@
 """Where a newcomer's first state comes from: one pure decision.
 
 If the run has begun and the stage lives, the state is this peer's own checkpoint if that is at most a few rounds
-behind, else a living replica's state. Older weights, or the first ones, would be averaged into those of the living
-replicas, so the newcomer rather waits. If no replica of the stage lives, the state is a snapshot that some peer keeps,
-or our checkpoint. With neither, and in a run that has not begun, it is the run's first weights: from its seed, or from
-the model that it continues.
+behind, else a living replica's state. If no replica gives its state, the newcomer waits, since rounds would average
+older weights into those of the living replicas. If no replica of the stage lives, the state is a snapshot that some
+peer keeps, or our checkpoint. With neither, and in a run that has not begun, it is the run's first weights: from its
+seed, or from the model that it continues.
 
 A run without any peer may still have begun: bootstrap peers and homes remember its progress
 (`noloco_node.swarm.run_distribution`). Then peers that are away have its weights, and a newcomer waits for them a
@@ -24,14 +24,14 @@ from noloco_node.swarm.roster import PeerRecord, Roster
 
 @dataclass(frozen=True, slots=True)
 class FromSeed:
-    """The run's first weights. `lost`: the stage had learned something, and nobody has it any more."""
+    """The run's first weights. `lost`: the stage was trained, and no peer has its weights any more."""
 
     lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class FromCheckpoint:
-    """Our own checkpoint. `living`: the replicas that it can keep up with, if any. `searched`: for a newer snapshot."""
+    """Our own checkpoint. `living`: replicas that it can keep up with. `searched`: we asked for a newer snapshot."""
 
     living: tuple[PeerRecord, ...] = ()
     searched: bool = False
@@ -39,28 +39,26 @@ class FromCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class FromReplicas:
-    """A download from one of the replicas that live."""
-
     living: tuple[PeerRecord, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FromPeerSnapshot:
-    """A snapshot, if anybody gives one. `attempt`: from 0."""
+    """A peer's snapshot, if there is one. `attempt`: from 0."""
 
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
 class NobodyBack:
-    """Nobody who has weights of the run is here, though it was begun. `looks`: at the roster so far, in vain."""
+    """The run was begun, and no peer that has its weights is here. `looks`: readings so far."""
 
     looks: int
 
 
 @dataclass(frozen=True, slots=True)
 class LookAgain:
-    """Read the roster again after so many seconds. `for_replica`: our record says that we wait for one's state."""
+    """Read the roster again after so many seconds. `for_replica`: we wait for a replica's state."""
 
     seconds: float
     for_replica: bool
@@ -76,14 +74,14 @@ class DownloadFailed:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotNotFound:
-    """Nobody gave a snapshot. `promised`: somebody has one, or may have."""
+    """No peer gave a snapshot. `promised`: some peer has one, or may have."""
 
     promised: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """How often each source was tried in vain, and which one failed since the roster was last read."""
+    """How often each source failed, and which one failed since the last reading of the roster."""
 
     downloads: int = 0
     searches: int = 0
@@ -102,10 +100,10 @@ class Attempts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seeker:
-    """Who looks for the state of `stage`. `saved_round`: of its own checkpoint of that stage, None without one.
+    """A newcomer that looks for the state of `stage`. `saved_round`: of its own checkpoint; None without one.
 
-    `begun`: whether the run is known to have been begun, and its owner did not say to begin it anew. `revives`: a
-    snapshot of the stage was worth nothing; whoever serves the stage now may have begun with the same one.
+    `begun`: the run is known to have been begun, and its owner did not say to begin it anew. `revives`: a snapshot of
+    the stage proved worthless; the present replicas may have begun with the same one.
     """
 
     me: str
@@ -117,7 +115,7 @@ class Seeker:
 
 
 def choose_source(roster: Roster, seeker: Seeker, attempts: Attempts) -> StateSource:
-    """Return where to take the first state from, or how long to wait before looking again."""
+    """Return the source of the first state, or how long to wait before the next reading."""
     saved, living = seeker.saved_round is not None, living_replicas(roster, seeker.stage, seeker.me)
     match attempts.failure:
         case DownloadFailed():
@@ -141,5 +139,5 @@ def choose_source(roster: Roster, seeker: Seeker, attempts: Attempts) -> StateSo
 
 
 def living_replicas(roster: Roster, stage: int, me: str) -> tuple[PeerRecord, ...]:
-    """Return the records of the others that can give the state of a stage."""
+    """Return the other replicas of a stage that can give its state."""
     return tuple(record for record in roster.stage(stage) if record.peer != me and record.state in AT_WORK)

@@ -17,12 +17,10 @@ import msgspec
 if TYPE_CHECKING:
     from torch import Tensor
 
-FACTOR = 2.0
-"""A norm may differ by this factor from the median."""
+FACTOR = 2.0  # a norm may differ by this factor from the median
 LEAST_ALIKE = 0.1
 """Cosine of two replicas. Honest ones have more."""
-LEAST_REPLICAS = 3
-"""Of fewer, none can be told from the others."""
+LEAST_REPLICAS = 3  # of fewer, none can be told from the others
 
 
 class ReplicaSummary(msgspec.Struct, frozen=True, kw_only=True):

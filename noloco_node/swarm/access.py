@@ -1,7 +1,6 @@
-"""How a peer gets into a run: `connected` opens the network, `RunAccess` enters it, `visited` only looks around.
+"""How a peer gets into a run: `connected` opens the network, `RunAccess` enters it, `visited` only looks at it.
 
-An invite alone opens a run without an owner. In a run with an owner a peer shows a ticket as well. A node that comes
-back also knows the peers that it met before: where nobody in the invite answers, it dials them too.
+A run without an owner lets in every peer that has an invite. In a run with an owner a peer shows a ticket as well.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ from noloco_node.tasks import background
 from noloco_node.terminal import say
 
 WORK_S = 120.0
-"""For the proof of work, and the answer."""
+"""Deadline of a bootstrap peer's answer to a request for a ticket."""
 
 
 class RunAccess:
-    """How one peer enters a run, over all of its sessions. `home`: of its identity, where its ticket is kept.
+    """How one peer enters a run, over all of its sessions. `home`: holds its identity, and keeps its ticket.
 
-    `owner`: the key of the run's owner, who needs no invite to look. `state`: what we know already of who may take
-    part. `early_s`: so long before its end our ticket is renewed.
+    `owner`: the key of the run's owner, who needs no invite to look. `state`: admissions that we know already.
+    `early_s`: we renew our ticket so long before it expires.
     """
 
     def __init__(
@@ -66,19 +65,19 @@ class RunAccess:
         has_owner = invite.credential is not None or owner is not None
         self._state = state or (AdmissionState(invite.digest, unix_time) if has_owner else None)
         self._nonce: int | None = None
-        """The work for a ticket, once it is done."""
+        """The proof of work for a ticket, once we have it."""
         self._gave: set[str] = set()
-        """Peers that have given us tickets: others are asked first where one of these is refused."""
+        """Peers that have given us tickets: if the swarm refuses one, we ask other peers first."""
         self.admission: AdmissionHook | None = None
-        """Of the network that we entered last, with our ticket; None in a run without an owner."""
+        """The hook of the network that we entered last; None in a run without an owner."""
 
     @property
     def accepts(self) -> Callable[[str, bytes], bool] | None:
-        """Which records of others are to be kept, by peer and value; None: all."""
+        """Says which records of others to keep, by peer and value; None keeps all."""
         return None if self._state is None else self._state.accepts
 
     async def enter(self, network: PeerNetwork) -> PeerNetwork:
-        """Return the network as a member of the run has it; `UserError` (NOT_ADMITTED) where we are not let in."""
+        """Return the network as a member of the run uses it; `UserError` (NOT_ADMITTED) if the run refuses us."""
         if self._state is None:
             return network
         me = network.peer_id
@@ -96,7 +95,7 @@ class RunAccess:
                 try:
                     await held.another(refusal.why)
                 except UserError as error:
-                    if error.code is Exit.UNREACHABLE:  # what those say that do answer is the reason
+                    if error.code is Exit.UNREACHABLE:  # the peers that do answer have said why
                         raise refusal from error
                     raise
             else:
@@ -104,14 +103,12 @@ class RunAccess:
                 return HookedNetwork(network, admission)
 
     async def renew(self, say: Callable[[str], None]) -> None:
-        """Renew our ticket before it expires, by the rule of the run, and say so; without it we would be out."""
+        """Renew our ticket before it expires, by the rule of the run, and say so."""
         if self.admission is not None:
             await self.admission.held.renew(say)
 
     def pin(self, run: RunConfig) -> None:
-        """Take from the run file who the owner is, as soon as it is there; `UserError` where the invite is of no run
-        with an owner.
-        """
+        """Take the owner's key from the run file; `UserError` if the run has no owner and the invite a credential."""
         if self._state is None:
             return
         if run.admission.owner is None:
@@ -123,19 +120,19 @@ class RunAccess:
         self._state.pin(bytes.fromhex(run.admission.owner), run.admission.rule)
 
     def take_revocations(self, signed: bytes) -> None:
-        """Know the owner's list, as its owner does before any peer."""
+        """Take the owner's signed list, which the owner has before any peer."""
         if self._state is not None:
             self._state.take_revocations(signed)
 
     def _check_identity(self, me: str) -> None:
-        """Raise `UserError` where the invite is for another identity than ours."""
+        """Raise `UserError` if the invite is for another identity."""
         try:
             self._of_invite(me)
         except ValueError as error:
             raise not_admitted(str(error)) from None
 
     def _own_tickets(self, me: str) -> list[bytes]:
-        """Return the tickets that we have or make ourselves: the invite's, the kept one, and what the owner signs."""
+        """Return the tickets of the invite and of our home, and one that we sign if we are the owner."""
         found = [self._of_invite(me), self._kept_ticket(me)]
         if self._owner is not None:
             until = int(self._unix_time()) + LOOK_S
@@ -160,7 +157,7 @@ class RunAccess:
         return HomePaths(self._home).run(self.invite.digest).ticket
 
     def _keep(self, ticket: bytes) -> None:
-        """Keep a ticket for the next start; where the disk refuses, this session goes on with it all the same."""
+        """Keep a ticket for the next start; if the disk refuses, this session uses it all the same."""
         path = self._ticket_file
         if path is None:
             return
@@ -171,7 +168,7 @@ class RunAccess:
             say(f"cannot keep our ticket: {reason_of(error)}; we go on, and ask for another one at the next start")
 
     def _kept_ticket(self, me: str) -> bytes | None:
-        """Return the ticket that was given to us before, unless it is another peer's or run's."""
+        """Return the ticket that our home keeps, unless it is another peer's or run's."""
         try:
             run, _, ticket = (b"" if self._ticket_file is None else self._ticket_file.read_bytes()).partition(b"\n")
         except OSError:
@@ -182,9 +179,7 @@ class RunAccess:
         return ticket
 
     async def _ask(self, network: PeerNetwork) -> bytes:
-        """Ask the bootstrap peers for a ticket; `UserError`: NOT_ADMITTED where they refuse, UNREACHABLE where none of
-        them answers.
-        """
+        """Ask the bootstrap peers for a ticket; `UserError` NOT_ADMITTED if all refuse, UNREACHABLE if none answers."""
         assert self._state is not None
         me, refusals, silences = network.peer_id, list[str](), list[str]()
         request = TicketRequest(nonce=await self._work(me), trains=Right.TRAIN in self._rights)
@@ -208,7 +203,7 @@ class RunAccess:
         raise no_ticket("; ".join(silences) or "the invite names nobody to ask")
 
     async def _work(self, me: str) -> int:
-        """Return the work that a ticket costs; it is done once."""
+        """Return the proof of work that a ticket costs; we compute it once."""
         if self._nonce is None and Right.TRAIN in self._rights:
             self._nonce = await asyncio.to_thread(work, self.invite.digest, me)
         elif self._nonce is None:  # some hundredths of a second
@@ -218,11 +213,22 @@ class RunAccess:
 
 @asynccontextmanager
 async def connected(settings: NetworkSettings, met: KnownPeers | None = None) -> AsyncIterator[Libp2pNetwork]:
-    """Open the network, and end the body with `UserError` should our libp2p daemon die again and again.
+    """Open the network by the bootstrap peers or, where none of them opens, by the peers that we met before.
 
-    `met`: whom earlier networks of this peer met; whom this one meets is added.
+    `met`: the peers that earlier networks of this peer met; this one adds those that it meets. The context ends with
+    `UserError` should our libp2p daemon die again and again.
     """
-    async with _entered(settings, met) as network, asyncio.TaskGroup() as group:
+    async with AsyncExitStack() as stack:
+        try:
+            network = await stack.enter_async_context(Libp2pNetwork.open(settings, say, met))
+        except UserError as trouble:
+            doors = tuple(dict.fromkeys((*settings.bootstrap, *(() if met is None else met.doors()))))
+            if trouble.code is not Exit.UNREACHABLE or doors == settings.bootstrap:
+                raise
+            wider = msgspec.structs.replace(settings, bootstrap=doors)
+            network = await stack.enter_async_context(Libp2pNetwork.open(wider, say, met))
+            say("no bootstrap peer opened; back by way of peers that we met before")
+        group = await stack.enter_async_context(asyncio.TaskGroup())
         watch = group.create_task(network.wait_daemon(), name="daemon watch")
         try:
             yield network
@@ -230,31 +236,11 @@ async def connected(settings: NetworkSettings, met: KnownPeers | None = None) ->
             watch.cancel()
 
 
-@asynccontextmanager
-async def _entered(settings: NetworkSettings, met: KnownPeers | None) -> AsyncIterator[Libp2pNetwork]:
-    """Open the network by the bootstrap peers; if nobody opens, by those or anybody that we met."""
-    async with AsyncExitStack() as stack:
-        try:
-            network = await stack.enter_async_context(Libp2pNetwork.open(settings, say, met))
-        except UserError as trouble:
-            wider = settings if met is None else with_bootstrap_addresses(settings, met.doors())
-            if trouble.code is not Exit.UNREACHABLE or wider == settings:
-                raise
-            network = await stack.enter_async_context(Libp2pNetwork.open(wider, say, met))
-            say("no bootstrap peer opened; back by way of peers that we met before")
-        yield network
-
-
-def with_bootstrap_addresses(settings: NetworkSettings, doors: tuple[str, ...]) -> NetworkSettings:
-    """Return settings with further peers to join by, each address once."""
-    return msgspec.structs.replace(settings, bootstrap=tuple(dict.fromkeys((*settings.bootstrap, *doors))))
-
-
 class Visitor(msgspec.Struct, frozen=True):
-    """A visitor: it looks at a swarm without joining it.
+    """A peer that looks at a swarm without joining it.
 
-    `allowed`: the directories of this machine that the run file may name. `home`: of the identity whose ticket is shown
-    where the run lists its peers. `run`: the run file beside which the key of its owner may lie, who may always look.
+    `allowed`: the directories of this machine that the run file may name. `home`: holds the identity whose ticket the
+    visitor shows to a listed run. `run`: a run file; if its owner's key lies beside it, the visitor is the owner.
     """
 
     allowed: tuple[str, ...] = ()
@@ -262,7 +248,7 @@ class Visitor(msgspec.Struct, frozen=True):
     run: Path | None = None
 
     def owner_key(self, digest: str) -> Ed25519PrivateKey | None:
-        """Return the key of the owner of the run with this digest, if it lies here."""
+        """Return the key of the owner of the run with this digest, if it is here."""
         if self.run is None or not (self.run.is_file() and key_file(self.run).is_file()):
             return None
         ours = RunFileText(read_run_text(self.run), str(self.run)).digest == digest
@@ -271,10 +257,7 @@ class Visitor(msgspec.Struct, frozen=True):
 
 @asynccontextmanager
 async def visited(invite: str, visitor: Visitor) -> AsyncIterator[tuple[PeerNetwork, RunFileText, Membership]]:
-    """Visit the swarm of an invite without joining it: a passing identity, no listening, one look at the roster.
-
-    A peer that does not take calls holds the visitor up no longer than a node (`noloco_node.network.timeouts`).
-    """
+    """Visit the swarm of an invite without joining it: a new identity, no listening, one look at the roster."""
     parsed = invites.parse(invite)
     access = RunAccess(
         parsed, Right.LOOK, visitor.home, owner=await asyncio.to_thread(visitor.owner_key, parsed.digest)

@@ -1,10 +1,10 @@
-"""Which peers a bootstrap peer lets in: everybody or, in a run with an owner, peers that have a ticket."""
+"""Which peers a bootstrap peer lets in: all peers or, in a run with an owner, peers that have a ticket."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from contextlib import nullcontext
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -29,7 +29,7 @@ from noloco_node.terminal import say
 WATCH_S = 5.0
 HOST_S = 10 * 365 * 86400
 DELEGATE_EARLY_S = 7 * 86400.0
-"""So long before its grant expires a delegate asks for another, and warns: its tickets end with the grant."""
+"""A delegate asks for another grant so long before its own expires: its tickets end with its grant."""
 RULES = {
     "open": "open: whoever holds this invite gets a ticket here, a bounded number for each network",
     "invited": "invited: each peer needs an invite of its own",
@@ -37,14 +37,10 @@ RULES = {
 }
 
 
-def _nobody(_: bytes) -> int:
-    return 0
-
-
 class HostedAdmissions:
-    """What a bootstrap peer does for the owner of a run; of a run without one it lets everybody in.
+    """The admissions that a bootstrap peer does for the owner of a run; without an owner it lets all peers in.
 
-    `run_file`: beside which the owner's key and list lie, or the list alone. `invite`: that brings a delegate's ticket.
+    `run_file`: the owner's key and list, or the list alone, lie beside it. `invite`: brings a delegate's ticket.
     """
 
     def __init__(self, recipe: RunFileText, run_file: Path, identity: Path, invite: Invite | None) -> None:
@@ -52,68 +48,59 @@ class HostedAdmissions:
         self._admission = recipe.run.admission
         self._state = AdmissionState(recipe.digest, time.time)
         self.accepts = None if self._admission.owner is None else self._state.accepts
-        """Which records of others are to be kept, by peer and value; None: all."""
+        """Says which records of others to keep, by peer and value; None keeps all."""
         self._read_at = 0
         self._named: dict[str, int] = {}
-        """Until when each key is named that the owner has signed a ticket for."""
+        """The keys for which the owner has signed tickets, each with the end of its ticket."""
         self._signs: dict[str, int] = {}
-        """The same of those that may sign tickets."""
+        """The keys that may sign tickets, likewise."""
         self._access: RunAccess | None = None
-        """How a delegate has come in; None where the owner's key lies here."""
+        """A delegate's own access; None where the owner's key is here."""
         if self._admission.owner is not None:
             self._state.pin(bytes.fromhex(self._admission.owner), self._admission.rule)
             self._read_list()
 
     @property
     def credential(self) -> InviteCredential | None:
-        """What the invite holds that is printed."""
+        """The credential of the invite that we print."""
         return InviteCredential() if self._admission.owner is not None and self._admission.rule == "open" else None
 
     @property
     def rule(self) -> str:
-        """Which rule holds, in words."""
+        """The admission rule, in words."""
         if self._admission.owner is None:
             return "open to everybody who holds this invite, for the run has no owner"
         return RULES[self._admission.rule]
 
     def advice(self, invite: str, usable: str) -> str:
-        """Say how somebody joins; `usable`: from where."""
+        """Say how a peer joins. `usable`: from where the invite works."""
         if self._admission.owner is None or self._admission.rule == "open":
             return f"to join {usable}: noloco-node join {invite}"
         who = " PEER" if self._admission.rule == "listed" else ""
         return f"to let a peer in: noloco-node members invite{who} --run {self._run_file} --invite {invite}"
 
     async def admitted(self, network: PeerNetwork) -> PeerNetwork:
-        """Return the network as it is to be used, and serve tickets if we may sign them."""
+        """Return the network as a member uses it, and serve tickets if we may sign them."""
         if self._admission.owner is None:
             return network
         signer: SignsTickets | None
-        signs_until: Callable[[bytes], int] = _nobody
-        if key_file(self._run_file).is_file():
-            owner = TicketSigner(await asyncio.to_thread(self._owner_key))
-            ticket = owner.ticket(self._recipe.digest, network.peer_id, MEMBER, int(time.time()) + HOST_S)
+        owns = key_file(self._run_file).is_file()
+        if owns:
+            signer = TicketSigner(await asyncio.to_thread(self._owner_key))
+            ticket = signer.ticket(self._recipe.digest, network.peer_id, MEMBER, int(time.time()) + HOST_S)
             admitted: PeerNetwork = HookedNetwork(network, AdmissionHook(network, self._state, ticket))
-            signer = owner
-            signs_until = self._signs_until
         else:
             admitted, signer = await self._as_delegate(network)
         if signer is not None:
-            named = None if self._admission.rule == "open" else self._named_until
-            service = TicketService(self._state, signer, time.time, named, signs_until)
+            named = None if self._admission.rule == "open" else lambda key: self._named.get(key.hex(), 0)
+            signs = (lambda key: self._signs.get(key.hex(), 0)) if owns else lambda _: 0
+            service = TicketService(self._state, signer, time.time, named, signs)
             await network.serve(ticket_service.TOPIC, ticket_service.SCHEMA, service.answer)
         return admitted
 
-    def _named_until(self, key: bytes) -> int:
-        """Return until when the owner's list names a peer; 0 where it does not."""
-        return self._named.get(key.hex(), 0)
-
-    def _signs_until(self, key: bytes) -> int:
-        """Return until when the owner's list lets a peer sign tickets; 0 where it does not."""
-        return self._signs.get(key.hex(), 0)
-
     async def watch(self) -> NoReturn:
-        """Take the owner's list over whenever it has changed; renew a delegate's ticket before it expires."""
-        async with background(self._renew()):
+        """Read the owner's list whenever it changes; renew a delegate's ticket before it expires."""
+        async with nullcontext() if self._access is None else background(self._access.renew(say)):
             while True:
                 await asyncio.sleep(WATCH_S)
                 if self._admission.owner is not None:
@@ -121,10 +108,6 @@ class HostedAdmissions:
                         await asyncio.to_thread(self._read_list)
                     except UserError as error:
                         say(f"{error.what} {error.why}")
-
-    async def _renew(self) -> None:
-        if self._access is not None:
-            await self._access.renew(say)
 
     def _read_list(self) -> None:
         path = members_file(self._run_file)
@@ -150,7 +133,7 @@ class HostedAdmissions:
         return key
 
     async def _as_delegate(self, network: PeerNetwork) -> tuple[PeerNetwork, SignsTickets | None]:
-        """Come in by the ticket of our invite, as a node does; `UserError` where it brings none."""
+        """Enter by the ticket of our invite, as a node does; `UserError` where the invite brings none."""
         own_key = await asyncio.to_thread(read_key, self._identity)
         if self._invite is None or self._invite.credential is None or not self._invite.credential.chain or not own_key:
             raise config_error(
@@ -169,13 +152,13 @@ class HostedAdmissions:
 
 
 class DelegateSigner(NamedTuple):
-    """Signs tickets with a delegate's key for as long as the ticket that it holds lets it."""
+    """Signs tickets with a delegate's key, as long as the delegate's own ticket allows that."""
 
     key: Ed25519PrivateKey
     held: HeldTicket
 
     def ticket(self, run: str, peer: str, rights: Right, until: int) -> bytes:
-        """Return a ticket for a peer; ValueError where we may sign none any more."""
+        """Return a ticket for a peer; ValueError if we may sign none any more."""
         chain = decode(self.held.raw)
         if chain is None or self.held.is_expired or not Right.SIGN & self.held.rights:
             raise ValueError("this bootstrap peer may sign tickets no longer")

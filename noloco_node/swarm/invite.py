@@ -1,13 +1,13 @@
-"""An invite: the one string that a newcomer needs.
+"""An invite: the one string by which a newcomer joins.
 
     noloco1:<digest of the run, 64 hex digits>@<multiaddr>[,<multiaddr>...]
     noloco2:<the same>#<credential, for a run that has an owner>
 
-The digest says which run file to believe, whichever peer serves it. Each multiaddr ends in /p2p/ and a peer id, so that
-no other peer can answer in its place. 1 and 2 are versions of this format.
+A newcomer believes only the run file with this digest, whichever peer serves it. Each multiaddr ends in /p2p/ and a
+peer id, so that no other peer can answer in its place. 1 and 2 are versions of this format.
 
-Every peer keeps an invite in its home, with its own addresses and those of peers that it met (`KeptInvite`): any home
-finds a swarm whose bootstrap peers are gone.
+Every peer keeps an invite in its home, with its own addresses and those of peers that it met (`KeptInvite`): by it the
+peer finds a swarm whose bootstrap peers are gone.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from noloco_node.swarm.roster import some_addresses
 _SCHEME, _CREDENTIAL_SCHEME = "noloco1:", "noloco2:"
 _MOST_ADDRESSES = 64
 BESIDE = 4
-"""Addresses of ordinary peers that are added to an invite: with them it outlives its bootstrap peers."""
+"""Addresses of ordinary peers in an invite, by which it outlives its bootstrap peers."""
 EVERY_S = 60.0
-"""At most so often the file is written."""
+"""The least seconds between two writes."""
 
 
 class Invite(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed invite: the run's digest, and where its bootstrap peers are."""
+    """A parsed invite: the run's digest, and addresses of its bootstrap peers."""
 
     digest: str
     addresses: tuple[PeerAddress, ...]
     credential: InviteCredential | None = None
-    """What a run with an owner lets us in for; None in a run that everybody may enter who knows it."""
+    """Admits us to a run with an owner; None in a run without one."""
 
     @property
     def peers(self) -> list[str]:
-        """The bootstrap peers, as often as they have addresses."""
+        """The bootstrap peers, once for each of their addresses."""
         return [address.peer for address in self.addresses]
 
     def __str__(self) -> str:
@@ -57,12 +57,12 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def format(digest: str, addresses: Sequence[str], credential: InviteCredential | None = None) -> str:
-    """Return the invite to the run with this digest by way of these multiaddrs; `UserError` where a part is wrong."""
+    """Return the invite of a run's digest and multiaddrs; `UserError` if a part is wrong."""
     return str(msgspec.structs.replace(parse(f"{_SCHEME}{digest}@{','.join(addresses)}"), credential=credential))
 
 
 def parse(text: str) -> Invite:
-    """Parse an invite as it was pasted (surrounding white space is ignored); a `UserError` names the part at fault."""
+    """Parse an invite, surrounding white space included; a `UserError` names the wrong part."""
     text, credential = text.strip(), None
     if text.startswith(_CREDENTIAL_SCHEME):
         text, _, given = text.partition("#")
@@ -98,8 +98,9 @@ def parse(text: str) -> Invite:
 
 
 def found(given: str | None, home: Path) -> str:
-    """Return the invite that a person gave, or the one that a home keeps: `home`, where none was given, or the one
-    whose directory stands in its place. Raises `UserError` where there is none.
+    """Return the given invite, or the one that a home keeps: a given directory, else `home`.
+
+    Raises `UserError` if there is none.
     """
     if given is not None and not given.strip():
         raise _malformed("it is empty")
@@ -120,7 +121,7 @@ def found(given: str | None, home: Path) -> str:
 
 
 def kept_addresses(invite: Invite, home: Path) -> list[PeerAddress]:
-    """Return the addresses that a home keeps of an invite's run, beside those of the invite itself."""
+    """Return the addresses of an invite's run that a home keeps beyond those of the invite."""
     try:
         kept = parse(found(None, home))
     except UserError:
@@ -131,7 +132,7 @@ def kept_addresses(invite: Invite, home: Path) -> list[PeerAddress]:
 def widened(invite: Invite, addresses: Iterable[str], first: Sequence[str] = ()) -> str:
     """Return an invite with `first` before its addresses, and behind them the first few `addresses` that are new.
 
-    `addresses` are what strangers say: those that are none are left out.
+    Strangers wrote `addresses`: malformed ones are left out.
     """
     known = list(dict.fromkeys([*first, *map(str, invite.addresses)]))[: _MOST_ADDRESSES - BESIDE]
     new = (each for each in dict.fromkeys(addresses) if each not in known and _is_address(each))
@@ -139,7 +140,7 @@ def widened(invite: Invite, addresses: Iterable[str], first: Sequence[str] = ())
 
 
 def without_secret(text: str) -> str:
-    """Return an invite as it may be shown: without a credential that is for one identity."""
+    """Return an invite without a credential that is for one identity, to be shown."""
     parsed = parse(text)
     credential = parsed.credential
     return text if credential is None or not credential.chain else str(msgspec.structs.replace(parsed, credential=None))
@@ -163,9 +164,9 @@ def _malformed(why: str) -> UserError:
 
 
 class KeptInvite:
-    """Keeps an invite in a file: `own` addresses, those of the invite that we came by, and some of living peers.
+    """Keeps an invite in a file: `own` addresses, those of the invite that we used, and some of living peers.
 
-    Peers that were met before stay as long as no living one is known: by them a peer comes back that is alone.
+    Peers met before stay in it until we know living ones, so that a peer that is alone can return by them.
     """
 
     def __init__(self, path: Path, came_by: Invite, own: Sequence[str], say: Callable[[str], None]) -> None:
@@ -174,7 +175,7 @@ class KeptInvite:
         self._written, self._refused = "", False
 
     def keep(self, others: Sequence[str] = ()) -> str:
-        """Write the invite where it is another one than before, and return it; a disk that refuses is said once."""
+        """Write the invite if it has changed, and return it; say once if the disk refuses."""
         self._others = list(others)[:BESIDE] or self._others
         text = widened(self._came_by, self._others, self._own)
         if text != self._written:
@@ -188,19 +189,19 @@ class KeptInvite:
         return text
 
     async def follow(self, membership: Membership) -> NoReturn:
-        """Add living peers as the roster tells of them, until cancelled."""
+        """Add living peers from the roster until cancelled."""
         while True:
             self.keep(some_addresses(await membership.changed()))
             await asyncio.sleep(EVERY_S)
 
 
 def met_before(invite: Invite, home: HomePaths) -> list[PeerAddress]:
-    """Return the peers that this home met before: by them it comes back when no peer of the invite is left."""
+    """Return the peers that this home met before, by which it returns if no peer of the invite is left."""
     return not_ours(kept_addresses(invite, home.path), home)
 
 
 def not_ours(addresses: Sequence[PeerAddress], home: HomePaths) -> list[PeerAddress]:
-    """Return the addresses of others: an invite that a home keeps names its own peer too."""
+    """Return the addresses of others: a kept invite also names its own peer."""
     key = read_key(home.identity) if home.identity.exists() else None
     ours = "" if key is None else peer_of(key.public_key().public_bytes_raw())
     return [each for each in addresses if each.peer != ours]

@@ -1,20 +1,19 @@
-"""The members of the run: our own record kept alive in the DHT, and everybody's read into one immutable `Roster`.
+"""The members of the run: keeps our own record alive in the DHT, and reads all records into one immutable `Roster`.
 
 Each peer has one record, under the key of its stage with its own id as the subkey. A peer publishes its record every
 `refresh_s` with a higher serial number. A peer without news for `LIFETIME_S`, or for as long as its record asks within
-bounds, leaves the roster, so a peer that dies leaves by itself (`noloco_node.swarm.stage_records` has the rules). A
-peer that leaves politely publishes that as its last record, and readers drop it at once.
+bounds, drops out of the roster (`noloco_node.swarm.stage_records` has the rules). A peer that leaves politely says so
+in its last record, and readers drop it at once.
 
-In the same rhythm a peer reads the stages: a peer that looks for a place reads all of them, a peer at work those that
-it works with (`focus`). While a newcomer of the next stage copies its weights, we read four times as often, so that it
-does not wait for work. Decisions look only at the last snapshot and never wait for the DHT.
+In the same rhythm a peer reads the stages: a newcomer all of them, a replica those that it works with (`focus`). While
+a newcomer of the next stage copies its weights, we read four times as often, so that it does not wait for work.
+Decisions use the last roster and never wait for the DHT.
 
-In the DHT a record stays five minutes longer than it is believed, since it expires by other peers' clocks; if our clock
-is behind theirs, we ask for as much more. The network guarantees that a peer signed its own record. After a reading
-that fails, the roster stays as it is and says since when it is old (`Roster.old_since_s`): peers in it can still be
-called.
+In the DHT a record stays five minutes longer than readers believe it, since it expires by other peers' clocks; if our
+clock is behind theirs, we ask for as much more. The network guarantees that a peer signed its own record. After a
+failed reading the roster stays, and says since when it is old (`Roster.old_since_s`): its peers can still be called.
 
-A source and a visitor also read the receipts for all sources' samples, and how much of the run is done
+A source and a visitor also read the receipts for all sources' samples, and the progress of the run
 (`noloco_node.swarm.receipts`). A replica of the last stage publishes the receipts that it gives.
 """
 
@@ -45,18 +44,18 @@ from noloco_node.swarm.stage_records import CLOCK_ERROR_S, RECORD_BYTES, Publish
 from noloco_node.tasks import loop_s
 
 LIFETIME_S = 30.0
-"""The least time for which a record is believed; peers of a run usually refresh alike."""
+"""Readers believe a record for this long at least."""
 REFRESHES = 3
-"""Our record outlives this many refreshes: one or two may be lost on the way."""
+"""Our record outlives this many refreshes, since one or two may be lost on the way."""
 LONGEST_IN_DHT_S = 3600.0
 READS_FOR_NEWCOMERS = 4
-"""Readings in the time of one, while a newcomer is about to take work from us."""
+"""Readings in the time of one, while a newcomer of the next stage catches up."""
 
 
 class Membership:
-    """Keeps our record in the DHT and the roster up to date; `run` is to be awaited as long as we take part.
+    """Keeps our record in the DHT and the roster up to date while `run` is awaited.
 
-    `given`: what we say that we have given to the run, asked for whenever our record is published.
+    `given`: returns our totals for the run, whenever we publish our record.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class Membership:
         self._own: PeerRecord | None = None
         self._serial = 0
         self._behind_s = 0.0
-        """By how much our clock has been behind the others'."""
+        """The most seconds by which our clock was behind the others'."""
         self._records = StageRecords(network.peer_id, stages, self._lifetime_s, refresh_s)
         self._progress = RunProgress(network.peer_id)
         self._issued: IssuedReceipts | None = None
@@ -85,73 +84,69 @@ class Membership:
         self._hurry = asyncio.Event()
         self._reading = asyncio.Lock()
         self.complete = False
-        """Whether the last reading reached all keys: an empty roster says something only then."""
+        """Whether the last reading reached all keys; only then does an empty roster mean that no peer is there."""
         self._rng = random.Random(f"{run_id}|presence|{network.peer_id}")
 
     @property
     def me(self) -> str:
-        """Our peer id."""
         return self._network.peer_id
 
     @property
     def roster(self) -> Roster:
-        """The last snapshot."""
         return self._roster
 
     @property
     def skew_s(self) -> float | None:
-        """By how much our clock is ahead of those of the peers that we read; None if there are too few to tell."""
+        """Seconds by which our clock is ahead of the others'; None if too few peers are known."""
         return self._records.skew_s
 
     @property
     def news_age_s(self) -> dict[str, float]:
-        """Peers that are late with their news, and by now how old it is: they may be dead."""
+        """The age of the last news of each peer that is late, and so may be dead."""
         return self._records.news_age_s(self._unix_time())
 
     @property
     def watched(self) -> tuple[int, ...]:
-        """The stages that are read, and of which the roster says something by now."""
+        """The stages that we read and of which the roster already tells."""
         return self._records.known
 
     @property
     def receipts(self) -> ReceiptLedger:
-        """What others' receipts say."""
         return self._progress.receipts
 
     @property
     def issued(self) -> IssuedReceipts | None:
-        """What we give receipts for: at the last stage, or to our partners in a run of one stage."""
+        """The receipts that we give: at the last stage, or to our partners in a run of one stage."""
         return self._issued
 
     def give_receipts(self, issued: IssuedReceipts | None) -> None:
-        """Publish receipts for what `issued` counts, from the next record on; None: publish none."""
+        """Publish these receipts with our record from now on; None publishes none."""
         self._issued = issued
 
     def note_samples(self, samples: int) -> None:
-        """Note how many samples we have done at stage 0, whatever our record says by now."""
+        """Note the samples that we have done at stage 0, whatever our record says."""
         if samples:
             self._progress.note(self.me, SourceRecord(samples, finished=False), loop_s())
 
     def begin_counting(self) -> None:
-        """Begin to count what other sources do from now on (`Roster.other_sources`)."""
+        """Begin to count the samples of other sources (`Roster.other_sources`)."""
         self._progress.begin()
         self._show(self._roster.read_at)
 
     def publish_now(self) -> None:
-        """Publish and read at once."""
         self._hurry.set()
 
     async def changed(self) -> Roster:
-        """Wait until the roster says something new, and return it."""
+        """Wait for a roster that differs, and return it."""
         await self._change.wait()
         return self._roster
 
     def focus(self, stages: Collection[int]) -> None:
-        """Read only these stages from now on, beside the sources and their stage; the others count as empty."""
+        """Read only these stages from now on, and stage 0; the others count as empty."""
         self._records.focus(stages)
 
     def update(self, record: PeerRecord) -> None:
-        """Replace our record; it is published in the usual rhythm, or soon if its state is another one."""
+        """Replace our record; a new state is published soon, other changes in the usual rhythm."""
         if self._own is None or record.stage != self._own.stage:
             raise ValueError("a stage is taken with claim(), not with update()")
         publish_now = record.state is not self._own.state
@@ -160,7 +155,7 @@ class Membership:
             self._hurry.set()
 
     async def claim(self, record: PeerRecord) -> Roster:
-        """Publish that we serve `record.stage` from now on, and return the roster as read right after."""
+        """Publish that we serve `record.stage` from now on; return the roster read right after."""
         before, self._own = self._own, record
         if before is not None and before.stage != record.stage:
             await self._publish(msgspec.structs.replace(before, state=PeerState.LEAVING))
@@ -168,18 +163,18 @@ class Membership:
         return await self.peek()
 
     async def withdraw(self) -> None:
-        """Leave the roster and say so; what we did as a source stays. A loss on the way is not raised."""
+        """Publish that we leave; our samples as a source stay. A lost network is not raised."""
         last, self._own = self._own, None
         if last is not None:
             self._progress.note_own(last, loop_s())
             await self._publish(msgspec.structs.replace(last, state=PeerState.LEAVING))
 
     async def peek(self, stages: Collection[int] | None = None) -> Roster:
-        """Read all records that we watch now, or of these stages for once, and return the new roster."""
+        """Read the stages that we watch, or these stages once; return the new roster."""
         async with self._reading:
             watched = self._records.watched if stages is None else tuple(stages)
             keys = [*map(self._stage_key, watched), self._sources_key]
-            # A peer of a later stage sees for itself what passes.
+            # A peer of a later stage counts the samples that pass through it.
             counts = self._own is None or self._own.stage == 0
             read = await self._network.read_all([*keys, self._receipts_key] if counts else keys)
             receipts = read[-1] if counts else None
@@ -196,7 +191,6 @@ class Membership:
         return self._roster
 
     async def run(self) -> NoReturn:
-        """Publish and read until cancelled."""
         while True:
             self._hurry.clear()
             if self._own is not None:
@@ -205,7 +199,7 @@ class Membership:
             await self._rest(self._refresh_s * self._rng.uniform(0.9, 1.1))
 
     async def _rest(self, pause_s: float) -> None:
-        """Wait until the next reading is due or `publish_now` is called; look out for newcomers meanwhile."""
+        """Wait for the next reading or `publish_now`; meanwhile look for newcomers."""
         now_s = asyncio.get_running_loop().time
         until_s = now_s() + pause_s
         while (left_s := until_s - now_s()) > 0:
@@ -218,7 +212,7 @@ class Membership:
                 await self.peek()
 
     def _expects_newcomer(self) -> bool:
-        """Say whether a replica of the stage after ours is about to begin its work."""
+        """Say whether a newcomer of the next stage is about to begin its work."""
         after = None if self._own is None else self._own.stage + 1
         if after is None or after not in self.watched:
             return False
@@ -251,7 +245,7 @@ class Membership:
             stored.append(self._store(self._sources_key, msgspec.msgpack.encode(source.said), SOURCE_LIFETIME_S))
         if self.issued is not None and self.issued.samples:
             stored.append(self._store(self._receipts_key, self.issued.raw(), SOURCE_LIFETIME_S))
-        # All at once: others may still call who leaves, until its last record is out.
+        # All at once: others may call us until our last record is out.
         await asyncio.gather(*stored)
 
     async def _store(self, key: str, raw: bytes, lifetime_s: float) -> None:
@@ -261,7 +255,7 @@ class Membership:
             await self._network.publish(key, self._network.peer_id, raw, lifetime_s)
 
     def _show(self, now_s: float) -> None:
-        """Make the new snapshot, and wake the waiting tasks if it differs."""
+        """Make the new roster, and wake the waiting tasks if it differs."""
         before, me = self._roster, self._network.peer_id
         believed, old_since_s = self._records.believed, self._records.old_since_s(now_s)
         sources, other_sources = self._progress.sources, self._progress.other_sources()
@@ -280,7 +274,7 @@ def roster_of(
     old_since_s: float | None,
     other_sources: tuple[SourceProgress, ...] = (),
 ) -> Roster:
-    """Return the roster of what one reader believes: others' records by stage and peer, its own, and all sources."""
+    """Return one reader's roster: others' records by stage and peer, its own, and all sources."""
     stages = []
     for number, by_peer in enumerate(believed):
         records = [record for peer, record in by_peer.items() if peer != me]

@@ -1,27 +1,27 @@
-"""Receipts: samples that replicas of the last stage confirm, and how many of each source's samples one reader believes.
+"""Receipts: replicas of the last stage sign for samples, and each reader decides how many samples it believes.
 
 A source (a peer of stage 0) publishes its count of samples under the run's `sources` key, where the count outlives the
-source by minutes. Readers keep each source's first and highest count, so that no sample counts twice. They listen only
-to peers that they saw at work or found at their first reading. The counts are claims.
+source by minutes. Readers keep each source's first and highest count, so that no sample counts twice. They believe only
+peers that they saw at work or found at their first reading. The counts are claims.
 
-Each replica of the last stage publishes how many samples of which source it has computed: a receipt to each source. As
-every record in the DHT, it is signed with the replica's key. Counts rise from zero in each session of a replica, its
+Each replica of the last stage publishes how many samples of each source it has computed: a receipt for each source,
+signed with the replica's key like every record in the DHT. Counts rise from zero in each session of a replica, its
 `epoch`, so that a restart neither loses receipts nor counts them twice. A later epoch may have a lower number, because
 a clock may have been set back.
 
 A claim counts as far as receipts cover it, and receipts count as far as several signers agree. Routes are random, so
-every source's samples spread over the last stage as ours do, and of ours we know who computed them. A signer that gave
-us no gradient has no voice. For each source, every signer's count is divided by the signer's share of our samples; the
-weighted median of these says what is typical, and a signer counts up to `MOST_TIMES` its typical part. So a signer that
-signs for a friend adds at most its own part of that source's work once more. A single replica at the last stage cannot
-be compared; its receipts count up to the claim.
+every source's samples spread over the last stage as ours do, and we know which replicas computed ours. A signer that
+gave us no gradient does not count. For each source, we divide every signer's count by the signer's share of our
+samples; the weighted median of these is typical, and a signer counts up to `MOST_TIMES` its typical part. So a signer
+that signs for a friend adds at most its own part of that source's work once more. A single replica at the last stage
+cannot be compared; its receipts count up to the claim.
 
-In a run of one stage no samples pass through other hands. There each replica signs for the inner steps that its
-partners brought to meetings and had not brought to anybody before. Receipts and names cost nothing, but a replica has
-one meeting a round. So one reader believes all receipts together up to `MOST_TIMES` what its own meetings make likely
-(`met_work`): the number of replicas times what one of them sees, both as medians over itself and its partners, weighted
-by how much of our own work each met. The number of replicas follows from the partners that two replicas have in common
-(capture and recapture); names that nobody meets are in no such sample.
+In a run of one stage no other peer computes a source's samples. There each replica signs for the inner steps that a
+partner brings to a meeting and has not brought to another before. Receipts and names cost nothing, but a replica has
+one meeting a round. So a reader believes all receipts together up to `MOST_TIMES` what its own meetings make likely
+(`met_work`): the number of replicas times the work that one of them sees, both as medians over itself and its partners,
+weighted by how much of our own work each met. The number of replicas follows from the partners that two replicas have
+in common (capture and recapture); names that no replica meets do not count.
 """
 
 from __future__ import annotations
@@ -43,38 +43,38 @@ from noloco_node.units import LARGEST_COUNT, Count
 RECEIPT_BYTES = 4096
 LONGEST_ID = 64
 MOST_LISTED = 48
-"""Sources in one record: those of which most was computed since the last."""
+"""Sources in one record: those with the most samples since the last record."""
 MOST_SOURCES = 1024
 MOST_SIGNERS = 1024
 MOST_OF_STRANGER = 128
-"""Sources that are remembered of a signer who has proved nothing to us."""
+"""Sources remembered of a signer that has sent us no gradient."""
 MOST_SESSIONS = 4
-"""Of one signer that are told apart; the one that was read longest ago is forgotten."""
+"""Sessions remembered of one signer, those read last."""
 MOST_TIMES = 2.0
 MOST_BROUGHT = 8
-"""Times our own steps, or a round's, that a partner is believed to bring to a meeting: devices differ."""
+"""A partner is believed to bring up to so many times our own steps, or a round's, to a meeting: devices differ."""
 SPARE = 4
-"""Microbatches of a window that a signer may have had more of, by chance."""
+"""Extra microbatches of a window that a signer may have by chance."""
 ENOUGH = 16
-"""Microbatches of ours for each signer, after which a window is over."""
+"""Our microbatches for each signer that end a window."""
 SOURCE_BYTES = 64
 SOURCE_LIFETIME_S = 600.0
-"""For which the record of a source's samples is kept."""
+"""How long the DHT keeps the record of a source's samples."""
 MOST_WORKED = 16 * MOST_RECORDS
-"""Peers that are remembered to have been at work: strangers may make many."""
+"""Peers remembered to have been at work; strangers may make many."""
 
 
 class ReceiptRecord(msgspec.Struct, frozen=True, array_like=True):
-    """Samples that one replica of the last stage has computed in its session, by source."""
+    """The samples that one replica of the last stage has computed in its session, by source."""
 
     epoch: Count
     samples: Annotated[dict[str, Count], msgspec.Meta(max_length=MOST_LISTED)]
 
 
 class IssuedReceipts:
-    """Samples that passed here and came back, by source; in a run of one stage, those that partners brought.
+    """Samples computed here, by source; in a run of one stage, those that partners brought.
 
-    `epoch`: another one in each session of this replica. `brought`: our own samples that each partner met.
+    `epoch`: differs in each session of this replica. `brought`: our own samples that each partner met.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -84,7 +84,7 @@ class IssuedReceipts:
         self._told: Counter[str] = Counter()
 
     def add(self, source: str, samples: int, brought: int = 0) -> None:
-        """Count a microbatch, or a meeting; of too many sources that one is forgotten that was silent for longest."""
+        """Count a microbatch or a meeting; of too many sources forget the one silent for longest."""
         if not 0 < len(source) <= LONGEST_ID:
             return
         self.samples[source] = self.samples.pop(source, 0) + samples
@@ -95,7 +95,6 @@ class IssuedReceipts:
             del self.samples[forgotten], self._told[forgotten], self.brought[forgotten]
 
     def raw(self) -> bytes:
-        """Return the record to publish."""
         grown = {source: count - self._told[source] for source, count in self.samples.items()}
         listed = sorted(grown, key=lambda source: (-grown[source], source))[:MOST_LISTED]
         counts = {source: self.samples[source] for source in listed}
@@ -106,15 +105,15 @@ class IssuedReceipts:
 
 
 class _SignerBook:
-    """What one signer has said: the samples of each source in each of its last sessions, and in all of them."""
+    """The receipts of one signer: samples by source, in each of its last sessions and in all."""
 
     def __init__(self) -> None:
         self.sessions: dict[int, dict[str, int]] = {}
-        """By epoch; the one that was read last comes last."""
+        """By epoch; the one read last comes last."""
         self.total: Counter[str] = Counter()
 
     def take(self, record: ReceiptRecord, most: int) -> dict[str, int]:
-        """Take a record, of at most so many sources; return by how much each source's count has grown."""
+        """Take a record, of at most so many sources; return each source's growth."""
         session = self.sessions[record.epoch] = self.sessions.pop(record.epoch, {})
         if len(self.sessions) > MOST_SESSIONS:
             del self.sessions[next(iter(self.sessions))]
@@ -129,24 +128,24 @@ class _SignerBook:
 
 
 class ReceiptLedger:
-    """What one reader makes of all receipts. `verified`: since it began to work itself (`begin`)."""
+    """All receipts that one reader has read. `verified` counts from `begin` on."""
 
     def __init__(self) -> None:
         self._books: dict[str, _SignerBook] = {}
         self._signed: Counter[str] = Counter()
         self._has_read = self._counts = False
         self._shares: dict[str, float] = {}
-        """Of our own samples, by who computed them, as of the last reading."""
+        """Each signer's share of our own samples, as of the last reading."""
         self._settled: dict[str, float] = {}
         self._window: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        """What was signed for each source since the last window was over, by signer."""
+        """Samples signed for each source since the last window, by signer."""
         self._proved: Counter[str] = Counter()
-        """Our own samples of this window, by who computed them."""
+        """Our own samples of this window, by the replica that computed them."""
         self._proved_before: Counter[str] = Counter()
         self._microbatch = 1
 
     def begin(self) -> None:
-        """Begin to count: what was signed until now is over."""
+        """Begin to count; earlier receipts do not count."""
         self._counts = True
         for counts in (self._settled, self._window, self._proved, self._proved_before, self._shares):
             counts.clear()
@@ -159,11 +158,11 @@ class ReceiptLedger:
 
     @property
     def signed_lately(self) -> Mapping[str, Mapping[str, int]]:
-        """What was signed since we began, and since the last window was over, by source and signer."""
+        """Samples signed since we began and since the last window, by source and signer."""
         return self._window
 
     def take(self, raws: Mapping[str, bytes], met: Collection[str] = ()) -> None:
-        """Note what a reading of the receipts' key found. `met`: signers that we have met ourselves."""
+        """Note a reading of the receipts' key. `met`: signers that we have met ourselves."""
         proved = {*self._proved, *self._proved_before, *met}
         known = self._books.keys() | proved
         known_first = sorted(raws, key=lambda peer: (peer not in proved, peer not in known, peer))
@@ -182,17 +181,17 @@ class ReceiptLedger:
             self._settle()
 
     def signed(self, source: str) -> int:
-        """Return all samples of a source for which anybody signed."""
+        """Return all samples of a source that any peer signed."""
         return self._signed[source]
 
     def verified(self, source: str) -> int:
-        """Return the samples of a source, since we began, that are believed."""
+        """Return the samples of a source since we began that we believe."""
         return int(self._settled.get(source, 0.0) + self._believed(self._window.get(source)))
 
     def believed_in_all(self, source: str) -> int:
-        """Return the samples of a source in all its time that are believed, of what our signers of today signed.
+        """Return the samples of a source in its whole time that we believe, by the receipts of our present signers.
 
-        0 until enough has come back to us: a few microbatches may all have gone to one signer.
+        0 until we have enough gradients: a few microbatches may all have gone to one signer.
         """
         if (self._proved + self._proved_before).total() < ENOUGH * self._microbatch:
             return 0
@@ -200,7 +199,7 @@ class ReceiptLedger:
 
     def _shares_now(self) -> dict[str, float]:
         proved = self._proved + self._proved_before
-        # A signer whose receipts do not reach us says nothing of anybody.
+        # Leave out signers whose receipts we have not read.
         for unread in proved.keys() - self._books.keys():
             del proved[unread]
         total = proved.total()
@@ -235,14 +234,14 @@ def weighted_median(values: Mapping[str, float], weights: Mapping[str, float]) -
 
 
 class MetWork(NamedTuple):
-    """What the meetings show: samples of the others that are believed, and how many replicas take part."""
+    """The others' samples that our meetings make believable, and the number of replicas."""
 
     samples: float
     replicas: float
 
 
 def met_work(me: str, issued: IssuedReceipts, signed: Mapping[str, Mapping[str, int]]) -> MetWork | None:
-    """Return what we believe, None before our first meeting. `signed`: samples by source and signer."""
+    """Return the samples that we believe; None before our first meeting. `signed`: by source and signer."""
     if not issued.brought:
         return None
     seen: dict[str, Mapping[str, int]] = {me: issued.samples}
@@ -257,17 +256,17 @@ def met_work(me: str, issued: IssuedReceipts, signed: Mapping[str, Mapping[str, 
     weights = {peer: voice / sum(voices.values()) for peer, voice in voices.items()}
     typical = weighted_median({peer: float(sum(seen[peer].values())) for peer in voices}, weights)
     replicas = weighted_median({peer: _replicas(me, seen[me], peer, seen[peer]) for peer in voices}, weights)
-    # Whatever the others say: devices differ by so much, and of so few partners nobody can tell how many there are.
+    # Bounds whatever the others say: devices differ by so much, and few partners tell little about the number.
     typical = min(typical, float(MOST_BROUGHT * issued.brought.total()))
     replicas = min(replicas, float((1 + len(issued.brought)) ** 2))
     said = sum(samples for by in seen.values() for source, samples in by.items() if source != me)
-    # What partners brought to us we have seen ourselves.
+    # We have seen ourselves what partners brought to us.
     likely = max(MOST_TIMES * replicas * typical, float(sum(issued.samples.values())))
     return MetWork(min(float(said), likely), replicas)
 
 
 def _replicas(me: str, met: Mapping[str, int], peer: str, met_by_it: Mapping[str, int]) -> float:
-    """Return how many replicas two of them make likely, by whom both have met."""
+    """Return the number of replicas that two replicas make likely by their partners."""
     ours, theirs = met.keys() - {me, peer}, met_by_it.keys() - {me, peer}
     if peer == me or not ours or not theirs:
         return float(len(met.keys() | met_by_it.keys() | {me, peer}))
@@ -276,19 +275,18 @@ def _replicas(me: str, met: Mapping[str, int], peer: str, met_by_it: Mapping[str
 
 @lru_cache(maxsize=1024)  # for the many readers of a simulation
 def decode_receipts(raw: bytes) -> ReceiptRecord | None:
-    """Return what a replica signed, if it can be."""
     return decoded(raw, ReceiptRecord, RECEIPT_BYTES)
 
 
 class SourceRecord(msgspec.Struct, frozen=True, array_like=True):
-    """What outlives a source: its samples, and whether it finished."""
+    """A source's samples and whether it finished; this record outlives the source."""
 
     samples: Count
     finished: bool
 
 
 class SourceCount(NamedTuple):
-    """What is known of a source: the most that it said, and when its record was found last (loop seconds).
+    """What we know of a source: its highest claim, and when we last found its record (loop seconds).
 
     `first`: its samples when we first heard of it. `forgotten`: samples of an earlier session that it lost.
     """
@@ -300,25 +298,24 @@ class SourceCount(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """All that it did."""
         return min(LARGEST_COUNT, self.forgotten + self.said.samples)
 
 
 class RunProgress:
-    """What one reader knows of all sources: `sources`, by peer, and `receipts` for their samples."""
+    """One reader's knowledge of all sources: `sources`, by peer, and `receipts` for their samples."""
 
     def __init__(self, me: str) -> None:
         self.sources: dict[str, SourceCount] = {}
         self.receipts = ReceiptLedger()
         self._me = me
         self._claimed_before: dict[str, int] = {}
-        """Of each source, when we began to count."""
+        """The claim of each source when we began to count."""
         self._worked = {me}
-        """Peers that may speak of samples: those seen at work, and those whom our first reading found."""
+        """Peers whose claims count: those seen at work, and those of our first reading."""
         self._has_read = False
 
     def note(self, peer: str, said: SourceRecord, now_s: float) -> None:
-        """Note what a source says of itself, and is believed."""
+        """Note the record of a source that we believe."""
         self.sources[peer] = counted(self.sources.get(peer), said, now_s)
 
     def note_own(self, record: PeerRecord, now_s: float) -> None:
@@ -327,7 +324,7 @@ class RunProgress:
             self.note(record.peer, SourceRecord(record.samples, record.state is PeerState.FINISHED), now_s)
 
     def take(self, raws: Mapping[str, bytes], records: Iterable[PeerRecord], now_s: float) -> None:
-        """Note what a reading of the sources' key found. `records`: of the peers that are there at stage 0."""
+        """Note a reading of the sources' key. `records`: of the peers at stage 0."""
         seen = (record.peer for record in records if record.state in AT_WORK)
         self._worked.update(list(islice(seen, max(0, MOST_WORKED - len(self._worked)))))
         if not self._has_read:
@@ -341,12 +338,12 @@ class RunProgress:
                 self.note(peer, said, now_s)
 
     def begin(self) -> None:
-        """Begin to count what the others do from now on."""
+        """Begin to count the others' samples."""
         self.receipts.begin()
         self._claimed_before = {peer: source.samples for peer, source in self.sources.items()}
 
     def other_sources(self) -> tuple[SourceProgress, ...]:
-        """Return of each other source what it claims, and what of that is signed."""
+        """Return of each other source its claimed, signed and verified samples."""
         return tuple(
             self._progress_of(peer, source) for peer, source in sorted(self.sources.items()) if peer != self._me
         )
@@ -359,10 +356,10 @@ class RunProgress:
 
 
 def counted(known: SourceCount | None, news: SourceRecord, now_s: float) -> SourceCount:
-    """Return what is known of a source once it says `news`.
+    """Return our knowledge of a source after its record `news`.
 
     A smaller count than before is an old copy of its record, unless all copies have expired: then the source has lost
-    count, and whatever it says beyond `news` comes on top of what it had done.
+    count, and its further samples come on top of those it had done.
     """
     if known is None:
         return SourceCount(news, now_s, first=news.samples)
@@ -378,5 +375,4 @@ def counted(known: SourceCount | None, news: SourceRecord, now_s: float) -> Sour
 
 @lru_cache(maxsize=1024)  # for the many readers of a simulation: one node decodes as many in a millisecond
 def decode_source(raw: bytes) -> SourceRecord | None:
-    """Return what a source left behind, if it can be."""
     return decoded(raw, SourceRecord, SOURCE_BYTES)

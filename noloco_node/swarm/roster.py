@@ -1,7 +1,7 @@
 """The roster: which peer serves which stage, as one immutable snapshot that decisions read.
 
-Each peer keeps one record of itself in the DHT, refreshed long before it expires. A background task reads the records
-of all stages into a `Roster`. Rosters of different peers differ for a while; every decision tolerates that."""
+Rosters of different peers differ for a while; every decision tolerates that.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from noloco_node.units import Amount, Count, Fraction, Seconds, UnixSeconds
 T = TypeVar("T")
 
 HOP_LETTERS, MOST_HOPS = 8, 2
-"""Of a peer's id in a record, and next hops in one."""
+"""The letters of a peer's id in a hop, and the most hops in a record."""
 MOST_LETTERS = 24
-"""Of the name that an owner gives a peer: shown beside the short id, never in its place, and no proof."""
+"""Of an owner's name for a peer. It is shown beside the short id, never in its place, and proves nothing."""
 MOST_WAITS = 4
-"""In a record."""
+"""The most waits in a record."""
 
 
 def speed(device_s: float) -> float:
-    """Return what a device does in a second that takes so long for a microbatch; 0 where that is not known.
+    """Return the microbatches a second of a device that takes so long for one; 0 is unknown.
 
-    A replica's inner steps follow its share of the microbatches, and routes are weighted by device time: so this is its
-    inner-step rate too, up to a factor that all replicas of its stage have in common.
+    A replica's inner steps follow its share of the microbatches, and routes are weighted by device time. So this is
+    proportional to its rate of inner steps, with one factor for all replicas of its stage.
     """
     return 1.0 / device_s if device_s > 0.0 else 0.0
 
 
 class Given(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer says it has given to the run in all its sessions. `joules`: 0 is not known."""
+    """What a peer says that it has given to the run in all its sessions. `joules`: 0 is unknown."""
 
     tokens: Count
     seconds: Count
@@ -45,7 +45,7 @@ class Given(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a peer says of itself. Nobody else vouches for it: readers bound what they believe."""
+    """A peer's record of itself. No other peer vouches for it, so readers bound what they believe."""
 
     peer: str
     stage: Count
@@ -65,31 +65,30 @@ class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
     gap: Amount | None = None
     partner: str | None = None
     waiting: Annotated[tuple[Wait, ...], msgspec.Meta(max_length=MOST_WAITS)] = ()
-    """What it waits for, and what else is wrong; empty while it works."""
+    """What the peer waits for, and what else is wrong; empty while it works."""
     budget: str | None = None
-    """What it uses of its bandwidth budget, in words; None without one."""
+    """The used part of its bandwidth budget, in words; None without one."""
     addresses: tuple[str, ...] = ()
     may_serve: tuple[Count, ...] = ()
-    """Stages that it would move to if it were needed there (`pipeline.placement`)."""
+    """Stages to which the peer would move if needed (`pipeline.placement`)."""
     moves_to: Count | None = None
-    """The stage that it is about to move to."""
+    """The stage to which the peer is about to move."""
     version: str = ""
     name: str = ""
-    """What its owner calls it."""
     hops: tuple[tuple[str, Count], ...] = ()
     """Some of the next hops of its microbatches, by turns: the end of each one's id, and how many it takes a minute."""
     given: Given | None = None
 
     @property
     def speed(self) -> float:
-        """Microbatches a second that the device would do alone, as the peer says; 0 until known."""
+        """Microbatches a second of the device alone, as the peer says; 0 is unknown."""
         return speed(self.device_s)
 
 
 class SourceProgress(msgspec.Struct, frozen=True):
-    """A source's samples: as it claims them, as receipts cover them, and as we believe them since we began.
+    """A source's samples: as it claims them, as receipts cover them, and as we have verified them since we began.
 
-    `finished`: it says that its part is done.
+    `finished`: the source says that its part is done.
     """
 
     peer: str
@@ -105,54 +104,49 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[tuple[PeerRecord, ...], ...]
     read_at: float = 0.0
     old_since_s: float | None = None
-    """Since when nothing was learnt of anybody (loop seconds): the trouble is ours, and the others may be there."""
+    """Since when we have heard no peer (loop seconds): the trouble is ours, and the others may be there."""
     run_samples: int = 0
     """Sequences done in the whole run as sources claim them, records of departed ones included."""
     own_samples: int = 0
-    """How many of them we are known for ourselves, from an earlier session too."""
+    """How many of them are ours, those of earlier sessions included."""
     first_samples: int = 0
     """How many of them the other sources had done, each when we first heard of it."""
     sources: int = 0
-    """Sources at work now, or finished. One that left early, or died, is neither: it ends no run and holds up none."""
+    """Sources at work or finished. A source that left early or died is neither, and affects no run's end."""
     sources_finished: int = 0
     other_sources: tuple[SourceProgress, ...] = ()
-    """The other sources, at work or not, with what receipts say of them."""
+    """The other sources, at work or not, with their receipts."""
 
     @property
     def others_samples(self) -> int:
-        """Sequences done by all others."""
         return self.run_samples - self.own_samples
 
     @property
     def signed_samples(self) -> int:
-        """Our own sequences, and those of all others that receipts cover."""
+        """Our own sequences, and the others' that receipts cover."""
         return self.own_samples + sum(source.signed for source in self.other_sources)
 
     @property
     def unserved(self) -> list[int]:
-        """The stages that nobody serves."""
         return [number for number, records in enumerate(self.stages) if not records]
 
     def stage(self, number: int) -> tuple[PeerRecord, ...]:
-        """Return the live records of one stage."""
         return self.stages[number]
 
     def census(self) -> str:
-        """Say how many replicas each stage has."""
         return ", ".join(f"{number}: {len(records)}" for number, records in enumerate(self.stages))
 
 
 def some_addresses(roster: Roster) -> list[str]:
-    """Return an address of each living peer that says one, unless it leads to somebody else."""
+    """Return one address of each living peer, unless it leads to another peer."""
     living = [record for stage in roster.stages for record in stage if record.addresses]
     return [record.addresses[0] for record in living if record.addresses[0].endswith(f"/p2p/{record.peer}")]
 
 
 class Derived(Generic[T]):
-    """A value computed from the last roster, and computed anew only when there is a new roster.
+    """A value computed from the last roster, once for each roster.
 
-    A roster never changes, so comparing identities is enough: a caller at every microbatch pays for the length of the
-    roster once a reading.
+    A roster never changes, so comparing identities is enough: a caller at every microbatch costs little.
     """
 
     def __init__(self, roster: Callable[[], Roster], make: Callable[[Roster], T]) -> None:
@@ -161,7 +155,6 @@ class Derived(Generic[T]):
         self._value = make(self._of)
 
     def __call__(self) -> T:
-        """Return it as of the last roster."""
         roster = self._roster()
         if roster is not self._of:
             self._of, self._value = roster, self._make(roster)
@@ -169,7 +162,7 @@ class Derived(Generic[T]):
 
 
 def checked_name(text: str | None) -> str:
-    """Return the name that a person asks for, "" for none; raise `UserError` where others would not show it so."""
+    """Return the name that a person asks for, "" for none; raise `UserError` if others would see it changed."""
     name = "" if text is None else unicodedata.normalize("NFC", text)
     if shown_name(name) != name:
         raise UserError(
@@ -182,6 +175,6 @@ def checked_name(text: str | None) -> str:
 
 
 def shown_name(name: str) -> str:
-    """Return a stranger's name as it may be shown: bounded, printable, without signs that stack or turn around."""
+    """Return a stranger's name bounded and printable, without combining or direction marks."""
     letters = [each for each in name[: 4 * MOST_LETTERS] if each.isprintable() and unicodedata.category(each)[0] != "M"]
     return " ".join("".join(letters).split())[:MOST_LETTERS].strip()

@@ -1,10 +1,10 @@
-"""What peers tell a newcomer of a run: its run file, and how far the run had come when its peers were last seen.
+"""Gives a newcomer the run file, and the progress of the run when its peers were last seen.
 
-An invite names the digest of the run file, and the first peer that answers gives the text. The newcomer decodes the
-text, computes the digest, and throws the text away unless the two agree.
+An invite names the digest of the run file. The newcomer takes the text from the first peer that answers, and drops it
+unless its digest agrees.
 
-Bootstrap peers and nodes keep the progress of the run in their homes (`RunHistory`), so that nobody begins the run anew
-without knowing. Nobody vouches for that number; it only holds a newcomer up, and `--begin-anew` overrules it.
+Bootstrap peers and nodes keep the progress of the run in their homes (`RunHistory`), so that no newcomer begins the run
+anew by mistake. No peer vouches for that number; it only delays a newcomer, and `--begin-anew` overrules it.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from noloco_node.units import Fraction, UnixSeconds
 TOPIC = "run"
 PATIENCE_S = 20.0
 JOINING_CLOCK_ERROR_S = 60.0
-"""With more, others refuse our records as made in the future, or take them for old."""
+"""With a larger error, others take our records for future or old ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRequest:
-    """Send me the run file, please."""
+    """Asks for the run file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFileReply:
-    """The run file as its author wrote it (TOML, comments included), and the sender's time of day (Unix seconds)."""
+    """The run file as its author wrote it (TOML with comments), and the sender's time of day (Unix seconds)."""
 
     text: str
     unix_time: UnixSeconds
@@ -56,12 +56,12 @@ SCHEMA = Schema(
 
 
 class RunFileText:
-    """A run file and what it says: `text` as written, `run` decoded, `digest` the run's id."""
+    """A run file: `text` as written, `run` decoded, `digest` the run's id."""
 
     def __init__(self, text: str, origin: str, allowed: Sequence[str] | None = None) -> None:
-        """Decode `text`; raise `UserError` naming the field at fault. `origin` is where it came from, for messages.
+        """Decode `text`; raise `UserError` naming the wrong field. `origin`: names the source in messages.
 
-        `allowed`: the directories of this machine that it may name; None where the file is our own.
+        `allowed`: the directories of this machine that it may name; None for our own file.
         """
         self.text = text
         self.run: RunConfig = decode_run(text, origin)
@@ -71,7 +71,7 @@ class RunFileText:
 
     @classmethod
     def made(cls, run: RunConfig) -> RunFileText:
-        """Return that of a run that was never a file: nobody can fetch it."""
+        """Return the text of a run without a file; no peer can fetch it."""
         recipe = cls.__new__(cls)
         recipe.text, recipe.run = "", run
         recipe.digest = run_digest(run, content_hashes(run))
@@ -131,19 +131,19 @@ async def fetch(network: PeerNetwork, peers: Sequence[str], digest: str, allowed
 HISTORY_TOPIC = "reached"
 HISTORY_PATIENCE_S = 10.0
 STEP = 0.01
-"""Of progress, after which it is written anew."""
+"""Progress between two writes."""
 LEAST = 1e-9
-"""Progress of a run of which nothing is known but that it was begun."""
+"""The progress kept of a run that was begun, and whose replicas report none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReachedRequest:
-    """How far had the run come when you last saw anybody at work?"""
+    """Asks for the progress of the run when the peer last saw a node at work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReachedReply:
-    """The progress of the run, 0 to 1; 0: no replica has been seen that had finished a round."""
+    """The progress of the run, 0 to 1; 0: the peer has seen no replica that had finished a round."""
 
     progress: Fraction
 
@@ -157,7 +157,7 @@ class _Note(msgspec.Struct, frozen=True):
 
 
 class RunHistory:
-    """What one home remembers of a run: `progress`, 0 where it has seen nobody who had finished a round."""
+    """The progress of a run that a home remembers; 0 if no replica it saw had finished a round."""
 
     def __init__(self, path: Path, run_id: str, say: Callable[[str], None]) -> None:
         self._path, self._run_id, self._say = path, run_id, say
@@ -165,12 +165,11 @@ class RunHistory:
         self.progress = self._written = self._read()
 
     async def follow(self, membership: Membership) -> NoReturn:
-        """Note what the roster says, until cancelled."""
         while True:
             self.note(await membership.changed())
 
     def note(self, roster: Roster) -> None:
-        """Note the median progress of replicas that have finished a round."""
+        """Note the median progress of the replicas that have finished a round."""
         found = [record.progress for records in roster.stages for record in records if record.round > 0]
         if not found:
             return
@@ -203,7 +202,7 @@ class RunHistory:
 
 
 async def reached(network: PeerNetwork, peers: Sequence[str]) -> float:
-    """Return the furthest progress that any of these peers has seen; 0 if none knows or answers."""
+    """Return the furthest progress that these peers remember; 0 if none knows or answers."""
     return max(await asyncio.gather(*[_asked(network, peer) for peer in peers]), default=0.0)
 
 
@@ -212,6 +211,6 @@ async def _asked(network: PeerNetwork, peer: str) -> float:
         reply = await ask(
             network, peer, HISTORY_TOPIC, HISTORY_SCHEMA, ReachedRequest(), ReachedReply, HISTORY_PATIENCE_S
         )
-    except ConnectionError:  # of an older version, say, that does not remember
+    except ConnectionError:  # an older version does not remember
         return 0.0
     return reply.progress

@@ -1,15 +1,15 @@
 """Which samples of a run count, and when the run is over: for a source, for a later stage, and for a visitor.
 
 A source counts its own samples, the claims of every other source that it has heard of
-(`noloco_node.swarm.receipts`), and the unlisted samples: those that the run had reached beyond these when the source
-began, from sources that the DHT had forgotten. A source that is heard of later brings its earlier samples along, and as
-many fewer are unlisted. From then on, claims count as far as receipts cover them: receipts of the last stage, or in a
-run of one stage those that replicas give each other at meetings.
+(`noloco_node.swarm.receipts`), and the unlisted samples: those of the run's progress beyond these when the source
+began, from sources that the DHT had forgotten. When a source is heard of later, its earlier samples are unlisted no
+more. From then on, claims count as far as receipts cover them: receipts of the last stage, or in a run of one stage
+those that replicas give each other at meetings.
 
 The run is over when the budget is reached, or when the sources that did most of the work say that they have finished. A
-source judges by receipts who did the work, a later stage by what passed through it, and a replica of a run of one stage
-by its own meetings. Sources that may have done nothing are believed only near the end of the budget, or when no work
-comes any more.
+source judges the work of others by receipts, a later stage by the microbatches that passed through it, and a replica of
+a run of one stage by its own meetings. Sources without such proof are believed only near the end of the budget, or when
+no more work comes.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from noloco_node.swarm.roster import Derived, Roster
 from noloco_node.tasks import loop_s
 
 NEARLY_OVER, IDLE_S = 0.95, 300.0
-"""Progress from which on, and time without any work after which, sources that we have seen do nothing may end a run."""
+"""From this progress, or after so long without work, sources without proof of work may end a run."""
 ALONE_S = 100.0
-"""The same, where no other source is at work: then nothing is lost by it."""
+"""The same if no other source is at work; then an end costs nothing."""
 LEAST_SERVED = 4
-"""Of its even part of the run's samples a later stage has to have served one in so many to judge sources by them
-alone, and the replica of a run of one stage has to have brought as much to meetings."""
+"""A later stage judges sources by its own samples once it has served its even part of the run's samples divided by
+this; so does the replica of a run of one stage once it has brought as much to meetings."""
 UNMET_ROUNDS = 2
-"""Of a run of one stage: what each replica may have done that it has brought to no meeting yet."""
+"""In a run of one stage, the rounds of work that a replica may not have brought to a meeting yet."""
 UNMET_TIMES = 2
-"""Times the replicas that the run has places for, that names count as, until we have met the first of them."""
+"""Until our first meeting, names count as up to so many times the run's replicas."""
 
 
 def run_over(sources: int, finished: int) -> bool:
-    """Say whether a later stage may end: most sources at work or finished have announced that they finished.
+    """Say whether a later stage may end: most sources at work or finished say that they have finished.
 
-    Silence never ends a run; nor does a source that died hold it up for ever.
+    Silence never ends a run, and a dead source does not hold it up for ever.
     """
     return 2 * finished > sources > 0
 
 
 class _Verified(NamedTuple):
-    """Samples of other sources that are believed: of all, of those at work or finished, and of the finished.
+    """Verified samples of other sources: of all, of those at work or finished, and of the finished.
 
     `in_all`: not only since we began.
     """
@@ -60,9 +60,9 @@ class _Verified(NamedTuple):
 
 
 class RunSamples:
-    """The samples of a run as a source counts them that begins now, with `own` of them.
+    """The samples of a run, as a source counts them that begins now with `own` samples.
 
-    `reached`: of the whole run by now, as far as is known. What is read of the others from now on comes on top of it.
+    `reached`: the known samples of the whole run by now; what others do from now on comes on top.
     """
 
     def __init__(self, run: RunConfig, membership: Membership, reached: int, own: int) -> None:
@@ -75,7 +75,7 @@ class RunSamples:
         membership.begin_counting()
 
     def progress(self, own: int, returned_s: float) -> float:
-        """Return the progress of the whole run, our own samples being so many.
+        """Return the progress of the whole run with so many own samples.
 
         `returned_s`: when the last of them came back, or we began.
         """
@@ -96,17 +96,17 @@ class RunSamples:
         verified = self._verified()
         if run_over(own - self.own_then + verified.present, verified.finished):
             return True
-        # Who came late and is fast has done most since, and does not know how far the run was.
+        # A fast source that came late has done most since, and does not know the run's progress.
         if run_over(own + verified.present_in_all, verified.finished_in_all):
             return True
         nearly = self._signed(own) >= NEARLY_OVER * self._run.budget_samples
         others = roster.sources - roster.sources_finished > 1
         idle = loop_s() - returned_s > (IDLE_S if others else ALONE_S)
-        # A source to which nothing comes back is not at work: it may be that its stages ended without it.
+        # A source without returning gradients is not at work: its stages may have ended without it.
         return (nearly or idle) and run_over(roster.sources - idle, roster.sources_finished)
 
     def _signed(self, own: int) -> float:
-        """Return the samples of the run that receipts cover, `own` being ours."""
+        """Return the run's samples that receipts cover, `own` being ours."""
         roster = self._membership.roster
         if self._run.pipeline.stages > 1:
             return self._reached + (own - self.own_then) + self._verified().all
@@ -117,7 +117,6 @@ class RunSamples:
         return self._reached + since + samples + max(0.0, replicas - 1.0) * unmet
 
     def _meet(self, _: Roster) -> MetWork | None:
-        """Return what meetings show, as of the last reading."""
         membership = self._membership
         return (
             None
@@ -126,7 +125,7 @@ class RunSamples:
         )
 
     def _met_all_finished(self, roster: Roster) -> bool:
-        """Say whether those with whom we had most of our meetings have finished, ourselves counted as one of them."""
+        """Say whether the partners of most of our meetings have finished, counting ourselves as one."""
         issued = self._membership.issued
         finished = {source.peer for source in roster.other_sources if source.finished}
         present = finished | {record.peer for record in roster.stage(0)}
@@ -142,7 +141,7 @@ class RunSamples:
         at_work = [source for source in roster.other_sources if not source.finished and source.peer in there]
         since, since_finished = (sum(source.verified for source in each) for each in (finished + at_work, finished))
         in_all = in_all_finished = 0
-        if finished:  # to ask about all is dear, and of no use before
+        if finished:  # expensive, and of no use before
             believed = self._membership.receipts.believed_in_all
             in_all_finished = sum(min(source.claimed, believed(source.peer)) for source in finished)
             in_all = in_all_finished + sum(min(source.claimed, believed(source.peer)) for source in at_work)
@@ -151,15 +150,15 @@ class RunSamples:
 
 
 def is_over_below(run: RunConfig, roster: Roster, served: Mapping[str, int], progress: float, idle_s: float) -> bool:
-    """Say whether the run is over at a later stage, which knows itself who had work done.
+    """Say whether the run is over for a later stage, which knows each source's work itself.
 
-    `served`: samples that passed through it, by source; `idle_s`: since the last of them did, or it began.
+    `served`: samples that passed through the stage, by source; `idle_s`: seconds since the last one, or its begin.
     """
     finished = {source.peer for source in roster.other_sources if source.finished}
     present = finished | {record.peer for record in roster.stage(0)}
     done = {peer: served.get(peer, 0) for peer in present}
     most_say_so = run_over(roster.sources, roster.sources_finished)
-    # Of a few microbatches one source alone may have sent most.
+    # One source alone may have sent most of a few microbatches.
     enough = run.budget_samples // (LEAST_SERVED * run.pipeline.replicas)
     if (most_say_so or sum(done.values()) >= enough) and run_over(
         sum(done.values()), sum(done[peer] for peer in finished)
@@ -170,7 +169,7 @@ def is_over_below(run: RunConfig, roster: Roster, served: Mapping[str, int], pro
 
 
 def believed_samples(run: RunConfig, roster: Roster) -> int:
-    """Return the samples of the run that who looks on believes. Receipts of replicas that are gone went with them."""
+    """Return the samples of the run that a visitor believes. Receipts of replicas that left are gone."""
     if not roster.other_sources:
         return roster.run_samples
     progress = [record.progress for stage in roster.stages for record in stage if record.state in AT_WORK]

@@ -1,8 +1,8 @@
 """Answers a doctor that measures its line: every node sends some load, or takes some.
 
 Strangers ask, so the answer costs little: one measurement at a time, a few MiB each, and at most `LOAD_BYTES_PER_S`
-over time for all who ask. A node with a bandwidth budget spends it from that. This module does not load torch, because
-bootstrap peers answer too.
+over time in all. It counts against the node's bandwidth budget. This module does not load torch, because bootstrap
+peers answer too.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ PIECE_BYTES = 256 * 1024
 MOST_PIECES = 16
 LOAD_BYTES_PER_S = 512.0 * 1024
 PATIENCE_S = 60.0
-"""For one measurement."""
+"""The deadline of one measurement."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SendMe:
-    """Send me so many pieces, please."""
+    """Asks the peer to send so many pieces."""
 
     pieces: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakeFromMe:
-    """I would like to send you so many pieces."""
+    """Offers to send so many pieces."""
 
     pieces: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Go:
-    """Send them."""
+    """Accepts the offer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeedTestPayload:
-    """Load, of no meaning."""
+    """A piece of random bytes."""
 
     content: bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Took:
-    """All came: so many bytes after the first piece, in so many seconds since it."""
+    """All pieces came: so many bytes after the first piece, in so many seconds since it."""
 
     count: Count
     seconds: Seconds
@@ -62,7 +62,7 @@ class Took:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotNow:
-    """Others are being measured, or were so much that it is enough for now."""
+    """Another measurement runs, or the budget for measurements is used up."""
 
     retry_after_s: Seconds
 
@@ -80,17 +80,16 @@ SCHEMA = Schema(
 
 
 class SpeedTestService:
-    """Answers the topic."""
+    """Answers the topic, one measurement at a time."""
 
     def __init__(self) -> None:
         burst = 2.0 * MOST_PIECES * PIECE_BYTES
         self._budget = Bucket(LOAD_BYTES_PER_S, burst, burst, loop_s())
         self._busy = False
         self.refused = 0
-        """Questions that were put off."""
 
     async def answer(self, conversation: Conversation) -> None:
-        """Answer one question; ConnectionAbortedError where the asker takes too long."""
+        """Answer one question; ConnectionAbortedError if the asker takes too long."""
         async with patient(conversation, PATIENCE_S):
             question = await conversation.receive()
             if not isinstance(question, SendMe | TakeFromMe) or not 1 < question.pieces <= MOST_PIECES:
@@ -110,7 +109,7 @@ class SpeedTestService:
                 self._busy = False
 
     def _admit(self, size: int) -> float:
-        """Begin a measurement; return 0, or how long to wait for one, in seconds."""
+        """Begin a measurement and return 0, or return the seconds to wait for one."""
         if self._busy:
             return 2.0
         self._budget, wait_s = take(self._budget, size, loop_s())
@@ -125,9 +124,9 @@ async def send(conversation: Conversation, pieces: int) -> None:
 
 
 async def count(conversation: Conversation, pieces: int, first: object) -> Took:
-    """Take the other pieces behind the `first` and say how long they took; Violation where anything else comes.
+    """Take the other pieces behind the `first` and say how long they took; Violation if anything else comes.
 
-    The first one is not counted: it waited for the line to wake up.
+    The first piece does not count: it waited for the line to wake up.
     """
     loop, piece = asyncio.get_running_loop(), first
     begun_s = loop.time()

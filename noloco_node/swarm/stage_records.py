@@ -1,22 +1,22 @@
-"""What one reader knows of the peers of each stage, from the records in the DHT, and how long it believes them.
+"""One reader's knowledge of the peers of each stage, from records in the DHT, and how long it believes them.
 
 A record counts only if it is small, decodes strictly, names the peer and the stage of its key, and holds possible
-numbers. A peer is believed as long as new records come: other bytes with a higher serial number. The DHT's own expiry
-follows the clocks of writers and readers, which may be wrong by minutes. So it is only a generous bound, and the reader
-counts a peer's age itself, from the reading that found its last news.
+numbers. A reader believes a peer as long as new records come: other bytes with a higher serial number. The DHT's own
+expiry follows the clocks of writers and readers, which may be wrong by minutes. So it is only a generous bound, and the
+reader counts a peer's age itself, from the reading that found its last news.
 
-Only time in which we could see counts. A reading that hears no other peer, though we know some, means trouble of our
-own: peers do not age by it. If we know at least two others and none of them says anything new, the same holds for
+Peers age only while we can read. A reading that hears no other peer, though we know some, means trouble of our own:
+peers do not age by it. If we know at least two others and none of them says anything new, the same holds for
 `ISOLATED_S`; then they age. A pause between two readings counts as half a lifetime at most. So neither an
-unreachable DHT nor a machine that slept declares everybody dead, and dead peers still disappear soon after.
+unreachable DHT nor a machine that slept declares all peers dead, and dead peers still disappear soon after.
 
-A record that we see for the first time may be from a peer that died minutes ago. We doubt it if it is old by its own
-time of writing, both against our clock and against the youngest of all records read so far; then its peer counts from
-its next record on. Two clocks must agree, since one of them may be wrong: when all records look old, we believe them.
-`CLOCK_S` allows for a writer's slow clock, because a reader that looks at a stage only now and then
-(`pipeline.placement`) sees every record of it for the first time.
+A record that we see for the first time may be from a peer that died minutes ago. We doubt it if its time of writing is
+old both by our clock and by the youngest of all records read so far; then we believe its peer from its next record on.
+Two clocks must agree, since one of them may be wrong: when all records look old, we believe them. `CLOCK_S` allows for
+a writer's slow clock, because a reader that reads a stage only now and then (`pipeline.placement`) sees every record of
+it for the first time.
 
-A record that still lies in the DHT after its lifetime is remembered, so that it does not count as news once more.
+We remember a record that is still in the DHT after its lifetime, so that it does not count as news again.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ RECORD_BYTES = 4096
 MOST_RECORDS = 4096
 MOST_DECODED = 4 * MOST_RECORDS
 USUAL_BYTES = 1024
-"""Of a record that is worth keeping decoded."""
+"""The most bytes of a record that is kept decoded."""
 CLOCK_S = 60.0
-"""By which the clock of whoever wrote a record may be behind without a doubt."""
+"""A writer's clock may be behind by this without a doubt."""
 LONGEST_LIFETIME_S = 300.0
-"""For which a record is believed, whatever it asks for."""
+"""The longest time for which a record is believed."""
 LEAST_CLOCKS = 3
-"""Of others, that tell how right our own is."""
+"""The fewest clocks of others that tell our own error."""
 CLOCK_ERROR_S = 300.0
-"""By which the clocks of a swarm may differ without harm."""
+"""The clocks of a swarm may differ by this without harm."""
 ISOLATED_S = 300.0
-"""For which a roster is kept of which nobody but ourselves is heard any more."""
+"""How long we keep peers while we hear none of several."""
 CLOCKS_ASKED = 64
-"""Of other peers, to learn how right our own is."""
+"""The most clocks of others that we compare with ours."""
 
 
 class Published(msgspec.Struct, frozen=True, array_like=True):
-    """A record as it is stored. `serial` grows with each publication; `at`: Unix time of it, 0 if not said.
+    """A record as stored. `serial` grows with each publication; `at`: its Unix time, 0 if unknown.
 
-    `lifetime_s`: for which it asks to be believed, since its peer may publish more seldom than we do; 0 if not said.
+    `lifetime_s`: how long it asks to be believed, since its peer may publish more seldom than we do; 0 if unknown.
     """
 
     serial: Count
@@ -67,8 +67,8 @@ class Published(msgspec.Struct, frozen=True, array_like=True):
 class PeerEntry(msgspec.Struct, frozen=True):
     """A peer's last record, its bytes, and when they were new to us, on the clock of `PeerTable`.
 
-    `believed`: whether the peer counts as there. `offset_s`: our clock minus its own, its record's age included; None
-    until it is known from a record that was fresh.
+    `believed`: whether we believe that the peer is there. `offset_s`: our clock minus its own, its record's age
+    included; None until a fresh record tells it.
     """
 
     published: Published
@@ -80,7 +80,7 @@ class PeerEntry(msgspec.Struct, frozen=True):
 
 class DhtRead(NamedTuple):
     """The circumstances of one reading. `now_s`: loop seconds; `unix_s`: by our clock. `youngest_at`: when the
-    youngest record so far was written. `ages`: whether peers of whom it has no news grow older by it.
+    youngest record so far was written. `ages`: whether peers without news grow older by it.
     """
 
     now_s: float
@@ -90,8 +90,8 @@ class DhtRead(NamedTuple):
 
 
 class PeerTable:
-    """The peers of one stage as they were last seen. One of which nothing is new for `lifetime_s`, or as long as its
-    last record asked for, is gone.
+    """The peers of one stage as last read. A peer without news for `lifetime_s`, or as long as its record asks, is
+    gone.
     """
 
     def __init__(self, lifetime_s: float) -> None:
@@ -99,29 +99,27 @@ class PeerTable:
         self._entries: dict[str, PeerEntry] = {}
         self._clock_s = 0.0
         self._aged_s: float | None = None
-        """When it moved last (loop seconds)."""
+        """When the peers aged last (loop seconds)."""
         self._believed: dict[str, PeerRecord] | None = {}
-        """What `believed` returns, until something changes."""
+        """The cached value of `believed`."""
 
     @property
     def believed(self) -> dict[str, PeerRecord]:
-        """The records of those who count as there, by peer."""
+        """The records of the peers that we believe, by peer."""
         if self._believed is None:
             self._believed = {peer: each.published.record for peer, each in self._entries.items() if each.believed}
         return self._believed
 
     @property
     def known(self) -> Mapping[str, PeerEntry]:
-        """All that is remembered."""
         return self._entries
 
     def clear(self) -> None:
-        """Forget everybody."""
         self._entries.clear()
         self._aged_s = self._believed = None
 
     def take(self, news: Mapping[str, Published], raws: Mapping[str, bytes], reading: DhtRead) -> None:
-        """Note the later records that a reading found, checked, and let the others age. `raws`: all that was found."""
+        """Note the newer records of a reading, and let the others age. `raws`: all that the reading found."""
         if reading.ages:
             if self._aged_s is not None:
                 self._clock_s += min(reading.now_s - self._aged_s, self._lifetime_s / 2)
@@ -136,7 +134,7 @@ class PeerTable:
         aged = [
             peer
             for peer, entry in self._entries.items()
-            if entry.news_s + self._lifetime_s <= self._clock_s  # nobody's is shorter
+            if entry.news_s + self._lifetime_s <= self._clock_s  # no lifetime is shorter
             and entry.news_s + self._life_s(entry.published) <= self._clock_s
         ]
         if news or aged:
@@ -153,33 +151,32 @@ class PeerTable:
 
 
 def is_doubtful(at: float, reading: DhtRead, lifetime_s: float) -> bool:
-    """Say whether a record that is seen for the first time is likely left over: old by our clock and by the others'."""
+    """Say whether a record seen for the first time is likely left over: old by our clock and by the others'."""
     return bool(at) and min(reading.unix_s, reading.youngest_at) - at > lifetime_s + CLOCK_S
 
 
 def skew_s(offsets_s: Iterable[float | None], typical_age_s: float) -> float | None:
     """Return by how much our clock is ahead of the others', negative if behind; None if too few are known to tell.
 
-    The median of what single peers' records say, so that no single wrong clock decides. `typical_age_s`: of a record
-    when it is read.
+    It is the median over peers, so that no single wrong clock decides. `typical_age_s`: of a record when it is read.
     """
     known = [offset_s for offset_s in offsets_s if offset_s is not None]
     return median(known) - typical_age_s if len(known) >= LEAST_CLOCKS else None
 
 
 def at_most(found: Collection[str], known: Mapping[str, Any]) -> Iterable[str]:
-    """Return the peers of a reading; of too many the known first, so that a flood drives nobody out."""
+    """Return the peers of a reading; of too many the known first, so that a flood displaces no peer."""
     if len(found) <= MOST_RECORDS:
         return found
     return sorted(found, key=lambda peer: (peer not in known, peer))[:MOST_RECORDS]
 
 
 _decoded: dict[str, tuple[bytes, Published]] = {}
-"""Each peer's record as it was decoded last, and its bytes: the many readers of a simulation share one of each."""
+"""Each peer's last decoded record, and its bytes: the many readers of a simulation share them."""
 
 
 def decode_record(raw: bytes, peer: str, stage: int) -> Published | None:
-    """Return the record if it is one that this peer may publish for this stage."""
+    """Return the record if this peer may publish it for this stage."""
     last = _decoded.get(peer)
     if last is not None and last[0] == raw:
         published = last[1]
@@ -203,31 +200,30 @@ class StageRecords:
         self._tables = tuple(PeerTable(lifetime_s) for _ in range(stages))
         self._read: set[int] = set()
         self._heard_s: float | None = None
-        """When somebody was heard last, or there was nobody to hear (loop seconds)."""
+        """When we last heard a peer, or knew none (loop seconds)."""
         self._youngest_at = 0.0
-        """Of all records of others that we read: when it was written, by its own clock."""
+        """When the youngest of the others' records was written, by its own clock."""
         self.watched = tuple(range(stages))
-        """The stages that are to be read."""
         self.skew_s: float | None = None
-        """By how much our clock is ahead of those of the peers that we read; None if there are too few to tell."""
+        """Seconds by which our clock is ahead of the others'; None if too few peers are known."""
 
     @property
     def believed(self) -> list[Mapping[str, PeerRecord]]:
-        """The records of those who count as there, by stage and peer."""
+        """The records of the peers that we believe, by stage and peer."""
         return [table.believed for table in self._tables]
 
     @property
     def known(self) -> tuple[int, ...]:
-        """The watched stages that were read since we began to watch them."""
+        """The watched stages that we have read since we began to watch them."""
         return tuple(number for number in self.watched if number in self._read)
 
     def focus(self, stages: Collection[int]) -> None:
-        """Watch only these stages from now on, and that of the sources."""
+        """Watch only these stages from now on, and stage 0."""
         self.watched = tuple(number for number in range(len(self._tables)) if number in stages or number == 0)
         self.compare_clocks()
 
     def take(self, found: Mapping[int, Mapping[str, bytes] | None], now_s: float, unix_s: float) -> None:
-        """Note what one reading says of some stages; a stage that could not be read is None."""
+        """Note a reading of some stages; None stands for a stage that could not be read."""
         read = {stage: raws for stage, raws in found.items() if raws is not None}
         self._read.update(read)
         news = {stage: self._news(stage, raws) for stage, raws in read.items()}
@@ -242,7 +238,7 @@ class StageRecords:
             self._tables[stage].take(records, read[stage], reading)
 
     def keep_only(self, stages: Collection[int]) -> None:
-        """Forget all other stages: what is known of them grows old."""
+        """Forget all other stages, since what we know of them grows old."""
         for number, table in enumerate(self._tables):
             if number not in stages:
                 table.clear()
@@ -250,14 +246,14 @@ class StageRecords:
         self.compare_clocks()
 
     def old_since_s(self, now_s: float) -> float | None:
-        """Return since when nobody was heard, if that is longer than a reading that went wrong may explain."""
+        """Return since when we heard no peer, if longer than one failed reading explains."""
         since_s = self._heard_s
         return since_s if since_s is not None and now_s - since_s > 2.5 * self._refresh_s else None
 
     def news_age_s(self, unix_s: float) -> dict[str, float]:
-        """Return of each peer that counts as there how long nothing was heard, where that is longer than it may be.
+        """Return the age of the last news of each believed peer that is late.
 
-        By the youngest of all records, should our own clock be wrong.
+        The age counts to the youngest of all records if that is earlier than our clock, which may be wrong.
         """
         entries = [(peer, entry) for table in self._tables for peer, entry in table.known.items() if entry.believed]
         now_s = min(unix_s, self._youngest_at)
@@ -267,7 +263,7 @@ class StageRecords:
         return {peer: age_s for peer, age_s in ages_s.items() if age_s > 0.5 * lives_s[peer] > 0.0}
 
     def compare_clocks(self) -> None:
-        """Learn how right our clock is; `skew_s` is asked far more often than there is anything new to learn."""
+        """Compute `skew_s`, which is asked far more often than it changes."""
         offsets = (
             entry.offset_s
             for number in self.watched
@@ -277,7 +273,7 @@ class StageRecords:
         self.skew_s = skew_s(islice(offsets, CLOCKS_ASKED), self._refresh_s / 2)
 
     def _news(self, stage: int, raws: Mapping[str, bytes]) -> dict[str, Published]:
-        """Decode the records of a stage that are later ones than we know, and that their peers may publish."""
+        """Decode the records of a stage that are newer than what we know, and allowed."""
         known, news = self._tables[stage].known, {}
         for peer in at_most(raws, known):
             raw, before = raws[peer], known.get(peer)
@@ -289,7 +285,7 @@ class StageRecords:
         return news
 
     def _hears(self, read: Mapping[int, Mapping[str, bytes]], news: Mapping[int, Mapping[str, Published]]) -> bool:
-        """Say whether a reading tells of the swarm; if not, there is trouble of our own."""
+        """Say whether a reading tells of other peers; if not, the trouble is ours."""
         if not read:
             return False
         if any(peer != self._me for records in news.values() for peer in records):

@@ -1,4 +1,4 @@
-"""Where a node serves its page and its metrics: addresses and ports that its owner names, and the page's token."""
+"""Addresses and ports at which a node serves its page and its metrics, and the page's token."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ OWN_HOST = "127.0.0.1"
 
 
 class ServedPlace(NamedTuple):
-    """An address and a port; port 0 is any that is free."""
+    """An address and a port; 0 stands for any free port."""
 
     host: str
     port: int
 
     @property
     def is_own(self) -> bool:
-        """Whether only this machine reaches it."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
 
     def is_meant(self, host: str) -> bool:
-        """Say whether a request's `Host` is an address or our own name, and no foreign name that leads to us.
+        """Say whether a request's `Host` is an address or our own name.
 
-        A page of another host in the same browser could make the browser ask us under a name of that host.
+        A page of another host could make its reader's browser ask us under a name of that host.
         """
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
         if name in ("localhost", self.host):
@@ -44,11 +43,10 @@ class ServedPlace(NamedTuple):
         return True
 
     def url(self, port: int) -> str:
-        """Return its address with the port that was found."""
+        """Return its address with the port that the system gave."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
 
     def refused(self, option: str, error: OSError) -> UserError:
-        """Return the error of a place at which nothing can be served."""
         return UserError(
             f"Cannot serve {option} at {self.host}:{self.port}.",
             why="another program listens there" if error.errno == errno.EADDRINUSE else reason_of(error),
@@ -58,14 +56,14 @@ class ServedPlace(NamedTuple):
 
 
 class PagePlace(NamedTuple):
-    """Where a page is served. `token`: part of its address; "" for a page that anybody may see."""
+    """The address of a page. `token`: part of it; "" for a page that anybody may see."""
 
     place: ServedPlace
     token: str
 
 
 def parse_place(text: str, option: str) -> ServedPlace:
-    """Return the place that HOST:PORT, or PORT alone, names; raise `UserError` for none. `option`: that takes it."""
+    """Return the place that HOST:PORT, or PORT alone, names; raise `UserError` for any other text."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") or OWN_HOST
     if not (port.isascii() and port.isdigit() and int(port) < 2**16):
@@ -79,10 +77,7 @@ def parse_place(text: str, option: str) -> ServedPlace:
 
 
 def metrics_place(text: str | None, *, is_open: bool) -> ServedPlace | None:
-    """Return where `--metrics` asks for metrics (HOST:PORT, or PORT alone); None without it.
-
-    Raises `UserError` for what is no place, and for one that others reach unless `is_open`.
-    """
+    """Return the place that `--metrics` names; raise `UserError` for one that others reach unless `is_open`."""
     if text is None:
         return None
     place = parse_place(text, "--metrics")
@@ -97,7 +92,7 @@ def metrics_place(text: str | None, *, is_open: bool) -> ServedPlace | None:
 
 
 def kept_token(path: Path) -> str:
-    """Return the token that a home keeps, or keep a new one: so the address outlives the process."""
+    """Return the token that a home keeps, or keep a new one, so that the address outlives the process."""
     with suppress(OSError, UnicodeDecodeError):
         found = path.read_text().strip()
         if found.isascii() and found.isalnum() and len(found) >= 32:
@@ -109,5 +104,4 @@ def kept_token(path: Path) -> str:
 
 
 def new_token() -> str:
-    """Return a token that nobody can guess."""
     return secrets.token_hex(16)

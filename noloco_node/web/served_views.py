@@ -31,17 +31,17 @@ VIEWS = "the page or the metrics"
 
 
 class ServedViews:
-    """Keeps what is served up to date, and the history of our own peer, from which its record is filled."""
+    """Updates the page and the metrics, and keeps our own peer's history, from which its record is filled."""
 
     def __init__(self, metrics: NodeMetrics | None, page: Page | None, own: PeerHistory) -> None:
-        """`own`: what our peer has done so far, named as its owner names it."""
+        """`own`: our peer's history, with the name that its owner gave."""
         self._metrics, self._page, self.own = metrics, page, own
         self._told: deque[tuple[str, float]] = deque(maxlen=MOST_CHANGES)
         self._observer: RosterObserver | None = None
         self._failed = False
 
     def take(self, event: events.Event) -> None:
-        """Take note of what the node journals; what fails here is told once, and never ends the node."""
+        """Take an event of the journal; a failure here is told once, and never ends the node."""
         try:
             self._take(event)
         except Exception as error:
@@ -60,7 +60,7 @@ class ServedViews:
                 self._told.append((text, now))
 
     async def follow(self, membership: Membership, network: PeerNetwork, recipe: RunFileText) -> None:
-        """Show what the swarm does until cancelled; what fails is told, tried anew, and never ends the node."""
+        """Show the swarm until cancelled; a failure is told and tried anew, and never ends the node."""
         if self._metrics is not None or self._page is not None:
             await supervised(VIEWS, lambda: self._look(membership, network, recipe), warn)
 
@@ -82,7 +82,7 @@ class ServedViews:
 async def views_served(
     metrics_at: ServedPlace | None, page_at: PagePlace | None, run_id: str, own: PeerHistory
 ) -> AsyncIterator[ServedViews]:
-    """Serve what was asked for, as long as the body runs."""
+    """Serve the page and the metrics that the owner asked for while the body runs."""
     if metrics_at is None and page_at is None:
         yield ServedViews(None, None, own)
         return

@@ -1,10 +1,10 @@
-"""The web server: one page about a swarm, and metrics for Prometheus; both only to be read.
+"""The web server: one page about a swarm, and metrics for Prometheus; both are read-only.
 
-A reader of the page sees the newest frame (`observe.page_frame`), whole, and none that it was too slow for: so the
-server's work depends neither on how often something is shown nor on how slowly a reader takes it. The page's address
-holds a random token: other users of the machine, and pages of other hosts in the same browser, cannot guess it.
-Such pages could make the browser ask under a name of their host, so a request has to name an address, or the name that
-the owner gave. Connections are few, and a request and its answer take a few seconds at most.
+A reader of the page gets the newest whole frame (`observe.page_frame`) and misses those that it is too slow for. So the
+server's work depends neither on how often a view is shown nor on slow readers. The page's address holds a random token:
+other users of the machine, and pages of other hosts in the same browser, cannot guess it. Such pages could make the
+browser ask under a name of their host, so a request must name an address, or the name that the owner gave. Connections
+are few, and a request and its answer take a few seconds at most.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ LEAST_PAUSE_S = 0.25
 """Between two frames to one reader."""
 SIGN_OF_LIFE_S = 10.0
 WRITE_S = 30.0
-"""For which a reader may take none of what it asked for."""
+"""A reader that takes nothing for so long is let go."""
 REQUEST_S = 5.0
-"""For which a request may take to arrive, and its answer to leave; the page's stream of frames excepted."""
+"""The longest time for a request to arrive, and for its answer to leave, but for the stream of frames."""
 MOST_READERS = 32
 """Of the page's frames, at once."""
 MOST_KEYS = 64
@@ -73,7 +73,7 @@ OF_PAGE = _Bounds(connections=128, line_bytes=8190, headers=64)
 
 
 class _Refused(asyncio.Protocol):
-    """A connection beyond those that are allowed."""
+    """Ends a connection beyond the bound."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -84,7 +84,7 @@ class _Refused(asyncio.Protocol):
 async def _listening(
     answer: Callable[[web.Request], Awaitable[web.StreamResponse]], place: ServedPlace, option: str, bounds: _Bounds
 ) -> AsyncIterator[str]:
-    """Answer requests within bounds for as long as the body runs; yield the address."""
+    """Answer requests within bounds while the body runs; yield the address."""
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # or strangers could fill the log
 
     async def bounded(request: web.Request) -> web.StreamResponse:
@@ -144,7 +144,7 @@ async def _send(request: web.Request, response: web.Response) -> web.StreamRespo
 
 @asynccontextmanager
 async def metrics_served(place: ServedPlace | None, run_id: str) -> AsyncIterator[NodeMetrics | None]:
-    """Serve metrics for as long as the body runs, and say their address; None where nobody asked for any."""
+    """Serve metrics while the body runs, and say their address; None without a place."""
     if place is None:
         yield None
         return
@@ -173,7 +173,7 @@ async def metrics_served(place: ServedPlace | None, run_id: str) -> AsyncIterato
 
 
 class Page:
-    """What is to be seen at present. Everything may be called from any thread."""
+    """The present content of the page. Any thread may call its methods."""
 
     def __init__(self, *, takes_keys: bool) -> None:
         self._loop = asyncio.get_running_loop()
@@ -185,12 +185,11 @@ class Page:
         self.takes_keys, self.closed, self.address = takes_keys, False, ""
 
     def show(self, view: SwarmView, playback: PlaybackState | None = None) -> None:
-        """Show this from now on."""
         with suppress(RuntimeError):  # the loop is gone, and so are its readers
             self._loop.call_soon_threadsafe(self._take, view, playback)
 
     def pressed(self) -> list[str]:
-        """Return what was pressed on the page since the last call, each by its meaning."""
+        """Return the meanings of the keys pressed on the page since the last call."""
         return [self._keys.popleft() for _ in range(len(self._keys))]
 
     def press(self, key: str) -> bool:
@@ -205,12 +204,11 @@ class Page:
         return True
 
     def close(self) -> None:
-        """Let all readers go."""
         self.closed = True
         self._changed.set()
 
     async def newer(self, seen: int) -> tuple[int, bytes]:
-        """Wait for something newer than `seen`; return its number and bytes, no bytes where nothing came for long."""
+        """Wait for a frame newer than `seen`; return its number and bytes, or no bytes if none came for long."""
         if self._number <= seen:
             with suppress(TimeoutError):
                 async with asyncio.timeout(SIGN_OF_LIFE_S):
@@ -229,9 +227,9 @@ class Page:
 
 @asynccontextmanager
 async def page_served(where: PagePlace | None, *, takes_keys: bool = False) -> AsyncIterator[Page | None]:
-    """Serve a page for as long as the body runs, and say its address; None where nobody asked for any.
+    """Serve a page while the body runs, and say its address; None without a place.
 
-    `takes_keys`: a reader may steer the recording that is played, unless the page is open to all.
+    `takes_keys`: a reader may steer the recording, unless the page is open to all.
     """
     if where is None:
         yield None
@@ -288,7 +286,7 @@ def _page_answers(page: Page, where: PagePlace) -> Callable[[web.Request], Await
 
 
 async def _stream(page: Page, response: web.StreamResponse) -> None:
-    """Write the newest frame again and again, at the pace of the reader."""
+    """Write the newest frame, again and again, as fast as the reader takes it."""
     seen = 0
     while not page.closed:
         seen, frame = await page.newer(seen)
@@ -298,7 +296,7 @@ async def _stream(page: Page, response: web.StreamResponse) -> None:
 
 
 def _behind(path: str, token: str) -> str | None:
-    """Return what of the page a path asks for; None where it does not know the token."""
+    """Return the name behind the token in a path; None for a wrong token."""
     if not token:
         return path.removeprefix("/")
     given, slash, name = path.removeprefix("/").partition("/")
@@ -307,10 +305,7 @@ def _behind(path: str, token: str) -> str | None:
 
 @contextmanager
 def page_in_thread(where: PagePlace | None) -> Iterator[Page | None]:
-    """Serve a page from a thread for as long as the body runs; None where nobody asked for any.
-
-    A simulation needs this: its own loop has virtual time, and no room beside its work.
-    """
+    """Serve a page from a thread, for a simulation, whose own loop has virtual time; None without a place."""
     if where is None:
         yield None
         return

@@ -125,8 +125,8 @@ async def test_whoever_only_knows_an_address_gets_nothing(monkeypatch: pytest.Mo
 
         monkeypatch.setattr(libp2p_network, "RunSecret", Imitation)
         async with opened(run="a guess") as stranger:
-            assert stranger._session is not None
-            await stranger._session.knock([parse_peer_address(door)])
+            assert stranger._joined is not None
+            await stranger._joined.control.knock([parse_peer_address(door)], PATIENT.reach_s)
             await gets_nothing(stranger, whole.peer_id)
             verdict = await command.dialled_back(stranger, [whole.peer_id], (4001,))
             assert verdict == reachability.ReachVerdict(None, (), ())

@@ -27,8 +27,7 @@ from noloco_node.charts import spread
 from noloco_node.cli.main import app
 from noloco_node.demo.child_processes import Child, Children, KillPolicy, bound_sockets, tied_command
 from noloco_node.demo.loss_plot import picture
-from noloco_node.demo.options import SLOWDOWN, DemoConfig, claim_output_dir, fitting_replicas, mark
-from noloco_node.demo.run import demonstrate
+from noloco_node.demo.run import SLOWDOWN, DemoConfig, claim_output_dir, demonstrate, fitting_replicas, mark
 from noloco_node.demo.summary import ModelScores, Outage, busy, lines, summarise
 from noloco_node.demo.swarm_processes import EFFICIENCY, PROMPT, affordable_steps, evaluation
 from noloco_node.errors import Exit, UserError

@@ -53,7 +53,6 @@ def test_a_line_is_one_flat_object_with_time_and_name(tmp_path: Path) -> None:
 
 
 def test_what_a_node_waited_for_in_an_older_journal_is_a_wait_in_words() -> None:
-    """An older version wrote a text, however long."""
     text = "room at the next stage: " + "x" * 1000
     line = json.dumps({"event": "state", "at": 7.5, "state": "training", "waiting": text}).encode()
     wait = Wait(WaitCause.OTHER, detail=text[:LONGEST_DETAIL])

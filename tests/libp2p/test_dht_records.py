@@ -244,9 +244,9 @@ def test_a_forged_record_is_neither_stored_by_others_nor_believed() -> None:
         async with Libp2pNetwork.open(alone) as one:
             joining = msgspec.structs.replace(alone, bootstrap=tuple(await one.addresses()))
             async with Libp2pNetwork.open(joining) as forger:
-                assert forger._session is not None
-                assert forger._session.records._node is not None
-                node = forger._session.records._node._node
+                assert forger._joined is not None
+                assert forger._joined.records._node is not None
+                node = forger._joined.records._node._node
                 assert await one.publish(KEY, one.peer_id, b"true", RECORD_S)
                 assert await forger.publish(KEY, forger.peer_id, b"also true", RECORD_S)
                 assert not await node.store(KEY, b"forged", time.time() + 2 * RECORD_S, subkey=one.peer_id)

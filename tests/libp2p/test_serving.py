@@ -47,8 +47,8 @@ async def network(daemon: Daemon | None) -> AsyncIterator[Libp2pNetwork]:
     made = Libp2pNetwork(
         PeerContext(parts, Path(), settings, RunSecret(settings.run), switchboard, KnownPeers()), print
     )
-    session: Any = None if daemon is None else SimpleNamespace(daemon=daemon, dialer=daemon)
-    made._session = session
+    joined: Any = None if daemon is None else SimpleNamespace(daemon=daemon, dialer=daemon)
+    made._joined = joined
     yield made
 
 

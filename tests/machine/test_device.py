@@ -222,8 +222,6 @@ def test_nothing_is_said_where_nothing_counts(tmp_path: Path) -> None:
 
 
 class _Nvml:
-    """The library of a driver: functions that return a code, and write what was asked for to where they are told."""
-
     def __init__(self, wrong: str) -> None:
         self._wrong, self.uuids = wrong, list[bytes]()
 

@@ -21,7 +21,6 @@ from noloco_node.planning.checkpoint_map import RunWeights
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.run.config import AdmissionRule
 from noloco_node.run.peer_state import Wait, WaitCause
-from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync import weight_exchange
 from noloco_node.state_sync.weight_exchange import WeightDownload, WeightServer
@@ -111,99 +110,82 @@ async def leave(*peers: Peer) -> None:
 
 
 @BOTH
-def test_newcomers_fetch_their_part_from_the_bootstrap_peer(made: Continued) -> None:
-    async def main() -> None:
-        await made.bootstrap()
-        peers = [made.peer(f"peer-{stage}", stage, bootstrap_peers=("bootstrap",)) for stage in (0, 1)]
-        await until(lambda: all(peer.of(events.InnerStep) for peer in peers))
-        assert all(made.begins_with_the_checkpoint(peer, stage) for stage, peer in enumerate(peers))
-        here = [made.tokenizer(peer.name) for peer in peers]
-        assert not any(each.missing(each.all_pieces()) for each in here)
-        await leave(*peers)
-
-    run(main())
+async def test_newcomers_fetch_their_part_from_the_bootstrap_peer(made: Continued) -> None:
+    await made.bootstrap()
+    peers = [made.peer(f"peer-{stage}", stage, bootstrap_peers=("bootstrap",)) for stage in (0, 1)]
+    await until(lambda: all(peer.of(events.InnerStep) for peer in peers))
+    assert all(made.begins_with_the_checkpoint(peer, stage) for stage, peer in enumerate(peers))
+    here = [made.tokenizer(peer.name) for peer in peers]
+    assert not any(each.missing(each.all_pieces()) for each in here)
+    await leave(*peers)
 
 
 @OWN_TOKENIZER
-def test_nobody_trains_before_the_tokenizer_is_here_and_nodes_hand_it_on(made: Continued) -> None:
+async def test_nobody_trains_before_the_tokenizer_is_here_and_nodes_hand_it_on(made: Continued) -> None:
     """The bootstrap peer that is asked has neither: who joins with the checkpoint gives both."""
 
-    async def main() -> None:
-        waiting = made.peer("waiting", 0)
-        await until(lambda: any(each.waiting == (Wait(WaitCause.TOKENIZER),) for each in waiting.node.roster.stage(0)))
-        assert any("nobody reached has it" in line for line in waiting.said)
-        owner = made.peer("owner", 1, made.whole(), tokenizer=made.owners_tokenizer())
-        await until(lambda: bool(waiting.of(events.InnerStep)))
-        await leave(owner)
-        # The owner is gone, and one who knows but the invite of a node has it from there.
-        late = made.peer("late", 1, bootstrap_peers=("waiting",))
-        await until(lambda: any("the tokenizer of the checkpoint" in line for line in late.said))
-        await leave(waiting, late)
-
-    run(main())
+    waiting = made.peer("waiting", 0)
+    await until(lambda: any(each.waiting == (Wait(WaitCause.TOKENIZER),) for each in waiting.node.roster.stage(0)))
+    assert any("nobody reached has it" in line for line in waiting.said)
+    owner = made.peer("owner", 1, made.whole(), tokenizer=made.owners_tokenizer())
+    await until(lambda: bool(waiting.of(events.InnerStep)))
+    await leave(owner)
+    # The owner is gone, and one who knows but the invite of a node has it from there.
+    late = made.peer("late", 1, bootstrap_peers=("waiting",))
+    await until(lambda: any("the tokenizer of the checkpoint" in line for line in late.said))
+    await leave(waiting, late)
 
 
-def test_who_has_nobody_to_ask_waits_and_says_for_what(made: Continued) -> None:
-    async def main() -> None:
-        waiting = made.peer("waiting", 0)
-        await until(
-            lambda: any(record.waiting == (Wait(WaitCause.WEIGHTS),) for record in waiting.node.roster.stage(0))
-        )
-        (line,) = {line for line in waiting.said if line.startswith("waiting for the weights")}
-        assert line == (
-            "waiting for the weights that the run starts from: nobody reached has all of stage 0's; asking again in"
-            " 10 s. Whoever has the checkpoint gives --weights DIR to noloco-node bootstrap, or to join"
-        )
-        assert not waiting.of(events.InnerStep)
-        owner = made.peer("owner", 1, made.whole())
-        await until(lambda: bool(waiting.of(events.InnerStep) and owner.of(events.InnerStep)))
-        assert made.begins_with_the_checkpoint(waiting, 0)
-        assert made.begins_with_the_checkpoint(owner, 1)
-        # Who comes later takes the state of those who trained, though it could have the checkpoint.
-        await until(lambda: waiting.node.roster.stage(0)[0].round > 0)
-        late = made.peer("late", 0, bootstrap_peers=("bootstrap",))
-        await until(lambda: bool(late.of(events.InnerStep)))
-        assert late.copied_stages == [0]
-        assert not (made.directory / "late").exists()
-        await leave(waiting, owner, late)
-
-    run(main())
+async def test_who_has_nobody_to_ask_waits_and_says_for_what(made: Continued) -> None:
+    waiting = made.peer("waiting", 0)
+    await until(lambda: any(record.waiting == (Wait(WaitCause.WEIGHTS),) for record in waiting.node.roster.stage(0)))
+    (line,) = {line for line in waiting.said if line.startswith("waiting for the weights")}
+    assert line == (
+        "waiting for the weights that the run starts from: nobody reached has all of stage 0's; asking again in"
+        " 10 s. Whoever has the checkpoint gives --weights DIR to noloco-node bootstrap, or to join"
+    )
+    assert not waiting.of(events.InnerStep)
+    owner = made.peer("owner", 1, made.whole())
+    await until(lambda: bool(waiting.of(events.InnerStep) and owner.of(events.InnerStep)))
+    assert made.begins_with_the_checkpoint(waiting, 0)
+    assert made.begins_with_the_checkpoint(owner, 1)
+    # Who comes later takes the state of those who trained, though it could have the checkpoint.
+    await until(lambda: waiting.node.roster.stage(0)[0].round > 0)
+    late = made.peer("late", 0, bootstrap_peers=("bootstrap",))
+    await until(lambda: bool(late.of(events.InnerStep)))
+    assert late.copied_stages == [0]
+    assert not (made.directory / "late").exists()
+    await leave(waiting, owner, late)
 
 
-def test_a_download_that_was_cut_is_resumed_from_another(made: Continued) -> None:
-    async def main() -> None:
-        files = made.recipe.run.model.weights
-        half, whole = WeightStore.filling(made.directory / "half", files), made.whole()
-        for number in range(len(files)):
-            half.learn(number, whole.digests(number) or b"")
-        only = whole.first_pieces()[0]
-        half.write(only, whole.read(only) or b"")
-        newcomer = made.peer("newcomer", 0)
-        partial = made.peer("partial", 1, half)
-        await until(lambda: any("waiting for the weights" in line for line in newcomer.said))
-        mine = WeightStore.filling(made.directory / "newcomer", files)
-        assert mine.missing(whole.first_pieces()) == whole.first_pieces()[1:], "what one had has come"
-        await leave(newcomer, partial)
-        await made.bootstrap()
-        again = made.peer("newcomer again", 0, mine, bootstrap_peers=("bootstrap",))
-        await until(lambda: any("begins with the weights" in line for line in again.said))
-        await leave(again)
-
-    run(main())
+async def test_a_download_that_was_cut_is_resumed_from_another(made: Continued) -> None:
+    files = made.recipe.run.model.weights
+    half, whole = WeightStore.filling(made.directory / "half", files), made.whole()
+    for number in range(len(files)):
+        half.learn(number, whole.digests(number) or b"")
+    only = whole.first_pieces()[0]
+    half.write(only, whole.read(only) or b"")
+    newcomer = made.peer("newcomer", 0)
+    partial = made.peer("partial", 1, half)
+    await until(lambda: any("waiting for the weights" in line for line in newcomer.said))
+    mine = WeightStore.filling(made.directory / "newcomer", files)
+    assert mine.missing(whole.first_pieces()) == whole.first_pieces()[1:], "what one had has come"
+    await leave(newcomer, partial)
+    await made.bootstrap()
+    again = made.peer("newcomer again", 0, mine, bootstrap_peers=("bootstrap",))
+    await until(lambda: any("begins with the weights" in line for line in again.said))
+    await leave(again)
 
 
-def test_members_alone_are_given_the_weights_of_a_run_with_an_owner(made: Continued) -> None:
-    async def main() -> None:
-        def network(number: int, rights: Right) -> PeerNetwork:
-            state, peer = AdmissionState(made.recipe.digest, lambda: NOW_S), peer_of(public(number))
-            state.pin(OWNER, AdmissionRule.OPEN)
-            link = grant(key(0), made.recipe.digest, rights, NOW_S + 10**6, key_of(peer) or b"")
-            return admitted(made.hub.network(peer), state, encode((link,)))
+async def test_members_alone_are_given_the_weights_of_a_run_with_an_owner(made: Continued) -> None:
+    def network(number: int, rights: Right) -> PeerNetwork:
+        state, peer = AdmissionState(made.recipe.digest, lambda: NOW_S), peer_of(public(number))
+        state.pin(OWNER, AdmissionRule.OPEN)
+        link = grant(key(0), made.recipe.digest, rights, NOW_S + 10**6, key_of(peer) or b"")
+        return admitted(made.hub.network(peer), state, encode((link,)))
 
-        owner, member, looker = network(1, MEMBER), network(2, MEMBER), network(3, Right.LOOK)
-        await owner.serve(weight_exchange.TOPIC, weight_exchange.SCHEMA, WeightServer(made.whole(), at_once).serve)
-        for name, line, given in (("member", member, True), ("looker", looker, False)):
-            store = WeightStore.filling(made.directory / name, made.recipe.run.model.weights)
-            assert await WeightDownload(line, store, at_once).digests([owner.peer_id]) is given
-
-    run(main())
+    owner, member, looker = network(1, MEMBER), network(2, MEMBER), network(3, Right.LOOK)
+    await owner.serve(weight_exchange.TOPIC, weight_exchange.SCHEMA, WeightServer(made.whole(), at_once).serve)
+    for name, line, given in (("member", member, True), ("looker", looker, False)):
+        store = WeightStore.filling(made.directory / name, made.recipe.run.model.weights)
+        assert await WeightDownload(line, store, at_once).digests([owner.peer_id]) is given

@@ -128,62 +128,56 @@ def test_whenever_it_is_asked_it_goes_soon_and_nobody_loses_by_it(
     run(main())
 
 
-def test_who_leaves_before_a_merely_full_stage_finishes_its_window() -> None:
-    async def main() -> None:
-        hub, what = SimNetwork(), recipe(steps=4000, window=2, per_round=50)
-        last = Peer(hub, what, "peer-last", 1, job_s=1.0)
-        sources = [Peer(hub, what, f"peer-{n}", 0, job_s=0.05) for n in range(6)]
-        await until(lambda: all(peer.of(events.InnerStep) for peer in sources), 300.0)
-        leaver = sources[0]
-        replica = leaver.node.replica
-        assert replica is not None
-        assert replica.next_stage is not None
-        after, gate = replica.next_stage, replica.admission
-        await until(lambda: after.statistics()["waiting"] == gate.in_flight and gate.succeeded > 0)
-        leaver.leave.set()
-        await leaver.task
-        assert leaver.of(events.Finished)[0].discarded == 0
-        for peer in (last, *sources[1:]):
-            peer.leave.set()
-        await asyncio.gather(last.task, *[peer.task for peer in sources[1:]])
-
-    run(main())
+async def test_who_leaves_before_a_merely_full_stage_finishes_its_window() -> None:
+    hub, what = SimNetwork(), recipe(steps=4000, window=2, per_round=50)
+    last = Peer(hub, what, "peer-last", 1, job_s=1.0)
+    sources = [Peer(hub, what, f"peer-{n}", 0, job_s=0.05) for n in range(6)]
+    await until(lambda: all(peer.of(events.InnerStep) for peer in sources), 300.0)
+    leaver = sources[0]
+    replica = leaver.node.replica
+    assert replica is not None
+    assert replica.next_stage is not None
+    after, gate = replica.next_stage, replica.admission
+    await until(lambda: after.statistics()["waiting"] == gate.in_flight and gate.succeeded > 0)
+    leaver.leave.set()
+    await leaver.task
+    assert leaver.of(events.Finished)[0].discarded == 0
+    for peer in (last, *sources[1:]):
+        peer.leave.set()
+    await asyncio.gather(last.task, *[peer.task for peer in sources[1:]])
 
 
-def test_it_takes_no_more_microbatches_and_finishes_those_in_its_hands() -> None:
-    async def main() -> None:
-        cast = swarm(stages=3)
-        await train(cast)
-        taken: list[float] = []
+async def test_it_takes_no_more_microbatches_and_finishes_those_in_its_hands() -> None:
+    cast = swarm(stages=3)
+    await train(cast)
+    taken: list[float] = []
 
-        async def listen(heard: Heard) -> None:
-            mine = heard.me == "s1r0" and heard.act == "sends"
-            if mine and heard.calls and isinstance(heard.message, Microbatch):
-                taken.append(asyncio.get_running_loop().time())
+    async def listen(heard: Heard) -> None:
+        mine = heard.me == "s1r0" and heard.act == "sends"
+        if mine and heard.calls and isinstance(heard.message, Microbatch):
+            taken.append(asyncio.get_running_loop().time())
 
-        cast.listen = listen
-        await until(lambda: len(taken) > 3)
-        node = cast.peers["s1r0"].session.node
-        assert node is not None
-        replica = node.replica
-        assert replica is not None
-        await until(lambda: replica.admission.in_flight >= 2)
-        counts, asked_s, in_flight = (
-            replica.worker.statistics(),
-            asyncio.get_running_loop().time(),
-            replica.admission.in_flight,
-        )
-        taken.clear()
-        await leave(cast, "s1r0", SOON_S)
-        after = replica.worker.statistics()
-        # What was past the gate went on down and came back up; whoever queued or came later was sent elsewhere.
-        assert len(taken) <= in_flight
-        assert after["succeeded"] - counts["succeeded"] == in_flight
-        assert after["counted_twice"] == counts["counted_twice"]
-        assert not [loss for source in ("s0r0", "s0r1") for loss in cast.since(source, events.Lost, asked_s)]
-        await end(cast)
-
-    run(main())
+    cast.listen = listen
+    await until(lambda: len(taken) > 3)
+    node = cast.peers["s1r0"].session.node
+    assert node is not None
+    replica = node.replica
+    assert replica is not None
+    await until(lambda: replica.admission.in_flight >= 2)
+    counts, asked_s, in_flight = (
+        replica.worker.statistics(),
+        asyncio.get_running_loop().time(),
+        replica.admission.in_flight,
+    )
+    taken.clear()
+    await leave(cast, "s1r0", SOON_S)
+    after = replica.worker.statistics()
+    # What was past the gate went on down and came back up; whoever queued or came later was sent elsewhere.
+    assert len(taken) <= in_flight
+    assert after["succeeded"] - counts["succeeded"] == in_flight
+    assert after["counted_twice"] == counts["counted_twice"]
+    assert not [loss for source in ("s0r0", "s0r1") for loss in cast.since(source, events.Lost, asked_s)]
+    await end(cast)
 
 
 def test_a_window_that_is_complete_is_used_and_a_partial_one_is_told() -> None:
@@ -207,142 +201,120 @@ def test_a_window_that_is_complete_is_used_and_a_partial_one_is_told() -> None:
     assert len({discarded for _, discarded in found}) > 1
 
 
-def test_it_is_out_of_the_roster_when_it_is_gone() -> None:
-    async def main() -> None:
-        cast = swarm(stages=2)
-        await train(cast)
-        await leave(cast, "s1r0", SOON_S)
-        source = cast.peers["s0r0"].session.node
-        assert source is not None
-        await asyncio.sleep(2.5)  # one reading; a record that merely expired would take thirty seconds
-        assert [record.peer for record in source.roster.stage(1)] == ["s1r1"]
-        await end(cast)
-
-    run(main())
+async def test_it_is_out_of_the_roster_when_it_is_gone() -> None:
+    cast = swarm(stages=2)
+    await train(cast)
+    await leave(cast, "s1r0", SOON_S)
+    source = cast.peers["s0r0"].session.node
+    assert source is not None
+    await asyncio.sleep(2.5)  # one reading; a record that merely expired would take thirty seconds
+    assert [record.peer for record in source.roster.stage(1)] == ["s1r1"]
+    await end(cast)
 
 
 @pytest.mark.parametrize("state", [PeerState.JOINING, PeerState.CATCHING_UP])
-def test_who_has_no_weights_yet_goes_at_once(state: PeerState) -> None:
-    async def main() -> None:
-        cast = swarm(stages=1)
-        await train(cast)
-        cast.peers["s0r1"].crash()
-        cast.peers["s0r1"].disk = None
-        await asyncio.sleep(60.0)
-        if state is PeerState.CATCHING_UP:
-            cast.hub.set_access("s0r0", Access(up_bytes_per_s=1000.0))
-        begun_s = asyncio.get_running_loop().time() - 1e-3
-        cast.peers["s0r1"].start()
-        await until(lambda: state in [event.state for event in cast.since("s0r1", events.StateChanged, begun_s)], 60.0)
-        if state is PeerState.CATCHING_UP:
-            await asyncio.sleep(5.0)
-        assert await leave(cast, "s0r1", SOON_S) < 2.0
-        assert not cast.since("s0r1", events.Finished)
-        cast.hub.set_access("s0r0", Access())
-        gone_s = asyncio.get_running_loop().time()
-        await until(lambda: len(cast.since("s0r0", events.InnerStep, gone_s)) >= 6, 120.0)
-        await end(cast)
-
-    run(main())
+async def test_who_has_no_weights_yet_goes_at_once(state: PeerState) -> None:
+    cast = swarm(stages=1)
+    await train(cast)
+    cast.peers["s0r1"].crash()
+    cast.peers["s0r1"].disk = None
+    await asyncio.sleep(60.0)
+    if state is PeerState.CATCHING_UP:
+        cast.hub.set_access("s0r0", Access(up_bytes_per_s=1000.0))
+    begun_s = asyncio.get_running_loop().time() - 1e-3
+    cast.peers["s0r1"].start()
+    await until(lambda: state in [event.state for event in cast.since("s0r1", events.StateChanged, begun_s)], 60.0)
+    if state is PeerState.CATCHING_UP:
+        await asyncio.sleep(5.0)
+    assert await leave(cast, "s0r1", SOON_S) < 2.0
+    assert not cast.since("s0r1", events.Finished)
+    cast.hub.set_access("s0r0", Access())
+    gone_s = asyncio.get_running_loop().time()
+    await until(lambda: len(cast.since("s0r0", events.InnerStep, gone_s)) >= 6, 120.0)
+    await end(cast)
 
 
-def test_who_waits_for_a_stage_that_is_gone_does_not_wait_for_it_to_leave() -> None:
-    async def main() -> None:
-        cast = swarm(stages=2)
-        await train(cast)
-        for peer in cast.of_stage(1):
-            peer.crash()
-        await asyncio.sleep(45.0)
-        for name in ("s0r0", "s0r1"):
-            assert await leave(cast, name, SOON_S) < 5.0
-            assert cast.peers[name].disk is not None
-
-    run(main())
+async def test_who_waits_for_a_stage_that_is_gone_does_not_wait_for_it_to_leave() -> None:
+    cast = swarm(stages=2)
+    await train(cast)
+    for peer in cast.of_stage(1):
+        peer.crash()
+    await asyncio.sleep(45.0)
+    for name in ("s0r0", "s0r1"):
+        assert await leave(cast, name, SOON_S) < 5.0
+        assert cast.peers[name].disk is not None
 
 
-def test_a_callee_that_hangs_keeps_nobody_beyond_the_bound() -> None:
-    async def main() -> None:
-        cast = swarm(stages=2)
-        await train(cast)
-        hung = 0
+async def test_a_callee_that_hangs_keeps_nobody_beyond_the_bound() -> None:
+    cast = swarm(stages=2)
+    await train(cast)
+    hung = 0
 
-        async def listen(heard: Heard) -> None:
-            nonlocal hung
-            if heard.me.startswith("s1") and heard.act == "received" and isinstance(heard.message, Microbatch):
-                hung += 1
-                await asyncio.get_running_loop().create_future()
+    async def listen(heard: Heard) -> None:
+        nonlocal hung
+        if heard.me.startswith("s1") and heard.act == "received" and isinstance(heard.message, Microbatch):
+            hung += 1
+            await asyncio.get_running_loop().create_future()
 
-        cast.listen = listen
-        await until(lambda: hung >= 8)
-        assert await leave(cast, "s0r0", 4 * DRAIN_S) >= DRAIN_S
-        assert any("did not come back" in line for line in cast.peers["s0r0"].session.said)
-        assert cast.peers["s0r0"].disk is not None
-        for peer in cast.of_stage(1):
-            peer.crash()
-        await leave(cast, "s0r1", 4 * DRAIN_S)
-
-    run(main())
+    cast.listen = listen
+    await until(lambda: hung >= 8)
+    assert await leave(cast, "s0r0", 4 * DRAIN_S) >= DRAIN_S
+    assert any("did not come back" in line for line in cast.peers["s0r0"].session.said)
+    assert cast.peers["s0r0"].disk is not None
+    for peer in cast.of_stage(1):
+        peer.crash()
+    await leave(cast, "s0r1", 4 * DRAIN_S)
 
 
-def test_a_disk_that_refuses_is_said_and_keeps_nobody() -> None:
-    async def main() -> None:
-        cast = swarm(stages=1)
-        await train(cast)
-        cast.peers["s0r1"].disk_refuses = True
-        task = cast.peers["s0r1"].session.task
-        assert task is not None
-        cast.peers["s0r1"].ask_to_leave()
-        async with asyncio.timeout(SOON_S):
-            await asyncio.wait({task})
-        trouble = user_error_of(task.exception())
-        assert trouble is not None
-        assert trouble.code is Exit.STORAGE
-        await asyncio.sleep(2.5)
-        node = cast.peers["s0r0"].session.node
-        assert node is not None
-        assert [record.peer for record in node.roster.stage(0)] == ["s0r0"]
-        await end(cast)
-
-    run(main())
+async def test_a_disk_that_refuses_is_said_and_keeps_nobody() -> None:
+    cast = swarm(stages=1)
+    await train(cast)
+    cast.peers["s0r1"].disk_refuses = True
+    task = cast.peers["s0r1"].session.task
+    assert task is not None
+    cast.peers["s0r1"].ask_to_leave()
+    async with asyncio.timeout(SOON_S):
+        await asyncio.wait({task})
+    trouble = user_error_of(task.exception())
+    assert trouble is not None
+    assert trouble.code is Exit.STORAGE
+    await asyncio.sleep(2.5)
+    node = cast.peers["s0r0"].session.node
+    assert node is not None
+    assert [record.peer for record in node.roster.stage(0)] == ["s0r0"]
+    await end(cast)
 
 
-def test_a_disk_that_refuses_shows_in_the_record_and_the_journal_until_it_takes_one() -> None:
-    async def main() -> None:
-        cast = swarm(stages=1)
-        await train(cast)
-        full, other = cast.peers["s0r1"], cast.peers["s0r0"]
+async def test_a_disk_that_refuses_shows_in_the_record_and_the_journal_until_it_takes_one() -> None:
+    cast = swarm(stages=1)
+    await train(cast)
+    full, other = cast.peers["s0r1"], cast.peers["s0r0"]
 
-        def shown() -> tuple[Wait, ...]:
-            assert other.session.node is not None
-            (record,) = [each for each in other.session.node.roster.stage(0) if each.peer == "s0r1"]
-            return record.waiting
+    def shown() -> tuple[Wait, ...]:
+        assert other.session.node is not None
+        (record,) = [each for each in other.session.node.roster.stage(0) if each.peer == "s0r1"]
+        return record.waiting
 
-        def noticed() -> list[bool]:
-            return [event.over for event in cast.since("s0r1", events.Noticed) if event.what == events.DISK]
+    def noticed() -> list[bool]:
+        return [event.over for event in cast.since("s0r1", events.Noticed) if event.what == events.DISK]
 
-        full.disk_refuses = True
-        await until(lambda: WaitCause.DISK in [wait.cause for wait in shown()])
-        assert full.session.running, "it trains on"
-        assert noticed() == [False]
-        full.disk_refuses = False
-        await until(lambda: WaitCause.DISK not in [wait.cause for wait in shown()])
-        assert noticed() == [False, True]
-        await end(cast)
-
-    run(main())
+    full.disk_refuses = True
+    await until(lambda: WaitCause.DISK in [wait.cause for wait in shown()])
+    assert full.session.running, "it trains on"
+    assert noticed() == [False]
+    full.disk_refuses = False
+    await until(lambda: WaitCause.DISK not in [wait.cause for wait in shown()])
+    assert noticed() == [False, True]
+    await end(cast)
 
 
-def test_a_disk_that_refuses_the_last_checkpoint_of_a_run_is_said_too() -> None:
+async def test_a_disk_that_refuses_the_last_checkpoint_of_a_run_is_said_too() -> None:
     class Full(Peer):
         async def _save(self, checkpoint: Checkpoint) -> str:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    async def main() -> Peer:
-        peer = Full(SimNetwork(), recipe(stages=1, steps=4), "peer-a", 0)
-        await asyncio.wait({peer.task})
-        return peer
-
-    peer = run(main())
+    peer = Full(SimNetwork(), recipe(stages=1, steps=4), "peer-a", 0)
+    await asyncio.wait({peer.task})
     (finished,) = peer.of(events.Finished)
     assert finished.why == "the run is over"
     assert "finished; serving the weights" in " ".join(peer.said), "others may still take them home"

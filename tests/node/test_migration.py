@@ -29,7 +29,6 @@ from noloco_node.network.interface import Conversation
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.node.replica import Replica
 from noloco_node.run.peer_state import PeerState
-from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.memory_host import MemoryStore
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.peer import SimulatedPeer
@@ -128,87 +127,77 @@ def at_stage(peer: SimulatedPeer) -> int | None:
 
 
 @pytest.mark.parametrize("arrived", [False, True])
-def test_a_stage_that_dies_out_after_one_moved_away_is_revived_from_what_that_one_has(arrived: bool) -> None:
+async def test_a_stage_that_dies_out_after_one_moved_away_is_revived_from_what_that_one_has(arrived: bool) -> None:
     """Also where the mover is on its way, and the others are still believed to live."""
 
-    async def main() -> tuple[int, SimulatedPeer]:
-        cast = Cast()
-        cast.start("a0", "c1", "d1", "e1")
-        mover = await cast.mover()
-        assert cast.of(mover, events.Moved)[0].origin == 1
-        await until(lambda: at_stage(mover) is None)
-        assert mover.disk is not None
-        left = mover.disk.counters
-        if arrived:
-            await until(lambda: at_stage(mover) == 0)
-            await cast.steps(mover, 3)
-        await cast.crash(*[peer for peer in cast.peers if peer.name.endswith("1") and peer is not mover])
-        (newcomer,) = cast.start("new1")
-        first = (await cast.steps(newcomer, 3))[0]
-        assert first.progress > 0.0
-        # Training goes on everywhere, and nothing was restarted.
+    cast = Cast()
+    cast.start("a0", "c1", "d1", "e1")
+    mover = await cast.mover()
+    assert cast.of(mover, events.Moved)[0].origin == 1
+    await until(lambda: at_stage(mover) is None)
+    assert mover.disk is not None
+    left = mover.disk.counters
+    if arrived:
+        await until(lambda: at_stage(mover) == 0)
         await cast.steps(mover, 3)
-        await cast.leave()
-        return left.round, newcomer
-
-    round, newcomer = run(main())
+    await cast.crash(*[peer for peer in cast.peers if peer.name.endswith("1") and peer is not mover])
+    (newcomer,) = cast.start("new1")
+    first = (await cast.steps(newcomer, 3))[0]
+    assert first.progress > 0.0
+    # Training goes on everywhere, and nothing was restarted.
+    await cast.steps(mover, 3)
+    await cast.leave()
+    round, newcomer = left.round, newcomer
     assert any(f"reviving stage 1 from a snapshot of its round {round}" in line for line in newcomer.session.said)
     assert not any("LOST ITS WEIGHTS" in line for line in newcomer.session.said)
 
 
-def test_who_comes_back_to_a_stage_goes_on_from_what_it_left_there() -> None:
+async def test_who_comes_back_to_a_stage_goes_on_from_what_it_left_there() -> None:
     """Nobody else has anything of it: it has moved away, the others died, and it is started again there."""
 
-    async def main() -> tuple[Checkpoint, events.InnerStep, SimulatedPeer]:
-        cast = Cast()
-        (watcher, *_) = cast.start("a0", "c1", "d1", "e1")
-        mover = await cast.mover()
-        await until(lambda: at_stage(mover) is None)
-        left = mover.disk
-        assert left is not None
-        await until(lambda: at_stage(mover) == 0 and mover.disk is not left)
-        await cast.crash(*[peer for peer in cast.peers if peer.name.endswith("1")])
-        assert mover.disk is not None
-        assert mover.disk.counters.stage == 0
-        assert watcher.session.node is not None
-        await until(lambda: not watcher.session.node.roster.stage(1))  # type: ignore[union-attr]
-        cast.events[mover.name].clear()
-        mover.start()
-        cast.peers.append(mover)
-        first = (await cast.steps(mover, 1))[0]
-        await cast.leave()
-        return left, first, mover
-
-    left, first, mover = run(main())
+    cast = Cast()
+    (watcher, *_) = cast.start("a0", "c1", "d1", "e1")
+    mover = await cast.mover()
+    await until(lambda: at_stage(mover) is None)
+    left = mover.disk
+    assert left is not None
+    await until(lambda: at_stage(mover) == 0 and mover.disk is not left)
+    await cast.crash(*[peer for peer in cast.peers if peer.name.endswith("1")])
+    assert mover.disk is not None
+    assert mover.disk.counters.stage == 0
+    assert watcher.session.node is not None
+    await until(lambda: not watcher.session.node.roster.stage(1))  # type: ignore[union-attr]
+    cast.events[mover.name].clear()
+    mover.start()
+    cast.peers.append(mover)
+    first = (await cast.steps(mover, 1))[0]
+    await cast.leave()
     assert first.step == left.counters.inner_steps + 1
     assert any("going on from our own checkpoint" in line for line in mover.session.said)
 
 
-def test_a_move_reads_no_checkpoint_of_the_stage_that_was_left() -> None:
-    async def main() -> list[int]:
-        cast, read = Cast(), dict[str, list[int]]()
+async def test_a_move_reads_no_checkpoint_of_the_stage_that_was_left() -> None:
+    cast, read = Cast(), dict[str, list[int]]()
 
-        class Noted(MemoryStore):
-            def __init__(self, peer: SimulatedPeer) -> None:
-                super().__init__(lambda: peer.disk)
-                self._asked = read.setdefault(peer.name, [])
+    class Noted(MemoryStore):
+        def __init__(self, peer: SimulatedPeer) -> None:
+            super().__init__(lambda: peer.disk)
+            self._asked = read.setdefault(peer.name, [])
 
-            async def load(self, stage: int) -> Checkpoint | None:
-                self._asked.append(stage)
-                return await super().load(stage)
+        async def load(self, stage: int) -> Checkpoint | None:
+            self._asked.append(stage)
+            return await super().load(stage)
 
-        for peer in [SimulatedPeer(name, int(name[-1]), cast.setting, cast.hub, cast._hear) for name in "0001"]:
-            peer.name = f"{len(cast.peers)}{peer.name}"
-            peer.archive = Noted(peer)
-            cast.events[peer.name] = []
-            cast.peers.append(peer)
-            peer.start()
-        mover = await cast.mover()
-        await until(lambda: at_stage(mover) == 1)
-        await cast.leave()
-        return read[mover.name]
-
-    assert run(main()) == [0, 1]
+    for peer in [SimulatedPeer(name, int(name[-1]), cast.setting, cast.hub, cast._hear) for name in "0001"]:
+        peer.name = f"{len(cast.peers)}{peer.name}"
+        peer.archive = Noted(peer)
+        cast.events[peer.name] = []
+        cast.peers.append(peer)
+        peer.start()
+    mover = await cast.mover()
+    await until(lambda: at_stage(mover) == 1)
+    await cast.leave()
+    assert read[mover.name] == [0, 1]
 
 
 # Who cannot arrive.
@@ -222,21 +211,17 @@ SHORTAGES = [
 
 
 @pytest.mark.parametrize("shortage", SHORTAGES, ids=lambda shortage: type(shortage).__name__)
-def test_a_stage_that_cannot_be_built_sends_the_mover_back_to_where_it_was(shortage: Exception) -> None:
-    async def main() -> tuple[Cast, SimulatedPeer]:
-        cast = Cast()
-        cast.start("d1")
-        cast.start("a0", "b0", "c0", refuses=(1, shortage))
-        mover = await cast.mover()
-        await until(lambda: len(cast.of(mover, events.Moved)) == 2 and at_stage(mover) == 0)
-        await cast.steps(mover, 3)
-        assert mover.running
-        moving = mover.session.node.assignment.migration  # type: ignore[union-attr]
-        assert moving._elsewhere() == (), "it does not try again"
-        await cast.leave()
-        return cast, mover
-
-    cast, mover = run(main())
+async def test_a_stage_that_cannot_be_built_sends_the_mover_back_to_where_it_was(shortage: Exception) -> None:
+    cast = Cast()
+    cast.start("d1")
+    cast.start("a0", "b0", "c0", refuses=(1, shortage))
+    mover = await cast.mover()
+    await until(lambda: len(cast.of(mover, events.Moved)) == 2 and at_stage(mover) == 0)
+    await cast.steps(mover, 3)
+    assert mover.running
+    moving = mover.session.node.assignment.migration  # type: ignore[union-attr]
+    assert moving._elsewhere() == (), "it does not try again"
+    await cast.leave()
     there, back = cast.of(mover, events.Moved)[:2]
     assert (there.origin, there.target, back.origin, back.target) == (0, 1, 1, 0)
     assert any("we cannot serve stage 1: " in line and "Going back to stage 0" in line for line in mover.session.said)
@@ -246,16 +231,12 @@ def test_a_stage_that_cannot_be_built_sends_the_mover_back_to_where_it_was(short
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.3, 1.0])
-def test_whoever_is_asked_to_leave_on_its_way_says_that_it_has_finished(after_s: float) -> None:
-    async def main() -> tuple[Cast, SimulatedPeer]:
-        cast = Cast()
-        cast.start("a0", "b0", "c0", "d1")
-        mover = await cast.mover()
-        await asyncio.sleep(after_s)
-        await cast.leave()
-        return cast, mover
-
-    cast, mover = run(main())
+async def test_whoever_is_asked_to_leave_on_its_way_says_that_it_has_finished(after_s: float) -> None:
+    cast = Cast()
+    cast.start("a0", "b0", "c0", "d1")
+    mover = await cast.mover()
+    await asyncio.sleep(after_s)
+    await cast.leave()
     (finished,) = cast.of(mover, events.Finished)
     assert finished.why == "asked to leave"
     assert finished.step >= cast.of(mover, events.InnerStep)[-1].step
@@ -280,32 +261,29 @@ class Heard:
 
 
 @pytest.mark.network
-def test_a_replica_moves_over_real_daemons_and_training_goes_on() -> None:
+async def test_a_replica_moves_over_real_daemons_and_training_goes_on() -> None:
     """Two replicas of stage 1 and a slow one of stage 0: of the two only one is willing, and it goes.
 
     Who goes follows from the prices of the devices' work, which a busy machine does not change. It only takes longer.
     """
     setting = build_setup(decode_scenario(SCENARIO, "the test's scenario"))
 
-    async def main() -> list[Heard]:
-        heard, leave = list[Heard](), asyncio.Event()
-        async with RealNodes(setting) as nodes:
-            for number, (stage, forward_s) in enumerate(((0, 0.05), (1, 0.001), (1, 0.001))):
-                heard.append(Heard())
-                wishes = NodeOptions(stage=stage, moves=number == 1, refresh_s=0.15)
-                await nodes.start(wishes, Reporter(record=heard[-1], say=print), leave, forward_s=forward_s)
-            arrived = asyncio.create_task(heard[1].there.wait())
-            async with asyncio.timeout(LAST_RESORT_S):
-                await asyncio.wait([arrived, *nodes.tasks], return_when=asyncio.FIRST_COMPLETED)
-                leave.set()
-                await asyncio.wait(nodes.tasks)
-            arrived.cancel()
-        for task in nodes.tasks:
-            task.result()
-        assert nodes.wrong == []
-        return heard
-
-    slow, mover, stays = asyncio.run(main())
+    heard, leave = list[Heard](), asyncio.Event()
+    async with RealNodes(setting) as nodes:
+        for number, (stage, forward_s) in enumerate(((0, 0.05), (1, 0.001), (1, 0.001))):
+            heard.append(Heard())
+            wishes = NodeOptions(stage=stage, moves=number == 1, refresh_s=0.15)
+            await nodes.start(wishes, Reporter(record=heard[-1], say=print), leave, forward_s=forward_s)
+        arrived = asyncio.create_task(heard[1].there.wait())
+        async with asyncio.timeout(LAST_RESORT_S):
+            await asyncio.wait([arrived, *nodes.tasks], return_when=asyncio.FIRST_COMPLETED)
+            leave.set()
+            await asyncio.wait(nodes.tasks)
+        arrived.cancel()
+    for task in nodes.tasks:
+        task.result()
+    assert nodes.wrong == []
+    slow, mover, stays = asyncio.heard
     (moved,) = [event for event in mover.events if isinstance(event, events.Moved)]
     assert (moved.origin, moved.target) == (1, 0)
     assert mover.there.is_set()
@@ -429,7 +407,7 @@ def test_however_many_say_that_they_are_on_their_way_those_at_work_are_asked() -
     assert len(asked) <= MOST_ASKED + MOST_ASKED // 4
 
 
-def test_a_meeting_that_is_still_answered_keeps_no_replica_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_meeting_that_is_still_answered_keeps_no_replica_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """A partner may take as long as an exchange to end one, and two stages at once may not fit the memory."""
     serve = Rounds.serve
 
@@ -439,21 +417,18 @@ def test_a_meeting_that_is_still_answered_keeps_no_replica_that_moves(monkeypatc
 
     monkeypatch.setattr(Rounds, "serve", lingering)
 
-    async def main() -> None:
-        hub, what = SimNetwork(), recipe(replicas=3, steps=4000, per_round=3)
-        names = ("a0", "b0", "c0", "d0", "e1")
-        peers = [Peer(hub, what, name, int(name[1]), job_s=0.5, moves=True) for name in names]
-        replicas = dict[str, weakref.ref[Replica]]()
-        while not any(peer.of(events.Moved) for peer in peers):
-            replicas |= {peer.name: weakref.ref(peer.node.replica) for peer in peers if peer.node.replica is not None}
-            await asyncio.sleep(0.1)
-        (mover,) = [peer for peer in peers if peer.of(events.Moved)]
-        await until(lambda: len(mover.stages) == 2)
-        assert mover.of(OuterStepTaken), "it has met others, who may have asked it"
-        gc.collect()
-        assert replicas[mover.name]() is None
-        for peer in peers:
-            peer.leave.set()
-        await asyncio.gather(*[peer.task for peer in peers])
-
-    run(main())
+    hub, what = SimNetwork(), recipe(replicas=3, steps=4000, per_round=3)
+    names = ("a0", "b0", "c0", "d0", "e1")
+    peers = [Peer(hub, what, name, int(name[1]), job_s=0.5, moves=True) for name in names]
+    replicas = dict[str, weakref.ref[Replica]]()
+    while not any(peer.of(events.Moved) for peer in peers):
+        replicas |= {peer.name: weakref.ref(peer.node.replica) for peer in peers if peer.node.replica is not None}
+        await asyncio.sleep(0.1)
+    (mover,) = [peer for peer in peers if peer.of(events.Moved)]
+    await until(lambda: len(mover.stages) == 2)
+    assert mover.of(OuterStepTaken), "it has met others, who may have asked it"
+    gc.collect()
+    assert replicas[mover.name]() is None
+    for peer in peers:
+        peer.leave.set()
+    await asyncio.gather(*[peer.task for peer in peers])

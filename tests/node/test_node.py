@@ -29,16 +29,12 @@ from noloco_node.swarm.roster import PeerRecord
 from noloco_node.swarm.run_distribution import RunFileText
 
 
-def test_two_by_two_trains_gossips_and_ends() -> None:
-    async def main() -> list[Peer]:
-        hub, what = SimNetwork(), recipe(replicas=2, steps=20)
-        peers = [Peer(hub, what, f"peer-{stage}{replica}", stage) for stage in (0, 1) for replica in (0, 1)]
-        async with asyncio.timeout(600):
-            await asyncio.gather(*[peer.task for peer in peers])
-        assert not hub.failures
-        return peers
-
-    peers = run(main())
+async def test_two_by_two_trains_gossips_and_ends() -> None:
+    hub, what = SimNetwork(), recipe(replicas=2, steps=20)
+    peers = [Peer(hub, what, f"peer-{stage}{replica}", stage) for stage in (0, 1) for replica in (0, 1)]
+    async with asyncio.timeout(600):
+        await asyncio.gather(*[peer.task for peer in peers])
+    assert not hub.failures
     for peer in peers:
         (finished,) = peer.of(events.Finished)
         assert finished.why == "the run is over"
@@ -55,18 +51,16 @@ def test_two_by_two_trains_gossips_and_ends() -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 @pytest.mark.parametrize("stages", [1, 2, 3])
-def test_without_gossip_and_with_one_replica_it_is_single_process_training(architecture: str, stages: int) -> None:
+async def test_without_gossip_and_with_one_replica_it_is_single_process_training(
+    architecture: str, stages: int
+) -> None:
     """The anchor: the swarm's losses and weights are those of one process that trains the whole model."""
 
-    async def main() -> list[Peer]:
-        hub = SimNetwork()
-        what = recipe(stages=stages, steps=20, window=1, per_round=1000, architecture=architecture)
-        peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in range(stages)]
-        async with asyncio.timeout(600):
-            await asyncio.gather(*[peer.task for peer in peers])
-        return peers
-
-    peers = run(main())
+    hub = SimNetwork()
+    what = recipe(stages=stages, steps=20, window=1, per_round=1000, architecture=architecture)
+    peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in range(stages)]
+    async with asyncio.timeout(600):
+        await asyncio.gather(*[peer.task for peer in peers])
     steps = peers[0].of(events.InnerStep)
     assert len(steps) == 20
     whole, names = _train_alone(peers, [event.learning_rate for event in steps], stages, architecture)
@@ -133,17 +127,14 @@ def _train_alone(
     return {**{name: weight.detach() for name, weight in weights.items()}, "losses": torch.tensor(losses)}, names
 
 
-def test_a_newcomer_copies_a_living_replica() -> None:
-    async def main() -> tuple[Peer, Peer]:
-        hub, what = SimNetwork(), recipe(replicas=2, steps=60, per_round=3)
-        peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1)]
-        await until(lambda: len(peers[1].of(OuterStepTaken)) >= 2)
-        late = Peer(hub, what, "peer-late", 1)
-        async with asyncio.timeout(600):
-            await asyncio.gather(late.task, *[peer.task for peer in peers])
-        return peers[1], late
-
-    old, late = run(main())
+async def test_a_newcomer_copies_a_living_replica() -> None:
+    hub, what = SimNetwork(), recipe(replicas=2, steps=60, per_round=3)
+    peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1)]
+    await until(lambda: len(peers[1].of(OuterStepTaken)) >= 2)
+    late = Peer(hub, what, "peer-late", 1)
+    async with asyncio.timeout(600):
+        await asyncio.gather(late.task, *[peer.task for peer in peers])
+    old, late = peers[1], late
     assert any("copying stage 1" in line for line in late.said)
     first = late.of(events.InnerStep)[0]
     assert first.step > old.of(events.InnerStep)[0].step
@@ -151,23 +142,19 @@ def test_a_newcomer_copies_a_living_replica() -> None:
     assert any(event.partner == "peer-1" for event in late.of(OuterStepTaken))
 
 
-def test_a_newcomer_whose_donor_lied_goes_on_from_a_partner(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_newcomer_whose_donor_lied_goes_on_from_a_partner(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of its first microbatches tells; nobody's claims do."""
 
     def given(stage: Any, state: ReplicaState) -> Any:
         return from_donor(stage, replace(state, slow=tuple(-5.0 * each for each in state.slow), optimiser=()))
 
-    async def main() -> Peer:
-        hub, what = SimNetwork(), recipe(replicas=3, steps=60, per_round=2, extra="staleness_at_most = 2")
-        peers = [Peer(hub, what, f"peer-{stage}{number}", stage) for stage in (0, 1) for number in (0, 1)]
-        await until(lambda: len(peers[3].of(OuterStepTaken)) >= 4)
-        monkeypatch.setattr("noloco_node.node.join.from_donor", given)
-        late = Peer(hub, what, "peer-late", 1)
-        async with asyncio.timeout(600):
-            await asyncio.gather(late.task, *[peer.task for peer in peers])
-        return late
-
-    late = run(main())
+    hub, what = SimNetwork(), recipe(replicas=3, steps=60, per_round=2, extra="staleness_at_most = 2")
+    peers = [Peer(hub, what, f"peer-{stage}{number}", stage) for stage in (0, 1) for number in (0, 1)]
+    await until(lambda: len(peers[3].of(OuterStepTaken)) >= 4)
+    monkeypatch.setattr("noloco_node.node.join.from_donor", given)
+    late = Peer(hub, what, "peer-late", 1)
+    async with asyncio.timeout(600):
+        await asyncio.gather(late.task, *[peer.task for peer in peers])
     disowned = late.of(events.Disowned)
     assert disowned[0].loss > FAR * disowned[0].usual
     assert any(event.adopted for event in late.of(OuterStepTaken))
@@ -175,139 +162,117 @@ def test_a_newcomer_whose_donor_lied_goes_on_from_a_partner(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_newcomer_before_the_first_round_begins_at_the_progress_of_the_others(stage: int) -> None:
-    async def main() -> tuple[Peer, Peer]:
-        hub, what = SimNetwork(), recipe(replicas=2, steps=60, per_round=1000)
-        peers = [Peer(hub, what, f"peer-{number}", number, 0.5) for number in (0, 1)]
-        await until(lambda: len(peers[1].of(events.InnerStep)) >= 8)
-        late = Peer(hub, what, "peer-late", stage, 0.5)
-        await until(lambda: bool(late.of(events.InnerStep)))
-        for peer in (*peers, late):
-            peer.leave.set()
-        await asyncio.gather(late.task, *[peer.task for peer in peers])
-        return peers[stage], late
-
-    old, late = run(main())
+async def test_a_newcomer_before_the_first_round_begins_at_the_progress_of_the_others(stage: int) -> None:
+    hub, what = SimNetwork(), recipe(replicas=2, steps=60, per_round=1000)
+    peers = [Peer(hub, what, f"peer-{number}", number, 0.5) for number in (0, 1)]
+    await until(lambda: len(peers[1].of(events.InnerStep)) >= 8)
+    late = Peer(hub, what, "peer-late", stage, 0.5)
+    await until(lambda: bool(late.of(events.InnerStep)))
+    for peer in (*peers, late):
+        peer.leave.set()
+    await asyncio.gather(late.task, *[peer.task for peer in peers])
+    old, late = peers[stage], late
     assert late.of(events.InnerStep)[0].progress >= old.of(events.InnerStep)[5].progress > 0.0
 
 
-def test_a_run_that_was_begun_is_begun_anew_only_where_its_owner_says_so() -> None:
-    async def main() -> None:
-        hub, what = SimNetwork(), recipe(steps=400, per_round=3)
-        fresh = Peer(hub, what, "peer-fresh", 0, 0.5, reached=0.43)
-        with pytest.raises(ExceptionGroup) as caught:
-            await fresh.task
-        trouble = user_error_of(caught.value)
-        assert trouble is not None
-        assert trouble.code is Exit.UNREACHABLE
-        assert "43.0% of the run" in trouble.why
-        assert "--begin-anew" in trouble.hint
-        assert not fresh.of(events.Started)
-        # One owner says so; the others follow.
-        told = Peer(hub, what, "peer-0", 0, 0.5, reached=0.43, begin_anew=True)
-        await until(lambda: bool(told.of(events.Started)))
-        other = Peer(hub, what, "peer-1", 1, 0.5, reached=0.43)
-        await until(lambda: bool(other.of(events.InnerStep)))
-        for peer in (told, other):
-            assert any("BEGINNING THE RUN ANEW" in line for line in peer.said)
-            peer.leave.set()
-        await asyncio.gather(told.task, other.task)
-
-    run(main())
+async def test_a_run_that_was_begun_is_begun_anew_only_where_its_owner_says_so() -> None:
+    hub, what = SimNetwork(), recipe(steps=400, per_round=3)
+    fresh = Peer(hub, what, "peer-fresh", 0, 0.5, reached=0.43)
+    with pytest.raises(ExceptionGroup) as caught:
+        await fresh.task
+    trouble = user_error_of(caught.value)
+    assert trouble is not None
+    assert trouble.code is Exit.UNREACHABLE
+    assert "43.0% of the run" in trouble.why
+    assert "--begin-anew" in trouble.hint
+    assert not fresh.of(events.Started)
+    # One owner says so; the others follow.
+    told = Peer(hub, what, "peer-0", 0, 0.5, reached=0.43, begin_anew=True)
+    await until(lambda: bool(told.of(events.Started)))
+    other = Peer(hub, what, "peer-1", 1, 0.5, reached=0.43)
+    await until(lambda: bool(other.of(events.InnerStep)))
+    for peer in (told, other):
+        assert any("BEGINNING THE RUN ANEW" in line for line in peer.said)
+        peer.leave.set()
+    await asyncio.gather(told.task, other.task)
 
 
-def test_who_comes_back_to_a_run_is_waited_for() -> None:
-    async def main() -> None:
-        hub, what = SimNetwork(), recipe(replicas=2, steps=400, per_round=3)
-        peers = [Peer(hub, what, f"peer-{number}", number, 0.5) for number in (0, 1)]
-        await until(lambda: len(peers[0].of(OuterStepTaken)) > 1)
-        for peer in peers:
-            peer.leave.set()
-        await asyncio.gather(*[peer.task for peer in peers])
-        fresh = Peer(hub, what, "peer-fresh", 0, 0.5, reached=0.1)
-        await asyncio.sleep(8.0)
-        for peer in peers:
-            hub.kill(peer.name)
-        back = [Peer(hub, what, f"peer-{number}", number, 0.5, saved=peers[number].saved) for number in (0, 1)]
-        await until(lambda: bool(fresh.of(events.InnerStep)))
-        assert any("copying stage 0" in line for line in fresh.said)
-        for peer in (fresh, *back):
-            peer.leave.set()
-        await asyncio.gather(*[peer.task for peer in (fresh, *back)])
-
-    run(main())
+async def test_who_comes_back_to_a_run_is_waited_for() -> None:
+    hub, what = SimNetwork(), recipe(replicas=2, steps=400, per_round=3)
+    peers = [Peer(hub, what, f"peer-{number}", number, 0.5) for number in (0, 1)]
+    await until(lambda: len(peers[0].of(OuterStepTaken)) > 1)
+    for peer in peers:
+        peer.leave.set()
+    await asyncio.gather(*[peer.task for peer in peers])
+    fresh = Peer(hub, what, "peer-fresh", 0, 0.5, reached=0.1)
+    await asyncio.sleep(8.0)
+    for peer in peers:
+        hub.kill(peer.name)
+    back = [Peer(hub, what, f"peer-{number}", number, 0.5, saved=peers[number].saved) for number in (0, 1)]
+    await until(lambda: bool(fresh.of(events.InnerStep)))
+    assert any("copying stage 0" in line for line in fresh.said)
+    for peer in (fresh, *back):
+        peer.leave.set()
+    await asyncio.gather(*[peer.task for peer in (fresh, *back)])
 
 
-def test_who_has_finished_waits_for_nothing() -> None:
-    async def main() -> None:
-        hub, what = SimNetwork(), recipe(steps=6, per_round=3)
-        peers = [Peer(hub, what, f"peer-{number}", number) for number in (0, 1)]
-        state = PeerState.FINISHED
-        await until(lambda: all(any(e.state is state for e in peer.of(events.StateChanged)) for peer in peers))
-        await asyncio.sleep(20.0)
-        replica = peers[1].node.replica
-        assert replica is not None
-        waits = replica.waits()
-        assert waits is not None
-        assert waits.cause is WaitCause.MICROBATCHES
-        assert replica.describe(state).waiting == ()
-        for peer in peers:
-            peer.leave.set()
-        await asyncio.gather(*[peer.task for peer in peers])
-
-    run(main())
+async def test_who_has_finished_waits_for_nothing() -> None:
+    hub, what = SimNetwork(), recipe(steps=6, per_round=3)
+    peers = [Peer(hub, what, f"peer-{number}", number) for number in (0, 1)]
+    state = PeerState.FINISHED
+    await until(lambda: all(any(e.state is state for e in peer.of(events.StateChanged)) for peer in peers))
+    await asyncio.sleep(20.0)
+    replica = peers[1].node.replica
+    assert replica is not None
+    waits = replica.waits()
+    assert waits is not None
+    assert waits.cause is WaitCause.MICROBATCHES
+    assert replica.describe(state).waiting == ()
+    for peer in peers:
+        peer.leave.set()
+    await asyncio.gather(*[peer.task for peer in peers])
 
 
-def test_a_killed_replica_does_not_stop_the_others() -> None:
-    async def main() -> list[Peer]:
-        hub, what = SimNetwork(), recipe(replicas=2, steps=40)
-        peers = [Peer(hub, what, f"peer-{stage}{replica}", stage) for stage in (0, 1) for replica in (0, 1)]
-        await until(lambda: len(peers[0].of(events.InnerStep)) >= 5)
-        hub.kill("peer-11")
-        peers[3].task.cancel()
-        await asyncio.wait([peers[3].task])
-        async with asyncio.timeout(900):
-            await asyncio.gather(*[peer.task for peer in peers[:3]])
-        return peers
-
-    peers = run(main())
+async def test_a_killed_replica_does_not_stop_the_others() -> None:
+    hub, what = SimNetwork(), recipe(replicas=2, steps=40)
+    peers = [Peer(hub, what, f"peer-{stage}{replica}", stage) for stage in (0, 1) for replica in (0, 1)]
+    await until(lambda: len(peers[0].of(events.InnerStep)) >= 5)
+    hub.kill("peer-11")
+    peers[3].task.cancel()
+    await asyncio.wait([peers[3].task])
+    async with asyncio.timeout(900):
+        await asyncio.gather(*[peer.task for peer in peers[:3]])
     for peer in peers[:3]:
         assert peer.of(events.Finished)[0].why == "the run is over"
     assert peers[0].of(events.Hops)[-1].counts["peer-10"] > peers[0].of(events.Hops)[-1].counts["peer-11"]
 
 
-def test_leaving_is_polite_and_a_restart_goes_on_from_the_checkpoint() -> None:
-    async def main() -> Peer:
-        hub, what = SimNetwork(), recipe(stages=1, steps=60, per_round=4)
-        peer = Peer(hub, what, "peer-first", None)
-        await until(lambda: len(peer.of(events.InnerStep)) >= 10)
+async def test_leaving_is_polite_and_a_restart_goes_on_from_the_checkpoint() -> None:
+    hub, what = SimNetwork(), recipe(stages=1, steps=60, per_round=4)
+    peer = Peer(hub, what, "peer-first", None)
+    await until(lambda: len(peer.of(events.InnerStep)) >= 10)
+    peer.leave.set()
+    async with asyncio.timeout(30):
+        await peer.task
+    assert peer.of(events.Finished)[0].why == "asked to leave"
+    assert peer.saved is not None
+    again = Peer(SimNetwork(), what, "peer-first", None)
+    again.saved = peer.saved
+    await until(lambda: len(again.of(events.InnerStep)) >= 1)
+    again.leave.set()
+    await again.task
+    assert again.of(events.InnerStep)[0].step == peer.saved.counters.inner_steps + 1
+    assert any("our own checkpoint" in line for line in again.said)
+
+
+async def test_newcomers_that_start_together_spread_over_the_stages() -> None:
+    hub, what = SimNetwork(), recipe(stages=3, replicas=2, steps=10)
+    peers = [Peer(hub, what, f"peer-{number}", None) for number in range(6)]
+    await until(lambda: all(peer.of(events.Started) for peer in peers))
+    for peer in peers:
         peer.leave.set()
-        async with asyncio.timeout(30):
-            await peer.task
-        assert peer.of(events.Finished)[0].why == "asked to leave"
-        assert peer.saved is not None
-        again = Peer(SimNetwork(), what, "peer-first", None)
-        again.saved = peer.saved
-        await until(lambda: len(again.of(events.InnerStep)) >= 1)
-        again.leave.set()
-        await again.task
-        assert again.of(events.InnerStep)[0].step == peer.saved.counters.inner_steps + 1
-        return again
-
-    assert any("our own checkpoint" in line for line in run(main()).said)
-
-
-def test_newcomers_that_start_together_spread_over_the_stages() -> None:
-    async def main() -> list[Peer]:
-        hub, what = SimNetwork(), recipe(stages=3, replicas=2, steps=10)
-        peers = [Peer(hub, what, f"peer-{number}", None) for number in range(6)]
-        await until(lambda: all(peer.of(events.Started) for peer in peers))
-        for peer in peers:
-            peer.leave.set()
-        await asyncio.gather(*[peer.task for peer in peers])
-        return peers
-
-    stages = sorted(peer.of(events.Started)[0].stage for peer in run(main()))
+    await asyncio.gather(*[peer.task for peer in peers])
+    stages = sorted(peer.of(events.Started)[0].stage for peer in peers)
     assert stages == [0, 0, 1, 1, 2, 2]
 
 
@@ -319,99 +284,82 @@ async def list_as_replica(hub: SimNetwork, what: RunFileText, name: str, stage: 
     return network
 
 
-def test_a_reply_of_the_wrong_kind_is_a_violation_and_ends_nobody() -> None:
-    async def main() -> Peer:
-        hub, what = SimNetwork(), recipe(steps=8)
+async def test_a_reply_of_the_wrong_kind_is_a_violation_and_ends_nobody() -> None:
+    hub, what = SimNetwork(), recipe(steps=8)
 
-        async def echo(conversation: Conversation) -> None:
-            await conversation.send(await conversation.receive())
+    async def echo(conversation: Conversation) -> None:
+        await conversation.send(await conversation.receive())
 
-        liar = await list_as_replica(hub, what, "peer-liar", 1, 0)
-        await liar.serve(topic(MICROBATCH, 1), microbatch_schema(what.run, 16), echo)
-        peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1)]
-        async with asyncio.timeout(900):
-            await asyncio.gather(*[peer.task for peer in peers])
-        return peers[0]
-
-    source = run(main())
+    liar = await list_as_replica(hub, what, "peer-liar", 1, 0)
+    await liar.serve(topic(MICROBATCH, 1), microbatch_schema(what.run, 16), echo)
+    peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1)]
+    async with asyncio.timeout(900):
+        await asyncio.gather(*[peer.task for peer in peers])
+    source = peers[0]
     assert source.of(events.Finished)[0].why == "the run is over"
     assert {event.peer for event in source.of(events.PeerViolation)} == {"peer-liar"}
 
 
-def test_a_newcomer_that_gets_no_copy_waits_and_does_not_begin_anew() -> None:
-    async def main() -> None:
-        hub, what = SimNetwork(), recipe()
-        busy = Membership(hub.network("peer-busy"), what.digest, what.run.pipeline.stages)
-        await busy.claim(PeerRecord(peer="peer-busy", stage=1, state=PeerState.TRAINING, round=3))
-        listed = asyncio.create_task(busy.run())
-        late = Peer(hub, what, "peer-late", 1)
-        await asyncio.sleep(300)
-        assert any("could not copy the state" in line for line in late.said)
-        assert not late.of(events.Started)
-        listed.cancel()
-        late.leave.set()
-        async with asyncio.timeout(30):
-            await late.task
-
-    run(main())
+async def test_a_newcomer_that_gets_no_copy_waits_and_does_not_begin_anew() -> None:
+    hub, what = SimNetwork(), recipe()
+    busy = Membership(hub.network("peer-busy"), what.digest, what.run.pipeline.stages)
+    await busy.claim(PeerRecord(peer="peer-busy", stage=1, state=PeerState.TRAINING, round=3))
+    listed = asyncio.create_task(busy.run())
+    late = Peer(hub, what, "peer-late", 1)
+    await asyncio.sleep(300)
+    assert any("could not copy the state" in line for line in late.said)
+    assert not late.of(events.Started)
+    listed.cancel()
+    late.leave.set()
+    async with asyncio.timeout(30):
+        await late.task
 
 
-def test_a_rejoining_source_goes_on_in_its_text_and_from_its_checkpoint() -> None:
-    async def main() -> tuple[Peer, Peer]:
-        hub, what = SimNetwork(), recipe(stages=1, replicas=2, steps=400, per_round=3)
-        peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
-        await until(lambda: len(peers[1].of(events.InnerStep)) >= 12)
-        peers[1].leave.set()
-        await peers[1].task
-        hub.kill("peer-b")
-        second = Peer(hub, what, "peer-b", 0, saved=peers[1].saved)
-        await until(lambda: len(second.of(events.InnerStep)) >= 1)
-        drawn = len(second.text.drawn)
-        for peer in (peers[0], second):
-            peer.leave.set()
-            await peer.task
-        assert any("our own checkpoint" in line and "the stage is in round" in line for line in second.said)
-        assert peers[1].saved is not None
-        position = peers[1].saved.counters.data_position
-        assert position is not None
-        assert drawn > position["drawn"] > 10
-        return peers[1], second
-
-    first, second = run(main())
+async def test_a_rejoining_source_goes_on_in_its_text_and_from_its_checkpoint() -> None:
+    hub, what = SimNetwork(), recipe(stages=1, replicas=2, steps=400, per_round=3)
+    peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
+    await until(lambda: len(peers[1].of(events.InnerStep)) >= 12)
+    peers[1].leave.set()
+    await peers[1].task
+    hub.kill("peer-b")
+    second = Peer(hub, what, "peer-b", 0, saved=peers[1].saved)
+    await until(lambda: len(second.of(events.InnerStep)) >= 1)
+    drawn = len(second.text.drawn)
+    for peer in (peers[0], second):
+        peer.leave.set()
+        await peer.task
+    assert any("our own checkpoint" in line and "the stage is in round" in line for line in second.said)
+    assert peers[1].saved is not None
+    position = peers[1].saved.counters.data_position
+    assert position is not None
+    assert drawn > position["drawn"] > 10
+    first, second = peers[1], second
     # What the first session had counted still counts.
     assert second.node.samples >= first.node.samples > 0
 
 
-def test_a_polite_leaver_leaves_no_round_half_done() -> None:
-    async def main() -> list[Peer]:
-        hub, what = SimNetwork(), recipe(stages=1, replicas=2, steps=400, per_round=3)
-        peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
-        await until(lambda: len(peers[1].of(OuterStepTaken)) >= 3)
-        peers[1].leave.set()
-        await peers[1].task
-        met = [event.round for event in peers[0].of(OuterStepTaken) if event.partner == "peer-b"]
-        mine = [event.round for event in peers[1].of(OuterStepTaken) if event.partner == "peer-a"]
-        peers[0].leave.set()
-        await peers[0].task
-        assert met == mine
-        assert peers[1].saved is not None
-        assert peers[1].saved.counters.round == mine[-1]
-        return peers
-
-    run(main())
+async def test_a_polite_leaver_leaves_no_round_half_done() -> None:
+    hub, what = SimNetwork(), recipe(stages=1, replicas=2, steps=400, per_round=3)
+    peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
+    await until(lambda: len(peers[1].of(OuterStepTaken)) >= 3)
+    peers[1].leave.set()
+    await peers[1].task
+    met = [event.round for event in peers[0].of(OuterStepTaken) if event.partner == "peer-b"]
+    mine = [event.round for event in peers[1].of(OuterStepTaken) if event.partner == "peer-a"]
+    peers[0].leave.set()
+    await peers[0].task
+    assert met == mine
+    assert peers[1].saved is not None
+    assert peers[1].saved.counters.round == mine[-1]
 
 
-def test_text_that_fails_costs_the_node_but_not_its_weights() -> None:
-    async def main() -> Peer:
-        hub, what = SimNetwork(), recipe(stages=1, steps=400)
-        peer = Peer(hub, what, "peer-a", 0)
-        await until(lambda: len(peer.of(events.InnerStep)) >= 3)
-        peer.text.failure = OSError("the text is gone")
-        with pytest.raises(ExceptionGroup, match="unhandled"):
-            await peer.task
-        return peer
-
-    peer = run(main())
+async def test_text_that_fails_costs_the_node_but_not_its_weights() -> None:
+    hub, what = SimNetwork(), recipe(stages=1, steps=400)
+    peer = Peer(hub, what, "peer-a", 0)
+    await until(lambda: len(peer.of(events.InnerStep)) >= 3)
+    peer.text.failure = OSError("the text is gone")
+    with pytest.raises(ExceptionGroup, match="unhandled"):
+        await peer.task
     assert peer.saved is not None
     assert peer.saved.counters.inner_steps >= 3
 
@@ -424,42 +372,32 @@ class Hesitant(Text):
         return await super().draw()
 
 
-def test_a_failure_in_the_midst_of_a_step_leaves_a_checkpoint_that_agrees_with_itself() -> None:
-    async def main() -> Peer:
-        peer = Peer(SimNetwork(), recipe(stages=1, steps=400, window=1), "peer-a", 0)
-        peer.text = Hesitant(recipe(stages=1, window=1).run, "peer-a")
-        await until(lambda: len(peer.of(events.InnerStep)) >= 3)
-        peer.text.failure = OSError("the text is gone")
-        with pytest.raises(ExceptionGroup, match="unhandled"):
-            await peer.task
-        return peer
-
-    assert_counted(run(main()))
+async def test_a_failure_in_the_midst_of_a_step_leaves_a_checkpoint_that_agrees_with_itself() -> None:
+    peer = Peer(SimNetwork(), recipe(stages=1, steps=400, window=1), "peer-a", 0)
+    peer.text = Hesitant(recipe(stages=1, window=1).run, "peer-a")
+    await until(lambda: len(peer.of(events.InnerStep)) >= 3)
+    peer.text.failure = OSError("the text is gone")
+    with pytest.raises(ExceptionGroup, match="unhandled"):
+        await peer.task
+    assert_counted(peer)
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 70.0, 140.0])
-def test_a_leave_does_not_cut_off_a_step_that_lasts_longer_than_it_waits(wait_s: float) -> None:
+async def test_a_leave_does_not_cut_off_a_step_that_lasts_longer_than_it_waits(wait_s: float) -> None:
     """Each job of this device takes longer than anybody waits for microbatches."""
 
-    async def main() -> Peer:
-        peer = Peer(SimNetwork(), recipe(stages=1, steps=400, window=1), "peer-a", 0, job_s=2 * LONGEST_DRAIN_S)
-        await until(lambda: len(peer.of(events.InnerStep)) >= 2, 10_000.0)
-        await asyncio.sleep(wait_s)
-        peer.leave.set()
-        await peer.task
-        return peer
-
-    assert_counted(run(main()))
+    peer = Peer(SimNetwork(), recipe(stages=1, steps=400, window=1), "peer-a", 0, job_s=2 * LONGEST_DRAIN_S)
+    await until(lambda: len(peer.of(events.InnerStep)) >= 2, 10_000.0)
+    await asyncio.sleep(wait_s)
+    peer.leave.set()
+    await peer.task
+    assert_counted(peer)
 
 
-def test_the_last_step_of_a_run_is_in_its_last_round_however_long_it_lasts() -> None:
-    async def main() -> Peer:
-        what = recipe(stages=1, steps=3, window=1, per_round=2)
-        peer = Peer(SimNetwork(), what, "peer-a", 0, job_s=2 * LONGEST_DRAIN_S)
-        await peer.task
-        return peer
-
-    peer = run(main())
+async def test_the_last_step_of_a_run_is_in_its_last_round_however_long_it_lasts() -> None:
+    what = recipe(stages=1, steps=3, window=1, per_round=2)
+    peer = Peer(SimNetwork(), what, "peer-a", 0, job_s=2 * LONGEST_DRAIN_S)
+    await peer.task
     assert_counted(peer)
     assert len(peer.of(events.InnerStep)) == 3
     assert len(peer.of(OuterStepTaken)) == 2
@@ -475,52 +413,42 @@ def assert_counted(peer: Peer) -> None:
     assert len(peer.of(events.InnerStep)) == taken > 0
 
 
-def test_a_replica_saves_every_few_minutes() -> None:
-    async def main() -> Peer:
-        hub, what = SimNetwork(), recipe(stages=1, steps=10_000, window=1)
-        peer = Peer(hub, what, "peer-a", 0, job_s=2.0)
-        await until(lambda: peer.saved is not None, 1000.0)
-        assert peer.saved is not None
-        assert peer.saved.counters.inner_steps == len(peer.of(events.InnerStep))
-        peer.leave.set()
-        await peer.task
-        return peer
-
-    run(main())
+async def test_a_replica_saves_every_few_minutes() -> None:
+    hub, what = SimNetwork(), recipe(stages=1, steps=10_000, window=1)
+    peer = Peer(hub, what, "peer-a", 0, job_s=2.0)
+    await until(lambda: peer.saved is not None, 1000.0)
+    assert peer.saved is not None
+    assert peer.saved.counters.inner_steps == len(peer.of(events.InnerStep))
+    peer.leave.set()
+    await peer.task
 
 
-def test_a_polite_leave_is_heard_in_the_last_round() -> None:
+async def test_a_polite_leave_is_heard_in_the_last_round() -> None:
     """The last round may wait for an exchange, and an exchange of large weights for hours."""
 
-    async def main() -> float:
-        hub = SimNetwork(size_bytes=lambda message, topic: 2**30 if isinstance(message, Weights) else 100)
-        what = recipe(stages=1, replicas=2, steps=4, per_round=100)
-        peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
-        for peer in peers:
-            hub.set_access(peer.name, Access(up_bytes_per_s=2**20))
-        await until(lambda: all("last round" in " ".join(peer.said) for peer in peers))
-        await asyncio.sleep(5.0)
-        begun_s = asyncio.get_running_loop().time()
-        for peer in peers:
-            peer.leave.set()
-        await asyncio.gather(*[peer.task for peer in peers])
-        assert all(peer.saved is not None for peer in peers)
-        return asyncio.get_running_loop().time() - begun_s
-
-    assert run(main()) < 5.0
+    hub = SimNetwork(size_bytes=lambda message, topic: 2**30 if isinstance(message, Weights) else 100)
+    what = recipe(stages=1, replicas=2, steps=4, per_round=100)
+    peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
+    for peer in peers:
+        hub.set_access(peer.name, Access(up_bytes_per_s=2**20))
+    await until(lambda: all("last round" in " ".join(peer.said) for peer in peers))
+    await asyncio.sleep(5.0)
+    begun_s = asyncio.get_running_loop().time()
+    for peer in peers:
+        peer.leave.set()
+    await asyncio.gather(*[peer.task for peer in peers])
+    assert all(peer.saved is not None for peer in peers)
+    assert (asyncio.get_running_loop().time() - begun_s) < 5.0
 
 
-def test_weights_that_violate_the_protocol_are_journalled_by_whoever_gets_them() -> None:
-    async def main() -> list[Peer]:
-        hub, what = SimNetwork(), recipe(stages=1, replicas=2, steps=30, per_round=3)
-        peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
-        await until(lambda: len(peers[1].of(events.InnerStep)) >= 2)
-        # Of the messages that a replica of the only stage sends, weights alone hold tensors.
-        hub.corrupt("peer-a", Corruption.SHAPE, 4)
-        await asyncio.gather(*[peer.task for peer in peers])
-        return peers
-
-    one, other = run(main())
+async def test_weights_that_violate_the_protocol_are_journalled_by_whoever_gets_them() -> None:
+    hub, what = SimNetwork(), recipe(stages=1, replicas=2, steps=30, per_round=3)
+    peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
+    await until(lambda: len(peers[1].of(events.InnerStep)) >= 2)
+    # Of the messages that a replica of the only stage sends, weights alone hold tensors.
+    hub.corrupt("peer-a", Corruption.SHAPE, 4)
+    await asyncio.gather(*[peer.task for peer in peers])
+    one, other = peers
     violations = [event for event in other.of(events.PeerViolation) if event.peer == "peer-a"]
     assert {event.topic for event in violations} == {"gossip"}
     assert len(violations) + len([e for e in other.of(events.Lost) if e.what == "exchange"]) >= 4

@@ -13,7 +13,6 @@ from gossip.exchange.messages import Parts, ReplicaState
 from gossip.interface import OuterStepTaken
 from gossip.transfer.chunks import HeldCopy
 from noloco_node.journal import events
-from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.memory_host import MemoryHost
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.storage.checkpoint import Checkpoint
@@ -51,23 +50,19 @@ class SlowDisk:
         self.moved += not all(map(torch.equal, tensors, before))
 
 
-def test_nothing_moves_while_it_is_written_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_moves_while_it_is_written_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     disk = SlowDisk(monkeypatch)
 
-    async def main() -> list[Peer]:
-        hub, what = SimNetwork(), recipe(stages=1, replicas=2, steps=500, per_round=4)
-        peers = [Peer(hub, what, f"peer-{name}", 0) for name in "ab"]
-        await until(lambda: all(len(peer.of(OuterStepTaken)) >= 3 for peer in peers))
-        replica = peers[0].node.replica
-        assert replica is not None
-        await replica.state(Parts.ALL)
-        await until(lambda: all(len(peer.of(OuterStepTaken)) >= 12 for peer in peers))
-        for peer in peers:
-            peer.leave.set()
-        await asyncio.wait({peer.task for peer in peers})
-        return peers
-
-    peers = run(main())
+    hub, what = SimNetwork(), recipe(stages=1, replicas=2, steps=500, per_round=4)
+    peers = [Peer(hub, what, f"peer-{name}", 0) for name in "ab"]
+    await until(lambda: all(len(peer.of(OuterStepTaken)) >= 3 for peer in peers))
+    replica = peers[0].node.replica
+    assert replica is not None
+    await replica.state(Parts.ALL)
+    await until(lambda: all(len(peer.of(OuterStepTaken)) >= 12 for peer in peers))
+    for peer in peers:
+        peer.leave.set()
+    await asyncio.wait({peer.task for peer in peers})
     assert disk.read >= 4
     assert disk.moved == 0
     for peer in peers:

@@ -172,16 +172,13 @@ class Run:
             assert true - late <= session.stamp <= true + late, name
 
 
-def test_what_is_left_out_of_a_text_goes_into_the_journal() -> None:
-    async def main() -> list[events.Event]:
-        swarm = Run()
-        swarm.begin("a")
-        await asyncio.sleep(10 * REFRESH_S)
-        recorded = swarm.sessions["a"].recorded
-        await swarm.end("a", politely=True)
-        return recorded
-
-    assert events.Noticed(what="text", text="a row is left out") in run(main())
+async def test_what_is_left_out_of_a_text_goes_into_the_journal() -> None:
+    swarm = Run()
+    swarm.begin("a")
+    await asyncio.sleep(10 * REFRESH_S)
+    recorded = swarm.sessions["a"].recorded
+    await swarm.end("a", politely=True)
+    assert events.Noticed(what="text", text="a row is left out") in recorded
 
 
 Change = tuple[str, bool, bool, float]
@@ -237,41 +234,34 @@ def test_whoever_comes_goes_and_returns_every_sample_counts_once(story: list[Cha
     run(main())
 
 
-def test_who_comes_back_with_newer_news_of_the_run_than_its_stage_has_keeps_them() -> None:
+async def test_who_comes_back_with_newer_news_of_the_run_than_its_stage_has_keeps_them() -> None:
     """All go, "c" for good and "b" last; "a" is the first to come back, and knows less of the run than "b"."""
 
-    async def main() -> tuple[float, float]:
-        told = Run()
-        for name in "abc":
-            told.begin(name)
-        for name in "cab":
-            await asyncio.sleep(FORGOTTEN_S)
-            await told.end(name, politely=True)
+    told = Run()
+    for name in "abc":
+        told.begin(name)
+    for name in "cab":
         await asyncio.sleep(FORGOTTEN_S)
-        for name in "ab":
-            told.begin(name)
-            await asyncio.sleep(10 * REFRESH_S)
-        return told.sessions["b"].stamp, told.done / RUN.budget_samples
-
-    stamp, true = run(main())
+        await told.end(name, politely=True)
+    await asyncio.sleep(FORGOTTEN_S)
+    for name in "ab":
+        told.begin(name)
+        await asyncio.sleep(10 * REFRESH_S)
+    stamp, true = told.sessions["b"].stamp, told.done / RUN.budget_samples
     assert abs(stamp - true) < 0.01
 
 
 # Nodes.
 
 
-def test_a_source_that_comes_back_to_a_swarm_that_knows_nothing_does_what_is_left() -> None:
-    async def main() -> tuple[Peer, Peer]:
-        what = recipe(stages=1, steps=40, per_round=4)
-        first = Peer(SimNetwork(), what, "peer-a", 0)
-        await until(lambda: len(first.of(events.InnerStep)) >= 25)
-        first.leave.set()
-        await first.task
-        again = Peer(SimNetwork(), what, "peer-a", 0, saved=first.saved)
-        await again.task
-        return first, again
-
-    first, again = run(main())
+async def test_a_source_that_comes_back_to_a_swarm_that_knows_nothing_does_what_is_left() -> None:
+    what = recipe(stages=1, steps=40, per_round=4)
+    first = Peer(SimNetwork(), what, "peer-a", 0)
+    await until(lambda: len(first.of(events.InnerStep)) >= 25)
+    first.leave.set()
+    await first.task
+    again = Peer(SimNetwork(), what, "peer-a", 0, saved=first.saved)
+    await again.task
     steps = [event.step for peer in (first, again) for event in peer.of(events.InnerStep)]
     assert steps == list(range(1, len(steps) + 1))
     assert 38 <= len(steps) <= 40, "but for the microbatches that were discarded"
@@ -306,44 +296,38 @@ class Slow(Peer):
         return self.text
 
 
-def test_what_others_do_while_a_source_opens_its_text_counts_for_it() -> None:
+async def test_what_others_do_while_a_source_opens_its_text_counts_for_it() -> None:
     """Its stamps, its learning rate and its end were late by that for all of its session."""
 
-    async def main() -> None:
-        hub, what = SimNetwork(), recipe(stages=2, replicas=2, steps=1500)
-        last = [Peer(hub, what, f"peer-last-{number}", 1, job_s=0.02) for number in range(2)]
-        first = Peer(hub, what, "peer-first", 0, job_s=0.1)
-        await until(lambda: len(first.of(events.InnerStep)) > 20)
-        late = Slow(hub, what, "peer-late", 0, job_s=0.1)
-        await until(lambda: len(late.of(events.InnerStep)) > 30, 1200.0)
-        done = sum(peer.node.samples for peer in (first, late)) / what.run.budget_samples
-        assert done > 0.08, "much was done meanwhile"
-        assert abs(late.of(events.InnerStep)[-1].progress - done) < 0.02
-        for peer in (*last, first, late):
-            peer.leave.set()
-        await asyncio.gather(*(peer.task for peer in (*last, first, late)))
-
-    run(main())
+    hub, what = SimNetwork(), recipe(stages=2, replicas=2, steps=1500)
+    last = [Peer(hub, what, f"peer-last-{number}", 1, job_s=0.02) for number in range(2)]
+    first = Peer(hub, what, "peer-first", 0, job_s=0.1)
+    await until(lambda: len(first.of(events.InnerStep)) > 20)
+    late = Slow(hub, what, "peer-late", 0, job_s=0.1)
+    await until(lambda: len(late.of(events.InnerStep)) > 30, 1200.0)
+    done = sum(peer.node.samples for peer in (first, late)) / what.run.budget_samples
+    assert done > 0.08, "much was done meanwhile"
+    assert abs(late.of(events.InnerStep)[-1].progress - done) < 0.02
+    for peer in (*last, first, late):
+        peer.leave.set()
+    await asyncio.gather(*(peer.task for peer in (*last, first, late)))
 
 
-def test_what_comes_back_while_a_source_leaves_is_in_what_the_swarm_knows_of_it() -> None:
+async def test_what_comes_back_while_a_source_leaves_is_in_what_the_swarm_knows_of_it() -> None:
     """Each microbatch takes seconds, and the last ones return after its record was renewed for the last time."""
 
-    async def main() -> tuple[int, int]:
-        hub, what = SimNetwork(), recipe(stages=2, steps=400, window=4)
-        last = Peer(hub, what, "peer-last", 1, job_s=0.2)
-        first = Peer(hub, what, "peer-first", 0, job_s=0.2)
-        watching = Membership(hub.network("watcher"), what.digest, 2, refresh_s=0.2)
-        await until(lambda: len(first.of(events.InnerStep)) > 3)
-        first.leave.set()
-        await first.task
-        assert first.saved is not None
-        found = (await watching.peek()).run_samples
-        last.leave.set()
-        await last.task
-        return found, first.saved.counters.samples
-
-    found, done = run(main())
+    hub, what = SimNetwork(), recipe(stages=2, steps=400, window=4)
+    last = Peer(hub, what, "peer-last", 1, job_s=0.2)
+    first = Peer(hub, what, "peer-first", 0, job_s=0.2)
+    watching = Membership(hub.network("watcher"), what.digest, 2, refresh_s=0.2)
+    await until(lambda: len(first.of(events.InnerStep)) > 3)
+    first.leave.set()
+    await first.task
+    assert first.saved is not None
+    found = (await watching.peek()).run_samples
+    last.leave.set()
+    await last.task
+    found, done = found, first.saved.counters.samples
     assert found == done > 0
 
 
@@ -355,20 +339,16 @@ class Illiterate(Peer):
         raise AssertionError
 
 
-def test_who_leaves_before_its_text_is_open_keeps_its_samples_and_its_place_in_the_text() -> None:
-    async def main() -> tuple[Peer, Peer]:
-        what = recipe(stages=1, steps=400, per_round=4)
-        first = Peer(SimNetwork(), what, "peer-a", 0)
-        await until(lambda: len(first.of(events.InnerStep)) >= 5)
-        first.leave.set()
-        await first.task
-        again = Illiterate(SimNetwork(), what, "peer-a", 0, saved=first.saved)
-        await until(lambda: bool(again.of(events.Started)))
-        again.leave.set()
-        await again.task
-        return first, again
-
-    first, again = run(main())
+async def test_who_leaves_before_its_text_is_open_keeps_its_samples_and_its_place_in_the_text() -> None:
+    what = recipe(stages=1, steps=400, per_round=4)
+    first = Peer(SimNetwork(), what, "peer-a", 0)
+    await until(lambda: len(first.of(events.InnerStep)) >= 5)
+    first.leave.set()
+    await first.task
+    again = Illiterate(SimNetwork(), what, "peer-a", 0, saved=first.saved)
+    await until(lambda: bool(again.of(events.Started)))
+    again.leave.set()
+    await again.task
     assert first.saved is not None
     assert again.saved is not None
     assert first.saved is not again.saved

@@ -196,16 +196,13 @@ SECOND_S = 24 * HOUR_S
 
 
 @pytest.mark.parametrize("code", Exit)
-def test_the_first_session_fails_at_once(code: Exit, tmp_path: Path) -> None:
-    async def main() -> None:
-        outside = Outside(tmp_path, trouble(code))
-        with pytest.raises(UserError) as caught:
-            await outside.live()
-        assert caught.value.code is code
-        assert (now(), outside.attempts, outside.said) == (0.0, [0.0], [])
-        assert not outside.leaving.polite
-
-    run(main())
+async def test_the_first_session_fails_at_once(code: Exit, tmp_path: Path) -> None:
+    outside = Outside(tmp_path, trouble(code))
+    with pytest.raises(UserError) as caught:
+        await outside.live()
+    assert caught.value.code is code
+    assert (now(), outside.attempts, outside.said) == (0.0, [0.0], [])
+    assert not outside.leaving.polite
 
 
 @settings(max_examples=30, deadline=None)
@@ -240,124 +237,97 @@ def test_whoever_asks_it_to_leave_need_not_wait(asked_s: float, tmp_path_factory
     within(tmp_path_factory, main)
 
 
-def test_it_need_not_wait_for_the_hours_either(tmp_path: Path) -> None:
-    async def main() -> None:
-        outside = Outside(tmp_path)
-        assert await outside.live(12 * HOUR_S) == 12 * HOUR_S
-        assert outside.attempts == [0.0]
-        assert outside.leaving.polite
-
-    run(main())
+async def test_it_need_not_wait_for_the_hours_either(tmp_path: Path) -> None:
+    outside = Outside(tmp_path)
+    assert await outside.live(12 * HOUR_S) == 12 * HOUR_S
+    assert outside.attempts == [0.0]
+    assert outside.leaving.polite
 
 
-def test_a_second_signal_ends_even_the_closing_of_a_network(tmp_path: Path) -> None:
-    async def main() -> None:
-        outside = Outside(tmp_path, 0.0, 600.0)
-        outside.closing_s = 30.0
-        session = asyncio.current_task()
-        assert session is not None
-        asyncio.get_running_loop().call_later(SECOND_S + 101.0, session.cancel)
-        with pytest.raises(asyncio.CancelledError):
-            await outside.live(SECOND_S + 100.0)
-        assert now() == SECOND_S + 101.0
-
-    run(main())
+async def test_a_second_signal_ends_even_the_closing_of_a_network(tmp_path: Path) -> None:
+    outside = Outside(tmp_path, 0.0, 600.0)
+    outside.closing_s = 30.0
+    session = asyncio.current_task()
+    assert session is not None
+    asyncio.get_running_loop().call_later(SECOND_S + 101.0, session.cancel)
+    with pytest.raises(asyncio.CancelledError):
+        await outside.live(SECOND_S + 100.0)
+    assert now() == SECOND_S + 101.0
 
 
 @pytest.mark.parametrize("code", PASSING)
-def test_it_gives_way_when_the_hours_end_and_the_next_session_begins_as_usual(code: Exit, tmp_path: Path) -> None:
-    async def main() -> None:
-        nightly = 130
-        outside = Outside(tmp_path, 0.0, *([trouble(code)] * nightly))
-        await outside.live(49 * HOUR_S)
-        second = [at for at in outside.attempts if SECOND_S <= at < SECOND_S + 10 * HOUR_S]
-        third = [at - 48 * HOUR_S for at in outside.attempts if at >= 48 * HOUR_S]
-        assert 1 + len(second) + len(third) == len(outside.attempts)
-        gaps = [after - before for before, after in pairwise(second)]
-        assert max(gaps) == pytest.approx(LONGEST_PAUSE_S)
-        assert second[-1] > SECOND_S + 10 * HOUR_S - 2 * LONGEST_PAUSE_S
-        # In the next evening it begins punctually, with short pauses.
-        assert third[:3] == pytest.approx([0.0, pause_s(1), pause_s(1) + pause_s(2)], abs=0.1)
-        assert any("no time is left" in line for line in outside.said)
-        (waits,) = (line for line in outside.said if "waiting until 2026-03-04 22:00" in line)
-        assert outside.said_at[waits] == pytest.approx(SECOND_S + 10 * HOUR_S)
-        assert len(outside.joined) == 2
-
-    run(main())
+async def test_it_gives_way_when_the_hours_end_and_the_next_session_begins_as_usual(code: Exit, tmp_path: Path) -> None:
+    nightly = 130
+    outside = Outside(tmp_path, 0.0, *([trouble(code)] * nightly))
+    await outside.live(49 * HOUR_S)
+    second = [at for at in outside.attempts if SECOND_S <= at < SECOND_S + 10 * HOUR_S]
+    third = [at - 48 * HOUR_S for at in outside.attempts if at >= 48 * HOUR_S]
+    assert 1 + len(second) + len(third) == len(outside.attempts)
+    gaps = [after - before for before, after in pairwise(second)]
+    assert max(gaps) == pytest.approx(LONGEST_PAUSE_S)
+    assert second[-1] > SECOND_S + 10 * HOUR_S - 2 * LONGEST_PAUSE_S
+    # In the next evening it begins punctually, with short pauses.
+    assert third[:3] == pytest.approx([0.0, pause_s(1), pause_s(1) + pause_s(2)], abs=0.1)
+    assert any("no time is left" in line for line in outside.said)
+    (waits,) = (line for line in outside.said if "waiting until 2026-03-04 22:00" in line)
+    assert outside.said_at[waits] == pytest.approx(SECOND_S + 10 * HOUR_S)
+    assert len(outside.joined) == 2
 
 
 @pytest.mark.parametrize("code", [code for code in Exit if code not in PASSING])
-def test_other_trouble_ends_it(code: Exit, tmp_path: Path) -> None:
-    async def main() -> None:
-        outside = Outside(tmp_path, 0.0, trouble(Exit.UNREACHABLE), trouble(code))
-        with pytest.raises(UserError) as caught:
-            await outside.live()
-        assert caught.value.code is code
-        assert outside.attempts == pytest.approx([0.0, SECOND_S, SECOND_S + pause_s(1)])
-
-    run(main())
+async def test_other_trouble_ends_it(code: Exit, tmp_path: Path) -> None:
+    outside = Outside(tmp_path, 0.0, trouble(Exit.UNREACHABLE), trouble(code))
+    with pytest.raises(UserError) as caught:
+        await outside.live()
+    assert caught.value.code is code
+    assert outside.attempts == pytest.approx([0.0, SECOND_S, SECOND_S + pause_s(1)])
 
 
-def test_an_error_that_we_do_not_know_ends_it(tmp_path: Path) -> None:
-    async def main() -> None:
-        outside = Outside(tmp_path, 0.0, TimeoutError("of its own"))
-        with pytest.raises(TimeoutError, match="of its own"):
-            await outside.live()
-        assert len(outside.attempts) == 2
-
-    run(main())
+async def test_an_error_that_we_do_not_know_ends_it(tmp_path: Path) -> None:
+    outside = Outside(tmp_path, 0.0, TimeoutError("of its own"))
+    with pytest.raises(TimeoutError, match="of its own"):
+        await outside.live()
+    assert len(outside.attempts) == 2
 
 
-def test_a_later_session_that_breaks_in_the_middle_is_taken_up_again(tmp_path: Path) -> None:
-    async def main() -> None:
-        outside = Outside(tmp_path, 0.0, trouble(Exit.UNREACHABLE), trouble(Exit.UNREACHABLE))
-        outside.breaks = {2: (2 * HOUR_S, ExceptionGroup("tasks", [trouble(Exit.DAEMON)]))}
-        await outside.live(33 * HOUR_S)
-        joined = SECOND_S + pause_s(1) + pause_s(2)
-        assert outside.joined == pytest.approx([0.0, joined, joined + 2 * HOUR_S + pause_s(1)])
-
-    run(main())
+async def test_a_later_session_that_breaks_in_the_middle_is_taken_up_again(tmp_path: Path) -> None:
+    outside = Outside(tmp_path, 0.0, trouble(Exit.UNREACHABLE), trouble(Exit.UNREACHABLE))
+    outside.breaks = {2: (2 * HOUR_S, ExceptionGroup("tasks", [trouble(Exit.DAEMON)]))}
+    await outside.live(33 * HOUR_S)
+    joined = SECOND_S + pause_s(1) + pause_s(2)
+    assert outside.joined == pytest.approx([0.0, joined, joined + 2 * HOUR_S + pause_s(1)])
 
 
-def test_the_first_session_ends_the_node_when_it_breaks(tmp_path: Path) -> None:
-    async def main() -> None:
-        outside = Outside(tmp_path)
-        outside.breaks = {1: (HOUR_S, trouble(Exit.DAEMON))}
-        with pytest.raises(ExceptionGroup):
-            await outside.live()
-        assert now() == HOUR_S
-
-    run(main())
+async def test_the_first_session_ends_the_node_when_it_breaks(tmp_path: Path) -> None:
+    outside = Outside(tmp_path)
+    outside.breaks = {1: (HOUR_S, trouble(Exit.DAEMON))}
+    with pytest.raises(ExceptionGroup):
+        await outside.live()
+    assert now() == HOUR_S
 
 
-def test_a_pause_ends_with_the_hours_also_where_the_clock_was_set(tmp_path: Path) -> None:
-    async def main() -> None:
-        outside, begun = Outside(tmp_path), datetime(2026, 3, 3, 7, 30, tzinfo=UTC)
+async def test_a_pause_ends_with_the_hours_also_where_the_clock_was_set(tmp_path: Path) -> None:
+    outside, begun = Outside(tmp_path), datetime(2026, 3, 3, 7, 30, tzinfo=UTC)
 
-        def wall() -> datetime:
-            return begun + timedelta(seconds=now() + (1800.0 if now() > 100.0 else 0.0))
+    def wall() -> datetime:
+        return begun + timedelta(seconds=now() + (1800.0 if now() > 100.0 else 0.0))
 
-        allowance = OwnerLimits(hours=read_hours("22-08"))
-        kept = Sessions(
-            allowance, TrafficLedger(tmp_path / "traffic.json", wall, outside.said.append), wall, outside.said.append
-        )
-        assert kept.lasts_s() == 1800.0
-        await kept.pause(40.0)
-        assert now() == pytest.approx(40.0)
-        await kept.pause(300.0)
-        assert now() == pytest.approx(100.0, abs=sessions.LOOK_EVERY_S)
-        assert kept.lasts_s() == 0.0
-
-    run(main())
+    allowance = OwnerLimits(hours=read_hours("22-08"))
+    kept = Sessions(
+        allowance, TrafficLedger(tmp_path / "traffic.json", wall, outside.said.append), wall, outside.said.append
+    )
+    assert kept.lasts_s() == 1800.0
+    await kept.pause(40.0)
+    assert now() == pytest.approx(40.0)
+    await kept.pause(300.0)
+    assert now() == pytest.approx(100.0, abs=sessions.LOOK_EVERY_S)
+    assert kept.lasts_s() == 0.0
 
 
-def test_without_hours_there_is_one_session(tmp_path: Path) -> None:
-    async def main() -> None:
-        outside = Outside(tmp_path, hours=None)
-        assert await outside.live(70 * HOUR_S) == 70 * HOUR_S
-        assert outside.left == [70 * HOUR_S]
-
-    run(main())
+async def test_without_hours_there_is_one_session(tmp_path: Path) -> None:
+    outside = Outside(tmp_path, hours=None)
+    assert await outside.live(70 * HOUR_S) == 70 * HOUR_S
+    assert outside.left == [70 * HOUR_S]
 
 
 # By whom a later session comes in.

@@ -136,18 +136,15 @@ def claimed(main: Callable[[SimNetwork], asyncio.Future[ClaimedStage] | object])
 # The newcomer.
 
 
-def test_a_newcomer_measures_itself_and_takes_the_stage_that_limits_the_swarm() -> None:
+async def test_a_newcomer_measures_itself_and_takes_the_stage_that_limits_the_swarm() -> None:
     """Stage 1 has the fewest replicas, and yet stage 2 is the weakest: its replicas are slow."""
 
-    async def main(hub: SimNetwork) -> tuple[Seeker, ClaimedStage, PeerRecord]:
-        for name, stage, device_s in (("a", 0, 0.4), ("b", 0, 0.4), ("c", 1, 0.25), ("d", 2, 2.0), ("e", 2, 2.0)):
-            await Seeker(hub, name).serve(stage, device_s)
-        late = Seeker(hub, "late", forward_s=0.1)
-        place = await late.claim()
-        (record,) = [each for each in late.membership.roster.stage(2) if each.peer == "late"]
-        return late, place, record
-
-    late, place, record = claimed(main)  # type: ignore[misc]
+    hub = SimNetwork()
+    for name, stage, device_s in (("a", 0, 0.4), ("b", 0, 0.4), ("c", 1, 0.25), ("d", 2, 2.0), ("e", 2, 2.0)):
+        await Seeker(hub, name).serve(stage, device_s)
+    late = Seeker(hub, "late", forward_s=0.1)
+    place = await late.claim()
+    (record,) = [each for each in late.membership.roster.stage(2) if each.peer == "late"]
     assert (place.number, late.built) == (2, [2])
     assert place.stage is not None, "what was built to be measured is what will be trained"
     # Three passes of work 2 at 0.1 s.
@@ -156,17 +153,15 @@ def test_a_newcomer_measures_itself_and_takes_the_stage_that_limits_the_swarm() 
     assert late.events == [events.Placed(stage=2, why=late.said[-1].partition(": ")[2], device_s=record.device_s)]
 
 
-def test_who_comes_while_it_is_measured_changes_its_choice_but_not_what_it_knows() -> None:
-    async def main(hub: SimNetwork) -> tuple[Seeker, ClaimedStage]:
-        for name, stage, device_s in (("a", 0, 0.5), ("b", 1, 0.5), ("c", 2, 2.0)):
-            await Seeker(hub, name).serve(stage, device_s)
-        slow = Seeker(hub, "slow", forward_s=2.0)
-        claiming = asyncio.create_task(slow.claim())
-        await asyncio.sleep(5.0)
-        await Seeker(hub, "d").serve(2, 0.1)
-        return slow, await claiming
-
-    slow, place = claimed(main)  # type: ignore[misc]
+async def test_who_comes_while_it_is_measured_changes_its_choice_but_not_what_it_knows() -> None:
+    hub = SimNetwork()
+    for name, stage, device_s in (("a", 0, 0.5), ("b", 1, 0.5), ("c", 2, 2.0)):
+        await Seeker(hub, name).serve(stage, device_s)
+    slow = Seeker(hub, "slow", forward_s=2.0)
+    claiming = asyncio.create_task(slow.claim())
+    await asyncio.sleep(5.0)
+    await Seeker(hub, "d").serve(2, 0.1)
+    slow, place = slow, await claiming
     assert slow.built == [2]
     assert place.number in (0, 1)
     assert place.stage is None
@@ -176,14 +171,11 @@ def test_who_comes_while_it_is_measured_changes_its_choice_but_not_what_it_knows
 
 
 @pytest.mark.parametrize("count", [2, 5, 9, 14])
-def test_newcomers_that_start_together_spread_and_end(count: int) -> None:
-    async def main(hub: SimNetwork) -> tuple[list[Seeker], list[ClaimedStage]]:
-        seekers = [Seeker(hub, f"p{n:02}", forward_s=(0.1, 0.1, 0.3)[n % 3]) for n in range(count)]
-        places = await asyncio.gather(*[each.claim() for each in seekers])
-        await seekers[0].membership.peek()
-        return seekers, places
-
-    seekers, places = claimed(main)  # type: ignore[misc]
+async def test_newcomers_that_start_together_spread_and_end(count: int) -> None:
+    hub = SimNetwork()
+    seekers = [Seeker(hub, f"p{n:02}", forward_s=(0.1, 0.1, 0.3)[n % 3]) for n in range(count)]
+    places = await asyncio.gather(*[each.claim() for each in seekers])
+    await seekers[0].membership.peek()
     claims = claims_of(seekers[0].membership.roster)
     assert sorted((each.peer, each.stage) for each in claims) == [
         (seeker.context.me, place.number) for seeker, place in zip(seekers, places, strict=True)
@@ -195,32 +187,28 @@ def test_newcomers_that_start_together_spread_and_end(count: int) -> None:
         assert capacity[each.stage] - 1.0 / each.device_s <= min(capacity) * 1.01
 
 
-def test_a_stage_that_does_not_fit_is_left_out() -> None:
-    async def main(hub: SimNetwork) -> tuple[Seeker, ClaimedStage]:
-        await Seeker(hub, "a").serve(0, 0.5)
-        await Seeker(hub, "b").serve(1, 1.0)
-        small = Seeker(hub, "small", free=250)
-        return small, await small.claim()
-
-    small, place = claimed(main)  # type: ignore[misc]
+async def test_a_stage_that_does_not_fit_is_left_out() -> None:
+    hub = SimNetwork()
+    await Seeker(hub, "a").serve(0, 0.5)
+    await Seeker(hub, "b").serve(1, 1.0)
+    small = Seeker(hub, "small", free=250)
+    small, place = small, await small.claim()
     assert place.number == 1
     assert any("we cannot serve stage 2, which is weaker (0)" in line for line in small.said)
 
 
-def test_where_no_stage_fits_the_newcomer_leaves_before_it_builds_or_claims_anything() -> None:
+async def test_where_no_stage_fits_the_newcomer_leaves_before_it_builds_or_claims_anything() -> None:
     """What is free or allowed is never overrun; an owner who names a stage may use the reserve, and no more."""
 
-    async def main(hub: SimNetwork) -> tuple[list[UserError], list[Seeker], ClaimedStage]:
-        seekers = [Seeker(hub, "tiny", free=124), Seeker(hub, "told", free=199, wish=1)]
-        refusals = []
-        for seeker in seekers:
-            with pytest.raises(UserError) as refusal:
-                await seeker.claim()
-            refusals.append(refusal.value)
-            assert not seeker.membership.roster.stage(0) + seeker.membership.roster.stage(1)
-        return refusals, seekers, await Seeker(hub, "knows", free=200, wish=1).claim()
-
-    (whole, one), seekers, place = claimed(main)  # type: ignore[misc]
+    hub = SimNetwork()
+    seekers = [Seeker(hub, "tiny", free=124), Seeker(hub, "told", free=199, wish=1)]
+    refusals = []
+    for seeker in seekers:
+        with pytest.raises(UserError) as refusal:
+            await seeker.claim()
+        refusals.append(refusal.value)
+        assert not seeker.membership.roster.stage(0) + seeker.membership.roster.stage(1)
+    (whole, one), seekers, place = refusals, seekers, await Seeker(hub, "knows", free=200, wish=1).claim()
     assert whole.code is one.code is Exit.DEVICE
     assert "124 B; stage 0 wants 125 B, stage 1 wants 250 B, stage 2 wants 375 B" in whole.why
     assert "199 B; stage 1 wants 200 B" in one.why
@@ -229,104 +217,92 @@ def test_where_no_stage_fits_the_newcomer_leaves_before_it_builds_or_claims_anyt
     assert place.number == 1
 
 
-def test_whom_nobody_can_dial_takes_the_first_stage_though_another_is_weaker() -> None:
-    async def main(hub: SimNetwork) -> tuple[Seeker, ClaimedStage, Seeker]:
-        for name, stage in (("a", 0), ("b", 0), ("c", 1)):
-            await Seeker(hub, name).serve(stage, 0.5)
-        hidden, told = (Seeker(hub, name, dials_only=True, wish=wish) for name, wish in (("hidden", None), ("told", 2)))
-        place = await hidden.claim(2)
-        assert (await told.claim()).number == 2, "its owner knows best"
-        return hidden, place, told
-
-    hidden, place, told = claimed(main)  # type: ignore[misc]
+async def test_whom_nobody_can_dial_takes_the_first_stage_though_another_is_weaker() -> None:
+    hub = SimNetwork()
+    for name, stage in (("a", 0), ("b", 0), ("c", 1)):
+        await Seeker(hub, name).serve(stage, 0.5)
+    hidden, told = (Seeker(hub, name, dials_only=True, wish=wish) for name, wish in (("hidden", None), ("told", 2)))
+    place = await hidden.claim(2)
+    assert (await told.claim()).number == 2, "its owner knows best"
     assert place.number == 0
     assert "nobody can dial us" in hidden.said[0]
     assert "expect no work" in told.said[0]
 
 
-def test_a_stage_that_keeps_more_of_a_microbatch_than_was_estimated_is_left_to_others(
+async def test_a_stage_that_keeps_more_of_a_microbatch_than_was_estimated_is_left_to_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stage_claim, "measure", lambda *_: StageBenchmark(0.6, 100))
 
-    async def main(hub: SimNetwork) -> tuple[Seeker, ClaimedStage, ClaimedStage]:
-        await Seeker(hub, "a").serve(0, 0.5)
-        await Seeker(hub, "b").serve(1, 1.0)
-        # Of stage 2, with one graph: 300 - 20 + 100, four fifths of what must be free.
-        small, large = Seeker(hub, "small", free=474), Seeker(hub, "large", free=475)
-        place = await small.claim()
-        return small, place, await large.claim()
-
-    small, place, ample = claimed(main)  # type: ignore[misc]
+    hub = SimNetwork()
+    await Seeker(hub, "a").serve(0, 0.5)
+    await Seeker(hub, "b").serve(1, 1.0)
+    # Of stage 2, with one graph: 300 - 20 + 100, four fifths of what must be free.
+    small, large = Seeker(hub, "small", free=474), Seeker(hub, "large", free=475)
+    place = await small.claim()
+    small, place, ample = small, place, await large.claim()
     assert (place, small.built) == (ClaimedStage(1), [2]), "what was built for the measurement is let go"
     assert "stage 2 does not fit" in small.said[0]
     assert ample.number == 2
     assert small.context.host.needs_bytes == [100, 200, 380], "nor will it move there"
 
 
-def test_a_stage_must_fit_main_memory_too_where_the_device_has_its_own() -> None:
-    async def main(hub: SimNetwork) -> tuple[ClaimedStage, UserError]:
-        poor, poorest = Seeker(hub, "poor", free=1000), Seeker(hub, "poorest", free=1000)
-        for seeker, beside in ((poor, [40, 60, 70]), (poorest, [60, 70, 80])):
-            seeker.context.host.beside_bytes[:] = beside
-            seeker.context.host.free_beside_bytes = lambda: 55  # type: ignore[method-assign]
-        place = await poor.claim()
-        with pytest.raises(UserError) as refusal:
-            await poorest.claim()
-        return place, refusal.value
-
-    place, refusal = claimed(main)  # type: ignore[misc]
+async def test_a_stage_must_fit_main_memory_too_where_the_device_has_its_own() -> None:
+    hub = SimNetwork()
+    poor, poorest = Seeker(hub, "poor", free=1000), Seeker(hub, "poorest", free=1000)
+    for seeker, beside in ((poor, [40, 60, 70]), (poorest, [60, 70, 80])):
+        seeker.context.host.beside_bytes[:] = beside
+        seeker.context.host.free_beside_bytes = lambda: 55  # type: ignore[method-assign]
+    place = await poor.claim()
+    with pytest.raises(UserError) as refusal:
+        await poorest.claim()
+    place, refusal = place, refusal.value
     assert place.number == 0
     assert "1 kB of the device and 55 B of main memory" in refusal.why
 
 
-def test_of_equals_the_stage_of_an_earlier_life() -> None:
-    async def main(hub: SimNetwork) -> set[tuple[int, int]]:
-        found = set()
-        for served in range(3):
-            hub = SimNetwork()
-            place = await Seeker(hub, f"p{served}").claim(served)
-            found.add((served, place.number))
-        return found
-
-    assert claimed(main) == {(0, 0), (1, 1), (2, 2)}
+async def test_of_equals_the_stage_of_an_earlier_life() -> None:
+    hub = SimNetwork()
+    found = set()
+    for served in range(3):
+        hub = SimNetwork()
+        place = await Seeker(hub, f"p{served}").claim(served)
+        found.add((served, place.number))
+    assert found == {(0, 0), (1, 1), (2, 2)}
 
 
-def test_an_owners_wish_is_taken_at_once_and_a_wrong_one_refused() -> None:
-    async def main(hub: SimNetwork) -> tuple[Seeker, ClaimedStage]:
-        await Seeker(hub, "a").serve(1, 0.5)
-        told = Seeker(hub, "told", wish=1)
-        with pytest.raises(UserError, match="no stage 3") as trouble:
-            await Seeker(hub, "wrong", wish=3).claim()
-        assert trouble.value.code is Exit.USAGE
-        return told, await told.claim(0)
-
-    told, place = claimed(main)  # type: ignore[misc]
+async def test_an_owners_wish_is_taken_at_once_and_a_wrong_one_refused() -> None:
+    hub = SimNetwork()
+    await Seeker(hub, "a").serve(1, 0.5)
+    told = Seeker(hub, "told", wish=1)
+    with pytest.raises(UserError, match="no stage 3") as trouble:
+        await Seeker(hub, "wrong", wish=3).claim()
+    assert trouble.value.code is Exit.USAGE
+    told, place = told, await told.claim(0)
     assert (place, told.built) == (ClaimedStage(1), [])
 
 
-def test_without_the_dht_a_newcomer_gives_up_and_whoever_moves_waits() -> None:
-    async def main(hub: SimNetwork) -> tuple[Seeker, ClaimedStage]:
-        def deaf(seeker: Seeker, times: int) -> None:
-            network, left = seeker.membership._network, iter(range(times))
-            read_all = network.read_all
+async def test_without_the_dht_a_newcomer_gives_up_and_whoever_moves_waits() -> None:
+    hub = SimNetwork()
 
-            async def lost(keys: Sequence[str]) -> list[Mapping[str, bytes] | None]:
-                found = await read_all(keys)
-                return [None if next(left, None) is not None else each for each in found]
+    def deaf(seeker: Seeker, times: int) -> None:
+        network, left = seeker.membership._network, iter(range(times))
+        read_all = network.read_all
 
-            network.read_all = lost  # type: ignore[method-assign]
+        async def lost(keys: Sequence[str]) -> list[Mapping[str, bytes] | None]:
+            found = await read_all(keys)
+            return [None if next(left, None) is not None else each for each in found]
 
-        new, mover = Seeker(hub, "new"), Seeker(hub, "mover", wish=1)
-        deaf(new, 10**6)
-        with pytest.raises(UserError, match="Nobody could tell") as trouble:
-            await new.claim()
-        assert trouble.value.code is Exit.UNREACHABLE
-        await mover.serve(0, 0.5)
-        deaf(mover, 40)
-        return mover, await mover.claim()
+        network.read_all = lost  # type: ignore[method-assign]
 
-    mover, place = claimed(main)  # type: ignore[misc]
+    new, mover = Seeker(hub, "new"), Seeker(hub, "mover", wish=1)
+    deaf(new, 10**6)
+    with pytest.raises(UserError, match="Nobody could tell") as trouble:
+        await new.claim()
+    assert trouble.value.code is Exit.UNREACHABLE
+    await mover.serve(0, 0.5)
+    deaf(mover, 40)
+    mover, place = mover, await mover.claim()
     assert place == ClaimedStage(1)
     assert len(mover.said) >= LOOKS
 
@@ -501,22 +477,19 @@ def test_a_source_that_comes_back_to_its_stage_goes_on_in_its_text() -> None:
     assert text.position()["drawn"] > watch[0].drawn[mover, 0] > 0
 
 
-def test_whoever_is_asked_to_leave_while_it_moves_leaves() -> None:
-    async def main() -> None:
-        hub, what = SimNetwork(), recipe(replicas=3, steps=4000, per_round=3)
-        names = ("a0", "b0", "c0", "d0", "e1")
-        peers = [Peer(hub, what, name, int(name[1]), job_s=0.5, moves=True) for name in names]
-        await until(lambda: any(peer.of(events.Moved) for peer in peers))
-        (mover,) = [peer for peer in peers if peer.of(events.Moved)]
-        mover.leave.set()
-        async with asyncio.timeout(60):
-            await mover.task
-        assert [event.why for event in mover.of(events.Finished)] == ["asked to leave"]
-        assert mover.saved is not None
-        for peer in peers:
-            peer.leave.set()
-        async with asyncio.timeout(60):
-            await asyncio.gather(*[peer.task for peer in peers])
-        assert not hub.failures
-
-    run(main())
+async def test_whoever_is_asked_to_leave_while_it_moves_leaves() -> None:
+    hub, what = SimNetwork(), recipe(replicas=3, steps=4000, per_round=3)
+    names = ("a0", "b0", "c0", "d0", "e1")
+    peers = [Peer(hub, what, name, int(name[1]), job_s=0.5, moves=True) for name in names]
+    await until(lambda: any(peer.of(events.Moved) for peer in peers))
+    (mover,) = [peer for peer in peers if peer.of(events.Moved)]
+    mover.leave.set()
+    async with asyncio.timeout(60):
+        await mover.task
+    assert [event.why for event in mover.of(events.Finished)] == ["asked to leave"]
+    assert mover.saved is not None
+    for peer in peers:
+        peer.leave.set()
+    async with asyncio.timeout(60):
+        await asyncio.gather(*[peer.task for peer in peers])
+    assert not hub.failures

@@ -49,18 +49,15 @@ def assert_free(peer: Peer) -> None:
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-def test_three_by_two_trains_gossips_and_ends(blocking: bool) -> None:
-    async def main() -> list[Peer]:
-        hub = SimNetwork(FAR)
-        extra = "blocking = true" if blocking else ""
-        what = with_windows(recipe(stages=3, replicas=2, steps=24, window=4, per_round=6, extra=extra), 2)
-        peers = [Peer(hub, what, f"peer-{stage}{replica}", stage) for stage in (0, 1, 2) for replica in (0, 1)]
-        async with asyncio.timeout(600):
-            await asyncio.gather(*[peer.task for peer in peers])
-        assert not hub.failures
-        return peers
-
-    for peer in run(main()):
+async def test_three_by_two_trains_gossips_and_ends(blocking: bool) -> None:
+    hub = SimNetwork(FAR)
+    extra = "blocking = true" if blocking else ""
+    what = with_windows(recipe(stages=3, replicas=2, steps=24, window=4, per_round=6, extra=extra), 2)
+    peers = [Peer(hub, what, f"peer-{stage}{replica}", stage) for stage in (0, 1, 2) for replica in (0, 1)]
+    async with asyncio.timeout(600):
+        await asyncio.gather(*[peer.task for peer in peers])
+    assert not hub.failures
+    for peer in peers:
         (finished,) = peer.of(events.Finished)
         assert finished.why == "the run is over"
         assert 18 <= finished.step <= 28
@@ -77,18 +74,15 @@ def test_three_by_two_trains_gossips_and_ends(blocking: bool) -> None:
             assert 0 < peer.stages[-1].statistics()["stale_backwards"] <= 4 * finished.step
 
 
-def test_leaving_in_the_midst_of_two_windows_is_polite() -> None:
-    async def main() -> list[Peer]:
-        hub, what = SimNetwork(FAR), with_windows(recipe(stages=3, steps=400, window=4, per_round=6), 2)
-        peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1, 2)]
-        await until(lambda: len(peers[1].of(events.InnerStep)) >= 5)
-        for leaver in (peers[1], peers[0], peers[2]):
-            leaver.leave.set()
-            async with asyncio.timeout(30):
-                await leaver.task
-        return peers
-
-    for peer in run(main()):
+async def test_leaving_in_the_midst_of_two_windows_is_polite() -> None:
+    hub, what = SimNetwork(FAR), with_windows(recipe(stages=3, steps=400, window=4, per_round=6), 2)
+    peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1, 2)]
+    await until(lambda: len(peers[1].of(events.InnerStep)) >= 5)
+    for leaver in (peers[1], peers[0], peers[2]):
+        leaver.leave.set()
+        async with asyncio.timeout(30):
+            await leaver.task
+    for peer in peers:
         assert peer.of(events.Finished)[0].why == "asked to leave"
         assert peer.saved is not None
         assert peer.saved.counters.inner_steps == peer.of(events.InnerStep)[-1].step
@@ -96,23 +90,19 @@ def test_leaving_in_the_midst_of_two_windows_is_polite() -> None:
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 1.5, 3.0])
-def test_a_leave_does_not_cut_off_a_step_above_a_stage_that_is_gone(wait_s: float) -> None:
+async def test_a_leave_does_not_cut_off_a_step_above_a_stage_that_is_gone(wait_s: float) -> None:
     """The younger window waits for a replica that would take it, while the step of the older one is under way."""
 
-    async def main() -> Peer:
-        hub, what = SimNetwork(), with_windows(recipe(steps=400, per_round=4), 2)
-        source, below = Peer(hub, what, "peer-0", 0, job_s=1.0), Peer(hub, what, "peer-1", 1, job_s=0.2)
-        await until(lambda: len(source.of(events.InnerStep)) >= 5)
-        await asyncio.sleep(wait_s)
-        below.leave.set()
-        replica = source.node.replica
-        assert replica is not None
-        await until(lambda: replica.stranded and replica.admission.succeeded == replica.admission.window)
-        source.leave.set()
-        await asyncio.gather(source.task, below.task)
-        return source
-
-    source = run(main())
+    hub, what = SimNetwork(), with_windows(recipe(steps=400, per_round=4), 2)
+    source, below = Peer(hub, what, "peer-0", 0, job_s=1.0), Peer(hub, what, "peer-1", 1, job_s=0.2)
+    await until(lambda: len(source.of(events.InnerStep)) >= 5)
+    await asyncio.sleep(wait_s)
+    below.leave.set()
+    replica = source.node.replica
+    assert replica is not None
+    await until(lambda: replica.stranded and replica.admission.succeeded == replica.admission.window)
+    source.leave.set()
+    await asyncio.gather(source.task, below.task)
     taken = source.stages[-1].statistics()["inner_steps"]
     assert source.saved is not None
     assert source.saved.counters.inner_steps == source.saved.counters.optimiser_steps == taken

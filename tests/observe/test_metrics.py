@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 from repository import ROOT
@@ -33,7 +33,6 @@ def value(metrics: NodeMetrics, name: str, **labels: str) -> float | None:
 
 
 def told() -> NodeMetrics:
-    """The metrics of a node that has seen a little of everything."""
     metrics = NodeMetrics("0123456789abcdef0123")
     seen: list[events.Event] = [
         events.Started(peer="12D3KooWpeer", stage=1, run="r", version="0"),
@@ -95,7 +94,8 @@ def test_the_swarm_is_told_as_far_as_it_is_watched() -> None:
     assert value(metrics, "daemon_restarts_total") == 1
 
 
-@given(st.lists(st.text(max_size=20), max_size=200))
+@settings(max_examples=20)
+@given(st.lists(st.text(max_size=20), min_size=MOST_VALUES, max_size=4 * MOST_VALUES, unique=True))
 def test_labels_are_bounded_whatever_is_said(reasons: list[str]) -> None:
     metrics = NodeMetrics("r")
     for reason in reasons:

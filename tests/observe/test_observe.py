@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import sample_events
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from sample_events import started, write_journal
@@ -409,6 +409,7 @@ def test_a_picture_fits_and_says_first_what_counts(view: SwarmView, size: tuple[
     assert view.bottleneck.split()[0] in text[3]
 
 
+@settings(max_examples=30)
 @given(st.text(max_size=400), st.text(max_size=400))
 def test_what_strangers_say_is_neither_markup_nor_control(name: str, waits: str) -> None:
     marked = Wait(WaitCause.OTHER, 1.0, f"room at the next stage[red]\x1b[2J\u202e{waits}")

@@ -98,8 +98,6 @@ def test_what_writes_curves_is_asked_for_where_it_is_missing(
 
 
 class _Run:
-    """A run as both packages have it: a context that takes figures."""
-
     def __init__(self, told: list[Any]) -> None:
         self._told = told
 

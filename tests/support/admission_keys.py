@@ -31,5 +31,4 @@ def member(number: int, until: int = NOW_S + 10**6) -> bytes:
 
 
 def admitted(network: PeerNetwork, state: AdmissionState, ticket: bytes) -> HookedNetwork:
-    """Return the network of the holder of a ticket."""
     return HookedNetwork(network, AdmissionHook(network, state, ticket))

@@ -50,12 +50,10 @@ def write_tokenizer(directory: Path, texts: Sequence[str]) -> None:
 
 
 def weights_section(directory: Path) -> str:
-    """Return what a run file says of the weights of a checkpoint."""
     return listed("model.weights", sorted(directory.glob("*.safetensors")))
 
 
 def listed(section: str, paths: Iterable[Path]) -> str:
-    """Return what a run file says of files that travel."""
     return "".join(
         f'[[{section}]]\nfile = "{each.file}"\nsize_bytes = {each.size_bytes}\ndigest = "{each.digest}"\n'
         for each in map(described, paths)

@@ -28,5 +28,4 @@ def run_by(runner: Callable[..., Any], *before: Any, gives: int = 0, **options: 
 
 
 def run_main(run: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Run a coroutine function as a test, by `run(function())`."""
     return run_by(lambda main: run(main()))

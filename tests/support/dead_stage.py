@@ -48,8 +48,6 @@ def forgotten(watcher: Peer, stage: int) -> bool:
 
 
 def seen(roster: Roster) -> replica_fetch.Look:
-    """See the same roster however often one looks."""
-
     async def look() -> Roster:
         return roster
 

@@ -14,8 +14,6 @@ P = ParamSpec("P")
 
 
 def virtual(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Run a test in virtual time."""
-
     @functools.wraps(test)
     def runs(*args: P.args, **options: P.kwargs) -> None:
         run(test(*args, **options))

@@ -117,8 +117,6 @@ class _Host(MemoryHost):
 
 
 class Peer:
-    """One production node with everything that a test wants to look at."""
-
     def __init__(
         self,
         hub: SimNetwork,
@@ -191,12 +189,10 @@ class Peer:
         return "memory"
 
     def of(self, kind: type[Any]) -> list[Any]:
-        """Return the journal's events of one kind."""
         return [event for event in self.events if isinstance(event, kind)]
 
 
 async def until(condition: Callable[[], bool], patience_s: float = 600.0) -> None:
-    """Wait in virtual time for a condition."""
     async with asyncio.timeout(patience_s):
         while not condition():  # noqa: ASYNC110 - the time is virtual
             await asyncio.sleep(0.1)

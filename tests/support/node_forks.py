@@ -65,8 +65,6 @@ class ForkedProcess:
 
 
 class NodeForks:
-    """The process that forks; it ends with us."""
-
     def __init__(self, environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, __file__],
@@ -85,7 +83,6 @@ class NodeForks:
 
 
 def serve() -> None:
-    """Fork for each line of the standard input, and write down how each fork ends."""
     alive: dict[int, Path] = {}
     ends, end = os.pipe()
     os.set_blocking(end, False)
@@ -118,7 +115,6 @@ def note_ends(alive: dict[int, Path]) -> None:
 
 
 def become(request: Request) -> NoReturn:
-    """Be what was asked for."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()

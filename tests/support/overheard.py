@@ -36,8 +36,6 @@ Tell = Callable[[Heard], Awaitable[None]]
 
 
 class OverheardConversation(HookedConversation):
-    """A conversation that tells what is done in it before it goes on."""
-
     def __init__(self, inner: Conversation, me: str, calls: bool, tell: Tell) -> None:
         super().__init__(inner)
         self._me, self._calls, self._tell = me, calls, tell
@@ -106,7 +104,6 @@ class Cast:
     # What a test asks.
 
     def since(self, name: str, kind: type[Any], at_s: float = 0.0) -> list[Any]:
-        """Return the events of one kind that a peer has journalled since a time."""
         return [event for at, event in self._events[name, kind] if at > at_s]
 
     def of_stage(self, stage: int) -> list[SimulatedPeer]:

@@ -72,6 +72,5 @@ def view_of(peers: int, stages: int, moment: int = 0, name: str = "a swarm", wor
 
 
 def with_course(view: SwarmView, moments: int, make: Callable[[int], SwarmView]) -> SwarmView:
-    """The view with a course of so many moments."""
     course = tuple(make(number).course[0] for number in range(moments))
     return msgspec.structs.replace(view, course=course)

@@ -59,7 +59,6 @@ overlap_steps = 4
 
 
 def host(commands: Commands, run: Path, *more: str) -> tuple[Command, str]:
-    """Start a bootstrap peer and return it with its invite."""
     command = commands.start("bootstrap", "--run", str(run), "--listen", LOCAL, *more, home=True)
     return command, commands.until(
         lambda: command.output.strip(), "a bootstrap peer prints its invite", alive=[command]
@@ -73,7 +72,6 @@ def join(commands: Commands, invite: str, stage: int, *more: str, forked: bool =
 
 
 def look(commands: Commands, invite: str) -> dict[str, Any]:
-    """Return what `status --json` says."""
     command = commands.start("status", invite, "--json")
     assert command.wait() == Exit.OK, command.complaint
     seen: dict[str, Any] = json.loads(command.output)
@@ -81,12 +79,10 @@ def look(commands: Commands, invite: str) -> dict[str, Any]:
 
 
 def steps(command: Command) -> int:
-    """Return how many inner steps a replica has taken in this session."""
     return len(command.events(InnerStep))
 
 
 def peer(command: Command) -> str:
-    """Return the peer id of a replica."""
     return command.events(Started)[0].peer
 
 

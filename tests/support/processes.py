@@ -65,16 +65,13 @@ class Command:
 
     @property
     def output(self) -> str:
-        """What it wrote to the standard output so far."""
         return self._out.read_text()
 
     @property
     def complaint(self) -> str:
-        """What it wrote to the standard error so far."""
         return self._err.read_text()
 
     def events(self, kind: type[E]) -> list[E]:
-        """Return the events of one kind in its journal so far."""
         while news := self._tail.poll():
             self._events += news
         return [event for event in self._events if isinstance(event, kind)]
@@ -84,7 +81,6 @@ class Command:
         return _alive_with(f"-listen=/unix{self.temporary}/")
 
     def left_behind(self) -> list[str]:
-        """Return what lies in its directory for temporary files."""
         return sorted(str(path.relative_to(self.temporary)) for path in self.temporary.rglob("*"))
 
     def interrupt(self) -> None:
@@ -92,14 +88,12 @@ class Command:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def wait(self) -> int:
-        """Wait for its end and return the exit code."""
         try:
             return self.process.wait(timeout=LAST_RESORT_S)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.name} still runs after {LAST_RESORT_S:g} s:\n{self.complaint}") from None
 
     def close(self) -> None:
-        """Let go of its journal."""
         self._tail.close()
 
     def __repr__(self) -> str:
@@ -147,7 +141,6 @@ class Commands:
         return found
 
     def last_words(self) -> str:
-        """Return the end of what each command wrote."""
         return "\n".join(f"--- {command!r}\n{command.complaint[-1500:]}" for command in self._commands)
 
     def running(self) -> list[psutil.Process]:
@@ -157,7 +150,6 @@ class Commands:
         return [*found.values(), *(psutil.Process(pid) for pid in own - found.keys())]
 
     def end(self) -> None:
-        """Kill what still runs, and make sure of it."""
         for command in self._commands:
             command.close()
         for process in self.running():
@@ -195,7 +187,6 @@ def _forks() -> NodeForks:
 
 
 def _alive_with(mark: str) -> list[psutil.Process]:
-    """Return the processes that have `mark` in their command line."""
     found = []
     for process in psutil.process_iter():
         try:

@@ -38,12 +38,10 @@ class Paid:
         self._now_s = 0.0
 
     def charge(self, seconds: float) -> None:
-        """Let the time pass that a piece of work costs."""
         time.sleep(seconds)
         self._now_s += seconds
 
     def wall(self) -> WallClock:
-        """Return what a device measures by."""
         return WallClock(clock=lambda: self._now_s, core=lambda: self._now_s)
 
 
@@ -108,7 +106,6 @@ class _Host(MemoryHost):
 def _in_memory(
     device: Device, build: Callable[[int], StageModel], number: int, snapshots: SnapshotStore | None = None
 ) -> MemoryHost:
-    """A real device, and everything else of a machine in memory."""
     saved: list[Checkpoint] = []
     shelf = MemoryStore(lambda: saved[-1] if saved else None)
 

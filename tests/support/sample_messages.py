@@ -11,15 +11,11 @@ from noloco_node.network.schema import MessageSpec, Schema, TensorSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """A question."""
-
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bulk:
-    """Some numbers."""
-
     numbers: Tensor
 
 

@@ -43,7 +43,6 @@ def state(seed: int = 1, **others: Any) -> ReplicaState:
 
 
 def of_parts(whole: ReplicaState, parts: Parts) -> ReplicaState:
-    """What `Replica.state` returns."""
     if parts is Parts.ALL:
         return whole
     return replace(whole, momentum=(), optimiser=(), gathered=(), meetings=0)

@@ -32,7 +32,6 @@ def honest(sender: str, receiver: str, message: Any) -> Any:
 
 
 def changed(by: str, kind: type | UnionType, change: Callable[[Any], Any]) -> Tamper:
-    """Change the messages of this kind that one peer sends."""
     return lambda sender, receiver, message: change(message) if sender == by and isinstance(message, kind) else message
 
 
@@ -77,7 +76,6 @@ class Line:
 
 
 def line_pair(a: str, b: str, latency_s: float = 0.01, tamper: Tamper = honest) -> tuple[Line, Line]:
-    """Return a's end and b's end of one stream."""
     to_b, to_a = Line(a, b, latency_s, tamper), Line(b, a, latency_s, tamper)
     to_b.other, to_a.other = to_a, to_b
     return to_b, to_a
@@ -207,7 +205,6 @@ class Toy:
     # Its session.
 
     async def train(self, steps: int) -> None:
-        """Take so many inner steps, with a pause after each."""
         for _ in range(steps):
             async with self.at_work:
                 await asyncio.sleep(self.step_s)

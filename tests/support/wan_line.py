@@ -21,14 +21,12 @@ _PACKET_BYTES = 65536
 
 
 def device(name: str) -> int:
-    """Open a TUN device, made on the way."""
     file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(file, _TUNSETIFF, struct.pack("16sH14x", name.encode(), _TUN | _NO_HEADER))
     return file
 
 
 async def carry(delay_s: float, loss: float) -> None:
-    """Carry packets until the process is ended."""
     loop, rng = asyncio.get_running_loop(), Random(0)
     late, early = device("late"), device("early")
 

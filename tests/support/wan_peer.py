@@ -59,7 +59,6 @@ async def call(talk: AbstractAsyncContextManager[Conversation], topic: str) -> f
 
 
 async def ways(network: Libp2pNetwork, peer: str) -> list[str]:
-    """Return the addresses by which we are connected with a peer."""
     session = await network._now()
     return [address.transport for address in await session.neighbours() if address.peer == peer]
 

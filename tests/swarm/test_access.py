@@ -1,8 +1,10 @@
-"""Getting into a run by its invite, in memory: asked for, invited, named, or not at all."""
+"""How peers enter a run with an owner, and how visitors, nodes that slept and delegates renew their tickets."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+import errno
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -10,9 +12,12 @@ import pytest
 from admission_keys import NOW_S, OWNER, admitted, key, public
 
 from noloco_node.admission import ticket_service
+from noloco_node.admission.admission_hook import GRACE_S
 from noloco_node.admission.admission_state import AdmissionState
+from noloco_node.admission.owner_files import IssuedEntry, MemberList, save_members
 from noloco_node.admission.ticket import (
     KEY_HEADER,
+    LOOK_S,
     MEMBER,
     InviteCredential,
     Right,
@@ -23,62 +28,91 @@ from noloco_node.admission.ticket import (
 )
 from noloco_node.admission.ticket_service import TicketService, TicketSigner, is_work, work
 from noloco_node.errors import Exit, UserError
-from noloco_node.network.interface import PeerNetwork
-from noloco_node.sim.clock import run
+from noloco_node.network.calls import ConversationPool
+from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.sim.network.sim_network import SimNetwork
-from noloco_node.swarm import access, invite
+from noloco_node.storage import atomic_file
+from noloco_node.swarm import access, admissions, invite
 from noloco_node.swarm.access import RunAccess
-from noloco_node.swarm.run_distribution import SCHEMA, TOPIC, RunFileText, fetch
+from noloco_node.swarm.admissions import HostedAdmissions
+from noloco_node.swarm.run_distribution import SCHEMA, TOPIC, RunFileText, RunRequest, fetch
+from noloco_node.tasks import background
 
-BOOTSTRAP = peer_of(public(1))
-PLACE = f"/ip4/192.0.2.1/tcp/4001/p2p/{BOOTSTRAP}"
+DOOR, DELEGATE, PEER, OTHER = 1, 3, 4, 5
+DAY_S = 86400
+ECHO = "gossip/0"
 
 
-class Hosted:
-    """A bootstrap peer in memory."""
+class OwnedRun:
+    """A run with an owner whose bootstrap peer signs tickets, and a clock that may jump."""
 
     def __init__(self, rule: str) -> None:
-        self.hub = SimNetwork()
+        self.hub, self.jumped_s = SimNetwork(), 0.0
         self.recipe = RunFileText(
             '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_layers = 4}\n'
             f'[admission]\nowner = "{OWNER.hex()}"\nrule = "{rule}"\n',
             "the owner's",
         )
-        self.digest = self.recipe.digest
-        self.state = AdmissionState(self.digest, lambda: NOW_S)
+        self.digest, self.rule, self.door = self.recipe.digest, rule, peer_of(public(DOOR))
+        self.named, self.signs, self.asked = dict[bytes, int](), dict[bytes, int](), list[str]()
+        self.state = AdmissionState(self.digest, self.now_s)
         self.state.pin(OWNER, rule)
 
-    async def open(self) -> None:
+    def now_s(self) -> float:
+        return NOW_S + asyncio.get_running_loop().time() + self.jumped_s
+
+    async def open(self, *, signs: bool) -> None:
         signer = TicketSigner(key(0))
-        ticket = signer.ticket(self.digest, BOOTSTRAP, MEMBER, NOW_S + 9999)
-        bare = self.hub.network(BOOTSTRAP)
-        network = admitted(bare, self.state, ticket)
+        bare = self.hub.network(self.door)
+        network = admitted(bare, self.state, signer.ticket(self.digest, self.door, MEMBER, NOW_S + 10**9))
+        named = None if self.rule == "open" else lambda found: self.named.get(found, 0)
+        service = TicketService(
+            self.state,
+            signer,
+            self.now_s,
+            named,
+            lambda found: self.signs.get(found, 0),
+        )
+
+        async def answer(conversation: Conversation) -> None:
+            self.asked.append(conversation.peer)
+            await service.answer(conversation)
+
+        if signs:
+            await bare.serve(ticket_service.TOPIC, ticket_service.SCHEMA, answer)
         await network.serve(TOPIC, SCHEMA, self.recipe.serve)
-        if self.recipe.run.admission.rule == "open":
-            service = TicketService(self.state, signer, lambda: NOW_S)
-            await bare.serve(ticket_service.TOPIC, ticket_service.SCHEMA, service.answer)
+        await network.serve("state/0", SCHEMA, echo)
 
-    async def enter(
-        self, number: int, credential: InviteCredential | None, rights: Right, home: Path | None = None
-    ) -> PeerNetwork:
-        """Come by an invite, and fetch the run file."""
-        parsed = invite.parse(invite.format(self.digest, [PLACE], credential))
-        way = RunAccess(parsed, rights, home, lambda: NOW_S)
-        network = await way.enter(self.hub.network(peer_of(public(number))))
-        recipe = await fetch(network, parsed.peers, parsed.digest)
-        way.pin(recipe.run)
-        assert recipe.text == self.recipe.text
-        assert (way.accepts is None) == (credential is None)
-        return network
+    def access(
+        self, credential: InviteCredential | None, rights: Right, home: Path | None = None, *, is_pinned: bool = True
+    ) -> RunAccess:
+        place = f"/ip4/192.0.2.1/tcp/4001/p2p/{self.door}"
+        found = RunAccess(invite.parse(invite.format(self.digest, [place], credential)), rights, home, self.now_s)
+        if is_pinned:
+            found.pin(self.recipe.run)
+        return found
+
+    async def enter(self, number: int, way: RunAccess) -> PeerNetwork:
+        return await way.enter(self.hub.network(peer_of(public(number))))
+
+    def named_until(self, number: int, until: int) -> InviteCredential:
+        return InviteCredential((grant(key(0), self.digest, MEMBER, until, public(number)),))
+
+    def revoke(self, number: int, *keys: int) -> bytes:
+        raw = encode_list(signed_list(key(0), self.digest, number, {public(each): NOW_S + 10**9 for each in keys}))
+        self.state.take_revocations(raw)
+        return raw
 
 
-def played(rule: str, play: Callable[[Hosted], Awaitable[None]]) -> None:
-    async def main() -> None:
-        hosted = Hosted(rule)
-        await hosted.open()
-        await play(hosted)
+async def echo(conversation: Conversation) -> None:
+    while True:
+        await conversation.send(await conversation.receive())
 
-    run(main())
+
+async def opened(rule: str, *, signs: bool = True) -> OwnedRun:
+    owned = OwnedRun(rule)
+    await owned.open(signs=signs)
+    return owned
 
 
 @pytest.fixture(autouse=True)
@@ -96,65 +130,282 @@ def little_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def home_of(number: int, directory: Path) -> Path:
-    """Return a home with the identity of a peer."""
     (directory / "identity.key").write_bytes(KEY_HEADER + number.to_bytes(32) + public(number))
     return directory
 
 
-def test_an_open_run_gives_a_ticket_once_and_the_home_keeps_it(tmp_path: Path, little_work: list[str]) -> None:
-    async def play(hosted: Hosted) -> None:
-        home = home_of(2, tmp_path)
-        await hosted.enter(2, InviteCredential(), MEMBER, home)
-        hosted.hub.kill(peer_of(public(2)))
-        await hosted.enter(2, InviteCredential(), MEMBER, home)
-        assert little_work == [peer_of(public(2))]
-        await hosted.enter(3, InviteCredential(), Right.LOOK)
-        assert little_work == [peer_of(public(2))]
-        # A home that was copied to another identity asks for its own.
-        await hosted.enter(4, InviteCredential(), MEMBER, home)
-        assert len(little_work) == 2
-
-    played("open", play)
+async def enter(
+    owned: OwnedRun, number: int, credential: InviteCredential | None, rights: Right, home: Path | None = None
+) -> None:
+    """Enter by an invite, and fetch the run file."""
+    way = owned.access(credential, rights, home, is_pinned=False)
+    network = await owned.enter(number, way)
+    recipe = await fetch(network, way.invite.peers, owned.digest)
+    way.pin(recipe.run)
+    assert recipe.text == owned.recipe.text
+    assert (way.accepts is None) == (credential is None)
 
 
-def test_an_invitation_and_a_name_need_nobody_to_ask(tmp_path: Path) -> None:
-    async def play(hosted: Hosted) -> None:
-        until = NOW_S + 999
-        link = grant(key(0), hosted.digest, MEMBER | Right.ONCE, until, public(8))
-        invitation = InviteCredential((link,), (8).to_bytes(32))
-        await hosted.enter(2, invitation, MEMBER)
-        await hosted.enter(3, invitation, Right.LOOK)
-        with pytest.raises(UserError, match="does not let us in") as caught:
-            await hosted.enter(4, invitation, MEMBER)
-        assert caught.value.code is Exit.NOT_ADMITTED
-        assert "used by somebody else" in caught.value.why
-        named = InviteCredential((grant(key(0), hosted.digest, MEMBER, until, public(5)),))
-        await hosted.enter(5, named, MEMBER)
-        with pytest.raises(UserError, match="does not let us in"):
-            await hosted.enter(6, named, MEMBER)
-        # With the home of the named peer a passing identity may look, and no more.
-        await hosted.enter(7, named, Right.LOOK, home_of(5, tmp_path))
-        with pytest.raises(UserError, match="does not let us in"):
-            await hosted.enter(9, named, MEMBER, home_of(5, tmp_path))
-
-    played("invited", play)
+async def test_an_open_run_gives_a_ticket_once_and_the_home_keeps_it(tmp_path: Path, little_work: list[str]) -> None:
+    owned = await opened("open")
+    home = home_of(2, tmp_path)
+    await enter(owned, 2, InviteCredential(), MEMBER, home)
+    owned.hub.kill(peer_of(public(2)))
+    await enter(owned, 2, InviteCredential(), MEMBER, home)
+    assert little_work == [peer_of(public(2))]
+    await enter(owned, 3, InviteCredential(), Right.LOOK)
+    assert little_work == [peer_of(public(2))]
+    # A home that was copied to another identity asks for its own.
+    await enter(owned, 4, InviteCredential(), MEMBER, home)
+    assert len(little_work) == 2
 
 
-def test_whoever_is_shut_out_is_told_so() -> None:
-    async def play(hosted: Hosted) -> None:
-        hosted.state.take_revocations(encode_list(signed_list(key(0), hosted.digest, 1, {public(2): NOW_S + 9})))
-        with pytest.raises(UserError, match="does not let us in") as caught:
-            await hosted.enter(2, InviteCredential(), MEMBER)
-        assert "shut you out" in caught.value.why
+async def test_an_invitation_and_a_name_need_nobody_to_ask(tmp_path: Path) -> None:
+    owned = await opened("invited", signs=False)
+    until = NOW_S + 999
+    link = grant(key(0), owned.digest, MEMBER | Right.ONCE, until, public(8))
+    invitation = InviteCredential((link,), (8).to_bytes(32))
+    await enter(owned, 2, invitation, MEMBER)
+    await enter(owned, 3, invitation, Right.LOOK)
+    with pytest.raises(UserError, match="does not let us in") as caught:
+        await enter(owned, 4, invitation, MEMBER)
+    assert caught.value.code is Exit.NOT_ADMITTED
+    assert "used by somebody else" in caught.value.why
+    named = InviteCredential((grant(key(0), owned.digest, MEMBER, until, public(5)),))
+    await enter(owned, 5, named, MEMBER)
+    with pytest.raises(UserError, match="does not let us in"):
+        await enter(owned, 6, named, MEMBER)
+    # With the home of the named peer a passing identity may look, and no more.
+    await enter(owned, 7, named, Right.LOOK, home_of(5, tmp_path))
+    with pytest.raises(UserError, match="does not let us in"):
+        await enter(owned, 9, named, MEMBER, home_of(5, tmp_path))
 
-    played("open", play)
+
+async def test_whoever_is_shut_out_is_told_so() -> None:
+    owned = await opened("open")
+    owned.state.take_revocations(encode_list(signed_list(key(0), owned.digest, 1, {public(2): NOW_S + 9})))
+    with pytest.raises(UserError, match="does not let us in") as caught:
+        await enter(owned, 2, InviteCredential(), MEMBER)
+    assert "shut you out" in caught.value.why
 
 
-def test_without_a_pass_a_run_with_an_owner_gives_nothing() -> None:
-    async def play(hosted: Hosted) -> None:
-        with pytest.raises(UserError, match="does not let us in") as caught:
-            await hosted.enter(2, None, MEMBER)
-        assert caught.value.code is Exit.NOT_ADMITTED
-        assert "no ticket" in caught.value.why
+async def test_without_a_pass_a_run_with_an_owner_gives_nothing() -> None:
+    owned = await opened("open")
+    with pytest.raises(UserError, match="does not let us in") as caught:
+        await enter(owned, 2, None, MEMBER)
+    assert caught.value.code is Exit.NOT_ADMITTED
+    assert "no ticket" in caught.value.why
 
-    played("open", play)
+
+@pytest.mark.parametrize("renews", [True, False])
+async def test_whoever_looks_goes_on_for_longer_than_its_ticket_lasts(*, renews: bool) -> None:
+    """Readings of the roster, and one conversation that lasts for hours; also where nobody renews ahead of time."""
+
+    owned = await opened("open")
+    way = owned.access(InviteCredential(), Right.LOOK)
+    network, said = await owned.enter(PEER, way), list[str]()
+
+    async def readings() -> None:
+        while True:
+            await network.read_all(["roster"])
+            await asyncio.sleep(10.0)
+
+    async def nothing() -> None:
+        await asyncio.sleep(0.0)
+
+    async with (
+        background(readings()),
+        background(way.renew(said.append) if renews else nothing()),
+        network.talk(owned.door, "state/0", SCHEMA) as conversation,
+    ):
+        for _ in range(30):
+            await conversation.send(RunRequest())
+            await conversation.receive()
+            await asyncio.sleep(LOOK_S / 6)
+    assert said == []
+
+
+async def test_the_owner_looks_by_its_key_whatever_the_rule() -> None:
+    owned = await opened("listed")
+    parsed = owned.access(None, Right.LOOK).invite
+    with pytest.raises(UserError):
+        await owned.enter(OTHER, owned.access(InviteCredential(), Right.LOOK))
+    way = RunAccess(parsed, Right.LOOK, None, owned.now_s, owner=key(0))
+    network = await owned.enter(PEER, way)
+    way.pin(owned.recipe.run)
+    for _ in range(4):
+        assert await network.read_all(["roster"]) == [{}]
+        await asyncio.sleep(LOOK_S / 2)
+    assert peer_of(public(PEER)) not in owned.asked
+
+
+@pytest.mark.parametrize("comes_by", ["the open invite", "a single-use invite of its own"])
+async def test_a_kept_ticket_that_was_revoked_wins_over_nothing(tmp_path: Path, comes_by: str) -> None:
+    owned = await opened("open")
+    home = home_of(PEER, tmp_path)
+    link = grant(key(0), owned.digest, MEMBER | Right.SIGN, NOW_S + 400 * DAY_S, public(DELEGATE))
+    kept = TicketSigner(key(DELEGATE), (link,)).ticket(owned.digest, peer_of(public(PEER)), MEMBER, NOW_S + 365 * DAY_S)
+    (home / "ticket").write_bytes(owned.digest.encode() + b"\n" + kept)
+    owned.revoke(1, DELEGATE)
+    invitation = grant(key(0), owned.digest, MEMBER | Right.ONCE, NOW_S + 30 * DAY_S, public(8))
+    own = InviteCredential((invitation,), (8).to_bytes(32))
+    given = InviteCredential() if comes_by == "the open invite" else own
+    network = await owned.enter(PEER, owned.access(given, MEMBER, home))
+    assert await network.read_all(["roster"]) == [{}]
+    # The next start needs nobody to sign.
+    owned.hub.kill(peer_of(public(PEER)))
+    owned.asked.clear()
+    await owned.enter(PEER, owned.access(given, MEMBER, home))
+    assert owned.asked == []
+
+
+async def test_a_node_whose_delegate_is_revoked_while_it_trains_asks_the_owner_s_bootstrap_peer() -> None:
+    owned = await opened("open")
+    link = grant(key(0), owned.digest, MEMBER | Right.SIGN, NOW_S + 400 * DAY_S, public(DELEGATE))
+    mine = grant(key(DELEGATE), owned.digest, MEMBER, NOW_S + 365 * DAY_S, public(PEER))
+    network = await owned.enter(PEER, owned.access(InviteCredential((link, mine)), MEMBER))
+    assert owned.asked == []
+    raw = owned.revoke(1, DELEGATE)
+    await owned.hub.network("x").publish(f"{owned.digest}/revocations", "x", raw, 60.0)
+    await network.read_all(["roster"])
+    assert len(owned.asked) == 1
+    await network.publish("roster", network.peer_id, b"I am here", 90.0)
+    assert await network.read_all(["roster"]) == [{network.peer_id: b"I am here"}]
+
+
+async def test_a_node_that_slept_over_the_end_of_its_ticket_asks_for_another_and_goes_on() -> None:
+    owned = await opened("listed")
+    owned.named[public(PEER)] = NOW_S + 100 * DAY_S
+    way = owned.access(owned.named_until(PEER, NOW_S + 3 * DAY_S), MEMBER)
+    network = await owned.enter(PEER, way)
+    await network.read_all(["roster"])
+    owned.jumped_s = 4.0 * DAY_S
+    assert await network.read_all(["roster"]) == [{}]
+    assert len(owned.asked) == 1
+    assert way.admission is not None
+    assert way.admission.held.until == NOW_S + 100 * DAY_S
+
+
+async def test_an_expired_ticket_is_borne_for_a_while_where_nobody_answers() -> None:
+    """A clock that was wrong for some seconds ends nothing; a silent run ends with a code that a service restarts."""
+
+    owned = await opened("listed")
+    network = await owned.enter(PEER, owned.access(owned.named_until(PEER, NOW_S + 3 * DAY_S), MEMBER))
+    owned.hub.kill(owned.door)
+    owned.jumped_s = 4.0 * DAY_S
+    await network.read_all(["roster"])
+    owned.jumped_s = 0.0
+    await asyncio.sleep(GRACE_S)
+    await network.read_all(["roster"])
+    owned.jumped_s = 4.0 * DAY_S
+    begun_s = asyncio.get_running_loop().time()
+
+    async def readings() -> None:
+        while True:
+            await network.read_all(["roster"])
+            await asyncio.sleep(10.0)
+
+    with pytest.raises(UserError, match="Nobody gives us a ticket") as caught:
+        await readings()
+    assert GRACE_S <= asyncio.get_running_loop().time() - begun_s < 2 * GRACE_S
+    assert caught.value.code is Exit.UNREACHABLE
+
+
+async def test_a_full_disk_costs_the_kept_ticket_and_not_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def full(path: Path, _: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    owned = await opened("open")
+    way = owned.access(owned.named_until(PEER, NOW_S + 2 * DAY_S), MEMBER, home_of(PEER, tmp_path))
+    await owned.enter(PEER, way)
+    monkeypatch.setattr(atomic_file, "write", full)
+    monkeypatch.setattr(access, "say", said.append)
+    async with background(way.renew(lambda _: None)):
+        await asyncio.sleep(10 * DAY_S)
+    assert way.admission is not None
+    assert way.admission.held.until > NOW_S + 300 * DAY_S
+    assert len(said) == 1
+    assert "No space left" in said[0]
+
+
+async def test_a_pooled_conversation_with_a_peer_that_is_shut_out_ends_at_once() -> None:
+    owned = await opened("listed")
+    caller = await owned.enter(PEER, owned.access(owned.named_until(PEER, NOW_S + DAY_S), MEMBER))
+    callee = await owned.enter(OTHER, owned.access(owned.named_until(OTHER, NOW_S + DAY_S), MEMBER))
+    served = 0
+
+    async def counted(conversation: Conversation) -> None:
+        nonlocal served
+        while True:
+            said = await conversation.receive()
+            served += 1
+            await conversation.send(said)
+
+    await callee.serve(ECHO, SCHEMA, counted)
+    pool = ConversationPool(caller, ECHO, SCHEMA)
+    for _ in range(3):
+        async with pool.talk(callee.peer_id) as conversation:
+            await conversation.send(RunRequest())
+            await conversation.receive()
+    raw = owned.revoke(1, OTHER)
+    await owned.hub.network("x").publish(f"{owned.digest}/revocations", "x", raw, 60.0)
+    await caller.read_all(["roster"])
+    with pytest.raises(ConnectionRefusedError, match="shut it out"):
+        async with pool.talk(callee.peer_id) as conversation:
+            await conversation.send(RunRequest())
+    assert served == 3
+
+
+def delegate(owned: OwnedRun, directory: Path, monkeypatch: pytest.MonkeyPatch, until: int) -> HostedAdmissions:
+    monkeypatch.setattr(admissions.time, "time", owned.now_s)
+    home_of(DELEGATE, directory)
+    named = IssuedEntry(key=public(PEER).hex(), kind="ticket", until=NOW_S + 200 * DAY_S)
+    save_members(directory / "run.toml", MemberList(issued=(named,)))
+    link = grant(key(0), owned.digest, MEMBER | Right.SIGN, until, public(DELEGATE))
+    place = f"/ip4/192.0.2.1/tcp/4001/p2p/{owned.door}"
+    known = invite.parse(invite.format(owned.digest, [place], InviteCredential((link,))))
+    return HostedAdmissions(owned.recipe, directory / "run.toml", directory / "identity.key", known)
+
+
+@pytest.mark.parametrize("prolonged", [True, False])
+async def test_a_delegate_warns_for_days_and_goes_on_where_the_owner_prolongs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, prolonged: bool
+) -> None:
+    said: list[tuple[float, str]] = []
+
+    owned = await opened("invited")
+
+    async def here(function: Callable[..., object], *arguments: object) -> object:
+        return function(*arguments)
+
+    monkeypatch.setattr(admissions.asyncio, "to_thread", here)
+    monkeypatch.setattr(admissions, "WATCH_S", 3600.0)
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(admissions, "say", lambda text: said.append((loop.time(), text)))
+    hosted = delegate(owned, tmp_path, monkeypatch, NOW_S + 30 * DAY_S)
+    network = await hosted.admitted(owned.hub.network(peer_of(public(DELEGATE))))
+    async with background(hosted.watch()):
+        await asyncio.sleep(28 * DAY_S)
+        if prolonged:
+            owned.signs[public(DELEGATE)] = NOW_S + 90 * DAY_S
+        await asyncio.sleep(4 * DAY_S)
+        place = f"/ip4/192.0.2.1/tcp/4001/p2p/{network.peer_id}"
+        parsed = invite.parse(invite.format(owned.digest, [place], InviteCredential()))
+        newcomer = RunAccess(parsed, MEMBER, None, owned.now_s)
+        if prolonged:
+            assert await network.read_all(["roster"]) == [{}]
+            await owned.enter(PEER, newcomer)
+            assert newcomer.admission is not None
+            assert newcomer.admission.held.until == NOW_S + 90 * DAY_S
+        else:
+            with pytest.raises(UserError) as caught:
+                await network.read_all(["roster"])
+            assert caught.value.code is Exit.NOT_ADMITTED
+    warned = [at_s for at_s, text in said if "our ticket expires in" in text]
+    assert 22.9 * DAY_S < warned[0] < 24 * DAY_S
+    assert len(warned) < 20
+    assert any("new ticket" in text for _, text in said) == prolonged

@@ -14,7 +14,6 @@ from memory_swarms import Peer, recipe, until
 
 from noloco_node.journal import events
 from noloco_node.run.peer_state import PeerState
-from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.receipts import MOST_BROUGHT, MOST_TIMES, IssuedReceipts, MetWork, ReceiptLedger, met_work
@@ -139,42 +138,35 @@ def test_nothing_is_believed_before_the_first_meeting() -> None:
     assert met_work("r0", IssuedReceipts(1), {"name": {"other": 10**12}}) is None
 
 
-def test_names_do_not_end_a_run_of_one_stage() -> None:
+async def test_names_do_not_end_a_run_of_one_stage() -> None:
     """Four names say that they have done all and finished; but for the last rounds three sources do their work."""
 
-    async def main() -> list[Peer]:
-        hub, what = SimNetwork(), recipe(stages=1, replicas=3, steps=60)
-        honest = [Peer(hub, what, f"peer-{number}", 0, job_s=0.5) for number in range(3)]
-        await until(lambda: all(len(peer.of(events.InnerStep)) > 7 for peer in honest))
-        listed = []
-        for number in range(4):
-            liar = Membership(hub.network(f"name-{number}"), what.digest, 1, refresh_s=0.2)
-            record = PeerRecord(peer=f"name-{number}", stage=0, state=PeerState.TRAINING, samples=10**9)
-            await liar.claim(record)
-            listed.append((liar, record, asyncio.create_task(liar.run())))
-        await asyncio.sleep(2.0)
-        for liar, record, _ in listed:
-            liar.update(PeerRecord(peer=record.peer, stage=0, state=PeerState.FINISHED, samples=10**9))
-        await asyncio.gather(*(peer.task for peer in honest))
-        for _, _, task in listed:
-            task.cancel()
-        return honest
-
-    honest = run(main())
+    hub, what = SimNetwork(), recipe(stages=1, replicas=3, steps=60)
+    honest = [Peer(hub, what, f"peer-{number}", 0, job_s=0.5) for number in range(3)]
+    await until(lambda: all(len(peer.of(events.InnerStep)) > 7 for peer in honest))
+    listed = []
+    for number in range(4):
+        liar = Membership(hub.network(f"name-{number}"), what.digest, 1, refresh_s=0.2)
+        record = PeerRecord(peer=f"name-{number}", stage=0, state=PeerState.TRAINING, samples=10**9)
+        await liar.claim(record)
+        listed.append((liar, record, asyncio.create_task(liar.run())))
+    await asyncio.sleep(2.0)
+    for liar, record, _ in listed:
+        liar.update(PeerRecord(peer=record.peer, stage=0, state=PeerState.FINISHED, samples=10**9))
+    await asyncio.gather(*(peer.task for peer in honest))
+    for _, _, task in listed:
+        task.cancel()
     assert all(peer.of(events.Finished)[0].why == events.RUN_OVER for peer in honest)
     steps = [peer.of(events.InnerStep)[-1].step for peer in honest]
     assert 3 * 60 * 0.85 <= sum(steps) <= 3 * 60 * 1.1
 
 
 @pytest.mark.parametrize("jobs_s", [(0.1,), (0.1, 0.8), (0.1, 0.8, 0.8, 0.8), (0.1, 0.2, 0.3, 0.4)])
-def test_replicas_of_one_stage_do_the_budget_together_and_no_more(jobs_s: tuple[float, ...]) -> None:
+async def test_replicas_of_one_stage_do_the_budget_together_and_no_more(jobs_s: tuple[float, ...]) -> None:
     """At whatever speeds, and alone too."""
 
-    async def main() -> list[Peer]:
-        hub, what = SimNetwork(), recipe(stages=1, replicas=len(jobs_s), steps=80, per_round=4)
-        peers = [Peer(hub, what, f"peer-{number}", 0, job_s=job_s) for number, job_s in enumerate(jobs_s)]
-        await asyncio.gather(*(peer.task for peer in peers))
-        return peers
-
-    steps = [peer.of(events.InnerStep)[-1].step for peer in run(main())]
+    hub, what = SimNetwork(), recipe(stages=1, replicas=len(jobs_s), steps=80, per_round=4)
+    peers = [Peer(hub, what, f"peer-{number}", 0, job_s=job_s) for number, job_s in enumerate(jobs_s)]
+    await asyncio.gather(*(peer.task for peer in peers))
+    steps = [peer.of(events.InnerStep)[-1].step for peer in peers]
     assert len(jobs_s) * 80 * 0.95 <= sum(steps) <= len(jobs_s) * 80 * 1.1, steps

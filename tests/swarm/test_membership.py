@@ -31,9 +31,19 @@ def peers(roster: Roster) -> list[list[str]]:
     return [[record.peer for record in stage] for stage in roster.stages]
 
 
-def present(hub: SimNetwork, peer: str) -> tuple[SimPeerNetwork, Membership]:
-    network = hub.network(peer)
-    return network, Membership(network, RUN, 2, unix_time=asyncio.get_running_loop().time)
+def present(hub: SimNetwork, peer: str, error_s: float = 0.0, stages: int = 2) -> tuple[SimPeerNetwork, Membership]:
+    """Return a peer whose clock is wrong by so much."""
+    network, loop = hub.network(peer), asyncio.get_running_loop()
+    return network, Membership(network, RUN, stages, unix_time=lambda: 1e9 + loop.time() + error_s)
+
+
+async def joined(
+    hub: SimNetwork, peer: str, stage: int = 0, error_s: float = 0.0
+) -> tuple[Membership, asyncio.Task[Any]]:
+    """Return a peer that serves a stage, and the task that publishes its record and reads."""
+    _, membership = present(hub, peer, error_s)
+    await membership.claim(record(peer, stage))
+    return membership, asyncio.create_task(membership.run())
 
 
 def stored(serial: int, record: PeerRecord) -> bytes:
@@ -41,157 +51,114 @@ def stored(serial: int, record: PeerRecord) -> bytes:
     return msgspec.msgpack.encode([serial, msgspec.to_builtins(record)])
 
 
-def test_a_peer_that_publishes_seldom_is_believed_in_between_and_gone_in_the_end() -> None:
-    async def main() -> None:
-        hub, loop = SimNetwork(WEATHER), asyncio.get_running_loop()
-        _, one = present(hub, "a")
-        _, third = present(hub, "c")
-        slow = Membership(hub.network("b"), RUN, 2, refresh_s=60.0, unix_time=loop.time)
-        tasks = [asyncio.create_task(each.run()) for each in (one, slow, third)]
-        await slow.claim(record("b", 1))
-        await third.claim(record("c", 1))
-        await asyncio.sleep(20.0)
-        for _ in range(40):
-            await asyncio.sleep(10.0)
-            assert peers(one.roster) == [[], ["b", "c"]]
-        hub.kill("b")
-        tasks[1].cancel()
-        await asyncio.sleep(200.0)
-        assert peers(one.roster) == [[], ["c"]]
+async def test_a_peer_that_publishes_seldom_is_believed_in_between_and_gone_in_the_end() -> None:
+    hub, loop = SimNetwork(WEATHER), asyncio.get_running_loop()
+    one, _ = await joined(hub, "a")
+    _third, _running = await joined(hub, "c", 1)
+    slow = Membership(hub.network("b"), RUN, 2, refresh_s=60.0, unix_time=lambda: 1e9 + loop.time())
+    await slow.claim(record("b", 1))
+    living = asyncio.create_task(slow.run())
+    await asyncio.sleep(20.0)
+    for _ in range(40):
+        await asyncio.sleep(10.0)
+        assert peers(one.roster) == [["a"], ["b", "c"]]
+    hub.kill("b")
+    living.cancel()
+    await asyncio.sleep(200.0)
+    assert peers(one.roster) == [["a"], ["c"]]
+
+
+async def test_peers_appear_change_and_leave() -> None:
+    hub = SimNetwork(WEATHER)
+    _, one = present(hub, "a")
+    _, other = present(hub, "b")
+    assert peers(await one.claim(record("a", 0))) == [["a"], []]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(membership.run()) for membership in (one, other)]
+        assert peers(await other.claim(record("b", 1))) == [["a"], ["b"]]
+        while peers(one.roster) != [["a"], ["b"]]:
+            await one.changed()
+        # A change of state travels at once, other changes in the usual rhythm.
+        other.update(record("b", 1, round=3, state=PeerState.FINISHED))
+        begun = asyncio.get_running_loop().time()
+        while not one.roster.stage(1) or one.roster.stage(1)[0].round != 3:
+            await one.changed()
+        assert one.roster.stage(1)[0].state is PeerState.FINISHED
+        assert asyncio.get_running_loop().time() - begun < 12.0
+        # Moving to another stage leaves no ghost; nor does leaving.
+        await other.claim(record("b", 0))
+        assert peers(await one.peek()) == [["a", "b"], []]
+        await other.withdraw()
+        assert peers(await one.peek()) == [["a"], []]
+        await asyncio.sleep(60)
+        assert peers(one.roster) == peers(other.roster) == [["a"], []]
         for task in tasks:
             task.cancel()
 
-    run(main())
 
-
-def test_peers_appear_change_and_leave() -> None:
-    async def main() -> None:
-        hub = SimNetwork(WEATHER)
-        _, one = present(hub, "a")
-        _, other = present(hub, "b")
-        assert peers(await one.claim(record("a", 0))) == [["a"], []]
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(membership.run()) for membership in (one, other)]
-            assert peers(await other.claim(record("b", 1))) == [["a"], ["b"]]
-            while peers(one.roster) != [["a"], ["b"]]:
-                await one.changed()
-            # A change of state travels at once, other changes in the usual rhythm.
-            other.update(record("b", 1, round=3, state=PeerState.FINISHED))
-            begun = asyncio.get_running_loop().time()
-            while not one.roster.stage(1) or one.roster.stage(1)[0].round != 3:
-                await one.changed()
-            assert one.roster.stage(1)[0].state is PeerState.FINISHED
-            assert asyncio.get_running_loop().time() - begun < 12.0
-            # Moving to another stage leaves no ghost; nor does leaving.
-            await other.claim(record("b", 0))
-            assert peers(await one.peek()) == [["a", "b"], []]
-            await other.withdraw()
-            assert peers(await one.peek()) == [["a"], []]
-            await asyncio.sleep(60)
-            assert peers(one.roster) == peers(other.roster) == [["a"], []]
-            for task in tasks:
-                task.cancel()
-
-    run(main())
-
-
-def test_a_peer_that_dies_without_a_word_leaves_by_itself() -> None:
-    async def main() -> None:
-        hub = SimNetwork(WEATHER)
-        _, one = present(hub, "a")
-        _, other = present(hub, "b")
-        await one.claim(record("a", 0))
-        await other.claim(record("b", 1))
-        watching = asyncio.create_task(one.run())
-        living = asyncio.create_task(other.run())
-        await asyncio.sleep(100)
-        assert peers(one.roster) == [["a"], ["b"]]
-        living.cancel()
-        hub.kill("b")
-        await asyncio.sleep(15)
-        assert peers(one.roster) == [["a"], ["b"]]
-        await asyncio.sleep(40)
-        assert peers(one.roster) == [["a"], []]
-        watching.cancel()
-
-    run(main())
-
-
-def test_a_peer_that_dies_without_a_word_is_late_with_its_news_before_it_leaves() -> None:
-    async def main() -> None:
-        hub = SimNetwork()
-        members = {}
-        tasks = []
-        for peer in ("a", "b"):
-            network = hub.network(peer)
-            members[peer] = Membership(network, "run", 1, unix_time=lambda: asyncio.get_running_loop().time() + 1e9)
-            await members[peer].claim(record(peer))
-            tasks.append(asyncio.create_task(members[peer].run()))
-        visitor = Membership(
-            hub.network("v"), "run", 1, unix_time=lambda: asyncio.get_running_loop().time() + 1e9 - 3000.0
-        )
-        for _ in range(20):
-            await asyncio.sleep(2.0)
-            await visitor.peek()
-            assert visitor.news_age_s == {}
-        hub.kill("b")
-        tasks[1].cancel()
-        await asyncio.sleep(28.0)
-        found = await visitor.peek()
-        assert peers(found) == [["a", "b"]]
-        visitor = Membership(hub.network("w"), "run", 1, unix_time=lambda: asyncio.get_running_loop().time() + 1e9)
+async def test_a_peer_that_dies_without_a_word_is_late_with_its_news_and_then_leaves_by_itself() -> None:
+    hub = SimNetwork(WEATHER)
+    one, _ = await joined(hub, "a")
+    _, living = await joined(hub, "b", 1)
+    _, visitor = present(hub, "v", -3000.0)
+    for _ in range(40):
+        await asyncio.sleep(2.5)
         await visitor.peek()
-        assert list(visitor.news_age_s) == ["b"]
-        assert visitor.news_age_s["b"] > 15.0
-        tasks[0].cancel()
-
-    run(main())
+        assert visitor.news_age_s == {}
+    assert peers(one.roster) == [["a"], ["b"]]
+    living.cancel()
+    hub.kill("b")
+    await asyncio.sleep(15.0)
+    assert peers(one.roster) == [["a"], ["b"]]
+    await asyncio.sleep(10.0)
+    assert peers(await visitor.peek()) == [["a"], ["b"]]
+    _, late = present(hub, "w")
+    await late.peek()
+    assert list(late.news_age_s) == ["b"]
+    assert late.news_age_s["b"] > 15.0
+    await asyncio.sleep(30.0)
+    assert peers(one.roster) == [["a"], []]
 
 
 @pytest.mark.parametrize("copies_s", [12.0, 17.0, 33.0])
-def test_who_waits_for_a_newcomer_of_the_next_stage_sees_it_ready_soon(
+async def test_who_waits_for_a_newcomer_of_the_next_stage_sees_it_ready_soon(
     copies_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        hub = SimNetwork(WEATHER)
-        network, one = present(hub, "a")
-        _, other = present(hub, "b")
-        now = asyncio.get_running_loop().time
-        looks: list[int] = []
-        published: list[str] = []
-        read_all, publish = network.read_all, network.publish
+    hub, now = SimNetwork(WEATHER), asyncio.get_running_loop().time
+    network, one = present(hub, "a")
+    _, other = present(hub, "b")
+    looks, published = list[int](), list[str]()
+    read_all, publish = network.read_all, network.publish
 
-        async def noted(keys: Sequence[str]) -> list[Mapping[str, bytes] | None]:
-            looks.extend(int(key[-1]) for key in keys if "/stage/" in key)
-            return await read_all(keys)
+    async def noted(keys: Sequence[str]) -> list[Mapping[str, bytes] | None]:
+        looks.extend(int(key[-1]) for key in keys if "/stage/" in key)
+        return await read_all(keys)
 
-        async def noted_too(key: str, subkey: str, raw: bytes, lifetime_s: float) -> bool:
-            published.append(key)
-            return await publish(key, subkey, raw, lifetime_s)
+    async def noted_too(key: str, subkey: str, raw: bytes, lifetime_s: float) -> bool:
+        published.append(key)
+        return await publish(key, subkey, raw, lifetime_s)
 
-        monkeypatch.setattr(network, "read_all", noted)
-        monkeypatch.setattr(network, "publish", noted_too)
-        await one.claim(record("a", 0))
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(membership.run()) for membership in (one, other)]
-            await asyncio.sleep(1.0)
-            await other.claim(record("b", 1, state=PeerState.CATCHING_UP))
-            await asyncio.sleep(copies_s)
-            other.update(record("b", 1))
-            begun = now()
-            while not one.roster.stage(1) or one.roster.stage(1)[0].state is PeerState.CATCHING_UP:
-                await one.changed()
-            assert now() - begun < 4.0
-            # In peace it reads as seldom as ever, and it never published more often.
-            await asyncio.sleep(20.0)
-            looks.clear()
-            await asyncio.sleep(30.0)
-            assert 2 <= looks.count(1) <= 4
-            assert len(published) < now() / 8.5 + 3
-            for task in tasks:
-                task.cancel()
-
-    run(main())
+    monkeypatch.setattr(network, "read_all", noted)
+    monkeypatch.setattr(network, "publish", noted_too)
+    await one.claim(record("a", 0))
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(membership.run()) for membership in (one, other)]
+        await asyncio.sleep(1.0)
+        await other.claim(record("b", 1, state=PeerState.CATCHING_UP))
+        await asyncio.sleep(copies_s)
+        other.update(record("b", 1))
+        begun = now()
+        while not one.roster.stage(1) or one.roster.stage(1)[0].state is PeerState.CATCHING_UP:
+            await one.changed()
+        assert now() - begun < 4.0
+        # In peace it reads as seldom as ever, and it never published more often.
+        await asyncio.sleep(20.0)
+        looks.clear()
+        await asyncio.sleep(30.0)
+        assert 2 <= looks.count(1) <= 4
+        assert len(published) < now() / 8.5 + 3
+        for task in tasks:
+            task.cancel()
 
 
 class Forgetful:
@@ -210,200 +177,129 @@ class Forgetful:
 
 @pytest.mark.parametrize("how", ["blind", "fails"])
 @pytest.mark.parametrize("others", [1, 4])
-def test_trouble_of_our_own_empties_no_roster_and_is_marked(how: str, others: int) -> None:
-    async def main() -> None:
-        hub = SimNetwork(WEATHER)
-        loop = asyncio.get_running_loop()
-        network = Forgetful(hub.network("a"))
-        one = Membership(network, RUN, 2, unix_time=loop.time)
-        await one.claim(record("a", 0))
-        names = [f"b{number}" for number in range(others)]
-        living = []
-        for name in names:
-            _, other = present(hub, name)
-            await other.claim(record(name, 1))
-            living.append(asyncio.create_task(other.run()))
-        watching = asyncio.create_task(one.run())
-        await asyncio.sleep(25)
-        assert peers(one.roster) == [["a"], names]
-        assert one.roster.old_since_s is None
-        setattr(network, how, True)
-        since_s = loop.time()
-        await asyncio.sleep(200)
-        assert peers(one.roster) == [["a"], names], "they may well be there"
-        assert one.roster.old_since_s == pytest.approx(since_s, abs=12.0)
-        assert one.complete == (how != "fails")
-        setattr(network, how, False)
-        await asyncio.sleep(12)
-        assert peers(one.roster) == [["a"], names]
-        assert one.roster.old_since_s is None
-        for task in living[1:]:
-            task.cancel()
-        await asyncio.sleep(60)
-        assert peers(one.roster) == [["a"], names[:1]], "with a clear sight the dead leave as ever"
-        for task in (watching, *living):
-            task.cancel()
-
-    run(main())
+async def test_trouble_of_our_own_empties_no_roster_and_is_marked(how: str, others: int) -> None:
+    hub, loop = SimNetwork(WEATHER), asyncio.get_running_loop()
+    network = Forgetful(hub.network("a"))
+    one = Membership(network, RUN, 2, unix_time=lambda: 1e9 + loop.time())
+    await one.claim(record("a", 0))
+    names = [f"b{number}" for number in range(others)]
+    living = [(await joined(hub, name, 1))[1] for name in names]
+    living.append(asyncio.create_task(one.run()))
+    await asyncio.sleep(25)
+    assert peers(one.roster) == [["a"], names]
+    assert one.roster.old_since_s is None
+    setattr(network, how, True)
+    since_s = loop.time()
+    await asyncio.sleep(200)
+    assert peers(one.roster) == [["a"], names], "they may well be there"
+    assert one.roster.old_since_s == pytest.approx(since_s, abs=12.0)
+    assert one.complete == (how != "fails")
+    setattr(network, how, False)
+    await asyncio.sleep(12)
+    assert peers(one.roster) == [["a"], names]
+    assert one.roster.old_since_s is None
+    for task in living[1:others]:
+        task.cancel()
+    await asyncio.sleep(60)
+    assert peers(one.roster) == [["a"], names[:1]], "with a clear sight the dead leave as ever"
 
 
-def test_where_nobody_says_anything_new_for_minutes_all_are_gone_at_last() -> None:
-    async def main() -> None:
-        hub = SimNetwork(WEATHER)
-        _, one = present(hub, "a")
-        await one.claim(record("a", 0))
-        for name in "bcd":
-            _, other = present(hub, name)
-            await other.claim(record(name, 1))
-        watching = asyncio.create_task(one.run())
-        await asyncio.sleep(100)
-        assert peers(one.roster) == [["a"], ["b", "c", "d"]], "nobody is heard: it may be us"
-        assert one.roster.old_since_s is not None
-        await asyncio.sleep(300)
+async def test_where_nobody_says_anything_new_for_minutes_all_are_gone_at_last() -> None:
+    hub = SimNetwork(WEATHER)
+    one, _ = await joined(hub, "a")
+    for name in "bcd":
+        await present(hub, name)[1].claim(record(name, 1))
+    await asyncio.sleep(100)
+    assert peers(one.roster) == [["a"], ["b", "c", "d"]], "nobody is heard: it may be us"
+    assert one.roster.old_since_s is not None
+    await asyncio.sleep(300)
+    assert peers(one.roster) == [["a"], []]
+
+
+async def test_who_is_left_behind_politely_is_alone_and_not_blind() -> None:
+    hub = SimNetwork(WEATHER)
+    one, _ = await joined(hub, "a")
+    others = [await joined(hub, name, 1) for name in "bcd"]
+    await asyncio.sleep(30)
+    for other, task in others:
+        task.cancel()
+        await other.withdraw()
+    for _ in range(30):
+        await asyncio.sleep(11)
         assert peers(one.roster) == [["a"], []]
-        watching.cancel()
-
-    run(main())
-
-
-def test_who_is_left_behind_politely_is_alone_and_not_blind() -> None:
-    async def main() -> None:
-        hub = SimNetwork(WEATHER)
-        _, one = present(hub, "a")
-        await one.claim(record("a", 0))
-        watching = asyncio.create_task(one.run())
-        others = [present(hub, name)[1] for name in "bcd"]
-        living = []
-        for name, other in zip("bcd", others, strict=True):
-            await other.claim(record(name, 1))
-            living.append(asyncio.create_task(other.run()))
-        await asyncio.sleep(30)
-        for other, task in zip(others, living, strict=True):
-            task.cancel()
-            await other.withdraw()
-        for _ in range(30):
-            await asyncio.sleep(11)
-            assert peers(one.roster) == [["a"], []]
-            assert one.roster.old_since_s is None
-        watching.cancel()
-
-    run(main())
-
-
-def clocks_of(hub: SimNetwork, wrong_s: Mapping[str, float]) -> dict[str, Membership]:
-    """Peers whose clocks are wrong by so much."""
-    loop = asyncio.get_running_loop()
-
-    def clock(error_s: float) -> Any:
-        return lambda: 1e9 + loop.time() + error_s
-
-    return {name: Membership(hub.network(name), RUN, 1, unix_time=clock(wrong_s[name])) for name in wrong_s}
+        assert one.roster.old_since_s is None
 
 
 @given(st.lists(st.floats(-250.0, 250.0), min_size=4, max_size=6))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_clocks_that_are_wrong_by_minutes_neither_hide_nor_immortalise_anybody(errors_s: list[float]) -> None:
     async def main() -> None:
-        hub = SimNetwork(WEATHER)
-        all_of_them = clocks_of(hub, {f"p{number}": error_s for number, error_s in enumerate(errors_s)})
-        living = {}
-        for name, membership in all_of_them.items():
-            await membership.claim(record(name, 0))
-            living[name] = asyncio.create_task(membership.run())
+        hub, names = SimNetwork(WEATHER), [f"p{number}" for number in range(len(errors_s))]
+        living = [await joined(hub, name, 0, error_s) for name, error_s in zip(names, errors_s, strict=True)]
         await asyncio.sleep(40)
-        for membership in all_of_them.values():
-            assert peers(membership.roster) == [sorted(all_of_them)]
-        living["p0"].cancel()
+        for membership, _ in living:
+            assert peers(membership.roster) == [names, []]
+        living[0][1].cancel()
         hub.kill("p0")
         await asyncio.sleep(55)
-        for membership in list(all_of_them.values())[1:]:
-            assert peers(membership.roster) == [sorted(all_of_them)[1:]]
+        for membership, _ in living[1:]:
+            assert peers(membership.roster) == [names[1:], []]
         # A newcomer is fooled by the record of the dead one for no longer than that.
-        late = clocks_of(hub, {"late": 0.0})["late"]
-        await late.claim(record("late", 0))
-        living["late"] = asyncio.create_task(late.run())
+        late, _ = await joined(hub, "late")
         await asyncio.sleep(55)
-        assert peers(late.roster) == [["late", *sorted(all_of_them)[1:]]]
-        for task in living.values():
-            task.cancel()
+        assert peers(late.roster) == [["late", *names[1:]], []]
 
     run(main())
 
 
 @given(st.floats(-1000.0, 1000.0))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_our_own_skew_is_measured_against_several_peers(error_s: float) -> None:
     async def main() -> None:
-        hub = SimNetwork(WEATHER)
-        all_of_them = clocks_of(hub, {"a": error_s, "b": 0.0, "c": -3.0, "d": 3.0, "e": 900.0})
-        living = []
-        for name, membership in all_of_them.items():
-            await membership.claim(record(name, 0))
-            living.append(asyncio.create_task(membership.run()))
+        hub, errors_s = SimNetwork(WEATHER), {"a": error_s, "b": 0.0, "c": -3.0, "d": 3.0, "e": 900.0}
+        ours, *_ = [await joined(hub, name, 0, each) for name, each in errors_s.items()]
         await asyncio.sleep(60)
-        assert all_of_them["a"].skew_s == pytest.approx(error_s, abs=12.0)
-        for task in living:
-            task.cancel()
+        assert ours[0].skew_s == pytest.approx(error_s, abs=12.0)
 
     run(main())
 
 
-def test_a_clock_that_is_set_back_a_day_costs_nobody_anything() -> None:
-    async def main() -> None:
-        hub = SimNetwork(WEATHER)
-        loop = asyncio.get_running_loop()
-        error_s = [0.0]
-        one = Membership(hub.network("a"), RUN, 1, unix_time=lambda: 1e9 + loop.time() + error_s[0])
-        other = Membership(hub.network("b"), RUN, 1, unix_time=lambda: 1e9 + loop.time())
-        await one.claim(record("a", 0))
-        await other.claim(record("b", 0))
-        living = [asyncio.create_task(membership.run()) for membership in (one, other)]
-        for error_s[0] in (0.0, -86_400.0, 86_400.0, 0.0):
-            for _ in range(12):
-                await asyncio.sleep(5)
-                assert peers(one.roster) == peers(other.roster) == [["a", "b"]]
-        for task in living:
-            task.cancel()
-
-    run(main())
+async def test_a_clock_that_is_set_back_a_day_costs_nobody_anything() -> None:
+    hub, loop, error_s = SimNetwork(WEATHER), asyncio.get_running_loop(), [0.0]
+    one = Membership(hub.network("a"), RUN, 2, unix_time=lambda: 1e9 + loop.time() + error_s[0])
+    await one.claim(record("a", 0))
+    running = asyncio.create_task(one.run())
+    other, _ = await joined(hub, "b")
+    for error_s[0] in (0.0, -86_400.0, 86_400.0, 0.0):
+        for _ in range(12):
+            await asyncio.sleep(5)
+            assert peers(one.roster) == peers(other.roster) == [["a", "b"], []]
+    running.cancel()
 
 
-def test_a_machine_that_slept_declares_nobody_dead() -> None:
-    async def main() -> None:
-        hub = SimNetwork(WEATHER)
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        _, one = present(hub, "a")
-        await one.claim(record("a", 0))
-        others = [present(hub, name)[1] for name in "bcd"]
-        for name, other in zip("bcd", others, strict=True):
-            await other.claim(record(name, 1))
-        living = [asyncio.create_task(membership.run()) for membership in (one, *others)]
-        await asyncio.sleep(30)
-        # All timers are late by ten minutes; and all records have expired meanwhile.
-        loop.jump(600.0)
-        for _ in range(60):
-            await asyncio.sleep(0.5)
-            assert peers(one.roster) == [["a"], ["b", "c", "d"]]
-        for task in living:
-            task.cancel()
-
-    run(main())
+async def test_a_machine_that_slept_declares_nobody_dead() -> None:
+    hub, loop = SimNetwork(WEATHER), asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    one, _ = await joined(hub, "a")
+    _others = [await joined(hub, name, 1) for name in "bcd"]
+    await asyncio.sleep(30)
+    # All timers are late by ten minutes; and all records have expired meanwhile.
+    loop.jump(600.0)
+    for _ in range(60):
+        await asyncio.sleep(0.5)
+        assert peers(one.roster) == [["a"], ["b", "c", "d"]]
 
 
-def test_an_old_record_that_somebody_repeats_is_no_news() -> None:
-    async def main() -> None:
-        hub = SimNetwork(WEATHER)
-        _, one = present(hub, "a")
-        network, _ = present(hub, "m")
-        key = f"{RUN}/stage/0"
-        await one.claim(record("a", 0))
-        for serial, state in ((5, PeerState.TRAINING), (4, PeerState.LEAVING), (3, PeerState.FINISHED)):
-            await network.publish(key, "m", stored(serial, record("m", 0, state=state)), 300.0 + 10 - serial)
-            roster = await one.peek()
-            assert [record.state for record in roster.stage(0)] == [PeerState.TRAINING] * 2
-
-    run(main())
+async def test_an_old_record_that_somebody_repeats_is_no_news() -> None:
+    hub = SimNetwork(WEATHER)
+    _, one = present(hub, "a")
+    network, _ = present(hub, "m")
+    key = f"{RUN}/stage/0"
+    await one.claim(record("a", 0))
+    for serial, state in ((5, PeerState.TRAINING), (4, PeerState.LEAVING), (3, PeerState.FINISHED)):
+        await network.publish(key, "m", stored(serial, record("m", 0, state=state)), 300.0 + 10 - serial)
+        roster = await one.peek()
+        assert [record.state for record in roster.stage(0)] == [PeerState.TRAINING] * 2
 
 
 @given(
@@ -426,60 +322,41 @@ def test_who_looks_at_a_stage_for_once_sees_peers_whose_clock_is_a_minute_behind
 ) -> None:
     async def main() -> None:
         hub = SimNetwork(WEATHER)
-        all_of_them = clocks_of(hub, {"behind": error_s} | {f"p{n}": each for n, each in enumerate(errors_s)})
-        living = []
-        for name, membership in all_of_them.items():
-            await membership.claim(record(name, 0))
-            living.append(asyncio.create_task(membership.run()))
+        living = [await joined(hub, f"p{number}", 0, each) for number, each in enumerate([error_s, *errors_s])]
         await asyncio.sleep(60.0 + when_s)
-        mover = clocks_of(hub, {"mover": 0.0})["mover"]
-        assert peers(await mover.peek([0])) == [sorted(all_of_them)]
-        for task in living:
-            task.cancel()
+        _, mover = present(hub, "mover")
+        assert peers(await mover.peek([0])) == [[f"p{number}" for number in range(len(living))], []]
 
     run(main())
 
 
-def test_samples_outlive_their_sources_and_never_shrink() -> None:
-    async def main() -> None:
-        hub = SimNetwork(WEATHER)
-        _, one = present(hub, "a")
-        _, other = present(hub, "b")
-        await one.claim(record("a", 0, samples=100))
-        await other.claim(record("b", 0, samples=50))
-        roster = await one.peek()
-        assert (roster.run_samples, roster.own_samples) == (150, 100)
-        assert (roster.sources, roster.sources_finished) == (2, 0)
-        other.update(record("b", 0, samples=60, state=PeerState.FINISHED))
-        await other.withdraw()
-        roster = await one.peek()
-        assert (roster.run_samples, roster.sources, roster.sources_finished) == (160, 2, 1)
-        assert peers(roster) == [["a"], []]
-        # A newcomer learns of it for minutes; who knew it does not forget. The record of "a", of whom nothing is heard
-        # any more, has expired: it neither ends the run nor holds it up.
-        await asyncio.sleep(400)
-        _, late = present(hub, "c")
-        roster = await late.peek()
-        assert (roster.run_samples, roster.sources, roster.sources_finished) == (160, 1, 1)
-        await asyncio.sleep(1000)
-        assert (await one.peek()).run_samples == 160
-        # Whoever comes back is known by its old count, and cannot lower it.
-        hub.kill("b")
-        _, again = present(hub, "b")
-        await again.claim(record("b", 0, samples=10))
-        assert (await one.peek()).run_samples == 160
-
-    run(main())
-
-
-def test_only_a_source_counts_as_one() -> None:
-    async def main() -> None:
-        hub = SimNetwork(WEATHER)
-        _, one = present(hub, "a")
-        await one.claim(record("a", 1, samples=5))
-        assert (await one.peek()).sources == 0
-
-    run(main())
+async def test_samples_outlive_their_sources_and_never_shrink() -> None:
+    hub = SimNetwork(WEATHER)
+    _, one = present(hub, "a")
+    _, other = present(hub, "b")
+    await one.claim(record("a", 0, samples=100))
+    await other.claim(record("b", 0, samples=50))
+    roster = await one.peek()
+    assert (roster.run_samples, roster.own_samples) == (150, 100)
+    assert (roster.sources, roster.sources_finished) == (2, 0)
+    other.update(record("b", 0, samples=60, state=PeerState.FINISHED))
+    await other.withdraw()
+    roster = await one.peek()
+    assert (roster.run_samples, roster.sources, roster.sources_finished) == (160, 2, 1)
+    assert peers(roster) == [["a"], []]
+    # A newcomer learns of it for minutes; who knew it does not forget. The record of "a", of whom nothing is heard
+    # any more, has expired: it neither ends the run nor holds it up.
+    await asyncio.sleep(400)
+    _, late = present(hub, "c")
+    roster = await late.peek()
+    assert (roster.run_samples, roster.sources, roster.sources_finished) == (160, 1, 1)
+    await asyncio.sleep(1000)
+    assert (await one.peek()).run_samples == 160
+    # Whoever comes back is known by its old count, and cannot lower it.
+    hub.kill("b")
+    _, again = present(hub, "b")
+    await again.claim(record("b", 0, samples=10))
+    assert (await one.peek()).run_samples == 160
 
 
 BAD_RECORDS = {
@@ -505,17 +382,14 @@ BAD_RECORDS = {
 
 
 @pytest.mark.parametrize("raw", BAD_RECORDS.values(), ids=BAD_RECORDS.keys())
-def test_what_strangers_write_is_checked(raw: bytes) -> None:
-    async def main() -> None:
-        hub = SimNetwork(WEATHER)
-        stranger, _ = present(hub, "m")
-        _, one = present(hub, "a")
-        assert await stranger.publish(f"{RUN}/stage/0", "m", raw, 30.0)
-        assert peers(await one.claim(record("a", 0))) == [["a"], []]
-        assert await stranger.publish(f"{RUN}/stage/0", "m", stored(2, record("m", 0)), 31.0)
-        assert peers(await one.peek()) == [["a", "m"], []]
-
-    run(main())
+async def test_what_strangers_write_is_checked(raw: bytes) -> None:
+    hub = SimNetwork(WEATHER)
+    stranger, _ = present(hub, "m")
+    _, one = present(hub, "a")
+    assert await stranger.publish(f"{RUN}/stage/0", "m", raw, 30.0)
+    assert peers(await one.claim(record("a", 0))) == [["a"], []]
+    assert await stranger.publish(f"{RUN}/stage/0", "m", stored(2, record("m", 0)), 31.0)
+    assert peers(await one.peek()) == [["a", "m"], []]
 
 
 @given(st.binary(max_size=60), st.sampled_from(["stage/0", "stage/1", "sources"]))
@@ -533,111 +407,83 @@ def test_random_records_harm_nobody(raw: bytes, key: str) -> None:
     run(main())
 
 
-def test_a_flood_of_records_is_bounded_and_the_known_stay() -> None:
-    async def main() -> None:
-        hub = SimNetwork(NetworkConditions(latency=Latency(mean_s=0.0)))
-        _, one = present(hub, "z")
-        _, other = present(hub, "y")
-        await other.claim(record("y", 0))
-        await one.claim(record("z", 0))
-        for number in range(5000):
-            name = f"a{number:05}"
-            hub.dht.publish((f"{RUN}/stage/0", name), (stored(1, record(name, 0)), 300.0), 0.0, side=None)
-        roster = await one.peek()
-        assert len(roster.stage(0)) <= 4097
-        assert {"y", "z"} <= {record.peer for record in roster.stage(0)}
-
-    run(main())
+async def test_a_flood_of_records_is_bounded_and_the_known_stay() -> None:
+    hub = SimNetwork(NetworkConditions(latency=Latency(mean_s=0.0)))
+    _, one = present(hub, "z")
+    _, other = present(hub, "y")
+    await other.claim(record("y", 0))
+    await one.claim(record("z", 0))
+    for number in range(5000):
+        name = f"a{number:05}"
+        hub.dht.publish((f"{RUN}/stage/0", name), (stored(1, record(name, 0)), 300.0), 0.0, side=None)
+    roster = await one.peek()
+    assert len(roster.stage(0)) <= 4097
+    assert {"y", "z"} <= {record.peer for record in roster.stage(0)}
 
 
-def test_a_record_of_ours_that_is_too_long_is_our_mistake() -> None:
-    async def main() -> None:
-        _, one = present(SimNetwork(), "a")
-        with pytest.raises(ValueError, match="4096 are allowed"):
-            await one.claim(record("a", 0, budget="x" * 5000))
-
-    run(main())
-
-
-def test_an_update_cannot_change_the_stage() -> None:
-    async def main() -> None:
-        _, one = present(SimNetwork(), "a")
-        with pytest.raises(ValueError, match="claim"):
-            one.update(record("a", 0))
-
-    run(main())
+async def test_mistakes_of_our_own_are_raised_and_a_lost_network_is_not() -> None:
+    hub = SimNetwork(WEATHER)
+    _, one = present(hub, "a")
+    with pytest.raises(ValueError, match="claim"):
+        one.update(record("a", 0))
+    with pytest.raises(ValueError, match="4096 are allowed"):
+        await present(hub, "b")[1].claim(record("b", 0, budget="x" * 5000))
+    await one.claim(record("a", 1, samples=5))
+    assert (await one.peek()).sources == 0, "only at stage 0 a peer is a source"
+    hub.kill("a")
+    await one.withdraw()
+    assert peers(await one.peek()) == [[], []]
 
 
-def test_a_lost_network_is_not_raised() -> None:
-    async def main() -> None:
-        hub = SimNetwork(WEATHER)
-        _, one = present(hub, "a")
-        await one.claim(record("a", 0))
-        hub.kill("a")
-        await one.withdraw()
-        assert peers(await one.peek()) == [[], []]
-
-    run(main())
-
-
-def test_samples_of_whom_nobody_saw_at_work_do_not_count() -> None:
-    async def main() -> None:
-        hub = SimNetwork(WEATHER)
-        _, one = present(hub, "a")
-        await one.claim(record("a", 0, samples=100))
-        stranger, _ = present(hub, "stranger")
-        raw = msgspec.msgpack.encode((2**50, True))
-        assert await stranger.publish(f"{RUN}/sources", "stranger", raw, 600.0)
-        roster = await one.peek()
-        assert (roster.run_samples, roster.sources, roster.sources_finished) == (100, 1, 0)
-
-    run(main())
+async def test_samples_of_whom_nobody_saw_at_work_do_not_count() -> None:
+    hub = SimNetwork(WEATHER)
+    _, one = present(hub, "a")
+    await one.claim(record("a", 0, samples=100))
+    stranger, _ = present(hub, "stranger")
+    raw = msgspec.msgpack.encode((2**50, True))
+    assert await stranger.publish(f"{RUN}/sources", "stranger", raw, 600.0)
+    roster = await one.peek()
+    assert (roster.run_samples, roster.sources, roster.sources_finished) == (100, 1, 0)
 
 
-def test_what_is_forged_in_another_s_name_is_believed_by_nobody() -> None:
-    async def main() -> None:
-        hub = SimNetwork(WEATHER)
-        _, one = present(hub, "a")
-        _, other = present(hub, "b")
-        stranger, _ = present(hub, "m")
-        await one.claim(record("a", 0, samples=100))
-        await other.claim(record("b", 0, samples=10))
-        before = await one.peek()
-        # That "b" left, that it finished, that there is one more: each would end the run or keep it from its end.
-        gone = stored(10**12, record("b", 0, state=PeerState.LEAVING))
-        more = stored(10**12, record("c", 0))
-        finished = msgspec.msgpack.encode((2**50, True))
-        for key, name, raw in (("stage/0", "b", gone), ("stage/0", "c", more), ("sources", "b", finished)):
-            assert not await stranger.publish(f"{RUN}/{key}", name, raw, 600.0)
-        after = await one.peek()
-        assert msgspec.structs.replace(after, read_at=0.0) == msgspec.structs.replace(before, read_at=0.0)
-        assert hub.statistics()["records.forged"] == 3
-
-    run(main())
+async def test_what_is_forged_in_another_s_name_is_believed_by_nobody() -> None:
+    hub = SimNetwork(WEATHER)
+    _, one = present(hub, "a")
+    _, other = present(hub, "b")
+    stranger, _ = present(hub, "m")
+    await one.claim(record("a", 0, samples=100))
+    await other.claim(record("b", 0, samples=10))
+    before = await one.peek()
+    # That "b" left, that it finished, that there is one more: each would end the run or keep it from its end.
+    gone = stored(10**12, record("b", 0, state=PeerState.LEAVING))
+    more = stored(10**12, record("c", 0))
+    finished = msgspec.msgpack.encode((2**50, True))
+    for key, name, raw in (("stage/0", "b", gone), ("stage/0", "c", more), ("sources", "b", finished)):
+        assert not await stranger.publish(f"{RUN}/{key}", name, raw, 600.0)
+    after = await one.peek()
+    assert msgspec.structs.replace(after, read_at=0.0) == msgspec.structs.replace(before, read_at=0.0)
+    assert hub.statistics()["records.forged"] == 3
 
 
-def test_a_peer_at_work_reads_only_the_stages_that_it_has_to_do_with() -> None:
-    async def main() -> None:
-        hub = SimNetwork(WEATHER)
-        one = Membership(hub.network("a"), RUN, 4)
-        for stage, name in enumerate("bcde"):
-            await Membership(hub.network(name), RUN, 4).claim(record(name, stage, samples=10))
-        assert peers(await one.claim(record("a", 2))) == [["b"], ["c"], ["a", "d"], ["e"]]
-        one.focus((2, 3))
-        roster = await one.peek()
-        assert peers(roster) == [["b"], [], ["a", "d"], ["e"]]
-        assert one.complete
-        assert (roster.run_samples, roster.sources) == (10, 1), "the sources count for everybody"
-        one.focus(range(4))
-        assert one.watched == (0, 2, 3), "of stage 1 nothing is known yet: nobody may call it deserted"
-        assert peers(await one.peek()) == [["b"], ["c"], ["a", "d"], ["e"]]
-        assert one.watched == (0, 1, 2, 3)
-        one.focus((2, 3))
-        looking = asyncio.create_task(one.peek(range(4)))
-        await asyncio.sleep(0.0)
-        assert one.watched == (0, 2, 3)
-        assert peers(await looking) == [["b"], ["c"], ["a", "d"], ["e"]]
-        assert one.watched == (0, 2, 3), "a look for once changes nothing"
-        assert peers(await one.peek()) == [["b"], [], ["a", "d"], ["e"]]
-
-    run(main())
+async def test_a_peer_at_work_reads_only_the_stages_that_it_has_to_do_with() -> None:
+    hub = SimNetwork(WEATHER)
+    one = Membership(hub.network("a"), RUN, 4)
+    for stage, name in enumerate("bcde"):
+        await Membership(hub.network(name), RUN, 4).claim(record(name, stage, samples=10))
+    assert peers(await one.claim(record("a", 2))) == [["b"], ["c"], ["a", "d"], ["e"]]
+    one.focus((2, 3))
+    roster = await one.peek()
+    assert peers(roster) == [["b"], [], ["a", "d"], ["e"]]
+    assert one.complete
+    assert (roster.run_samples, roster.sources) == (10, 1), "the sources count for everybody"
+    one.focus(range(4))
+    assert one.watched == (0, 2, 3), "of stage 1 nothing is known yet: nobody may call it deserted"
+    assert peers(await one.peek()) == [["b"], ["c"], ["a", "d"], ["e"]]
+    assert one.watched == (0, 1, 2, 3)
+    one.focus((2, 3))
+    looking = asyncio.create_task(one.peek(range(4)))
+    await asyncio.sleep(0.0)
+    assert one.watched == (0, 2, 3)
+    assert peers(await looking) == [["b"], ["c"], ["a", "d"], ["e"]]
+    assert one.watched == (0, 2, 3), "a look for once changes nothing"
+    assert peers(await one.peek()) == [["b"], [], ["a", "d"], ["e"]]

@@ -14,7 +14,6 @@ from noloco_node.errors import UserError
 from noloco_node.observe.roster_observer import RosterObserver
 from noloco_node.observe.screen import lines
 from noloco_node.run.peer_state import PeerState
-from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import MOST_LETTERS, Given, PeerRecord, Roster, checked_name, shown_name
@@ -51,15 +50,12 @@ def test_a_name_stands_beside_the_id_and_never_in_its_place() -> None:
     assert "Names:\n abcdefgh [red]ijklmnop[2J" in picture(run_file, roster)
 
 
-def test_a_name_and_what_was_given_are_published_with_every_record() -> None:
-    async def main() -> PeerRecord:
-        hub, given = SimNetwork(), Given(1000, 200, 110, 10)
-        one, other = (
-            Membership(hub.network(name), "run", 1, unix_time=loop_s, name=name, given=lambda: given)
-            for name in ("one", "other")
-        )
-        await one.claim(PeerRecord(peer="one", stage=0, state=PeerState.TRAINING))
-        return (await other.peek()).stages[0][0]
-
-    published = run(main())
+async def test_a_name_and_what_was_given_are_published_with_every_record() -> None:
+    hub, given = SimNetwork(), Given(1000, 200, 110, 10)
+    one, other = (
+        Membership(hub.network(name), "run", 1, unix_time=loop_s, name=name, given=lambda: given)
+        for name in ("one", "other")
+    )
+    await one.claim(PeerRecord(peer="one", stage=0, state=PeerState.TRAINING))
+    published = (await other.peek()).stages[0][0]
     assert (published.name, published.given) == ("one", Given(1000, 200, 110, 10))

@@ -139,22 +139,19 @@ def test_a_disk_that_refuses_is_said_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("says", "heard"), [(0.4, 0.4), (0.0, 0.0), (math.nan, 0.0), (1.5, 0.0)])
-def test_whoever_knows_most_is_believed_within_bounds(tmp_path: Path, says: float, heard: float) -> None:
-    async def main() -> None:
-        hub = SimNetwork()
-        knows = RunHistory(tmp_path / "reached.json", "run", print)
-        knows.note(roster(0.2))
+async def test_whoever_knows_most_is_believed_within_bounds(tmp_path: Path, says: float, heard: float) -> None:
+    hub = SimNetwork()
+    knows = RunHistory(tmp_path / "reached.json", "run", print)
+    knows.note(roster(0.2))
 
-        async def answer(conversation: Conversation) -> None:
-            await conversation.receive()
-            await conversation.send(ReachedReply(progress=says))
+    async def answer(conversation: Conversation) -> None:
+        await conversation.receive()
+        await conversation.send(ReachedReply(progress=says))
 
-        await hub.network("knows").serve(HISTORY_TOPIC, HISTORY_SCHEMA, knows.serve)
-        await hub.network("says").serve(HISTORY_TOPIC, HISTORY_SCHEMA, answer)
-        hub.network("old")
-        asking = hub.network("asking")
-        assert await reached(asking, ["says", "old", "gone"]) == heard
-        assert await reached(asking, ["knows", "says"]) == max(0.2, heard)
-        assert await reached(asking, []) == 0.0
-
-    run(main())
+    await hub.network("knows").serve(HISTORY_TOPIC, HISTORY_SCHEMA, knows.serve)
+    await hub.network("says").serve(HISTORY_TOPIC, HISTORY_SCHEMA, answer)
+    hub.network("old")
+    asking = hub.network("asking")
+    assert await reached(asking, ["says", "old", "gone"]) == heard
+    assert await reached(asking, ["knows", "says"]) == max(0.2, heard)
+    assert await reached(asking, []) == 0.0

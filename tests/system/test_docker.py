@@ -30,7 +30,6 @@ CUT_OFF_S = 60.0
 
 
 def why_not() -> str:
-    """Return what is missing for these tests; empty if nothing is."""
     if shutil.which("docker") is None:
         return "docker is not installed"
     told = subprocess.run(["docker", "info"], capture_output=True, text=True, check=False)
@@ -38,7 +37,6 @@ def why_not() -> str:
 
 
 def run(*command: str, limit_s: float = LAST_RESORT_S, **environment: str) -> bytes:
-    """Return the standard output of a command, which must succeed."""
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, timeout=limit_s, check=False
     )
@@ -47,7 +45,6 @@ def run(*command: str, limit_s: float = LAST_RESORT_S, **environment: str) -> by
 
 
 def build() -> str:
-    """Build the image, and return what the engine said."""
     options = ("--build-arg", f"TORCH_OPTIONS={os.environ.get('TORCH_OPTIONS', '')}")
     named = ("--network", "host", "-f", "docker/Dockerfile", "-t", "noloco-node")
     return run("docker", "build", *named, *options, ".", limit_s=BUILD_S, DOCKER_BUILDKIT="0").decode()
@@ -55,7 +52,6 @@ def build() -> str:
 
 @pytest.fixture(scope="module")
 def image() -> str:
-    """Return the name of the image."""
     if missing := why_not():
         pytest.skip(missing)
     given = os.environ.get("IMAGE")
@@ -65,8 +61,6 @@ def image() -> str:
 
 
 class Project:
-    """A compose project that is up."""
-
     def __init__(self, file: str, image: str) -> None:
         self.name = f"noloco-test-{os.getpid()}"
         compose = ["docker", "compose"] if self._has_plugin() else ["docker-compose"]
@@ -78,7 +72,6 @@ class Project:
         return subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode == 0
 
     def __call__(self, *words: str) -> bytes:
-        """Run a compose command."""
         settings = {"IMAGE": self._image, "PUBLISH": "4001-4005", "TEXT": str(ROOT / "docs")}
         # The engine of a busy machine takes its time; compose version 1 gives it a minute otherwise.
         return run(*self._compose, *words, COMPOSE_HTTP_TIMEOUT="600", **settings)
@@ -90,14 +83,12 @@ class Project:
         return told.decode().split()[::-1]
 
     def left(self) -> list[str]:
-        """Return the containers, networks and volumes of this project."""
         own = ["-q", "--filter", f"label=com.docker.compose.project={self.name}"]
         kinds = (["ps", "-a"], ["network", "ls"], ["volume", "ls"])
         return [each for kind in kinds for each in run("docker", *kind, *own).decode().split()]
 
 
 def said(container: str) -> str:
-    """Return all that a container has logged."""
     done = subprocess.run(["docker", "logs", container], capture_output=True, check=True, timeout=LAST_RESORT_S)
     return (done.stdout + done.stderr).decode()
 
@@ -108,13 +99,11 @@ def steps(container: str) -> int:
 
 
 def state(container: str) -> tuple[str, int]:
-    """Return whether a container runs, and its exit code."""
     (told,) = json.loads(run("docker", "inspect", container))
     return told["State"]["Status"], told["State"]["ExitCode"]
 
 
 def until(condition: Callable[[], bool], what: str, limit_s: float = LAST_RESORT_S) -> None:
-    """Wait until something is so."""
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {limit_s:.0f} s: {what}"
@@ -122,14 +111,12 @@ def until(condition: Callable[[], bool], what: str, limit_s: float = LAST_RESORT
 
 
 def train_on(containers: list[str]) -> None:
-    """Wait until each of these nodes has taken more steps than it has now."""
     now = {each: steps(each) for each in containers}
     until(lambda: all(steps(each) > now[each] for each in containers), "every node trains")
 
 
 @contextmanager
 def up(file: str, image: str, *words: str) -> Iterator[Project]:
-    """Start a project, and leave nothing of it."""
     project = Project(file, image)
     try:
         project("up", "-d", "--no-build", *words)

@@ -97,8 +97,6 @@ METRICS = NodeMetrics("run")
 
 
 class _History(run_distribution.RunHistory):
-    """One that writes nothing."""
-
     def __init__(self) -> None:
         self._written = 1.0
         self.progress = 0.0

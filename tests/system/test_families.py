@@ -30,7 +30,6 @@ def test_the_table_lists_the_families_that_are_tried() -> None:
 
 
 def numbers_of(family: str) -> list[str]:
-    """Return the fields of a family's config that hold a number."""
     config = family_config(family, families.FAMILIES[family])
     dropout = dropout_fields(config)
     found = {name: value for name, value in vars(config).items() if name not in dropout and not name.startswith("_")}
@@ -38,7 +37,6 @@ def numbers_of(family: str) -> list[str]:
 
 
 def run_of(family: str, sizes: dict[str, float]) -> RunConfig:
-    """Return a run of a family at tiny sizes, some of them others."""
     model = ModelConfig(architecture=family, sizes={**families.FAMILIES[family], **sizes})
     return RunConfig(model=model, pipeline=PipelineConfig(sequence_length=8))
 

@@ -1,16 +1,12 @@
-"""Whatever happens to one side of a conversation at its worst moment, the other side goes on as if nothing had been.
+"""Whatever happens to one side of a conversation at its worst moment, the other side goes on.
 
-hivemind tests its all-reduce so: a peer fails before, fails while it sends, fails while it reduces, or cancels, alone
-and together with another, and those who are left must come to a result. Here the same is done to what is there
-instead: a meeting of two replicas, and a microbatch's call, on either side of each. Four moments (before, in sending,
-in receiving, after) and four fates: the process crashes; its host falls silent and comes back; the conversation
-hangs while the host beats on (between messages until a deadline ends it, in the middle of one for a minute); the node
-is asked to leave and drops what it was about.
+On either side of a meeting and of a microbatch's call, at four moments (before, in sending, in receiving, after), one
+of four fates befalls a victim: its process crashes; its host falls silent and comes back; the conversation hangs while
+the host beats on; the node is asked to leave. hivemind tests its all-reduce so, also with two victims.
 
-Nodes are production nodes with quadratic models for stages; the conversations between them are overheard, which is how
-a fate finds its moment. Messages with tensors are made slow then, so that there is a while in which they travel.
-Afterwards the survivors' weights are finite, their slots and gates free, their next windows and rounds normal; and so
-are those of a victim that lived on.
+Nodes are production nodes with quadratic models; a fate finds its moment because their conversations are overheard.
+Messages with tensors are slow then, so that they travel for a while. Afterwards the survivors' weights are finite,
+their slots and gates free, their next windows and rounds normal; and so are those of a victim that lived on.
 """
 
 from __future__ import annotations
@@ -68,8 +64,6 @@ slowness = [1.0, 1.13, 1.31]
 
 
 class Fate(Enum):
-    """What happens to a victim."""
-
     CRASH = "crash"
     SILENCE = "silence"
     HANG = "hang"
@@ -178,7 +172,6 @@ def weights_are_finite(peer: SimulatedPeer) -> bool:
 
 
 async def suffer(strikes: list[Strike], stages: int, replicas: int, blocking: bool = False) -> None:
-    """Let a swarm come together, strike, and see that all who are left take their next steps and rounds; then end."""
     text = SWARM.format(stages=stages, replicas=replicas, blocking=str(blocking).lower())
     cast = Cast(text)
     blows = Strikes(cast)
@@ -194,7 +187,6 @@ async def suffer(strikes: list[Strike], stages: int, replicas: int, blocking: bo
     struck_s = max(blows.struck.values())
 
     def goes_on(names: list[str], since_s: float) -> bool:
-        """Say whether each has had two rounds with another of its stage, where there is one, and the steps between."""
         return all(
             len([e for e in cast.since(name, OuterStepTaken, since_s) if good(e.partner, name, names)]) >= 2
             and len(cast.since(name, events.InnerStep, since_s)) >= 6
@@ -232,7 +224,6 @@ async def suffer(strikes: list[Strike], stages: int, replicas: int, blocking: bo
 
 
 def cases(table: dict[tuple[str, bool], Moment], names: tuple[str, str]) -> list[Any]:
-    """Return (calls, moment, fate) for every moment, side and fate, each with a name."""
     return [
         pytest.param(calls, moment, fate, id=f"{fate.value}-{when}-{names[0] if calls else names[1]}")
         for (when, calls), moment in table.items()

@@ -36,7 +36,6 @@ NOBODY = "12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
 
 
 def hops(command: Command) -> dict[str, int]:
-    """Return the microbatches that came back to a replica, by next hop."""
     totals = command.events(Hops)
     return totals[-1].counts if totals else {}
 
@@ -72,7 +71,6 @@ class Crowd:
 
     @property
     def sound(self) -> list[Command]:
-        """All replicas that nothing was done to."""
         return [*self.sources, self.keeper, *self.spares]
 
     def all_train(self) -> None:
@@ -95,7 +93,6 @@ class Crowd:
         return victim
 
     def goes_on(self) -> None:
-        """Wait until each sound replica has taken a few more inner steps."""
         before = {replica: steps(replica) for replica in self.sound}
         self.commands.until(
             lambda: all(steps(replica) >= before[replica] + 5 for replica in self.sound),
@@ -104,24 +101,19 @@ class Crowd:
         )
 
     def losses(self, replica: Command, since: float = 0.0) -> list[Lost]:
-        """Return what a replica has lost since a time."""
         return [event for event in replica.events(Lost) if event.at >= since]
 
 
 class Lone(NamedTuple):
-    """A bootstrap peer that nobody has joined to stay."""
-
     commands: Commands
     bootstrap: Command
     invite: str
 
     def elsewhere(self, address: str) -> str:
-        """Return an invite to this run by way of another address."""
         return invites.format(invites.parse(self.invite).digest, [address])
 
     @property
     def hosting(self) -> tuple[str, ...]:
-        """The command that would host another bootstrap peer of this run."""
         return ("bootstrap", "--run", str(self.commands.directory / "run.toml"))
 
 
@@ -153,7 +145,6 @@ def commands() -> Iterator[Commands]:
 
 
 def all_leave(commands: list[Command]) -> None:
-    """Ask them all to go at the same time, and check that nothing stays behind."""
     for command in commands:
         command.interrupt()
     for command in commands:
@@ -196,7 +187,6 @@ def test_a_run_outlives_its_bootstrap_peer_and_ends_in_a_checkpoint(commands: Co
 
 
 def check_bootstrap_peer_comes_back(commands: Commands, home: Path, run: Path) -> None:
-    """It dials the finished peers, which have no reason to dial it, and leads others to them."""
     back = commands.start("bootstrap", "--run", str(run), "--listen", "/ip4/127.0.0.1/tcp/0", "--home", str(home))
     invite = commands.until(lambda: back.output.strip(), "a bootstrap peer prints its invite", alive=[back])
     commands.until(
@@ -208,7 +198,6 @@ def check_bootstrap_peer_comes_back(commands: Commands, home: Path, run: Path) -
 
 
 def typed(*words: str) -> str:
-    """Return what a command prints that another process would do no differently."""
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert done.exit_code == Exit.OK, done.output
     return str(done.stdout)
@@ -352,7 +341,6 @@ def test_an_interrupt_ends_a_bootstrap_peer(commands: Commands, moment: str) -> 
 
 
 def gone(command: Command) -> None:
-    """Check that a command that was interrupted ends without an error, and leaves nothing."""
     assert command.wait() in (Exit.OK, Exit.INTERRUPTED), command.complaint
     assert "Traceback" not in command.complaint
     assert command.left_behind() == []
@@ -365,8 +353,6 @@ def gone(command: Command) -> None:
 
 
 class Wrong(NamedTuple):
-    """A command that cannot work, its exit code, and what its message must contain."""
-
     arguments: tuple[str, ...]
     code: Exit
     words: tuple[str, ...]

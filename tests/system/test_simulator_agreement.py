@@ -1,18 +1,15 @@
 """A real and a simulated swarm of one run file agree: the simulator may not drift from the truth.
 
-A swarm of real processes over libp2p trains a run file; peers of the same ids train it again in virtual time, for the
-order of a peer's text, its partners and its routes follow from (seed, peer). What is compared is what timing cannot
-change, since it does change between two runs of the real swarm alone.
+Real processes over libp2p train a run file; peers of the same ids train it again in virtual time, for texts, partners
+and routes follow from (seed, peer). The tests compare what timing cannot change.
 
-With one replica a stage that is every number of the run, bit by bit. The learning rate is constant (no warm-up, a fall
-to 1.0 of the peak), because it follows the progress of the run, which each replica learns when it learns it. A window
-is the same microbatches whatever the timing, and an outer step is taken in the pause in which it is due. Only the order
-in which a window's gradients are added up is left to timing, and floating-point addition is commutative but not
-associative: two gradients have one sum, three have several. So a window is of two microbatches.
+With one replica a stage that is every number of the run, bit by bit. The learning rate is constant, because progress
+reaches each replica at another time. A window is of two microbatches: two gradients have one sum in floating point,
+three have several.
 
-With two by two it is timing that says which microbatch goes where, how often two replicas meet, and who does more.
-There each swarm is held to the laws of both: nothing is used twice or lost, what one side books the other books too,
-and a meeting costs the same bytes. Each trains until everybody has met a few times, however long that takes.
+With two by two, timing decides which microbatch goes where, how often replicas meet, and who does more. There the tests
+hold each swarm to the laws of both: no work is used twice or lost, both sides book the same, and a meeting costs the
+same bytes.
 """
 
 from __future__ import annotations
@@ -69,8 +66,6 @@ MEETINGS = 5
 
 
 class Trace(NamedTuple):
-    """What one peer did: its journal, and what it saved in the end."""
-
     events: list[Event]
     saved: Checkpoint
 
@@ -78,7 +73,6 @@ class Trace(NamedTuple):
         return f"Trace({self.started.peer} of stage {self.started.stage}, {len(self.events)} events)"
 
     def of(self, kind: type[E]) -> list[E]:
-        """Return the journal's events of one kind."""
         return [event for event in self.events if isinstance(event, kind)]
 
     @property
@@ -96,7 +90,6 @@ class Trace(NamedTuple):
 
     @property
     def hops(self) -> dict[str, int]:
-        """Microbatches that came back, by next hop."""
         return self.of(Hops)[-1].counts
 
     @property
@@ -106,8 +99,6 @@ class Trace(NamedTuple):
 
 
 class Swarm(NamedTuple):
-    """The peers of one swarm, by id."""
-
     peers: dict[str, Trace]
 
     @property
@@ -120,19 +111,15 @@ class Swarm(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The same run twice."""
-
     real: Swarm
     simulated: Swarm
 
 
 def meetings(outer: list[OuterStepTaken]) -> list[OuterStepTaken]:
-    """Return the outer steps in which there was a partner."""
     return [event for event in outer if event.partner is not None]
 
 
 def train_really(commands: Commands, run: Path, replicas: int) -> Swarm:
-    """Train a run with real processes, to its end or until all have met often enough."""
     bootstrap, invite = host(commands, run)
     # Nothing begins without a source: by then the last stage is complete.
     nodes = [node for stage in reversed(range(STAGES)) for node in _join(commands, invite, stage, replicas)]
@@ -152,7 +139,6 @@ def train_really(commands: Commands, run: Path, replicas: int) -> Swarm:
 
 
 def _join(commands: Commands, invite: str, stage: int, replicas: int) -> list[Command]:
-    """Start the replicas of a stage, and wait until they are there."""
     nodes = [join(commands, invite, stage, "--refresh", str(REFRESH_S)) for _ in range(replicas)]
     commands.until(lambda: all(node.events(Started) for node in nodes), f"stage {stage} is there", alive=nodes)
     return nodes
@@ -235,7 +221,6 @@ def two_by_two() -> Pair:
 
 
 def each(pair: Pair) -> Iterator[tuple[Trace, Trace]]:
-    """Yield the two lives of each peer: the real and the simulated one."""
     assert pair.real.peers.keys() == pair.simulated.peers.keys()
     for name, trace in pair.real.peers.items():
         yield trace, pair.simulated.peers[name]

@@ -39,7 +39,6 @@ TOKEN = "0123456789abcdef0123456789abcdef"
 
 @asynccontextmanager
 async def tab(wrong: list[str], **options: Any) -> AsyncIterator[Tab]:
-    """A new tab of a new browser; what goes wrong in it, and what it asks of others, is noted."""
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
     async with asyncio.timeout(LAST_RESORT_S), playwright_api.async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=sandbox)

@@ -258,7 +258,6 @@ def test_a_wrong_place_is_refused_before_anything_is_begun(tmp_path: Path, optio
 
 @asynccontextmanager
 async def scraped(said: list[str]) -> AsyncIterator[int]:
-    """Serve metrics, and yield their port."""
     async with metrics_served(ServedPlace("127.0.0.1", 0), "run") as metrics:
         assert metrics is not None
         found = re.search(r"http://127\.0\.0\.1:(\d+)/metrics", said[-1])
@@ -267,7 +266,6 @@ async def scraped(said: list[str]) -> AsyncIterator[int]:
 
 
 async def ask(port: int, request: bytes) -> bytes:
-    """Send bytes; return all that comes until the server closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         async with asyncio.timeout(LAST_RESORT_S):

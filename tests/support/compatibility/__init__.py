@@ -1,12 +1,8 @@
-"""What must stay as it is however the code is arranged: bytes on the wire, files on disks, names, and what swarms do.
+"""Bytes on the wire, files on disks, names and the behaviour of swarms, which must stay however the code is arranged.
 
 Peers of other versions take part in the same run, and homes outlive the program that wrote them. So `data` keeps what
-the product wrote when it was recorded, and `test_compatibility.py` compares what it writes now, byte by byte where
-bytes matter, and reads what was written then. Of simulations it keeps digests of all that happened: a change of code
-that is meant to change nothing changes none of them.
-
-Where a change is intended (a format of another version, another rule, another default), record anew and look at what
-differs before it is committed:
+the product wrote when it was recorded; `test_compatibility.py` compares what it writes now, and reads what it wrote
+then. Where a change is intended, record anew and look at the differences before they are committed:
 
     python tests/support/record_compatibility.py [EVENTS]
 

@@ -48,7 +48,6 @@ def names(topics: set[str], keys: set[str]) -> dict[str, Any]:
 
 
 def _preset(preset: str) -> dict[str, Any]:
-    """Return the id of a run as `noloco-node init` writes it, and all that the id is taken over."""
     found = product.Recipe(product.run_text(preset), preset)
     return {
         "digest": found.digest,
@@ -71,7 +70,6 @@ def command_line() -> dict[str, Any]:
 
 
 def records() -> dict[str, Any]:
-    """Return what peers keep in the DHT, as they encode it."""
     key = (RECORDED / "home" / "identity.key").read_bytes()
     me = peer_id(key)
     signer = product.signing.read_signer(RECORDED / "home" / "identity.key")
@@ -134,7 +132,6 @@ def peer_id(key: bytes) -> str:
 
 
 def orders() -> dict[str, Any]:
-    """Return what two peers work out from the same seed, without a word."""
     sizes = [40_000, 12, 0, 4, 8_200, 300]
     coordinates = product.probe_coordinates(recipe().run.seed, [size * 7 for size in sizes])
     return {
@@ -187,7 +184,6 @@ def initial_weights() -> dict[str, Any]:
 
 
 def printed() -> dict[str, Any]:
-    """Return what commands print as JSON."""
     stages = tuple(
         tuple(each.record for each in published().values() if stage) for stage in range(recipe().run.pipeline.stages)
     )

@@ -30,7 +30,6 @@ OUT = "model"
 
 
 def unheard(line: str) -> None:
-    """Fail where the product complains."""
     raise AssertionError(line)
 
 
@@ -71,7 +70,6 @@ def checkpoint() -> product.Checkpoint:
 
 
 def snapshot() -> product.Checkpoint:
-    """Return the slow weights of a replica of the other stage."""
     counters = product.Counters(
         run_id=recipe().digest,
         stage=OTHER_STAGE,
@@ -210,7 +208,6 @@ def write_home(path: Path) -> None:
 
 
 def partial(home: Path) -> Any:
-    """Return the pieces of a copy that a home holds."""
     return product.Partial(home / "catch-up", recipe().digest, OTHER_STAGE, section_bytes(), unheard)
 
 
@@ -223,7 +220,6 @@ def merged(stage: int) -> Any:
 
 
 def fetched() -> Any:
-    """Return a replica that an export has fetched."""
     counters = product.Counters(
         run_id=recipe().digest,
         stage=STAGE,
@@ -240,28 +236,24 @@ def fetched() -> Any:
 def write_parts(path: Path) -> None:
     """Write what an export leaves that was interrupted: a finished stage, and a replica of the other one."""
     lying = parts(path)
-    lying.make()
+    lying.path.mkdir(parents=True, exist_ok=True)
     lying.finish(OTHER_STAGE, merged(OTHER_STAGE))
-    lying.keep_replica(fetched())
+    lying.keep(fetched())
 
 
 def parts(path: Path) -> Any:
-    """Return a directory of parts of the recorded run."""
     return product.PartsDirectory(path, recipe().digest, [shapes(0), shapes(1)], 0)
 
 
 def files_below(path: Path) -> dict[str, bytes]:
-    """Return the content of all files below a directory, by their paths."""
     return {each.relative_to(path).as_posix(): each.read_bytes() for each in sorted(path.rglob("*")) if each.is_file()}
 
 
 def same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Say whether two sets of named tensors are equal bit by bit, and in the same order."""
     return list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def same_checkpoint(one: product.Checkpoint, other: product.Checkpoint) -> bool:
-    """Say whether two checkpoints are equal, each tensor bit by bit."""
     return (
         one.counters == other.counters
         and one.tensors.keys() == other.tensors.keys()

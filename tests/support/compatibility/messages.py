@@ -33,7 +33,6 @@ def numbers(shape: tuple[int, ...], first: int = 0) -> Tensor:
 
 
 def said() -> dict[str, Said]:
-    """Return all messages by a name that says what they are."""
     found: dict[str, Said] = {}
     for name, each in (*_microbatches(), *_gossip(), *_states(), *_services()):
         assert name not in found, f"two messages are called {name}"
@@ -96,7 +95,6 @@ def _probe(slow: Tensor, fast: Tensor | None) -> Any:
 
 
 def encoded(form: product.Format, first: int) -> tuple[Tensor, ...]:
-    """Return weights as the codec has them."""
     return product.codec.encode(form, weights(first), (), steps() if form is product.Format.INT4 else ()).coded.wire
 
 
@@ -132,7 +130,6 @@ def _states() -> Iterator[tuple[str, Said]]:
 
 
 def manifest(hashes: dict[str, Tensor]) -> Any:
-    """Return what a donor says that it holds."""
     return product.Manifest(
         snapshot="0123456789abcdef",
         round=9,
@@ -147,7 +144,6 @@ def manifest(hashes: dict[str, Tensor]) -> Any:
 
 
 def _services() -> Iterator[tuple[str, Said]]:
-    """Yield what is asked of any peer."""
     yield "run: a request", Said(product.RunRequest(), product.RUN_SCHEMA)
     reply = product.RunFile(text='# Grüße\nname = "x"\n', unix_time=1_800_000_000.25)
     yield "run: the run file", Said(reply, product.RUN_SCHEMA)
@@ -174,12 +170,10 @@ def frames() -> dict[str, bytes]:
 
 
 def frame_of(each: Said) -> bytes:
-    """Return the bytes of a message on the wire."""
     return b"".join(product.encode(each.message, each.schema))
 
 
 def heard(frame: bytes, schema: product.Schema) -> Any:
-    """Return what a receiver reads."""
     intake, rest = product.Intake(schema), memoryview(frame)
     while True:
         space = intake.wants()
@@ -194,7 +188,6 @@ def heard(frame: bytes, schema: product.Schema) -> Any:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Say whether two messages are equal, each tensor bit by bit."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         # What is sent as bfloat16 is given as float32.
         return one.shape == other.shape and torch.equal(one.to(other.dtype), other)
@@ -207,6 +200,5 @@ def alike(one: Any, other: Any) -> bool:
 
 
 def recorded() -> dict[str, Any]:
-    """Return the messages as they are recorded."""
     found = {name: frame_of(each).hex() for name, each in said().items()}
     return {"messages": found, "frames": {name: frame.hex() for name, frame in frames().items()}}

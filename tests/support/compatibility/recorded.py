@@ -21,7 +21,6 @@ def written(table: Any) -> bytes:
 
 
 def read(name: str) -> Any:
-    """Return a table that was recorded."""
     return json.loads((RECORDED / name).read_bytes())
 
 
@@ -48,7 +47,6 @@ def unlike(now: Any, then: Any, tolerance: float = TOLERANCE, where: str = "") -
 
 
 def mapped(value: Any, change: Callable[[float], Any]) -> Any:
-    """Return a table with every number that has a fraction changed."""
     if isinstance(value, dict):
         return {key: mapped(each, change) for key, each in value.items()}
     if isinstance(value, list | tuple):

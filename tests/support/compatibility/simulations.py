@@ -1,13 +1,9 @@
-"""Short simulations, and what is recorded of them.
+"""Short simulations, and the tables recorded of them.
 
-**What is the same on every machine.** A simulation follows from its seed. What happens in it, in which order, when, and
-with how many bytes does not depend on any weight, so it is the same wherever Python's own arithmetic is: of that a
-digest is recorded, over the events (`events.jsonl`) and over the report (`--json`), each number rounded to seven digits
-for the sake of mathematical libraries that differ in the last of sixteen. Losses, gaps and weights are float32
-arithmetic of torch, in which processors differ: whether a product is rounded before it is added, in which order numbers
-are summed. They are recorded as figures (means over all events; of each peer's weights one sum), and compared within a
-tolerance. Words for people (why somebody was refused, say) have a digest of their own: a changed sentence shows as
-that, also where a loss names the class of a message. Neither the version of the program nor real time counts.
+The events and times of a simulation follow from its seed and from no weight, so they are the same on every machine: a
+digest is recorded of events (`events.jsonl`) and report (`--json`), with numbers rounded to seven digits. Losses, gaps
+and weights are float32 arithmetic, in which processors differ: figures of them are recorded and compared within a
+tolerance. Words for people have a digest of their own. Neither the program's version nor real time counts.
 """
 
 from __future__ import annotations
@@ -60,8 +56,6 @@ class Simulated(NamedTuple):
 
 
 class _Overheard(product.HookedNetwork):
-    """Notes what a peer serves and publishes."""
-
     def __init__(self, network: Any, topics: set[str], keys: set[str]) -> None:
         super().__init__(network)
         self._topics, self._keys = topics, keys
@@ -141,7 +135,6 @@ def _sum(tensors: tuple[torch.Tensor, ...]) -> float:
 
 
 def digested(found: Simulated) -> dict[str, Any]:
-    """Return what is recorded of a simulation."""
     plain = {"events": _plain(found.events), "report": _plain(found.report)}
     return {
         "events": sha256(json.dumps(plain["events"], sort_keys=True)),
@@ -181,7 +174,6 @@ def _plain(value: Any) -> Any:
 
 
 def _words(value: Any) -> Iterator[str]:
-    """Yield the sentences in a table, in order."""
     if isinstance(value, dict):
         for key in sorted(value):
             if key in WORDS and isinstance(value[key], str):
@@ -194,7 +186,6 @@ def _words(value: Any) -> Iterator[str]:
 
 
 def recorded_of(name: str) -> str:
-    """Return the name of the file in which a simulation is recorded."""
     return f"simulations/{name}.json"
 
 
