@@ -181,6 +181,17 @@ def test_weights_that_cannot_be_right_change_nothing(what: str, blocking: bool) 
     assert not a.rounds.state.momentum[0].any()
 
 
+def test_a_replica_that_returns_takes_no_far_weights_and_blames_nobody() -> None:
+    world = World(tamper=changed("b", Weights, lambda message: replace(message, fast=(message.fast[0] * 9.0,))))
+    settings = replace(SETTINGS, skips_before_solo=100)
+    a, b = (Toy(world, name, settings, optimum=1.0, origin=origin(drawn(1), rounds=9, last_met=9)) for name in "ab")
+    run(live([a, b], 38))
+    assert a.met == []
+    assert a.lost
+    assert not any(loss.implausible for loss in a.lost)
+    assert torch.equal(a.rounds.state.slow[0], drawn(1))
+
+
 def test_a_liars_probe_moves_int4_by_a_bounded_amount_or_is_refused() -> None:
     def after(factor: float) -> Toy:
         lie = changed("b", Probe, lambda message: replace(message, fast=message.fast * factor))
