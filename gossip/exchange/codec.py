@@ -344,7 +344,6 @@ def _check_steps(form: Format, weights: Tensors, steps: Sequence[float]) -> None
 
 
 def _finite(tensor: Tensor) -> bool:
-    """Say whether all values are finite, without a temporary of the tensor's size."""
     return not tensor.numel() or all(map(math.isfinite, map(float, torch.aminmax(tensor))))
 
 
