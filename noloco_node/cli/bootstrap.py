@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -149,7 +148,8 @@ async def host(options: BootstrapOptions) -> None:
             if recipe.run.model.weights:
                 say(weights_line(options.weights))
             if relays:
-                say(f"relays for peers behind routers listen too, and must be as open: {relay_places(relays)}")
+                places = ", ".join(dict.fromkeys(parse_peer_address(place).transport for place in relays))
+                say(f"relays for peers behind routers listen too, and must be as open: {places}")
             membership = Membership(network, recipe.digest, recipe.run.pipeline.stages)
             async with asyncio.TaskGroup() as group:
                 looking = (
@@ -200,10 +200,6 @@ def _invite_of_same_run(given: str, recipe: RunFileText, run_file: Path) -> invi
             code=Exit.OTHER_RUN,
         )
     return invite
-
-
-def relay_places(relays: Sequence[str]) -> str:
-    return ", ".join(dict.fromkeys(parse_peer_address(place).transport for place in relays))
 
 
 async def _tell(membership: Membership) -> None:

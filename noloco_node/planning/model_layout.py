@@ -197,4 +197,5 @@ def _config(model: ModelConfig) -> Any:
     try:
         return AutoConfig.from_pretrained(model.hub, revision=model.commit, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{model.hub} holds no model config that transformers knows: {error}") from error
+        said = " ".join(str(error).split())
+        raise ValueError(f"{model.hub} holds no model config that transformers knows: {said}") from error
