@@ -100,6 +100,11 @@ class Rounds:
         return self._round_state.statistics()
 
     @property
+    def holds_training(self) -> bool:
+        """Whether a blocking round is at its meeting: no microbatch is admitted before its end."""
+        return self._settings.blocking and self._round_state.meeting is not None
+
+    @property
     def disowned(self) -> bool:
         """Whether we have disowned our weights and not adopted others yet."""
         return not self._round_state.owns

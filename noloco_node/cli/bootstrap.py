@@ -35,7 +35,7 @@ from noloco_node.machine.signals import departure, run
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import short
 from noloco_node.run.config import RunConfig
-from noloco_node.run.runfile import is_public, read_run_text
+from noloco_node.run.runfile import read_run_text
 from noloco_node.state_sync import weight_exchange
 from noloco_node.state_sync.weight_exchange import WeightServer
 from noloco_node.storage.home import Home
@@ -143,14 +143,14 @@ async def host(options: BootstrapOptions) -> None:
             say(f"bootstrap peer of the run {recipe.run.name!r} ({recipe.digest[:12]}), home {home.path}")
             say(admissions.rule)
             say(admissions.advice(invite, from_where(addresses)))
-            if not is_public(recipe.run.data):
+            if not recipe.run.data.is_public:
                 say(f"each machine trains on text that its owner names: join --data PATH ({recipe.run.data.path} here)")
             if recipe.run.model.weights:
                 say(weights_line(options.weights))
             if relays:
                 places = ", ".join(dict.fromkeys(parse_peer_address(place).transport for place in relays))
                 say(f"relays for peers behind routers listen too, and must be as open: {places}")
-            membership = Membership(network, recipe.digest, recipe.run.pipeline.stages)
+            membership = recipe.membership(network)
             async with asyncio.TaskGroup() as group:
                 looking = (
                     supervised("noting how far the run is", lambda: history.follow(membership), warn),

@@ -36,7 +36,6 @@ from noloco_node.data.file_documents import (
 )
 from noloco_node.errors import config_error
 from noloco_node.run.config import DataConfig, RunConfig
-from noloco_node.run.runfile import with_source
 
 SMALLEST_PIECE_BYTES = 64 * 1024  # of a long file that is cut into several documents
 CHUNK_TOKENS = 2**19  # in a chunk: some thirty source files, or two megabytes of prose, and four megabytes of memory
@@ -235,16 +234,20 @@ def shuffled(blocks: Blocks, sequence_length: int, seed: int, peer: str) -> Shuf
     return ShuffledBlocks(blocks, chunk_blocks, lambda number: Random(f"{seed}|mixing|{peer}|{number}"))
 
 
+def run_blocks(run: RunConfig, own_source: str | None, peer: str, vocabulary: int) -> Blocks | ShuffledBlocks:
+    """Return the training blocks of one peer as its run mixes them. `own_source`: another text than the run's."""
+    data = run.data if own_source is None else run.data.with_source(own_source)
+    check_vocabulary(data, vocabulary)
+    length = run.pipeline.sequence_length
+    blocks = open_blocks(data, length, run.seed, peer)
+    return shuffled(blocks, length, run.seed, peer) if data.shuffle else blocks
+
+
 class TextSource:
-    """The training text of a peer, read in a thread. `own_source`: another one than the run's, for `with_source`."""
+    """The training text of a peer, read in a thread. `own_source`: another text than the run's."""
 
     def __init__(self, run: RunConfig, own_source: str | None, peer: str, vocabulary: int) -> None:
-        data = run.data if own_source is None else with_source(run.data, own_source)
-        check_vocabulary(data, vocabulary)
-        length = run.pipeline.sequence_length
-        blocks = open_blocks(data, length, run.seed, peer)
-        self._blocks = shuffled(blocks, length, run.seed, peer) if data.shuffle else blocks
-        self._batch = run.pipeline.microbatch_size
+        self._blocks, self._batch = run_blocks(run, own_source, peer, vocabulary), run.pipeline.microbatch_size
         self._turn = asyncio.Lock()
         # A thread of its own: the C library keeps for each thread what it once needed, and a chunk needs ten megabytes.
         # And a read whose reader has gone is over before the next one begins.

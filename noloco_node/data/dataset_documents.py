@@ -18,7 +18,6 @@ from noloco_node.data.file_documents import Document, Place, ReadingOrder, Unrea
 from noloco_node.data.local_rows import BadRow, LocalRows
 from noloco_node.errors import UserError, config_error
 from noloco_node.run.config import DataConfig
-from noloco_node.run.runfile import with_source
 from noloco_node.terminal import say
 
 T = TypeVar("T")
@@ -279,6 +278,6 @@ def load_rows(data: DataConfig) -> Any:
 
 def check_source(source: str) -> None:
     """Raise `UserError` if the source that a person named is not understood, or has no file here; ask no hub."""
-    data = with_source(DataConfig(), source)
+    data = DataConfig().with_source(source)
     if data.path is not None and data.source != "hub":
         find_files(data.path, SUFFIXES.get(data.source, ("",)))

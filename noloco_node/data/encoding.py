@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from noloco_node.errors import config_error
-from noloco_node.run.config import TOKENIZER_FILES, TRAVELLING, DataConfig
+from noloco_node.run.config import TOKENIZER_FILES, DataConfig
 
 BYT5_VOCABULARY = 384
 _BYT5_END, _BYT5_OFFSET = 1, 3
@@ -37,7 +37,7 @@ class Encoder(NamedTuple):
 
 def open_encoder(data: DataConfig) -> Encoder:
     """Return the run's tokenizer as blocks use it; for byt5 without loading transformers."""
-    if data.tokenizer == "byt5":
+    if data.has_byte_tokenizer:
         return Encoder(encode_bytes, _BYT5_END, "byt5")
     tokenizer = open_tokenizer(data)
     if tokenizer.eos_token_id is None:
@@ -82,16 +82,16 @@ def encode_bytes(text: str) -> Tensor:
 
 def with_tokenizer_in(data: DataConfig, directory: Path) -> DataConfig:
     """Return `data` with the tokenizer in a local directory to which its files have travelled."""
-    return data if data.tokenizer != TRAVELLING else msgspec.structs.replace(data, tokenizer=str(directory))
+    return msgspec.structs.replace(data, tokenizer=str(directory)) if data.has_travelling_tokenizer else data
 
 
 def open_tokenizer(data: DataConfig) -> Any:
     """Load the run's tokenizer with transformers; raise `UserError` (CONFIG) if that fails."""
-    if data.tokenizer == "byt5":
+    if data.has_byte_tokenizer:
         from transformers import ByT5Tokenizer
 
         return ByT5Tokenizer()
-    if data.tokenizer == TRAVELLING:
+    if data.has_travelling_tokenizer:
         raise config_error(
             "The tokenizer of this run is not here.",
             why="its files come from the swarm, when a node joins or a model is exported",
@@ -120,7 +120,7 @@ def open_tokenizer(data: DataConfig) -> Any:
 
 def vocab_size(data: DataConfig) -> int:
     """Return the number of ids of the run's tokenizer, special tokens included."""
-    return BYT5_VOCABULARY if data.tokenizer == "byt5" else len(open_tokenizer(data))
+    return BYT5_VOCABULARY if data.has_byte_tokenizer else len(open_tokenizer(data))
 
 
 def check_vocabulary(data: DataConfig, model_vocabulary: int) -> None:

@@ -14,7 +14,6 @@ from noloco_node.errors import UserError, config_error
 from noloco_node.export.sources import NOTES, run_of
 from noloco_node.run.config import TOKENIZER_FILES, TRAVELLING, DataConfig, RunConfig
 from noloco_node.run.presets import numbers_of, written
-from noloco_node.run.runfile import text_of
 from noloco_node.storage.weight_store import LARGEST_FILE_BYTES, described
 from noloco_node.terminal import say
 
@@ -53,7 +52,7 @@ def continuing_text(directory: Path, preset: str) -> str:
     before = run_of(directory) if (directory / NOTES).exists() else None
     if before is not None:
         stages, length = before.pipeline.stages, before.pipeline.sequence_length
-    if before is None or before.data.tokenizer != "byt5":
+    if before is None or not before.data.has_byte_tokenizer:
         own_tokenizer = _tokenizer_files(directory, config.vocab_size)
     numbers = given | {
         "about": "going on from a finished model",
@@ -79,7 +78,7 @@ def continuing_text(directory: Path, preset: str) -> str:
     if before is None:
         say(f'text: set [data] in the run file: it trains on "{OWN_TEXT}", which each source names with --data')
     else:
-        say(f"text: as the run of this model had it: {text_of(before.data)}")
+        say(f"text: as the run of this model had it: {before.data.text_name}")
     _check(text, files)
     return text
 

@@ -21,7 +21,7 @@ from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.export.replica_files import ReplicaFile, Shapes
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
-from noloco_node.run.config import TRAVELLING, DataConfig
+from noloco_node.run.config import DataConfig
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE
 from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, ask_manifests, copying_s
@@ -175,7 +175,7 @@ def _lost(recipe: RunFileText, roster: Roster, number: int, tries: str, *, any_c
 def reading_with_tokenizer(homes: Sequence[Path], recipe: RunFileText) -> DataConfig:
     """Return the run's data with the tokenizer that a home keeps; raise `UserError` (CONFIG) if none has it."""
     data = recipe.run.data
-    if data.tokenizer != TRAVELLING:
+    if not data.has_travelling_tokenizer:
         return data
     for place in (place for home in homes for place in HomePaths(home).tokenizers_of(recipe.digest)):
         store = WeightStore.filling(place, data.tokenizer_files)
@@ -196,7 +196,7 @@ async def fetched_tokenizer(
     `look`: reads the roster; the peers of the invite are asked as well.
     """
     data = recipe.run.data
-    if data.tokenizer != TRAVELLING:
+    if not data.has_travelling_tokenizer:
         return data
     roster = [record.peer for records in (await look()).stages for record in records]
     peers = list(dict.fromkeys((*roster, *invites.parse(invite).peers)))

@@ -118,44 +118,48 @@ class ReplicaReader:
 
     def __init__(self, filed: Sequence[ReplicaFile], shapes: Shapes) -> None:
         """Open `filed`; raise ValueError if a file does not hold tensors of these shapes."""
-        self._names, self._open = list(shapes), ExitStack()
-        self.filed, self._files = tuple(filed), []
-        try:
+        self._names, self.filed, self._files = list(shapes), tuple(filed), []
+        with ExitStack() as opening:
             for each in filed:
-                file = self._open.enter_context(safe_open(each.readable, framework="pt"))
-                for number, shape in enumerate(shapes.values()):
-                    if tuple(file.get_slice(f"slow.{number}").get_shape()) != tuple(shape):
-                        raise ValueError(f"{each.path} is not of this run: tensor {number} has another shape")
+                try:
+                    file = opening.enter_context(safe_open(each.readable, framework="pt"))
+                    found = [tuple(file.get_slice(f"slow.{number}").get_shape()) for number in range(len(shapes))]
+                except SafetensorError as error:
+                    raise ValueError(f"{each.path} cannot be read: {error}") from error
+                if found != [tuple(shape) for shape in shapes.values()]:
+                    raise ValueError(f"{each.path} is not of this run: its tensors have other shapes")
                 self._files.append(file)
-        except SafetensorError as error:
-            self._open.close()
-            raise ValueError(f"{each.path} cannot be read: {error}") from error
+            self._open = opening.pop_all()
 
     def standing(self, place: int) -> ReplicaSummary:
-        counters, file = self.filed[place].counters, self._files[place]
+        counters = self.filed[place].counters
         return ReplicaSummary(
             peer=self.filed[place].peer,
             round=counters.round,
             inner_steps=counters.inner_steps,
             progress=counters.progress,
-            norm=norm_of(lambda number: file.get_tensor(f"slow.{number}"), len(self._names)),
+            norm=norm_of(self._tensor(place, number) for number in range(len(self._names))),
         )
 
     def weights(self, place: int) -> dict[str, Tensor]:
-        return {name: self._files[place].get_tensor(f"slow.{number}") for number, name in enumerate(self._names)}
+        return {name: self._tensor(place, number) for number, name in enumerate(self._names)}
+
+    def _tensor(self, place: int, number: int) -> Tensor:
+        found: Tensor = self._files[place].get_tensor(f"slow.{number}")
+        return found
 
     def alike(self, places: Sequence[int]) -> tuple[list[int], dict[int, float]]:
         """Return which of these replicas are alike, and the cosines of the others."""
         if len(places) < LEAST_REPLICAS:
             return list(places), {}
-        tensors = ([file.get_tensor(f"slow.{number}") for file in self._files] for number in range(len(self._names)))
+        everyone = range(len(self.filed))
+        tensors = ([self._tensor(place, number) for place in everyone] for number in range(len(self._names)))
         return drop_strangers(products_of(tensors), places)
 
     def mean(self, places: Sequence[int]) -> dict[str, Tensor]:
         """Return the mean of some replicas by name; memory holds it and one tensor of each."""
         return {
-            name: mean_of([self._files[place].get_tensor(f"slow.{number}") for place in places])
-            for number, name in enumerate(self._names)
+            name: mean_of([self._tensor(place, number) for place in places]) for number, name in enumerate(self._names)
         }
 
     def __enter__(self) -> Self:

@@ -26,7 +26,6 @@ from noloco_node.export.replica_files import ReplicaReader, newest
 from noloco_node.export.sources import check_models, known_run, recipe_of, run_of
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.run.config import DataConfig, RunConfig
-from noloco_node.run.runfile import with_source
 from noloco_node.terminal import say, warn
 from pipeline.model_config import longest_sequence
 
@@ -122,8 +121,8 @@ def evaluate(
 ) -> str:
     """Evaluate exported checkpoints, or homes: the merged model and every replica in its place in it.
 
-    `data`: a source of text for `with_source`, used whole; None for the text that the run held out. `batches`: the most
-    of them, spread over the text; None takes all. Returns a sentence a model, or with `as_json` one object: the numbers
+    `data`: another source of text, used whole; None for the text that the run held out. `batches`: the most of them,
+    spread over the text; None takes all. Returns a sentence a model, or with `as_json` one object: the numbers
     of one model, or of several a list under `models`.
     """
     check_models(directories, homes)
@@ -170,7 +169,7 @@ def _of_homes(homes: Sequence[Path], source: str | None, batches: int | None) ->
     recipe = recipe_of(homes)
     run, layout = recipe.run, model_layout(recipe.run)
     data = reading_with_tokenizer(homes, recipe)
-    data = data if source is None else _whole(with_source(data, source))
+    data = data if source is None else _whole(data.with_source(source))
     text = _text(data, run.pipeline.sequence_length, run.seed, batches, named=source is not None)
     say(f"merging what lies in {len(homes)} home{'s' * (len(homes) > 1)}")
     entropy, filed = unigram_entropy(text.batches), of_homes(homes, recipe)
@@ -198,7 +197,7 @@ def _reading(directory: Path, source: str | None) -> tuple[DataConfig, int, int]
     """
     run = run_of(directory) if source is None else known_run(directory)
     data = reading_of(directory, run)
-    data = data if source is None else _whole(with_source(data, source))
+    data = data if source is None else _whole(data.with_source(source))
     if run is not None:
         return data, run.pipeline.sequence_length, run.seed
     try:
@@ -219,6 +218,6 @@ def reading_of(directory: Path, run: RunConfig | None) -> DataConfig:
     """
     if run is None:
         return DataConfig(tokenizer=str(directory))
-    if run.data.tokenizer == "byt5":
+    if run.data.has_byte_tokenizer:
         return run.data
     return msgspec.structs.replace(run.data, tokenizer=str(directory), tokenizer_commit=None)

@@ -126,7 +126,7 @@ def generate(directory: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
             code=Exit.USAGE,
         )
     spelling: Spelling | ByteSpelling
-    if data.tokenizer == "byt5":
+    if data.has_byte_tokenizer:
         spelling = ByteSpelling()
     else:
         tokenizer = open_tokenizer(data)

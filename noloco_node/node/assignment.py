@@ -412,7 +412,7 @@ def _make_replica(context: NodeContext, services: NodeServices, start: Start) ->
     """Make a replica of what joining yielded."""
     run, options, membership = context.run, context.options, context.membership
     services.work.begin(start.starting_state.progress, start.counted)
-    membership.focus(range(run.pipeline.stages) if context.keeps_snapshots else (start.number, start.number + 1))
+    membership.focus(run.pipeline.all_stages if context.keeps_snapshots else (start.number, start.number + 1))
     config = ReplicaConfig(
         run=run,
         run_id=context.run_file.digest,

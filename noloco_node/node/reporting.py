@@ -78,10 +78,10 @@ class ProgressReporter:
         largest = sorted(other_sources, key=lambda source: (-source.claimed, source.peer))[:MOST_SOURCES]
         own = self._membership.receipts.signed(self._replica.config.peer)
         if own or any(source.signed for source in largest):
-            tokens = self._replica.config.run.pipeline.sequence_length
-            claimed = {source.peer: source.claimed * tokens for source in largest}
-            signed = {source.peer: source.signed * tokens for source in largest}
-            self._reporter.record(events.Receipts(claimed=claimed, signed=signed, own=own * tokens))
+            tokens = self._replica.config.run.tokens
+            claimed = {source.peer: tokens(source.claimed) for source in largest}
+            signed = {source.peer: tokens(source.signed) for source in largest}
+            self._reporter.record(events.Receipts(claimed=claimed, signed=signed, own=tokens(own)))
 
 
 class HopSample:

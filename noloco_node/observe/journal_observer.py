@@ -57,7 +57,7 @@ class JournalObserver:
         tokens, budget = sum(history.tokens for history in sources), None
         progress = max((history.progress for history in self.histories), default=0.0)
         if self._run is not None:
-            budget = self._run.budget_samples * self._run.pipeline.sequence_length
+            budget = self._run.tokens(self._run.budget_samples)
             progress = max(progress, min(1.0, tokens / budget))
         elif progress > 0.0:
             budget = round(tokens / progress)

@@ -129,7 +129,7 @@ def make_stage(
         Inner(inner.beta1, inner.beta2, inner.epsilon, inner.weight_decay, inner.clip_norm),
         StageSettings(device, autocast_dtype(device, run.precision), graphs),
         first=number == 0,
-        last=number == run.pipeline.stages - 1,
+        last=run.pipeline.is_last(number),
         codec=run.pipeline.codec,
     )
 

@@ -46,7 +46,6 @@ from noloco_node.data.file_documents import (
 )
 from noloco_node.errors import Exit, UserError
 from noloco_node.run.config import DataConfig
-from noloco_node.run.runfile import with_source
 
 END = 1
 BYT5 = ByT5Tokenizer()
@@ -611,7 +610,7 @@ def test_rows_that_hold_no_text_end_nothing(tmp_path: Path, packing: str, capsys
     }
     path = tmp_path / f"rows.jsonl{packing}"
     path.write_bytes(packed[packing](b"\xef\xbb\xbf" + b"\n".join(ROWS)))
-    data = msgspec.structs.replace(with_source(DataConfig(validation_percent=0.0), str(path)), shuffle=False)
+    data = msgspec.structs.replace(DataConfig(validation_percent=0.0).with_source(str(path)), shuffle=False)
     found = documents_in(open_blocks(data, 4, 0, "p"), 9)
     assert found == ["good 1", "good 2", "good 3"] * 3
     said = heard(capsys)
