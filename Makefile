@@ -43,8 +43,8 @@ check: $(INSTALLED)
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --maxfail 20 -rs -m 'not docker' $(TESTS)
 
-test-docker: $(INSTALLED)
-	$(BIN)/python -m pytest -rs -m docker tests/system/test_docker.py
+test-docker: $(INSTALLED)  # these tests take minutes, and have limits of their own
+	$(BIN)/python -m pytest -rs -m docker -o timeout=0 -o faulthandler_timeout=0 tests/system/test_docker.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

@@ -27,7 +27,7 @@ from pipeline.next_stage import NextStage, NextStageClient
 from pipeline.partition import build, cut
 from pipeline.routing import Hop
 from pipeline.stage import Stage
-from pipeline.worker import Worker, WorkerCompute
+from pipeline.worker import Worker
 
 T = TypeVar("T")
 STAGES, REPLICAS, WINDOW, STEPS, STEPS_PER_ROUND, TOKENS = 3, 2, 4, 12, 4, 16
@@ -74,7 +74,7 @@ class Peer:
         # A microbatch: through the gate, forward here, by a random replica of the next stage, backward here.
         self.gate = AdmissionWindow(WINDOW)
         routes = NextStage(NextStageClient(hops=self.hops, call=self.call), Random(self.name))
-        self.worker = Worker(self.stage, self.gate, WorkerCompute(run=at_once), None if last else routes, budget_s=60.0)
+        self.worker = Worker(self.stage, self.gate, at_once, None if last else routes, budget_s=60.0)
         # A round: every few inner steps the weights of two replicas of a stage meet, while both train on.
         self.events: list[Event] = []
         here = RoundContext(

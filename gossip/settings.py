@@ -76,6 +76,16 @@ class OuterConfig:
     """A snapshot older than this many inner steps is retaken while the round stays open."""
     skips_before_solo: SkipCount = 4
 
+    @property
+    def weight_sets(self) -> int:
+        """Sets of weights that each side of a pair sends: with gamma = beta the fast ones alone, else slow ones too."""
+        return 1 if self.gamma == self.beta else 2
+
+    @property
+    def gathers(self) -> bool:
+        """Whether what a period of the momentum has gathered is kept."""
+        return bool(self.alpha) and self.momentum_period > 1
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundTimeouts:
@@ -101,8 +111,7 @@ Shape = tuple[int, ...]
 def absolute(form: Format) -> Format:
     """Return the form in which weights travel to somebody who is to take them over, and may be anywhere.
 
-    int4 says where a value is relative to one nearby: with a step that follows the distance, an adopted weight would
-    be noise. The other forms are absolute, and stay.
+    With the step of int4, which follows the distance, an adopted weight would be noise.
     """
     return Format.BFLOAT16 if form.is_modular else form
 

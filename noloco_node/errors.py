@@ -72,6 +72,11 @@ def config_error(what: str, why: str, hint: str) -> UserError:
     return UserError(what, why=why, hint=hint, code=Exit.CONFIG)
 
 
+def storage_error(what: str, why: str, hint: str) -> UserError:
+    """Return the error of a disk that refuses."""
+    return UserError(what, why=why, hint=hint, code=Exit.STORAGE)
+
+
 def reason_of(error: OSError) -> str:
     """Say what the system refused, and at which file, without its number."""
     return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")

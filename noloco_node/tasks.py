@@ -19,14 +19,10 @@ def loop_s() -> float:
 
 
 @asynccontextmanager
-async def background(background: Awaitable[None]) -> AsyncIterator[None]:
+async def background(background: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Run something beside the body, end it with the body, and let its failure end the body."""
-
-    async def beside() -> None:
-        await background
-
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(beside())
+        task = group.create_task(background)
         try:
             yield
         finally:

@@ -268,8 +268,6 @@ class SizeBound:
 
         Raises `UnusualSizeError` for an unusual size, and another ValueError for a message that no honest peer sends.
         """
-        from pipeline.activation_codec import bound_of_norm, check, scaled
-
         check(self._code, wire)
         count = self._code.values(wire.shape)
         size = bound_of_norm(self._code, wire) / math.sqrt(max(1, count))

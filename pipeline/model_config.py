@@ -75,7 +75,8 @@ def family_config(architecture: str, sizes: Mapping[str, Any]) -> Config:
     try:
         return family(**alien, **_with_none(sizes))
     except (TypeError, ValueError, StrictDataclassError) as error:
-        raise ValueError(f"transformers refuses these sizes of {architecture}: {error}") from error
+        said = " ".join(str(error).split())
+        raise ValueError(f"transformers refuses these sizes of {architecture}: {said}") from error
 
 
 def _impossible(sizes: Mapping[str, Any]) -> Iterator[str]:

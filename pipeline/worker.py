@@ -6,7 +6,7 @@ own backward pass is complete. If its caller is cut off meanwhile, the sample co
 will have it computed again elsewhere; such samples are counted (`counted_twice`). The travelling budget bounds
 everything before our own backward pass, which runs without a deadline: all work of later stages is done.
 
-`WorkerCompute.run` must be shielded: a job that has begun is awaited to its end even when its caller is cancelled, so
+`run` must be shielded: a job that has begun is awaited to its end even when its caller is cancelled, so
 no slot is free and no step taken while a backward pass runs.
 """
 
@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from pipeline.admission_window import AdmissionWindow, Slot, WindowOutcome
@@ -62,14 +62,6 @@ class Run(Protocol):
         """Return what the function returns."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerCompute:
-    """Runs jobs on the device; `clock` measures them there, in seconds."""
-
-    run: Run
-    clock: Callable[[], float] = time.perf_counter
-
-
 class _Work(Generic[T]):
     """A job of the device that keeps its own result, for a caller that is cancelled while it runs."""
 
@@ -89,18 +81,20 @@ class _Work(Generic[T]):
 class Worker:
     """Takes microbatches through one stage; `next_stage` is None at the last.
 
-    `budget_s`: the longest time that any microbatch may travel from here.
+    `run` runs jobs on the device, and `clock` measures them there, in seconds. `budget_s`: the longest time that any
+    microbatch may travel from here.
     """
 
     def __init__(
         self,
         stage: WorkerStage,
         gate: AdmissionWindow,
-        compute: WorkerCompute,
+        run: Run,
         next_stage: NextStage | None,
         budget_s: float,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._stage, self._gate, self._compute = stage, gate, compute
+        self._stage, self._gate, self._run, self._clock = stage, gate, run, clock
         self._next_stage, self._budget_s = next_stage, budget_s
         self._counts: Counter[str] = Counter()
         self._abandoned = False
@@ -145,7 +139,7 @@ class Worker:
         return {**{name: self._counts[name] for name in names}, "device_s": self.device_s}
 
     async def _take(self, microbatch: Microbatch, slot: Slot, deadline_s: float) -> Reply:
-        clock, stage = self._compute.clock, self._stage
+        clock, stage = self._clock, self._stage
         if self._next_stage is None:
             if not (slot.take_turn() or await within(deadline_s, slot.turn())):
                 return Refused(reason=Reason.LEAVING)
@@ -173,7 +167,7 @@ class Worker:
     ) -> tuple[WorkerForward, Reply]:
         """Run forward, have the later stages do their part, and wait for our turn; the caller watches the deadline."""
         assert self._next_stage is not None
-        forward = await self._compute.run(ahead)
+        forward = await self._run(ahead)
         reply = await self._next_stage.ask(replace(microbatch, hidden=forward.output), deadline_s)
         if isinstance(reply, Gradient) and not await slot.turn():
             reply = Refused(reason=Reason.LEAVING)
@@ -182,7 +176,7 @@ class Worker:
     async def _finish(self, work: _Work[T], succeeded: Callable[[T], None]) -> T:
         """Run a backward and report that it is complete, also when we are cancelled meanwhile."""
         try:
-            return await self._compute.run(work)
+            return await self._run(work)
         except asyncio.CancelledError:
             self._counts["counted_twice"] += len(work.results)
             raise

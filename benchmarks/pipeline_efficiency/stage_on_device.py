@@ -33,7 +33,7 @@ from noloco_node.planning.plan import memories
 from noloco_node.run.config import DataConfig, ModelConfig, PipelineConfig, RunConfig
 from pipeline.admission_window import AdmissionWindow
 from pipeline.messages import Gradient, Microbatch
-from pipeline.worker import Worker, WorkerCompute
+from pipeline.worker import Worker
 
 RATE = 1e-4
 CPU = torch.device("cpu")
@@ -77,8 +77,7 @@ class SwarmOfOne:
         self._run, self._layout, self.device = run, layout, Device(device)
         self.stage = make_stage(run, layout, 0, device)
         self._gate = AdmissionWindow(run.pipeline.microbatches_per_step)
-        compute = WorkerCompute(run=self.device.run, clock=self.device.clock)
-        self._worker = Worker(self.stage, self._gate, compute, None, 1e6)
+        self._worker = Worker(self.stage, self._gate, self.device.run, None, 1e6, self.device.clock)
 
     async def window(self) -> list[float]:
         """Take an inner step; return the losses."""

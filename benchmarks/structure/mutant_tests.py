@@ -150,9 +150,9 @@ def concerned(mutant: Mutant, baseline: Baseline) -> list[str]:
     mirrored = Path("tests", mutant.path).with_name(f"test_{Path(mutant.path).name}").as_posix()
     found = []
     for test, timed in baseline.items():
-        lines = timed.lines.get(mutant.path, set())
-        if lines and (mutant.at_import or mutant.statement in lines):
-            found.append((not test.startswith(f"{mirrored}::"), timed.seconds, test))
+        lines, is_own = timed.lines.get(mutant.path, set()), test.startswith(f"{mirrored}::")
+        if (lines or is_own) if mutant.at_import else mutant.statement in lines:
+            found.append((not is_own, timed.seconds, test))
     ends_s = accumulate(seconds for _, seconds, _ in sorted(found))
     return [
         test

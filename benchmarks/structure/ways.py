@@ -402,7 +402,8 @@ def follow_fields() -> Way:
     source = read_tree()
     for name, module in source.modules.items():
         nodes = list(ast.walk(module.tree))
-        named[name] = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        called = {node.func for node in nodes if isinstance(node, ast.Call)}  # a method: no field is called
+        named[name] = {node.attr for node in nodes if isinstance(node, ast.Attribute) and node not in called}
         named[name] |= {node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg}
         named[name] |= {"class " + node.id for node in nodes if isinstance(node, ast.Name)}
     counts: dict[str, list[str]] = {}
@@ -413,8 +414,8 @@ def follow_fields() -> Way:
             continue
         for part in parts.fields:
             reach = {section.name, f"class {kind.__name__}", "class RunConfig"}
-            users = [name for name, words in named.items() if part.name in words and words & reach]
-            counts[f"{section.name}.{part.name}"] = [*users, "its declaration"]
+            users = {name for name, words in named.items() if part.name in words and words & reach}
+            counts[f"{section.name}.{part.name}"] = sorted(users | {kind.__module__})
     sizes = {name: len(users) for name, users in counts.items()}
     largest = max(sizes, key=sizes.__getitem__)
     more = {

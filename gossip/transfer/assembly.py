@@ -121,7 +121,6 @@ class StateAssembly:
 
     @property
     def mixed(self) -> bool:
-        """Say whether units of more than one donor's copy are here."""
         return bool(self._source.settled)
 
     def load(self) -> None:
@@ -187,7 +186,6 @@ class StateAssembly:
         return _Source(manifest, last_met=manifest.last_met)
 
     def put(self, key: Key, data: Tensor) -> None:
-        """Take a piece of the copy that is followed; raise Implausible where it is not what the manifest says."""
         assert self._source.manifest is not None
         expected = bytes(present(self._source.manifest)[key.section][key.number].numpy())
         if not self._fits(key, data) or digest(data) != expected:

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 DIGEST_BYTES = 32
 LEAST_PIECE_BYTES = 4096
 MOST_PIECE_BYTES = 2**22
-PIECES = 16
-"""About how many a section has at least, so that several streams share the work evenly."""
+PIECES = 16  # about how many a section has at least, so that several streams share the work evenly
 
 
 class Part(NamedTuple):
@@ -94,7 +93,6 @@ def present(manifest: Manifest) -> dict[Section, Tensor]:
 
 
 def tensors_of(state: ReplicaState, section: Section) -> tuple[Tensor, ...]:
-    """Return one section of a state; empty where it is not there."""
     half = len(state.optimiser) // 2
     found: dict[Section, tuple[Tensor, ...]] = {
         Section.SLOW: state.slow,
@@ -124,7 +122,6 @@ def gather(tensors: Sequence[Tensor], span: Span) -> Tensor:
 
 
 def scatter(data: Tensor, tensors: Sequence[Tensor], span: Span) -> None:
-    """Write a piece to where it belongs."""
     at = 0
     for part in span.parts:
         size = part.stop - part.start
@@ -133,7 +130,6 @@ def scatter(data: Tensor, tensors: Sequence[Tensor], span: Span) -> None:
 
 
 def digest(data: Tensor) -> bytes:
-    """Return the SHA-256 of a piece."""
     content: Any = data.numpy()
     return hashlib.sha256(content).digest()  # lets other threads run meanwhile
 
@@ -181,11 +177,10 @@ class CopyInMemory:
         return norm(self.counters.slow)
 
     def read(self, section: Section, span: Span) -> Tensor:
-        # A copy: others may write into the tensors once this is let go.
+        # A copy: the replica may write into the tensors once this is let go.
         return gather(tensors_of(self.counters, section), span).clone()
 
 
 def held_sections(state: ReplicaState) -> tuple[Section, ...]:
-    """Return the sections of which a state has tensors."""
     momentum, optimiser = bool(state.momentum), bool(state.optimiser)
     return sections(Parts.ALL, momentum=momentum, meetings=state.meetings, optimiser=optimiser)

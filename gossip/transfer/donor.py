@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from gossip.exchange.codec import norm
 from gossip.exchange.messages import (
@@ -33,27 +33,18 @@ from gossip.exchange.messages import (
 from gossip.interface import Compute, Conversation
 from gossip.transfer.chunks import CopyInMemory, HeldCopy, Span, cut, digest, listed, name_of, present
 
-NEWCOMERS = 2
-"""Newcomers that are served at once."""
-STREAMS = 4
-"""Of one newcomer."""
-SETTLING_S = 60.0
-"""A newcomer's pace does not count for so long."""
-LEAST_PACE = 0.125
-"""Copies in a turn: training shares our line, and a newcomer's disk takes its time."""
-COPIES = 2
-"""Copies held at once: of the round that newcomers fetch, and of an earlier one that somebody still fetches."""
-TURNS = 8
-"""Turns in the life of a copy."""
-HOLD_S = 120.0
-"""A copy is held for so long for a newcomer that may come back."""
-RECENT_ROUNDS = 8
-"""No request for a manifest gets an older copy."""
-ABANDONED_S = 15.0
-"""Before another copy is made, after a newcomer left while its own was being made."""
+NEWCOMERS = 2  # newcomers that are served at once
+STREAMS = 4  # of one newcomer
+SETTLING_S = 60.0  # a newcomer's pace does not count for so long
+LEAST_PACE = 0.125  # copies in a turn: training shares our line, and a newcomer's disk takes its time
+COPIES = 2  # held at once: of the round that newcomers fetch, and of an earlier one that a newcomer still fetches
+TURNS = 8  # turns in the life of a copy
+HOLD_S = 120.0  # a copy is held for so long for a newcomer that may come back
+RECENT_ROUNDS = 8  # no request for a manifest gets an older copy
+ABANDONED_S = 15.0  # before another copy is made, after a newcomer left while its own was being made
 RETRY_S = 5.0
-HASHED_AT_ONCE_BYTES = 2**26
-"""In one job of some ten milliseconds."""
+HASHED_AT_ONCE_BYTES = 2**26  # in one job of some ten milliseconds
+T = TypeVar("T")
 Provide = Callable[[Parts], Awaitable[ReplicaState | HeldCopy]]
 
 
@@ -206,13 +197,13 @@ class Donor:
         """
         request = await self._next(conversation)
         if isinstance(request, StateRequest) and request.parts is Parts.OUTLINE:
-            # Small, and asked by many: it takes nobody's place.
-            await _within(self._terms.piece_s, conversation.send(await self._bare_manifest()))
+            # It is small, and many ask for it: it takes no place.
+            await within(self._terms.piece_s, conversation.send(await self._bare_manifest()))
             return
         slot = self._slots.enter(conversation.peer)
         if slot is None:
             self._counts["turned_away"] += 1
-            await _within(self._terms.piece_s, conversation.send(Busy(retry_after_s=RETRY_S)))
+            await within(self._terms.piece_s, conversation.send(Busy(retry_after_s=RETRY_S)))
             return
         async with self._slots.turn(conversation.peer, slot):
             while request is not None:
@@ -221,9 +212,8 @@ class Donor:
                     request = await self._next(conversation)
 
     async def _next(self, conversation: Conversation) -> object | None:
-        """Return the next request; None if the newcomer has left."""
         try:
-            return await _within(self._terms.piece_s, conversation.receive())
+            return await within(self._terms.piece_s, conversation.receive())
         except ConnectionResetError:
             return None
 
@@ -233,12 +223,12 @@ class Donor:
             # The time that we took to freeze a copy does not count.
             listed_sections = len(present(manifest)) if isinstance(manifest, Manifest) else 0
             slot.begin(listed_sections * self._section_bytes)
-            await _within(self._terms.deadline_s, conversation.send(manifest))
+            await within(self._terms.deadline_s, conversation.send(manifest))
         elif isinstance(request, PieceRequest):
             piece = await self._piece(request)
             slot.begin(self._section_bytes)
             # Nor does the time for which our own upload limit lets a piece wait.
-            await _within(self._terms.deadline_s, conversation.send(piece))
+            await within(self._terms.deadline_s, conversation.send(piece))
             slot.given_bytes += piece.data.nbytes if isinstance(piece, Piece) else 0
         else:
             raise ConnectionAbortedError(f"expected a request, got {type(request).__name__}")
@@ -361,7 +351,6 @@ class Donor:
             self._look_again()
 
     def _look_again(self) -> None:
-        """Let go of copies that nobody needs, and look again when the next may be due."""
         self._timer = None
         self._let_go()
         if self._copies:
@@ -380,12 +369,13 @@ async def _given_up(_: Parts) -> ReplicaState:
     raise ConnectionAbortedError("this replica is given up")
 
 
-async def _within(limit_s: float, work: Awaitable[object]) -> object:
+async def within(limit_s: float, work: Awaitable[T], why: str = "the newcomer was silent for") -> T:
+    """Await `work`; raise ConnectionAbortedError if it takes longer. `why`: the begin of the sentence that says so."""
     try:
         async with asyncio.timeout(limit_s):
             return await work
     except TimeoutError as silence:
-        raise ConnectionAbortedError(f"the newcomer was silent for {limit_s:g} s") from silence
+        raise ConnectionAbortedError(f"{why} {limit_s:g} s") from silence
 
 
 def _manifest(state: ReplicaState, norm: float, digests: dict[Section, tuple[bytes, ...]]) -> Manifest:
@@ -401,7 +391,6 @@ def _digests(held: HeldCopy, section: Section, spans: Sequence[Span]) -> list[by
 
 
 def _batches(spans: Sequence[Span]) -> list[list[Span]]:
-    """Return the pieces in groups of `HASHED_AT_ONCE_BYTES`."""
     batches: list[list[Span]] = [[]]
     total = 0
     for span in spans:

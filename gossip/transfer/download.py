@@ -36,22 +36,17 @@ from gossip.interface import Compute, Conversation
 from gossip.rule.outer_step import ROUND_BOUND, Tensors
 from gossip.transfer.assembly import ChunkArrived, DonorLost, Key, StateAssembly
 from gossip.transfer.chunks import DIGEST_BYTES, present, sections
-from gossip.transfer.donor import STREAMS, now_s
+from gossip.transfer.donor import STREAMS, now_s, within
 
 OUTLYING_ROUNDS = 16
 OUTLYING_PROGRESS = 0.25
-ROUNDED = 1.01
-"""What rounding adds to a bound."""
+ROUNDED = 1.01  # what rounding adds to a bound
 TINY_MOMENT = 1e-18
-DIAL_AGAIN_S = 0.5
-"""Before a broken stream is dialled again, doubled each time."""
-FAILURES_AT_MOST = 3
-"""A stream ends after so many breaks and vain dials without a piece between them; the donor, with its last stream."""
+DIAL_AGAIN_S = 0.5  # before a broken stream is dialled again, doubled each time
+FAILURES_AT_MOST = 3  # breaks and vain dials without a piece between them end a stream; the last stream, the donor
 LEAST_PIECE_S = 30.0
-LONGEST_WAIT_S = 20.0
-"""The longest sleep before the donors are asked again."""
-SLOWER_TIMES = 4
-"""A donor may take so many times its deadline while pieces come: without its copy they are worth less."""
+LONGEST_WAIT_S = 20.0  # the longest sleep before the donors are asked again
+SLOWER_TIMES = 4  # a donor may take so many times its deadline: without its copy its pieces are worth less
 Talk = AbstractAsyncContextManager[Conversation]
 Converse = Callable[[str], Talk]
 
@@ -98,7 +93,6 @@ class MomentBounds(NamedTuple):
     norm: float = math.inf
 
     def check(self, first: Tensors, second: Tensors) -> None:
-        """Raise Implausible for moments that no gradients can leave."""
         for mean, square in zip(first, second, strict=True):
             if square.numel() and float(square.min()) < 0.0:
                 raise Implausible("optimiser: a second moment is negative")
@@ -148,7 +142,7 @@ async def _no_objection(donor: str, manifest: Manifest) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateWanted:
-    """What a newcomer asks for, and what it accepts.
+    """The state that a newcomer asks for and accepts.
 
     `like`: tensors (the meta device will do) with the shapes of the slow weights, float32. `deadline_s`: for all pieces
     of one donor, over a line that is good enough. `objection`: returns why to refuse a donor's manifest, or None.
@@ -295,12 +289,7 @@ class _Attempt:
         Raises DonorBusy if the donor can give no more just now, Implausible if what it sent cannot be right, another
         `ConnectionError` if it does not answer in time.
         """
-        limit_s = SLOWER_TIMES * self._wanted.deadline_s
-        try:
-            async with asyncio.timeout(limit_s):
-                return await self._copy()
-        except TimeoutError as silence:
-            raise ConnectionAbortedError(f"not done within {limit_s:g} s") from silence
+        return await within(SLOWER_TIMES * self._wanted.deadline_s, self._copy(), "not done within")
 
     async def _copy(self) -> ReplicaState:
         async with AsyncExitStack() as line:
@@ -322,11 +311,8 @@ class _Attempt:
         # To freeze and hash a copy may take as long as to send a good part of it.
         share = 1.0 if self._wanted.parts is Parts.ALL else 1.0 / len(Section)
         agree_s = LEAST_PIECE_S + share * self._wanted.deadline_s / 4
-        try:
-            async with asyncio.timeout(agree_s):
-                reply = await manifest_of(conversation, request, len(self._assembly.spans))
-        except TimeoutError as silence:
-            raise ConnectionAbortedError(f"no manifest within {agree_s:g} s") from silence
+        asking = manifest_of(conversation, request, len(self._assembly.spans))
+        reply = await within(agree_s, asking, "no manifest within")
         if isinstance(reply, Busy):
             raise DonorBusy("busy", reply.retry_after_s)
         refusal = await self._wanted.objection(self._donor, reply)
@@ -367,7 +353,7 @@ class _Attempt:
                         return  # the others go on
                     raise
                 await asyncio.sleep(DIAL_AGAIN_S * 2**failures)
-        self._streams -= 1  # what is still under way on the others is theirs alone
+        self._streams -= 1  # the other streams finish their own pieces
 
     async def _drain(self, conversation: Conversation, times: int) -> None:
         """Fetch one piece after the other; the first may take `times` as long as the others."""

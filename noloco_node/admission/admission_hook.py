@@ -33,12 +33,12 @@ from noloco_node.network.schema import MessageSpec, Schema, Violation
 TOPIC = "admit"
 PATIENCE_S = 20.0
 FOR_LOOKERS = ("run", "reached", "doctor", "state", "snapshot", "tokenizer")
-"""What may be asked by who may look: all other topics are for those who train."""
+"""The topics of a peer that may only look; all others are for peers that train."""
 LIST_LIFETIME_S = 600.0
 ENOUGH_COPIES = 8
-"""Of the list in the DHT."""
+"""So many copies of the list in the DHT are enough."""
 GRACE_S = 600.0
-"""For which we go on with an expired ticket while no signing peer answers."""
+"""We go on so long with an expired ticket while no signing peer answers."""
 MOST_TRIES = 4
 """Tickets of ours that are tried, one after the other, where they are refused."""
 _MOST_WELCOMES = 8192
@@ -236,10 +236,10 @@ class AdmissionHook(NetworkHook):
         async with patient(conversation, PATIENCE_S):
             shown = await conversation.receive()
             if not isinstance(shown, ShowTicket) or len(shown.ticket) > TICKET_BYTES:
-                raise Violation("whoever comes shows a ticket")
+                raise Violation("a caller about tickets shows one")
             self._state.take_revocations(shown.revocations[:LIST_BYTES])
             why = self._state.show(conversation.peer, shown.ticket)
-            # Who is not let in learns nothing else.
+            # A peer that is not let in learns nothing else.
             known = b"" if why and not self._state.was_member(conversation.peer) else self._state.raw_revocations
             await conversation.send(TicketVerdict(refusal=why, revocations=known))
 

@@ -45,13 +45,13 @@ NO_TICKET, EXPIRED = "it has shown no ticket", "its ticket has expired"
 FOREIGN = "its ticket is not one of this run's owner"
 SHUT_OUT = "the owner of the run has shut it out"
 _TO_US = (("it has", "you have"), ("its", "your"), ("it", "you"))
-"""A refusal as others say it, and as we say it to a person."""
+"""Words of a refusal: as another peer says them of us, and as we say them to our owner."""
 RENEW_S = 86400.0
 """A ticket is renewed when it has no longer to live."""
 MOST_PAUSE_S, LEAST_PAUSE_S = 3600.0, 30.0
 """Between two looks at how long ours still lives, or two requests for another: a quarter of what is left of it."""
 SILENCE_S = 10.0
-"""For which no signing peer is asked again after none has answered."""
+"""No signing peer is asked again for so long after none has answered."""
 SAID_AGAIN = 0.5
 """A warning is repeated when only this share is left of the time that the last one named."""
 
@@ -63,7 +63,7 @@ class AdmissionState:
         self.run, self._unix_time = run, unix_time
         self.revocations: RevocationList | None = None
         self.raw_revocations = b""
-        """The same as it travels."""
+        """The list as it travels."""
         self._owner: bytes | None = None
         self._rule = ""
         self._shown: dict[str, tuple[bytes, TicketFacts]] = {}

@@ -104,7 +104,7 @@ TICKET_BYTES = 512
 SIGNATURE_BYTES = 64
 LATEST_UNIX_S = 2**40
 LOOK_S = 3600
-"""For which a temporary identity may look."""
+"""A temporary identity may look for so long."""
 MOST_REVOKED = 128
 LIST_BYTES = 7 * 1024
 """A record of the DHT holds a list of revocations."""

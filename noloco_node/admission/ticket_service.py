@@ -39,7 +39,7 @@ TICKETS_A_PREFIX = 32
 REFILL_S = 600.0
 """After so long a prefix may have one ticket more."""
 LOOKS_A_PREFIX, LOOK_REFILL_S = 64, 60.0
-"""The same of tickets that only let a peer look."""
+"""The same bounds for tickets that only let a peer look."""
 WORK_BITS = 20
 LOOK_BITS = 14
 """For a ticket that only lets a peer look: some hundredths of a second."""
@@ -133,7 +133,7 @@ class TicketService:
         async with patient(conversation, PATIENCE_S):
             request = await conversation.receive()
             if not isinstance(request, TicketRequest):
-                raise Violation("whoever comes asks for a ticket")
+                raise Violation("a caller about tickets asks for one")
             ticket, refusal = self._decide(conversation, request)
             await conversation.send(TicketReply(ticket=ticket, refusal=refusal))
 

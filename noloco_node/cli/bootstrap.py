@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -36,7 +35,7 @@ from noloco_node.machine.signals import departure, run
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import short
 from noloco_node.run.config import RunConfig
-from noloco_node.run.runfile import is_public, read_run_text
+from noloco_node.run.runfile import read_run_text
 from noloco_node.state_sync import weight_exchange
 from noloco_node.state_sync.weight_exchange import WeightServer
 from noloco_node.storage.home import Home
@@ -144,13 +143,14 @@ async def host(options: BootstrapOptions) -> None:
             say(f"bootstrap peer of the run {recipe.run.name!r} ({recipe.digest[:12]}), home {home.path}")
             say(admissions.rule)
             say(admissions.advice(invite, from_where(addresses)))
-            if not is_public(recipe.run.data):
+            if not recipe.run.data.is_public:
                 say(f"each machine trains on text that its owner names: join --data PATH ({recipe.run.data.path} here)")
             if recipe.run.model.weights:
                 say(weights_line(options.weights))
             if relays:
-                say(f"relays for peers behind routers listen too, and must be as open: {relay_places(relays)}")
-            membership = Membership(network, recipe.digest, recipe.run.pipeline.stages)
+                places = ", ".join(dict.fromkeys(parse_peer_address(place).transport for place in relays))
+                say(f"relays for peers behind routers listen too, and must be as open: {places}")
+            membership = recipe.membership(network)
             async with asyncio.TaskGroup() as group:
                 looking = (
                     supervised("noting how far the run is", lambda: history.follow(membership), warn),
@@ -200,10 +200,6 @@ def _invite_of_same_run(given: str, recipe: RunFileText, run_file: Path) -> invi
             code=Exit.OTHER_RUN,
         )
     return invite
-
-
-def relay_places(relays: Sequence[str]) -> str:
-    return ", ".join(dict.fromkeys(parse_peer_address(place).transport for place in relays))
 
 
 async def _tell(membership: Membership) -> None:

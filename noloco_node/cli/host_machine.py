@@ -20,7 +20,7 @@ from noloco_node.machine.device import Device
 from noloco_node.planning.bandwidth import bandwidth_seconds, microbatch_bytes
 from noloco_node.planning.checkpoint_map import RunWeights
 from noloco_node.planning.model_layout import ModelLayout, make_stage
-from noloco_node.planning.plan import device_needs, graphs_that_fit, in_flight
+from noloco_node.planning.plan import device_needs, graphs_that_fit
 from noloco_node.run.config import RunConfig
 from noloco_node.storage.checkpoint import Checkpoint, save
 from noloco_node.storage.checkpoint_store import CheckpointStore, SnapshotDirectory
@@ -69,8 +69,8 @@ class HostMachine:
         # The driver still counts the memory of a stage that we left as ours.
         memory.give_back(self._torch_device)
         run = self._recipe.run
-        most = in_flight(run.pipeline, last=stage == run.pipeline.stages - 1)
-        graphs = graphs_that_fit(self.free_bytes(), self.needs_bytes[stage], self.graph_bytes[stage], most)
+        needs, graph, most = self.needs_bytes[stage], self.graph_bytes[stage], run.pipeline.in_flight(stage)
+        graphs = graphs_that_fit(self.free_bytes(), needs, graph, most)
         return make_stage(run, self._layout, stage, self._torch_device, graphs)
 
     def free_bytes(self, given_back: int = 0) -> int | None:

@@ -35,7 +35,7 @@ from noloco_node.node.sessions import Sessions, live_in_sessions
 from noloco_node.observe.peer_history import PeerHistory, ledger_of
 from noloco_node.observe.swarm_view import short
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_per_s
-from noloco_node.run.runfile import check_text, summary
+from noloco_node.run.runfile import check_text
 from noloco_node.storage.home import Home, RunPaths
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.access import RunAccess, connected
@@ -216,7 +216,7 @@ class _Participant:
         asked = dict.fromkeys((*self._asked(network), *self.met))
         recipe = await fetch(network, list(asked), self.access.invite.digest, options.local or ())
         self.access.pin(recipe.run)
-        for line in summary(recipe.run, options.data):
+        for line in recipe.run.summary(options.data):
             say(line)
         if options.stage in (None, 0):
             check_text(recipe.run, options.data)

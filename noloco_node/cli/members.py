@@ -38,6 +38,7 @@ from noloco_node.swarm.access import RunAccess, connected
 from noloco_node.swarm.run_distribution import RunFileText
 
 DAY_S = 86400
+MOST_DAYS = 36500.0
 TRY = (
     "`noloco-node members revoke` again with --invite and the line of a bootstrap peer that runs; or start one with the"
     " run file beside which this list lies"
@@ -67,12 +68,15 @@ class MemberOptions:
     invite: Annotated[
         str | None,
         typer.Option(
+            callback=invite_text,
             help="The line that a bootstrap peer printed, or a file that holds it: `invite` adds a credential to it, "
             "`revoke` and `ban` hand that peer the list.",
             show_default=False,
         ),
     ] = None
-    days: Annotated[float, typer.Option(metavar="X", min=0.0, help="Days that the invite or the ban lasts.")] = 30.0
+    days: Annotated[
+        float, typer.Option(metavar="X", min=0.0, max=MOST_DAYS, help="Days that the invite or the ban lasts.")
+    ] = 30.0
     note: Annotated[str, typer.Option(help="The person it is for; only your list keeps it.", show_default=False)] = ""
     may_sign: Annotated[
         bool, typer.Option("--may-sign", help="Let the peer host a bootstrap peer that signs tickets for others.")
@@ -113,19 +117,17 @@ def administer(action: MemberAction, options: MemberOptions) -> str:
             "its public half is not admission.owner",
             "give the run file whose key it is",
         )
+    given = _given_invite(options, recipe.digest)  # a refusal comes before anything is written
     with alone_with_members(options.run):
         if action is MemberAction.INVITE:
-            return _invite(options, recipe, key)
+            return _invite(options, recipe, key, given)
         return _shut_out(options, recipe, key, is_ban=action is MemberAction.BAN)
 
 
-def _invite(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey) -> str:
+def _invite(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey, base: invites.Invite | None) -> str:
     """Sign a ticket for a peer, or a single-use invite for the first peer that shows it; return the invite."""
-    if options.invite is None:
+    if base is None:
         raise _usage("An invite needs addresses.", "--invite with the line that `noloco-node bootstrap` printed")
-    base = invites.parse(invite_text(options.invite) or "")
-    if base.digest != recipe.digest:
-        raise _usage("That invite is for another run.", "the line that this run's bootstrap peer printed")
     until = int(time.time() + options.days * DAY_S)
     rights = MEMBER | (Right.SIGN if options.may_sign else Right(0))
     if options.who is not None:
@@ -158,7 +160,7 @@ def _shut_out(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKe
     changed = with_revoked(members, key, recipe.digest, revoked, now_s)
     save_members(options.run, changed)
     return (
-        f"shut out until {_day(revoked[subject])}: {peer_of(bytes.fromhex(subject))} and whoever came by it (list "
+        f"shut out until {_day(revoked[subject])}: {peer_of(bytes.fromhex(subject))} and all that entered by it (list "
         f"number {changed.number})."
     )
 
@@ -172,8 +174,9 @@ def _subject(who: str | None, members: MemberList) -> str:
         return key.hex()
     found = {each.key for each in members.issued if each.key.startswith(who) and len(who) >= 6}
     if len(found) != 1:
-        why = "it is no peer id, and not the beginning, of six digits or more, of one key in the list"
-        raise _usage(f"{who!r} is {'more than one' if found else 'nobody'}.", "`noloco-node members list`", why)
+        why = "it is no peer id, and not the first six or more digits of one key"
+        what = f"{'More than one key' if found else 'No key'} in the list begins with {who!r}."
+        raise _usage(what, "`noloco-node members list`", why)
     return found.pop()
 
 
@@ -253,10 +256,20 @@ async def confirmation(access: RunAccess, network: PeerNetwork, options: MemberO
     return _not_confirmed("; ".join(reasons))
 
 
+def _given_invite(options: MemberOptions, digest: str) -> invites.Invite | None:
+    """Return the invite that was given, if any; `UserError` where it is none of this run."""
+    if options.invite is None:
+        return None
+    invite = invites.parse(invites.found(options.invite, default_home("bootstrap")))
+    if invite.digest != digest:
+        raise _usage("That invite is for another run.", "the line that this run's bootstrap peer printed")
+    return invite
+
+
 def _bootstrap_invite(options: MemberOptions, digest: str) -> invites.Invite | None:
     """Return the given invite, or that of a bootstrap peer of this run that lives on this machine."""
-    if options.invite is not None:
-        return invites.parse(invites.found(invite_text(options.invite), default_home("bootstrap")))
+    if (given := _given_invite(options, digest)) is not None:
+        return given
     try:
         kept = invites.parse(invites.found(None, default_home("bootstrap")))
     except UserError:

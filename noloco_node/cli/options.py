@@ -37,8 +37,12 @@ def invite_text(given: str | None) -> str | None:
     """
     if given is None:
         return None
+    hint = "give a file that holds the line which `noloco-node bootstrap` printed, or the line itself"
     if given == "-":
-        return sys.stdin.readline().strip()
+        try:
+            return sys.stdin.readline().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise config_error("The invite cannot be read from the standard input.", str(error), hint) from error
     path = os.path.expanduser(given)
     if not os.path.isfile(path):  # unlike Path.is_file, this takes a text of any length
         if given in sys.argv and "#" in given and not given.endswith("#open"):
@@ -47,7 +51,6 @@ def invite_text(given: str | None) -> str | None:
     try:
         return Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        hint = "give a file that holds the line which `noloco-node bootstrap` printed, or the line itself"
         raise config_error(f"The invite cannot be read from {given}.", str(error), hint) from error
 
 
@@ -184,7 +187,8 @@ WebOption = Annotated[
     ),
 ]
 WebOpenOption = Annotated[
-    bool, typer.Option("--web-open", help="Leave the token of --web out: whoever reaches the address sees the page.")
+    bool,
+    typer.Option("--web-open", help="Leave the token of --web out: everybody who reaches the address sees the page."),
 ]
 
 
@@ -303,7 +307,7 @@ class JoinOptions:
         bool,
         typer.Option(
             "--begin-anew",
-            help="Begin at step 0 with the run's first weights, where the run had gone further and nobody is left who "
+            help="Begin at step 0 with the run's first weights, if the run had gone further and no peer is left that "
             "has its weights.",
         ),
     ] = False

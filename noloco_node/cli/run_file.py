@@ -11,7 +11,7 @@ import typer
 
 from noloco_node.admission.owner_files import key_file, make_key, public_half, save_key
 from noloco_node.cli.options import CapOption, DownloadOption, UploadOption, directory_there
-from noloco_node.errors import config_error
+from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.limits.budget import read_owner_limits, read_rate, read_size
 from noloco_node.machine.signals import unwound
 from noloco_node.run.config import AdmissionRule
@@ -113,13 +113,20 @@ class MachineOptions:
     def figures(self) -> dict[str, Any]:
         """Return the fields of `Machines`; raise `UserError` (USAGE) if one cannot be read."""
         all_ = self._all()
-        down, both, up = all_["line"].partition("/")
+        rates = all_["line"].split("/")
+        if len(rates) > 2 or not all(rates):
+            raise UserError(
+                f"--line {all_['line']!r} cannot be used.",
+                why="it is neither one rate nor two with a slash between them",
+                hint="--line 100mbit, or down and up: --line 100mbit/20mbit",
+                code=Exit.USAGE,
+            )
         return {
             "count": all_["peers"],
             "gpu_bytes": read_size(all_["gpu"], "--gpu", "24GiB or 80GB"),
             "ram_bytes": read_size(all_["ram"], "--ram", "32GiB or 64GB"),
-            "up_bytes_per_s": read_rate(up if both else down, "--line"),
-            "down_bytes_per_s": read_rate(down, "--line"),
+            "up_bytes_per_s": read_rate(rates[-1], "--line"),
+            "down_bytes_per_s": read_rate(rates[0], "--line"),
             "flops": 1e12 * all_["tflops"],
             "latency_s": all_["latency_ms"] / 1000,
         }

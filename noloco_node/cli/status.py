@@ -135,9 +135,9 @@ def picture(recipe: RunFileText, roster: Roster, late: Mapping[str, float] = Map
     moving = {each.peer: f"moves to stage {each.moves_to}" for each in peers if each.moves_to is not None}
     waits = [(each.peer, all_waits(each.waiting, each.stage) or moving.get(each.peer)) for each in peers]
     budgets = [(each.peer, each.budget) for each in peers]
-    tokens = recipe.run.pipeline.sequence_length
+    tokens = recipe.run.tokens
     other_sources = [
-        (each.peer, f"{each.claimed * tokens:,} claimed, {each.signed * tokens:,} signed by receipts")
+        (each.peer, f"{tokens(each.claimed):,} claimed, {tokens(each.signed):,} signed by receipts")
         for each in roster.other_sources
     ]
     names = [(each.peer, shown_name(each.name)) for each in peers]

@@ -36,12 +36,9 @@ from noloco_node.data.file_documents import (
 )
 from noloco_node.errors import config_error
 from noloco_node.run.config import DataConfig, RunConfig
-from noloco_node.run.runfile import with_source
 
-SMALLEST_PIECE_BYTES = 64 * 1024
-"""Of a long file that is cut into several documents."""
-CHUNK_TOKENS = 2**19
-"""Tokens in a chunk: some thirty source files, or two megabytes of prose, and four megabytes of memory."""
+SMALLEST_PIECE_BYTES = 64 * 1024  # of a long file that is cut into several documents
+CHUNK_TOKENS = 2**19  # in a chunk: some thirty source files, or two megabytes of prose, and four megabytes of memory
 R = TypeVar("R")
 
 
@@ -84,7 +81,6 @@ class Blocks:
             yield batch
 
     def position(self) -> dict[str, Any]:
-        """Return where the next block begins."""
         place = self._pending[0][0] if self._pending else self._documents.place
         return {"source": self._source, "place": place, "offset": self._offset}
 
@@ -112,7 +108,6 @@ class Blocks:
         return True
 
     def news(self) -> list[str]:
-        """Return sentences on text left out since the last call."""
         return self._documents.unread.news()
 
     def close(self) -> None:
@@ -120,7 +115,6 @@ class Blocks:
         self._documents.close()
 
     def _gather(self) -> bool:
-        """Read the tokens of one block, if there are so many."""
         while self._available <= self._length:
             if not self._draw():
                 return False
@@ -236,21 +230,24 @@ class ShuffledBlocks:
 
 
 def shuffled(blocks: Blocks, sequence_length: int, seed: int, peer: str) -> ShuffledBlocks:
-    """Return the training blocks of one peer in its own mixed order."""
     chunk_blocks = max(1, CHUNK_TOKENS // sequence_length)
     return ShuffledBlocks(blocks, chunk_blocks, lambda number: Random(f"{seed}|mixing|{peer}|{number}"))
 
 
+def run_blocks(run: RunConfig, own_source: str | None, peer: str, vocabulary: int) -> Blocks | ShuffledBlocks:
+    """Return the training blocks of one peer as its run mixes them. `own_source`: another text than the run's."""
+    data = run.data if own_source is None else run.data.with_source(own_source)
+    check_vocabulary(data, vocabulary)
+    length = run.pipeline.sequence_length
+    blocks = open_blocks(data, length, run.seed, peer)
+    return shuffled(blocks, length, run.seed, peer) if data.shuffle else blocks
+
+
 class TextSource:
-    """The training text of a peer, read in a thread. `own_source`: another one than the run's, for `with_source`."""
+    """The training text of a peer, read in a thread. `own_source`: another text than the run's."""
 
     def __init__(self, run: RunConfig, own_source: str | None, peer: str, vocabulary: int) -> None:
-        data = run.data if own_source is None else with_source(run.data, own_source)
-        check_vocabulary(data, vocabulary)
-        length = run.pipeline.sequence_length
-        blocks = open_blocks(data, length, run.seed, peer)
-        self._blocks = shuffled(blocks, length, run.seed, peer) if data.shuffle else blocks
-        self._batch = run.pipeline.microbatch_size
+        self._blocks, self._batch = run_blocks(run, own_source, peer, vocabulary), run.pipeline.microbatch_size
         self._turn = asyncio.Lock()
         # A thread of its own: the C library keeps for each thread what it once needed, and a chunk needs ten megabytes.
         # And a read whose reader has gone is over before the next one begins.
@@ -308,8 +305,7 @@ class BackgroundOpen:
         self._begun(read_ahead=True)
 
     async def opened(self) -> TextSource:
-        """Return the text once it is open; raise what opening it raised."""
-        # Whoever waits may be cancelled, and the thread works on: it is closed when it is done.
+        # The waiting task may be cancelled, and the thread works on: its text is closed when it is open.
         return await asyncio.shield(self._begun(read_ahead=False))
 
     def close(self) -> None:

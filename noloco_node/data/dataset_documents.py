@@ -18,20 +18,16 @@ from noloco_node.data.file_documents import Document, Place, ReadingOrder, Unrea
 from noloco_node.data.local_rows import BadRow, LocalRows
 from noloco_node.errors import UserError, config_error
 from noloco_node.run.config import DataConfig
-from noloco_node.run.runfile import with_source
 from noloco_node.terminal import say
 
 T = TypeVar("T")
 
 ANOTHER_FIELD = "another data.field in the run file, or --data SOURCE#FIELD"
-END_BYTES = 4096
-"""Of a file's beginning and end, by which it is known again."""
+END_BYTES = 4096  # of a file's beginning and end, by which it is known again
 CHUNK_ROWS = 8192
 CHUNK_CHARACTERS = 8 * 1024 * 1024
-PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
-"""Pauses before the tries after the first; then the source is given up."""
-OPENING_PAUSES = 3
-"""So many of them when a source is opened: whoever starts a node waits for it."""
+PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)  # before the tries after the first; then the source is given up
+OPENING_PAUSES = 3  # so many of them when a source is opened: the person who starts a node waits for it
 SUFFIXES = {
     "json": tuple(
         f".{kind}{packed}" for kind in ("jsonl", "json", "ndjson") for packed in ("", ".gz", ".bz2", ".zst", ".xz")
@@ -130,7 +126,6 @@ class RowDocuments:
         return range(count)
 
     def _turn_page(self) -> None:
-        """Go on to the next chunk, or to the next shard."""
         assert self._chunk is not None
         self._state, self._chunk, self._index = self._chunk.state, None, 0
         if self._state is None:
@@ -193,7 +188,6 @@ class RowDocuments:
         return ""
 
     def _persist(self, attempt: Callable[[], T], pauses_s: Sequence[float] | None = None) -> T:
-        """Call until it succeeds, with pauses; raise `UserError` once trying again cannot help."""
         from datasets.exceptions import DatasetsError
         from datasets.utils.file_utils import CONNECTION_ERRORS_TO_RETRY
 
@@ -239,7 +233,6 @@ class RowDocuments:
 
 
 def _local_files(data: DataConfig) -> list[tuple[str, Path]]:
-    """Return the files of a local data set that are not empty."""
     if data.source == "hub":
         return []
     return [(name, path) for name, path in find_files(data.path or "", SUFFIXES[data.source]) if path.stat().st_size]
@@ -285,6 +278,6 @@ def load_rows(data: DataConfig) -> Any:
 
 def check_source(source: str) -> None:
     """Raise `UserError` if the source that a person named is not understood, or has no file here; ask no hub."""
-    data = with_source(DataConfig(), source)
+    data = DataConfig().with_source(source)
     if data.path is not None and data.source != "hub":
         find_files(data.path, SUFFIXES.get(data.source, ("",)))

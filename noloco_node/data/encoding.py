@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from noloco_node.errors import config_error
-from noloco_node.run.config import TOKENIZER_FILES, TRAVELLING, DataConfig
+from noloco_node.run.config import TOKENIZER_FILES, DataConfig
 
 BYT5_VOCABULARY = 384
 _BYT5_END, _BYT5_OFFSET = 1, 3
 
 
 class Encoder(NamedTuple):
-    """What blocks need of a tokenizer. `encode`: text to int32 ids. `end`: the end token. `name`: identifies it.
+    """A tokenizer, as blocks use it. `encode`: text to int32 ids. `end`: the end token. `name`: identifies it.
 
     `begin`: the tokens with which the tokenizer begins a text, often none; a model trained with them expects them.
     """
@@ -30,7 +30,6 @@ class Encoder(NamedTuple):
     begin: tuple[int, ...] = ()
 
     def document(self, text: str) -> Tensor:
-        """Return the ids of a whole document."""
         ids = self.encode(text)
         begin, end = (torch.tensor(tokens, dtype=ids.dtype) for tokens in (self.begin, (self.end,)))
         return torch.cat([begin, ids, end])
@@ -38,7 +37,7 @@ class Encoder(NamedTuple):
 
 def open_encoder(data: DataConfig) -> Encoder:
     """Return the run's tokenizer as blocks use it; for byt5 without loading transformers."""
-    if data.tokenizer == "byt5":
+    if data.has_byte_tokenizer:
         return Encoder(encode_bytes, _BYT5_END, "byt5")
     tokenizer = open_tokenizer(data)
     if tokenizer.eos_token_id is None:
@@ -83,16 +82,16 @@ def encode_bytes(text: str) -> Tensor:
 
 def with_tokenizer_in(data: DataConfig, directory: Path) -> DataConfig:
     """Return `data` with the tokenizer in a local directory to which its files have travelled."""
-    return data if data.tokenizer != TRAVELLING else msgspec.structs.replace(data, tokenizer=str(directory))
+    return msgspec.structs.replace(data, tokenizer=str(directory)) if data.has_travelling_tokenizer else data
 
 
 def open_tokenizer(data: DataConfig) -> Any:
     """Load the run's tokenizer with transformers; raise `UserError` (CONFIG) if that fails."""
-    if data.tokenizer == "byt5":
+    if data.has_byte_tokenizer:
         from transformers import ByT5Tokenizer
 
         return ByT5Tokenizer()
-    if data.tokenizer == TRAVELLING:
+    if data.has_travelling_tokenizer:
         raise config_error(
             "The tokenizer of this run is not here.",
             why="its files come from the swarm, when a node joins or a model is exported",
@@ -111,7 +110,7 @@ def open_tokenizer(data: DataConfig) -> Any:
         if data.tokenizer_commit is None:
             return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         return AutoTokenizer.from_pretrained(data.tokenizer, revision=data.tokenizer_commit, trust_remote_code=False)
-    except Exception as error:  # its files may be anybody's, and the library raises whatever comes of them
+    except Exception as error:  # a stranger may have written its files, and the library raises all kinds of errors
         raise config_error(
             f"The tokenizer {data.tokenizer} cannot be loaded.",
             why=" ".join(str(error).split())[:500],
@@ -121,7 +120,7 @@ def open_tokenizer(data: DataConfig) -> Any:
 
 def vocab_size(data: DataConfig) -> int:
     """Return the number of ids of the run's tokenizer, special tokens included."""
-    return BYT5_VOCABULARY if data.tokenizer == "byt5" else len(open_tokenizer(data))
+    return BYT5_VOCABULARY if data.has_byte_tokenizer else len(open_tokenizer(data))
 
 
 def check_vocabulary(data: DataConfig, model_vocabulary: int) -> None:

@@ -27,19 +27,13 @@ from noloco_node.terminal import warn
 
 _MOST_NEWS = 64
 Part = Literal["train", "validation"]
-LEAST_CHARACTERS, MOST_CHARACTERS = 2048, 8192
-"""Of a part."""
-_ENDS = 8
-"""Beyond the least length one line in so many ends a part."""
-Place = dict[str, Any]
-"""Where a document stands in its source's order: small, and JSON can hold it."""
+LEAST_CHARACTERS, MOST_CHARACTERS = 2048, 8192  # of a part
+_ENDS = 8  # beyond the least length one line in so many ends a part
+Place = dict[str, Any]  # where a document stands in its source's order: small, and JSON can hold it
 MOST_FILES = 1_000_000
-SAVED_TO_DISK = ("state.json", "dataset_dict.json")
-"""What `save_to_disk` of the library datasets leaves at the top of its directory."""
-LINE_BYTES = 16 * 1024
-"""How far a cut looks for the end of a line before it cuts between two characters."""
-DAMAGED_SHARE = 0.01
-"""Of a document's characters, the most that may be no UTF-8 (or zero bytes) for it to be text all the same."""
+SAVED_TO_DISK = ("state.json", "dataset_dict.json")  # `save_to_disk` of datasets writes one of these
+LINE_BYTES = 16 * 1024  # how far a cut looks for the end of a line before it cuts between two characters
+DAMAGED_SHARE = 0.01  # of a text's characters, at most, may be no UTF-8, or zero bytes
 _NOT_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload"})
 
 
@@ -75,11 +69,9 @@ class UnreadText:
             self._tell(sentence)
 
     def summary(self) -> list[str]:
-        """Return a sentence for each kind."""
         return [self._sentence(kind) for kind in self.counts]
 
     def news(self) -> list[str]:
-        """Return the warnings since the last call."""
         return [self._news.popleft() for _ in range(len(self._news))]
 
     def _sentence(self, kind: str) -> str:
@@ -104,7 +96,6 @@ def is_held_out(part: str, percent: float) -> bool:
 
 
 def parts_of(text: str) -> Iterator[str]:
-    """Yield the parts of a text."""
     part: list[str] = []
     length = 0
     for line in _lines(text):
@@ -242,7 +233,7 @@ class FileDocuments:
                 )
 
     def _read(self, number: int) -> str:
-        # What is read once more in a later epoch is not counted again.
+        # A piece that is read once more in a later epoch is not counted again.
         unread = None if number in self._noted else self.unread
         self._noted.add(number)
         return _text_of(self._pieces[number], unread)
@@ -343,11 +334,10 @@ def find_files(path: str, suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, 
         matches = sorted(match for match in glob.iglob(given, recursive=True) if os.path.isfile(match))
         found = [(Path(os.path.relpath(match, root or ".")).as_posix(), Path(match)) for match in matches]
     if not found:
+        of_kind = "" if suffixes == ("",) else f"{' or '.join(suffixes)} "
         raise config_error(
             f"There is no data at {path!r}.",
-            why=f"it is no file, no directory with {' or '.join(suffixes)} files in it, and no glob that matches one"
-            if suffixes != ("",)
-            else "it is no file, no directory with files in it, and no glob that matches one",
+            why=f"it is no file, no directory with {of_kind}files in it, and no glob that matches one",
             hint="an existing path; it is read relative to the directory in which the node was started",
         )
     return found
@@ -356,17 +346,11 @@ def find_files(path: str, suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, 
 def _below(root: Path, pruned: frozenset[str]) -> list[tuple[str, Path]]:
     """List the files below a directory by relative path, sorted, without hidden ones and `pruned` directories."""
 
-    def walk() -> Iterator[tuple[str, Path]]:
-        for directory, below, names in os.walk(root):
-            below[:] = [name for name in below if name not in pruned and not name.startswith(".")]
-            for name in names:
-                path = Path(directory, name)
-                if not name.startswith(".") and path.is_file():
-                    yield path.relative_to(root).as_posix(), path
-
     found = []
-    for item in walk():
-        found.append(item)
+    for directory, below, names in os.walk(root):
+        below[:] = [name for name in below if name not in pruned and not name.startswith(".")]
+        paths = [Path(directory, name) for name in names if not name.startswith(".")]
+        found += [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
         if len(found) > MOST_FILES:
             raise config_error(
                 f"There are more than {MOST_FILES} files below {root}.",

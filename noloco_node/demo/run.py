@@ -394,4 +394,4 @@ def _as_json(summary: Summary, scores: ModelScores | None) -> bytes:
 
 
 def _tokens(run: RunConfig) -> int:
-    return run.budget_samples * run.pipeline.sequence_length
+    return run.tokens(run.budget_samples)

@@ -124,7 +124,7 @@ def seconds_per_microbatch(run: RunConfig, measure_s: float) -> float:
 
     torch.set_num_threads(1)
     pipeline, layout, device = run.pipeline, model_layout(run), torch.device("cpu")
-    *stages, last = [make_stage(run, layout, number, device) for number in range(pipeline.stages)]
+    *stages, last = [make_stage(run, layout, number, device) for number in pipeline.all_stages]
     shape = (pipeline.microbatch_size, pipeline.sequence_length + 1)
     tokens = torch.randint(256, shape, generator=torch.Generator().manual_seed(0))
     begun, windows = time.perf_counter(), -1  # the first window is slow: memory is taken, kernels are chosen

@@ -32,7 +32,6 @@ from noloco_node.planning.bandwidth import NARROW_S, MicrobatchBytes, microbatch
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm import speed_test
 from noloco_node.swarm.access import RunAccess, connected
-from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import (
     JOINING_CLOCK_ERROR_S,
@@ -142,7 +141,7 @@ async def _visit(invite: invites.Invite, wish: DoctorRequest) -> tuple[list[Find
             found.append(await _clock(network, peers))
             run_file = await fetch(network, peers, digest, wish.local)
             access.pin(run_file.run)
-            membership = Membership(network, digest, run_file.run.pipeline.stages)
+            membership = run_file.membership(network)
             roster = await membership.peek()
             machine_checks.announce_torch()
             needs, microbatches = await asyncio.to_thread(_needs, run_file)
@@ -217,7 +216,7 @@ def _needs(run_file: RunFileText) -> tuple[list[Need], list[MicrobatchBytes]]:
         )
         for number, stage in enumerate(plan(run).stages)
     ]
-    return needs, [microbatch_bytes(run, layout, number) for number in range(run.pipeline.stages)]
+    return needs, [microbatch_bytes(run, layout, number) for number in run.pipeline.all_stages]
 
 
 async def report(invite: str | None, wish: DoctorRequest, tell: Callable[[str], None], *, as_json: bool) -> Exit:

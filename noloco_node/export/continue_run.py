@@ -14,14 +14,13 @@ from noloco_node.errors import UserError, config_error
 from noloco_node.export.sources import NOTES, run_of
 from noloco_node.run.config import TOKENIZER_FILES, TRAVELLING, DataConfig, RunConfig
 from noloco_node.run.presets import numbers_of, written
-from noloco_node.run.runfile import text_of
 from noloco_node.storage.weight_store import LARGEST_FILE_BYTES, described
 from noloco_node.terminal import say
 
 _MODEL = """\
 [model]
-# The model of a checkpoint, and its files. They are no path: whoever has the checkpoint gives --weights DIR to
-# noloco-node bootstrap, or to join, and the others fetch from there what their stage needs.
+# The model of a checkpoint, and its files. The owner of the checkpoint gives --weights DIR to noloco-node bootstrap,
+# or to join, and the other nodes fetch the part of their stage.
 architecture = {architecture}
 # Share of activations zeroed in training; 0 is best as long as no text is seen twice.
 dropout = 0.0
@@ -31,10 +30,9 @@ dropout = 0.0
 
 {weights}
 """
-OWN_TEXT = "your-text/"
-"""Stands in a run file for a text that is still to be named."""
+OWN_TEXT = "your-text/"  # stands in a run file for a text that each source names
 _NO_SIZE = {"architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "use_cache"}
-"""Of a config: what says nothing of the model's shape, or is the run's to say."""
+"""Fields of a config that do not shape the model, or that the run decides."""
 
 
 def continuing_text(directory: Path, preset: str) -> str:
@@ -54,7 +52,7 @@ def continuing_text(directory: Path, preset: str) -> str:
     before = run_of(directory) if (directory / NOTES).exists() else None
     if before is not None:
         stages, length = before.pipeline.stages, before.pipeline.sequence_length
-    if before is None or before.data.tokenizer != "byt5":
+    if before is None or not before.data.has_byte_tokenizer:
         own_tokenizer = _tokenizer_files(directory, config.vocab_size)
     numbers = given | {
         "about": "going on from a finished model",
@@ -80,7 +78,7 @@ def continuing_text(directory: Path, preset: str) -> str:
     if before is None:
         say(f'text: set [data] in the run file: it trains on "{OWN_TEXT}", which each source names with --data')
     else:
-        say(f"text: as the run of this model had it: {text_of(before.data)}")
+        say(f"text: as the run of this model had it: {before.data.text_name}")
     _check(text, files)
     return text
 

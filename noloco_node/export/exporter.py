@@ -9,15 +9,15 @@ finished stages and fetched replicas. docs/design/export.md says why.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from msgspec import structs
 
 from noloco_node.data.encoding import open_tokenizer
-from noloco_node.errors import Exit, UserError, reason_of
+from noloco_node.errors import UserError, reason_of, storage_error
 from noloco_node.export.held_out_loss import best_snapshots, without_worse
 from noloco_node.export.huggingface import own_generation, write_checkpoint
 from noloco_node.export.replica_fetch import (
@@ -29,6 +29,7 @@ from noloco_node.export.replica_fetch import (
     reading_with_tokenizer,
 )
 from noloco_node.export.replica_files import (
+    SNAPSHOT,
     MergedReplicas,
     PartsDirectory,
     ReplicaFile,
@@ -118,9 +119,15 @@ class SwarmExport:
 
     async def stages(self) -> list[MergedReplicas]:
         """Return every stage, from finished parts, replicas, homes and snapshots; raise `UserError` if one has none."""
-        with _said_of_disk(self.parts.path):
-            self.parts.make()
+        try:
+            self.parts.path.mkdir(parents=True, exist_ok=True)
             return [await self._stage(number) for number in range(len(self.layout.shapes))]
+        except ConnectionError:
+            raise
+        except OSError as error:
+            hint = "free some space there, or export to another disk; finished stages are kept"
+            what = f"The stages cannot be laid down in {self.parts.path}."
+            raise storage_error(what, reason_of(error), hint) from error
 
     async def _stage(self, number: int) -> MergedReplicas:
         found = await asyncio.to_thread(self.parts.finished, number, await self._rounds(number))
@@ -141,7 +148,7 @@ class SwarmExport:
         if came or any(each.peer in living for each in lying):
             return await self._merged(number, candidates)
         own = max((each.counters.round for each in candidates), default=None)
-        shapes, keep = self.layout.shapes[number], self.parts.keep_snapshot
+        shapes, keep = self.layout.shapes[number], partial(self.parts.keep, kind=SNAPSHOT)
         kept = await fetch_snapshots(self.network, self.recipe, self.look, number, shapes, own, keep)
         if not isinstance(kept, UserError):
             return await self._with_snapshot(number, candidates, kept[0])
@@ -170,7 +177,7 @@ class SwarmExport:
             say(f"stage {number}: {count} from an export that was interrupted")
         here, shapes = [each.peer for each in lying], self.layout.shapes[number]
         came = [
-            await asyncio.to_thread(self.parts.keep_replica, copy)
+            await asyncio.to_thread(self.parts.keep, copy)
             async for copy in fetched(self.network, self.recipe.digest, self.look, number, shapes, here)
         ]
         return lying, came
@@ -181,22 +188,6 @@ class SwarmExport:
 
     async def _rounds(self, number: int) -> list[int]:
         return [record.round for record in at_work(await self.look(), number)]
-
-
-@contextmanager
-def _said_of_disk(parts: Path) -> Iterator[None]:
-    """Raise `UserError` if the disk refuses."""
-    try:
-        yield
-    except ConnectionError:
-        raise
-    except OSError as error:
-        raise UserError(
-            f"The stages cannot be laid down in {parts}.",
-            why=reason_of(error),
-            hint="free some space there, or export to another disk; finished stages are kept",
-            code=Exit.STORAGE,
-        ) from error
 
 
 def parts_of(out: Path, recipe: RunFileText, layout: ModelLayout) -> PartsDirectory:

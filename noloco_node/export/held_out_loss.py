@@ -27,16 +27,11 @@ from noloco_node.run.config import DataConfig, RunConfig
 from noloco_node.state_sync.replica_mean import LeftOut
 from noloco_node.terminal import say
 
-BATCH = 8
-"""Sequences evaluated at a time."""
-MOST_READ = 8
-"""Times as many sequences are read as are wanted."""
-READ_TOKENS = 2**19
-"""At least, where there are so many: few short sequences shall come from many documents too."""
-JUDGED_TOKENS = 4096
-"""By which replicas are judged, one batch at least: all by the same, so few will do."""
-WORSE = 0.1
-"""Share of the best loss of its stage by which a replica may be worse than it."""
+BATCH = 8  # sequences evaluated at a time
+MOST_READ = 8  # times as many sequences are read as are wanted
+READ_TOKENS = 2**19  # at least, where there are so many: few short sequences shall come from many documents too
+JUDGED_TOKENS = 4096  # judge a replica, one batch at least: few will do, because all replicas read the same
+WORSE = 0.1  # share of the best loss of its stage by which a replica may be worse than it
 FEW_DOCUMENTS = 5
 Model = Callable[[Tensor], Tensor]
 
@@ -54,7 +49,6 @@ class HeldOutText(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Return the share of the read sequences that is here."""
         return len(self.documents) / max(1, self.read)
 
     def described(self) -> str:
@@ -147,6 +141,21 @@ def logits_of(model: Any) -> Model:
     return lambda ids: model(ids).logits
 
 
+class WholeModel:
+    """The model of all stages on one text; the weights of single stages may be put in place of others."""
+
+    def __init__(self, layout: ModelLayout, stages: Sequence[MergedReplicas], text: HeldOutText) -> None:
+        ordinary = [layout.ordinary(number, stage.weights) for number, stage in enumerate(stages)]
+        self._model = joined(layout.prepared.config, ordinary).eval()
+        self._layout, self._text = layout, text
+
+    def put(self, number: int, weights: dict[str, Tensor]) -> None:
+        self._model.load_state_dict(self._layout.ordinary(number, weights), strict=False, assign=True)
+
+    def loss(self) -> Loss:
+        return text_loss(logits_of(self._model), self._text)
+
+
 def without_worse(
     run: RunConfig, layout: ModelLayout, stages: Sequence[MergedReplicas], filed: Sequence[Sequence[ReplicaFile]]
 ) -> list[MergedReplicas]:
@@ -189,7 +198,7 @@ def _judgement(
             opened.enter_context(ReplicaReader(members, shapes))
             for members, shapes in zip(judged, layout.shapes, strict=True)
         ]
-        yield _Judgement(layout, text, readers, stages)
+        yield _Judgement(WholeModel(layout, stages, text), readers)
 
 
 def _members(stage: MergedReplicas, filed: Sequence[ReplicaFile]) -> list[ReplicaFile]:
@@ -199,24 +208,16 @@ def _members(stage: MergedReplicas, filed: Sequence[ReplicaFile]) -> list[Replic
     return [each for each in members if each is not None] if None not in members else []
 
 
-class _Judgement:
+class _Judgement(NamedTuple):
     """Replicas of all stages in one model. `readers`: a stage's replicas, in the order of its mean."""
 
-    def __init__(
-        self,
-        layout: ModelLayout,
-        text: HeldOutText,
-        readers: Sequence[ReplicaReader],
-        stages: Sequence[MergedReplicas],
-    ) -> None:
-        ordinary = [layout.ordinary(number, stage.weights) for number, stage in enumerate(stages)]
-        self._model = joined(layout.prepared.config, ordinary).eval()
-        self._layout, self._text, self._readers = layout, text, readers
+    model: WholeModel
+    readers: Sequence[ReplicaReader]
 
     def of(self, stages: Sequence[MergedReplicas]) -> list[MergedReplicas]:
         """Return the stages without the replicas that are too bad."""
         found = list(stages)
-        kept = [list(range(len(reader.filed))) for reader in self._readers]
+        kept = [list(range(len(reader.filed))) for reader in self.readers]
         while True:
             losses = [self._losses(number, places, found[number]) for number, places in enumerate(kept)]
             excess, number, worst = max((_worst(of_stage, number) for number, of_stage in enumerate(losses)))
@@ -229,7 +230,7 @@ class _Judgement:
     def best_of(self, stages: Sequence[MergedReplicas]) -> list[MergedReplicas]:
         """Return the stages with the best of their readers' snapshots, if that is much better than the present."""
         found = list(stages)
-        for number, reader in enumerate(self._readers):
+        for number, reader in enumerate(self.readers):
             losses = self._losses(number, range(len(reader.filed)), found[number])
             present = next((place for place in losses if reader.filed[place].peer == found[number].kept_by), None)
             if present is None or losses[present] <= (1.0 + WORSE) * min(losses.values()):
@@ -239,38 +240,32 @@ class _Judgement:
             why = f"loss {losses[present]:.3f} with what {before.kept_by} keeps, {losses[best]:.3f} with {keeper}'s"
             left_out = [LeftOut(peer=each.peer, why=why) for each in before.taken]
             found[number] = MergedReplicas(weights, (reader.standing(best),), (*before.left_out, *left_out), keeper)
-            self._put(number, weights)
+            self.model.put(number, weights)
         return found
 
     def _losses(self, number: int, places: Sequence[int], stage: MergedReplicas) -> dict[int, float]:
         """Return the loss with each of these replicas in the stage's place, infinite if it is not finite."""
         losses = {}
         for place in places if len(places) > 1 else ():
-            self._put(number, self._readers[number].weights(place))
-            mean = text_loss(logits_of(self._model), self._text).mean
+            self.model.put(number, self.readers[number].weights(place))
+            mean = self.model.loss().mean
             losses[place] = mean if math.isfinite(mean) else math.inf
-        self._put(number, stage.weights)
+        self.model.put(number, stage.weights)
         return losses
 
     def _without(
         self, stage: MergedReplicas, number: int, kept: Sequence[int], worst: int, loss: float, best: float
     ) -> MergedReplicas:
-        reader = self._readers[number]
+        reader = self.readers[number]
         peer = reader.filed[worst].peer
         weights, why = reader.mean(kept), f"loss {loss:.3f} in its stage's place, the best has {best:.3f}"
-        self._put(number, weights)
+        self.model.put(number, weights)
         return stage._replace(
             weights=weights,
             taken=tuple(each for each in stage.taken if each.peer != peer),
-            left_out=(
-                *stage.left_out,
-                LeftOut(peer=peer, why=why),
-            ),
+            left_out=(*stage.left_out, LeftOut(peer=peer, why=why)),
             kept_by=None if stage.kept_by == peer else stage.kept_by,
         )
-
-    def _put(self, number: int, weights: dict[str, Tensor]) -> None:
-        self._model.load_state_dict(self._layout.ordinary(number, weights), strict=False, assign=True)
 
 
 def _worst(losses: dict[int, float], number: int) -> tuple[float, int, int]:

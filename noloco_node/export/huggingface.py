@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit, UserError, storage_error
 from noloco_node.export.sources import NOTES, Provenance, check_target
 from noloco_node.run.config import DataConfig, ModelConfig
 from noloco_node.storage.atomic_file import flush
@@ -88,21 +88,18 @@ def joined(config: Any, stages: Sequence[Mapping[str, Tensor]]) -> Any:
         weights |= stage
     whole = skeleton(copy.deepcopy(config))
     expected = {name: weight.shape for name, weight in whole.named_parameters()}
-    if wrong := sorted(name for name in expected.keys() | weights.keys() if not _fits(name, expected, weights)):
+    given = {name: weight.shape for name, weight in weights.items()}
+    if wrong := sorted({name for name, _ in expected.items() ^ given.items()}):
         raise ValueError(f"the stages together are not the whole model: look at {', '.join(wrong)}")
     whole.load_state_dict(weights, strict=False, assign=True)
     return whole
-
-
-def _fits(name: str, expected: Mapping[str, torch.Size], weights: Mapping[str, Tensor]) -> bool:
-    return name in weights and name in expected and weights[name].shape == expected[name]
 
 
 @contextmanager
 def _written_aside(directory: Path) -> Iterator[Path]:
     """Yield an empty directory beside `directory` that takes its place, flushed, once all has gone well.
 
-    What a killed export has left there is removed; an export at work keeps it locked.
+    It removes files of a killed export first; an export at work keeps the directory locked.
     """
     check_target(directory)
     aside = directory.absolute().parent / f".{directory.name}.aside"
@@ -125,16 +122,12 @@ def _written_aside(directory: Path) -> Iterator[Path]:
             os.close(lock)
         flush(directory.absolute().parent)
     except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"The checkpoint cannot be written to {directory}.",
-            why=str(error),
-            hint="free some space, or choose another directory",
-            code=Exit.STORAGE,
-        ) from error
+        hint = "free some space, or choose another directory"
+        raise storage_error(f"The checkpoint cannot be written to {directory}.", str(error), hint) from error
 
 
 def _follow_umask(directory: Path) -> None:
-    """Let whoever may read a new directory read its files too: the library makes some for their owner alone."""
+    """Let users that may read a new directory read its files too: the library makes some for their owner alone."""
     readers = directory.stat().st_mode & 0o666
     for path in directory.rglob("*"):
         if path.is_file():
@@ -152,7 +145,7 @@ def own_generation(model: ModelConfig, data: DataConfig) -> GenerationConfig | N
         found.validate(strict=True)
     except FileNotFoundError:
         return None
-    except Exception as error:  # anybody may have written the file, and the library raises whatever comes of it
+    except Exception as error:  # a stranger may have written the file, and the library raises all kinds of errors
         say(f"the model's own generation_config.json is left out: {' '.join(str(error).split())[:200]}")
         return None
     return found

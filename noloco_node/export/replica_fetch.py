@@ -1,4 +1,4 @@
-"""What an export fetches from a swarm: slow weights of replicas, snapshots of a dead stage, and the tokenizer.
+"""An export fetches from a swarm: slow weights of replicas, snapshots of a dead stage, and the tokenizer.
 
 The roster is read again before each replica is asked, because the swarm changes while a large model is fetched. A
 replica that serves others is asked again after all others. If no replica of a stage gives its weights, the export asks
@@ -21,7 +21,7 @@ from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.export.replica_files import ReplicaFile, Shapes
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
-from noloco_node.run.config import TRAVELLING, DataConfig
+from noloco_node.run.config import DataConfig
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE
 from noloco_node.state_sync.download import SNAPSHOT, WeightsOf, ask_manifests, copying_s
@@ -36,21 +36,14 @@ from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
 
-BUSY_S = 900.0
-"""For which a stage is waited for whose replicas all serve others: two newcomers may take so long."""
-BUSY_BESIDE_S = 120.0
-"""For a busy replica of a stage that others have given."""
-MOST_GIVEN = 64
-"""Replicas of a stage: their mean gains little from more, each takes room on the disk, and any stranger may be one."""
-MOST_ASKED = 1024
-"""Strangers may come and go for ever."""
+BUSY_S = 900.0  # an export waits so long for a stage whose replicas all serve others: two newcomers may take as long
+BUSY_BESIDE_S = 120.0  # for a busy replica of a stage that others have given
+MOST_GIVEN = 64  # replicas of a stage: more add little to the mean, take room on the disk, and may be strangers
+MOST_ASKED = 1024  # strangers may come and go for ever
 
-Look = Callable[[], Awaitable[Roster]]
-"""Reads the roster again."""
-Objection = Callable[[str, Manifest], Awaitable[str | None]]
-"""Says why what a peer offers is not to be believed, or None."""
-COMPARED = 3
-"""Snapshots that are fetched of a stage."""
+Look = Callable[[], Awaitable[Roster]]  # reads the roster again
+Objection = Callable[[str, Manifest], Awaitable[str | None]]  # returns why not to believe a peer's offer, or None
+COMPARED = 3  # snapshots that are fetched of a stage
 
 
 async def fetched(
@@ -107,7 +100,7 @@ async def fetch_of(
     network: PeerNetwork, peer: str, subject: WeightsOf, run_id: str, objection: Objection | None = None
 ) -> Checkpoint:
     """Fetch a peer's slow weights; raise DonorBusy if not now, else a `ConnectionError`."""
-    # A newcomer's patience, who copies five times as much: a line at home may be slow, and nobody waits for us.
+    # As long as a newcomer has for five times as much: a line at home may be slow.
     wanted = subject.wanted(copying_s(subject.weight_bytes, SLOWEST_BYTES_PER_S))
     if objection is not None:
         wanted = replace(wanted, objection=objection)
@@ -182,7 +175,7 @@ def _lost(recipe: RunFileText, roster: Roster, number: int, tries: str, *, any_c
 def reading_with_tokenizer(homes: Sequence[Path], recipe: RunFileText) -> DataConfig:
     """Return the run's data with the tokenizer that a home keeps; raise `UserError` (CONFIG) if none has it."""
     data = recipe.run.data
-    if data.tokenizer != TRAVELLING:
+    if not data.has_travelling_tokenizer:
         return data
     for place in (place for home in homes for place in HomePaths(home).tokenizers_of(recipe.digest)):
         store = WeightStore.filling(place, data.tokenizer_files)
@@ -203,7 +196,7 @@ async def fetched_tokenizer(
     `look`: reads the roster; the peers of the invite are asked as well.
     """
     data = recipe.run.data
-    if data.tokenizer != TRAVELLING:
+    if not data.has_travelling_tokenizer:
         return data
     roster = [record.peer for records in (await look()).stages for record in records]
     peers = list(dict.fromkeys((*roster, *invites.parse(invite).peers)))

@@ -1,8 +1,8 @@
 """Slow weights of single replicas on a disk, read one tensor at a time, and the parts of an unfinished export.
 
-All files have the form of `noloco_node.storage.checkpoint` and say of which run, stage, peer and round they are: the
-checkpoints of a home, its stage snapshots, and replicas that an export has fetched. An export keeps these,
-and each finished stage as one file, beside its target, so that the next try goes on from there.
+All files have the form of `noloco_node.storage.checkpoint`: the checkpoints of a home, its stage snapshots, and
+replicas that an export has fetched. An export keeps these, and each finished stage as one file, beside its target, so
+that the next try goes on from there.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from noloco_node.storage.checkpoint import Checkpoint, Counters, arrays_of, coun
 from noloco_node.storage.home import HomePaths
 from noloco_node.terminal import say
 
-LOOKS = 3
-"""At a directory of which all files that were listed have been rotated away."""
+LOOKS = 3  # at a directory of which all files that were listed have been rotated away
+SNAPSHOT = "snapshot-"
+"""In the name of the file of a snapshot."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -63,7 +64,6 @@ class ReplicaFile(NamedTuple):
 
     @property
     def readable(self) -> Path:
-        """Return where to read the file."""
         return self.path if self.held is None else self.held.path
 
 
@@ -83,7 +83,7 @@ def in_home(home: Path, run_id: str, complain: Callable[[str], None] = say) -> l
                     atomic_file.check_tensors(held.path)
                     found[counters.stage, peer] = ReplicaFile(path, peer, counters, held)
             except (OSError, ValueError) as error:
-                # What is read has a number for a name.
+                # The error names the descriptor by which the file was read.
                 complain(f"{path} is skipped: {str(error).replace(held.path.name, path.name)}")
     return list(found.values())
 
@@ -118,46 +118,48 @@ class ReplicaReader:
 
     def __init__(self, filed: Sequence[ReplicaFile], shapes: Shapes) -> None:
         """Open `filed`; raise ValueError if a file does not hold tensors of these shapes."""
-        self._names, self._open = list(shapes), ExitStack()
-        self.filed, self._files = tuple(filed), []
-        try:
+        self._names, self.filed, self._files = list(shapes), tuple(filed), []
+        with ExitStack() as opening:
             for each in filed:
-                file = self._open.enter_context(safe_open(each.readable, framework="pt"))
-                for number, shape in enumerate(shapes.values()):
-                    if tuple(file.get_slice(f"slow.{number}").get_shape()) != tuple(shape):
-                        raise ValueError(f"{each.path} is not of this run: tensor {number} has another shape")
+                try:
+                    file = opening.enter_context(safe_open(each.readable, framework="pt"))
+                    found = [tuple(file.get_slice(f"slow.{number}").get_shape()) for number in range(len(shapes))]
+                except SafetensorError as error:
+                    raise ValueError(f"{each.path} cannot be read: {error}") from error
+                if found != [tuple(shape) for shape in shapes.values()]:
+                    raise ValueError(f"{each.path} is not of this run: its tensors have other shapes")
                 self._files.append(file)
-        except SafetensorError as error:
-            self._open.close()
-            raise ValueError(f"{each.path} cannot be read: {error}") from error
+            self._open = opening.pop_all()
 
     def standing(self, place: int) -> ReplicaSummary:
-        """Return the counters of a replica and the norm of its weights."""
-        counters, file = self.filed[place].counters, self._files[place]
+        counters = self.filed[place].counters
         return ReplicaSummary(
             peer=self.filed[place].peer,
             round=counters.round,
             inner_steps=counters.inner_steps,
             progress=counters.progress,
-            norm=norm_of(lambda number: file.get_tensor(f"slow.{number}"), len(self._names)),
+            norm=norm_of(self._tensor(place, number) for number in range(len(self._names))),
         )
 
     def weights(self, place: int) -> dict[str, Tensor]:
-        """Return one replica's slow weights by name."""
-        return {name: self._files[place].get_tensor(f"slow.{number}") for number, name in enumerate(self._names)}
+        return {name: self._tensor(place, number) for number, name in enumerate(self._names)}
+
+    def _tensor(self, place: int, number: int) -> Tensor:
+        found: Tensor = self._files[place].get_tensor(f"slow.{number}")
+        return found
 
     def alike(self, places: Sequence[int]) -> tuple[list[int], dict[int, float]]:
         """Return which of these replicas are alike, and the cosines of the others."""
         if len(places) < LEAST_REPLICAS:
             return list(places), {}
-        tensors = ([file.get_tensor(f"slow.{number}") for file in self._files] for number in range(len(self._names)))
+        everyone = range(len(self.filed))
+        tensors = ([self._tensor(place, number) for place in everyone] for number in range(len(self._names)))
         return drop_strangers(products_of(tensors), places)
 
     def mean(self, places: Sequence[int]) -> dict[str, Tensor]:
         """Return the mean of some replicas by name; memory holds it and one tensor of each."""
         return {
-            name: mean_of([self._files[place].get_tensor(f"slow.{number}") for place in places])
-            for number, name in enumerate(self._names)
+            name: mean_of([self._tensor(place, number) for place in places]) for number, name in enumerate(self._names)
         }
 
     def __enter__(self) -> Self:
@@ -205,7 +207,7 @@ def merged(stage: int, filed: Sequence[ReplicaFile], shapes: Shapes, rounds_behi
 
 
 class StagePart(msgspec.Struct, frozen=True, kw_only=True):
-    """What the file of a finished stage says of it, as in `MergedReplicas`."""
+    """The metadata of a finished stage's file, as in `MergedReplicas`."""
 
     run_id: str
     stage: int
@@ -220,9 +222,6 @@ class PartsDirectory:
     def __init__(self, path: Path, run_id: str, shapes: Sequence[Shapes], rounds_behind: int) -> None:
         self.path = path
         self._run_id, self._shapes, self._rounds_behind = run_id, shapes, rounds_behind
-
-    def make(self) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -259,7 +258,7 @@ class PartsDirectory:
     def replicas(self, stage: int, rounds: Sequence[int]) -> list[ReplicaFile]:
         """Return the whole files of a stage whose replicas are in `rounds` now, without those left far behind."""
         found = []
-        for path in self._of_replicas(stage):
+        for path in sorted(self.path.glob(f"stage-{stage}-*.safetensors")):
             try:
                 counters = counters_of(path)
                 each = ReplicaFile(path, counters.peer, counters)
@@ -273,18 +272,17 @@ class PartsDirectory:
                 say(f"{path} is skipped: {error}")
         return found
 
-    def keep_replica(self, copy: Checkpoint) -> ReplicaFile:
-        """Keep a replica until the export is complete."""
-        return self._keep(copy, "")
-
-    def keep_snapshot(self, copy: Checkpoint) -> ReplicaFile:
-        """Keep a snapshot likewise, under its keeper's name."""
-        return self._keep(copy, "snapshot-")
+    def keep(self, copy: Checkpoint, kind: str = "") -> ReplicaFile:
+        """Keep a replica, or a `SNAPSHOT` under its keeper's name, until the export is complete."""
+        counters = copy.counters
+        path = self.of_replica(counters.stage, counters.peer, kind)
+        atomic_file.write_tensors(path, arrays_of(copy.tensors), msgspec.json.encode(counters).decode())
+        return ReplicaFile(path, counters.peer, counters)
 
     def snapshots(self, stage: int) -> list[ReplicaFile]:
         """Return the whole files of stage snapshots."""
         found = []
-        for path in sorted(self.path.glob(f"stage-{stage}-snapshot-*.safetensors")):
+        for path in sorted(self.path.glob(f"stage-{stage}-{SNAPSHOT}*.safetensors")):
             with suppress(OSError, ValueError):
                 atomic_file.check_tensors(path)
                 counters = counters_of(path)
@@ -298,18 +296,8 @@ class PartsDirectory:
     def _of_stage(self, stage: int) -> Path:
         return self.path / f"stage-{stage}.safetensors"
 
-    def _of_replicas(self, stage: int) -> list[Path]:
-        return sorted(self.path.glob(f"stage-{stage}-*.safetensors"))
-
-    def _keep(self, copy: Checkpoint, kind: str) -> ReplicaFile:
-        counters = copy.counters
-        path = self.of_replica(counters.stage, counters.peer, kind)
-        atomic_file.write_tensors(path, arrays_of(copy.tensors), msgspec.json.encode(counters).decode())
-        return ReplicaFile(path, counters.peer, counters)
-
 
 def parts_beside(out: Path) -> Path:
-    """Return the directory of the parts of an export to `out`."""
     return out.absolute().parent / f".{out.name}.parts"
 
 

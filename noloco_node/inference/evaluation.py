@@ -19,21 +19,18 @@ from torch import Tensor
 
 from noloco_node.errors import UserError, config_error
 from noloco_node.export.exporter import merge_files, of_homes
-from noloco_node.export.held_out_loss import HeldOutText, Loss, logits_of, text_loss, validation_text
-from noloco_node.export.huggingface import joined, quiet_unless_watched
+from noloco_node.export.held_out_loss import HeldOutText, Loss, WholeModel, logits_of, text_loss, validation_text
+from noloco_node.export.huggingface import quiet_unless_watched
 from noloco_node.export.replica_fetch import reading_with_tokenizer
 from noloco_node.export.replica_files import ReplicaReader, newest
 from noloco_node.export.sources import check_models, known_run, recipe_of, run_of
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.run.config import DataConfig, RunConfig
-from noloco_node.run.runfile import with_source
 from noloco_node.terminal import say, warn
 from pipeline.model_config import longest_sequence
 
-LONGEST_SEQUENCE = 1024
-"""Tokens, where nothing but the model's positions says how long a sequence should be."""
-FEW_DOCUMENTS = 10
-"""With fewer the figure says little of other text, and that is said."""
+LONGEST_SEQUENCE = 1024  # tokens, where nothing but the model's positions says how long a sequence should be
+FEW_DOCUMENTS = 10  # with fewer the figure says little of other text, and that is said
 BATCHES = 64
 _TORN = (SafetensorError, pickle.UnpicklingError)
 
@@ -47,7 +44,6 @@ class Measure(NamedTuple):
     text: HeldOutText
 
     def numbers(self) -> dict[str, str | float | None]:
-        """Return the fields of `--json`."""
         return {
             "model": self.model,
             "loss": self.loss.mean,
@@ -61,7 +57,6 @@ class Measure(NamedTuple):
         }
 
     def sentence(self, *, named: bool) -> str:
-        """Return the line that a person reads."""
         loss = self.loss
         margin = "" if loss.margin is None else f" ± {loss.margin:.4f}"
         many = f"{loss.documents} document{'s' * (loss.documents != 1)}"
@@ -126,8 +121,8 @@ def evaluate(
 ) -> str:
     """Evaluate exported checkpoints, or homes: the merged model and every replica in its place in it.
 
-    `data`: a source of text for `with_source`, used whole; None for the text that the run held out. `batches`: the most
-    of them, spread over the text; None takes all. Returns a sentence a model, or with `as_json` one object: the numbers
+    `data`: another source of text, used whole; None for the text that the run held out. `batches`: the most of them,
+    spread over the text; None takes all. Returns a sentence a model, or with `as_json` one object: the numbers
     of one model, or of several a list under `models`.
     """
     check_models(directories, homes)
@@ -174,26 +169,21 @@ def _of_homes(homes: Sequence[Path], source: str | None, batches: int | None) ->
     recipe = recipe_of(homes)
     run, layout = recipe.run, model_layout(recipe.run)
     data = reading_with_tokenizer(homes, recipe)
-    data = data if source is None else _whole(with_source(data, source))
+    data = data if source is None else _whole(data.with_source(source))
     text = _text(data, run.pipeline.sequence_length, run.seed, batches, named=source is not None)
     say(f"merging what lies in {len(homes)} home{'s' * (len(homes) > 1)}")
     entropy, filed = unigram_entropy(text.batches), of_homes(homes, recipe)
     stages = merge_files(filed, recipe, layout)
-    ordinary = [layout.ordinary(number, stage.weights) for number, stage in enumerate(stages)]
-    model = joined(layout.prepared.config, ordinary).eval()
-
+    model = WholeModel(layout, stages, text)
     say(f"evaluating the merged model and {len(filed)} replicas, each on {_sequences(text)}")
-
-    def loss() -> Loss:
-        return text_loss(logits_of(model), text)
-
-    yield Measure("merged", loss(), entropy, text)
+    yield Measure("merged", model.loss(), entropy, text)
     for number, shapes in enumerate(layout.shapes):
         with ReplicaReader(newest(filed, number), shapes) as opened:
             for place, each in enumerate(opened.filed):
-                model.load_state_dict(layout.ordinary(number, opened.weights(place)), strict=False, assign=True)
-                yield Measure(f"stage {number}, {each.peer}, round {each.counters.round}", loss(), entropy, text)
-        model.load_state_dict(ordinary[number], strict=False, assign=True)
+                model.put(number, opened.weights(place))
+                name = f"stage {number}, {each.peer}, round {each.counters.round}"
+                yield Measure(name, model.loss(), entropy, text)
+        model.put(number, stages[number].weights)
 
 
 def _sequences(text: HeldOutText) -> str:
@@ -207,7 +197,7 @@ def _reading(directory: Path, source: str | None) -> tuple[DataConfig, int, int]
     """
     run = run_of(directory) if source is None else known_run(directory)
     data = reading_of(directory, run)
-    data = data if source is None else _whole(with_source(data, source))
+    data = data if source is None else _whole(data.with_source(source))
     if run is not None:
         return data, run.pipeline.sequence_length, run.seed
     try:
@@ -228,6 +218,6 @@ def reading_of(directory: Path, run: RunConfig | None) -> DataConfig:
     """
     if run is None:
         return DataConfig(tokenizer=str(directory))
-    if run.data.tokenizer == "byt5":
+    if run.data.has_byte_tokenizer:
         return run.data
     return msgspec.structs.replace(run.data, tokenizer=str(directory), tokenizer_commit=None)

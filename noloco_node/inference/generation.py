@@ -22,8 +22,7 @@ from pipeline.model_config import longest_sequence
 
 _BYTE_OFFSET, _BYTES = 3, 256
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-LONGEST_CHARACTER = 8
-"""Tokens after which what is no character yet will never be one."""
+LONGEST_CHARACTER = 8  # tokens after which what is no character yet will never be one
 
 
 class Sampling(NamedTuple):
@@ -93,7 +92,6 @@ class Spelling:
         return self._decode(self._context + self._tokens)[len(self._decode(self._context)) :]
 
     def rest(self) -> str:
-        """Return the characters held back."""
         text, self._tokens = self._new(), []
         return text
 
@@ -128,7 +126,7 @@ def generate(directory: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
             code=Exit.USAGE,
         )
     spelling: Spelling | ByteSpelling
-    if data.tokenizer == "byt5":
+    if data.has_byte_tokenizer:
         spelling = ByteSpelling()
     else:
         tokenizer = open_tokenizer(data)

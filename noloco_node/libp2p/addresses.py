@@ -156,7 +156,10 @@ def _free_port(text: str) -> int:
     parts = _parse(text)
     kind = socket.SOCK_STREAM if parts[1][0] == "tcp" else socket.SOCK_DGRAM
     with socket.socket(_FAMILIES[parts[0][0]], kind) as trial:
-        trial.bind((parts[0][1], 0))
+        try:
+            trial.bind((parts[0][1], 0))
+        except OSError as error:
+            raise _not_here(text, error) from None
         return int(trial.getsockname()[1])
 
 
@@ -189,6 +192,15 @@ def _not_usable(text: str, why: str, hint: str) -> UserError:
     return UserError(f"The address {text!r} cannot be used.", why=why, hint=hint, code=Exit.CONFIG)
 
 
+def _not_here(text: str, error: OSError) -> UserError:
+    return _not_usable(
+        text,
+        f"this machine cannot listen there: {error.strerror}",
+        "listen on an address that this machine has, or on all: /ip4/0.0.0.0/tcp/4001 (ports below 1024 are root's); "
+        "the one that others dial, a router's, belongs to --announce",
+    )
+
+
 def _try_port(text: str, kinds: Sequence[str], host: str, port: int) -> None:
     kind = socket.SOCK_STREAM if kinds[1] == "tcp" else socket.SOCK_DGRAM
     with socket.socket(_FAMILIES[kinds[0]], kind) as trial:
@@ -206,12 +218,7 @@ def _try_port(text: str, kinds: Sequence[str], host: str, port: int) -> None:
                     "if it is an earlier node of yours, stop that one first",
                     code=Exit.PORT_TAKEN,
                 ) from None
-            raise _not_usable(
-                text,
-                f"this machine cannot listen there: {error.strerror}",
-                "listen on an address that this machine has, or on all: /ip4/0.0.0.0/tcp/4001 (ports below 1024 are "
-                "root's); the one that others dial, a router's, belongs to --announce",
-            ) from None
+            raise _not_here(text, error) from None
 
 
 def bootstrap_address(text: str) -> PeerAddress:

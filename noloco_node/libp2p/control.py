@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _MOMENT_S = 2.0
-"""For other peers to answer once one has."""
+"""Once one peer has answered, the others have so long."""
 _LATE = "it did not answer while others did"
 _ANSWER_BYTES = 1 << 20
 _PREAMBLE_BYTES = 64 * 1024
 _PROOF_S = 20.0
-"""For the proof to come, which callers send at once."""
+"""The proof, which callers send at once, has so long to come."""
 _MOST_UNPROVEN = 256
 
 

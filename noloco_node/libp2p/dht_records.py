@@ -42,7 +42,7 @@ from noloco_node.libp2p.record_checks import (
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret
 
 _ANSWER_S = 5.0
-"""For one node of the DHT to answer one question."""
+"""A node of the DHT has so long to answer one question."""
 _MOST_PLACES = 4096
 _CLOSE_S = 2.0
 
@@ -58,7 +58,7 @@ class DhtRecords:
         self._known: dict[bytes, frozenset[str]] = {}
         """The subkeys that the last reading of each place found."""
         self._begun: dict[bytes, list[Any]] = {}
-        """What we kept at a place ourselves when the readings of it began that are under way."""
+        """By place, what we kept there ourselves when each reading that is under way began."""
         self._expiry: dict[tuple[str, str], float] = {}
         self.unpublished = 0
         """Records that the DHT did not take."""
@@ -79,7 +79,7 @@ class DhtRecords:
 
         def prune(place: bytes, dictionary: DhtEntries) -> None:
             own = self._kept(place)
-            # What was put there since a reading began is no part of it.
+            # Records that were put there since a reading began are no part of it.
             ours = all(begun is own for begun in self._begun.get(place, ()))
             kept = {subkey: entry.expiration_time for subkey, entry in own.items()} if ours else {}
             keep_signed(place, dictionary, self._known.get(place, frozenset()), salt, kept)

@@ -32,7 +32,7 @@ from noloco_node.errors import Exit, UserError
 
 _MOST_GHOSTS = 64
 _SILENT_S = 15.0
-"""For which searches leave out who did not answer."""
+"""Searches leave out a peer that did not answer for so long."""
 
 
 class PeerId(Protocol):

@@ -56,7 +56,7 @@ _ATTEMPTS = 3
 REJOIN_S = 15.0
 """Between two looks at who is connected."""
 _RELAY_S = 10.0
-"""For a relay to give us a place."""
+"""A relay has so long to give us a place."""
 _LOOK_S = 0.2
 _MOST_CIRCUITS = 2
 _CIRCUIT = "/p2p-circuit"
@@ -87,8 +87,8 @@ class Libp2pNetwork:
     ) -> AsyncIterator[Libp2pNetwork]:
         """Join the network for as long as the context; `UserError`, with what to try, when that cannot be.
 
-        `tell` is called with a sentence when something happens that a person should know. Whom we meet is noted in
-        `met`, and so may be known to the network that follows this one.
+        `tell` is called with a sentence when something happens that a person should know. `met` takes note of the peers
+        that we meet, for the network that follows this one.
         """
         check_listen(settings.listen)
         check_announce(settings.announce)

@@ -39,6 +39,7 @@ from noloco_node.libp2p.control import Control, PeerContext, StreamDialer
 from noloco_node.libp2p.daemon import DaemonConfig
 from noloco_node.libp2p.hivemind_compat import daemon_trouble
 from noloco_node.libp2p.settings import NetworkSettings, Reachability, ensure_identity, peer_bytes
+from noloco_node.network.calls import patient
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
 
@@ -47,12 +48,12 @@ _GREETING = b"/multistream/"
 _GREETING_BYTES = 20
 _DIAL_S = 4.0
 _LOOK_S = 6.0
-"""For the DHT to tell of relays."""
+"""The DHT has so long to tell of relays."""
 ASK_S = 12.0
-"""For one peer to answer, its attempts included."""
+"""A peer has so long to answer, its attempts included."""
 _MOST_PORTS = 2
 _MOST_DIALS = 8
-"""Attempts at the same time, on behalf of all who ask."""
+"""Attempts at the same time, on behalf of all askers."""
 
 
 _FIND_S = 4.0
@@ -128,15 +129,12 @@ class DialBackService:
         self._turns = asyncio.Semaphore(_MOST_DIALS)
 
     async def answer(self, conversation: Conversation) -> None:
-        try:
-            async with asyncio.timeout(ASK_S):
-                question = await conversation.receive()
-                ports = tuple(port for port in question.ports[:_MOST_PORTS] if port)
-                home = host_of(conversation.origin) if ports else None
-                relays, place = await asyncio.gather(self._known(), self._dial(home, ports))
-                await conversation.send(DialBackReply(place=place, tried=home is not None, relays=relays))
-        except TimeoutError:
-            raise ConnectionAbortedError(f"{conversation.peer} took too long") from None
+        async with patient(conversation, ASK_S):
+            question = await conversation.receive()
+            ports = tuple(port for port in question.ports[:_MOST_PORTS] if port)
+            home = host_of(conversation.origin) if ports else None
+            relays, place = await asyncio.gather(self._known(), self._dial(home, ports))
+            await conversation.send(DialBackReply(place=place, tried=home is not None, relays=relays))
 
     async def _dial(self, home: tuple[str, str] | None, ports: Sequence[int]) -> str:
         if home is None:

@@ -32,7 +32,7 @@ RECORD_BYTES = 8 * 1024
 RECORD_LIFETIME_S = 3600.0
 _CLOCK_ERROR_S = 60.0
 _LENGTH_BYTES = 5
-"""What MessagePack adds to the bytes of a value."""
+"""MessagePack adds so much to the bytes of a value."""
 _SUBKEY_BYTES = 128
 SIGNATURE_BYTES: Final = 64
 _PURPOSE = b"noloco record 1\x00"

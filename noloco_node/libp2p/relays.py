@@ -79,7 +79,7 @@ class Grant(NamedTuple):
 
 
 class RelayPool(NamedTuple):
-    """What relays need. `tell`: a person, of what happens to them.
+    """What relays need. `tell` tells a person what happens to them.
 
     `ask`: what the relay at one of these addresses grants; ConnectionError where it cannot be asked.
     """

@@ -48,7 +48,7 @@ class TimeoutSettings(msgspec.Struct, frozen=True, kw_only=True):
     stall_s: float = 30.0
     """A peer that is alive and takes none of our bytes for so long is given up."""
     most_stall_s: float = 240.0
-    """The same where the line was seen to take them in pieces that far apart."""
+    """The longest time of a peer whose line was seen to take our bytes in pieces that far apart."""
     linger_s: float = 30.0
     """How long a stream that we ended waits for the other's end."""
     open_s: float = 60.0

@@ -85,7 +85,7 @@ class FrameProtocol:
         self.is_full = False
         """Whether so many messages wait that no more should be read."""
         self.held_bytes = 0
-        """Of what came and was not received, the message under way included."""
+        """Bytes that came and were not received, those of the message under way included."""
         self._schema, self._liveness, self._timeouts = schema, liveness, timeouts
         self._decoder = wire.FrameDecoder(schema)
         self.next_buffer = self._decoder.wants
@@ -93,7 +93,7 @@ class FrameProtocol:
         self._inbox: deque[tuple[Any, int]] = deque()
         """Messages that nobody has received, and the bytes of each."""
         self._incoming_bytes = 0
-        """Of the message under way."""
+        """Bytes of the message under way."""
         self._output = b""
         self._sent_s = self._taken_s = self._ended_s = self._listening_s = now_s
         self._unsent_bytes = 0

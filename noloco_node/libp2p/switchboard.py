@@ -34,7 +34,7 @@ together, and of each."""
 
 
 class LivenessTable:
-    """Of all peers: those with whom we converse, and the last with whom we did."""
+    """The liveness of all peers with whom we converse, and of the last with whom we did."""
 
     def __init__(self, timeouts: TimeoutSettings) -> None:
         self._timeouts = timeouts

@@ -19,9 +19,9 @@ from noloco_node.network.schema import Violation
 from noloco_node.tasks import loop_s
 
 MOST_VIOLATIONS = 5.0
-"""Of an identity, until it is banned."""
+"""An identity with so many violations is banned."""
 MOST_OF_PREFIX = 20.0
-"""Of an address prefix: a household, or an office, has several peers."""
+"""An address prefix with so many is banned: a household, or an office, has several peers."""
 HALF_LIFE_S = 600.0
 MOMENT_S = 1.0
 FIRST_BAN_S, LONGEST_BAN_S = 60.0, 6 * 3600.0
@@ -34,7 +34,7 @@ MOST_AT_ONCE = 256
 
 
 class _Standing(NamedTuple):
-    """Of one identity or prefix. `points`: the violations that were not forgotten at `at_s`.
+    """The standing of one identity or prefix. `points`: the violations that were not forgotten at `at_s`.
 
     Each reason to shut it out has an end of its own: `banned_until_s` for violations, `found_until_s` for a quarantine.
     """

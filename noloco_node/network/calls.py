@@ -35,7 +35,7 @@ from noloco_node.tasks import loop_s
 T = TypeVar("T")
 
 VIOLATION_GRACE_S = 1.0
-"""For a handler to learn that its caller violated the protocol, and to end by itself."""
+"""A handler whose caller violated the protocol has so long to learn of it and to end by itself."""
 IDLE_S = 60.0
 """A conversation that was not used for so long is ended: its beats cost more than opening another."""
 MOST_IDLE = 128
@@ -46,7 +46,7 @@ In simulations of narrow lines two replicas a stage wanted three and eight repli
 eighth less, and with sixty-four, a thirtieth (docs/results.md)."""
 PATIENCE = 4.0
 LEAST_S = 1.0
-"""Of a turn: what a message usually takes is not yet known, or next to nothing."""
+"""A turn lasts at least so long: what a message usually takes may be unknown, or next to nothing."""
 SMOOTHING = 0.1
 
 

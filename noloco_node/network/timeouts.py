@@ -28,7 +28,7 @@ from noloco_node.tasks import loop_s
 
 MEAN_WEIGHT, DEVIATION_WEIGHT, DEVIATIONS = 1 / 8, 1 / 4, 4.0
 MOST_PEERS = 1024
-"""Of which times are remembered; beyond them the one that was heard of longest ago is forgotten."""
+"""We remember the times of so many peers; beyond them we forget the one that we heard of longest ago."""
 GROWTH = 1.5
 MOST_GROWTHS = 12
 
@@ -41,7 +41,7 @@ class RttEstimate(NamedTuple):
 
 
 class TimeoutBounds(NamedTuple):
-    """Of a deadline, in seconds: the shortest, the longest, and the one where nothing was observed."""
+    """The shortest deadline, the longest, and the one where nothing was observed, in seconds."""
 
     least_s: float
     most_s: float
@@ -50,7 +50,7 @@ class TimeoutBounds(NamedTuple):
 
 DIALS = TimeoutBounds(least_s=2.0, most_s=60.0, unknown_s=10.0)
 ANSWERS = TimeoutBounds(least_s=4.0, most_s=120.0, unknown_s=12.0)
-"""Of a proposal, its dial included."""
+"""Of a partner to a proposal, the dial included."""
 
 
 def observed(before: RttEstimate | None, took_s: float) -> RttEstimate:
@@ -71,7 +71,7 @@ def deadline_s(known: RttEstimate | None, timeouts: int, bounds: TimeoutBounds) 
 
 
 class _Known(NamedTuple):
-    """Of one peer: what was observed, how often in a row nothing was, and when that was last (loop seconds)."""
+    """What we know of one peer: the estimate, waits in vain in a row, and when the last one ended (loop seconds)."""
 
     estimate: RttEstimate | None = None
     timeouts: int = 0
@@ -85,7 +85,7 @@ class AdaptiveTimeout:
         self._bounds = bounds
         self._peers: dict[str, _Known] = {}
         self._first: RttEstimate | None = None
-        """Of first contacts, with anybody."""
+        """The estimate of first contacts, with any peer."""
 
     def deadline_s(self, peer: str) -> float:
         """Return how long to wait for a peer."""

@@ -46,7 +46,7 @@ ERROR_BYTES = 1024
 
 _PREFIX = struct.Struct(">BIQ")
 _PART_BYTES = 16 * 1024
-"""Of a header, for which memory is taken at once."""
+"""So much of a header gets its memory at once."""
 _FLOATS = frozenset({"float32", "bfloat16", "float16"})
 """The dtypes that can hold what is not finite."""
 _Announced: TypeAlias = list[tuple[str, tuple[int, ...]]] | None

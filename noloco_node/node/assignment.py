@@ -121,7 +121,7 @@ class StageServer:
         context, replica, run = self._context, self._replica, self._context.run
         if replica.config.stage > 0:
             await self._serve(MICROBATCH, microbatch_schema(run, context.dimensions.width), replica.microbatches.serve)
-        context.membership.give_receipts(replica.microbatches.issued if replica.config.last else None)
+        context.membership.issued = replica.microbatches.issued if replica.config.last else None
         await self._serve(GOSSIP, gossip_schema(run, self._shapes), self._meet)
         await self._serve(STATE, state_schema(self._shapes), self._give)
 
@@ -212,14 +212,7 @@ class Assignment:
         """Set once it is decided. From then on our record is at the next stage, if there is one."""
         self._discarded = 0
         """Microbatches that became no step."""
-        self._progress = ProgressReporter(
-            replica,
-            context.network,
-            self._reporter,
-            context.options.refresh_s,
-            self._announce_training,
-            context.membership,
-        )
+        self._progress = ProgressReporter(context, replica, self._announce_training)
 
     async def run(self, leave: asyncio.Event) -> AssignmentEnd:
         """Serve, train and save until the assignment ends."""
@@ -419,7 +412,7 @@ def _make_replica(context: NodeContext, services: NodeServices, start: Start) ->
     """Make a replica of what joining yielded."""
     run, options, membership = context.run, context.options, context.membership
     services.work.begin(start.starting_state.progress, start.counted)
-    membership.focus(range(run.pipeline.stages) if context.keeps_snapshots else (start.number, start.number + 1))
+    membership.focus(run.pipeline.all_stages if context.keeps_snapshots else (start.number, start.number + 1))
     config = ReplicaConfig(
         run=run,
         run_id=context.run_file.digest,

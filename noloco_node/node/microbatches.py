@@ -173,7 +173,7 @@ class MicrobatchClient:
                 reply = replace(reply, hidden=self._bounded(peer, reply.hidden))
             self._timeout.took(peer, loop_s() - begun_s)
             self._bound_first(share * self._timeout.deadline_s(peer))
-            if self._config.stage + 2 == self._config.run.pipeline.stages:
+            if self._config.run.pipeline.is_last(self._config.stage + 1):
                 reply = replace(reply, computed_by=peer)
         return reply
 

@@ -78,21 +78,21 @@ class MigrationWatcher:
         context = self._context
         work, line_s = context.dimensions.work, context.host.line_s(target)
         self.device_s = max(device_s * work[target] / work[self._stage], line_s)
-        context.membership.focus(range(context.run.pipeline.stages))
+        context.membership.focus(context.run.pipeline.all_stages)
         await context.membership.claim(context.claim_record(target, PeerState.CATCHING_UP, self.device_s))
 
     def _elsewhere(self) -> tuple[int, ...]:
         """Return the other stages that would fit if ours were released."""
         host = self._context.host
-        free, stages = free_memory(host, given_back=self._stage), self._context.run.pipeline.stages
-        fits = fitting_stages(host, free, stages)
+        free = free_memory(host, given_back=self._stage)
+        fits = fitting_stages(host, free, len(self._context.dimensions.work))
         within = servable(self._context)
         return tuple(stage for stage in fits if stage in within and stage != self._stage and stage not in self._unfit)
 
     async def _look(self) -> Move | None:
         """Read all stages once and judge; return the move that is due."""
         membership, say = self._context.membership, self._context.reporter.say
-        roster = await membership.peek(range(self._context.run.pipeline.stages))
+        roster = await membership.peek(self._context.run.pipeline.all_stages)
         if not membership.complete or roster.old_since_s is not None:
             return None
         claims = [

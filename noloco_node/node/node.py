@@ -6,7 +6,7 @@
 
 A newcomer reads the roster and claims a stage (`join`). It copies the state of a living replica, or starts from the
 run's own weights while no stage has reported a round. It trains (`assignment`) until the token budget of the run is
-used up or somebody asks it to go; then it saves, and serves its weights for a while. Nothing outlives `live`: every
+used up or its owner asks it to leave; then it saves, and serves its weights for a while. Nothing outlives `live`: every
 task belongs to one task group.
 """
 
@@ -126,7 +126,7 @@ class Node:
 
     @property
     def membership(self) -> Membership:
-        """Our own record and everybody's."""
+        """Our own record, and those of all peers."""
         return self._context.membership
 
     @property

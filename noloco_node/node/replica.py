@@ -41,7 +41,7 @@ from pipeline.inner_step import OptimiserState, Progress, advance, begin, learni
 from pipeline.messages import ACTIVATION_CODECS
 from pipeline.next_stage import NextStage, NextStageClient, Wanted
 from pipeline.spot_checks import CheckSettings, SpotChecks
-from pipeline.worker import Worker, WorkerCompute
+from pipeline.worker import Worker
 
 DRAIN_S = 30.0
 """How long the blocking form of a round waits for what is in flight."""
@@ -92,13 +92,7 @@ class Replica:
         if checks.rate > 0.0:
             ways = NextStageClient(hops=self._checks.hops, call=self._client.call, check=self._checks.check)
         self.next_stage = None if config.last else NextStage(ways, rng)
-        self.worker = Worker(
-            stage,
-            self.admission,
-            WorkerCompute(run=self._run, clock=device.clock),
-            self.next_stage,
-            run.pipeline.budget_s,
-        )
+        self.worker = Worker(stage, self.admission, self._run, self.next_stage, run.pipeline.budget_s, device.clock)
         self.microbatches = MicrobatchServer(config, context, self.worker, turns)
         self.rounds = Rounds(
             config.peer,

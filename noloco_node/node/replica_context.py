@@ -13,7 +13,7 @@ from gossip.transfer.chunks import HeldCopy
 from noloco_node.journal import events
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.schema import Schema
-from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, sets
+from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
 from noloco_node.run.config import RunConfig
 from noloco_node.swarm.roster import Roster
 from pipeline.inner_step import Schedule
@@ -42,7 +42,7 @@ class ReplicaConfig:
     @property
     def last(self) -> bool:
         """Whether this stage computes the loss."""
-        return self.stage == self.run.pipeline.stages - 1
+        return self.run.pipeline.is_last(self.stage)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,5 +78,5 @@ def round_timeouts(config: ReplicaConfig, weight_bytes: int) -> RoundTimeouts:
     """Return how long rounds wait; the deadline of an exchange follows from its most bytes."""
     if not config.deadlines:
         return RoundTimeouts(answer_s=math.inf, exchange_s=math.inf)
-    most_bytes = 2 * sets(config.run.outer) * weight_bytes
+    most_bytes = 2 * config.run.outer.weight_sets * weight_bytes
     return RoundTimeouts(answer_s=HEARING_S, exchange_s=60.0 + most_bytes / config.slowest_bytes_per_s)

@@ -8,12 +8,10 @@ from typing import NoReturn
 
 from noloco_node.journal import events
 from noloco_node.limits.rate_limit import spending
-from noloco_node.machine.interface import Reporter
-from noloco_node.network.interface import PeerNetwork
+from noloco_node.node.node_context import NodeContext
 from noloco_node.node.replica import Replica
 from noloco_node.observe.bottleneck import all_waits
 from noloco_node.run.peer_state import PeerState
-from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import HOP_LETTERS, MOST_HOPS, PeerRecord
 from noloco_node.tasks import loop_s
 
@@ -26,18 +24,9 @@ MOST_SOURCES = 16
 class ProgressReporter:
     """Reports on one replica; `run` beside the training. `announce`: renews our record and returns its state."""
 
-    def __init__(
-        self,
-        replica: Replica,
-        network: PeerNetwork,
-        reporter: Reporter,
-        refresh_s: float,
-        announce: Callable[[], PeerState],
-        membership: Membership,
-    ) -> None:
-        self._membership = membership
-        self._replica, self._network, self._reporter = replica, network, reporter
-        self._refresh_s, self._announce = refresh_s, announce
+    def __init__(self, context: NodeContext, replica: Replica, announce: Callable[[], PeerState]) -> None:
+        self._replica, self._announce, self._refresh_s = replica, announce, context.options.refresh_s
+        self._membership, self._network, self._reporter = context.membership, context.network, context.reporter
         self._hops = HopSample(loop_s())
         self.hops: tuple[tuple[str, int], ...] = ()
         """Next hops for our record, as `HopSample` has them."""
@@ -89,10 +78,10 @@ class ProgressReporter:
         largest = sorted(other_sources, key=lambda source: (-source.claimed, source.peer))[:MOST_SOURCES]
         own = self._membership.receipts.signed(self._replica.config.peer)
         if own or any(source.signed for source in largest):
-            tokens = self._replica.config.run.pipeline.sequence_length
-            claimed = {source.peer: source.claimed * tokens for source in largest}
-            signed = {source.peer: source.signed * tokens for source in largest}
-            self._reporter.record(events.Receipts(claimed=claimed, signed=signed, own=own * tokens))
+            tokens = self._replica.config.run.tokens
+            claimed = {source.peer: tokens(source.claimed) for source in largest}
+            signed = {source.peer: tokens(source.signed) for source in largest}
+            self._reporter.record(events.Receipts(claimed=claimed, signed=signed, own=tokens(own)))
 
 
 class HopSample:

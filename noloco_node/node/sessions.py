@@ -194,23 +194,11 @@ def pause_s(failures: int) -> float:
     return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(failures - 1, _MOST_GROWTHS))
 
 
-def failures_with(before: int, lasted_s: float) -> int:
-    """Return the failures in a row with one more, of a session that lasted so long."""
-    return 1 if lasted_s >= STEADY_S else before + 1
-
-
 def cause(trouble: UserError) -> str:
     """Return the error and the first of its reasons (there may be one for each address) as one clause."""
     first, *others = trouble.why.splitlines() or [""]
     more = f"; and {len(others)} more" if others else ""
     return f"{trouble.what.rstrip('.')} ({first.strip()}{more})"
-
-
-def outlook(wait_s: float, lasts_s: float) -> str:
-    """Say whether another attempt follows after `wait_s`."""
-    if wait_s < lasts_s:
-        return f"trying again in {format_duration(wait_s)}, Ctrl-C leaves now"
-    return "no time is left to try again in this session"
 
 
 async def live_in_sessions(
@@ -241,9 +229,12 @@ async def live_in_sessions(
                 return
             leaving.polite, returns, failures = True, True, 0
             continue
-        failures = failures_with(failures, loop.time() - begun_s)
+        failures = 1 if loop.time() - begun_s >= STEADY_S else failures + 1
         wait_s = pause_s(failures)
-        say(f"{what}: {outlook(wait_s, sessions.lasts_s())}")
+        if wait_s < sessions.lasts_s():
+            say(f"{what}: trying again in {format_duration(wait_s)}, Ctrl-C leaves now")
+        else:
+            say(f"{what}: no time is left to try again in this session")
         await until_event(asked, sessions.pause(wait_s))
         if not sessions.lasts_s():
             failures = 0

@@ -90,7 +90,7 @@ def claims_of(roster: Roster) -> list[StageClaim]:
 
 def servable(context: NodeContext) -> range:
     """Return the stages that this peer can serve: stage 0 only calls others, all others must be dialable."""
-    return range(context.run.pipeline.stages if context.network.dialable else 1)
+    return context.run.pipeline.all_stages if context.network.dialable else range(1)
 
 
 class FreeMemory(NamedTuple):
@@ -199,7 +199,7 @@ async def _read_roster(context: NodeContext) -> None:
 
 async def _claim_requested(context: NodeContext, requested: int, device_s: float) -> ClaimedStage:
     try:
-        stage = parse_stage(requested, context.run.pipeline.stages)
+        stage = parse_stage(requested, len(context.dimensions.work))
     except ValueError as error:
         raise UserError(
             f"There is no stage {requested}.",
@@ -225,12 +225,12 @@ class _FittingStages:
     """The stages that fit the free memory: by the plan, until one is measured."""
 
     def __init__(self, context: NodeContext) -> None:
-        self._pipeline, self._host, self._say = context.run.pipeline, context.host, context.reporter.say
+        self._stages, self._host, self._say = len(context.dimensions.work), context.host, context.reporter.say
         self._within, self._free = servable(context), free_memory(context.host)
 
     def stages(self) -> tuple[int, ...]:
         """Return the stages that fit; raise `UserError` (DEVICE) where none does."""
-        fits = fitting_stages(self._host, self._free, self._pipeline.stages)
+        fits = fitting_stages(self._host, self._free, self._stages)
         fits = tuple(stage for stage in fits if stage in self._within)
         if not fits:
             raise _does_not_fit(self._host, self._free, self._within, reserve=True)
@@ -255,9 +255,9 @@ async def _measure(context: NodeContext, stage: StageModel, number: int) -> tupl
     """Measure a stage. Return the seconds of a microbatch at every stage, on the device or the line, and the bytes
     that it keeps at this one.
     """
-    host, work, stages = context.host, context.dimensions.work, context.run.pipeline.stages
+    host, work = context.host, context.dimensions.work
     probe = await host.device.run(measure, stage, number, context.run.pipeline, context.dimensions, host.device.clock)
-    device_s = tuple(max(probe.device_s * work[each] / work[number], host.line_s(each)) for each in range(stages))
+    device_s = tuple(max(probe.device_s * flops / work[number], host.line_s(each)) for each, flops in enumerate(work))
     return device_s, probe.kept_bytes
 
 
@@ -319,7 +319,7 @@ def measure(
     from pipeline.forward_pass import LOGITS
 
     generator = torch.Generator().manual_seed(0)
-    shape = (pipeline.microbatch_size, pipeline.sequence_length)
+    shape = pipeline.ids_shape
 
     def ids(shape: tuple[int, int]) -> Tensor:
         return torch.randint(layout.vocabulary, shape, generator=generator)
@@ -331,7 +331,7 @@ def measure(
     hidden, gradient = ids(shape) if number == 0 else numbers(codec.down), numbers(codec.back)
     targets = ids(pipeline.targets_shape)
     marks, saved = [], SavedTensors()
-    if number == pipeline.stages - 1:
+    if pipeline.is_last(number):
         marks.append(clock())
         for attempt in range(TIMES):
             with nullcontext() if attempt else saved:
@@ -346,6 +346,6 @@ def measure(
         stage.forward(hidden, targets)
         marks.append(clock())
     stage.discard()
-    last = saved.bytes and number == pipeline.stages - 1
+    last = saved.bytes and pipeline.is_last(number)
     beside = LOGITS_BESIDE * 4 * min(LOGITS, layout.vocabulary * targets.numel()) if last else 0
     return StageBenchmark(min(after - before for before, after in pairwise(marks)), saved.bytes + beside)

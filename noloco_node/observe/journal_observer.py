@@ -57,7 +57,7 @@ class JournalObserver:
         tokens, budget = sum(history.tokens for history in sources), None
         progress = max((history.progress for history in self.histories), default=0.0)
         if self._run is not None:
-            budget = self._run.budget_samples * self._run.pipeline.sequence_length
+            budget = self._run.tokens(self._run.budget_samples)
             progress = max(progress, min(1.0, tokens / budget))
         elif progress > 0.0:
             budget = round(tokens / progress)
@@ -106,9 +106,10 @@ def routes(history: PeerHistory) -> Iterator[Route]:
 def peer_view(history: PeerHistory, names: Mapping[str, str], now: float) -> PeerView:
     """Return the view of a peer. `names`: of other peers, by id."""
     state = str(history.state or (PeerState.TRAINING if history.steps else "starting"))
-    if history.finished is not None:
+    left = history.gone if history.finished in (None, events.RUN_OVER) else history.finished
+    if history.finished == events.RUN_OVER:
         state = str(PeerState.FINISHED)
-    elif history.gone is not None:
+    elif left is not None:
         state = "gone"
     given = history.contribution
     wait = history.waiting if history.gone is None else None
@@ -125,7 +126,7 @@ def peer_view(history: PeerHistory, names: Mapping[str, str], now: float) -> Pee
         busy=history.busy_share(now),
         loss=history.loss,
         gap=history.gap_last,
-        waits=history.gone if wait is None else wait_words(wait, history.stage),
+        waits=left if wait is None else wait_words(wait, history.stage),
         cause=None if wait is None else wait.cause,
         since=None if wait is None else history.since - (wait.seconds or 0.0),
         met=history.partner,

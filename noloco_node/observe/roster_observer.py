@@ -49,8 +49,7 @@ class RosterObserver:
     def __init__(self, run: RunConfig, run_id: str, own: PeerHistory | None = None) -> None:
         """`own`: the history of the peer that observes, if it trains, with the name that its owner gave."""
         self._own = own
-        self._run, self._run_id, self._tokens = run, run_id, run.pipeline.sequence_length
-        self._microbatch_tokens = run.pipeline.microbatch_size * run.pipeline.sequence_length
+        self._run, self._run_id, self._tokens = run, run_id, run.tokens
         self._seen: deque[tuple[float, int]] = deque(maxlen=1000)
         self._before: dict[str, PeerRecord] | None = None
         self._came: dict[str, int] = {}
@@ -74,8 +73,8 @@ class RosterObserver:
             name=run.name,
             run_id=self._run_id,
             progress=min(1.0, samples / run.budget_samples),
-            tokens=samples * self._tokens,
-            budget_tokens=run.budget_samples * self._tokens,
+            tokens=self._tokens(samples),
+            budget_tokens=self._tokens(run.budget_samples),
             tokens_per_s=self._tokens_per_s(roster, samples, at),
             trouble=_age(roster),
         )
@@ -103,7 +102,7 @@ class RosterObserver:
             seen.popleft()
         if seen and seen[-1][0] - seen[0][0] >= LEAST_SPAN_S:
             (then, before), (now, last) = seen[0], seen[-1]
-            return max(0.0, self._tokens * (last - before) / (now - then))
+            return max(0.0, self._tokens(last - before) / (now - then))
         sources = [record for record in roster.stages[0] if record.state is PeerState.TRAINING]
         # A source whose disk refuses its checkpoints, for one, says so where others say what they wait for: it trains.
         return sum(
@@ -122,9 +121,9 @@ class RosterObserver:
         # What a record says of its peer's speed does not fall while it stands still.
         idle = wait is not None and CAUSES.get(wait.cause) in (Cause.MICROBATCHES, Cause.ROUTE)
         speed = record.tokens_per_s if record.state is PeerState.TRAINING and not idle else 0.0
-        busy = speed / self._microbatch_tokens * record.device_s
+        busy = speed / self._run.pipeline.microbatch_tokens * record.device_s
         given = record.given or NOTHING
-        claimed = None if source is None else source.claimed * self._tokens
+        claimed = None if source is None else self._tokens(source.claimed)
         view = PeerView(
             peer=record.peer,
             name=called(record),
@@ -141,7 +140,7 @@ class RosterObserver:
             cause=cause,
             since=None if since_s is None else at - since_s,
             tokens_claimed=claimed,
-            tokens_signed=None if source is None else source.signed * self._tokens,
+            tokens_signed=None if source is None else self._tokens(source.signed),
             met=record.partner,
             settled=record.inner_steps >= self._came.get(record.peer, 0) + SETTLED_STEPS,
             tokens=max(given.tokens, claimed or 0),

@@ -1,13 +1,8 @@
 """The bytes of messages and of gossip's memory, what a stage asks of a line, and what a budget makes of it.
 
-The exchange of a round is one set of weights as the codec has it, two where gamma differs from beta, and the probes.
-Slow weights that travel ahead of time travel instead of those of the meeting; only their probe comes on top.
-
-A microbatch passes a stage twice: activations and targets come and go, gradients go and come back. Every round moves
-weights besides; they are spread over the microbatches of a round. Under a budget that is so many seconds of line a
-microbatch. A replica announces the larger of these and the seconds of its device. Others route by what it announces,
-and it takes as many inner steps a round as it really can, so a peer on a narrow line gets the microbatches that its
-line carries and no more.
+A microbatch passes a stage twice: activations and targets come and go, gradients go and come back. The bytes of a round
+are spread over its microbatches. Under a budget that is so many seconds of line a microbatch. A replica announces the
+larger of these and the seconds of its device, and others route by that: a narrow line gets what it carries.
 """
 
 from __future__ import annotations
@@ -39,19 +34,12 @@ class HopBytes(NamedTuple):
 
 def hop_bytes(pipeline: PipelineConfig, width: int) -> HopBytes:
     """Return what a microbatch weighs where `width` numbers of a token travel."""
-    tokens = pipeline.microbatch_size * pipeline.sequence_length
-    down, back = (code.size_bytes(tokens, width) for code in ACTIVATION_CODECS[pipeline.codec])
+    down, back = (code.size_bytes(pipeline.microbatch_tokens, width) for code in ACTIVATION_CODECS[pipeline.codec])
     return HopBytes(down + 8 * prod(pipeline.targets_shape), back)
 
 
 class GossipMemory(NamedTuple):
-    """Bytes. `momentum`: of the outer rule. `gathered`: what a period of it has gathered.
-
-    `owed`: what the codec has left out so far. `ahead`: slow weights of both sides that have travelled before a
-    meeting; `exchange`: what travels in it, of both.
-
-    Checkpoints and copies for newcomers are written to the disk from the replica's own memory, and take none.
-    """
+    """Bytes of gossip, as `planning.plan.Memory` names them. Checkpoints and copies for newcomers take none."""
 
     momentum: int
     gathered: int
@@ -60,33 +48,25 @@ class GossipMemory(NamedTuple):
     exchange: int
 
 
-def sets(outer: OuterConfig) -> int:
-    """Return the sets of weights that each side of a pair sends: with gamma = beta the fast ones alone."""
-    return 1 if outer.gamma == outer.beta else 2
-
-
 def coded_bytes(outer: OuterConfig, shapes: Shapes) -> int:
-    """Return the bytes of the weights that one side of a pair sends."""
-    return sets(outer) * wire_bytes(outer.codec, shapes)
+    return outer.weight_sets * wire_bytes(outer.codec, shapes)
 
 
 def round_bytes(outer: OuterConfig, shapes: Shapes) -> int:
     """Return the bytes that a peer sends its partner in a round, probes included."""
-    probes = 1 + outer.codec.is_modular + (sets(outer) == 2)
+    probes = 1 + outer.codec.is_modular + (outer.weight_sets == 2)
     return coded_bytes(outer, shapes) + probes * min(PROBE_BYTES, float32_bytes(shapes))
 
 
 def gossip_memory(outer: OuterConfig, shapes: Shapes) -> GossipMemory:
     """Return what gossip needs besides slow weights, momentum and snapshot."""
     once, lossy = float32_bytes(shapes), outer.codec is not Format.FLOAT32
-    momentum = once if outer.alpha else 0
-    gathered = momentum if outer.momentum_period > 1 else 0
     return GossipMemory(
-        momentum=momentum,
-        gathered=gathered,
+        momentum=once if outer.alpha else 0,
+        gathered=once if outer.gathers else 0,
         # In bfloat16.
-        owed=sets(outer) * once // 2 if lossy else 0,
-        ahead=2 * wire_bytes(outer.codec, shapes) if sets(outer) == 2 else 0,
+        owed=outer.weight_sets * once // 2 if lossy else 0,
+        ahead=2 * wire_bytes(outer.codec, shapes) if outer.weight_sets == 2 else 0,
         # What travels is decoded a piece at a time, and a step is taken in place.
         exchange=2 * coded_bytes(outer, shapes),
     )
@@ -119,30 +99,27 @@ def microbatch_bytes(run: RunConfig, plan: Dimensions, stage: int) -> Microbatch
     """Return what a microbatch moves at a stage."""
     pipeline = run.pipeline
     down, back = hop_bytes(pipeline, plan.width)
-    sends, takes = stage < pipeline.stages - 1, stage > 0
+    sends, takes = not pipeline.is_last(stage), stage > 0
     weights = round_bytes(run.outer, tuple(plan.shapes[stage].values())) if pipeline.replicas > 1 else 0
     rounds = weights / (run.outer.inner_steps_per_round * pipeline.microbatches_per_step)
     return MicrobatchBytes(sends * down + takes * back + rounds, takes * down + sends * back + rounds, weights)
 
 
 def bandwidth_seconds(moved: MicrobatchBytes, allowance: OwnerLimits) -> float:
-    """Return the seconds that the budget's line needs for a microbatch, the slower direction's; 0 without a limit."""
+    """Return the seconds that the slower direction of a budget's line needs for a microbatch; 0 without a limit."""
     ways = ((moved.up, allowance.upload_bytes_per_s), (moved.down, allowance.download_bytes_per_s))
     return max((count / rate for count, rate in ways if rate is not None), default=0.0)
 
 
 def slowest_bytes_per_s(allowance: OwnerLimits, otherwise: float) -> float:
-    """Return the rate by which our own deadlines count: half of the budget's, where that is below `otherwise`.
-
-    Half, because a copy shares the line with microbatches.
-    """
+    """Return the rate for our own deadlines: half of the budget's, for a copy shares the line with microbatches."""
     rates = [rate / 2 for rate in (allowance.upload_bytes_per_s, allowance.download_bytes_per_s) if rate is not None]
     return min([otherwise, *rates])
 
 
 def bandwidth_table(run: RunConfig, stages: Sequence[MicrobatchBytes], allowance: OwnerLimits) -> list[str]:
     """Say in lines of plain text what a budget carries at each stage, and warn where that is too little."""
-    tokens = run.pipeline.microbatch_size * run.pipeline.sequence_length
+    tokens = run.pipeline.microbatch_tokens
     lines, warnings = ["With this budget:"], list[str]()
     for number, moved in enumerate(stages):
         each_s = bandwidth_seconds(moved, allowance)
@@ -186,7 +163,6 @@ def _warnings(run: RunConfig, moved: MicrobatchBytes, allowance: OwnerLimits) ->
 
 
 def _hours(moved: MicrobatchBytes, each_s: float, allowance: OwnerLimits) -> str:
-    """Say how long a month's cap lasts at the full rate, where both are known."""
     cap = allowance.monthly_cap_bytes
     if cap is None or not each_s or not moved.up + moved.down:
         return ""
@@ -199,6 +175,4 @@ def report(path: Path, allowance: OwnerLimits) -> list[str]:
 
     run = load_run(path)
     plan = model_layout(run)
-    return bandwidth_table(
-        run, [microbatch_bytes(run, plan, number) for number in range(run.pipeline.stages)], allowance
-    )
+    return bandwidth_table(run, [microbatch_bytes(run, plan, stage) for stage in run.pipeline.all_stages], allowance)

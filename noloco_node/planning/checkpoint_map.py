@@ -154,7 +154,6 @@ def check_shapes(prepared: Prepared, stages: Iterable[Shapes], found: Mapping[st
 
 @contextmanager
 def _opened(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    """Yield the file of each tensor, by its name."""
     with ExitStack() as stack:
         where: dict[str, Any] = {}
         for path in paths:
@@ -170,7 +169,6 @@ def _directory_of(paths: Sequence[Path]) -> str:
 
 
 def unfit(where: str, error: Exception) -> UserError:
-    """Return the error of weights that are not this model's."""
     return config_error(
         f"The weights in {where} cannot be loaded.",
         " ".join(str(error).split())[:500],

@@ -1,19 +1,10 @@
-"""What autograd keeps of a microbatch at a stage, measured on a small model of the run's own family.
+"""What autograd keeps of a microbatch at a stage, measured on two small models of the run's own family.
 
-No family is known by name. The run's config is shrunk twice: every width (of the activations, of a head, of the
-feed-forward, of an expert) by the same factor, everything else as it is. Stages of one or two layers of these models
-take microbatches of few and short sequences, and the bytes that autograd lays aside are counted. What it keeps of a
-layer is
-
-- linear in the widths, where heads keep their number: activations have one width each, scores have none;
-- linear in the sequences of a microbatch;
-- quadratic in the length of a sequence, where a family computes the scores of attention by itself.
-
-So twelve passes determine it, and give the bytes at the run's own sizes exactly, up to rounding of the widths. Layers
-of the same kind (same parameters, same entry in the config's lists) are measured once, weights are zero: a measurement
-takes some tenths of a second.
-
-Logits are counted apart, since the loss takes many of them in chunks (`pipeline.stage`).
+Every width of the run's config is shrunk by one factor, everything else stays. Stages of one or two layers of these
+models take a few short microbatches, and the bytes that autograd keeps are counted. For a layer they are linear in the
+widths and in the sequences, and quadratic in the length where a family computes the scores of attention by itself. So
+twelve passes determine them at the run's own sizes, up to rounding of the widths. Layers of one kind (same parameters,
+same entry in the config's lists) are measured once. Logits are counted apart, for the loss takes many in chunks.
 """
 
 from __future__ import annotations
@@ -145,8 +136,8 @@ def graph_bytes(pipeline: PipelineConfig, layout: ModelLayout, number: int, *, h
 
     `half`: the matrices are multiplied in bfloat16. What a stage is given does not count: it waits in main memory.
     """
-    batch, length, cut = pipeline.microbatch_size, pipeline.sequence_length, layout.cuts[number]
-    family, tokens = _family(layout.prepared.config, length, half), batch * length
+    (batch, length), cut = pipeline.ids_shape, layout.cuts[number]
+    family = _family(layout.prepared.config, length, half)
 
     def kept(first: int, end: int, *, embeds: bool = False, head: bool = False) -> _Kept:
         return family.kept(Cut(first, end, embeds=embeds, head=head), batch, length)
@@ -158,7 +149,7 @@ def graph_bytes(pipeline: PipelineConfig, layout: ModelLayout, number: int, *, h
         last = kept(end - 1, end, head=True)
         total += last.rest - kept(end - 1, end).rest
         plain = last.plain and last.a_logit <= _LOGIT_BYTES
-        logits = tokens * layout.vocabulary
+        logits = pipeline.microbatch_tokens * layout.vocabulary
         total += (last.a_logit + _LOGITS_BESIDE) * (min(LOGITS, logits) if plain else logits)
     return round(total)
 
@@ -202,7 +193,6 @@ def extrapolated(values: Mapping[Point, float], where: Point) -> float:
 
 
 def shrunk(config: Config, scale: float) -> Config:
-    """Return a config with smaller widths and a small vocabulary."""
     small = copy.deepcopy(config)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(small, name, None)

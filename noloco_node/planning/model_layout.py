@@ -129,7 +129,7 @@ def make_stage(
         Inner(inner.beta1, inner.beta2, inner.epsilon, inner.weight_decay, inner.clip_norm),
         StageSettings(device, autocast_dtype(device, run.precision), graphs),
         first=number == 0,
-        last=number == run.pipeline.stages - 1,
+        last=run.pipeline.is_last(number),
         codec=run.pipeline.codec,
     )
 
@@ -197,4 +197,5 @@ def _config(model: ModelConfig) -> Any:
     try:
         return AutoConfig.from_pretrained(model.hub, revision=model.commit, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{model.hub} holds no model config that transformers knows: {error}") from error
+        said = " ".join(str(error).split())
+        raise ValueError(f"{model.hub} holds no model config that transformers knows: {said}") from error

@@ -1,11 +1,8 @@
-"""What a run file means, before anybody trains: memory, traffic, tokens, and how busy the slowest stage will be.
+"""What a run file means before anybody trains: memory, traffic, tokens, and how busy the slowest stage will be.
 
-Parameters and bytes are exact, as the wire and the optimiser have them. Work is floating-point operations of the
-matrices and of attention. The memory of a graph is measured on a small model of the family (`graph_memory`). As many
-microbatches as a window holds, or two, wait for their gradients at once, except at the last stage. Their graphs are
-kept while there is room, and one is what it takes: the others are computed again. With two windows in flight the
-weights before the step stay as long as a microbatch waits on them. A peer on a GPU that has bfloat16 computes in it,
-unless the run forbids it. The efficiency, and what would raise it, is `advice`'s.
+Parameters and bytes are exact, as the wire and the optimiser have them. Work is floating-point operations of matrices
+and attention. Microbatches of one window, or two, wait for their gradients at once, except at the last stage; their
+graphs are kept while there is room, and otherwise computed again.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from noloco_node.data.encoding import check_vocabulary
 from noloco_node.machine.memory import usable_bytes
 from noloco_node.planning.bandwidth import float32_bytes, gossip_memory, hop_bytes, round_bytes
 from noloco_node.planning.queue_model import BUSY, WindowSuggestion, predict_efficiency, suggest_windows
-from noloco_node.run.config import TRAVELLING, PipelineConfig, RunConfig
+from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import content_hashes, run_digest
 
 if TYPE_CHECKING:
@@ -135,7 +132,7 @@ def plan(run: RunConfig) -> RunPlan:
 
     drawn = model_layout(run)
     check_hub_weights(run.model, drawn)
-    if run.data.tokenizer != TRAVELLING:  # whose files `init --from` has compared with the model
+    if not run.data.has_travelling_tokenizer:  # whose files `init --from` has compared with the model
         check_vocabulary(run.data, drawn.vocabulary)
     stage_shapes = [tuple(named.values()) for named in drawn.shapes]
     stages = tuple(
@@ -168,8 +165,8 @@ def plan(run: RunConfig) -> RunPlan:
         replicas=run.pipeline.replicas,
         hop_down_bytes=hop.down if len(stages) > 1 else 0,
         hop_up_bytes=hop.back if len(stages) > 1 else 0,
-        tokens=run.budget_samples * run.pipeline.sequence_length,
-        tokens_per_step=run.samples_per_step * run.pipeline.sequence_length,
+        tokens=run.tokens(run.budget_samples),
+        tokens_per_step=run.tokens(run.samples_per_step),
         rounds=_rounds(run),
         efficiency=efficiency,
         remedies=suggest_windows(run.pipeline, shares) if efficiency[1] < BUSY else (),
@@ -195,7 +192,6 @@ class DeviceNeeds(NamedTuple):
 
 
 def device_needs(run: RunConfig, drawn: ModelLayout, device: torch.device) -> DeviceNeeds:
-    """Return what each stage needs on a device."""
     from noloco_node.machine.device import autocast_dtype
 
     found = memories(run, drawn, half=autocast_dtype(device, run.precision) is not None)
@@ -204,11 +200,6 @@ def device_needs(run: RunConfig, drawn: ModelLayout, device: torch.device) -> De
         return DeviceNeeds(tuple(memory.total for memory in found), graph, ())
     beside = tuple(memory.total - memory.computing for memory in found)
     return DeviceNeeds(tuple(memory.computing for memory in found), graph, beside)
-
-
-def in_flight(pipeline: PipelineConfig, *, last: bool) -> int:
-    """Return how many microbatches wait for their gradient at once."""
-    return 1 if last else pipeline.microbatches_per_step * pipeline.windows_in_flight
 
 
 def graphs_that_fit(free: int | None, needs: int, graph: int, most: int) -> int | None:
@@ -222,8 +213,7 @@ def graphs_that_fit(free: int | None, needs: int, graph: int, most: int) -> int 
 def mean_steps_per_round(outer: OuterConfig) -> float:
     """Return the inner steps of a round on average over a run of equal replicas.
 
-    H grows by the same factor in each part of the run: with progress p it is early * (late / early)^p, and a run of so
-    many steps has the steps times the mean of 1 / H rounds. Whole numbers of steps make that a little less exact.
+    With progress p, H is early * (late / early)^p, and a run has the steps times the mean of 1 / H rounds.
     """
     early, late = outer.inner_steps_per_round, outer.late_inner_steps_per_round
     return float(early) if late is None or late == early else log(late / early) / (1 / early - 1 / late)
@@ -234,11 +224,13 @@ def _rounds(run: RunConfig) -> int:
 
 
 def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool) -> Memory:
+    from noloco_node.planning.graph_memory import graph_bytes  # which loads torch
+
     cut, shapes, pipeline = drawn.cuts[number], tuple(drawn.shapes[number].values()), run.pipeline
     once, gossip = float32_bytes(shapes), gossip_memory(run.outer, shapes)._asdict()
     cast = 2 * drawn.multiplied[number] if half else 0
-    graph, tokens = _graph_bytes(run, drawn, number, half), pipeline.sequence_length * pipeline.microbatch_size
-    at_once, token_bytes = in_flight(pipeline, last=cut.head), 4 * drawn.width
+    graph, tokens = graph_bytes(pipeline, drawn, number, half=half), pipeline.microbatch_tokens
+    at_once, token_bytes = pipeline.in_flight(number), 4 * drawn.width
     return Memory(
         weights=once,
         gradients=once,
@@ -254,14 +246,6 @@ def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool) -> Memo
         waiting=at_once * tokens * ((8 if cut.embeds else token_bytes) + (0 if cut.head else token_bytes)),
         other_graphs=(at_once - 1) * graph,
     )
-
-
-def _graph_bytes(run: RunConfig, drawn: ModelLayout, number: int, half: bool) -> int:
-    """Return what autograd keeps of a microbatch, and at the last stage what the logits take."""
-    # It loads torch.
-    from noloco_node.planning.graph_memory import graph_bytes
-
-    return graph_bytes(run.pipeline, drawn, number, half=half)
 
 
 def _warnings(run: RunConfig, stages: tuple[StagePlan, ...], efficiency: float) -> list[str]:

@@ -14,7 +14,7 @@ from noloco_node.planning.bandwidth import hop_bytes, round_bytes
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.planning.plan import LEAST_ROUNDS, Memory, RunPlan, mean_steps_per_round, plan
 from noloco_node.planning.queue_model import in_words
-from noloco_node.planning.search import Planned, batch_of, in_subspaces, plan_for
+from noloco_node.planning.search import Planned, in_subspaces, plan_for
 from noloco_node.planning.throughput import Machines, fits, forecast, gpu_memories, missing
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import load_run
@@ -75,12 +75,9 @@ def report(path: Path, *, as_json: bool = False) -> str:
 
 
 def fitted(lines: Iterable[str]) -> list[str]:
-    """Return lines as a terminal holds them."""
-    return [piece for line in lines for piece in (wrap(line, WIDTH, subsequent_indent=_indent(line)) or [""])]
-
-
-def _indent(line: str) -> str:
-    return " " * (len(line) - len(line.lstrip()) + 2) if line.startswith(" ") else ""
+    indented = ((line, len(line) - len(line.lstrip())) for line in lines)
+    wrapped = (wrap(line, WIDTH, subsequent_indent=" " * (indent + 2 if indent else 0)) for line, indent in indented)
+    return [piece for pieces in wrapped for piece in pieces or [""]]
 
 
 def _more_graphs(plan: RunPlan) -> str:
@@ -127,7 +124,7 @@ def planned_values(run: RunConfig) -> dict[str, dict[str, object]]:
 def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
     """Say what to expect of a run on its machines, in lines that a terminal holds."""
     run, layout, needs, found = planned
-    pipeline, tokens = run.pipeline, run.budget_samples * run.pipeline.sequence_length
+    pipeline, tokens = run.pipeline, run.tokens(run.budget_samples)
     parameters = sum(prod(shape) for shapes in layout.shapes for shape in shapes.values())
     device = max(memory.computing for memory in needs)
     beside = max(memory.total - memory.computing for memory in needs)
@@ -176,8 +173,8 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
 
 def describe_changes(planned: Planned, before: RunConfig, machines: Machines) -> list[str]:
     """Say what a plan changed that a person asked for, and why; nothing where it kept the batch and all have work."""
-    run, length, said = planned.run, planned.run.pipeline.sequence_length, list[str]()
-    asked, batch = batch_of(before) * length, planned.batch * length
+    run, said = planned.run, list[str]()
+    asked, batch = before.tokens(before.batch), run.tokens(run.batch)
     if batch != asked:
         why = "longer windows keep these devices at work" if batch > asked else "the replicas share it out evenly so"
         said.append(
@@ -186,23 +183,23 @@ def describe_changes(planned: Planned, before: RunConfig, machines: Machines) ->
             f"{run.inner.steps:,}. The learning rate stays; by a rule of thumb for Adam one "
             f"{sqrt(batch / asked):.2g} times as high suits that batch."
         )
-    spare = machines.count - run.pipeline.stages * run.pipeline.replicas
+    spare = machines.count - run.pipeline.peers
     if spare:
         said.append(f"{spare} of {machines.count} machines have no place in this plan: they may join as more replicas.")
     return fitted(said)
 
 
 def _alone(planned: Planned, machines: Machines) -> list[str]:
-    """Say what one of the machines would do by itself, and how many of it the swarm is worth."""
     if machines.count == 1:
         return []
-    alone = _with_one_stage(planned.run)
+    pipeline = structs.replace(
+        planned.run.pipeline, stages=1, replicas=1, boundaries=None, windows_in_flight=1, subspace=None
+    )
+    alone = structs.replace(planned.run, pipeline=pipeline)
     layout = model_layout(alone)
     needs = gpu_memories(alone, layout)
-    speed, lacks = (
-        forecast(alone, layout, structs.replace(machines, count=1), needs).tokens_per_s,
-        missing(needs, machines),
-    )
+    speed = forecast(alone, layout, structs.replace(machines, count=1), needs).tokens_per_s
+    lacks = missing(needs, machines)
     times = planned.expected.tokens_per_s / speed
     does = f"the swarm does the work of {times:,.{1 if times < 10 else 0}f} of them"
     if any(lacks):
@@ -217,13 +214,7 @@ def _alone(planned: Planned, machines: Machines) -> list[str]:
     return [said]
 
 
-def _with_one_stage(run: RunConfig) -> RunConfig:
-    pipeline = structs.replace(run.pipeline, stages=1, replicas=1, boundaries=None, windows_in_flight=1, subspace=None)
-    return structs.replace(run, pipeline=pipeline)
-
-
 def _subspaces(planned: Planned, machines: Machines) -> list[str]:
-    """Say what fewer numbers a token would bring, and what they may cost."""
     before, narrow = planned.expected.tokens_per_s, list(in_subspaces(planned, machines))
     faster = [plan for plan in narrow if plan.expected.tokens_per_s > before]
     if not faster:
@@ -252,7 +243,7 @@ def report_machines(path: Path, machines: Machines | None) -> list[str]:
         )
     run = load_run(path)
     layout = model_layout(run)
-    needs, peers = gpu_memories(run, layout), run.pipeline.stages * run.pipeline.replicas
+    needs, peers = gpu_memories(run, layout), run.pipeline.peers
     here = Planned(run, layout, needs, forecast(run, layout, machines, needs))
     good = fits(needs, machines) and peers <= machines.count
     if peers > machines.count:

@@ -1,17 +1,9 @@
 """How busy the slowest stage of a run will be, and which other windows would make it busier.
 
-The forecast follows the queues of a pipeline of equal replicas in virtual time, without tensors and without a network.
-A microbatch takes a forward pass at every stage on its way down and a backward pass, twice the work, on its way up;
-the last stage does both at once. Senders share microbatches out as production does (`pipeline.routing`). A replica
-admits one or two windows of microbatches between two inner steps, and the others queue; with two windows a gradient
-may have to wait for its turn, because every microbatch admitted before the last step keeps one
-(`pipeline.admission_window`). The last stage has one window always. Refusals, the time of inner steps, rounds,
-bandwidth and faults are left out. `tests/planning/test_windows.py` holds the model against production nodes.
-
-The network is not known here, so `check` shows a forecast for three lengths of a message. Without another network or
-other machines a person can change the window: a longer one runs dry less often, and a multiple of the replicas is
-shared out without a rest. With a smaller microbatch the batch stays the same, and a message then takes more forward
-passes.
+The forecast follows the queues of a pipeline of equal replicas in virtual time, without tensors or a network. It uses
+the routing of production (`pipeline.routing`) and the rule of its admission window (`pipeline.admission_window`).
+Refusals, inner steps, rounds, bandwidth and faults are left out. `tests/planning/test_windows.py` holds the model
+against production nodes. The network is not known here, so `check` shows a forecast for three lengths of a message.
 """
 
 from __future__ import annotations
@@ -103,7 +95,6 @@ class _Model:
                 self._at(0.0, self._arrive, 0, _Microbatch(source))
 
     def run(self, microbatches: int) -> float:
-        """Go on until so many microbatches are done; return the time."""
         while self.done < microbatches:
             self.now, _, action, stage, microbatch = heapq.heappop(self._events)
             action(stage, microbatch)
@@ -115,7 +106,6 @@ class _Model:
         heapq.heappush(self._events, (time, self._counter, action, stage, microbatch))
 
     def _compute(self, replica: _Replica, passes: int) -> float:
-        """Queue work of so many forward passes at a device; return when it is done."""
         self.passes += passes
         replica.free_at = max(self.now, replica.free_at) + passes * replica.time
         return replica.free_at
@@ -272,7 +262,6 @@ def _predict(pipeline: PipelineConfig, work: tuple[float, ...], message: int) ->
 
 
 def in_words(now: tuple[float, ...], others: tuple[WindowSuggestion, ...], replicas: int) -> list[str]:
-    """Say a prediction and its remedies in lines of plain text."""
     nothing, one, three = now
     lines = [
         f"The slowest stage works about {nothing:.0%} of the time if messages take none, {one:.0%} if a message "

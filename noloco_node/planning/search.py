@@ -1,13 +1,9 @@
 """A plan from machines: stages, window, codec and rounds of a run, chosen for the most tokens a second that fit.
 
-A small grid, all of it tried. What fits in memory is `plan`'s to say, what it reaches `throughput`'s. Of plans that
-reach the same the mildest is taken: fewer stages, exact windows, the batch that was asked for, more bits.
-
-The budget of tokens stays what it was. The batch is the tokens of an inner step of all replicas of the first stage,
-each of which takes steps of its own (Local-SGD): more replicas share the batch that was asked for, in shorter windows
-or smaller microbatches. Another batch is taken only where each doubling brings `DOUBLING` times the tokens a second,
-never beyond `MOST_TOKENS`, and never so large that the run has fewer than `LEAST_STEPS` inner steps, if it had as
-many. Machines that would make it so have no work, and are left over.
+A small grid, all of it tried. Of plans that reach the same, the mildest is taken: fewer stages, exact windows, the
+batch that was asked for, more bits. The budget of tokens stays. Another batch is taken only where each doubling brings
+`DOUBLING` times the tokens a second, never beyond `MOST_TOKENS`, and never so large that the run has fewer than
+`LEAST_STEPS` inner steps, if it had as many. Machines beyond that are left over.
 """
 
 from __future__ import annotations
@@ -50,16 +46,6 @@ class Planned(NamedTuple):
     needs: tuple[Memory, ...]
     expected: Throughput
 
-    @property
-    def batch(self) -> int:
-        """Sequences of an inner step of all replicas."""
-        return batch_of(self.run)
-
-
-def batch_of(run: RunConfig) -> int:
-    """Return the sequences of an inner step of all replicas of a run."""
-    return run.samples_per_step * run.pipeline.replicas
-
 
 def plan_for(run: RunConfig, machines: Machines) -> Planned:
     """Return the run as it is best cut for these machines; raise `UserError` (Exit.CONFIG) where nothing fits."""
@@ -67,10 +53,10 @@ def plan_for(run: RunConfig, machines: Machines) -> Planned:
     whole = model_layout(_with_pipeline(run, stages=1, boundaries=None))
     bytes_in_all = _LEAST_BYTES * sum(map(prod, whole.shapes[0].values()))
     counts = _stage_counts(machines.count, int(whole.prepared.config.num_hidden_layers))
-    most, asked = _largest_batch(run), batch_of(run)
+    most, asked = _largest_batch(run), run.batch
 
     def merit(plan: Planned) -> float:
-        return plan.expected.tokens_per_s / float(DOUBLING ** abs(log2(plan.batch / asked)))
+        return plan.expected.tokens_per_s / float(DOUBLING ** abs(log2(plan.run.batch / asked)))
 
     for stages in [count for count in counts if bytes_in_all <= count * machines.gpu_bytes] or counts[-1:]:
         base = _with_pipeline(run, stages=stages, replicas=min(machines.count // stages, most), boundaries=None)
@@ -107,7 +93,6 @@ def _stage_counts(machines: int, layers: int) -> list[int]:
 
 
 def _plans(base: RunConfig, before: RunConfig, layout: ModelLayout, machines: Machines) -> Iterator[Planned]:
-    """Yield what fits in these stages, the mildest first."""
     for flow in _flows(base, before):
         needs = gpu_memories(flow, layout)
         if fits(needs, machines):
@@ -120,7 +105,7 @@ def _flows(base: RunConfig, before: RunConfig) -> Iterator[RunConfig]:
 
     Between stages a window is shared out without a rest by multiples of the replicas alone, so these are tried too.
     """
-    replicas, most, asked = base.pipeline.replicas, _largest_batch(before), batch_of(before)
+    replicas, most, asked = base.pipeline.replicas, _largest_batch(before), before.batch
     sizes = [before.pipeline.microbatch_size]
     while sizes[-1] % 2 == 0:
         sizes.append(sizes[-1] // 2)
@@ -141,8 +126,7 @@ def _flows(base: RunConfig, before: RunConfig) -> Iterator[RunConfig]:
 
 
 def _largest_batch(run: RunConfig) -> int:
-    """Return the most sequences of an inner step of all replicas that a plan may choose for a run."""
-    asked, enough = batch_of(run), run.budget_samples // LEAST_STEPS
+    asked, enough = run.batch, run.budget_samples // LEAST_STEPS
     return max(asked, min(MOST_TOKENS // run.pipeline.sequence_length, enough))
 
 
@@ -163,7 +147,7 @@ def _with_pipeline(run: RunConfig, **fields: object) -> RunConfig:
 def _with_rounds(planned: Planned, before: RunConfig) -> RunConfig:
     """Return the plan with rounds as often as their share allows, and the budget of tokens that the run had."""
     run, outer = planned.run, before.outer
-    steps = max(1, round(before.budget_samples / planned.batch))
+    steps = max(1, round(before.budget_samples / planned.run.batch))
     # Rarer rounds than these teach nothing; `plan_text` says so where lines do not carry them in time.
     early = max(outer.inner_steps_per_round, min(planned.expected.steps_per_round, steps // LEAST_ROUNDS))
     late = outer.late_inner_steps_per_round

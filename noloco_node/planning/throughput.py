@@ -1,18 +1,11 @@
 """Tokens a second that a run can reach on given machines, from its work, its bytes and its windows.
 
-A closed form, so that a search may ask it a thousand times and more of anything never gives less. Each replica of a
-stage works on its share of the microbatches, and the slowest of three sets the pace: the device (with the forward pass
-that is computed again where the graphs of a window do not fit, and what coding costs), the uplink and the downlink, of
-which rounds have their share. A stage that asks for more has more replicas: `settled`.
-
-A window is filled and drained once an inner step. The way of a microbatch down and back takes its passes, its
-transfers and a latency a hop. With one window in flight a replica stands still meanwhile; with two the next window
-fills the wait, as long as a window takes no longer for the way down and back than for its own work. Replicas that
-drain at different times fill each other's waits, which is left out: on 20 cells drawn at random it is off by 4 points
-in the mean and 15 at worst. So `check` takes `queue_model` for the windows of one run.
-
-Queues, but for `WAITING`, and the inner step are left out too. `tests/planning/test_throughput.py` holds the form
-against production nodes in virtual time, with narrow lines and with short windows.
+A closed form, so that a search may ask it thousands of times and more of anything never gives less. Each replica works
+on its share of the microbatches; the slowest of device, uplink and downlink sets the pace. A stage that asks for more
+has more replicas: `settled`. A window is filled and drained once an inner step; with two windows in flight the next one
+fills that wait. Replicas that drain at different times fill each other's waits, which is left out: on 20 cells drawn at
+random it is off by 4 points in the mean and 15 at worst, so `check` takes `queue_model` for the windows of one run.
+`tests/planning/test_throughput.py` holds the form against production nodes in virtual time.
 """
 
 from __future__ import annotations
@@ -26,7 +19,7 @@ import msgspec
 from noloco_node.machine.memory import free_of_gpu, usable_bytes
 from noloco_node.planning.bandwidth import hop_bytes, round_bytes
 from noloco_node.planning.model_layout import ModelLayout
-from noloco_node.planning.plan import Memory, graphs_that_fit, in_flight, memories
+from noloco_node.planning.plan import Memory, graphs_that_fit, memories
 from noloco_node.run.config import PipelineConfig, RunConfig
 from noloco_node.units import format_bytes
 from pipeline.messages import ACTIVATION_CODECS
@@ -116,20 +109,19 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
 
 def coding_seconds(run: RunConfig, width: int, flops: float) -> float:
     """Return what a device takes to code or decode a microbatch at one of its two neighbours."""
-    tokens = run.pipeline.microbatch_size * run.pipeline.sequence_length
-    return 0.0 if ACTIVATION_CODECS[run.pipeline.codec].down.plain else tokens * width * CODING_FLOPS / flops
+    plain = ACTIVATION_CODECS[run.pipeline.codec].down.plain
+    return 0.0 if plain else run.pipeline.microbatch_tokens * width * CODING_FLOPS / flops
 
 
 def stage_loads(
     run: RunConfig, layout: ModelLayout, machines: Machines, needs: Sequence[Memory]
 ) -> tuple[MicrobatchSeconds, ...]:
     """Return what a microbatch asks of a replica of each stage, whose `needs` are `gpu_memories`'."""
-    pipeline, last = run.pipeline, run.pipeline.stages - 1
-    tokens = pipeline.microbatch_size * pipeline.sequence_length
+    pipeline, tokens = run.pipeline, run.pipeline.microbatch_tokens
     hop, coding_s = hop_bytes(pipeline, layout.width), coding_seconds(run, layout.width, machines.flops)
     found = []
     for number, (work, memory) in enumerate(zip(layout.work, needs, strict=True)):
-        sends, takes = number < last, number > 0
+        sends, takes = not pipeline.is_last(number), number > 0
         passes = 3.0 + (_computed_again(run, memory, machines) if sends else 0.0)
         found.append(
             MicrobatchSeconds(
@@ -142,7 +134,6 @@ def stage_loads(
 
 
 def gpu_memories(run: RunConfig, layout: ModelLayout) -> tuple[Memory, ...]:
-    """Return what a peer with a GPU needs at each stage."""
     return memories(run, layout, half=run.precision == "auto")
 
 
@@ -167,16 +158,14 @@ def missing(needs: Sequence[Memory], machines: Machines) -> Missing:
 
 
 def fits(needs: Sequence[Memory], machines: Machines) -> bool:
-    """Say whether every stage fits on a machine: on its GPU, and beside it."""
     return missing(needs, machines) == Missing(0.0, 0.0)
 
 
 def forecast(run: RunConfig, layout: ModelLayout, machines: Machines, needs: Sequence[Memory]) -> Throughput:
     """Return what to expect of a run on these machines, as many of them as it plans."""
     pipeline, loads = run.pipeline, stage_loads(run, layout, machines, needs)
-    tokens = pipeline.microbatch_size * pipeline.sequence_length
     slowest = _slowest(loads, run.outer.line_share if pipeline.replicas > 1 else 0.0)
-    replicas = settled([seconds for seconds, _ in slowest], pipeline.stages * pipeline.replicas)
+    replicas = settled([seconds for seconds, _ in slowest], pipeline.peers)
     # What a microbatch asks of a replica, where all stages had as many.
     parts = [pipeline.replicas / count for count in replicas]
     pace_s, what, number = max(
@@ -187,7 +176,7 @@ def forecast(run: RunConfig, layout: ModelLayout, machines: Machines, needs: Seq
     each_s = seconds_each(pipeline, pace_s, way_seconds(loads, machines.latency_s))
     if pace_s < 0.7 * each_s:
         bound = "the windows"
-    speed = pipeline.replicas * tokens / each_s
+    speed = pipeline.replicas * pipeline.microbatch_tokens / each_s
     return Throughput(
         tokens_per_s=speed,
         busy=max(load.device_s * part for load, part in zip(loads, parts, strict=True)) / each_s,
@@ -226,8 +215,7 @@ def _slowest(loads: Sequence[MicrobatchSeconds], line_share: float) -> list[tupl
 
 
 def _computed_again(run: RunConfig, memory: Memory, machines: Machines) -> float:
-    """Return the share of backward passes before which the forward pass is computed again."""
-    most = in_flight(run.pipeline, last=False)
+    most = run.pipeline.in_flight(0)
     kept = graphs_that_fit(int(free_of_gpu(machines.gpu_bytes)), memory.computing, memory.graph, most)
     return 0.0 if kept is None else 1.0 - kept / most
 

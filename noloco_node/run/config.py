@@ -1,20 +1,25 @@
 """The fields of a run file: types, bounds and defaults. All peers of a run hold the same ones.
 
-`gossip.settings` declares the section `outer`. `noloco_node.run.runfile` reads and validates a run file, and computes
-its digest.
+`gossip.settings` declares the section `outer`. What several packages ask of a field is a property or method here.
+`noloco_node.run.runfile` reads and validates a run file, and computes its digest.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from gossip.settings import OuterConfig
+from noloco_node.errors import config_error
+from noloco_node.run.fields import short
 from noloco_node.storage.weight_store import WeightFile
-from noloco_node.units import Fraction
+from noloco_node.units import Fraction, format_bytes
 
 MOST_SLOWDOWN = 1000.0
 TRAVELLING = "files"
@@ -86,9 +91,35 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     return; 0: none. Only where the next stage has three replicas or more."""
 
     @property
+    def ids_shape(self) -> tuple[int, int]:
+        """Sequences of a microbatch, and tokens of each."""
+        return self.microbatch_size, self.sequence_length
+
+    @property
     def targets_shape(self) -> tuple[int, int]:
         """A microbatch's targets: with each sequence's first token before them where all stages need the ids."""
         return self.microbatch_size, self.sequence_length + (self.subspace is not None)
+
+    @property
+    def microbatch_tokens(self) -> int:
+        return self.microbatch_size * self.sequence_length
+
+    @property
+    def all_stages(self) -> range:
+        return range(self.stages)
+
+    @property
+    def peers(self) -> int:
+        """Planned peers of all stages."""
+        return self.stages * self.replicas
+
+    def is_last(self, stage: int) -> bool:
+        """Say whether a stage computes the loss."""
+        return stage == self.stages - 1
+
+    def in_flight(self, stage: int) -> int:
+        """Return how many microbatches of a replica wait for their gradient at once; the last stage has its own."""
+        return 1 if self.is_last(stage) else self.microbatches_per_step * self.windows_in_flight
 
 
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,6 +141,78 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     through the swarm like its weights."""
     validation_percent: Annotated[float, Meta(ge=0.0, le=50.0)] = 2.0
     shuffle: bool = True
+
+    @property
+    def is_public(self) -> bool:
+        """Whether the text is the same for everybody, and no file of a machine."""
+        return self.source in ("stdlib", "hub")
+
+    @property
+    def text_name(self) -> str:
+        names = {"stdlib": "Python's standard library", "hub": f"{self.path} of the hub"}
+        return names.get(self.source, f"{self.path}")
+
+    @property
+    def has_byte_tokenizer(self) -> bool:
+        return self.tokenizer == "byt5"
+
+    @property
+    def has_travelling_tokenizer(self) -> bool:
+        """Whether the tokenizer's files come from the swarm."""
+        return self.tokenizer == TRAVELLING
+
+    @property
+    def tokenizer_directory(self) -> str | None:
+        """The local directory of the tokenizer; None where it comes from elsewhere."""
+        elsewhere = self.has_byte_tokenizer or self.has_travelling_tokenizer or self.tokenizer_commit is not None
+        return None if elsewhere else self.tokenizer
+
+    def with_source(self, source: str) -> DataConfig:
+        """Return this section with another source of text, the tokenizer unchanged.
+
+        `source` is a path (json or parquet by its suffix, else text), or `stdlib`, or says its kind: `text:PATH`,
+        `json:PATH`, `parquet:PATH`, `hub:OWNER/NAME@COMMIT`. Rows are read at this section's field, or at the one that
+        follows a #. Raises `UserError` (Exit.CONFIG).
+        """
+        whole, _, field = source.rpartition("#")
+        if whole and field and "/" not in field:
+            found = self.with_source(whole)
+            if found.source in ("json", "parquet", "hub"):
+                return msgspec.structs.replace(found, field=field)
+        kind, colon, rest = source.partition(":")
+        if source == "stdlib":
+            return msgspec.structs.replace(self, source=kind, path=None, commit=None, subset=None, split="train")
+        if not colon or kind not in ("text", "json", "parquet", "hub"):
+            kind, rest = _kind_by_suffix(source), source
+        path, _, commit = rest.partition("@") if kind == "hub" else (rest, "", "")
+        if not path or (kind == "hub" and not commit):
+            raise config_error(
+                f"The data source {source!r} is not understood.",
+                "a file, directory or glob is missing" if kind != "hub" else "a hub data set is named with its commit",
+                "for example books/*.txt, json:rows.jsonl, hub:owner/name@commit, or stdlib",
+            )
+        if kind == "hub" and not re.fullmatch("[0-9a-f]{40}", commit):
+            raise config_error(
+                f"The data source {source!r} names no commit.",
+                "a branch or a tag moves, and a node that comes back would read another text",
+                "the 40 hexadecimal digits of a commit, from the repository's history on the hub",
+            )
+        same = kind == "hub" and path == self.path
+        return msgspec.structs.replace(
+            self,
+            source=kind,
+            path=path,
+            commit=commit or None,
+            subset=self.subset if same else None,
+            split=self.split if same else "train",
+        )
+
+
+def _kind_by_suffix(path: str) -> str:
+    plain = re.sub(r"\.(gz|bz2|xz|zst)$", "", path)
+    if plain.endswith((".json", ".jsonl", ".ndjson")):
+        return "json"
+    return "parquet" if plain.endswith(".parquet") else "text"
 
 
 Forgetting = Annotated[float, Meta(ge=0.0, lt=1.0)]
@@ -169,6 +272,59 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.pipeline.microbatch_size * self.pipeline.microbatches_per_step
 
     @property
+    def batch(self) -> int:
+        """Sequences in one inner step of all planned replicas of a stage."""
+        return self.samples_per_step * self.pipeline.replicas
+
+    @property
     def budget_samples(self) -> int:
         """Sequences of the whole run: progress 1."""
-        return self.inner.steps * self.samples_per_step * self.pipeline.replicas
+        return self.inner.steps * self.batch
+
+    def tokens(self, samples: int) -> int:
+        """Return the tokens of so many sequences."""
+        return samples * self.pipeline.sequence_length
+
+    @property
+    def pinned(self) -> dict[str, str]:
+        """The commits that pin the model and the tokenizer of the hub that the run names, by field."""
+        model, data = self.model, self.data
+        named = {
+            "model.hub": None if model.hub is None else f"{model.hub}@{model.commit}",
+            "data.tokenizer": None if data.tokenizer_commit is None else f"{data.tokenizer}@{data.tokenizer_commit}",
+        }
+        return {field: name for field, name in named.items() if name is not None}
+
+    def local_paths(self) -> Iterator[tuple[str, str]]:
+        """Yield the fields that name files of this machine, but for the text, each with its path."""
+        data = self.data
+        if data.tokenizer_directory is not None:
+            yield "data.tokenizer", data.tokenizer_directory
+        on_hub = (
+            ("model.hub", self.model.hub),
+            ("data.path", data.path if data.source == "hub" else None),
+            ("data.tokenizer", None if data.tokenizer_commit is None else data.tokenizer),
+        )
+        for field, name in on_hub:
+            if name is not None and Path(name).exists():
+                yield field, name
+
+    def summary(self, own_source: str | None = None) -> list[str]:
+        """Say in a few lines what the run is, before anything is fetched for it.
+
+        `own_source`: text that the owner of this machine names instead of the run's.
+        """
+        model, cut, data = self.model, self.pipeline, self.data
+        size = format_bytes(sum(each.size_bytes for each in model.weights))
+        begin = f"from a checkpoint of {size}" if model.weights else "from its first step"
+        here = "none is named here; a source names its own with --data"
+        text = (data.text_name if data.is_public else here) if own_source is None else f"your own, {own_source}"
+        tokenizer = "the checkpoint's own" if data.has_travelling_tokenizer else data.tokenizer
+        where = "" if data.tokenizer_commit is None else " of the hub"
+        named = f"{model.architecture}, {begin}" if model.architecture else f"from {model.hub} of the hub"
+        return [
+            f"run {short(self.name)!r}: {cut.stages} stages, {cut.replicas} replicas planned of each, "
+            f"{self.tokens(self.budget_samples):,} tokens to train on",
+            "model: " + short(named),
+            f"text: {short(text)}; tokenizer: {short(tokenizer)}{where}",
+        ]

@@ -47,7 +47,6 @@ class Field(NamedTuple):
 
 
 def is_section(annotation: Any) -> TypeGuard[type]:
-    """Say whether a declared type has fields of its own."""
     return isinstance(annotation, type) and (
         issubclass(annotation, msgspec.Struct) or dataclasses.is_dataclass(annotation)
     )
@@ -198,7 +197,6 @@ def short(text: str) -> str:
 
 
 def _in_plain_words(why: str) -> str:
-    """Return msgspec's complaint with the names that a person has for the types of TOML."""
     found = re.fullmatch(r"Expected `(.*)`, got `(.*)`", why)
     if not found:
         return why.replace("`", "")
@@ -245,7 +243,6 @@ def _type_at(file: Any, path: list[str]) -> Any:
 
 
 def _in_words(annotation: Any) -> str:
-    """Say in plain words what a value of this type looks like."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _in_words(arguments[0])

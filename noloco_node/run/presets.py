@@ -1,11 +1,8 @@
 """Run files to start from: a commented text (`template.toml`), filled in for four sizes (`presets.toml`) and a demo.
 
-`tiny` trains on a laptop in minutes. `125m`, `1b` and `7b` have the sizes, learning rates and outer steps of the
-NoLoCo paper (arXiv 2506.10911), in the Llama family; their batches are smaller than the paper's, so that a peer is one
-accelerator. All of them read the standard library of Python as bytes, because that needs no network. For a real run
-put a data set and a tokenizer of the hub in their place.
-
-The text is written by hand and not generated from the structs: a run file is the first page of the manual.
+`125m`, `1b` and `7b` have the sizes, learning rates and outer steps of the NoLoCo paper (arXiv 2506.10911), with
+smaller batches, so that a peer is one accelerator. All presets read the standard library of Python as bytes, for that
+needs no network. The text is written by hand: a run file is the first page of the manual.
 """
 
 from __future__ import annotations
@@ -70,7 +67,6 @@ def machines_of(text: str) -> str | None:
 
 
 def numbers_of(preset: str) -> Preset:
-    """Return what a preset is made of; raise `UserError` for another one."""
     if preset not in _PRESETS:
         raise UserError(
             f"There is no preset {preset!r}.",

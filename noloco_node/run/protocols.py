@@ -49,7 +49,7 @@ def topic(kind: str, stage: int) -> str:
 
 def microbatch_schema(run: RunConfig, width: int) -> Schema:
     """Return what a stage and the one before it say to each other."""
-    cells = (run.pipeline.microbatch_size, run.pipeline.sequence_length)
+    cells = run.pipeline.ids_shape
     codec = ACTIVATION_CODECS[run.pipeline.codec]
     down, back = (TensorSpec((*cells, code.row(width)), code.dtype) for code in codec)
     return Schema(
@@ -67,7 +67,7 @@ def microbatch_schema(run: RunConfig, width: int) -> Schema:
 
 def gossip_schema(run: RunConfig, shapes: Shapes) -> Schema:
     """Return what two replicas of a stage with parameters of these shapes say to each other in a round."""
-    codec, both = run.outer.codec, run.outer.gamma != run.outer.beta
+    codec, both = run.outer.codec, run.outer.weight_sets == 2
     # To somebody who adopts weights they go in a form of their own, where the codec's is not absolute.
     forms = tuple(dict.fromkeys((codec, absolute(codec))))
     coded = tuple(tuple(TensorSpec(spec.shape, spec.dtype) for spec in wire_specs(form, shapes)) for form in forms)

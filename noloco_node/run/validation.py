@@ -174,7 +174,7 @@ def _pipeline(pipeline: PipelineConfig, layers: int | None) -> Iterator[Problem]
             "a single stage waits for no other: a second window would make gradients stale and nothing faster",
             "1, or more stages",
         )
-    tokens = pipeline.sequence_length * pipeline.microbatch_size
+    tokens = pipeline.microbatch_tokens
     if tokens > 2**22:
         yield Problem(
             "pipeline.microbatch_size",

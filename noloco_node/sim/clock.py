@@ -1,12 +1,8 @@
 """A virtual event loop: time jumps to the next timer, and a hang is an exception.
 
-Where asyncio's own loop would sleep until the next timer, this one moves the clock there. When nothing is ready and no
-timer is set, no event can ever come: `Deadlock` names the tasks that wait, and where. Nothing that runs here may touch
-sockets or threads.
-
-A run is the same to the bit every time, in any process. asyncio keeps tasks in sets (a task group cancels its tasks in
-the set's order), and a set's order follows the hashes of its members, by default their addresses; so tasks here are
-numbered, and hash to their number.
+When nothing is ready and no timer is set, `Deadlock` names the tasks that wait, and where. Nothing that runs here may
+touch sockets or threads. A run is the same to the bit in any process: asyncio keeps tasks in sets, whose order follows
+the hashes of their members, so tasks here are numbered and hash to their number.
 """
 
 from __future__ import annotations
@@ -45,7 +41,6 @@ def waits_at(task: asyncio.Task[Any]) -> str:
 
 
 def waiting(tasks: Iterable[asyncio.Task[Any] | None]) -> list[str]:
-    """Say of each task where it waits, in order of their names."""
     return sorted(f"{task.get_name()}: {waits_at(task)}" for task in tasks if task is not None)
 
 
@@ -104,10 +99,9 @@ def _nothing() -> None:
 class VirtualLoop(asyncio.BaseEventLoop):
     """An asyncio loop whose `time()` starts at 0 and moves only when every task waits.
 
-    Tasks, futures, task groups and timeouts are asyncio's. The heart of the loop is ours, for a simulation of a
-    thousand peers spends a good part of its time there: nothing is polled, timers are compared as tuples, and two of
-    the same moment come in the order in which they were set. `_run_once`, `_ready`, `_stopping` and `_write_to_self`
-    are private names of `BaseEventLoop`, which other loops build on too, and have been there since Python 3.5.
+    Nothing is polled, timers are compared as tuples, and two of the same moment come in the order in which they were
+    set. `_run_once`, `_ready`, `_stopping` and `_write_to_self` are private names of `BaseEventLoop`, which other loops
+    build on too.
     """
 
     _ready: deque[_Entry]
@@ -124,7 +118,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     @property
     def timer_count(self) -> int:
-        """How many timers are set, cancelled ones included."""
         return len(self._timers)
 
     def time(self) -> float:

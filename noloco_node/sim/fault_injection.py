@@ -1,9 +1,7 @@
 """What faults do to the peers of a world: to their lines, the network's conditions, partitions, devices and disks.
 
-Some faults last, and may overlap. What several of them ask for holds until the last of them ends: a peer is silent
-while any silence of it lasts, and the conditions are as bad as in the worst of the storms. Partitions are the
-exception, for groups of two partitions have no union: a second one takes the place of the first, whose end then heals
-nothing.
+Faults that last may overlap: what several ask for holds until the last of them ends, and conditions are as bad as in
+the worst storm. A second partition takes the place of the first, for their groups have no union.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One simulated peer: a production node, the machine under it, and what survives when it dies.
 
-A peer has several sessions. The name, the line and the disk stay; network, device, stage and node are new each time. A
-crash is what the node cannot see coming: its network is gone, its disk takes nothing more, its tasks are cancelled.
+Name, line and disk stay from session to session; network, device, stage and node are new. In a crash the network is
+gone, the disk takes nothing more, and the tasks are cancelled.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class PeerSession:
         return None if self.node is None else self.node.replica
 
     def say(self, line: str) -> None:
-        """Keep the first of what the node says."""
         if len(self.said) < KEPT_LINES:
             self.said.append(line)
 
@@ -118,7 +117,6 @@ class SimulatedPeer:
 
     @property
     def leaving(self) -> bool:
-        """Whether the process is there, and was asked to leave."""
         return self.running and self.session.leave.is_set()
 
     @property
@@ -232,9 +230,8 @@ class SimulatedPeer:
             from noloco_node.sim.hardware.memory_host import BlockText
 
             return BlockText(run, self.name, self._setting.dimensions.vocabulary)
-        shape = (run.pipeline.microbatch_size, run.pipeline.sequence_length)
         digest = hashlib.sha256(f"{run.seed}|{self.name}".encode()).digest()
-        return RandomBatches(shape, int.from_bytes(digest[:3], "big") % VOCABULARY)
+        return RandomBatches(run.pipeline.ids_shape, int.from_bytes(digest[:3], "big") % VOCABULARY)
 
     def _recorder(self, session: PeerSession) -> Callable[[events.Event], None]:
         def record(event: events.Event) -> None:
@@ -244,6 +241,5 @@ class SimulatedPeer:
         return record
 
     def _over(self, session: PeerSession) -> None:
-        """Take a process that ended by itself out of the network."""
         if not session.crashed:
             self._network.kill(self.name)

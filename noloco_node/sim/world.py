@@ -1,18 +1,11 @@
 """The world of a simulation: its peers, what happens to them and when, and its end.
 
-All planned peers start together; faults come at their times. The run is over when every process has ended: by itself
-when the token budget is used up, or because the world asked it to once `duration_s` had passed or nobody could take a
-step any more. `Stuck` names peers that do not end within `GRACE_S` of that, and where they wait.
-
-A stage whose replicas all left for ever stops the whole run: nobody can step, and the others look for that stage as
-long as they live. So the world ends when nobody has taken an inner step for `patience_s` and no fault is left that
-could change it. A slow run must never be taken for such a standstill: the patience is many times what a window and a
-copy of the weights take on the slowest machine and line.
+The run is over when every process has ended: by itself when the token budget is used up, or because the world asked it
+to once `duration_s` had passed, or once nobody had taken an inner step for `patience_s` and no fault was left that
+could change it. `Stuck` names peers that do not end within `GRACE_S` of that, and where they wait.
 
 A fault does not happen where there is nothing for it to happen to (the crash of a peer that is gone), and watchers do
 not hear of it. A peer that is restarted while it still leaves comes back when it has left.
-
-Watchers hear every journal event and look at the world every `LOOK_S` or so; they may raise to end it.
 """
 
 from __future__ import annotations
@@ -96,7 +89,6 @@ class World:
 
     @property
     def now_s(self) -> float:
-        """Virtual seconds since the start."""
         return asyncio.get_running_loop().time()
 
     @property
@@ -173,7 +165,6 @@ class World:
                 task.result()
 
     def _begin(self, peer: SimulatedPeer) -> None:
-        """Begin a session of a peer, and take note of its end."""
         peer.start()
         task = peer.session.task
         assert task is not None
@@ -190,7 +181,6 @@ class World:
                 self._bring_back(peer)
 
     def waits(self) -> list[str]:
-        """Say of every task where it waits."""
         return clock.waiting(asyncio.all_tasks() - {asyncio.current_task()})
 
     async def _look(self) -> None:

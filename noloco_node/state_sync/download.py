@@ -38,16 +38,12 @@ from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.tasks import loop_s
 from noloco_node.units import format_bytes, format_duration, format_rate
 
-COPY_AGAIN_S = 10.0
-"""Before all donors are asked again when none gave its state; half as long again each time."""
+COPY_AGAIN_S = 10.0  # before all donors are asked again when none gave its state; half as long again each time
 LONGEST_PAUSE_S = 120.0
 SAY_EVERY_S = 5.0
-REPLICAS_ASKED_BESIDE = 2
-"""Other replicas that a donor is compared with."""
-SNAPSHOT = "snapshot"
-"""The topic of peers that keep checkpoints of other stages."""
-PATIENCE_S = 10.0
-"""For a manifest without pieces."""
+REPLICAS_ASKED_BESIDE = 2  # other replicas that a donor is compared with
+SNAPSHOT = "snapshot"  # the topic of peers that keep checkpoints of other stages
+PATIENCE_S = 10.0  # for a manifest without pieces
 ASKED_AT_ONCE = 8
 
 
@@ -153,7 +149,6 @@ class DownloadAccount:
                     self._reporter.say(f"lost {news.donor} while copying from it ({news.why}); what came is kept")
 
     def close(self) -> None:
-        """Remove the bar of progress."""
         if self._reporter.draw is not None:
             self._reporter.draw(1.0, "")
 
@@ -242,7 +237,6 @@ class WeightsOf(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """Return the pieces of a section."""
         return len(cut([4 * prod(shape) for shape in self.shapes]))
 
     @property
@@ -271,7 +265,6 @@ class ManifestReplies(NamedTuple):
 
     @property
     def offers(self) -> list[ReplicaSummary]:
-        """Return the manifests for a comparison."""
         return [
             ReplicaSummary(
                 peer=peer, round=each.round, inner_steps=each.inner_steps, progress=each.progress, norm=each.norm

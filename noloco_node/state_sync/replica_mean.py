@@ -8,7 +8,7 @@ The median is the measure, so that one liar moves no other replica out of the me
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median_high, median_low
 from typing import TYPE_CHECKING
 
@@ -17,12 +17,10 @@ import msgspec
 if TYPE_CHECKING:
     from torch import Tensor
 
-FACTOR = 2.0
-"""A norm may differ by this factor from the median."""
+FACTOR = 2.0  # a norm may differ by this factor from the median
 LEAST_ALIKE = 0.1
 """Cosine of two replicas. Honest ones have more."""
-LEAST_REPLICAS = 3
-"""Of fewer, none can be told from the others."""
+LEAST_REPLICAS = 3  # of fewer, none can be told from the others
 
 
 class ReplicaSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,9 +92,9 @@ def products_of(tensors: Iterable[Sequence[Tensor]]) -> Tensor:
     return total
 
 
-def norm_of(read: Callable[[int], Tensor], count: int) -> float:
-    """Return the norm of `count` tensors together, read one at a time; not finite where they are not."""
-    return math.sqrt(sum(float(read(number).double().square().sum()) for number in range(count)))
+def norm_of(tensors: Iterable[Tensor]) -> float:
+    """Return the norm of tensors together, read one at a time; not finite where they are not."""
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
 
 
 def mean_of(replicas: Sequence[Tensor]) -> Tensor:

@@ -30,18 +30,13 @@ from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.tasks import loop_s
 
-Shapes = tuple[tuple[int, ...], ...]
-"""Of a stage's parameters."""
+Shapes = tuple[tuple[int, ...], ...]  # of a stage's parameters
 REQUEST_S = 10.0
 RETRY_S = 5.0
-LOOK_S = 10.0
-"""Between two looks at how far the stages are."""
-FAILURE_S = 120.0
-"""Before a stage is tried again whose snapshot failed."""
-REPLICAS_ASKED = 3
-"""Replicas that say round and norm before one of them is chosen."""
-NORM_CHANGE = 1.5
-"""A norm may differ by this factor from what the same replica said a moment ago."""
+LOOK_S = 10.0  # between two looks at how far the stages are
+FAILURE_S = 120.0  # before a stage is tried again whose snapshot failed
+REPLICAS_ASKED = 3  # replicas that say round and norm before one of them is chosen
+NORM_CHANGE = 1.5  # a norm may differ by this factor from what the same replica said a moment ago
 
 
 class SnapshotServer:
@@ -80,7 +75,6 @@ class SnapshotServer:
             await self._network.serve(topic(SNAPSHOT, number), subject.schema, serve)
 
     def forget(self) -> None:
-        """Read the weights of each stage anew when a peer asks."""
         self._counters.clear()
 
     def _donor(self, number: int) -> Donor:
@@ -285,7 +279,6 @@ class SnapshotKeeper:
         return objection
 
     async def _note(self, found: Checkpoint) -> None:
-        """Remember how far a stage's snapshot is, and serve it from now on."""
         self._rounds[found.counters.stage] = found.counters.round
         await self._server.note(found)
 

@@ -30,27 +30,17 @@ from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.swarm.roster import Roster
 from pipeline.inner_step import OptimiserState
 
-JUDGED = 8
-"""Microbatches in one judgement."""
-JUDGEMENTS = 3
-"""A replica's weights may fail so many. If all fail, the cause is not the weights."""
-LEAST_OTHERS = 3
-"""Replicas whose loss must be known."""
-FAR = 1.5
-"""Times the loss of others. Honest replicas and routes differ by less."""
-MOST_ASKED = 256
-"""Peers at work, and a quarter as many that are on their way to a stage."""
-AGAIN_S = 10.0
-"""Before all peers are asked again."""
-ATTEMPTS = 30
-"""If a peer has a snapshot, or may have."""
+JUDGED = 8  # microbatches in one judgement
+JUDGEMENTS = 3  # a replica's weights may fail so many; if they fail all, the cause is not the weights
+LEAST_OTHERS = 3  # replicas whose loss must be known
+FAR = 1.5  # times the loss of others; honest replicas and routes differ by less
+MOST_ASKED = 256  # peers at work, and a quarter as many that are on their way to a stage
+AGAIN_S = 10.0  # before all peers are asked again
+ATTEMPTS = 30  # if a peer has a snapshot, or may have
 ATTEMPTS_IN_VAIN = 2
-NORM_FACTOR = 4.0
-"""A norm may differ by this factor from the median of three or more: snapshots are of different rounds."""
-LEAST_FOR_MEDIAN = 3
-"""Offers without which no median is taken."""
-MOST_TIMES = 64
-"""Times the rounds of the furthest other stage: a stage with fewer replicas takes more rounds."""
+NORM_FACTOR = 4.0  # from the median of three or more norms at most: snapshots are of different rounds
+LEAST_FOR_MEDIAN = 3  # offers without which no median is taken
+MOST_TIMES = 64  # times the rounds of the furthest other stage: a stage with fewer replicas takes more rounds
 
 
 class SnapshotTrial(NamedTuple):

@@ -27,15 +27,11 @@ if TYPE_CHECKING:
 
 TOPIC = "weights"
 TOKENIZER_TOPIC = "tokenizer"
-STREAMS = 4
-"""Of one newcomer, each to a peer."""
+STREAMS = 4  # of one newcomer, each to a peer
 STREAMS_SERVED = 32
-PATIENCE_S = 60.0
-"""For one message."""
-STANDS_STILL_S = 5.0
-"""If all streams are taken, one gives way whose peer has asked for nothing for so long."""
-ASK_AGAIN_S = 30.0
-"""After this time a peer may have new pieces."""
+PATIENCE_S = 60.0  # for one message
+STANDS_STILL_S = 5.0  # if all streams are taken, one gives way whose peer has asked for nothing for so long
+ASK_AGAIN_S = 30.0  # after this time a peer may have new pieces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,7 +186,6 @@ class WeightDownload:
         return not await self._job(self._store.missing, keys)
 
     async def _stream(self, peers: Sequence[str], progress: _Progress) -> None:
-        """Ask one peer after the other for the missing pieces that it may have."""
         for peer in peers:
             if not any(self._may_have(peer, key) for key in progress.missing):
                 continue
@@ -199,7 +194,6 @@ class WeightDownload:
                     await self._drain(conversation, progress)
 
     async def _drain(self, conversation: Conversation, progress: _Progress) -> None:
-        """Ask a peer for one missing piece after the other, as long as it may have one."""
         peer = conversation.peer
         while (key := progress.take(lambda key: self._may_have(peer, key))) is not None:
             came = False
@@ -240,7 +234,6 @@ class _Progress:
     tell: Callable[[int, int], None]
 
     def take(self, wanted: Callable[[FilePieceKey], bool]) -> FilePieceKey | None:
-        """Take one of the missing pieces that are wanted."""
         for _ in range(len(self.missing)):
             key = self.missing.popleft()
             if wanted(key):

@@ -17,19 +17,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import storage_error
 from noloco_node.units import format_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SPARE_BYTES = 16 * 2**20
-"""What a file may leave free of a disk: other files on it grow too."""
+SPARE_BYTES = 16 * 2**20  # a file leaves at least so much of a disk free: other files on it grow too
 CHUNK_BYTES = 4 * 2**20
 AT_ONCE = 2**20
 """Values of a tensor in one chunk: as much is copied at once where the tensor is no float32 in main memory."""
-LARGEST_HEADER_BYTES = 100 * 2**20
-"""What the safetensors format allows."""
+LARGEST_HEADER_BYTES = 100 * 2**20  # what the safetensors format allows
 _ABOUT, _SUM = "about", "sha256"
 _BLANK = "0" * 64
 _LENGTH = struct.Struct("<Q")
@@ -101,7 +99,6 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
 
 
 def flush(path: Path) -> None:
-    """Flush a file or a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -114,12 +111,8 @@ def write_whole(path: Path, content: bytes, *, public: bool = False) -> None:
     try:
         write(path, content, public=public)
     except OSError as error:
-        raise UserError(
-            f"cannot write {path}",
-            why=error.strerror or str(error),
-            hint="free some space, or give another directory with --home",
-            code=Exit.STORAGE,
-        ) from error
+        hint = "free some space, or give another directory with --home"
+        raise storage_error(f"cannot write {path}", error.strerror or str(error), hint) from error
 
 
 class TensorBytes(NamedTuple):
@@ -169,8 +162,18 @@ def write_tensors(path: Path, arrays: Sequence[Array], about: str, read: Callabl
     """
     head = _header(arrays, about)
     require_room(path.parent, 8 + len(head) + sum(array.size_bytes for array in arrays), path)
-    with replacing(path) as aside:
-        _write_aside(aside, head, arrays, read)
+    total = hashlib.sha256(_LENGTH.pack(len(head)) + head)
+    with replacing(path) as aside, aside.open("wb") as file:
+        file.write(_LENGTH.pack(len(head)) + head)
+        for array in arrays:
+            for chunk in array.chunks():
+                total.update(chunk)
+                file.write(chunk)
+        read()
+        file.seek(_LENGTH.size)
+        file.write(_with_sum(head, _BLANK, total.hexdigest()))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def about_of(path: Path) -> str | None:
@@ -210,22 +213,6 @@ def _header(arrays: Iterable[Array], told: str) -> bytes:
     return head + b" " * (-len(head) % 8)
 
 
-def _write_aside(aside: Path, head: bytes, arrays: Iterable[Array], read: Callable[[], None]) -> None:
-    prefix = _LENGTH.pack(len(head))
-    total = hashlib.sha256(prefix + head)
-    with aside.open("wb") as file:
-        file.write(prefix + head)
-        for array in arrays:
-            for chunk in array.chunks():
-                total.update(chunk)
-                file.write(chunk)
-        read()
-        file.seek(len(prefix))
-        file.write(_with_sum(head, _BLANK, total.hexdigest()))
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _head_of(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
     """Return the header of a safetensors file, as it lies there and decoded; raise ValueError if it is none."""
     prefix = file.read(_LENGTH.size)
@@ -251,7 +238,6 @@ def _metadata(table: dict[str, Any]) -> dict[str, object]:
 
 
 def _with_sum(head: bytes, before: str, after: str) -> bytes:
-    """Replace the checksum in a header."""
     return head.replace(f'"{_SUM}":"{before}"'.encode(), f'"{_SUM}":"{after}"'.encode(), 1)
 
 

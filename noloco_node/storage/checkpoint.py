@@ -21,14 +21,13 @@ from noloco_node.units import Count, Fraction
 if TYPE_CHECKING:
     from torch import Tensor
 
-KEPT = 3
-"""Of the stage that is served, unless its owner says otherwise."""
+KEPT = 3  # of the stage that is served, unless its owner says otherwise
 _NAME = re.compile(r"(\d{8,})-\d{10,}\.safetensors")
 """Numbers are written with zeros before them, for people; they are compared as numbers, however long."""
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint says of its replica besides the tensors."""
+    """The metadata of a checkpoint."""
 
     run_id: str
     stage: Count
@@ -37,13 +36,11 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     progress: Fraction
     samples: Count
     optimiser_steps: Count
-    meetings: Count = 0
-    """Of the running momentum period."""
+    meetings: Count = 0  # of the running momentum period
     last_met: Count | None = None
-    """The round in which these weights last met anybody's, 0 if in none; None where it was not noted."""
+    """The round in which these weights last met another replica's, 0 if in none; None where it was not noted."""
     data_position: dict[str, Any] | None = None
-    peer: str = ""
-    """Whose weights these are."""
+    peer: str = ""  # the peer that has trained these weights
 
 
 class Checkpoint(NamedTuple):
@@ -97,7 +94,6 @@ def _of_another(path: Path, run_id: str) -> bool:
 
 
 def arrays_of(tensors: Mapping[str, tuple[Tensor, ...]]) -> list[atomic_file.Array]:
-    """Return the tensors of a checkpoint, by group, for the disk."""
     return [
         atomic_file.Array(f"{group}.{number}", "F32", tuple(tensor.shape), bytes_of(tensor))
         for group, members in tensors.items()

@@ -22,17 +22,14 @@ from noloco_node.storage.checkpoint import Checkpoint, Counters, files, followin
 from noloco_node.tasks import loop_s
 from noloco_node.units import format_bytes
 
-KEPT = 2
-"""Files of a stage that is served no more."""
+KEPT = 2  # files of a stage that is served no more
 KEPT_SNAPSHOTS = 2  # of each stage
 SNAPSHOT_ROOM = 4
 """A snapshot must find so many times its size free: the checkpoints of this node come first."""
 P = ParamSpec("P")
 R = TypeVar("R")
-SHARE = 0.05
-"""Of the time at most is spent on writing."""
-SAY_EVERY_S = 300.0
-"""Between two lines on checkpoints that were written as usual."""
+SHARE = 0.05  # of the time at most is spent on writing
+SAY_EVERY_S = 300.0  # between two lines on checkpoints that were written as usual
 
 
 def in_thread(work: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
@@ -80,7 +77,6 @@ class CheckpointStore:
 
     @in_thread
     def stages(self) -> tuple[int, ...]:
-        """Return the stages with files set aside."""
         numbers = [int(path.name) for path in self._former.glob("[0-9]*") if path.name.isdecimal()]
         return tuple(sorted(stage for stage in numbers if any(self._of_run(self._former / str(stage)))))
 
@@ -124,7 +120,6 @@ class SnapshotDirectory:
 
     @in_thread
     def newest(self, stage: int) -> Checkpoint | None:
-        """Return the slow weights of the last whole stage snapshot, or None."""
         # A checkpoint of a former stage, with its momenta, may lie there too.
         return load_latest(self._directory / str(stage), self._run_id, wanted=("slow",))
 
@@ -186,7 +181,6 @@ class CheckpointWriter:
         return self._trouble is None and self._last.round == round
 
     def begin(self, checkpoint: Checkpoint) -> None:
-        """Have `run` write a checkpoint."""
         self._waiting = checkpoint
         self._wake.set()
 

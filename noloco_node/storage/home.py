@@ -25,14 +25,13 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from noloco_node.errors import Exit, UserError, reason_of
+from noloco_node.errors import Exit, UserError, reason_of, storage_error
 from noloco_node.storage import atomic_file
 from noloco_node.storage.checkpoint import counters_of, files, following
 
 JOURNAL = "journal.jsonl"
 RUNS = "runs"
-RUN_ID_SHOWN = 32
-"""Digits of a run's id that name its directory."""
+RUN_ID_SHOWN = 32  # digits of a run's id that name its directory
 
 
 class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +43,7 @@ class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OtherRuns(NamedTuple):
-    """How many other runs a home keeps files of, and how many bytes of the disk these take."""
+    """The number of other runs of which a home keeps files, and the bytes that these take."""
 
     number: int
     size_bytes: int
@@ -74,7 +73,6 @@ class RunPaths:
             raise unusable(self.path, error) from error
 
     def other_runs(self) -> OtherRuns:
-        """Return what the home keeps of other runs than this one."""
         others = [path for path in self.path.parent.glob("*") if path != self.path]
         sizes = [sum(path.stat().st_size for path in other.rglob("*") if path.is_file()) for other in others]
         return OtherRuns(sum(map(bool, sizes)), sum(sizes))
@@ -160,14 +158,13 @@ class Home(HomePaths):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _sign(lock)
         except OSError as error:
-            refusal = _in_use(path, lock) if error.errno == errno.EWOULDBLOCK else unusable(path, error)
+            refusal = _in_use(path) if error.errno == errno.EWOULDBLOCK else unusable(path, error)
             if lock >= 0:
                 os.close(lock)
             raise refusal from error
         return cls(path, lock)
 
     def close(self) -> None:
-        """Release the directory; closing twice is harmless."""
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
@@ -198,7 +195,7 @@ def _close_to_others(path: Path) -> None:
     secrets += path.glob(f"{RUNS}/*/ticket")
     for each, mode in [*([(path, 0o700)] if is_home else []), *((secret, 0o600) for secret in secrets)]:
         if each.exists() and each.stat().st_mode & 0o077:
-            with suppress(PermissionError):  # it belongs to somebody else, who let us write there
+            with suppress(PermissionError):  # another user owns it, and lets us write there
                 each.chmod(mode)
 
 
@@ -216,12 +213,9 @@ def _sign(lock: int) -> None:
     os.fsync(lock)  # a disk that is full says so here, before anything depends on it
 
 
-def _in_use(path: Path, lock: int) -> UserError:
-    try:
-        found = msgspec.json.decode(os.pread(lock, 4096, 0), type=LockHolder)
-    except msgspec.DecodeError:  # the holder is just about to sign
-        who = "a process that has not signed yet"
-    else:
+def _in_use(path: Path) -> UserError:
+    found, who = holder(path), "a process that has not signed yet"
+    if found is not None:
         since = datetime.fromtimestamp(found.since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         who = f"process {found.pid}, since {since}: {found.command}"
     return UserError(
@@ -233,13 +227,8 @@ def _in_use(path: Path, lock: int) -> UserError:
 
 
 def unusable(path: Path, error: OSError) -> UserError:
-    """Return the error of a home to which the disk does not let us write."""
-    return UserError(
-        f"cannot use the home {path}",
-        why=reason_of(error),
-        hint="free some space, repair its permissions, or give another directory with --home",
-        code=Exit.STORAGE,
-    )
+    hint = "free some space, repair its permissions, or give another directory with --home"
+    return storage_error(f"cannot use the home {path}", reason_of(error), hint)
 
 
 def _misplaced(home: HomePaths) -> Iterator[tuple[Path, Path]]:

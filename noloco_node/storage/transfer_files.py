@@ -89,7 +89,6 @@ class _Follow(msgspec.Struct, frozen=True, kw_only=True, tag="follow"):
 
 
 _COUNTERS = tuple(name for name in _Follow.__struct_fields__ if name not in ("hashes", "settled"))
-"""What a manifest says besides its hashes."""
 
 
 class _Nobody(msgspec.Struct, frozen=True, tag="nobody"):
@@ -161,7 +160,7 @@ class PartialDownloadFile:
         self.rest()
         self._refused = True
         for path in (*self._others(), self.path):
-            with suppress(OSError):  # a disk that refuses: whoever comes next finds pieces that fit nothing
+            with suppress(OSError):  # a disk that refuses: a later copy finds pieces that fit nothing
                 path.unlink(missing_ok=True)
 
     def _records(self) -> Iterator[tuple[_Record, Tensor]]:

@@ -1,9 +1,7 @@
 """The files that a run starts from, weights and tokenizer: whole in their owner's directory, or filling piece by piece.
 
-A run file lists each with its size and a digest: the SHA-256 over the SHA-256 of its pieces. A list of digests is
-believed if its own digest is the run file's, and a piece if its digest is in the list. A disk is not believed: a piece
-is hashed when it is read. A file that is still filling has its full size from the first piece on.
-
+A list of digests is believed if its own digest is the run file's, and a piece if its digest is in the list. A disk is
+not believed: a piece is hashed when it is read. A file that is still filling has its full size from the first piece on.
 Nothing here needs torch: a bootstrap peer serves these files.
 """
 
@@ -18,14 +16,12 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from noloco_node.errors import Exit, UserError, config_error, reason_of
+from noloco_node.errors import UserError, config_error, reason_of, storage_error
 from noloco_node.storage.atomic_file import LARGEST_HEADER_BYTES, require_room, tensor_ranges, write, write_all
 from noloco_node.units import format_bytes
 
-PIECE_BYTES = 2**19
-"""Of a file in one message; its last piece may be shorter."""
-LARGEST_FILE_BYTES = 15 * 2**30
-"""Of which the digests of all pieces fit into one message."""
+PIECE_BYTES = 2**19  # of a file in one message; its last piece may be shorter
+LARGEST_FILE_BYTES = 15 * 2**30  # of which the digests of all pieces fit into one message
 DIGEST_BYTES = 32
 
 
@@ -145,14 +141,9 @@ class WeightStore:
             os.close(descriptor)
         self._right.add(key)
 
-    def missing(self, keys: Iterable[FilePieceKey]) -> list[FilePieceKey]:
-        """Return the pieces that are not here."""
-        found = []
-        for key in keys:
-            if key not in self._right and self.read(key) is None:
-                found.append(key)
-            else:
-                self._right.add(key)
+    def missing(self, keys: Sequence[FilePieceKey]) -> list[FilePieceKey]:
+        found = [key for key in keys if key not in self._right and self.read(key) is None]
+        self._right |= set(keys) - set(found)
         return found
 
     def check_room(self, pieces: int) -> None:
@@ -233,7 +224,6 @@ def is_held(held: bytes, number: int) -> bool:
 
 
 def piece_digests(path: Path) -> bytes:
-    """Return the SHA-256 of each piece of a file, joined."""
     found = []
     with path.open("rb") as file:
         while data := file.read(PIECE_BYTES):
@@ -256,10 +246,5 @@ def _not_these(directory: Path, why: str) -> UserError:
 
 
 def refused_by_disk(directory: Path, error: OSError) -> UserError:
-    """Return the error of a disk that does not take the files."""
-    return UserError(
-        f"The files that the run starts from cannot be kept in {directory}.",
-        why=reason_of(error),
-        hint="free some space, or give another directory with --home",
-        code=Exit.STORAGE,
-    )
+    what = f"The files that the run starts from cannot be kept in {directory}."
+    return storage_error(what, reason_of(error), "free some space, or give another directory with --home")

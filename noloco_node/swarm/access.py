@@ -272,7 +272,7 @@ async def visited(invite: str, visitor: Visitor) -> AsyncIterator[tuple[PeerNetw
         network = HookedNetwork(await access.enter(whole), DialTimeouts())
         recipe = await fetch(network, parsed.peers, parsed.digest, visitor.allowed)
         access.pin(recipe.run)
-        membership = Membership(network, parsed.digest, recipe.run.pipeline.stages)
+        membership = recipe.membership(network)
         await membership.peek()
         async with background(access.renew(say)):
             yield network, recipe, membership

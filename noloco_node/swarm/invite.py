@@ -110,11 +110,10 @@ def found(given: str | None, home: Path) -> str:
     try:
         return HomePaths(directory).invite.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
+        why = f"{directory} keeps none: {getattr(error, 'strerror', None) or error}"
         raise UserError(
             "There is no invite to this swarm.",
-            why=f"none was given, and {directory} keeps none: {getattr(error, 'strerror', None) or error}"
-            if given is None
-            else f"{directory} keeps none: {getattr(error, 'strerror', None) or error}",
+            why=why if given is not None else f"none was given, and {why}",
             hint="paste the line that `noloco-node bootstrap` printed, or name the home of a node that took part",
             code=Exit.CONFIG,
         ) from error

@@ -34,7 +34,6 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.receipts import (
     SOURCE_LIFETIME_S,
     IssuedReceipts,
-    ReceiptLedger,
     RunProgress,
     SourceCount,
     SourceRecord,
@@ -70,6 +69,7 @@ class Membership:
         given: Callable[[], Given | None] = lambda: None,
     ) -> None:
         self._network, self._run_id, self._unix_time, self._name = network, run_id, unix_time, name
+        self._sources_key, self._receipts_key = f"{run_id}/sources", f"{run_id}/receipts"
         self._given = given
         self._lifetime_s, self._refresh_s = max(LIFETIME_S, REFRESHES * refresh_s), refresh_s
         self._own: PeerRecord | None = None
@@ -78,7 +78,9 @@ class Membership:
         """The most seconds by which our clock was behind the others'."""
         self._records = StageRecords(network.peer_id, stages, self._lifetime_s, refresh_s)
         self._progress = RunProgress(network.peer_id)
-        self._issued: IssuedReceipts | None = None
+        self.receipts = self._progress.receipts
+        self.issued: IssuedReceipts | None = None
+        """The receipts that we publish: of the last stage, or of our partners in a run of one stage; None: none."""
         self._roster = Roster(stages=((),) * stages)
         self._change = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -109,19 +111,6 @@ class Membership:
     def watched(self) -> tuple[int, ...]:
         """The stages that we read and of which the roster already tells."""
         return self._records.known
-
-    @property
-    def receipts(self) -> ReceiptLedger:
-        return self._progress.receipts
-
-    @property
-    def issued(self) -> IssuedReceipts | None:
-        """The receipts that we give: at the last stage, or to our partners in a run of one stage."""
-        return self._issued
-
-    def give_receipts(self, issued: IssuedReceipts | None) -> None:
-        """Publish these receipts with our record from now on; None publishes none."""
-        self._issued = issued
 
     def note_samples(self, samples: int) -> None:
         """Note the samples that we have done at stage 0, whatever our record says."""
@@ -183,7 +172,7 @@ class Membership:
             now_s = loop_s()
             self._records.take(dict(zip(watched, found, strict=True)), now_s, self._unix_time())
             if receipts is not None:
-                self._progress.receipts.take(receipts, () if self.issued is None else self.issued.brought)
+                self.receipts.take(receipts, () if self.issued is None else self.issued.brought)
             if sources is not None:
                 self._progress.take(sources, self._records.believed[0].values(), now_s)
             self._records.keep_only(watched)
@@ -217,14 +206,6 @@ class Membership:
         if after is None or after not in self.watched:
             return False
         return any(record.state is PeerState.CATCHING_UP for record in self._roster.stages[after])
-
-    @property
-    def _sources_key(self) -> str:
-        return f"{self._run_id}/sources"
-
-    @property
-    def _receipts_key(self) -> str:
-        return f"{self._run_id}/receipts"
 
     def _stage_key(self, number: int) -> str:
         return f"{self._run_id}/stage/{number}"

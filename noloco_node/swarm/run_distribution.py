@@ -77,6 +77,10 @@ class RunFileText:
         recipe.digest = run_digest(run, content_hashes(run))
         return recipe
 
+    def membership(self, network: PeerNetwork) -> Membership:
+        """Return the view of this run's peers that a peer has which does not train."""
+        return Membership(network, self.digest, self.run.pipeline.stages)
+
     async def serve(self, conversation: Conversation) -> None:
         """Answer one `RunRequest`."""
         async with patient(conversation, PATIENCE_S):

@@ -176,6 +176,23 @@ def test_a_ban_needs_no_ticket_of_ours_and_lasts_so_many_days(tmp_path: Path) ->
     assert not owner.state().is_revoked(OTHER)
 
 
+@pytest.mark.parametrize("invite", ["nonsense", "", invites.format("a" * 64, [PLACE])])
+@pytest.mark.parametrize("action", ["invite", "revoke", "ban"])
+def test_nothing_is_written_where_the_invite_cannot_be_used(tmp_path: Path, action: str, invite: str) -> None:
+    owner = Owner(tmp_path, "open")
+    with pytest.raises(UserError, match=r"not a valid invite|another run"):
+        owner.members(action, PEER, "--invite", invite)
+    assert not members_file(owner.run).exists()
+
+
+def test_no_day_is_too_far_away_for_a_list(tmp_path: Path) -> None:
+    owner = Owner(tmp_path, "open")
+    assert "shut out until" in owner.members("ban", PEER, "--days", "36500")
+    for days in ("36501", "1e300", "inf"):
+        assert "Invalid value for '--days'" in owner.members("ban", OTHER, "--days", days)
+    assert load_members(owner.run).number == 1
+
+
 def test_a_delegate_may_sign(tmp_path: Path) -> None:
     owner = Owner(tmp_path, "open")
     credential = owner.invited(PEER, "--may-sign").credential
@@ -190,8 +207,8 @@ def test_a_delegate_may_sign(tmp_path: Path) -> None:
         ("open", ("invite", PEER), "needs addresses"),
         ("open", ("invite", "nobody", "--invite", "BASE"), "no peer id"),
         ("open", ("invite", "--may-sign", "--invite", "BASE"), "needs a peer id"),
-        ("open", ("revoke",), "Whom"),
-        ("open", ("revoke", "0123456789ab"), "is nobody[^$]*six digits"),
+        ("open", ("revoke",), "Which peer"),
+        ("open", ("revoke", "0123456789ab"), "No key[^$]*first six or more digits"),
     ],
 )
 def test_what_is_missing_is_said(tmp_path: Path, rule: str, arguments: tuple[str, ...], words: str) -> None:

@@ -136,12 +136,6 @@ def test_a_delegate_that_the_list_names_gets_the_right_to_sign_anew() -> None:
         assert (facts.rights, facts.until) == (MEMBER | Right.SIGN, NOW_S + 70)
 
 
-def test_two_hundred_identities_of_one_machine_are_not_let_in() -> None:
-    quota = PrefixQuota()
-    assert sum(quota.take(prefix_of(f"/ip4/192.0.2.{number}/tcp/1"), 0.0) for number in range(200)) == TICKETS_A_PREFIX
-    assert quota.take(prefix_of("/ip4/198.51.100.1/tcp/1"), 0.0)
-
-
 @pytest.mark.parametrize(
     ("origin", "prefix"),
     [

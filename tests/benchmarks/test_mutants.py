@@ -116,6 +116,17 @@ def test_the_tests_that_run_a_line_try_it_the_mirrored_and_the_quick_first() -> 
     assert [len(part) for part in in_two(tests, baseline)] == [2, 1]
 
 
+def test_a_line_that_runs_at_import_is_tried_by_its_module_s_own_tests_even_where_they_run_no_function() -> None:
+    baseline = {
+        "tests/gossip/test_a.py::test_own": Timed(1.0, {}),
+        "tests/gossip/test_b.py::test_another": Timed(1.0, {}),
+        "tests/gossip/test_b.py::test_user": Timed(0.1, {"gossip/a.py": {3}}),
+    }
+    mutant = next(iter(mutants_of("gossip/a.py", "LEAST = 1\n")))
+    assert mutant.at_import
+    assert [test.split("_")[-1] for test in concerned(mutant, baseline)] == ["own", "user"]
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     files = {

@@ -27,7 +27,18 @@ REFUSED: list[tuple[list[str], Exit]] = [
     (["bootstrap", "--run", "nowhere.toml"], Exit.CONFIG),
     (["bootstrap", "--run", "broken.toml"], Exit.CONFIG),
     (["init", "--preset", "nonsense"], Exit.USAGE),
+    (["init", "new.toml", "--line", "100mbit/"], Exit.USAGE),
+    (["init", "new.toml", "--line", "1mbit/2mbit/3mbit"], Exit.USAGE),
+    (["init", "new.toml", "--gpu", "0GiB"], Exit.USAGE),
     (["init", "new.toml", "--from", "nowhere"], Exit.CONFIG),
+    (["bootstrap", "--home", "new", "--weights", "nowhere"], Exit.CONFIG),
+    (["bootstrap", "--home", "new", "--weights", "nothing.txt"], Exit.CONFIG),
+    (["join", INVITE, "--home", "new", "--weights", "nowhere"], Exit.CONFIG),
+    (["join", INVITE, "--home", "new", "--weights", "nothing.txt"], Exit.CONFIG),
+    *(
+        ([*command.split(), INVITE, "--local", "empty", "--local", "nowhere"], Exit.CONFIG)
+        for command in ("join", "status", "doctor", "watch", "export --out new")
+    ),
     (["init", "new.toml", "--from", "empty"], Exit.CONFIG),
     (["init", "new.toml", "--gpu", "nonsense"], Exit.USAGE),
     (["init", "broken.toml"], Exit.USAGE),
@@ -90,6 +101,7 @@ def test_wrong_input_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     assert done.stderr.count("noloco-node: ") == done.stderr.count("\n  why: ") == done.stderr.count("\n  try: ")
     assert done.stderr.count("\n  why: ") == len(REFUSED)
     assert "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("new*")), "a refused command leaves nothing behind"
 
 
 @pytest.mark.parametrize(

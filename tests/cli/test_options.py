@@ -45,51 +45,20 @@ def test_the_home_of_a_node_and_what_is_no_file_stay_as_they_are(tmp_path: Path)
     assert invite_text("garbage") == "garbage"
 
 
-def test_a_file_that_holds_no_text_is_named(tmp_path: Path) -> None:
+def test_a_file_that_holds_no_text_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "invite").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match="cannot be read from"):
         invite_text(str(tmp_path / "invite"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
+    with pytest.raises(UserError, match="cannot be read from the standard input"):
+        invite_text("-")
 
 
-@pytest.mark.parametrize("command", [["join", "noloco1:ab@/ip4/203.0.113.7/tcp/4001"], ["bootstrap"]])
-@pytest.mark.parametrize("name", ["nothere", "a-file"])
-def test_a_checkpoint_that_is_not_there_is_refused_before_anything_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], name: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("a-file").touch()
-    done = CliRunner().invoke(app, [*command, "--home", "home", "--weights", name])
+@pytest.mark.parametrize("line", ["10mbit/", "/10mbit", "10mbit/20mbit/30mbit", ""])
+def test_a_line_that_cannot_be_read_is_quoted_as_it_was_given(tmp_path: Path, line: str) -> None:
+    done = CliRunner().invoke(app, ["init", str(tmp_path / "run.toml"), "--line", line])
     assert isinstance(done.exception, UserError)
-    assert done.exception.code is Exit.CONFIG
-    assert done.exception.what == f"There is no directory {name!r}."
-    assert not Path("home").exists()
-
-
-@pytest.mark.parametrize("command", ["join", "status", "doctor", "watch", "export --out o"])
-def test_a_directory_to_allow_that_is_not_there_is_refused(tmp_path: Path, command: str) -> None:
-    words = [*command.split(), "noloco1:ab@/ip4/203.0.113.7/tcp/4001", "--local", str(tmp_path)]
-    done = CliRunner().invoke(app, [*words, "--local", str(tmp_path / "nothere")])
-    assert isinstance(done.exception, UserError)
-    assert "nothere" in done.exception.what
-
-
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        (["--line", "100mbit/"], Exit.USAGE),
-        (["--line", "1mbit/2mbit/3mbit"], Exit.USAGE),
-        (["--gpu", "0GiB"], Exit.USAGE),
-        (["--from", "nothere"], Exit.CONFIG),
-    ],
-)
-def test_machines_and_checkpoints_that_cannot_be_are_refused_by_init(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], code: Exit
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["init", *words])
-    assert isinstance(done.exception, UserError)
-    assert done.exception.code is code
-    assert not Path("run.toml").exists()
+    assert f"--line {line!r}" in done.exception.what
 
 
 @pytest.mark.parametrize("words", [["--tflops", "inf"], ["--latency-ms", "inf"], ["--tflops", "nan"]])

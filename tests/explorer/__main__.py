@@ -30,12 +30,10 @@ LINE_EVERY_S = 10.0
 
 
 def has_hostile_peers(scenario: Scenario) -> bool:
-    """Say whether anybody attacks in a scenario."""
     return any(isinstance(fault, Hostile) for fault in scenario.fault)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Examine all seeds; say how far it is; print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=1000, help="schedules to run")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
@@ -71,7 +69,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def table(results: list[ExploreResult], real_s: float, processes: int) -> None:
-    """Print the totals over all schedules."""
     sums = totals(results)
     struck = {name.removeprefix("struck."): count for name, count in sums.items() if name.startswith("struck.")}
     kinds = ", ".join(f"{count:.0f} {kind}" for kind, count in sorted(struck.items()))

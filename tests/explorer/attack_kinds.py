@@ -33,29 +33,24 @@ class ScaledSteps(TamperedStage):
         self._factor = factor
 
     def step(self, learning_rate: float, microbatches: int, /) -> StepReport:
-        """Take a step of another length."""
         return super().step(self._factor * learning_rate, microbatches)
 
 
 def weights(change: Callable[[Tensor], Tensor]) -> Attack:
-    """Return an attack by what is said of each weight matrix."""
     return Attack(arithmetic=lambda stage: TamperedStage(stage, weights=change))
 
 
 def gradients(change: Callable[[Tensor], Tensor], *, boasts: bool = False) -> Attack:
-    """Return an attack by the gradients that are returned."""
     return Attack(record=boast if boasts else None, arithmetic=lambda stage: TamperedStage(stage, gradient=change))
 
 
 def like(tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Return noise of the same norm."""
     noise = torch.randn(tensor.shape, generator=generator)
     scaled: Tensor = noise * (tensor.float().norm() / noise.norm())
     return scaled.to(tensor.dtype)
 
 
 def first_weights() -> Attack:
-    """Return an attack with the weights that the run began with."""
     kept: list[tuple[Tensor, ...]] = []
 
     class Old(TamperedStage):
@@ -68,8 +63,6 @@ def first_weights() -> Attack:
 
 
 def claims_rounds() -> Attack:
-    """Return an attack with numbers of rounds that nobody has come to."""
-
     def record(own: PeerRecord) -> PeerRecord:
         return structs.replace(own, round=HUGE if own.round else 0)
 
@@ -77,12 +70,10 @@ def claims_rounds() -> Attack:
 
 
 def claims_samples(own: SourceRecord) -> SourceRecord:
-    """Claim more than anybody can have done."""
     return SourceRecord(own.samples + HUGE, own.finished)
 
 
 def signs_too_much(signed: dict[str, int]) -> dict[str, int]:
-    """Sign a thousand times what was computed."""
     return {source: 1000 * samples for source, samples in signed.items()}
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from noloco_node.network.schema import Schema
     from noloco_node.sim.network.medium import Corruption
     from noloco_node.sim.network.sim_network import SimNetwork
-    from pipeline.inner_step import OptimiserState, StepReport
+    from pipeline.inner_step import StepReport
     from pipeline.worker import WorkerForward
 
 FASTEST_S = 1e-9
@@ -56,7 +56,7 @@ class Attack:
     answer: Handler | None = None
     say: Callable[[Any], Any] | None = None
     tell: Callable[[Any], Any] | None = None
-    arithmetic: Callable[[StageModel], StageModel] | None = None
+    arithmetic: Callable[[StageModel], Any] | None = None
     corruption: Corruption | None = None
     flood: int = 0
 
@@ -80,7 +80,6 @@ class HostileNetwork(HookedNetwork):
         """Conversations in which nothing is said; they break when the network is put away."""
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
-        """Publish what the attack makes of a record."""
         attack = self._attack
         if key.endswith("/sources"):
             if attack.source is not None:
@@ -110,7 +109,6 @@ class HostileNetwork(HookedNetwork):
             self._idle.append(talk)
 
     async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
-        """Serve as the attack does."""
         self._topics[topic] = schema
         say = self._said(topic)
         if topic.startswith(MICROBATCH) and self._attack.answer is not None:
@@ -126,7 +124,6 @@ class HostileNetwork(HookedNetwork):
 
     @asynccontextmanager
     async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Conversation]:
-        """Talk as the attack does."""
         say = self._said(topic)
         async with super().talk(peer, topic, schema) as conversation:
             yield conversation if say is None else _Lying(conversation, say)
@@ -163,15 +160,8 @@ class TamperedStage:
     ) -> None:
         self._stage, self._output, self._gradient, self._weights = stage, output, gradient, weights
 
-    @property
-    def shapes(self) -> Sequence[tuple[int, ...]]:
-        """The shape of each parameter."""
-        return self._stage.shapes
-
-    @property
-    def fixed(self) -> frozenset[int]:
-        """Numbers of the parameters that are never moved."""
-        return self._stage.fixed
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, /) -> WorkerForward:
         """Run a forward pass."""
@@ -179,7 +169,6 @@ class TamperedStage:
         return _TamperedPass(forward, self._output or _same, self._gradient or _same)
 
     def loss(self, hidden: Tensor, targets: Tensor, /) -> Gradient:
-        """Run the last stage."""
         reply = self._stage.loss(hidden, targets)
         if self._gradient is None or reply.hidden is None:
             return reply
@@ -191,36 +180,10 @@ class TamperedStage:
         return weights if self._weights is None else tuple(self._weights(tensor) for tensor in weights)
 
     def step(self, learning_rate: float, microbatches: int, /) -> StepReport:
-        """Take an inner step."""
         return self._stage.step(learning_rate, microbatches)
 
-    def discard(self) -> None:
-        """Forget the gradients."""
-        self._stage.discard()
-
-    def set_weights(self, weights: Sequence[Tensor], /) -> None:
-        """Replace the weights."""
-        self._stage.set_weights(weights)
-
-    def correct(self, delta: Sequence[Tensor], /) -> None:
-        """Add to the weights."""
-        self._stage.correct(delta)
-
     def current_weights(self) -> tuple[Tensor, ...]:
-        """Return what a checkpoint is to hold."""
         return self.weights()
-
-    def optimiser_state(self) -> OptimiserState:
-        """Return the optimiser's memory."""
-        return self._stage.optimiser_state()
-
-    def load_optimiser_state(self, state: OptimiserState, /) -> None:
-        """Continue from another memory."""
-        self._stage.load_optimiser_state(state)
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return counts since the start."""
-        return self._stage.statistics()
 
 
 class _TamperedPass:
@@ -243,19 +206,15 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def boast(record: PeerRecord) -> PeerRecord:
-    """Claim a speed that nobody has."""
     return msgspec.structs.replace(record, device_s=FASTEST_S)
 
 
 async def hang(conversation: Conversation) -> None:
-    """Take a microbatch and never answer."""
     await conversation.receive()
     await asyncio.Event().wait()
 
 
 def refuse(reason: Reason, retry_after_s: float) -> Handler:
-    """Return a handler that refuses every microbatch at once."""
-
     async def answer(conversation: Conversation) -> None:
         await conversation.receive()
         await conversation.send(Refused(reason=reason, retry_after_s=retry_after_s))

@@ -34,7 +34,6 @@ class BoundInvariants:
     context: CheckerContext
 
     def look(self) -> None:
-        """Complain of what is larger than it may be."""
         most_calls = self._most_calls()
         served = Counter(
             stage for _, stage in {(name, each.stage) for (name, _), each in self.context.sessions.items()}

@@ -31,7 +31,6 @@ MARGIN = 0.5
 
 
 def distance(weights: Tensor) -> float:
-    """Return how far a wide quadratic model's weights are from its middle."""
     return float((weights - WIDE_CENTRE).square().mean().sqrt()) / abs(START - WIDE_CENTRE)
 
 
@@ -59,7 +58,6 @@ class DistanceInvariants:
     context: CheckerContext
 
     def look(self) -> None:
-        """Complain of an honest replica whose weights are far away."""
         if not self.context.hostile:
             return
         for record, replica in self.context.training():

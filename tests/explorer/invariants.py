@@ -1,26 +1,23 @@
 """What must hold in every simulated run, whatever happens to it: the invariants, each with the kind it is reported as.
 
 - `wait`: nobody waits for ever (`liveness_invariants`). While every stage has a replica that can be reached, somebody
-  takes an inner step every now and then; no window that was begun stays; the run ends by itself before `duration_s`;
-  whoever is asked to leave goes, and for that reason; an offer is answered at once, so that no conversation of two
-  replicas that do not meet each other lasts.
+  takes an inner step every now and then; no window that was begun stays; the run ends by itself before `duration_s`; a
+  peer that is asked to leave goes, for that reason; an offer is answered at once.
 - `meet`: while nothing happens, replicas of a stage that can reach each other meet (`liveness_invariants`).
-- `slot`: each slot and each place in the queue is somebody's whose microbatch is being handled; after the last session
+- `slot`: each slot and each place in the queue belongs to a microbatch that is being handled; after the last session
   every gate is free and no task is left.
 - `batch`: each inner step uses exactly its microbatches, on weights that did not change under them.
 - `finite`: weights and momenta are finite.
 - `pair`, `rule`, `round`: see `round_invariants` and `meetings`.
 - `roster`: when nothing has happened for a record's lifetime and a few refreshes, all rosters show who is there.
 - `bound`: queues, conversations, memory and timers stay within what windows and replicas allow (`bound_invariants`).
-- `ended`: no honest peer takes the run for over that is not, unless it was cut off a moment ago.
 - `distance`: honest weights come no farther from where they should go than they began, and end about as near as
   without the hostile peers, of which there are a quarter of a stage at most (`distance_invariants`).
 - `failure`: no answer to a call and no node ends with an error that is neither a loss nor the node's own message.
 
-Everything is read from journals, public counters and the little in `introspection`; nothing here touches the run. A
+Everything is read from journals, public counters and the little in `observation`; nothing here touches the run. A
 violation is kept until the next look, for an exception in the middle of a node's work would be that node's. How often
-each invariant was really evaluated is counted: one that is never looked at holds always. Nothing is expected of a
-hostile peer, but that rosters show it.
+each invariant was really evaluated is counted. Nothing is expected of a hostile peer, but that rosters show it.
 """
 
 from __future__ import annotations
@@ -92,7 +89,6 @@ class InvariantChecker(Watcher):
     # What happens.
 
     def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
-        """Take note of an event, and check what it tells."""
         now_s = self._world.now_s
         record = self._context.sessions.get((peer.name, peer.session.number))
         match event:
@@ -142,7 +138,6 @@ class InvariantChecker(Watcher):
             self._context.present[peer.name] = self._context.sessions[peer.name, record.session] = record
 
     def struck(self, fault: Fault) -> None:
-        """Take note of a fault."""
         self._struck[faults.kind_of(fault)] += 1
         self._context.disturb(faults.ends_s(fault))
         match fault:
@@ -158,7 +153,6 @@ class InvariantChecker(Watcher):
     # The look around, once a second.
 
     def look(self) -> None:
-        """Check all that can be seen from outside; raise `InvariantBroken`."""
         self._looked_s = self._world.now_s
         self._context.look()
         self._check_lives()
@@ -228,7 +222,6 @@ class InvariantChecker(Watcher):
     # The end.
 
     async def end(self) -> None:
-        """Check what must be so when all sessions are over; raise `InvariantBroken`."""
         await asyncio.sleep(SETTLED_S)
         self._context.look()
         self._check_lives()

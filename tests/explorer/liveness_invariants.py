@@ -58,7 +58,6 @@ class LivenessInvariants:
     _asked: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def look(self) -> None:
-        """Complain of peers that wait in vain."""
         self._check_gone()
         self._check_talks()
         self._check_meetings()
@@ -69,7 +68,6 @@ class LivenessInvariants:
     # A peer that is asked to leave goes.
 
     def note_leave(self, peer: SimulatedPeer) -> None:
-        """Note that a peer was asked to leave, if it is there."""
         if not peer.running:
             return
         now_s = self.context.world.now_s
@@ -79,14 +77,12 @@ class LivenessInvariants:
             record.asked = Asked(now_s, record.steps, record.training and not is_closed(replica))
 
     def note_step(self, record: SessionRecord) -> None:
-        """Check an inner step against a request to leave."""
         self.stepped_s = self.context.world.now_s
         if record.asked is not None and record.steps - record.asked.steps > STEPS_AFTER:
             since_s = self.context.world.now_s - record.asked.at_s
             self.context.complain("wait", f"{record.name} was asked to leave {since_s:.1f} s ago, and trains on")
 
     def note_finished(self, record: SessionRecord, why: str) -> None:
-        """Check the reason for which a session has ended."""
         over = why == events.RUN_OVER
         if over and self.context.hostile and self._progress() < EARLY:
             # One that is cut off with a hostile source may be told so. Nobody else is.
@@ -139,7 +135,6 @@ class LivenessInvariants:
     # A replica that looks for a partner finds one.
 
     def note_meeting(self, stage: int) -> None:
-        """Note that a replica of a stage has met another."""
         self._met_s[stage] = self.context.world.now_s
 
     def _check_meetings(self) -> None:
@@ -173,14 +168,12 @@ class LivenessInvariants:
     # A replica that has work takes steps.
 
     def _check_end(self) -> None:
-        """Complain when the run is over and somebody does not see it."""
         context = self.context
         if self.finished and context.idle_s > ENDED_S and context.honest_running and not context.sent_home:
             names = ", ".join(context.honest_running)
             context.complain("wait", f"the run is over, and {names} do not see it:\n  " + self._waits())
 
     def _check_steps(self) -> None:
-        """Complain when nobody steps, or the run does not end, though nothing is in the way."""
         context, now_s = self.context, self.context.world.now_s
         scenario, run = context.world.setting.scenario, context.world.setting.run
         devices = scenario.devices

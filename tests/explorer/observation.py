@@ -60,12 +60,10 @@ class CheckerContext:
     """Until when messages of a peer may have arrived wrong."""
 
     def statistics(self) -> dict[str, int | float]:
-        """Return how often each invariant was evaluated."""
         return {f"checked.{kind}": count for kind, count in sorted(self.checked.items())}
 
     @property
     def outer(self) -> OuterConfig:
-        """The rule of the outer steps."""
         return self.world.setting.run.outer
 
     @property
@@ -75,12 +73,10 @@ class CheckerContext:
 
     @property
     def sent_home(self) -> bool:
-        """Whether everybody has been asked to go."""
         late = self.world.now_s >= self.world.setting.scenario.swarm.duration_s
         return late or self.world.standstill is not None
 
     def complain(self, kind: str, sentence: str) -> None:
-        """Take note of an invariant that does not hold, if it is the first."""
         if self.broken is None:
             self.broken = InvariantBroken(kind, self.world.now_s, sentence)
 
@@ -104,7 +100,6 @@ class CheckerContext:
         return found
 
     def look(self) -> None:
-        """See who is there, and whose messages are still to arrive wrong."""
         now_s = self.world.now_s
         running = {name: peer.session.number for name, peer in self.world.peers.items() if peer.running}
         if running != self.running:
@@ -119,7 +114,6 @@ class CheckerContext:
                 self._spoilt_s[name] = now_s
 
     def spoil(self, peer: str) -> None:
-        """Note that messages of a peer will arrive wrong: what is plausible in them is believed."""
         if self.world.network.is_corrupting(peer):
             self._spoilt_s[peer] = float("inf")
 
@@ -147,7 +141,6 @@ def doubts_weights(replica: Replica) -> bool:
 
 
 def slots(gate: AdmissionWindow) -> str:
-    """Say how many slots and places in the queue are taken."""
     taken = f"{gate.succeeded} succeeded and {gate.in_flight} in flight of {gate.window}"
     return f"{taken}, {gate.queued} of {gate.queue_limit} queued"
 

@@ -61,7 +61,6 @@ class RoundInvariants:
         return {"met": self.met, "solo": self.solo, "adopted": self.adopted, **self.meetings.statistics()}
 
     def hear(self, record: SessionRecord, event: OuterStepTaken) -> None:
-        """Check a step that has just been applied."""
         context, now_s = self.context, self.context.world.now_s
         after, fast = state_of(record.peer), fast_of(record.peer)
         before, before_fast = record.state, record.fast
@@ -111,7 +110,6 @@ class RoundInvariants:
         return self.context.outer.alpha * (1.0 - (period - 1) * spread if last else spread)
 
     def _added(self, before: OuterState, after: OuterState) -> Tensor:
-        """Return what a step has added to the momentum, or to what its period has gathered for it."""
         self.context.checked["rule"] += 1
         if not after.momentum:
             return before.slow[0] - after.slow[0]

@@ -54,7 +54,6 @@ HOSTILE_LEARNING_RATE = 0.3
 
 
 def draw(seed: int) -> Scenario:
-    """Return the scenario that a seed means."""
     rng = Random(f"{seed}|explore")
     work_s = rng.uniform(65.0, 95.0)
     swarm = structs.replace(_swarm(rng), **_outer(Random(f"{seed}|explore|outer")))
@@ -103,7 +102,6 @@ def _swarm(rng: Random) -> SwarmConfig:
 
 
 def _outer(rng: Random) -> dict[str, Any]:
-    """Draw the outer rule, and how weights travel."""
     return {
         "codec": rng.choice((Format.FLOAT32, *Format)),
         "alpha": rng.choice((None, 0.5, 0.5)),
@@ -189,7 +187,6 @@ class _Schedule:
         return tuple(sorted(found, key=lambda fault: fault.at_s))
 
     def _when(self) -> float:
-        """Draw a time: anywhere, among the first seconds, or together with others."""
         way = self._rng.random()
         if way < 0.15:
             return round(self._rng.uniform(0.0, 6.0), 2)
@@ -204,7 +201,6 @@ class _Schedule:
         return self._rng.choice(self._peers)
 
     def _passing(self) -> str:
-        """Return a peer that is no anchor."""
         return self._rng.choice([peer for peer in self._peers if peer not in self._anchors])
 
     def _back(self, peer: str, at_s: float) -> list[Fault]:

@@ -17,12 +17,13 @@ from noloco_node.journal import events
 from noloco_node.sim import clock
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.faults import Fault
-from noloco_node.sim.scenario.scenario import Scenario, scenario_text
+from noloco_node.sim.scenario.scenario import Scenario
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import Stuck, Watcher, World
 from tests.explorer.attack_kinds import KINDS
 from tests.explorer.invariants import InvariantChecker
 from tests.explorer.observation import InvariantBroken
+from tests.explorer.scenario_file import scenario_text
 from tests.explorer.schedule_generator import draw
 from tests.explorer.shrink import shrink
 
@@ -45,12 +46,10 @@ class ScheduleTrace(Watcher):
         self._world, self._say = world, say
 
     def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
-        """Say an event, but for the totals."""
         if not isinstance(event, events.Hops | events.Traffic):
             self._line(peer.name, {key: value for key, value in events.fields_of(event).items() if key != "at"})
 
     def struck(self, fault: Fault) -> None:
-        """Say a fault."""
         self._line("*", {name: value for name, value in msgspec.to_builtins(fault).items() if name != "at_s"})
 
     def _line(self, who: str, told: dict[str, object]) -> None:
@@ -89,7 +88,6 @@ def examine(scenario: Scenario, say: Say | None = None) -> ExploreResult:
 
 
 def examine_seed(seed: int) -> ExploreResult:
-    """Examine one seed, as a worker process does."""
     return examine(draw(seed))
 
 
@@ -105,7 +103,6 @@ def _as_broken(error: BaseException, checker: InvariantChecker) -> InvariantBrok
 
 
 def totals(results: Iterable[ExploreResult]) -> dict[str, float]:
-    """Return the sums of what the checkers of many runs counted."""
     found: dict[str, float] = {}
     for result in results:
         for name, value in result.counts.items():

@@ -60,31 +60,25 @@ class SessionRecord:
 
     @property
     def name(self) -> str:
-        """The peer's name."""
         return self.peer.name
 
     @property
     def steps(self) -> int:
-        """Inner steps of this session."""
         return len(self.all_steps_s)
 
     def steps_since(self, then_s: float) -> int:
-        """Return how many inner steps were taken after a time."""
         return sum(1 for _ in takewhile(lambda at_s: at_s > then_s, reversed(self.all_steps_s)))
 
     def note_step(self, now_s: float, fast: Tensor) -> None:
-        """Take note of an inner step and of the weights after it."""
         self.idle_s = 0.0
         self.all_steps_s.append(now_s)
         self.stepped_s.append(now_s)
         self.note_fast(fast)
 
     def note_fast(self, fast: Tensor) -> None:
-        """Take note of the fast weights as they are in this pause."""
         self.fast = self.pauses[self.steps] = fast
 
     def forget_pauses(self, kept: int) -> None:
-        """Forget all but the last pauses."""
         for step in [step for step in self.pauses if step < self.steps - kept]:
             del self.pauses[step]
 
@@ -93,7 +87,6 @@ class SessionRecord:
         return max((number for since_s, number in self.finished if since_s <= then_s), default=0)
 
     def end(self, now_s: float) -> None:
-        """Note that it trains no more."""
         self.training = False
         if self.ended_s is None:
             self.ended_s = now_s
@@ -133,7 +126,6 @@ def begin_record(peer: SimulatedPeer, kept_steps: int, now_s: float) -> SessionR
 
 
 def state_of(peer: SimulatedPeer) -> OuterState:
-    """Return a copy of the slow weights and momentum of a peer."""
     assert peer.replica is not None
     state = peer.replica.rounds.state
     slow, momentum, gathered = (tuple([tensor.clone() for tensor in tensors]) for tensors in state[:3])
@@ -141,7 +133,6 @@ def state_of(peer: SimulatedPeer) -> OuterState:
 
 
 def fast_of(peer: SimulatedPeer) -> Tensor:
-    """Return the fast weights of a quadratic model."""
     assert peer.session.stage is not None
     (weights,) = peer.session.stage.weights()
     return weights

@@ -40,6 +40,7 @@ from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.run_distribution import RunFileText
 from pipeline.model_config import prepare
 
+pytestmark = pytest.mark.usefixtures("short_text")
 CONTINUED: dict[str, dict[str, Any]] = {
     "mistral": {**LLAMA, "num_key_value_heads": 1, "sliding_window": None},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 384, "n_positions": 64},
@@ -93,6 +94,12 @@ def moved(tensors: tuple[Tensor, ...], by: float, seed: int) -> tuple[Tensor, ..
 
 def exported(out: Path) -> dict[str, Tensor]:
     return load_file(out / "model.safetensors")
+
+
+def text_in(directory: Path) -> str:
+    """Write a text of one document into a directory, for --data."""
+    (directory / "text.txt").write_text("to be or not to be, that is the question\n" * 100)
+    return str(directory / "text.txt")
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -283,17 +290,17 @@ def test_a_run_that_goes_on_from_an_export_begins_with_exactly_that_model(
     assert same(exported(out), exported(tmp_path / "again"))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_can_go_on_from_a_checkpoint_of_any_depth(tmp_path: Path, preset: str) -> None:
+def test_every_preset_can_go_on_from_a_checkpoint_of_any_depth(tmp_path: Path) -> None:
     write_model(tmp_path, sizes={**LLAMA, "num_hidden_layers": 3})
-    plan = decode_run(continuing_text(tmp_path, preset), "the test's run file")
-    assert plan.pipeline.stages <= 3
-    assert plan.pipeline.sequence_length == 64
-    assert plan.data.tokenizer == "files"
-    assert (plan.data.source, plan.data.path) == ("text", "your-text/"), "nobody's text is picked silently"
-    assert {each.file for each in plan.data.tokenizer_files} >= {"config.json", "tokenizer_config.json"}
-    assert plan.inner.learning_rate < decode_run(run_text(preset), "a preset").inner.learning_rate
-    assert len(plan.model.weights) == len(list(tmp_path.glob("*.safetensors"))) > 1
+    for preset in PRESETS:
+        plan = decode_run(continuing_text(tmp_path, preset), "the test's run file")
+        assert plan.pipeline.stages <= 3
+        assert plan.pipeline.sequence_length == 64
+        assert plan.data.tokenizer == "files"
+        assert (plan.data.source, plan.data.path) == ("text", "your-text/"), "nobody's text is picked silently"
+        assert {each.file for each in plan.data.tokenizer_files} >= {"config.json", "tokenizer_config.json"}
+        assert plan.inner.learning_rate < decode_run(run_text(preset), "a preset").inner.learning_rate
+        assert len(plan.model.weights) == len(list(tmp_path.glob("*.safetensors"))) > 1
 
 
 @pytest.mark.parametrize("family", CONTINUED)
@@ -333,8 +340,7 @@ def test_evaluation_of_homes_is_that_of_the_export_and_of_each_replica(
     taken: tuple[Homes, list[Path], Path], tmp_path: Path
 ) -> None:
     made, homes, out = taken
-    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 100)
-    asked = partial(evaluate, data=str(tmp_path), batches=1)
+    asked = partial(evaluate, data=text_in(tmp_path), batches=1)
     rows = json.loads(asked(homes=homes, as_json=True))["models"]
     names = ["merged", *[f"stage {stage}, {stage}{n}, round 40" for stage in (0, 1) for n in (0, 1)]]
     assert [row["model"] for row in rows] == names
@@ -361,8 +367,7 @@ def test_a_run_with_a_subspace_is_judged_evaluated_and_taken_home_as_an_ordinary
     assert found["model.layers.0.mlp.down_proj.weight"].shape[0] == whole
     assert not found["model.layers.0.mlp.down_proj.weight"][16:].any()
     assert found["model.embed_tokens.weight"][:, 16:].abs().unique().tolist() == [1.0]
-    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 100)
-    asked = partial(evaluate, data=str(tmp_path / "text.txt"), batches=1, as_json=True)
+    asked = partial(evaluate, data=text_in(tmp_path), batches=1, as_json=True)
     rows = json.loads(asked(homes=homes))["models"]
     assert json.loads(asked((tmp_path / "model",)))["loss"] == pytest.approx(rows[0]["loss"], rel=1e-6)
     assert len({row["loss"] for row in rows}) == 5
@@ -384,8 +389,7 @@ def test_a_checkpoint_of_anybody_is_evaluated_on_a_text_that_is_named(
     for path in out.iterdir():
         if path.name != "noloco.json":
             (stranger / path.name).write_bytes(path.read_bytes())
-    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 100)
-    asked = partial(evaluate, data=str(tmp_path / "text.txt"), batches=1, as_json=True)
+    asked = partial(evaluate, data=text_in(tmp_path), batches=1, as_json=True)
     ours, theirs = json.loads(asked((out,))), json.loads(asked((stranger,)))
     assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-6)
     with pytest.raises(UserError, match="no checkpoint of a swarm"):
@@ -398,7 +402,6 @@ def test_a_checkpoint_of_anybody_is_evaluated_on_a_text_that_is_named(
 
 def test_the_command_line_does_all_of_it(taken: tuple[Homes, list[Path], Path], tmp_path: Path) -> None:
     _, homes, out = taken
-    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 100)
 
     def typed(*words: str) -> str:
         done = CliRunner().invoke(app, words, catch_exceptions=False)
@@ -408,7 +411,7 @@ def test_the_command_line_does_all_of_it(taken: tuple[Homes, list[Path], Path], 
     from_homes = [word for home in homes for word in ("--from-home", str(home))]
     assert "stage 1: 2, round 40" in typed("export", *from_homes, "--out", str(tmp_path / "model"))
     assert same(exported(out), exported(tmp_path / "model"))
-    on = ("--data", str(tmp_path / "text.txt"), "--batches", "1")
+    on = ("--data", text_in(tmp_path), "--batches", "1")
     assert typed("evaluate", str(tmp_path / "model"), *on).startswith("loss ")
     prompt = "to be"
     greedy = ("--prompt", prompt, "--max-tokens", "3", "--temperature", "0")
@@ -457,6 +460,5 @@ def test_evaluate_says_where_text_may_be_named_and_how_little_few_documents_say(
         evaluate((out,), data=str(tmp_path / "not here"), batches=1)
     assert "on this machine" not in caught.value.hint
     capsys.readouterr()
-    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 100)
-    evaluate((out,), data=str(tmp_path / "text.txt"), batches=1)
+    evaluate((out,), data=text_in(tmp_path), batches=1)
     assert "comes from 1 document only" in capsys.readouterr().err

@@ -24,6 +24,7 @@ from noloco_node.storage import atomic_file
 from noloco_node.storage.checkpoint import Counters, arrays_of
 from noloco_node.swarm.run_distribution import RunFileText
 
+pytestmark = pytest.mark.usefixtures("short_text")
 RUN = RunFileText(demo_run_text(stages=2, replicas=2, steps=100, seed=0), "the test's run file")
 PLAN = model_layout(RUN.run)
 
@@ -40,7 +41,7 @@ def _trained() -> tuple[tuple[Tensor, ...], ...]:
     weights = [weight for part in parts for weight in part.parameters()]
     optimiser = torch.optim.AdamW(weights, lr=1e-2)
     blocks = open_blocks(RUN.run.data, 32, 0, "", "train")
-    for _, batch in zip(range(120), blocks.batches(8), strict=False):
+    for _, batch in zip(range(50), blocks.batches(8), strict=False):
         logits = parts[1](parts[0](batch[:, :-1]))
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).backward()
         optimiser.step()

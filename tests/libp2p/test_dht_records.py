@@ -136,7 +136,12 @@ def test_only_signed_records_of_our_form_are_stored(two: tuple[Identity, Identit
     one, other = two
     soon = time.time() + RECORD_S
     value = one.signer.signed(PLACE, soon, b"content")
-    assert Signatures().validate(record(one.name, value, soon))
+    good = record(one.name, value, soon)
+
+    def changed(**fields: Any) -> Any:
+        return SimpleNamespace(**vars(good) | fields)
+
+    assert Signatures().validate(good)
     for wrong in (
         record(other.name, value, soon),
         record("me", value, soon),
@@ -144,8 +149,11 @@ def test_only_signed_records_of_our_form_are_stored(two: tuple[Identity, Identit
         record(one.name, value, soon + 60.0),
         record(one.name, one.signer.signed(PLACE, -1e10, b"content"), -1e10),
         record(one.name, one.signer.signed(PLACE, soon + 1e5, b"content"), soon + 1e5),
-        SimpleNamespace(**vars(record(one.name, value, soon)) | {"key": place_of("run/stage/1")}),
-        SimpleNamespace(**vars(record(one.name, value, soon)) | {"value": value}),
+        changed(key=place_of("run/stage/1")),
+        changed(value=value),
+        *(changed(subkey=subkey) for subkey in (b"\xc0", b"\xa1")),
+        *(changed(value=raw) for raw in (b"\x01", b"\xc1", b"\xc5\xff\xff" + bytes(65535))),
+        changed(expiration_time=float("nan")),
     ):
         assert not Signatures().validate(wrong)
 
@@ -169,13 +177,18 @@ def test_a_bad_record_in_an_answer_does_not_spoil_the_good_ones(two: tuple[Ident
     assert not dict(found.items()), "what we keep ourselves is not heard again"
 
 
-def test_no_more_is_kept_under_a_key_than_fits_into_an_answer() -> None:
+def hivemind_storage() -> tuple[Any, Any]:
+    """Return hivemind's class of an id in the DHT, and a storage of it."""
     load_hivemind()
     from hivemind.dht.routing import DHTID
     from hivemind.dht.storage import DHTLocalStorage
 
-    storage, key, soon = DHTLocalStorage(), DHTID.generate(source=KEY), time.time() + RECORD_S
-    store = BoundedStorage(storage).store
+    return DHTID, DHTLocalStorage()
+
+
+def test_no_more_is_kept_under_a_key_than_fits_into_an_answer() -> None:
+    dht_id, storage = hivemind_storage()
+    key, soon, store = dht_id.generate(source=KEY), time.time() + RECORD_S, BoundedStorage(storage).store
     taken = [store(key, str(number), bytes(2**20 // 2), soon) for number in range(6)]
     assert taken == [True] * 4 + [False] * 2
     assert store(key, "0", b"small", soon + 1.0), "who is in may speak again"
@@ -184,19 +197,16 @@ def test_no_more_is_kept_under_a_key_than_fits_into_an_answer() -> None:
 
 
 def test_nobody_drives_a_record_out_or_ends_its_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    load_hivemind()
     monkeypatch.setattr(record_checks, "_MOST_KEYS", 1024)
-    from hivemind.dht.routing import DHTID
-    from hivemind.dht.storage import DHTLocalStorage
-
-    storage, key, soon = DHTLocalStorage(), DHTID.generate(source=KEY), time.time() + RECORD_S
+    dht_id, storage = hivemind_storage()
+    key, soon = dht_id.generate(source=KEY), time.time() + RECORD_S
     assert storage.get(int.from_bytes(PLACE)) is None
     store = BoundedStorage(storage).store
     assert store(key, "one", b"last", soon)
     assert not store(key, "one", b"repeated", time.time() + 0.01)
-    taken = [store(DHTID(number), "x", b"x", soon + 900.0) for number in range(1500)]
+    taken = [store(dht_id(number), "x", b"x", soon + 900.0) for number in range(1500)]
     assert taken == [True] * MOST_KEYS_OF_ONE + [False] * (1500 - MOST_KEYS_OF_ONE), "one identity has a share"
-    taken = [store(DHTID(number), f"{number // 100}", b"x", soon + 900.0) for number in range(200, 1500)]
+    taken = [store(dht_id(number), f"{number // 100}", b"x", soon + 900.0) for number in range(200, 1500)]
     assert taken == [True] * (1023 - MOST_KEYS_OF_ONE) + [False] * (len(taken) - 1023 + MOST_KEYS_OF_ONE)
     assert all(store(key, "one", b"next", soon + number) for number in range(1, 1000))
     kept = storage.get(int.from_bytes(PLACE)).value
@@ -205,15 +215,12 @@ def test_nobody_drives_a_record_out_or_ends_its_life(monkeypatch: pytest.MonkeyP
 
 
 def test_all_that_is_kept_together_is_bounded() -> None:
-    load_hivemind()
-    from hivemind.dht.routing import DHTID
-    from hivemind.dht.storage import DHTLocalStorage
-
-    storage, soon = DHTLocalStorage(), time.time() + RECORD_S
+    dht_id, storage = hivemind_storage()
+    soon = time.time() + RECORD_S
     store, value = BoundedStorage(storage).store, bytes(2**19)
-    taken = sum(store(DHTID(number // 3), str(number % 3), value, soon) for number in range(300))
+    taken = sum(store(dht_id(number // 3), str(number % 3), value, soon) for number in range(300))
     assert 2**27 - 2**21 < taken * len(value) <= 2**27
-    assert store(DHTID(0), "0", value, soon + 1.0), "who is in may speak again"
+    assert store(dht_id(0), "0", value, soon + 1.0), "who is in may speak again"
 
 
 def test_a_reading_leaves_no_more_than_there_is_room_for() -> None:

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import msgspec
 import psutil
@@ -34,7 +34,7 @@ from sample_messages import Ask
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import network as libp2p_network
 from noloco_node.libp2p import reachability
-from noloco_node.libp2p.addresses import PeerAddress, beyond_this_machine, parse_peer_address, port_of
+from noloco_node.libp2p.addresses import PeerAddress, parse_peer_address, port_of
 from noloco_node.libp2p.daemon import (
     RELAY_DATA_BYTES,
     RELAY_TIME_S,
@@ -46,9 +46,8 @@ from noloco_node.libp2p.daemon import (
 from noloco_node.libp2p.hivemind_compat import ignore_orphaned_waits
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.reachability import DialBackReply, DialMe
-from noloco_node.libp2p.record_checks import has_our_form
 from noloco_node.libp2p.relays import Grant
-from noloco_node.libp2p.settings import Capacity, NetworkSettings, Reachability, TimeoutSettings
+from noloco_node.libp2p.settings import NetworkSettings, Reachability, TimeoutSettings
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema, TensorSpec
 
@@ -198,7 +197,7 @@ def test_what_is_sent_arrives_and_what_is_not_understood_does_not(loop: Any) -> 
 @on_both_loops
 def test_conversations_end_as_they_should(loop: Any) -> None:
     async def main() -> None:
-        async with pair(capacity=Capacity(per_peer=2)) as (one, _, other, _):
+        async with pair() as (one, _, other, _):
             heard: list[str] = []
             finished = asyncio.Event()
 
@@ -243,35 +242,13 @@ def test_conversations_end_as_they_should(loop: Any) -> None:
             await work.ended.wait()
             assert isinstance(work.error, asyncio.CancelledError)
 
-            # One caller cannot occupy everything.
-            await other.serve("echo", SMALL, echo)
-            async with (
-                one.talk(other.peer_id, "echo", SMALL) as first,
-                one.talk(other.peer_id, "echo", SMALL) as second,
-            ):
-                for conversation in (first, second):
-                    await conversation.send(Ask(text="hello"))
-                    await conversation.receive()
-                async with one.talk(other.peer_id, "echo", SMALL) as third:
-                    await fails(third.receive, ConnectionResetError, "busy with 2 conversations of yours")
-            assert other.statistics()["conversations.busy"] == 1
+            # Another handler may serve a topic later, though the daemon is told of it once.
+            await other.serve("fail", SMALL, echo)
+            async with one.talk(other.peer_id, "fail", SMALL) as conversation:
+                await conversation.send(Ask(text="hello"))
+                assert await conversation.receive() == Ask(text="hello")
 
     run(main(), loop)
-
-
-@run_main(run)
-async def test_beats_keep_a_long_silence_alive() -> None:
-    async with pair(QUICK) as (one, _, other, _):
-
-        async def think(conversation: Conversation) -> None:
-            await conversation.receive()
-            await asyncio.sleep(1.5 * SILENCE_S)
-            await conversation.send(Ask(text="done"))
-
-        await other.serve("think", SMALL, think)
-        async with one.talk(other.peer_id, "think", SMALL) as conversation:
-            await conversation.send(Ask(text="think"))
-            assert await conversation.receive() == Ask(text="done")
 
 
 @on_both_loops
@@ -325,38 +302,6 @@ def test_a_daemon_that_is_killed_is_lost_at_once_and_another_takes_its_place(loo
     run(main(), loop)
 
 
-def test_a_topic_may_be_served_by_another_handler_later() -> None:
-    """As by a replica that moves away, and comes back."""
-
-    def saying(text: str) -> Callable[[Conversation], Coroutine[Any, Any, None]]:
-        async def handler(conversation: Conversation) -> None:
-            await conversation.receive()
-            await conversation.send(Ask(text=text))
-
-        return handler
-
-    async def gone(_: Conversation) -> None:
-        raise ConnectionResetError("we serve it no more")
-
-    async def main() -> None:
-        async with pair() as (one, _, other, _):
-
-            async def answer() -> object:
-                async with other.talk(one.peer_id, "topic/1", SMALL) as conversation:
-                    await conversation.send(Ask(text="?"))
-                    return await conversation.receive()
-
-            await one.serve("topic/1", SMALL, saying("first"))
-            assert await answer() == Ask(text="first")
-            await one.serve("topic/1", SMALL, gone)
-            with pytest.raises(ConnectionError):
-                await answer()
-            await one.serve("topic/1", SMALL, saying("again"))
-            assert await answer() == Ask(text="again")
-
-    run(main())
-
-
 @run_main(run)
 async def test_daemons_that_die_again_and_again_are_given_up() -> None:
     async with peer() as (one, _):
@@ -371,6 +316,31 @@ async def test_daemons_that_die_again_and_again_are_given_up() -> None:
         await fails(lambda: one.read("key"), ConnectionResetError, "our own libp2p daemon")
         assert await one.read_all(["key", "another"]) == [None, None]
         await fails(one.talk(NOBODY, "x", SMALL).__aenter__, ConnectionResetError, "our own libp2p daemon")
+
+
+@run_main(run)
+async def test_beats_keep_a_long_silence_alive_and_a_silent_peer_is_given_up_on_both_sides() -> None:
+    async with pair(QUICK) as (one, _, other, other_daemon):
+        work = Work()
+
+        async def think(conversation: Conversation) -> None:
+            await conversation.receive()
+            await asyncio.sleep(1.5 * SILENCE_S)
+            await conversation.send(Ask(text="done"))
+            await work(conversation)
+
+        await other.serve("think", SMALL, think)
+        async with one.talk(other.peer_id, "think", SMALL) as conversation:
+            await conversation.send(Ask(text="think"))
+            assert await conversation.receive() == Ask(text="done")
+            await conversation.send(Ask(text="work"))
+            await work.begun.wait()
+            os.kill(other_daemon, signal.SIGSTOP)
+            try:
+                await fails(conversation.receive, ConnectionAbortedError, r"was silent for 3\.0 s")
+                await work.ended.wait()
+            finally:
+                os.kill(other_daemon, signal.SIGCONT)
 
 
 @settings(deadline=None)
@@ -388,22 +358,6 @@ def test_a_daemon_is_started_again_at_once_then_ever_later_then_never(deaths: li
         sooner = restart_pause_s(recent[1:], now)
         assert sooner is not None
         assert sooner <= wait
-
-
-@run_main(run)
-async def test_a_silent_peer_is_given_up_on_both_sides() -> None:
-    async with pair(QUICK) as (one, _, other, other_daemon):
-        work = Work()
-        await other.serve("work", SMALL, work)
-        async with one.talk(other.peer_id, "work", SMALL) as conversation:
-            await conversation.send(Ask(text="work"))
-            await work.begun.wait()
-            os.kill(other_daemon, signal.SIGSTOP)
-            try:
-                await fails(conversation.receive, ConnectionAbortedError, r"was silent for 3\.0 s")
-                await work.ended.wait()
-            finally:
-                os.kill(other_daemon, signal.SIGCONT)
 
 
 @run_main(run)
@@ -474,7 +428,11 @@ def test_each_trouble_at_the_start_is_told_from_the_others() -> None:
         trouble = trouble_of(listen=(address,))
         assert trouble.code is Exit.PORT_TAKEN
         assert address in str(trouble)
-    for listen, words in (("nonsense", "unknown protocol"), ("/ip4/192.0.2.1/tcp/4001", "cannot listen there")):
+    for listen, words in (
+        ("nonsense", "unknown protocol"),
+        ("/ip4/198.51.100.1/tcp/4001", "cannot listen there"),
+        ("/ip4/198.51.100.1/tcp/0", "cannot listen there"),
+    ):
         trouble = trouble_of(listen=(listen,))
         assert trouble.code is Exit.CONFIG
         assert words in str(trouble)
@@ -580,7 +538,7 @@ async def test_every_relay_grants_what_it_was_told_to(tmp_path: Path) -> None:
             assert (await boot._granted(own)).data_bytes > 0
 
 
-@pytest.mark.parametrize("listen", ["/ip6/::1/tcp/0", "/ip4/127.0.0.1/udp/0/quic-v1", "/ip6/::1/udp/0/quic-v1"])
+@pytest.mark.parametrize("listen", ["/ip6/::1/tcp/0", "/ip4/127.0.0.1/udp/0/quic-v1"])
 @run_main(run)
 async def test_peers_converse_over_ipv6_and_over_quic(listen: str) -> None:
     async with peer(listen=(listen,)) as (one, _):
@@ -657,34 +615,6 @@ def test_hivemind_is_loaded_without_torch() -> None:
         "assert not {'torch', 'scipy', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
-
-
-class Record(NamedTuple):
-    """A record as hivemind shows it to a validator."""
-
-    subkey: bytes
-    value: bytes
-    expiration_time: float
-
-
-def test_only_records_of_our_form_are_stored() -> None:
-    subkey, value, soon = b"\xa1a", b"\xc4\x01x", time.time() + RECORD_S
-    assert has_our_form(Record(subkey, value, soon))
-    for wrong in (
-        Record(b"\xc0", value, soon),
-        Record(b"\xa1", value, soon),
-        Record(subkey, b"\x01", soon),
-        Record(subkey, b"\xc1", soon),
-        Record(subkey, b"\xc5\xff\xff" + bytes(65535), soon),
-        Record(subkey, value, soon + 1e5),
-        Record(subkey, value, float("nan")),
-    ):
-        assert not has_our_form(wrong), wrong
-
-
-def test_addresses_of_this_machine_are_for_this_machine_only() -> None:
-    mixed = ["/ip4/127.0.0.1/tcp/1", "/ip4/192.0.2.1/tcp/1", "/ip6/::1/tcp/1", "/dns4/example.org/tcp/1"]
-    assert beyond_this_machine(mixed) == [mixed[1], mixed[3]]
 
 
 @on_both_loops

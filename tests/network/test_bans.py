@@ -174,13 +174,3 @@ async def test_a_violation_of_a_callee_counts_once_wherever_it_surfaces(surfaces
         except ConnectionRefusedError:
             refused += 1
     assert refused == 95
-
-
-def test_who_was_found_at_fault_is_shut_out_for_as_long_as_was_said() -> None:
-    bans = BanList()
-    bans.shut_out("x", 10.0, 600.0)
-    assert bans.left_s("x", 11.0) == 599.0
-    assert not bans.note("x", 12.0)
-    assert bans.left_s("x", 13.0) == 597.0
-    bans.shut_out("x", 20.0, 0.0)
-    assert not bans.left_s("x", 20.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given, settings
@@ -116,88 +116,77 @@ class Scene:
         return [line for line in self.said if words in line]
 
 
-def watched(body: Callable[[Scene], Awaitable[None]], set_s: float = 0.0) -> None:
-    """Run a body while peer `a` of stage 0 keeps watch; `set_s`: by which its clock is wrong."""
-
-    async def main() -> None:
-        scene = Scene(SimNetwork())
-        scene.set_s = set_s
-        await scene.membership.claim(PeerRecord(peer="a", stage=0, state=PeerState.TRAINING))
-        scene.tasks += [asyncio.create_task(scene.membership.run()), asyncio.create_task(scene.watch.run())]
-        await body(scene)
-        for task in scene.tasks:
-            task.cancel()
-
-    run(main())
+async def watched(set_s: float = 0.0) -> Scene:
+    """Let peer `a` of stage 0 keep watch; `set_s`: by which its clock is wrong."""
+    scene = Scene(SimNetwork())
+    scene.set_s = set_s
+    await scene.membership.claim(PeerRecord(peer="a", stage=0, state=PeerState.TRAINING))
+    scene.tasks += [asyncio.create_task(scene.membership.run()), asyncio.create_task(scene.watch.run())]
+    return scene
 
 
-def test_a_stage_without_replicas_is_named_with_what_to_do_until_one_comes() -> None:
-    async def main(scene: Scene) -> None:
-        dies, dying = scene.peer("b", 1)
-        scene.peer("c", 2), scene.peer("d", 2)
-        await asyncio.sleep(100)
-        assert scene.said == []
-        assert not scene.watch.trouble
-        dying.cancel()
-        scene.hub.kill(dies.peer_id)
-        await asyncio.sleep(60)
-        (line,) = scene.said
-        assert "stage 1 has had no replica for" in line
-        assert "--stage 1" in line
-        assert "stage 1" in "".join(scene.watch.trouble)
-        await asyncio.sleep(2.5 * REMIND_S)
-        assert len(scene.about("stage 1 has had no replica")) == 3, "every few minutes"
-        scene.peer("e", 1)
-        await asyncio.sleep(20)
-        assert scene.said[-1] == "stage 1 is served again"
-        assert not scene.watch.trouble
-        noticed = [event for event in scene.events if isinstance(event, events.Noticed)]
-        assert [(event.what, event.over) for event in noticed] == [("stage 1", False)] * 3 + [("stage 1", True)]
-
-    watched(main)
+async def test_a_stage_without_replicas_is_named_with_what_to_do_until_one_comes() -> None:
+    scene = await watched()
+    dies, dying = scene.peer("b", 1)
+    scene.peer("c", 2), scene.peer("d", 2)
+    await asyncio.sleep(100)
+    assert scene.said == []
+    assert not scene.watch.trouble
+    dying.cancel()
+    scene.hub.kill(dies.peer_id)
+    await asyncio.sleep(60)
+    (line,) = scene.said
+    assert "stage 1 has had no replica for" in line
+    assert "--stage 1" in line
+    assert "stage 1" in "".join(scene.watch.trouble)
+    await asyncio.sleep(2.5 * REMIND_S)
+    assert len(scene.about("stage 1 has had no replica")) == 3, "every few minutes"
+    scene.peer("e", 1)
+    await asyncio.sleep(20)
+    assert scene.said[-1] == "stage 1 is served again"
+    assert not scene.watch.trouble
+    noticed = [event for event in scene.events if isinstance(event, events.Noticed)]
+    assert [(event.what, event.over) for event in noticed] == [("stage 1", False)] * 3 + [("stage 1", True)]
 
 
-def test_a_dht_out_of_reach_is_our_trouble_and_no_stage_is_called_empty() -> None:
-    async def main(scene: Scene) -> None:
-        for number, name in enumerate("bcde"):
-            scene.peer(name, 1 + number % 2)
-        await asyncio.sleep(50)
-        scene.hub.silence("a")
-        await asyncio.sleep(200)
-        (line,) = scene.said
-        assert "nothing was heard of the swarm for" in line
-        assert [len(stage) for stage in scene.membership.roster.stages] == [1, 2, 2]
-        scene.hub.resume("a")
-        await asyncio.sleep(20)
-        assert scene.said[1:] == ["the swarm is heard again"]
-
-    watched(main)
+async def test_a_dht_out_of_reach_is_our_trouble_and_no_stage_is_called_empty() -> None:
+    scene = await watched()
+    for number, name in enumerate("bcde"):
+        scene.peer(name, 1 + number % 2)
+    await asyncio.sleep(50)
+    scene.hub.silence("a")
+    await asyncio.sleep(200)
+    (line,) = scene.said
+    assert "nothing was heard of the swarm for" in line
+    assert [len(stage) for stage in scene.membership.roster.stages] == [1, 2, 2]
+    scene.hub.resume("a")
+    await asyncio.sleep(20)
+    assert scene.said[1:] == ["the swarm is heard again"]
 
 
-def test_what_cannot_be_seen_any_more_is_not_called_over() -> None:
-    async def main(scene: Scene) -> None:
-        for name in "bcd":
-            scene.peer(name, 2)
-        await asyncio.sleep(100)
-        (line,) = scene.said
-        assert "stage 1 has had no replica for" in line
-        scene.hub.silence("a")
-        await asyncio.sleep(200)
-        assert "nothing was heard of the swarm for" in scene.said[1]
-        scene.hub.resume("a")
-        await asyncio.sleep(20)
-        assert scene.said[2:] == ["the swarm is heard again"]
-        scene.peer("e", 1)
-        await asyncio.sleep(20)
-        assert scene.said[3:] == ["stage 1 is served again"]
-
-    watched(main)
+async def test_what_cannot_be_seen_any_more_is_not_called_over() -> None:
+    scene = await watched()
+    for name in "bcd":
+        scene.peer(name, 2)
+    await asyncio.sleep(100)
+    (line,) = scene.said
+    assert "stage 1 has had no replica for" in line
+    scene.hub.silence("a")
+    await asyncio.sleep(200)
+    assert "nothing was heard of the swarm for" in scene.said[1]
+    scene.hub.resume("a")
+    await asyncio.sleep(20)
+    assert scene.said[2:] == ["the swarm is heard again"]
+    scene.peer("e", 1)
+    await asyncio.sleep(20)
+    assert scene.said[3:] == ["stage 1 is served again"]
 
 
 @given(st.sampled_from(["slept", "stood still", "set"]), st.floats(30.0, 1e6), st.booleans())
 @settings(max_examples=15, deadline=None)
 def test_a_sleep_and_a_set_clock_are_said_and_cost_nobody_his_place(how: str, seconds: float, back: bool) -> None:
-    async def main(scene: Scene) -> None:
+    async def main() -> None:
+        scene = await watched()
         for number, name in enumerate("bc"):
             scene.peer(name, 1 + number % 2)
         await asyncio.sleep(52)
@@ -219,23 +208,21 @@ def test_a_sleep_and_a_set_clock_are_said_and_cost_nobody_his_place(how: str, se
             assert [len(stage) for stage in scene.membership.roster.stages] == [1, 1, 1]
         assert len(scene.said) == 1, scene.said
 
-    watched(main)
+    run(main())
 
 
 @pytest.mark.parametrize("error_s", [-400.0, 100.0])
-def test_a_wrong_clock_of_our_own_is_told_from_wrong_clocks_of_others(error_s: float) -> None:
-    async def main(scene: Scene) -> None:
-        for number, name in enumerate("bcdef"):
-            scene.peer(name, number % 3)
-        await asyncio.sleep(100)
-        (line,) = scene.about("this machine's clock is")
-        assert f"{'ahead of' if error_s > 0 else 'behind'} the other peers'" in line
-        assert ("cannot see each other" in line) == (abs(error_s) > 150.0)
-        scene.set_s = 0.0
-        await asyncio.sleep(60)
-        assert scene.said[-1] == "this machine's clock is right again"
-
-    watched(main, error_s)
+async def test_a_wrong_clock_of_our_own_is_told_from_wrong_clocks_of_others(error_s: float) -> None:
+    scene = await watched(error_s)
+    for number, name in enumerate("bcdef"):
+        scene.peer(name, number % 3)
+    await asyncio.sleep(100)
+    (line,) = scene.about("this machine's clock is")
+    assert f"{'ahead of' if error_s > 0 else 'behind'} the other peers'" in line
+    assert ("cannot see each other" in line) == (abs(error_s) > 150.0)
+    scene.set_s = 0.0
+    await asyncio.sleep(60)
+    assert scene.said[-1] == "this machine's clock is right again"
 
 
 async def test_training_resumes_by_itself_when_a_deserted_stage_is_served_again() -> None:

@@ -56,8 +56,7 @@ async def test_nothing_moves_while_it_is_written_and_training_goes_on(monkeypatc
     hub, what = SimNetwork(), recipe(stages=1, replicas=2, steps=500, per_round=4)
     peers = [Peer(hub, what, f"peer-{name}", 0) for name in "ab"]
     await until(lambda: all(len(peer.of(OuterStepTaken)) >= 3 for peer in peers))
-    replica = peers[0].node.replica
-    assert replica is not None
+    replica = peers[0].replica
     await replica.state(Parts.ALL)
     await until(lambda: all(len(peer.of(OuterStepTaken)) >= 12 for peer in peers))
     for peer in peers:

@@ -24,13 +24,10 @@ from noloco_node.node import sessions
 from noloco_node.node.sessions import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
-    STEADY_S,
     Sessions,
     cause,
-    failures_with,
     heals,
     live_in_sessions,
-    outlook,
     pause_s,
 )
 from noloco_node.sim.clock import run
@@ -62,11 +59,6 @@ def test_pauses_grow_from_some_seconds_to_some_minutes(failures: int) -> None:
     assert pause_s(1) == FIRST_PAUSE_S <= 10.0
     assert FIRST_PAUSE_S <= pause_s(failures) <= LONGEST_PAUSE_S <= 600.0
     assert pause_s(failures) < pause_s(failures + 1) or pause_s(failures) == LONGEST_PAUSE_S
-
-
-@given(before=st.integers(0, 10**6), lasted_s=st.floats(0.0, 10 * STEADY_S))
-def test_a_session_that_lasted_begins_a_new_row_of_failures(before: int, lasted_s: float) -> None:
-    assert failures_with(before, lasted_s) == (1 if lasted_s >= STEADY_S else before + 1)
 
 
 def nested(codes: Any, depth: int) -> Exception:
@@ -110,8 +102,6 @@ def test_what_happened_is_one_sentence() -> None:
         cause(trouble(Exit.UNREACHABLE, "a: no\n       b: no\n       c: no")) == "It is UNREACHABLE (a: no; and 2 more)"
     )
     assert "\n" not in cause(trouble(Exit.DAEMON, ""))
-    assert outlook(160.0, 3600.0) == "trying again in 3 min, Ctrl-C leaves now"
-    assert "no time is left" in outlook(160.0, 100.0)
 
 
 # One session after another, in virtual time.

@@ -10,13 +10,13 @@ import platform
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from memory_swarms import Peer, recipe, until
+from memory_swarms import recipe
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
@@ -38,15 +38,15 @@ from noloco_node.node.stage_claim import (
 from noloco_node.planning.model_layout import make_stage, model_layout
 from noloco_node.planning.plan import device_needs
 from noloco_node.run.peer_state import PeerState
-from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.memory_host import MemoryHost, MemoryStore
 from noloco_node.sim.hardware.priced_stage import PricedStage, Prices, VirtualDevice
 from noloco_node.sim.hardware.quadratic_model import QuadraticModel, RandomBatches, quadratic_layout
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork
+from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
-from noloco_node.sim.world import World, simulate
+from noloco_node.sim.world import Watcher, World, simulate
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
 from pipeline.placement import capacities
@@ -123,14 +123,6 @@ class Seeker:
         """Pose as a replica that has been at work for long."""
         record = PeerRecord(peer=self.context.me, stage=stage, state=PeerState.TRAINING, device_s=device_s)
         await self.membership.claim(record)
-
-
-def claimed(main: Callable[[SimNetwork], asyncio.Future[ClaimedStage] | object]) -> object:
-    async def body() -> object:
-        async with asyncio.timeout(600):
-            return await main(SimNetwork())  # type: ignore[misc]
-
-    return run(body())
 
 
 # The newcomer.
@@ -424,72 +416,47 @@ def test_a_starved_stage_gets_a_replica_of_the_other_and_training_goes_on() -> N
     assert verdict.counts["virtual_s"] < stayed.counts["virtual_s"]
 
 
+def drawn(peer: SimulatedPeer) -> int:
+    """Return how many microbatches a peer has drawn from its text, in any of its assignments."""
+    assert peer.session.node is not None
+    text = peer.session.node._services.work.text
+    return 0 if text is None else int(text.position()["drawn"])
+
+
 def test_a_source_that_comes_back_to_its_stage_goes_on_in_its_text() -> None:
     """It is needed at stage 1, and later at stage 0 again: two moves of one peer, the second after a longer stay."""
-    worlds: list[World] = []
+    watch: list[Moves] = []
 
-    class Moves:
+    class Moves(Watcher):
         def __init__(self, world: World) -> None:
             self.world, self.seen = world, list[tuple[float, str, events.Moved]]()
             self.drawn: dict[tuple[str, int], int] = {}
             self.left: dict[str, weakref.ref[Replica]] = {}
             self.arrivals = 0
-            worlds.append(world)
+            watch.append(self)
 
-        def hear(self, peer: object, event: events.Event) -> None:
-            name = getattr(peer, "name", "")
+        def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
+            name = peer.name
             arrives = isinstance(event, events.StateChanged) and event.state is PeerState.CATCHING_UP
             if (arrives or isinstance(event, events.Started)) and name in self.left:
                 self.arrivals += arrives
                 assert self.left[name]() is None, "two stages at once may not fit"
             if isinstance(event, events.Moved):
-                replica = self.world.peers[name].session.node.replica  # type: ignore[union-attr]
-                assert replica is not None
-                self.left[name] = weakref.ref(replica)
+                assert peer.replica is not None
+                self.left[name] = weakref.ref(peer.replica)
                 self.seen.append((self.world.now_s, name, event))
-                position = self.world.peers[name].session.node._services.work.text  # type: ignore[union-attr]
-                self.drawn[name, event.origin] = position.position()["drawn"] if position is not None else 0
-
-        def struck(self, fault: object) -> None: ...
-
-        def look(self) -> None: ...
+                self.drawn[name, event.origin] = drawn(peer)
 
     text = STARVED.format(seed=3, rounds=60, moves="true") + crash(50.0, "s1r0", "s1r1")
     text += crash(135.0, "s1r2") + crash(140.0, "s0r0")
     # So late that of those at stage 1 the one who moved has stayed longest.
     text += "".join(f"[[fault]]\nkind = 'restart'\nat_s = 200.0\npeer = 's1r{n}'\n" for n in (0, 1))
-    watch: list[Moves] = []
-
-    def watchers(world: World) -> list[Moves]:
-        watch.append(Moves(world))
-        return watch
-
-    simulate(build_setup(decode_scenario(text, "the test's scenario")), watchers, lambda _: None)
+    simulate(
+        build_setup(decode_scenario(text, "the test's scenario")), lambda world: [Moves(world)], lambda world: None
+    )
     assert [(event.origin, event.target) for _, _, event in watch[0].seen] == [(0, 1), (1, 0)]
     assert watch[0].arrivals >= 2, "the old weights are gone before those of the other stage are copied"
     (first_s, mover, _), (second_s, again, _) = watch[0].seen
     assert mover == again == "s0r1"
     assert second_s - first_s >= 120.0
-    node = worlds[0].peers[mover].session.node
-    assert node is not None
-    text = node._services.work.text
-    assert text is not None
-    assert text.position()["drawn"] > watch[0].drawn[mover, 0] > 0
-
-
-async def test_whoever_is_asked_to_leave_while_it_moves_leaves() -> None:
-    hub, what = SimNetwork(), recipe(replicas=3, steps=4000, per_round=3)
-    names = ("a0", "b0", "c0", "d0", "e1")
-    peers = [Peer(hub, what, name, int(name[1]), job_s=0.5, moves=True) for name in names]
-    await until(lambda: any(peer.of(events.Moved) for peer in peers))
-    (mover,) = [peer for peer in peers if peer.of(events.Moved)]
-    mover.leave.set()
-    async with asyncio.timeout(60):
-        await mover.task
-    assert [event.why for event in mover.of(events.Finished)] == ["asked to leave"]
-    assert mover.saved is not None
-    for peer in peers:
-        peer.leave.set()
-    async with asyncio.timeout(60):
-        await asyncio.gather(*[peer.task for peer in peers])
-    assert not hub.failures
+    assert drawn(watch[0].world.peers[mover]) > watch[0].drawn[mover, 0] > 0

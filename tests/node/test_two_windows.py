@@ -35,8 +35,7 @@ def with_windows(plain: RunFileText, windows: int) -> RunFileText:
 
 
 def assert_free(peer: Peer) -> None:
-    replica = peer.node.replica
-    assert replica is not None
+    replica = peer.replica
     gate = replica.admission.statistics()
     assert (gate["in_flight"], gate["queued"]) == (0, 0)
     stage = peer.stages[-1].statistics()
@@ -84,8 +83,7 @@ async def test_leaving_in_the_midst_of_two_windows_is_polite() -> None:
             await leaver.task
     for peer in peers:
         assert peer.of(events.Finished)[0].why == "asked to leave"
-        assert peer.saved is not None
-        assert peer.saved.counters.inner_steps == peer.of(events.InnerStep)[-1].step
+        assert peer.counters.inner_steps == peer.of(events.InnerStep)[-1].step
         assert_free(peer)
 
 
@@ -98,14 +96,12 @@ async def test_a_leave_does_not_cut_off_a_step_above_a_stage_that_is_gone(wait_s
     await until(lambda: len(source.of(events.InnerStep)) >= 5)
     await asyncio.sleep(wait_s)
     below.leave.set()
-    replica = source.node.replica
-    assert replica is not None
+    replica = source.replica
     await until(lambda: replica.stranded and replica.admission.succeeded == replica.admission.window)
     source.leave.set()
     await asyncio.gather(source.task, below.task)
     taken = source.stages[-1].statistics()["inner_steps"]
-    assert source.saved is not None
-    assert source.saved.counters.inner_steps == source.saved.counters.optimiser_steps == taken
+    assert source.counters.inner_steps == source.counters.optimiser_steps == taken
     assert len(source.of(events.InnerStep)) == taken
     (finished,) = source.of(events.Finished)
     assert (finished.step, finished.discarded) == (taken, 0)
@@ -119,8 +115,7 @@ def test_who_is_stranded_with_gradients_of_the_next_window_knows_it() -> None:
         what = with_windows(recipe(steps=400, window=3, per_round=10_000), 2)
         peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1)]
         await until(lambda: len(peers[0].of(events.InnerStep)) >= steps)
-        replica = peers[0].node.replica
-        assert replica is not None
+        replica = peers[0].replica
         await until(lambda: replica.admission.turns.waiting >= 2)
         hub.kill("peer-1")
         peers[1].task.cancel()

@@ -306,6 +306,15 @@ def test_who_comes_back_after_a_silence_is_there_again() -> None:
     assert Recording(found, "a run", None).at(recording.ended).changes == end.changes  # however far one jumps
 
 
+def test_a_peer_that_was_asked_to_leave_is_gone_and_the_run_is_not_over() -> None:
+    found = journals()
+    for why, state, words in (("asked to leave", "gone", "asked to leave"), (events.RUN_OVER, "finished", None)):
+        ended = events.Finished(at=BEGUN + 100, why=why, step=99, round=0, progress=0.5)
+        view = Recording({"home0": [*found["home0"], ended]}, "a run", None).at(BEGUN + 101)
+        assert [(peer.state, peer.waits) for peer in view.peers] == [(state, words)]
+        assert ("is over" in view.bottleneck) == (state == "finished")
+
+
 LOSSES = (3.8, 3.6, 3.1, 3.1, 3.2, 2.9)
 """A source that starts again from its checkpoint, three inner steps apart, where the other one has 2.7 (simulated)."""
 

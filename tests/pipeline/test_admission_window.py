@@ -232,35 +232,6 @@ async def test_alone_gives_up_at_its_deadline_and_the_gate_is_open_again() -> No
     (await slot_of(gate)).give_back()
 
 
-async def test_alone_and_the_step_exclude_each_other() -> None:
-    gate, busy = AdmissionWindow(1), []
-
-    async def step() -> None:
-        await gate.full()
-        busy.append("step")
-        await asyncio.sleep(2.0)
-        assert busy == ["step"]
-        busy.clear()
-        gate.next_window()
-
-    async def gossip() -> None:
-        async with gate.alone(retry_after_s=1.0, deadline_s=10.0):
-            busy.append("gossip")
-            await asyncio.sleep(2.0)
-            assert busy == ["gossip"]
-            busy.clear()
-
-    for first, second in ((step, gossip), (gossip, step), (gossip, gossip)):
-        (await slot_of(gate)).succeed(OUTCOME)
-        tasks = [started(first())]
-        await settle()
-        tasks.append(started(second()))
-        await asyncio.gather(*tasks)
-        if gate.succeeded:
-            await gate.full()
-            gate.next_window()
-
-
 async def test_a_cancelled_round_leaves_the_gate_open() -> None:
     gate = AdmissionWindow(1)
     held = await slot_of(gate)
@@ -334,7 +305,7 @@ async def test_random_lives_keep_the_invariants(seed: int, windows: int) -> None
     window, per_sender = rng.randint(1, 5), rng.randint(5, 15)
     gate = AdmissionWindow(window, windows=windows)
     senders, served = [f"s{n}" for n in range(rng.randint(1, 5))], Counter[str]()
-    done: list[int] = []
+    done, alone = list[int](), list[int]()
     backward = 0
 
     async def through(slot: Slot) -> bool:
@@ -381,22 +352,25 @@ async def test_random_lives_keep_the_invariants(seed: int, windows: int) -> None
 
     async def rounds() -> None:
         while True:
-            await asyncio.sleep(rng.uniform(3.0, 9.0))
-            async with gate.alone(retry_after_s=1.0, deadline_s=30.0):
-                assert gate.in_flight == backward == 0
+            await asyncio.sleep(rng.uniform(6.0, 18.0))
+            async with gate.alone(retry_after_s=1.0, deadline_s=60.0):
+                assert gate.in_flight == backward == len(alone) == 0
+                alone.append(1)
                 before = gate.statistics()
                 await asyncio.sleep(1.0)
                 changed = {name for name, value in gate.statistics().items() if value != before[name]}
-                assert changed <= {"refused_gossiping"}
+                assert changed <= {"refused_gossiping"}, "no step is taken meanwhile"
+                alone.clear()
 
     async with asyncio.timeout(3600.0):
-        background = [started(steps()), started(rounds())]
+        background = [started(steps()), started(rounds()), started(rounds())]
         async with asyncio.TaskGroup() as group:
             for sender in senders:
                 for _ in range(per_sender):
                     group.create_task(one(sender))
         await asyncio.sleep(10.0)
         await cancel(*background)
+        assert all(task.cancelled() for task in background)
     assert set(done) <= {window}
     assert sum(done) + gate.succeeded == len(senders) * per_sender
     assert (gate.in_flight, gate.queued, gate.turns._kept) == (0, 0, 0)

@@ -6,48 +6,36 @@ from typing import Any
 
 import pytest
 import torch
+from small_stages import cuts, drawn_ids, make_stage, prepared
 from torch import Tensor
 from torch.nn import functional
 
 from pipeline.decoder_slice import Cut
-from pipeline.forward_pass import Masters, Slice, StageSettings, is_shortage
-from pipeline.inner_step import Inner
-from pipeline.model_config import Prepared, family_config, prepare
-from pipeline.partition import build, cut
+from pipeline.forward_pass import Masters, Slice, is_shortage
+from pipeline.model_config import Prepared
+from pipeline.partition import build
 from pipeline.stage import Stage
 
-CPU = torch.device("cpu")
-INNER = Inner(beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.1, clip_norm=1.0)
-SIZES: dict[str, dict[str, Any]] = {
-    "llama": {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 48,
-        "vocab_size": 61,
-    },
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_positions": 64},
-}
-SIZES |= {"gemma2": SIZES["llama"], "granite": {**SIZES["llama"], "logits_scaling": 4.0}}
 BF16 = {"autocast": torch.bfloat16}
 
 
+def staged(family: str, number: int = 0, dropout: float = 0.0, **choices: Any) -> Stage:
+    """Return one of two stages."""
+    return make_stage(*drawn(family, number, dropout), **choices)
+
+
 def drawn(family: str, number: int = 0, dropout: float = 0.0) -> tuple[Prepared, Cut]:
-    recipe = prepare(family_config(family, SIZES[family]), dropout)
-    return recipe, cut(recipe.config, 2, None, 16)[number]
+    sizes = {"logits_scaling": 4.0} if family == "granite" else {}
+    recipe = prepared(family, dropout, **sizes, **{"n_layer" if family == "gpt2" else "num_hidden_layers": 2})
+    return recipe, cuts(recipe, 2)[number]
 
 
-def built(family: str, number: int = 0, dropout: float = 0.0) -> Slice:
-    return build(*drawn(family, number, dropout), seed=3)
-
-
-def staged(part: Slice, **choices: Any) -> Stage:
-    return Stage(part, INNER, StageSettings(CPU, **choices), first=part.cut.embeds, last=part.cut.head)
+def built(family: str, number: int) -> Slice:
+    return build(*drawn(family, number), seed=3)
 
 
 def ids(seed: int) -> Tensor:
-    return torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(seed))
+    return drawn_ids(seed, 2, 9)
 
 
 def gradients(stage: Stage) -> list[Tensor | None]:
@@ -80,7 +68,7 @@ def two_windows(stage: Stage) -> list[Any]:
 def test_a_pass_computed_again_gives_the_same_bits(family: str, dropout: float, choices: dict[str, Any]) -> None:
     results, states = [], []
     for graphs in (None, 1, 0):
-        stage = staged(built(family, 0, dropout), graphs=graphs, **choices)
+        stage = staged(family, 0, dropout, graphs=graphs, **choices)
         torch.manual_seed(7)
         results.append(two_windows(stage))
         states.append(torch.get_rng_state())
@@ -97,7 +85,7 @@ def test_weights_that_change_under_a_waiting_pass_are_noticed(
     graphs: int | None, choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Stage, "_leave_to_waiting", lambda self: None)
-    stage = staged(built("llama"), graphs=graphs, **choices)
+    stage = staged("llama", graphs=graphs, **choices)
     first, late = stage.forward(ids(0)), stage.forward(ids(1))
     first.backward(torch.ones_like(first.output))
     stage.step(1e-2, 1)
@@ -120,7 +108,7 @@ def autocast_gradients(part: Slice, given: Tensor, gradient: Tensor | None) -> l
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_set_in_bfloat16_is_autocast_to_the_bit(family: str, number: int) -> None:
-    stage, plain = staged(built(family, number), **BF16), built(family, number)
+    stage, plain = staged(family, number, **BF16), built(family, number)
     given = ids(4) if number == 0 else torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(1))
     if number == 0:
         waiting = stage.forward(given)
@@ -137,7 +125,7 @@ def test_a_set_in_bfloat16_is_autocast_to_the_bit(family: str, number: int) -> N
 
 def test_all_graphs_share_one_copy_of_the_matrices_in_bfloat16() -> None:
     """Each graph keeps its activations alone; a second version of the weights is one more set."""
-    stage = staged(built("llama"), **BF16)
+    stage = staged("llama", **BF16)
     halves = {leaf.data_ptr() for leaf in stage._set.leaves.values() if leaf.dtype == torch.bfloat16}
     assert len(halves) == 7, "the matrices of a layer"
     weight_sizes = {leaf.numel() for leaf in stage._set.leaves.values() if leaf.dtype == torch.bfloat16}
@@ -163,7 +151,7 @@ def test_the_loss_in_chunks_is_the_whole_one(
     family: str, plain: bool, choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To rounding; families that do more to the logits than the head get no chunks."""
-    whole, chunked = (staged(built(family, 1), **choices) for _ in range(2))
+    whole, chunked = (staged(family, 1, **choices) for _ in range(2))
     hidden = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(1))
     expected = whole.loss(hidden, ids(5))
     monkeypatch.setattr("pipeline.forward_pass.LOGITS", 61 * 5)
@@ -219,7 +207,7 @@ class Scarce:
 def test_a_backward_pass_that_fails_half_way_costs_its_window_and_nothing_else(
     graphs: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage, calm = staged(built("llama"), graphs=graphs), staged(built("llama"))
+    stage, calm = staged("llama", graphs=graphs), staged("llama")
     before = stage.weights()
     good, bad, late = (stage.forward(ids(seed)) for seed in range(3))
     good.backward(torch.ones_like(good.output))
@@ -240,7 +228,7 @@ def test_a_backward_pass_that_fails_half_way_costs_its_window_and_nothing_else(
 
 
 def test_a_forward_pass_without_memory_is_tried_again_without_the_other_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = staged(built("llama"))
+    stage = staged("llama")
     waiting = stage.forward(ids(0))
     Scarce(monkeypatch).forwards(stage, 1)
     assert not stage.forward(ids(1)).has_graph
@@ -257,7 +245,7 @@ def test_a_forward_pass_without_memory_is_tried_again_without_the_other_graphs(m
 def test_where_the_old_weights_cannot_stay_their_passes_are_given_up(
     choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage, calm = staged(built("llama"), **choices), staged(built("llama"), **choices)
+    stage, calm = staged("llama", **choices), staged("llama", **choices)
     late = stage.forward(ids(1))
     for each in (stage, calm):
         waiting = each.forward(ids(0))
@@ -280,7 +268,7 @@ def test_where_the_old_weights_cannot_stay_their_passes_are_given_up(
 
 
 def test_the_last_stage_without_memory_loses_its_window_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = staged(built("gpt2", 1))
+    stage = staged("gpt2", 1)
     Scarce(monkeypatch).backwards(stage)
     with pytest.raises(MemoryError):
         stage.loss(torch.randn(2, 9, 32), ids(0))

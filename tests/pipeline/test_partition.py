@@ -69,28 +69,22 @@ def ids(batch: int = 2, length: int = 12) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_stages_in_a_row_are_the_whole_model(family: str) -> None:
+def test_any_cut_is_the_whole_model_with_the_same_initial_weights(family: str) -> None:
     recipe = prepared(family)
-    for stages in (1, 2, 3):
-        parts = slices(recipe, stages)
-        whole = AutoModelForCausalLM.from_config(copy.deepcopy(recipe.config)).eval()
-        loaded = whole.load_state_dict(union(parts), strict=False)
-        assert not loaded.unexpected_keys
-        assert union(parts).keys() == dict(whole.named_parameters()).keys()
-        hidden = ids()
-        for part in parts:
-            hidden = part.eval()(hidden)
-        torch.testing.assert_close(hidden, whole(ids()).logits, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_initial_weights_do_not_depend_on_the_cut(family: str) -> None:
-    recipe = prepared(family)
-    one = union(slices(recipe, 1))
-    for stages in (2, 3, 4):
-        other = union(slices(recipe, stages))
+    one, whole = union(slices(recipe, 1)), AutoModelForCausalLM.from_config(copy.deepcopy(recipe.config)).eval()
+    assert not whole.load_state_dict(one, strict=False).unexpected_keys
+    assert one.keys() == dict(whole.named_parameters()).keys()
+    expected = whole(ids()).logits
+    for stages in (1, 2, 3, 4):
+        parts, hidden = slices(recipe, stages), ids()
+        other = union(parts)
         assert other.keys() == one.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
+        for part in parts:
+            shapes = [(name, tuple(weight.shape)) for name, weight in part.named_parameters()]
+            assert list(slice_size(recipe.config, part.cut).shapes.items()) == shapes, "the same order"
+            hidden = part.eval()(hidden)
+        torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_initial_weights_follow_the_seed_and_leave_the_generator_alone() -> None:
@@ -157,15 +151,6 @@ def test_a_slice_holds_its_own_weights_and_no_others() -> None:
     assert {name.split(".")[2] for name, _ in part.named_parameters()} == {"20"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_shapes_without_memory(family: str) -> None:
-    recipe = prepared(family)
-    for piece in cut(recipe.config, 3, None, 32):
-        part = build(recipe, piece, seed=0)
-        shapes = {name: tuple(weight.shape) for name, weight in part.named_parameters()}
-        assert list(slice_size(recipe.config, piece).shapes.items()) == list(shapes.items()), "the same order"
-
-
 def test_cost_of_a_layer_by_hand() -> None:
     config = prepared("qwen2").config
     layer = 4 * 32 * 32 + 3 * 32 * 48
@@ -177,6 +162,12 @@ def test_cost_of_a_layer_by_hand() -> None:
     ]
     inner = 2 * layer + attention
     assert forward_flops(config, pieces, 64) == (inner, inner, inner + 2 * 32 * 96)
+
+
+def test_a_size_of_the_wrong_type_is_refused_in_one_line() -> None:
+    with pytest.raises(ValueError, match=r"refuses these sizes of llama: .*num_attention_heads") as refusal:
+        family_config("llama", {**LLAMA, "num_attention_heads": "many"})
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_projection_of_the_embedding_is_work_of_the_first_stage() -> None:

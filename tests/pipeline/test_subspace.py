@@ -10,47 +10,33 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_stages import LLAMA, VOCABULARY, cuts, drawn_ids, make_stage, prepared
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from pipeline.decoder_slice import Subspace, TokenFeatures
-from pipeline.forward_pass import PendingForward, StageSettings
-from pipeline.inner_step import Inner
+from pipeline.forward_pass import PendingForward
 from pipeline.model_config import Prepared, family_config, prepare
-from pipeline.partition import build, cut, folded, forward_flops, slice_size, verify_subspace
+from pipeline.partition import cut, folded, forward_flops, slice_size, verify_subspace
 from pipeline.stage import Stage
 
-CPU = torch.device("cpu")
-INNER = Inner(beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.1, clip_norm=1.0)
-VOCABULARY = 61
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "intermediate_size": 48,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-}
+SIZES: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 4, "num_key_value_heads": 4}
 FAMILIES = ("llama", "qwen3", "gpt_neox", "olmo2")
 """The second normalises queries, the third has biases and other names, the fourth normalises what its layers write."""
 
 
 def recipe(family: str = "llama") -> Prepared:
-    sizes = {name: size for name, size in SIZES.items() if family != "gpt_neox" or name != "num_key_value_heads"}
+    sizes = LLAMA | SIZES
+    if family == "gpt_neox":
+        del sizes["num_key_value_heads"]
     return prepare(family_config(family, sizes))
 
 
 def pipeline_of(
-    prepared: Prepared, number: int, sent: int, codec: str = "float32", graphs: int | None = None
+    recipe: Prepared, number: int, sent: int, codec: str = "float32", graphs: int | None = None
 ) -> list[Stage]:
-    cuts = [piece._replace(subspace=Subspace(sent, 3)) for piece in cut(prepared.config, number, None, 16)]
-    settings = StageSettings(CPU, graphs=graphs)
-    return [
-        Stage(build(prepared, piece, seed=3), INNER, settings, first=piece.embeds, last=piece.head, codec=codec)
-        for piece in cuts
-    ]
+    return [make_stage(recipe, piece, codec=codec, graphs=graphs) for piece in cuts(recipe, number, Subspace(sent, 3))]
 
 
 def whole_of(prepared: Prepared, stages: list[Stage]) -> Any:
@@ -81,7 +67,7 @@ def run_microbatch(stages: list[Stage], tokens: Tensor) -> tuple[float, list[lis
 
 
 def batch(seed: int) -> Tensor:
-    return torch.randint(VOCABULARY, (3, 13), generator=torch.Generator().manual_seed(seed))
+    return drawn_ids(seed, 3, 13)
 
 
 def disturb(stages: list[Stage], seed: int) -> None:
@@ -91,7 +77,7 @@ def disturb(stages: list[Stage], seed: int) -> None:
         stage.correct([0.1 * torch.randn(shape, generator=generator) for shape in stage.shapes])
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=8)
 @given(
     family=st.sampled_from(FAMILIES),
     number=st.integers(2, 4),
@@ -187,9 +173,6 @@ def test_families_that_keep_to_a_subspace_pass(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma"])
 def test_families_that_write_elsewhere_or_rescale_are_refused(family: str) -> None:
-    sizes = (
-        {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 61, "n_positions": 64} if family == "gpt2" else SIZES
-    )
-    config = prepare(family_config(family, sizes)).config
+    config = prepared(family, **({"n_embd": 64, "n_layer": 4} if family == "gpt2" else SIZES)).config
     with pytest.raises(ValueError, match=f"a {family} model cannot be trained with a subspace"):
         verify_subspace(config)

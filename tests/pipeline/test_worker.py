@@ -17,7 +17,7 @@ from pipeline.admission_window import AdmissionWindow, WindowOutcome
 from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
 from pipeline.next_stage import NextStage, NextStageClient
 from pipeline.routing import Hop
-from pipeline.worker import Worker, WorkerCompute
+from pipeline.worker import Worker
 
 T = TypeVar("T")
 IDS = torch.zeros(1, 2, dtype=torch.int64)
@@ -107,9 +107,9 @@ class Peer:
         self.name, self.weights, self.gate = name, Weights(), gate
         self.weights.may_lag = gate.windows - 1
         self.device = Device(self.weights, device_s)
-        compute = WorkerCompute(run=self.device.run, clock=self.device.clock)
         self.downstream = downstream
-        self.worker = Worker(FakeStage(self.weights), self.gate, compute, downstream, budget_s=300.0)
+        device = self.device
+        self.worker = Worker(FakeStage(self.weights), self.gate, device.run, downstream, 300.0, device.clock)
         self.alive = True
         self.calls: set[asyncio.Task[Reply]] = set()
         self.windows: list[int] = []
@@ -440,9 +440,7 @@ async def test_a_stage_without_memory_refuses_and_takes_the_next() -> None:
 
     shortages = iter(range(1))
     peer = Peer("a", None, AdmissionWindow(2, 4), 0.1)
-    worker = Worker(
-        Short(peer.weights), peer.gate, WorkerCompute(run=peer.device.run, clock=peer.device.clock), None, 1e6
-    )
+    worker = Worker(Short(peer.weights), peer.gate, peer.device.run, None, 1e6, peer.device.clock)
     refused, reply = [await worker.process(MICROBATCH, "x") for _ in range(2)]
     assert isinstance(refused, Refused)
     assert (refused.reason, refused.retry_after_s > 0) == (Reason.FULL, True)

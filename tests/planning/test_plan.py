@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import pytest
@@ -27,8 +26,6 @@ from pipeline.forward_pass import StageSettings
 from pipeline.inner_step import Inner
 from pipeline.stage import Stage
 
-T = TypeVar("T")
-
 LLAMA = {
     "hidden_size": 64,
     "num_hidden_layers": 8,
@@ -38,7 +35,6 @@ LLAMA = {
     "vocab_size": 384,
     "max_position_embeddings": 128,
 }
-GPT2 = {"n_embd": 64, "n_layer": 8, "n_head": 4, "vocab_size": 384, "n_positions": 128}
 
 PAPER = {"inner_steps_per_round": 50, "alpha": 0.5, "beta": 0.7, "gamma": 0.7, "codec": "float32"}
 
@@ -93,6 +89,8 @@ def test_what_travels_halves_with_bfloat16_and_doubles_without_the_shortcut() ->
     plain, lean = plan(run_with(pipeline={"codec": "float32"})), plan(run_with())
     assert 2 * lean.hop_up_bytes == plain.hop_up_bytes
     assert plain.stages[0].round_bytes == plain.stages[0].memory.weights + PROBE_BYTES
+    gathering = plan(run_with(outer={"momentum_period": 2})).stages[0].memory
+    assert gathering.gathered == gathering.weights
     both = plan(run_with(outer={"gamma": 0.6}))
     # A probe ahead of the round is one more.
     assert both.stages[0].round_bytes == 2 * both.stages[0].memory.weights + 2 * PROBE_BYTES
@@ -108,11 +106,6 @@ def test_what_a_round_moves_follows_the_codec(codec: str, smaller: float, probes
     assert 2 * coded.memory.owed == coded.memory.weights
     assert coded.memory.exchange == pytest.approx(2 * weights / smaller, rel=0.01)
     assert plain.memory.owed == plain.memory.gathered == 0
-
-
-def test_a_momentum_period_costs_a_copy() -> None:
-    memory = plan(run_with(outer={"momentum_period": 2})).stages[0].memory
-    assert memory.gathered == memory.weights
 
 
 def test_a_rule_without_momentum_keeps_none_and_the_default_takes_11_bytes_a_parameter_beside_the_device() -> None:
@@ -150,35 +143,10 @@ def test_rounds_follow_the_course_of_the_steps_between_them(early: int, factor: 
     assert min(early, late) <= mean_steps_per_round(run.outer) <= max(early, late)
 
 
-def test_rounds_that_stay_as_often_are_counted_exactly() -> None:
-    plain = plan(run_with(inner={"steps": 999, "warmup_steps": 1}, outer={"inner_steps_per_round": 50}))
-    level = {"inner_steps_per_round": 50, "late_inner_steps_per_round": 50}
-    assert plain.rounds == plan(run_with(inner={"steps": 999, "warmup_steps": 1}, outer=level)).rounds == 19
-    rarer = {**level, "late_inner_steps_per_round": 400}
-    assert plan(run_with(inner={"steps": 999, "warmup_steps": 1}, outer=rarer)).rounds == 8
-
-
 def test_one_stage_has_no_hops() -> None:
     found = plan(run_with(pipeline={"stages": 1}))
     assert (found.hop_down_bytes, found.hop_up_bytes, round(found.efficiency[-1], 3)) == (0, 0, 1.0)
     assert not any("hop" in line for line in describe(found))
-
-
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize(("architecture", "sizes"), [("llama", LLAMA), ("gpt2", GPT2)])
-def test_graphs_are_estimated_within_a_sixth(architecture: str, sizes: dict[str, Any], half: bool) -> None:
-    run = run_with(architecture, sizes)
-    layout = model_layout(run)
-    first, last = (staged(run, layout, number, half) for number in range(2))
-    ids = torch.randint(0, 384, (2, 64))
-    planned = memories(run, layout, half=half)
-    kept, waiting = saved_bytes(first, lambda: first.forward(ids))
-    assert kept == pytest.approx(planned[0].graph, rel=1 / 6)
-    assert planned[0].waiting == 8 * (ids.nbytes + waiting.output.nbytes)
-    kept, _ = saved_bytes(last, lambda: last.loss(waiting.output, ids))
-    # The logits and the gradients of logits and softmax, which autograd does not save, come on top of the last stage's.
-    logits = 4 * 384 * ids.numel()
-    assert kept + 3 * logits == pytest.approx(planned[1].graph, rel=1 / 6)
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -200,6 +168,7 @@ def test_bytes_a_parameter_are_those_that_a_stage_has(half: bool, windows: int) 
     storages = {t.untyped_storage().data_ptr(): t for t in (*stage._weights, *gradients, *moments, *sets)}
     counted = sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
     assert counted == planned.computing - planned.graph
+    assert planned.waiting == 8 * windows * (ids.nbytes + passes[0].output.nbytes)
     if half and windows == 1:
         # All but the embedding and the norms once more in bfloat16.
         assert planned.cast_weights == 2 * (layout.shapes and 4 * (4 * 64 * 64 + 3 * 64 * 128))
@@ -213,20 +182,6 @@ def staged(run: RunConfig, layout: ModelLayout, number: int, half: bool) -> Stag
         first=number == 0,
         last=number == 1,
     )
-
-
-def saved_bytes(stage: Stage, compute: Callable[[], T]) -> tuple[int, T]:
-    """Return the bytes that autograd keeps for a backward pass, weights apart, and what was computed."""
-    own = {t.untyped_storage().data_ptr() for t in (*stage._set.leaves.values(), *stage._module.buffers())}
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        result = compute()
-    return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in own), result
 
 
 @given(
@@ -264,12 +219,6 @@ def test_a_warning_for_each_costly_choice(sections: dict[str, Any], says: str) -
     assert any(says in warning for warning in found.warnings)
     assert len(found.warnings) == 1
     assert describe(found)[-1] == f"Warning: {found.warnings[0]}"
-
-
-def test_deep_pipelines_with_long_windows_give_no_cause() -> None:
-    found = plan(run_with(pipeline={"stages": 6, "microbatches_per_step": 64}))
-    assert found.efficiency[1] > 0.7
-    assert not any("one window in flight" in warning for warning in found.warnings)
 
 
 def test_check_says_what_would_help() -> None:

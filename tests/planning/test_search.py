@@ -23,7 +23,7 @@ from noloco_node.planning import search
 from noloco_node.planning.model_layout import ModelLayout, model_layout
 from noloco_node.planning.plan import LEAST_ROUNDS, LEAST_STEPS, plan
 from noloco_node.planning.plan_text import IDLE, WIDTH
-from noloco_node.planning.search import DOUBLING, MOST_TOKENS, Planned, batch_of, plan_for
+from noloco_node.planning.search import DOUBLING, MOST_TOKENS, Planned, plan_for
 from noloco_node.planning.throughput import Machines, fits, forecast, gpu_memories
 from noloco_node.run.config import InnerConfig, ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.presets import PRESETS, numbers_of, run_text
@@ -83,7 +83,7 @@ def planned(machines: Machines, run: RunConfig = RUN) -> Planned | None:
 
 
 def merit(found: Planned) -> float:
-    return found.expected.tokens_per_s / DOUBLING ** abs(log2(found.batch / batch_of(RUN)))
+    return found.expected.tokens_per_s / DOUBLING ** abs(log2(found.run.batch / RUN.batch))
 
 
 EXAMPLES = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -101,7 +101,7 @@ def test_what_is_planned_is_a_run_that_fits_and_is_planned_again(machines: Machi
     assert found.run.budget_samples == pytest.approx(RUN.budget_samples, rel=0.05)
     assert found.run.inner.steps >= LEAST_STEPS
     assert plan(found.run).rounds >= LEAST_ROUNDS
-    assert found.batch * found.run.pipeline.sequence_length <= MOST_TOKENS
+    assert found.run.tokens(found.run.batch) <= MOST_TOKENS
     assert 0 < found.expected.busy <= 1 + 1e-9
     assert found.expected.tokens_per_s <= found.expected.possible * (1 + 1e-9)
     assert found == planned(machines)
@@ -197,7 +197,7 @@ def test_many_machines_keep_the_batch_or_say_what_becomes_of_it(
     path, asked = tmp_path / "run.toml", decode_run(run_text(preset), preset)
     said = CliRunner().invoke(app, ["init", str(path), "--preset", preset, "--peers", str(count)])
     run = load_run(path)
-    batch = batch_of(run) / batch_of(asked)
+    batch = run.batch / asked.batch
     assert 0.7 <= batch <= times
     assert run.budget_samples == pytest.approx(asked.budget_samples, rel=0.01)
     assert run.inner.steps >= asked.inner.steps / times

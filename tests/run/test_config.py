@@ -20,8 +20,6 @@ from hypothesis import strategies as st
 
 from gossip.rule.outer_step import MOST
 from gossip.rule.stability import stability_bound, weighed_stability_bound
-from gossip.settings import OuterConfig
-from noloco_node.cli.options import JoinOptions
 from noloco_node.errors import Exit, UserError
 from noloco_node.run import runfile
 from noloco_node.run.config import DataConfig, ModelConfig, RunConfig
@@ -36,7 +34,6 @@ from noloco_node.run.runfile import (
     read_run_text,
     run_digest,
     validate,
-    with_source,
 )
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -63,14 +60,6 @@ def refused(text: str) -> UserError:
 def run_with(**sections: dict[str, Any]) -> RunConfig:
     table = {"model": {"architecture": "llama", "sizes": {"hidden_size": 8, "num_hidden_layers": 4}}}
     return msgspec.convert({**table, **sections}, RunConfig)
-
-
-def test_the_defaults_are_those_that_the_laboratory_found_best() -> None:
-    run = decode_run(MODEL, "run.toml")
-    assert (run.outer.alpha, run.outer.beta, run.outer.gamma) == (0.0, 1.0, 1.0)
-    assert (run.outer.inner_steps_per_round, run.outer.codec, run.outer.dynamic_steps) == (10, "int4", True)
-    assert run.samples_per_step == 64
-    assert run.budget_samples == 25_000 * 64 * 2
 
 
 def test_it_loads_without_torch_or_transformers() -> None:
@@ -145,6 +134,10 @@ def test_it_loads_without_torch_or_transformers() -> None:
         (MODEL + "[outer]\nalpha = 1.0\n", "outer.alpha", "below 1"),
         (MODEL + "[outer]\nalpha = nan\n", "outer.alpha", ""),
         (MODEL + "[outer]\nbeta = 3.0\n", "outer.beta", "0.7"),
+        (MODEL + "[outer]\nalpha = 0.9\ngamma = 0.7\n", "outer.gamma = 0.7", "0.19"),
+        (MODEL + "[outer]\nweigh_by_steps = true\nmomentum_period = 3\n", "outer.weigh_by_steps", "momentum_period 1"),
+        (MODEL + "[pipeline]\nboundaries = 2\n", "pipeline.boundaries", "a list"),
+        (MODEL + "[data]\nshuffle = 1\n", "data.shuffle", "true or false"),
         (MODEL + "[outer]\ninner_steps_per_round = 8\n", "outer.overlap_steps = 8", "below"),
         (MODEL + "[outer]\noverlap_steps = 0\n", "outer.overlap_steps", "outer.blocking"),
         (MODEL + "[admission]\nrule = 'listed'\n", "admission.rule", "`noloco-node init --admission RULE`"),
@@ -190,27 +183,6 @@ def test_every_number_is_bounded_where_it_is_declared_or_by_a_rule() -> None:
     assert unbounded == RULED
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("model = [1]\n", "it is a list, and should be a section"),
-        (MODEL + "[pipeline]\nstages = '2'\n", "it is a text, and should be a whole number"),
-        (MODEL + "[pipeline]\nboundaries = 2\n", "it is a whole number, and should be a list or left out"),
-        (MODEL + "[data]\nshuffle = 1\n", "it is a whole number, and should be true or false"),
-    ],
-)
-def test_what_is_wrong_is_called_as_a_person_calls_it(text: str, why: str) -> None:
-    assert refused(text).why == why
-
-
-def test_a_run_outside_the_stable_range_is_refused_with_the_reason() -> None:
-    trouble = refused(MODEL + "[outer]\nalpha = 0.9\ngamma = 0.7\n")
-    assert "outer.gamma = 0.7" in trouble.what
-    for part in ("2 (1 - alpha^2)", "0.38", "equation 74", "diverge"):
-        assert part in trouble.why
-    assert "0.19" in trouble.hint
-
-
 @given(st.floats(0, 0.999), st.floats(-1, 3))
 def test_gamma_is_stable_below_its_bound(alpha: float, gamma: float) -> None:
     run = run_with(outer={"alpha": alpha, "gamma": gamma})
@@ -229,19 +201,6 @@ def test_weighed_means_have_a_bound_of_their_own(alpha: float, gamma: float) -> 
     else:
         with pytest.raises(UserError, match=r"outer\.gamma"):
             validate(run)
-
-
-def test_weighed_means_take_a_momentum_that_moves_in_every_step() -> None:
-    trouble = refused(MODEL + "[outer]\nweigh_by_steps = true\nmomentum_period = 3\n")
-    assert "outer.weigh_by_steps" in trouble.what
-    assert "momentum_period 1" in trouble.hint
-
-
-def test_the_paper_would_admit_what_is_refused() -> None:
-    alpha, gamma = 0.9, 1.0
-    assert alpha < gamma < (2 + alpha**2) ** 0.5
-    with pytest.raises(UserError):
-        validate(run_with(outer={"alpha": alpha, "gamma": gamma}))
 
 
 def test_all_wrong_fields_are_mentioned() -> None:
@@ -372,7 +331,7 @@ CHANGES = st.fixed_dictionaries(
 
 
 @given(CHANGES, st.randoms(use_true_random=False))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_the_digest_sees_neither_comments_nor_order_nor_spelled_out_defaults(change: Any, rng: random.Random) -> None:
     run = run_with(**change)
     everything = msgspec.to_builtins(run)
@@ -381,12 +340,6 @@ def test_the_digest_sees_neither_comments_nor_order_nor_spelled_out_defaults(cha
     digests = {run_digest(decode_run(text, "x"), {}) for text in texts}
     assert digests == {run_digest(run, {})}
     assert all(len(digest) == 64 for digest in digests)
-
-
-@given(CHANGES, CHANGES)
-def test_runs_that_differ_have_different_digests(one: Any, other: Any) -> None:
-    first, second = run_with(**one), run_with(**other)
-    assert (run_digest(first, {}) == run_digest(second, {})) == (first == second)
 
 
 def leaves() -> Iterator[tuple[str, str]]:
@@ -499,29 +452,15 @@ def test_a_run_file_is_read_within_bounds(tmp_path: Path) -> None:
 )
 def test_another_source_keeps_the_tokenizer(source: str, expected: dict[str, Any]) -> None:
     data = DataConfig(source="hub", path="o/c", commit="x", subset="en", split="all", field="body", tokenizer="t")
-    found = with_source(data, source)
+    found = data.with_source(source)
     assert found == msgspec.convert({"field": "body", "tokenizer": "t", **expected}, DataConfig)
     validate(RunConfig(model=ModelConfig(architecture="llama", sizes={"hidden_size": 8}), data=found))
 
 
-@pytest.mark.parametrize("source", ["", "hub:o/d", "text:", "hub:@" + COMMIT])
-def test_half_a_source_is_refused(source: str) -> None:
-    with pytest.raises(UserError, match="not understood"):
-        with_source(DataConfig(), source)
-
-
-@pytest.mark.parametrize("commit", ["main", "v1.0", COMMIT[:12]])
-def test_a_branch_that_moves_is_no_source(commit: str) -> None:
-    with pytest.raises(UserError, match="names no commit"):
-        with_source(DataConfig(), f"hub:o/d@{commit}")
-
-
-def test_configs_do_not_change() -> None:
-    node = JoinOptions()
-    with pytest.raises(AttributeError):
-        node.device = "cuda"  # type: ignore[misc]
-    with pytest.raises(AttributeError):
-        run_with().outer.gamma = 3.0  # type: ignore[misc]
+@pytest.mark.parametrize("source", ["", "hub:o/d", "text:", "hub:@" + COMMIT, "hub:o/d@main", "hub:o/d@" + COMMIT[:12]])
+def test_half_a_source_or_a_branch_that_moves_is_refused(source: str) -> None:
+    with pytest.raises(UserError, match=r"not understood|names no commit"):
+        DataConfig().with_source(source)
 
 
 # Presets.
@@ -546,13 +485,6 @@ def test_a_preset_is_a_run_with_every_field_explained(preset: str) -> None:
         above = lines[places[0] - 1]
         assert above.startswith("#") or above.split(" = ")[0].isidentifier(), f"{name} has no comment"
     assert decode_run(run_text(preset, name="mine", seed=5), "x") == msgspec.structs.replace(run, name="mine", seed=5)
-
-
-def test_the_presets_learn_at_the_papers_rates() -> None:
-    runs = {preset: decode_run(run_text(preset), preset) for preset in PRESETS}
-    assert [runs[p].inner.learning_rate for p in ("125m", "1b", "7b")] == [6e-4, 2e-4, 1.2e-4]
-    assert [runs[p].model.sizes["hidden_size"] for p in ("125m", "1b", "7b")] == [768, 2048, 4096]
-    assert all(runs[p].outer == OuterConfig(late_inner_steps_per_round=50) for p in ("125m", "1b", "7b"))
 
 
 @given(st.integers(1, 12), st.integers(1, 9), st.integers(1, 3000), st.integers(0, 2**40))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.run.runfile import check_paths, check_text, decode_run, local_paths, summary
+from noloco_node.run.runfile import check_paths, check_text, decode_run
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_layers = 4}\n'
@@ -15,7 +15,7 @@ MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_l
 
 def test_a_directory_is_named_only_where_it_is_allowed() -> None:
     run = decode_run(MODEL + '[data]\ntokenizer = "~/.ssh"\n', "a stranger's")
-    ((_, path),) = local_paths(run)
+    ((_, path),) = run.local_paths()
     with pytest.raises(UserError, match=r"data\.tokenizer") as caught:
         check_paths(run, ["/elsewhere"])
     assert caught.value.code is Exit.CONFIG
@@ -24,7 +24,7 @@ def test_a_directory_is_named_only_where_it_is_allowed() -> None:
 
 def test_text_that_a_peer_names_for_itself_is_told() -> None:
     run = decode_run(MODEL, "a stranger's")
-    assert "text: your own, my/texts; " in " ".join(summary(run, "my/texts"))
+    assert "text: your own, my/texts; " in " ".join(run.summary("my/texts"))
 
 
 def test_files_that_travel_name_no_path_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,7 @@ def test_files_that_travel_name_no_path_of_this_machine(tmp_path: Path, monkeypa
     listed = f'file = "tokenizer.json"\nsize_bytes = 9\ndigest = "{"ab" * 32}"\n'
     run = decode_run(MODEL + f'[data]\ntokenizer = "files"\n[[data.tokenizer_files]]\n{listed}', "a stranger's")
     check_paths(run, ())
-    assert "tokenizer: the checkpoint's own" in " ".join(summary(run))
+    assert "tokenizer: the checkpoint's own" in " ".join(run.summary())
 
 
 def test_a_directory_that_is_called_like_a_repository_is_a_path(
@@ -58,7 +58,7 @@ def test_text_of_this_machine_is_read_where_its_owner_names_it() -> None:
 
 def test_a_few_lines_say_what_a_run_is_and_move_no_cursor() -> None:
     run = decode_run(MODEL + '[data]\nsource = "text"\npath = "a\\nb"\n', "a stranger's")
-    lines = summary(run)
+    lines = run.summary()
     assert "none is named here; a source names its own with --data" in " ".join(lines)
     assert len(lines) <= 4
     assert all(line.isprintable() for line in lines), lines

@@ -14,14 +14,14 @@ from msgspec import structs
 from repository import ROOT
 
 from gossip.interface import OuterStepTaken
-from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.report.command import complete
 from noloco_node.sim.scenario.faults import Churn, Crash, Fault, Leave, Restart, unfold
-from noloco_node.sim.scenario.scenario import decode_scenario, load_scenario, scenario_text
+from noloco_node.sim.scenario.scenario import decode_scenario, load_scenario
 from noloco_node.sim.scenario.setup import SimSetup
 from noloco_node.sim.world import World, simulate
+from tests.explorer.scenario_file import scenario_text
 
 SCENARIO = ROOT / "docs" / "scenarios" / "churn.toml"
 MOST_TASKS = 40
@@ -60,23 +60,6 @@ def test_as_many_go_as_the_scenario_says() -> None:
     expected = 200 * 24 * 0.3 / (1 + 0.3 / 6)
     assert kinds[Restart] == pytest.approx(expected, rel=0.1)
     assert kinds[Leave] / kinds[Restart] == pytest.approx(0.25, abs=0.05)
-
-
-def test_faults_that_are_no_churn_stay_as_they_are() -> None:
-    crash: Fault = Crash(at_s=3.0, peer="one")
-    assert unfold([crash], ["one"], 0) == (crash,)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("per_hour", "0.0"), ("per_hour", "1e6"), ("away_s", "-1.0"), ("polite", "1.5")]
-)
-def test_what_cannot_be_is_refused_by_line_and_field(field: str, value: str) -> None:
-    fields = {"at_s": "0.0", "for_s": "1e5", "per_hour": "0.3", "away_s": "10.0", "polite": "0.0"} | {field: value}
-    lines = ["[[fault]]", 'kind = "churn"', *(f"{name} = {text}" for name, text in fields.items())]
-    with pytest.raises(UserError) as trouble:
-        decode_scenario("\n".join(lines), "the test's scenario")
-    assert trouble.value.code is Exit.CONFIG
-    assert f"line {1 + lines.index(f'{field} = {value}')}: fault[0].{field} = " in str(trouble.value)
 
 
 def test_the_scenario_of_the_documentation_is_a_day_of_a_hundred_peers() -> None:

@@ -27,14 +27,6 @@ def now() -> float:
 # The clock.
 
 
-def test_time_jumps_and_nobody_sleeps() -> None:
-    async def main() -> float:
-        await asyncio.gather(asyncio.sleep(1e6), asyncio.sleep(3.0))
-        return now()
-
-    assert run(main()) == 1e6
-
-
 def test_a_hang_names_the_innermost_place_of_every_task() -> None:
     async def stuck() -> None:
         await asyncio.Event().wait()
@@ -268,17 +260,6 @@ def test_a_bowl_descends_to_its_centre() -> None:
     assert float(torch.linalg.vector_norm(stage.weights()[0])) < 0.5
 
 
-def test_the_noise_of_a_bowl_has_its_variance_and_no_mean() -> None:
-    stage = QuadraticModel(0)
-    centres = torch.tensor([stage._centre(torch.full((1, 1, 1), float(number))) for number in range(4000)])
-    torch.testing.assert_close(
-        centres.std(0), torch.full((quadratic_model.SIZE,), quadratic_model.NOISE), rtol=0.1, atol=0.0
-    )
-    assert centres.mean(0).abs().max() < 0.05
-    correlations = torch.corrcoef(centres.T) - torch.eye(quadratic_model.SIZE)
-    assert correlations.abs().max() < 0.1
-
-
 def test_a_bowl_keeps_what_rounds_and_checkpoints_hold() -> None:
     """Weights are handed out without a copy, so no later step may change them."""
     stage = QuadraticModel(0)
@@ -300,12 +281,6 @@ def test_a_gradient_that_is_not_finite_is_thrown_away() -> None:
     stage.loss(torch.full((1, 1, 1), float("nan")), IDS)
     assert not stage.step(0.1, 1).applied
     assert torch.equal(stage.weights()[0], before)
-
-
-def test_bowls_have_the_dimensions_that_their_stages_have() -> None:
-    plan = quadratic_layout(3)
-    assert [tuple(shapes.values()) for shapes in plan.shapes] == [QuadraticModel(number).shapes for number in range(3)]
-    assert QuadraticModel(0).forward(IDS).output.shape == (1, 1, plan.width)
 
 
 def test_the_loss_of_wide_bowls_shows_the_weights_of_the_whole_route() -> None:

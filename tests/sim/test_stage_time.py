@@ -11,10 +11,9 @@ import torch
 from msgspec import json
 
 from noloco_node.journal import events
-from noloco_node.sim.hardware.priced_stage import VirtualDevice
-from noloco_node.sim.peer import PeerSession, SimulatedPeer
+from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.report import collector
-from noloco_node.sim.report.collector import EventCollector, StageTime, StageTimes
+from noloco_node.sim.report.collector import EventCollector
 from noloco_node.sim.report.figures import Report, make_report
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
@@ -131,21 +130,3 @@ def test_a_few_looks_that_count_for_more_divide_the_time_alike(seen: Seen, monke
         assert sum(few.time.values()) == pytest.approx(1.0)
         for cause in few.time.keys() | many.time.keys():
             assert few.time.get(cause, 0.0) == pytest.approx(many.time.get(cause, 0.0), abs=0.05)
-
-
-def test_garbage_is_collected_once_in_many_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    times, count = StageTimes(1), 2 * collector.FORGOTTEN + 1
-    collected: list[float] = []
-    monkeypatch.setattr(gc, "collect", lambda: collected.append(times.seconds(0.0)[0][0]))
-    peer = SimulatedPeer.__new__(SimulatedPeer)
-    device = VirtualDevice()
-    peer.sessions = [PeerSession(0, device)]
-    for _ in range(count):
-        over = StageTime(peer=peer, session=PeerSession(1, device), stage=0, begun_s=0.0, ended_s=2.0, busy_s=1.0)
-        times.open[over] = None
-        times.settle(2.0 + collector.SETTLED_S / 2)
-        assert over in times.open
-        times.settle(2.0 + collector.SETTLED_S)
-        assert not times.open
-    assert collected == [collector.FORGOTTEN, 2 * collector.FORGOTTEN]
-    assert times.seconds(100.0) == ((1.0 * count,), (2.0 * count,))

@@ -213,6 +213,17 @@ class Moments(Watcher):
         return {answer for at, answer in self.answers if since_s < at < until_s}
 
 
+def asked_at_each_look(text: str, ask: Callable[[World], object]) -> Moments:
+    moments: list[Moments] = []
+
+    def watch(world: World) -> list[Moments]:
+        moments.append(Moments(world, ask))
+        return moments
+
+    simulate(build_setup(decode_scenario(SWARM.format(rounds=100, refresh_s=2.0) + text, "x")), watch, lambda _: None)
+    return moments[0]
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "ask"),
     [
@@ -226,16 +237,9 @@ def test_of_faults_that_overlap_the_last_to_end_ends_them(
 ) -> None:
     text = "duration_s = 90.0\n" + fault(kind, 5.0, fields + "for_s = 5.0") + fault(kind, 6.0, fields + "for_s = 60.0")
     text += fault(kind, 8.0, fields + "for_s = 20.0")
-    moments: list[Moments] = []
-
-    def watch(world: World) -> list[Moments]:
-        moments.append(Moments(world, ask))
-        return moments
-
-    simulate(build_setup(decode_scenario(SWARM.format(rounds=100, refresh_s=2.0) + text, "x")), watch, lambda _: None)
-    assert moments[0].during(0.0, 5.0) == {False}
-    assert moments[0].during(5.0, 66.0) == {True}
-    assert moments[0].during(66.0, 90.0) == {False}
+    moments = asked_at_each_look(text, ask)
+    assert moments.during(0.0, 5.0) == moments.during(66.0, 90.0) == {False}
+    assert moments.during(5.0, 66.0) == {True}
 
 
 def test_storms_add_up_and_a_second_partition_takes_the_place_of_the_first() -> None:
@@ -243,17 +247,12 @@ def test_storms_add_up_and_a_second_partition_takes_the_place_of_the_first() -> 
     text += fault("storm", 10.0, "loss = 0.03\nlate = 0.1\nfor_s = 5.0")
     text += fault("partition", 30.0, "groups = [['s0r0'], ['s0r1']]\nfor_s = 10.0")
     text += fault("partition", 35.0, "groups = [['s1r0'], ['s1r1', 's0r0', 's0r1']]\nfor_s = 15.0")
-    moments: list[Moments] = []
 
     def ask(world: World) -> object:
         hub = world.network
         return hub.conditions.loss, hub.conditions.late, hub.is_cut("s0r0", "s0r1"), hub.is_cut("s1r0", "s1r1")
 
-    def watch(world: World) -> list[Moments]:
-        moments.append(Moments(world, ask))
-        return moments
-
-    simulate(build_setup(decode_scenario(SWARM.format(rounds=100, refresh_s=2.0) + text, "x")), watch, lambda _: None)
+    moments = asked_at_each_look(text, ask)
     expected = {
         (5.0, 10.0): (0.01, 0.0, False, False),
         (10.0, 15.0): (0.03, 0.1, False, False),
@@ -263,7 +262,7 @@ def test_storms_add_up_and_a_second_partition_takes_the_place_of_the_first() -> 
         (35.0, 50.0): (0.0, 0.0, False, True),
         (50.0, 60.0): (0.0, 0.0, False, False),
     }
-    assert {span: moments[0].during(*span) for span in expected} == {span: {state} for span, state in expected.items()}
+    assert {span: moments.during(*span) for span in expected} == {span: {state} for span, state in expected.items()}
 
 
 def test_a_peer_that_is_restarted_while_it_leaves_comes_back_when_it_has_left() -> None:

@@ -16,11 +16,12 @@ from noloco_node.journal import events
 from noloco_node.machine.interface import FirstWeights, Reporter, Runner, SnapshotStore
 from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
+from noloco_node.node.replica import Replica
 from noloco_node.planning.model_layout import ModelLayout, make_stage, model_layout
 from noloco_node.sim.hardware.memory_host import MemoryHost, MemoryStore
 from noloco_node.sim.hardware.priced_stage import VirtualDevice
 from noloco_node.sim.network.sim_network import SimNetwork
-from noloco_node.storage.checkpoint import Checkpoint
+from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.run_distribution import RunFileText
 from pipeline.stage import Stage
@@ -187,6 +188,18 @@ class Peer:
     async def _save(self, checkpoint: Checkpoint) -> str:
         self.saved = checkpoint
         return "memory"
+
+    @property
+    def replica(self) -> Replica:
+        """What it trains; it has a stage by now."""
+        assert self.node.replica is not None
+        return self.node.replica
+
+    @property
+    def counters(self) -> Counters:
+        """Those of its last checkpoint."""
+        assert self.saved is not None
+        return self.saved.counters
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]

@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 from noloco_node.journal import events
 from noloco_node.network.calls import HookedConversation
 from noloco_node.network.interface import Conversation, Handler, PeerNetwork
+from noloco_node.node.replica import Replica
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
+from noloco_node.swarm.roster import Roster
 
 
 class Heard(NamedTuple):
@@ -105,6 +107,19 @@ class Cast:
 
     def since(self, name: str, kind: type[Any], at_s: float = 0.0) -> list[Any]:
         return [event for at, event in self._events[name, kind] if at > at_s]
+
+    def replica(self, name: str) -> Replica:
+        """Return the replica of a peer that has a stage."""
+        node = self.peers[name].session.node
+        assert node is not None
+        assert node.replica is not None
+        return node.replica
+
+    def roster(self, name: str) -> Roster:
+        """Return the roster as a peer has it."""
+        node = self.peers[name].session.node
+        assert node is not None
+        return node.roster
 
     def of_stage(self, stage: int) -> list[SimulatedPeer]:
         return [peer for peer in self.peers.values() if peer.asked_stage == stage]

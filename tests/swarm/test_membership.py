@@ -435,17 +435,6 @@ async def test_mistakes_of_our_own_are_raised_and_a_lost_network_is_not() -> Non
     assert peers(await one.peek()) == [[], []]
 
 
-async def test_samples_of_whom_nobody_saw_at_work_do_not_count() -> None:
-    hub = SimNetwork(WEATHER)
-    _, one = present(hub, "a")
-    await one.claim(record("a", 0, samples=100))
-    stranger, _ = present(hub, "stranger")
-    raw = msgspec.msgpack.encode((2**50, True))
-    assert await stranger.publish(f"{RUN}/sources", "stranger", raw, 600.0)
-    roster = await one.peek()
-    assert (roster.run_samples, roster.sources, roster.sources_finished) == (100, 1, 0)
-
-
 async def test_what_is_forged_in_another_s_name_is_believed_by_nobody() -> None:
     hub = SimNetwork(WEATHER)
     _, one = present(hub, "a")

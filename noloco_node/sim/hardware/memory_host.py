@@ -12,8 +12,7 @@ from torch import Tensor
 from gossip.exchange.messages import ReplicaState
 from gossip.transfer.assembly import ChunkStore
 from gossip.transfer.chunks import CopyInMemory, HeldCopy
-from noloco_node.data.blocks import open_blocks, shuffled
-from noloco_node.data.encoding import check_vocabulary
+from noloco_node.data.blocks import run_blocks
 from noloco_node.machine.interface import FirstWeights, Runner, SnapshotStore, StageModel, Text
 from noloco_node.run.config import RunConfig
 from noloco_node.storage.checkpoint import Checkpoint
@@ -50,7 +49,6 @@ class MemoryStore:
         return tuple(sorted(self._aside))
 
     async def slow(self, stage: int) -> Checkpoint | None:
-        """Return the slow weights of a stage that lie aside, or None."""
         kept = self._aside.get(stage)
         return None if kept is None else Checkpoint(kept.counters, {"slow": kept.tensors["slow"]})
 
@@ -131,11 +129,7 @@ class BlockText:
     """A `noloco_node.machine.interface.Text` that reads where it stands: virtual time does not pass meanwhile."""
 
     def __init__(self, run: RunConfig, peer: str, vocabulary: int) -> None:
-        check_vocabulary(run.data, vocabulary)
-        length = run.pipeline.sequence_length
-        blocks = open_blocks(run.data, length, run.seed, peer)
-        self._blocks = shuffled(blocks, length, run.seed, peer) if run.data.shuffle else blocks
-        self._batch = run.pipeline.microbatch_size
+        self._blocks, self._batch = run_blocks(run, None, peer, vocabulary), run.pipeline.microbatch_size
 
     async def draw(self) -> Tensor:
         return self._blocks.next_batch(self._batch)

@@ -1,13 +1,9 @@
 """A device in virtual time, and a stage on it that names a price for each job and watches its promises.
 
-The device runs one job after the other. It computes a job at once, in the event loop, and hands the result over when
-its price has passed. `PricedStage` names the price from within the job, by `charge`, in seconds of a device of speed
-1; `slowness` makes a device slower, and one that stutters stops every now and then for a moment.
-
-`PricedStage` wraps a quadratic model or a real slice of a model. It watches promises of the admission window and the
-rounds that nothing else would notice broken: an inner step gets exactly the passes of its window, and no weights change
-between the forward and the backward pass of a microbatch. With two windows in flight they may change once, by one inner
-step and what follows it in the same pause.
+The device computes a job at once, in the event loop, and hands the result over when its price has passed. `PricedStage`
+wraps a quadratic model or a real slice. It names the price by `charge`, in seconds of a device of speed 1, and watches
+that an inner step gets exactly the passes of its window, and that no weights change between the forward and the
+backward pass of a microbatch; with two windows in flight they may change once.
 """
 
 from __future__ import annotations
@@ -199,7 +195,6 @@ class VirtualDevice:
         return self._busy
 
     def charge(self, seconds: float) -> None:
-        """Say from within a job what it costs."""
         self._charged_s += seconds * self.slowness
 
     def clock(self) -> float:
@@ -207,7 +202,6 @@ class VirtualDevice:
         return asyncio.get_running_loop().time() + self._charged_s
 
     async def run(self, job: Callable[..., T], *args: object) -> T:
-        """Run `job(*args)` in its turn."""
         loop = asyncio.get_running_loop()
         entry = _Job(job, args, loop.create_future())
         self._queue.append(entry)
@@ -230,7 +224,6 @@ class VirtualDevice:
         return result
 
     async def _see_through(self, entry: _Job) -> None:
-        """Wait for a job whose caller was cancelled."""
         while not entry.ended:
             entry.waiter = asyncio.get_running_loop().create_future()
             try:

@@ -1,13 +1,10 @@
-"""A model that costs next to nothing: each stage is a quadratic model, and a microbatch a noisy look at its slope.
+"""A model that costs next to nothing: each stage is a quadratic function, and a microbatch a noisy look at its slope.
 
 Stage weights w are `SIZE` numbers with the loss 1/2 (w - c) A (w - c): A is diagonal, from `FLATTEST` to 1, and the
-centre c of one microbatch is the quadratic model's own (zero) plus noise that follows from the microbatch's number
-alone. So a swarm of quadratic models really descends, replicas really disagree, and the theory of the outer rule
-(NoLoCo, appendix A) applies to it; every gate, route and round is the production one. Activations are the microbatch's
-number, one float a sample, handed on unchanged: exact below 2**24. Those of wide quadratic models say besides what the
-stages before have lost, so that the loss of a microbatch shows the weights of its whole route, as a model's does.
-
-The inner step is plain SGD at the run's learning rate. Its moments stay zero.
+centre c is zero plus noise that follows from the microbatch's number alone. So swarms really descend, replicas really
+disagree, and the theory of the outer rule applies. Activations are the microbatch's number, one float a sample, exact
+below 2**24. Those of wide models also carry what the stages before have lost, so that the loss shows the whole route.
+The inner step is plain SGD at the run's learning rate.
 """
 
 from __future__ import annotations
@@ -47,9 +44,7 @@ class QuadraticLayout(NamedTuple):
 
 
 def quadratic_layout(stages: int, work: Sequence[float] | None = None, size: int = SIZE) -> QuadraticLayout:
-    """Return the dimensions of a pipeline of quadratic models. `work`: of a microbatch at each stage, if it is not
-    even.
-    """
+    """Return the dimensions of a pipeline of quadratic models. `work`: of a microbatch at each stage, else even."""
     shapes = tuple({"weights": (size,)} for _ in range(stages))
     return QuadraticLayout(shapes, tuple(work or (1.0,) * stages), _width(size))
 
@@ -95,7 +90,6 @@ class QuadraticModel:
 
     @property
     def fixed(self) -> frozenset[int]:
-        """None: all of it is trained."""
         return frozenset()
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, /) -> _Pass:
@@ -132,7 +126,6 @@ class QuadraticModel:
         return [self._middle + scale * math.sin(frequency * number) for frequency in self._frequencies]
 
     def _collect(self, away: list[float]) -> None:
-        """Add a microbatch's slope at the weights of its forward pass to the gradient."""
         terms = zip(self._gradient, self._curvature, away, strict=True)
         self._gradient = [sum_so_far + curvature * each for sum_so_far, curvature, each in terms]
         self._passes += 1

@@ -1,20 +1,12 @@
 """One end of a conversation in the simulation: whole messages, in order, and the same endings as over libp2p.
 
-What one end sends stands in a queue, and one timer for each entry lets the other end take the next. So the order never
-depends on how the event loop breaks ties, and arrival times never fall: a late message holds up those behind it, as on
-any reliable stream.
+What one end sends stands in a queue, and one timer for each entry lets the other end take the next: arrival times never
+fall, and a late message holds up those behind it. A lost message breaks its stream at both ends, one latency later, as
+on libp2p's reliable streams. A duplicate is the same message twice in a row, as a misbehaving peer sends it.
 
-The same argument settles what a loss is. libp2p's streams are reliable and ordered, so one message in the middle
-cannot be missing; what a volunteer sees of a bad line is a stream that breaks. A lost message therefore breaks its
-stream, at both ends, one latency later. A duplicate is what a misbehaving relay or peer sends: the same message twice
-in a row.
-
-`send` does not suspend while the line is free, for the real one does not either: the kernel takes a small message at
-once. On a line with a bandwidth it returns when the transfer is through, and a sender who is cancelled before breaks
-the stream: half a frame is out.
-
-A message that nothing special happens to is put in flight at once: one timer. All else (cuts, shared bandwidth,
-losses, wrong messages) is `Outbox`'s, which is made when first needed.
+`send` does not suspend while the line is free. On a line with a bandwidth it returns when the transfer is through, and
+a sender who is cancelled before breaks the stream: half a frame is out. A message that nothing special happens to is
+put in flight at once; all else is `Outbox`'s, which is made when first needed.
 """
 
 from __future__ import annotations
@@ -68,7 +60,6 @@ class StreamHost:
         return counts
 
     def stop_handler(self, end: StreamEnd) -> None:
-        """Cancel the handler that answers at an end, if one does."""
         task = self.answering.get(end)
         if task is not None:
             task.cancel()
@@ -110,7 +101,6 @@ class StreamEnd:
 
     @property
     def origin(self) -> str:
-        """Nothing: a simulated peer has no address."""
         return ""
 
     @property
@@ -119,7 +109,6 @@ class StreamEnd:
         return not (self.is_over or self._peer_ended or self._inbox)
 
     def limit(self, up: Pace | None, down: Pace | None) -> None:
-        """See `interface.Conversation.limit`."""
         self._up, self._down = up, down
 
     async def send(self, message: Any) -> None:
@@ -235,7 +224,6 @@ class StreamEnd:
         return self._left or self._broken is not None
 
     def _close(self) -> None:
-        """End what only an open end needs."""
         self._host.ends.pop(self, None)
         self.note_cut(False)
         self._wake()
@@ -271,7 +259,6 @@ class StreamEnd:
         loop.call_at(arrival_s, self._arrive)
 
     def note_all_sent(self) -> None:
-        """Note that all that was posted is in flight."""
         self._host.lingering.pop(self, None)
 
     def _give_up(self) -> None:
@@ -288,7 +275,6 @@ class StreamEnd:
         return self._outbox is not None and self._outbox.is_sending
 
     def _is_free(self) -> bool:
-        """Say whether the next message can be put in flight at once."""
         return self._medium.state.is_free and (self._outbox is None or self._outbox.is_idle)
 
     def _post(self, ending: EndOfStream) -> None:

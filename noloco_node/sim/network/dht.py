@@ -1,14 +1,9 @@
 """The DHT of the simulation: records that expire, readings that lag, and two truths while the network is divided.
 
-A record keeps a short history, for three reasons. A reading may show the world as it was some seconds ago. During a
-partition a reader finds only what was published on its own side, and what everybody knew before. And afterwards both
-sides find what lives longest, as the peers of a DHT do when they compare two copies.
-
-Records of the real network are signed. Here it is enough to look who publishes: what one peer files under another's
-name is counted and refused, as every honest node of the DHT would.
-
-In the common case (no lag, no partition) a thousand readers of a key share one immutable mapping: it is rebuilt when a
-record of it expires, and copied when one is published after somebody has read it.
+A record keeps a short history: a reading may show the world of some seconds ago, a reader in a partition finds what its
+own side published and what was known before, and afterwards both sides find what lives longest. Records are not signed
+here: one that a peer files under another's name is counted and refused. Without lag and partition all readers of a key
+share one immutable mapping.
 """
 
 from __future__ import annotations
@@ -153,7 +148,6 @@ class SimDht:
 
 
 def _newest(history: list[_Version], then_s: float, side: int | None) -> _Version | None:
-    """Return the last version that a reader on `side` could know at `then_s`."""
     for version in reversed(history):
         if version.published_s <= then_s and (version.side is None or version.side == side):
             return version

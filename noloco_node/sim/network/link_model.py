@@ -1,15 +1,11 @@
 """Lines between simulated peers: latency, losses, and bandwidth that simultaneous transfers share.
 
-Times are seconds, rates bytes a second. Bandwidth is a fluid model, as in flow-level network simulators: a transfer
-from i to j moves at
+Times are seconds, rates bytes a second. A transfer from i to j moves at
 
     rate = min(up_i / transfers that leave i, down_j / transfers that reach j)
 
-until its bytes are through. The rate depends on counts alone, so the start or the end of a transfer changes only those
-that share one of its two links. (Max-min fairness would give others the rest of a share that one transfer cannot use,
-and changes would spread; where every link carries transfers of one kind the two agree.) Where a link has a share for
-rounds, their transfers together have that while others are under way, as `noloco_node.limits` grants it on a line
-whose rate is known. Nothing moves faster than a link, and every byte is counted.
+until its bytes are through, so its start or end changes only those that share one of its two links. Where a link has a
+share for rounds, their transfers together have that while others are under way, as `noloco_node.limits` grants it.
 """
 
 from __future__ import annotations
@@ -105,7 +101,6 @@ class LinkUse(NamedTuple):
 
     @property
     def utilisation(self) -> float:
-        """Share of the capacity that was used, 0 to 1."""
         return self.moved_bytes / self.capacity_bytes if self.capacity_bytes else 0.0
 
 
@@ -139,14 +134,12 @@ class Link:
         return LinkUse(moved_bytes, self._capacity_bytes + self._could_move(now_s), busy_s)
 
     def change(self, rate: float, now_s: float) -> None:
-        """Set another rate, for the transfers under way too."""
         self._capacity_bytes += self._could_move(now_s)
         self._changed_s, self.rate = now_s, rate
         for flow in list(self.flows):
             flow.retime(now_s)
 
     def add(self, flow: Transfer, now_s: float) -> None:
-        """Let one more transfer share this link."""
         if not self.flows:
             self._since_s = now_s
         self.flows[flow] = None
@@ -159,7 +152,6 @@ class Link:
             self._busy_s += now_s - self._since_s
 
     def rate_of(self, flow: Transfer) -> float:
-        """Return what a transfer may have of this link now."""
         count, rounds = len(self.flows), self._rounds
         if self.round_share is None or not 0 < rounds < count:
             return self.rate / count
@@ -201,12 +193,10 @@ class Transfer:
         self._leave(now_s)
 
     def unsettled_bytes(self, now_s: float) -> float:
-        """Return what has passed since it was counted last."""
         lasted_s = now_s - self._settled_s
         return min(self.remaining_bytes, self._rate * lasted_s) if lasted_s else 0.0
 
     def settle(self, now_s: float) -> None:
-        """Count what has passed until now."""
         moved = self.unsettled_bytes(now_s)
         self._settled_s = now_s
         self.remaining_bytes -= moved
@@ -240,7 +230,6 @@ class Transfer:
         self._retime_neighbours(now_s)
 
     def _retime_neighbours(self, now_s: float) -> None:
-        """Retime all transfers that share one of the links, this one included while it runs."""
         for flow in list(self._up.flows):
             flow.retime(now_s)
         for flow in list(self._down.flows):

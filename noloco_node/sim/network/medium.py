@@ -53,7 +53,6 @@ def tensor_fields(kind: type) -> tuple[str, ...]:
 
 
 def tensors_of(message: Any) -> list[Tensor]:
-    """Return all tensors of a message in the order of its fields."""
     values = [getattr(message, name) for name in tensor_fields(message.__class__)]
     several = [value if isinstance(value, tuple) else (value,) for value in values if value is not None]
     return [tensor for group in several for tensor in group]
@@ -111,7 +110,6 @@ def _decode(frame: bytearray, schema: Schema) -> Any:
 
 
 def _mapped(message: Any, change: Callable[[Tensor], Any]) -> dict[str, Any]:
-    """Return what `change` makes of every tensor of a message, by field."""
     found: dict[str, Any] = {}
     for name in tensor_fields(message.__class__):
         value = getattr(message, name)
@@ -259,7 +257,6 @@ class Medium:
     # Who cannot be reached.
 
     def is_cut(self, one: str, other: str) -> bool:
-        """Say whether nothing passes between two peers."""
         return one in self._silent or other in self._silent or self.side(one) != self.side(other)
 
     def side(self, peer: str) -> int | None:
@@ -274,7 +271,6 @@ class Medium:
         self._update_state()
 
     def is_corrupting(self, peer: str) -> bool:
-        """Say whether some of the next messages of a peer are to arrive wrong."""
         return peer in self._corruptions
 
     def next_corruption(self, peer: str, message: Any) -> Corruption | None:
@@ -289,7 +285,6 @@ class Medium:
         return how
 
     def count_break(self, kind: type[ConnectionError]) -> None:
-        """Count one end of a conversation that broke."""
         given_up = kind is ConnectionAbortedError
         self.counts["conversations.given_up" if given_up else "conversations.broken"] += 1
         self.counts[f"lost.{kind.__name__}"] += 1

@@ -1,11 +1,9 @@
 """The messages that one end of a conversation has yet to put in flight, where the medium is not free.
 
-Each message meets its fate when it is sent: lost, late, doubled, corrupted, or nothing. Then the line: a stream is one
-flow, so its messages are transferred one after the other, each sharing the links of both peers with other streams.
-
-While nothing passes between the two peers, what is due to leave is held back. It leaves when they are heard again, and
-is dropped when its stream breaks, or after `SILENCE_S` if the stream has been left: nothing grows behind a peer that
-stays silent for ever. What is in flight arrives.
+Each message meets its fate when it is sent: lost, late, doubled, corrupted, or nothing. Then the messages of a stream
+are transferred one after the other, each sharing the links of both peers with other streams. While nothing passes
+between two peers, messages are held back; they leave when the peers reach each other again, and are dropped when the
+stream breaks, or after `SILENCE_S` if it has been left.
 """
 
 from __future__ import annotations
@@ -118,7 +116,6 @@ class Outbox:
         asyncio.get_running_loop().call_later(medium.draw_latency(), end.note_broken, ConnectionResetError, words)
 
     def _spoil(self, message: Any) -> Any:
-        """Return what the other end decodes of a message, if it is to arrive wrong."""
         medium, end = self._medium, self._end
         how = medium.next_corruption(end.me, message)
         if how is None:
@@ -142,14 +139,13 @@ class Outbox:
             self._settle()
 
     def discard_messages(self) -> None:
-        """Forget all messages that are not in flight, for the stream broke; the break itself still has to be told."""
+        """Forget all messages that are not in flight, for the stream broke; the break itself is still sent."""
         breaks = [item for item in (*self._held, *self._waiting) if _is_break(item)]
         self.drop()
         for item in breaks:
             self._take(item)
 
     def drop(self) -> None:
-        """Forget all that is not in flight."""
         if self._transfer is not None:
             self._transfer.cancel()
         items = [*self._held, *([self._moving] if self._moving else []), *self._waiting]

@@ -1,32 +1,25 @@
 """A network in memory and in virtual time: whole messages, lines of any quality, and the same losses as the real one.
 
 A `SimNetwork` is what the peers of a simulation share: a `Medium`, a DHT and the peers. `network.network(peer)` is one
-peer's `PeerNetwork`. Messages pass unserialised (both ends then share their tensors: treat them as read-only), in
-order within a conversation. How long that takes and what can go wrong is in `conditions` and each peer's `Access` (see
-`link_model`, `outbox`). What happens to a peer is said here:
+peer's `PeerNetwork`. Messages pass unserialised: treat their tensors as read-only. What happens to a peer:
 
 - `kill(peer)`: its streams break at the others one latency later, new ones are refused, its records expire by
   themselves. Afterwards `network(peer)` makes a new one, as after a restart;
-- `silence(peer)`: nothing leaves or reaches it, as with a host that lost its power or a process that is stopped.
-  Its partners give it up after `SILENCE_S`; `resume(peer)` delivers what was held back to those that did not;
+- `silence(peer)`: nothing leaves or reaches it. Its partners give it up after `SILENCE_S`; `resume(peer)` delivers what
+  was held back to those that did not;
 - `partition(groups)`: the same between peers of different groups, and each group has a DHT of its own; `heal()`;
 - `corrupt(peer, how)`: its next messages arrive wrong (see `Corruption`).
 
-The beats of a real network are not simulated, but peers behave as if they were sent: a peer that computes for long is
-never given up. There is no flow control: production asks and answers, and never has more than two messages of a
-conversation under way.
-
-Conversations end as `PeerNetwork.talk` says: an orderly end lets the other's handler finish, a break cancels it.
-
-A simulation is the same to the bit each time: nothing here depends on hashes or addresses.
+Beats are not simulated: a peer that computes for long is never given up. There is no flow control, for production never
+has more than two messages of a conversation under way.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from types import TracebackType
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from noloco_node.network.interface import Handler
@@ -47,21 +40,26 @@ class SimPeerNetwork(StreamHost):
 
     @property
     def dialable(self) -> bool:
-        """Whether this peer's line lets others in."""
         return not self._medium.dials_only(self.peer_id)
 
     async def addresses(self) -> tuple[str, ...]:
         """Return no address: in a simulation the id of a peer is enough to reach it."""
         return ()
 
-    def talk(self, peer: str, topic: str, schema: Schema) -> _Talk:
+    @asynccontextmanager
+    async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[StreamEnd]:
         """Open a conversation; ConnectionRefusedError when the peer is gone, silent, only dials, or does not serve
         `topic`, and when the dial is lost.
         """
-        return _Talk(self, peer, topic, schema)
+        end = await self._dial(peer, topic, schema)
+        try:
+            yield end
+        except BaseException:
+            end.abort("this end was left")
+            raise
+        end.end()
 
     async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
-        """Answer conversations about `topic`, one task each."""
         self._served[topic] = (schema, handler)
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
@@ -105,11 +103,9 @@ class SimPeerNetwork(StreamHost):
     # What `SimNetwork` needs.
 
     def sent_bytes(self) -> dict[str, int]:
-        """Return the bytes sent about each topic as `bytes.TOPIC`."""
         return {f"bytes.{topic}": counts.sent_bytes for topic, counts in self._byte_counts.items()}
 
     def kill(self) -> None:
-        """Break everything; see `SimNetwork.kill`."""
         self._alive = False
         for end in [*self.ends, *self.lingering]:
             end.kill()
@@ -118,7 +114,7 @@ class SimPeerNetwork(StreamHost):
 
     # How a conversation begins, and what answers it.
 
-    async def dial(self, peer: str, topic: str, schema: Schema) -> StreamEnd:
+    async def _dial(self, peer: str, topic: str, schema: Schema) -> StreamEnd:
         """Open a conversation and start the other's handler; see `talk` for the errors."""
         medium, loop = self._medium, asyncio.get_running_loop()
         begun_s = loop.time()
@@ -153,7 +149,6 @@ class SimPeerNetwork(StreamHost):
         return other, served
 
     def answer(self, caller: StreamEnd, handler: Handler, schema: Schema) -> None:
-        """Join a conversation that another peer has opened, and start its handler."""
         end = StreamEnd(self._medium, self, caller.me, caller.topic, schema)
         caller.join(end)
         end.join(caller)
@@ -176,27 +171,6 @@ class SimPeerNetwork(StreamHost):
             end.end()
         finally:
             self.answering.pop(end, None)
-
-
-class _Talk:
-    """The context of one conversation; see `interface.PeerNetwork.talk`."""
-
-    __slots__ = ("_end", "_network", "_peer", "_schema", "_topic")
-
-    def __init__(self, network: SimPeerNetwork, peer: str, topic: str, schema: Schema) -> None:
-        self._network, self._peer, self._topic, self._schema = network, peer, topic, schema
-
-    async def __aenter__(self) -> StreamEnd:
-        self._end = await self._network.dial(self._peer, self._topic, self._schema)
-        return self._end
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self._end.end()
-        else:
-            self._end.abort("this end was left")
 
 
 _DEFAULTS = NetworkConditions()
@@ -238,7 +212,6 @@ class SimNetwork(Medium):
         return network
 
     def peer(self, name: str) -> SimPeerNetwork | None:
-        """Return the network of a peer that is alive."""
         return self._peers.get(name)
 
     def open_calls(self, peer: str) -> int:

@@ -1,20 +1,13 @@
 """What a simulation is seen to do: counted as it happens, without the knowledge of the nodes.
 
-Most figures are totals that nodes keep anyway; `figures` reads them at the end. The collector counts the rest: what
-devices wait for, who is suspected and rightly so, and how all of it went over time.
+`figures` reads the totals that nodes keep anyway. The collector counts the rest.
 
-**Waiting.** About once a virtual second the collector looks at every peer, and counts a device that has nothing to do
-under one `Cause`, the first that holds. With the time at work the causes make a whole. Moments are drawn at random and
-times at work are exact, so that only the division of idle time is sampled.
-
-**Suspicions.** The world knows what a node can only guess: a suspicion is true if its peer was gone, silent, cut off,
-could not be dialled or tampered with its messages, then or within `RECENT_S`, since a lost dial takes long.
-
-**Time.** Rows hold running totals, so that leaving out every second one, when there are too many, loses no count. From
-then on the collector writes a row, and looks at the waiting, half as often.
-
-**Lives.** The time of a peer at a stage is added to totals once, when it is over, and its node is released: in a day
-of churn a peer has a dozen sessions, and neither a look at all of them nor their memory may grow with each.
+- Waiting: about once a virtual second it looks at every peer, and counts an idle device under the first `Cause` that
+  holds. Times at work are exact, so only the division of idle time is sampled.
+- Suspicions: one is true if its peer was gone, silent, cut off, could not be dialled or tampered with its messages,
+  then or within `RECENT_S`.
+- Time: rows hold running totals, so leaving out every second one, when there are too many, loses no count.
+- The time of a peer at a stage is added to totals once, when it is over, and its node is released.
 """
 
 from __future__ import annotations
@@ -78,7 +71,6 @@ class StageTime:
 
     @property
     def replica(self) -> Replica | None:
-        """The replica of this session at this stage."""
         return self.session.replica if self.left is None else self.left
 
     @property
@@ -132,7 +124,6 @@ class StageTimes:
         return self._now[peer.name]
 
     def settle(self, now_s: float) -> None:
-        """Add what is over to the totals."""
         for stage_time in list(self.open):
             if stage_time.ended_s is not None and now_s - stage_time.ended_s >= SETTLED_S and stage_time.past:
                 self._settle(stage_time)
@@ -331,7 +322,6 @@ class EventCollector(Watcher):
     # What follows.
 
     def close(self) -> None:
-        """Write the last row; end what has not ended."""
         for stage_time in self.stage_times.open:
             self._end(stage_time)
         self.rows.append(self._row(self.stage_times.microbatches()))
@@ -376,9 +366,7 @@ def waits_for(stage_time: StageTime, over: bool) -> Cause:
     admission, next_stage = replica.admission, replica.next_stage
     if (over and not admission.in_flight) or stage_time.session.leave.is_set():
         return Cause.ENDING
-    if admission.succeeded == admission.window or (
-        replica.config.run.outer.blocking and replica.rounds.statistics()["engaged"]
-    ):
+    if admission.succeeded == admission.window or replica.rounds.holds_training:
         return Cause.GOSSIP
     wait = next_stage.waiting if next_stage is not None else None
     if wait is not None:

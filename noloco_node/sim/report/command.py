@@ -1,8 +1,7 @@
 """What `noloco-node simulate` does: put the scenario together, run it, print and write the results.
 
-Flags override the file; without a file they are the scenario. The command looks at the output directory before the
-simulation begins, so that a wrong one is refused at once, and writes results at the end and whole, so that an
-interrupted simulation leaves nothing half done.
+Flags override the file. The command looks at the output directory before the simulation begins, so that a wrong one is
+refused at once, and writes results whole at the end.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 import torch
@@ -27,12 +26,12 @@ from noloco_node.sim.clock import Deadlock
 from noloco_node.sim.report.collector import EventCollector
 from noloco_node.sim.report.figures import Report, make_report
 from noloco_node.sim.report.text import lines
-from noloco_node.sim.report.watchers import EventTrace, PageWatcher, ProgressBar, trace_file
+from noloco_node.sim.report.watchers import EventTrace, PageWatcher, ProgressBar
 from noloco_node.sim.scenario.faults import Hostile
 from noloco_node.sim.scenario.scenario import Scenario, line_of, load_scenario, problems
 from noloco_node.sim.scenario.setup import SimSetup, base, build_setup
 from noloco_node.sim.world import Stuck, Watcher, World, simulate
-from noloco_node.storage.atomic_file import write_whole
+from noloco_node.storage import atomic_file
 from noloco_node.terminal import Bar
 from noloco_node.web.places import PagePlace
 from noloco_node.web.server import Page, page_in_thread
@@ -60,7 +59,6 @@ class SimulationRequest(NamedTuple):
 
     @property
     def directory(self) -> Path | None:
-        """Where files go; None where none are written."""
         if self.out is not None:
             return self.out.expanduser()
         return DEFAULT_OUT if self.trace or not self.as_json else None
@@ -200,7 +198,6 @@ def _simulate(setting: SimSetup, trace: Path | None, page: Page | None) -> Repor
 
 
 def _plainly(error: BaseException, setting: SimSetup) -> BaseException:
-    """Return what ended a simulation in words, where there are any."""
     for each in leaves(error):
         if isinstance(each, UserError):
             return each
@@ -218,7 +215,6 @@ def _plainly(error: BaseException, setting: SimSetup) -> BaseException:
 
 
 def _look_at(directory: Path) -> None:
-    """Raise `UserError` where a directory could not be made, or written to."""
     there = directory.absolute()
     while not there.exists():
         there = there.parent
@@ -238,7 +234,7 @@ def _write(directory: Path, report: Report) -> None:
     _make(directory)
     for name, content in files.items():
         try:
-            write_whole(directory / name, content, public=True)
+            atomic_file.write_whole(directory / name, content, public=True)
         except UserError as trouble:
             raise _refused(directory / name, trouble.why) from trouble
 
@@ -254,6 +250,18 @@ def _unmake(directory: Path) -> None:
     """Remove a directory that has remained empty."""
     with suppress(OSError):
         directory.rmdir()
+
+
+@contextmanager
+def trace_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file to write, which is at `path` once the block has ended well."""
+    try:
+        with atomic_file.replacing(path) as aside:
+            with aside.open("wb") as file:
+                yield file
+            atomic_file.flush(aside)
+    except OSError as error:
+        raise _refused(path, error.strerror or str(error)) from error
 
 
 def _refused(path: Path, why: str) -> UserError:

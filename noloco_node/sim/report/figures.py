@@ -1,7 +1,7 @@
 """The figures of a simulation: one struct, which is the JSON, and from which the text and the pictures are made.
 
-Everything in it but `real_s` follows from the scenario, to the bit. Shares of time are of the time for which the
-training of a peer lasted: from the start of its process to the end of its last round, or to its crash.
+Everything in it but `real_s` follows from the scenario, to the bit. Shares of time are of the time in which a peer
+trained: from the start of its process to the end of its last round, or to its crash.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ def training_s(rows: Sequence[Row], ended_s: float) -> float:
 
 
 def timeline_of(rows: Sequence[Row], setting: SimSetup) -> tuple[TimelinePoint, ...]:
-    """Cut the rows into pieces of about equal length."""
     stages, every = setting.run.pipeline.stages, range(setting.run.pipeline.stages)
     zero = (0.0,) * stages
     start = Row(0.0, 0, zero, zero, zero, (0,) * stages, 0.0, 0)
@@ -211,7 +210,6 @@ def make_report(world: World, collector: EventCollector) -> Report:
 
 
 def _totals(collector: EventCollector) -> Counter[str]:
-    """Return the replicas' counters, summed over all sessions."""
     totals: Counter[str] = Counter()
     for stage_time in collector.stage_times.all:
         if stage_time.stage is None:
@@ -276,7 +274,6 @@ def _devices(stage_times: Sequence[StageTime]) -> PeerSpread:
 
 
 def _time(work: float, causes: Counter[Cause]) -> dict[str, float]:
-    """Divide the time: what is not work, as the looks found it."""
     looks = sum(causes.values())
     if not looks:
         return {COMPUTING: work, UNSEEN: 1.0 - work}

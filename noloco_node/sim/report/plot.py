@@ -85,7 +85,6 @@ def _heading(report: Report) -> str:
 
 
 def _tick_s(length_s: float) -> float:
-    """Return the distance of ticks on a time axis: one that a clock would have."""
     clock = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 4 * 3600, 12 * 3600)
     return next((each for each in clock if length_s / each <= MOST_TICKS), length_s / MOST_TICKS)
 
@@ -107,7 +106,6 @@ def _draw_speed(panel: Axes, report: Report) -> None:
 
 
 def _draw_stages(panel: Axes, report: Report, rows: Sequence[tuple[float | None, ...]], top: float | None) -> None:
-    """Draw one line a stage; of many stages the lowest, the mean and the highest."""
     labels = []
     for name, colour, values in _curves(len(report.stages), rows):
         points = [(at_s, value) for at_s, value in zip(_middles(report), values, strict=True) if value is not None]
@@ -148,7 +146,6 @@ def _draw_gap(panel: Axes, report: Report) -> None:
 
 
 def _draw_waits(panel: Axes, report: Report) -> None:
-    """Draw the time of each stage as a bar, and name the colours above, in the bars' own order."""
     stages = list(reversed(report.stages))
     left = [0.0] * len(stages)
     shown = [cause for cause in CAUSES if any(stage.time.get(cause, 0.0) > 0.002 for stage in stages)]

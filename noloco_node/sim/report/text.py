@@ -63,7 +63,6 @@ def lines(report: Report) -> list[str]:
 
 
 def heading(report: Report) -> list[str]:
-    """Say what was simulated, and what stood for what."""
     swarm, scenario = report.scenario.swarm, report.scenario
     sizes = size_words(report)
     if not report.parameters:
@@ -114,7 +113,6 @@ def _devices(stages: Sequence[StageReport]) -> list[str]:
 
 
 def _waits(stages: Sequence[StageReport]) -> list[str]:
-    """Return the time by cause; what nobody waited for is left out."""
     shown = [name for name in COLUMNS if any(stage.time.get(name, 0.0) >= 0.0005 for stage in stages)]
     upper = [COLUMNS[name].partition("\n")[0] if "\n" in COLUMNS[name] else "" for name in shown]
     lower = [COLUMNS[name].rpartition("\n")[2] for name in shown]
@@ -182,13 +180,11 @@ def _moves(report: Report) -> list[str]:
 
 
 def _first(happened: Sequence[tuple[float, str]]) -> list[str]:
-    """Return a line for each of the first, and one that counts the rest."""
     text = [f"  {at_s:>8.1f} s   {what}" for at_s, what in happened[:MOST_LISTED]]
     return text + ([f"  and {len(happened) - MOST_LISTED:,} more"] if len(happened) > MOST_LISTED else [])
 
 
 def fault_words(fault: Fault) -> str:
-    """Return a fault in one line."""
     given = {name: value for name, value in msgspec.structs.asdict(fault).items() if value and name != "at_s"}
     groups, lasts = given.pop("groups", ()), given.pop("for_s", None)
     words = [kind_of(fault), str(given.pop("peer", "")), ", ".join("+".join(group) for group in groups)]
@@ -300,7 +296,6 @@ def _pipeline(report: Report, busiest: StageReport, share: float) -> str:
 
 
 def _transfers_s(report: Report) -> float:
-    """Return the seconds that a microbatch is in transfer, there and back, on lines that are otherwise empty."""
     network = report.scenario.network
     mbit = min(network.up_mbit_per_s or math.inf, network.down_mbit_per_s or math.inf)
     sent = max(1, report.network.get("messages.Microbatch", 0))

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 from rich.progress import Progress
 
-from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.observe.journal_observer import JournalObserver
 from noloco_node.observe.peer_history import PeerHistory
@@ -24,27 +20,9 @@ from noloco_node.sim.report.text import fault_words
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.world import Watcher, World
-from noloco_node.storage import atomic_file
 from noloco_node.terminal import DRAW_EVERY_S, Bar
 from noloco_node.units import format_clock
 from noloco_node.web.server import Page
-
-
-@contextmanager
-def trace_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file to write, which is at `path` once the block has ended well; raise `UserError` where it cannot be."""
-    try:
-        with atomic_file.replacing(path) as aside:
-            with aside.open("wb") as file:
-                yield file
-            atomic_file.flush(aside)
-    except OSError as error:
-        raise UserError(
-            f"cannot write {path}",
-            why=error.strerror or str(error),
-            hint="free some space, or give another directory with --out",
-            code=Exit.STORAGE,
-        ) from error
 
 
 class EventTrace(Watcher):
@@ -78,7 +56,6 @@ class ProgressBar(Watcher):
         self._begun_s = self._looked_s = self._printed_s = time.monotonic()
 
     def look(self) -> None:
-        """Say how far it is, if it is time to."""
         now_s = time.monotonic()
         if now_s - self._looked_s < DRAW_EVERY_S:
             return
@@ -131,7 +108,6 @@ class PageWatcher(Watcher):
             self._observer.tell("fault:", fault_words(fault), self._world.now_s)
 
     def look(self) -> None:
-        """Show the swarm, if the last time was long enough ago."""
         now_s = time.monotonic()
         if now_s - self._shown_s >= SHOW_EVERY_S:
             self._shown_s = now_s

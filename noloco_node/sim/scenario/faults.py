@@ -172,7 +172,6 @@ LASTING = Silence | Partition | Storm | Disk
 
 
 def kind_of(fault: Fault) -> str:
-    """Return the kind of a fault as a scenario spells it."""
     return str(fault.__struct_config__.tag)
 
 
@@ -202,7 +201,6 @@ def unfold(faults: Sequence[Fault], peers: Sequence[str], seed: int) -> tuple[Fa
 
 
 def _comings_and_goings(churn: Churn, peer: str, rng: Random) -> Iterator[Fault]:
-    """Yield when one peer goes, by a rate that does not depend on when it went last, and comes back."""
     at_s = churn.at_s + rng.expovariate(churn.per_hour) * HOUR_S
     while at_s < churn.at_s + churn.for_s:
         polite = rng.random() < churn.polite

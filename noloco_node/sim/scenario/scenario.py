@@ -1,4 +1,4 @@
-"""A scenario: which swarm to simulate, on what machines and lines, and what happens to it; its file, read and written.
+"""A scenario: which swarm to simulate, on what machines and lines, and what happens to it; its file.
 
 A scenario may name a run file: model, cut and steps are then those of the run, a pass costs what its operations take
 on a device of `tflops`, and messages weigh what they would; only the arithmetic is that of a quadratic model. Its
@@ -8,7 +8,6 @@ swarm is a small one of quadratic models, and the scenario itself says what pass
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -177,7 +176,6 @@ def decode_scenario(text: str, origin: str) -> Scenario:
 
 
 def _fault(found: object, text: str, origin: str, number: int) -> Fault:
-    """Decode one fault as the kind that it says it is."""
     word = found.get("kind") if isinstance(found, dict) else None
     if not isinstance(found, dict) or word not in faults.KINDS:
         where = line_of(text, f"fault[{number}].kind")
@@ -241,7 +239,6 @@ def _fault_problems(scenario: Scenario) -> Iterator[Problem]:
 
 
 def planned(stages: int, replicas: int) -> list[str]:
-    """Return the names of the planned peers, stage by stage."""
     return [peer_name(stage, replica) for stage in range(stages) for replica in range(replicas)]
 
 
@@ -281,32 +278,3 @@ def _among(lines: list[str], begin: int, path: list[str]) -> str:
             if re.match(rf"\s*{dotted}\s*[=.]", lines[place]):
                 return f", line {place + 1}"
     return ""
-
-
-def scenario_text(scenario: Scenario) -> str:
-    """Return the text of a scenario file; decoding it gives the same scenario."""
-    plain, usual = msgspec.to_builtins(scenario), msgspec.to_builtins(Scenario())
-    lines = list(
-        _pairs({key: value for key, value in plain.items() if not isinstance(value, dict | list | tuple)}, usual)
-    )
-    for section in ("swarm", "network", "devices"):
-        found = list(_pairs(plain[section], usual[section]))
-        lines += ["", f"[{section}]", *found] if found else []
-    for fault in plain["fault"]:
-        lines += ["", "[[fault]]", *_pairs(fault, {})]
-    return "\n".join(lines) + "\n"
-
-
-def _pairs(values: dict[str, Any], usual: dict[str, Any]) -> Iterator[str]:
-    for key, value in values.items():
-        if value is not None and (key not in usual or usual[key] != value):
-            yield f"{key} = {_value(value)}"
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(_pairs(value, {})) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    # A string, number or truth value of JSON is one of TOML.
-    return json.dumps(value)

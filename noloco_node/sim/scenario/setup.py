@@ -11,25 +11,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from msgspec import structs
 
-from gossip.exchange.messages import Piece, Probe, ReplicaState, Weights
+from gossip.exchange.messages import Piece, Probe, Weights
 from gossip.settings import OuterConfig, wire_bytes
 from noloco_node.errors import config_error
-from noloco_node.limits.budget import OwnerLimits
 from noloco_node.machine.interface import Dimensions, StageModel
 from noloco_node.machine.memory import free_of_gpu, usable_bytes
 from noloco_node.planning.bandwidth import (
     PROBE_BYTES,
     SLOWEST_BYTES_PER_S,
     HopBytes,
-    bandwidth_seconds,
     float32_bytes,
     hop_bytes,
     microbatch_bytes,
 )
-from noloco_node.planning.plan import graphs_that_fit, in_flight, mean_steps_per_round, memories
+from noloco_node.planning.plan import graphs_that_fit, mean_steps_per_round, memories
 from noloco_node.planning.throughput import coding_seconds
 from noloco_node.run.config import InnerConfig, ModelConfig, PipelineConfig, RunConfig
-from noloco_node.run.protocols import GOSSIP, STATE
 from noloco_node.run.runfile import load_run, validate
 from noloco_node.sim.hardware.priced_stage import Prices
 from noloco_node.sim.hardware.quadratic_model import SIZE, WIDE, WIDE_CENTRE, QuadraticModel, quadratic_layout
@@ -54,35 +51,27 @@ QUADRATIC_BYTES = {"quadratic": 4 * SIZE, "wide quadratic": 4 * WIDE}
 
 
 class MessageSizes:
-    """The sizes of one simulation's messages. `stage_bytes`: of the weights of each stage, of all alike without a plan.
+    """The sizes of one simulation's messages. `stage_bytes`: of the weights of each stage.
 
     `microbatch_bytes`, `gradient_bytes`: of the two messages of a hop.
     """
 
     def __init__(self, scenario: Scenario, run: RunConfig, plan: ModelLayout | None) -> None:
-        network, codec = scenario.network, run.outer.codec
-        # Of each topic: a set of weights as the codec has it, and a probe of it; a whole state.
-        self._weights: dict[str, int] = {}
-        self._probes: dict[str, int] = {}
-        self._states: dict[str, int] = {}
+        network, codec, stages = scenario.network, run.outer.codec, run.pipeline.stages
         hop = HopBytes(network.microbatch_bytes, network.microbatch_bytes)
-        self.stage_bytes = [network.weights_bytes]
-        self._other_weights = round(network.weights_bytes * wire_bytes(codec, [(2**20,)]) / 2**22)
-        self._other_state = WEIGHT_SETS * network.weights_bytes
+        self.stage_bytes, self._probes = [network.weights_bytes] * stages, [0] * stages
+        self._coded = [round(network.weights_bytes * wire_bytes(codec, [(2**20,)]) / 2**22)] * stages
         if plan is not None:
             hop = hop_bytes(run.pipeline, plan.width)
-            shapes_of_stages = [tuple(shapes.values()) for shapes in plan.shapes]
-            self.stage_bytes = [float32_bytes(shapes) for shapes in shapes_of_stages]
-            for number, (shapes, total) in enumerate(zip(shapes_of_stages, self.stage_bytes, strict=True)):
-                self._weights[f"{GOSSIP}/{number}"] = wire_bytes(codec, shapes)
-                self._probes[f"{GOSSIP}/{number}"] = min(PROBE_BYTES, total)
-                self._states[f"{STATE}/{number}"] = WEIGHT_SETS * total
+            shapes = [tuple(named.values()) for named in plan.shapes]
+            self.stage_bytes = [float32_bytes(each) for each in shapes]
+            self._coded = [wire_bytes(codec, each) for each in shapes]
+            self._probes = [min(PROBE_BYTES, total) for total in self.stage_bytes]
         self.microbatch_bytes, self.gradient_bytes = FRAME_BYTES + hop.down, FRAME_BYTES + hop.back
         self._held_bytes = QUADRATIC_BYTES.get(scenario.swarm.model)
 
     @property
     def largest_state_bytes(self) -> int:
-        """Of the largest stage's whole state."""
         return FRAME_BYTES + WEIGHT_SETS * max(self.stage_bytes)
 
     def size_bytes(self, message: object, topic: str) -> int:
@@ -92,21 +81,19 @@ class MessageSizes:
             case Gradient():
                 return self.gradient_bytes
             case Weights():
-                brought = bool(message.fast) + bool(message.slow)
-                return FRAME_BYTES + brought * self._weights.get(topic, self._other_weights)
+                return FRAME_BYTES + (bool(message.fast) + bool(message.slow)) * self._coded[_stage_of(topic)]
             case Probe():
-                return FRAME_BYTES + (1 + (message.fast is not None)) * self._probes.get(topic, 0)
-            case ReplicaState():
-                return FRAME_BYTES + self._states.get(topic, self._other_state)
+                return FRAME_BYTES + (1 + (message.fast is not None)) * self._probes[_stage_of(topic)]
             case Piece():
                 # A share of a section, which is as large as the weights, or as those that a quadratic model stands for.
-                whole = self._states.get(topic, self._other_state) // WEIGHT_SETS
+                whole = self.stage_bytes[_stage_of(topic)]
                 return FRAME_BYTES + message.data.nbytes * whole // (self._held_bytes or whole)
         return FRAME_BYTES
 
 
-if TYPE_CHECKING:
-    from noloco_node.planning.model_layout import ModelLayout
+def _stage_of(topic: str) -> int:
+    return int(topic.rpartition("/")[2])
+
 
 FOREVER_S = 1e9
 """A deadline that no simulation reaches."""
@@ -114,10 +101,8 @@ MBIT_BYTES = 1e6 / 8
 
 
 class SimSetup(NamedTuple):
-    """A scenario worked out.
+    """A scenario worked out. `prices`: by stage. `build`: makes a stage's arithmetic. `faults`: without churn.
 
-    `prices`: by stage. `build`: makes a stage's arithmetic. `faults`: the
-    scenario's, each churn as the departures and returns that it stands for.
     `microbatch_tokens`: that a microbatch stands for, also where a quadratic model computes.
     """
 
@@ -145,13 +130,13 @@ class SimSetup(NamedTuple):
         return planned(self.run.pipeline.stages, self.run.pipeline.replicas)
 
     def access(self) -> Access:
-        """Return the line of a peer that no fault has touched."""
-        network = self.scenario.network
-        up, down = network.up_mbit_per_s, network.down_mbit_per_s
-        return Access(
-            up_bytes_per_s=math.inf if up is None else up * MBIT_BYTES,
-            down_bytes_per_s=math.inf if down is None else down * MBIT_BYTES,
-        )
+        return _access(self.scenario)
+
+
+def _access(scenario: Scenario) -> Access:
+    network = scenario.network
+    up, down = (rate or math.inf for rate in (network.up_mbit_per_s, network.down_mbit_per_s))
+    return Access(up_bytes_per_s=up * MBIT_BYTES, down_bytes_per_s=down * MBIT_BYTES)
 
 
 def base(transformer: bool, stages: int | None = None) -> RunConfig:
@@ -212,7 +197,7 @@ def build_setup(scenario: Scenario) -> SimSetup:
         else lambda number: QuadraticModel(number, size, centre),
         sizes=sizes,
         faults=faults.unfold(scenario.fault, planned(stages, replicas), scenario.seed),
-        microbatch_tokens=real.pipeline.microbatch_size * real.pipeline.sequence_length,
+        microbatch_tokens=real.pipeline.microbatch_tokens,
         parameters=0 if plan is None else sum(sizes.stage_bytes) // 4,
         slowest_bytes_per_s=SLOWEST_BYTES_PER_S * QUADRATIC_BYTES.get(swarm.model, largest_bytes) / largest_bytes,
         line_s=_line_seconds(scenario, real, plan) if plan is not None and swarm.choose_stages else (),
@@ -220,13 +205,9 @@ def build_setup(scenario: Scenario) -> SimSetup:
 
 
 def _line_seconds(scenario: Scenario, run: RunConfig, plan: ModelLayout) -> tuple[float, ...]:
-    up, down = (
-        None if rate is None else rate * MBIT_BYTES
-        for rate in (scenario.network.up_mbit_per_s, scenario.network.down_mbit_per_s)
-    )
-    limits = OwnerLimits(upload_bytes_per_s=up, download_bytes_per_s=down)
-    stages = range(run.pipeline.stages)
-    return tuple(bandwidth_seconds(microbatch_bytes(run, plan, stage), limits) for stage in stages)
+    line = _access(scenario)
+    moved = [microbatch_bytes(run, plan, stage) for stage in run.pipeline.all_stages]
+    return tuple(max(each.up / line.up_bytes_per_s, each.down / line.down_bytes_per_s) for each in moved)
 
 
 def _run(start: RunConfig, swarm: SwarmConfig, seed: int) -> RunConfig:
@@ -250,9 +231,7 @@ def _run(start: RunConfig, swarm: SwarmConfig, seed: int) -> RunConfig:
 
 
 def _with_shapes_of_bowls(run: RunConfig) -> RunConfig:
-    """Return the run with the activations of a quadratic model, which are one number: other shapes would only cost
-    time.
-    """
+    """Return the run with the activations of a quadratic model, one number: other shapes would only cost time."""
     pipeline = structs.replace(
         run.pipeline, sequence_length=1, microbatch_size=1, codec="float32", subspace=None, boundaries=None
     )
@@ -275,13 +254,13 @@ def _prices(scenario: Scenario, run: RunConfig, plan: ModelLayout | None) -> tup
         return prices
     if devices.tflops is not None:
         per_s = devices.tflops * 1e12
-        tokens = run.pipeline.microbatch_size * run.pipeline.sequence_length
+        tokens = run.pipeline.microbatch_tokens
         coding_s = coding_seconds(run, plan.width, per_s)
         prices = tuple(
             Prices(
                 forward_s=tokens * flops / per_s,
                 step_s=devices.step_s,
-                coding_s=coding_s * ((number > 0) + (number < stages - 1)),
+                coding_s=coding_s * ((number > 0) + (not run.pipeline.is_last(number))),
             )
             for number, flops in enumerate(plan.work)
         )
@@ -298,7 +277,6 @@ def _prices(scenario: Scenario, run: RunConfig, plan: ModelLayout | None) -> tup
                 f"it takes {format_bytes(memory.computing)} at least, and {format_bytes(usable)} may be used",
                 "more stages, or a larger devices.memory_gib",
             )
-        most = in_flight(run.pipeline, last=number == stages - 1)
-        graphs = graphs_that_fit(int(free), memory.computing, memory.graph, most)
+        graphs = graphs_that_fit(int(free), memory.computing, memory.graph, run.pipeline.in_flight(number))
         found.append(prices[number]._replace(graphs=graphs))
     return tuple(found)

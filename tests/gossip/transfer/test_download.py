@@ -50,7 +50,7 @@ from gossip.exchange.messages import (
 )
 from gossip.transfer import donor as donors_side
 from gossip.transfer.assembly import ChunkArrived, DonorLost, DonorSelected, Key, News, StateAssembly
-from gossip.transfer.chunks import Span, cut, digest, gather, tensors_of
+from gossip.transfer.chunks import cut, digest, gather, tensors_of
 from gossip.transfer.donor import ABANDONED_S, HOLD_S, NEWCOMERS, RETRY_S, STREAMS, DonorLimits
 from gossip.transfer.download import (
     FAILURES_AT_MOST,
@@ -78,14 +78,6 @@ def test_a_newcomer_gets_the_whole_state_of_one_donor(meetings: int, optimiser: 
     world = World()
     Giving(world, "donor", whole)
     assert same(run(copy_from(world, ["donor"])), whole)
-
-
-async def test_a_donor_counts_what_it_has_given() -> None:
-    world = World()
-    giving = Giving(world, "donor", WHOLE)
-    await copy_from(world, ["donor"])
-    found = giving.donor.statistics()
-    assert (found["pieces"], found["bytes"]) == (4 * len(SPANS), 4 * sum(span.size_bytes for span in SPANS))
 
 
 async def test_an_export_gets_the_slow_weights_alone() -> None:
@@ -118,7 +110,7 @@ async def test_what_is_copied_is_what_was_frozen_though_the_donor_trains_on() ->
 # Lines that break, and donors that die.
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.sets(st.integers(0, 4 * len(SPANS)), max_size=6))
 @example(set(range(0, 8 * len(SPANS), 2)))
 def test_a_stream_that_breaks_is_dialled_again_and_nothing_is_fetched_twice(broken: set[int]) -> None:
@@ -214,7 +206,10 @@ def dying(world: World, name: str, pieces: int) -> None:
     world.tamper = tamper
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=14, deadline=None)
+@example(4 * len(SPANS) - 1, 6)  # the other streams have ended by then
+@example(4 * len(SPANS) - 2, 6)
+@example(4 * len(SPANS) - STREAMS, 6)
 @given(st.integers(0, 4 * len(SPANS) - 1), st.integers(2, 30))
 def test_when_the_donor_dies_whole_parameters_stay_or_all_is_the_second_ones(pieces: int, round: int) -> None:
     async def main() -> tuple[ReplicaState, list[News]]:
@@ -247,16 +242,6 @@ def test_when_the_donor_dies_whole_parameters_stay_or_all_is_the_second_ones(pie
     # Nobody fetches more than a state and what the first one gave.
     arrived = [each for each in news if isinstance(each, ChunkArrived)]
     assert len(arrived) <= pieces + 4 * len(SPANS)
-
-
-@pytest.mark.parametrize("lacking", range(1, STREAMS + 1))
-async def test_a_donor_that_dies_with_the_last_pieces_leaves_none_out(lacking: int) -> None:
-    """The other streams have ended by then: they had nothing left to take."""
-    world = World()
-    Giving(world, "first", WHOLE)
-    Giving(world, "second", WHOLE)
-    dying(world, "first", 4 * len(SPANS) - lacking)
-    assert same(await copy_from(world, ["first", "second"]), WHOLE)
 
 
 async def test_a_donor_that_lets_its_copy_go_is_asked_for_another() -> None:
@@ -305,24 +290,21 @@ def few_hashes(message: Any) -> Any:
     return replace(message, slow=message.slow[:-1]) if isinstance(message, Manifest) else message
 
 
-@pytest.mark.parametrize("change", [garbled, short, boasting, few_hashes])
+SPOILT = state(3)
+SPOILT.optimiser[0][1, 1] = math.nan
+
+
+@pytest.mark.parametrize("change", [garbled, short, boasting, few_hashes, "not finite"], ids=str)
 def test_a_liar_is_refused_and_the_next_donor_asked(change: Any) -> None:
-    world = World(tamper=sending(change))
-    Giving(world, "liar", state(3))
+    """Also one whose weights are not finite, though their hash is right."""
+    spoilt = change == "not finite"
+    world = World() if spoilt else World(tamper=sending(change))
+    Giving(world, "liar", SPOILT if spoilt else state(3))
     Giving(world, "donor", WHOLE)
     news: list[News] = []
     assert same(run(copy_from(world, ["liar", "donor"], holding(news))), WHOLE)
     (left,) = [each for each in news if isinstance(each, DonorLost)]
     assert left.refused
-
-
-def test_weights_that_are_not_finite_are_refused_though_their_hash_is_right() -> None:
-    spoilt = state(3)
-    spoilt.optimiser[0][1, 1] = math.nan
-    world = World()
-    Giving(world, "liar", spoilt)
-    Giving(world, "donor", WHOLE)
-    assert same(run(copy_from(world, ["liar", "donor"])), WHOLE)
 
 
 @settings(max_examples=10, deadline=None)
@@ -373,21 +355,6 @@ async def test_parameters_that_a_liar_wrote_over_are_settled_no_more() -> None:
     for section in Section:
         for number, tensor in enumerate(tensors_of(found, section)):
             assert any(torch.equal(tensor, tensors_of(state(seed), section)[number]) for seed in (1, 2, 4))
-
-
-async def test_an_objection_keeps_a_donor_from_being_fetched() -> None:
-    world, heard = World(), Listening()
-    world.tamper = heard
-    Giving(world, "outlier", state(3))
-    Giving(world, "donor", WHOLE)
-
-    async def objection(donor: str, manifest: Manifest) -> str | None:
-        return "it is far from the others" if donor == "outlier" else None
-
-    asked = replace(wanted(), objection=objection)
-    found = await download_state(["outlier", "donor"], world.conversing("new"), asked, at_once)
-    assert same(found, WHOLE)
-    assert "outlier" not in heard.pieces
 
 
 NOT_FINITE = (torch.full((40, 256), math.nan), *WHOLE.slow[1:])
@@ -667,23 +634,6 @@ async def test_a_disk_that_gives_nothing_is_told_and_asked_again_later() -> None
     assert same(await copy_from(world, ["donor"]), WHOLE)
     statistics = giving.donor.statistics()
     assert (statistics["refused_by_disk"], statistics["copies"], statistics["held"]) == (1, 1, 1)
-
-
-def test_no_job_hashes_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs: list[int] = []
-    most = 2 * max(span.size_bytes for span in SPANS)
-    monkeypatch.setattr(donors_side, "HASHED_AT_ONCE_BYTES", most)
-
-    async def compute(function: Any, /, *arguments: Any) -> Any:
-        batches = [each for each in arguments if isinstance(each, list) and each and isinstance(each[0], Span)]
-        jobs.extend(sum(span.size_bytes for span in batch) for batch in batches)
-        return await at_once(function, *arguments)
-
-    world = World()
-    Giving(world, "donor", WHOLE).donor._compute = compute
-    assert same(run(copy_from(world, ["donor"])), WHOLE)
-    assert max(jobs) <= most
-    assert sum(jobs) == 4 * sum(span.size_bytes for span in SPANS)
 
 
 async def test_an_old_copy_is_given_to_nobody_and_makes_room() -> None:

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from repository import ROOT
 
-from noloco_node.network.interface import Conversation, PeerNetwork
+from noloco_node.network.interface import Conversation, Handler, PeerNetwork
 from noloco_node.network.schema import MessageSpec, Schema
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Access, Latency, NetworkConditions
-from noloco_node.sim.network.sim_network import SimNetwork
+from noloco_node.sim.network.sim_network import SimNetwork, SimPeerNetwork
 
 LATENCY_S = 0.05
 CONDITIONS = NetworkConditions(latency=Latency(mean_s=LATENCY_S))
@@ -46,6 +46,17 @@ async def ask(network: PeerNetwork, peer: str, topic: str, number: int = 0) -> i
         return answer.number
 
 
+async def pair(
+    conditions: NetworkConditions = CONDITIONS, **served: Handler
+) -> tuple[SimNetwork, SimPeerNetwork, SimPeerNetwork]:
+    """Return a network with the peers a and b, of which b serves these handlers by topic."""
+    hub = SimNetwork(conditions)
+    a, b = hub.network("a"), hub.network("b")
+    for topic, handler in served.items():
+        await b.serve(topic, SCHEMA, handler)
+    return hub, a, b
+
+
 async def records_of(network: PeerNetwork) -> Mapping[str, bytes]:
     """Read the records under "key"."""
     (found,) = await network.read_all(["key"])
@@ -63,9 +74,7 @@ async def test_messages_arrive_in_order_after_the_latency() -> None:
             heard.append(message.number)
             await conversation.send(message)
 
-    hub = SimNetwork(CONDITIONS)
-    a, b = hub.network("a"), hub.network("b")
-    await b.serve("listen", SCHEMA, listen)
+    hub, a, _b = await pair(listen=listen)
     async with a.talk("b", "listen", SCHEMA) as conversation:
         assert conversation.peer == "b"
         begun = now()
@@ -89,9 +98,7 @@ async def test_nothing_can_be_said_after_the_end() -> None:
             except ConnectionResetError as error:
                 errors.append(str(error))
 
-    hub = SimNetwork(CONDITIONS)
-    a, b = hub.network("a"), hub.network("b")
-    await b.serve("listen", SCHEMA, listen)
+    _hub, a, _b = await pair(listen=listen)
     async with a.talk("b", "listen", SCHEMA) as conversation:
         pass
     with pytest.raises(ConnectionResetError, match="over"):
@@ -102,9 +109,7 @@ async def test_nothing_can_be_said_after_the_end() -> None:
 
 @virtual
 async def test_who_cannot_be_reached_refuses() -> None:
-    hub = SimNetwork(CONDITIONS)
-    a, b = hub.network("a"), hub.network("b")
-    await b.serve("echo", SCHEMA, echo)
+    hub, a, _b = await pair(echo=echo)
     for peer, topic, words in (("nobody", "echo", "cannot be reached"), ("b", "nonsense", "run or version")):
         with pytest.raises(ConnectionRefusedError, match=words):
             await ask(a, peer, topic)
@@ -120,9 +125,8 @@ async def test_who_cannot_be_reached_refuses() -> None:
 
 @virtual
 async def test_a_killed_peer_breaks_its_conversations_on_both_sides() -> None:
-    hub, work = SimNetwork(CONDITIONS), Work()
-    a, b = hub.network("a"), hub.network("b")
-    await b.serve("work", SCHEMA, work)
+    work = Work()
+    hub, a, b = await pair(work=work)
     asking = asyncio.create_task(ask(a, "b", "work"))
     await asyncio.sleep(1)
     begun = now()
@@ -137,17 +141,9 @@ async def test_a_killed_peer_breaks_its_conversations_on_both_sides() -> None:
 
 
 @virtual
-async def test_a_silent_peer_is_given_up_and_one_that_resumes_is_not() -> None:
-    hub, work = SimNetwork(CONDITIONS), Work()
-    a, b = hub.network("a"), hub.network("b")
-    await b.serve("work", SCHEMA, work)
-    await b.serve("echo", SCHEMA, echo)
-    async with a.talk("b", "echo", SCHEMA) as conversation:
-        hub.silence("b")
-        await conversation.send(Ask(number=1))
-        await asyncio.sleep(5)
-        hub.resume("b")
-        assert (await conversation.receive()).number == 1
+async def test_a_silent_peer_is_given_up() -> None:
+    work = Work()
+    hub, a, _b = await pair(work=work)
     asking = asyncio.create_task(ask(a, "b", "work"))
     await asyncio.sleep(1)
     hub.silence("b")
@@ -162,9 +158,8 @@ async def test_a_silent_peer_is_given_up_and_one_that_resumes_is_not() -> None:
 @pytest.mark.parametrize(("cancelled", "outcome"), [(True, "cancelled"), (False, "done")])
 @virtual
 async def test_a_cancelled_caller_cancels_the_work_and_a_polite_one_does_not(cancelled: bool, outcome: str) -> None:
-    hub, work = SimNetwork(CONDITIONS), Work(seconds=100)
-    a, b = hub.network("a"), hub.network("b")
-    await b.serve("work", SCHEMA, work)
+    work = Work(seconds=100)
+    hub, a, _b = await pair(work=work)
 
     async def call() -> None:
         async with a.talk("b", "work", SCHEMA) as conversation:
@@ -187,9 +182,7 @@ async def test_a_handler_that_fails_is_reported_and_the_caller_loses() -> None:
     async def fail(conversation: Conversation) -> None:
         raise ValueError("a bug")
 
-    hub = SimNetwork(CONDITIONS)
-    a, b = hub.network("a"), hub.network("b")
-    await b.serve("fail", SCHEMA, fail)
+    hub, a, _b = await pair(fail=fail)
     with pytest.raises(ConnectionResetError, match="ValueError"):
         await ask(a, "b", "fail")
     assert [(peer, str(error)) for peer, error in hub.failures] == [("b", "a bug")]
@@ -197,8 +190,7 @@ async def test_a_handler_that_fails_is_reported_and_the_caller_loses() -> None:
 
 @virtual
 async def test_records_expire_and_the_longer_lived_wins() -> None:
-    hub = SimNetwork(CONDITIONS)
-    a, b = hub.network("a"), hub.network("b")
+    hub, a, b = await pair()
     assert await a.publish("key", "a", b"long", 30.0)
     assert not await a.publish("key", "a", b"short", 10.0)
     assert await b.publish("key", "b", b"other", 5.0)
@@ -242,15 +234,14 @@ async def test_order_holds_under_any_conditions_and_the_late_hold_up_those_behin
     seed: int, shape: str, late: float
 ) -> None:
     conditions = NetworkConditions(latency=Latency(shape=shape, mean_s=0.1, std_s=0.1), late=late)  # type: ignore[arg-type]
-    hub, heard = SimNetwork(conditions, seed=seed), []
-    a, b = hub.network("a"), hub.network("b")
+    heard = []
 
     async def listen(conversation: Conversation) -> None:
         for _ in range(30):
             message = await conversation.receive()
             heard.append((message.number, now()))
 
-    await b.serve("listen", SCHEMA, listen)
+    hub, a, _b = await pair(conditions, seed=seed, listen=listen)
     async with a.talk("b", "listen", SCHEMA) as conversation:
         for number in range(30):
             await conversation.send(Ask(number=number))
@@ -263,15 +254,14 @@ async def test_order_holds_under_any_conditions_and_the_late_hold_up_those_behin
 
 @virtual
 async def test_a_late_message_comes_so_much_later_and_the_next_with_it() -> None:
-    hub, heard = SimNetwork(replace(CONDITIONS, late=1.0, late_s=2.0)), []
-    a, b = hub.network("a"), hub.network("b")
+    heard = []
 
     async def listen(conversation: Conversation) -> None:
         for _ in range(4):
             message = await conversation.receive()
             heard.append((message.number, now()))
 
-    await b.serve("listen", SCHEMA, listen)
+    hub, a, _b = await pair(replace(CONDITIONS, late=1.0, late_s=2.0), listen=listen)
     async with a.talk("b", "listen", SCHEMA) as conversation:
         begun = now()
         await conversation.send(Ask(number=0))
@@ -288,9 +278,8 @@ async def test_a_late_message_comes_so_much_later_and_the_next_with_it() -> None
 
 @virtual
 async def test_a_lost_message_breaks_its_stream_at_both_ends_and_a_lost_dial_refuses() -> None:
-    hub, work = SimNetwork(CONDITIONS), Work()
-    a, b = hub.network("a"), hub.network("b")
-    await b.serve("work", SCHEMA, work)
+    work = Work()
+    hub, a, _b = await pair(work=work)
     began: list[float] = []
 
     async def call() -> None:
@@ -334,14 +323,13 @@ async def test_shares_of_loss_and_doubles_are_as_asked_for() -> None:
 
 @virtual
 async def test_a_doubled_message_comes_twice_in_a_row() -> None:
-    hub, heard = SimNetwork(replace(CONDITIONS, duplicate=1.0)), []
-    a, b = hub.network("a"), hub.network("b")
+    heard = []
 
     async def listen(conversation: Conversation) -> None:
         while True:
             heard.append((await conversation.receive()).number)
 
-    await b.serve("listen", SCHEMA, listen)
+    _hub, a, _b = await pair(replace(CONDITIONS, duplicate=1.0), listen=listen)
     async with a.talk("b", "listen", SCHEMA) as conversation:
         await conversation.send(Ask(number=1))
         await conversation.send(Ask(number=2))
@@ -394,9 +382,7 @@ async def test_a_partition_is_a_silence_between_its_sides_and_each_has_its_own_r
 
 @virtual
 async def test_silences_that_end_in_time_accuse_nobody_however_many() -> None:
-    hub = SimNetwork(CONDITIONS)
-    a, b = hub.network("a"), hub.network("b")
-    await b.serve("echo", SCHEMA, echo)
+    hub, a, _b = await pair(echo=echo)
     async with a.talk("b", "echo", SCHEMA) as conversation:
         for number in range(4):
             hub.silence("b")
@@ -410,9 +396,7 @@ async def test_silences_that_end_in_time_accuse_nobody_however_many() -> None:
 
 @virtual
 async def test_a_dial_into_a_silence_that_has_just_begun_fails_when_others_do() -> None:
-    hub = SimNetwork(CONDITIONS)
-    a, b = hub.network("a"), hub.network("b")
-    await b.serve("echo", SCHEMA, echo)
+    hub, a, _b = await pair(echo=echo)
     dialling = asyncio.create_task(lost(ask(a, "b", "echo")))
     await asyncio.sleep(LATENCY_S)
     hub.silence("b")
@@ -421,13 +405,12 @@ async def test_a_dial_into_a_silence_that_has_just_begun_fails_when_others_do() 
 
 @virtual
 async def test_nothing_grows_behind_a_peer_that_stays_silent() -> None:
-    hub, answered = SimNetwork(CONDITIONS), []
-    a, b = hub.network("a"), hub.network("b")
+    answered = []
 
     async def listen(conversation: Conversation) -> None:
         answered.append(await conversation.receive())
 
-    await b.serve("listen", SCHEMA, listen)
+    hub, a, _b = await pair(listen=listen)
     async with a.talk("b", "listen", SCHEMA) as conversation:
         hub.silence("b")
         for number in range(10):
@@ -444,16 +427,13 @@ async def test_nothing_grows_behind_a_peer_that_stays_silent() -> None:
 
 @virtual
 async def test_a_message_lost_just_before_a_short_silence_breaks_both_ends_all_the_same() -> None:
-    hub = SimNetwork(CONDITIONS)
-    a, b = hub.network("a"), hub.network("b")
-
     async def answer(conversation: Conversation) -> None:
         message = await conversation.receive()
         hub.silence("a")
         hub.conditions = replace(CONDITIONS, loss=1.0)
         await conversation.send(message)
 
-    await b.serve("answer", SCHEMA, answer)
+    hub, a, _b = await pair(answer=answer)
     asking = asyncio.create_task(lost(ask(a, "b", "answer")))
     await asyncio.sleep(3)
     hub.resume("a")
@@ -462,9 +442,7 @@ async def test_a_message_lost_just_before_a_short_silence_breaks_both_ends_all_t
 
 @virtual
 async def test_a_killed_peer_can_start_again_and_what_it_waited_for_is_lost() -> None:
-    hub = SimNetwork(CONDITIONS)
-    a, b = hub.network("a"), hub.network("b")
-    await b.serve("work", SCHEMA, Work())
+    hub, a, b = await pair(work=Work())
     waiting = asyncio.create_task(lost(ask(a, "b", "work")))
     await asyncio.sleep(1)
     hub.kill("a")
@@ -543,8 +521,7 @@ async def test_leaving_in_the_middle_of_a_message_breaks_the_stream(while_sendin
 
 @virtual
 async def test_the_end_of_a_conversation_is_held_back_too_and_a_kill_breaks_it_when_the_silence_is_over() -> None:
-    hub, heard = SimNetwork(CONDITIONS), []
-    a, b = hub.network("a"), hub.network("b")
+    heard = []
 
     async def listen(conversation: Conversation) -> None:
         try:
@@ -556,7 +533,7 @@ async def test_the_end_of_a_conversation_is_held_back_too_and_a_kill_breaks_it_w
         except ConnectionResetError as error:
             heard.append(str(error))
 
-    await b.serve("listen", SCHEMA, listen)
+    hub, a, _b = await pair(listen=listen)
     for killed in (False, True):
         async with a.talk("b", "listen", SCHEMA) as conversation:
             hub.silence("a")

@@ -236,9 +236,9 @@ def fetched() -> Any:
 def write_parts(path: Path) -> None:
     """Write what an export leaves that was interrupted: a finished stage, and a replica of the other one."""
     lying = parts(path)
-    lying.make()
+    lying.path.mkdir(parents=True, exist_ok=True)
     lying.finish(OTHER_STAGE, merged(OTHER_STAGE))
-    lying.keep_replica(fetched())
+    lying.keep(fetched())
 
 
 def parts(path: Path) -> Any:

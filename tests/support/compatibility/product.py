@@ -66,11 +66,9 @@ from noloco_node.run.protocols import gossip_schema, microbatch_schema, state_sc
 from noloco_node.run.runfile import canonical, content_hashes
 from noloco_node.sim.report.collector import EventCollector
 from noloco_node.sim.report.command import SimulationFlags as Flags
-from noloco_node.sim.report.command import complete, put_together
+from noloco_node.sim.report.command import complete, put_together, trace_file
 from noloco_node.sim.report.figures import Report, make_report
 from noloco_node.sim.report.watchers import EventTrace as Trace
-from noloco_node.sim.report.watchers import trace_file
-from noloco_node.sim.scenario.scenario import scenario_text
 from noloco_node.sim.world import Watcher, World, simulate
 from noloco_node.state_sync.download import SNAPSHOT
 from noloco_node.state_sync.replica_mean import LeftOut
@@ -94,6 +92,7 @@ from noloco_node.swarm.run_distribution import RunFileText as Recipe
 from noloco_node.swarm.run_distribution import RunRequest
 from noloco_node.swarm.stage_records import Published, decode_record
 from pipeline.messages import Gradient, Microbatch, Reason, Refused
+from tests.explorer.scenario_file import scenario_text
 from tests.explorer.schedule_generator import draw as drawn_scenario
 
 told = SimpleNamespace(KEY=RELAYS_KEY, record_of=relay_record, listed=relays_of)

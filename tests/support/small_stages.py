@@ -1,0 +1,50 @@
+"""Stages of small decoders, built as a node builds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.decoder_slice import Cut, Subspace
+from pipeline.forward_pass import StageSettings
+from pipeline.inner_step import Inner
+from pipeline.model_config import Prepared, family_config, prepare
+from pipeline.partition import build, cut
+from pipeline.stage import Stage
+
+CPU = torch.device("cpu")
+INNER = Inner(beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.1, clip_norm=1.0)
+VOCABULARY = 61
+LLAMA: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+}
+GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 64}
+
+
+def prepared(family: str, dropout: float = 0.0, **sizes: Any) -> Prepared:
+    """Return the recipe of a family with these `sizes` in place of the usual ones."""
+    return prepare(family_config(family, (GPT2 if family == "gpt2" else LLAMA) | sizes), dropout)
+
+
+def cuts(recipe: Prepared, number: int, subspace: Subspace | None = None) -> list[Cut]:
+    """Return the parts of so many stages."""
+    return [piece._replace(subspace=subspace) for piece in cut(recipe.config, number, None, 16)]
+
+
+def make_stage(recipe: Prepared, piece: Cut, *, codec: str = "float32", seed: int = 3, **choices: Any) -> Stage:
+    """Return a stage; `choices` as in its settings."""
+    settings = StageSettings(CPU, **choices)
+    return Stage(build(recipe, piece, seed), INNER, settings, first=piece.embeds, last=piece.head, codec=codec)
+
+
+def drawn_ids(seed: int, *shape: int) -> Tensor:
+    """Return ids of the vocabulary."""
+    return torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
