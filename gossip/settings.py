@@ -111,8 +111,7 @@ Shape = tuple[int, ...]
 def absolute(form: Format) -> Format:
     """Return the form in which weights travel to somebody who is to take them over, and may be anywhere.
 
-    int4 says where a value is relative to one nearby: with a step that follows the distance, an adopted weight would
-    be noise. The other forms are absolute, and stay.
+    With the step of int4, which follows the distance, an adopted weight would be noise.
     """
     return Format.BFLOAT16 if form.is_modular else form
 

@@ -1,25 +1,21 @@
 """Weights to what travels and back, in the formats of `gossip.settings.Format`.
 
-Both sides of an exchange use what was *received*: otherwise each computes another mean, and a pair that should meet
-drifts apart. So a sender reads its own weights from what it sent, as the partner does, to the bit. A `Reader` decodes
-piece by piece, where values are used; nobody keeps decoded weights.
+Both sides of an exchange use what was *received*: otherwise a pair that should meet drifts apart. So a sender reads
+its own weights from what it sent, as the partner does, to the bit. A `Reader` decodes piece by piece, where values are
+used.
 
 **int8**: the largest magnitude of a block of 256 values becomes code 127; the error is at most half a scale.
 
 **int4** is a modular code with side information (lattice mean estimation, Davies et al. 2021; Moniqua, Lu and De Sa
-2020). Replicas of a stage are near each other, so of k = round(x / step) only k mod 16 travels, and the receiver takes
-the congruent value nearest to its own weight y. It is k * step, to the bit what the sender has, whenever
-|x - y| < 7.5 steps; beyond that the value wraps. Either way it is within 8 steps of y, which bounds a liar. The error
-of an absolute code puts a floor beneath the distance that replicas can reach; that of int4 is a fraction of the
-distance. `swap.common_steps` derives a step per parameter. All arithmetic is float32, where division and remainder by
-16 are exact, so no integer overflows.
+2020). Of k = round(x / step) only k mod 16 travels, and the receiver takes the congruent value nearest to its own
+weight y. It is k * step, to the bit what the sender has, whenever |x - y| < 7.5 steps; beyond that the value wraps.
+Either way it is within 8 steps of y, which bounds a liar. `swap.common_steps` derives a step per parameter. All
+arithmetic is float32, where division and remainder by 16 are exact, so no integer overflows.
 
 **Error feedback.** A residual per parameter (bfloat16) holds what was meant and has not been sent: x + e is encoded,
-then e <- x + e - decoded. So what was sent in all differs from what was meant in all by one bounded residual, and
-nothing is lost for ever. It does not bring replicas nearer to each other than rounding allows: in int8 it leaves those
-that drift by half a step between two rounds where they were, and those that drift by a twentieth 1.6 times as far
-apart. With int4 probe and decode are relative to x + e on both sides. The residual changes only in `Feedback.settle`,
-after an exchange that came to its end.
+then e <- x + e - decoded. So what was sent in all differs from what was meant in all by one bounded residual. With int4
+probe and decode are relative to x + e on both sides. The residual changes only in `Feedback.settle`, after an exchange
+that came to its end.
 
 Weights are float32 on the CPU, one tensor per parameter in the stage's order.
 """
@@ -348,7 +344,6 @@ def _check_steps(form: Format, weights: Tensors, steps: Sequence[float]) -> None
 
 
 def _finite(tensor: Tensor) -> bool:
-    """Say whether all values are finite, without a temporary of the tensor's size."""
     return not tensor.numel() or all(map(math.isfinite, map(float, torch.aminmax(tensor))))
 
 

@@ -19,8 +19,7 @@ When a newcomer catches up, or an export gathers the model, over several streams
     newcomer  StateRequest ->  <- Manifest | Busy       donor
     newcomer  PieceRequest ->  <- Piece | Gone | Busy   donor, as often as the newcomer likes
 
-A refusal is a value; a loss is one of the standard library's `ConnectionError`s (`ConnectionRefusedError`: not
-reachable; `ConnectionAbortedError`: given up as silent or in violation; `ConnectionResetError`: the stream broke).
+A refusal is a value; a loss is one of the standard library's `ConnectionError`s.
 """
 
 from __future__ import annotations
@@ -92,11 +91,10 @@ class Probe:
     """The little that both sides must know before weights travel.
 
     `round`: the sender's; `last_met`: the round in which its weights last met anybody's, -1 where the sender has
-    disowned them (`gossip.rule.outer_step`).
-    `version`: of the sender's slow weights, another one after every outer step.
-    `holds`: the version of the receiver's slow weights that the sender holds, NOTHING if none.
-    `slow`: float32 [k], the slow weights at coordinates that both sides know, with what a lossy codec still owes of
-    them. `fast`: the snapshot likewise, where the codec's step follows from it; None elsewhere.
+    disowned them. `version`: of the sender's slow weights, another one after every outer step. `holds`: the version of
+    the receiver's slow weights that the sender holds, NOTHING if none. `slow`: float32 [k], the slow weights at
+    coordinates that both sides know, with what a lossy codec still owes of them. `fast`: the snapshot likewise, where
+    the codec's step follows from it; None elsewhere.
     `inner_steps`: of the snapshot since its weights last met anybody's; 0 ahead of a round.
     """
 

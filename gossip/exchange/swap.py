@@ -1,9 +1,5 @@
 """An exchange of messages with one partner, what of it can be right, and how much of the partner's weights counts.
 
-**Checks.** Replicas' weights honestly differ, so no hash can compare them. The codec checks count, shapes and types;
-what it decodes must be finite, and its norm within `NORM_RATIO` of ours: replicas of one stage start alike and are
-pulled together, so honest norms are far nearer.
-
 **Probes.** Both sides first send `PROBE` coordinates of their slow weights, which both draw from the run's seed. The
 probes show how far the two are apart. `common_steps` derives the step of int4 from them, the same on both sides:
 
@@ -12,45 +8,33 @@ probes show how far the two are apart. `common_steps` derives the step of int4 f
     step   = MARGIN * radius / 8
 
 - The *largest* distance, not the root mean square: of n draws from any distribution the next exceeds the largest with
-  probability 1 / (n + 1). 5.25 root mean squares, ample for a Gaussian, wrap 3e-3 of distances with a heavy tail
-  (Student t3), and 7e-3 where most rows of the embeddings did not move; the largest distance wraps 2e-4 and 2e-6.
+  probability 1 / (n + 1), while a bound by root mean squares wraps far more of a heavy tail.
 - Each parameter has its own step where at least `FEW` of its probed coordinates moved: distances of a model's
   parameters differ by a factor of four. Other parameters (norms, biases, rare rows) take the largest distance in all.
 - *Moved* coordinates have a distance other than zero: unseen rows of an embedding say nothing of the others. The
   logarithm lengthens the largest of a few to that of many, exactly for an exponential tail.
 
-`research/codec/margins.py` measures `MARGIN`. A wrapped value is within 8 steps of the receiver's own weight. The same
-8 steps bound a liar, and `FAR` bounds the steps.
+A wrapped value is within 8 steps of the receiver's own weight. The same 8 steps bound a liar, and `FAR` the steps.
 
-**Influence.** A partner's distance from our weights is measured in our own pseudo-gradient's norm, and compared with
-the median of what partners showed before. Soon after a step our own norm is near zero and the ratio would diverge: the
-median of our own norms is its floor.
+**Influence.** A partner's distance from our weights is measured in our own pseudo-gradient's norm (at least the median
+of those norms), and compared with the median of what partners showed before, to which each partner has one voice:
 
     distance within CLIP medians       counts whole, to the bit as without a bound
     up to REFUSE medians               counts as far as CLIP medians go: the difference is scaled down
     beyond, or not finite              is implausible: the meeting is lost
     beyond CLIP, as mostly             likewise, unless it is our only partner, which may be faster than we are
 
-- Replicas of a stage began alike, so their weights have a cosine of at least LEAST_ALIKE; the negative of our weights,
-  or noise of their norm, has less. In the first rounds, where weights are hardly longer than a step, no distance shows
-  that.
-- A partner that walks backwards stays within any distance. Its direction shows it: the cosine between what we have
-  learned and where the partner stands, both seen from our slow weights, as a mean over its last meetings. A partner
-  that pulls back counts less, down to LEAST_PULL, unless most others pull back too. It is never refused for it, since
-  an honest partner that lags pulls back as well. The only other replica of a stage counts whole.
-- Each partner has one voice in the median, its own median of late, and so has our guess, TYPICAL: else a liar that came
-  first would be the measure of all. Refused distances have a voice too: if honest distances grow for a reason, the
-  median follows after some meetings. After SELF_DOUBT refusals in a row our guess has no voice, for it may be us who
-  are far. So nobody is shut out for ever. The median is never below TYPICAL: a pair that always meets agrees to the
-  last bit, and any third replica would seem far.
-- A replica that returns with a checkpoint of some rounds ago is far from everybody, by as many rounds, and measures
-  that in its few steps since. Until a partner's weights have counted here, a distance refuses them and blames nobody.
+- A cosine of both weights below LEAST_ALIKE is implausible: replicas of a stage began alike.
+- A partner that pulls back, as a mean over its last meetings, counts less, down to LEAST_PULL, unless most others pull
+  back too, or there is no other. It is never refused for it: an honest partner that lags pulls back as well.
+- After SELF_DOUBT refusals in a row our guess of the median, TYPICAL, has no voice, for it may be us who are far. A
+  replica that returns with a checkpoint of some rounds ago is far from everybody: until a partner's weights have
+  counted here, a distance refuses them and blames nobody.
 - Fewer than LEAST_VALUES weights only have to be finite.
 
 **Handshake.** The asker acknowledges the weights; the asked takes its step and acknowledges; then the asker steps. The
-asked speaks last because the asker's leaving cancels what the asked still does. Only the loss of the last message
-leaves one side stepped and the other not; that is counted, not negotiated. The caller sets one deadline over the whole
-conversation.
+asked speaks last because the asker's leaving cancels what the asked still does. The caller sets one deadline over the
+whole conversation. docs/design/gossip.md has the reasons.
 """
 
 from __future__ import annotations

@@ -1,34 +1,14 @@
-"""When a replica's rounds are due, how many inner steps they take, and which replicas meet: pure decisions.
+"""When a replica's rounds are due, how many inner steps they take, and who meets whom: decisions without effects.
 
-**When.** A round is due H own inner steps after the last opening, met or not. H is settled when a round opens, so that
-an open round knows its end; before the first opening it follows what becomes known of speeds. Over the run H grows
-geometrically: replicas drift apart fast while the learning rate is high. With *dynamic local updates* (Asynchronous
-Local-SGD, arXiv 2401.09135, equation 6) a replica of speed v takes max(1, floor(v / v_max * H)) inner steps, v_max
-being that of the stage's fastest replica, so that all reach their rounds together. Two bounds are ours:
+A round is due H own inner steps after the last opening, met or not; H is settled when a round opens. With *dynamic
+local updates* (Asynchronous Local-SGD, arXiv 2401.09135, equation 6) a replica of speed v takes max(1, floor(v / v_max
+* H)) inner steps, v_max being that of the stage's fastest replica. A speed counts as up to `TOLERANCE` more than
+measured, and v_max as at most `LARGEST_MULTIPLE` times the lower median, for speeds are claims.
 
-- *Measured speeds* of equal machines differ by a few per cent, and a bare floor would cost all but the fastest a step.
-  So a speed counts as up to `TOLERANCE` more than measured, and never as more than v_max.
-- *Speeds are claims*: one replica that claims a thousandfold speed would reduce all others to one step. So v_max is at
-  most `LARGEST_MULTIPLE` times the lower median of the known speeds, and what is no positive, finite number is ignored.
-
-**Round numbers** seed the order of partners. A number follows the last finished round and heals (`heal`): from the
-roster at the opening, from proposals and answers while the round is open. The lower side adopts the higher number,
-within a bound beyond the median of the partners that it has really met, so neither a liar's number nor many names drag
-a replica along. A skipped round is not finished; the next opening catches up with the others' numbers.
-
-**Order.** All pairs of a stage's replicas are ordered by a hash of (seed, round, pair) and matched greedily, so equal
-rosters give equal pairs without a message, and a roster that differs by one replica changes few of them (rendezvous
-hashing of pairs). Of an odd number one sits out, each in turn. Beyond `GREEDY_AT_MOST` replicas the quadratic list
-costs too much; there each replica follows its own preferences, by the same hashes. The hash of a pair is the same for
-both, so preferences cannot form a cycle.
-
-**Young rounds are selective.** If a replica met any partner that happens to be open, replicas of equal speed would fall
-into fixed pairs: their openings keep their distance in time (simulated: 4 or 8 replicas, one single partner each in 60
-rounds). So at its opening a round accepts only its first preference; the others become good enough one by one, all by
-`PICKY_SHARE` of the time to the next opening. Waiting costs nothing, training goes on.
-
-**Answers.** The asked ignores the other's round number (`answer`). When two proposals cross, that of the lower peer id
-goes first: its owner declines the other's, and the other accepts.
+All pairs of a stage's replicas are ordered by a hash of (seed, round, pair) and matched greedily, so equal rosters give
+equal pairs without a message. Beyond `GREEDY_AT_MOST` replicas each follows its own preferences, by the same hashes,
+which cannot form a cycle. A young round accepts only its first preference; otherwise replicas of equal speed would fall
+into fixed pairs. Round numbers heal within a bound that neither a liar nor many names can move (docs/design/gossip.md).
 """
 
 from __future__ import annotations
@@ -90,7 +70,6 @@ class AnswerState:
 
 
 def answer(state: AnswerState, sender: str, proposal: Propose) -> Accept | Decline:
-    """Decide at once whether to meet `sender`."""
     if state.leaving:
         return _declined(state, DeclineReason.LEAVING, state.ready_in_s)
     if state.engaged:
@@ -148,7 +127,6 @@ def _without_idle(replicas: tuple[str, ...], seed: int, round: int) -> tuple[str
 
 @lru_cache(maxsize=2**12)
 def _ticket(salt: str, peer: str) -> int:
-    """Draw a replica's 64-bit number for one purpose."""
     return int.from_bytes(hashlib.sha256(f"{salt}|{peer}".encode()).digest()[:8], "big")
 
 
@@ -159,7 +137,6 @@ def _tickets(salt: str, peers: tuple[str, ...]) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """Return the int64 with the bits of an unsigned number of 64."""
     return number - 2**64 if number >> 63 else number
 
 
@@ -226,7 +203,6 @@ class PartnerView:
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """Their peer ids."""
         candidates = self.candidates()
         if candidates is not self._known:
             self._known, self._peers = candidates, tuple([candidate.peer for candidate in candidates])
@@ -255,7 +231,6 @@ class PartnerQueue:
         return len(self._not_before)
 
     def clear(self) -> None:
-        """Forget everything: a new round."""
         self._not_before.clear()
 
     def next(self, order: Sequence[str], now: float) -> tuple[str | None, float]:
@@ -267,7 +242,6 @@ class PartnerQueue:
         return None, min([self._patience.sleep_s, *(self._not_before[peer] - now for peer in order)])
 
     def declined(self, peer: str, declined: Decline, now: float) -> None:
-        """Learn from a refusal."""
         if declined.reason is DeclineReason.LEAVING:
             self._not_before[peer] = math.inf
         else:
@@ -321,7 +295,6 @@ class RoundSchedule:
 
     @property
     def due(self) -> bool:
-        """Whether the next round is to be opened."""
         return self.inner_steps - self._opened_at >= self.steps
 
     @property
@@ -350,7 +323,6 @@ class RoundSchedule:
         return max(self.finished, median_low((self.finished, *claims.of_partners)))
 
     def open(self, claims: RoundClaims, *, last: bool = False) -> None:
-        """Begin the next round."""
         self._last = last
         following = self.next_round(claims)
         self.healed += following > max(self.round, self.finished + 1)
@@ -365,11 +337,9 @@ class RoundSchedule:
         self.round = healed
 
     def skip(self) -> None:
-        """Count a round without a partner."""
         self.skipped_in_a_row += 1
 
     def finish(self, round: int) -> None:
-        """Count an outer step."""
         self.finished = round
         self.skipped_in_a_row = 0
 

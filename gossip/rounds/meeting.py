@@ -1,13 +1,9 @@
 """A meeting, from the first proposal to a step that waits: partners are asked and answered, weights are exchanged.
 
-**Proposals.** While a round is open, a replica asks possible partners one after the other, in this round's order, as
-soon as each is good enough (`matching`), and answers incoming proposals at once. The first agreement binds both. A
-replica binds itself to nobody while it asks, so no cycle of waiting can form.
-
-**Exchange.** Both sides send probes first. From the probes both derive the same decisions: whose weights count, how
-weights are coded, and whether slow weights need to travel. Usually both count. A side whose weights are too stale
-(`gossip.rule.outer_step`) sends none and adopts its partner's, which travel in an absolute format; the partner takes no
-step and keeps its round open. The acknowledgements of `swap.conclude` end the exchange.
+A replica asks partners one after the other, and binds itself to nobody while it asks, so no cycle of waiting can form.
+Both sides of a meeting send probes first, and derive from them whose weights count, how weights are coded, and whether
+slow weights need to travel. A side whose weights are too stale sends none and adopts its partner's, which travel in an
+absolute format; the partner takes no step and keeps its round open.
 
 A meeting that breaks is a loss: counted, recorded, and the partner is put off for a while. Nothing moves then, and our
 round stays open. The overlapped form exchanges the snapshot that was taken when the round opened. The blocking form
@@ -35,8 +31,7 @@ from gossip.interface import (
 )
 from gossip.rounds.matching import ASKED_AT_MOST, answer
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, Step
-from gossip.rounds.prefetch import SlowWeightPrefetcher
-from gossip.rounds.round_state import Meeting, PendingStep, RoundState, now
+from gossip.rounds.round_state import Meeting, PendingStep, Prefetch, RoundState, now
 from gossip.rule.outer_step import (
     DISOWNED,
     WeightAge,
@@ -60,12 +55,11 @@ class MeetingProtocol:
         self,
         round_state: RoundState,
         optimiser: OuterOptimiser,
-        prefetcher: SlowWeightPrefetcher,
         replica: GossipReplica,
         context: RoundContext,
         apply: Callable[[PendingStep], Awaitable[None]],
     ) -> None:
-        self._round_state, self._optimiser, self._prefetcher = round_state, optimiser, prefetcher
+        self._round_state, self._optimiser = round_state, optimiser
         self._replica, self._context, self._apply = replica, context, apply
         self._blocked_s = 1.0
 
@@ -115,7 +109,7 @@ class MeetingProtocol:
             ):
                 await conversation.send(Propose(round=round_state.schedule.round))
                 reply = await conversation.receive()
-                round_state.note_answer()
+                round_state.asking = None
                 if answers:
                     answers.took(peer, now() - asked_s)
                 if isinstance(reply, Decline):
@@ -135,7 +129,7 @@ class MeetingProtocol:
                 round_state.counts["unanswered"] += 1
                 round_state.queue.put_off(peer, patience.sleep_s, now())
         finally:
-            round_state.note_answer()
+            round_state.asking = None
 
     async def _meet_until(
         self, conversation: Conversation, meeting: Meeting, accepted: Accept | None, deadline: asyncio.Timeout
@@ -202,35 +196,61 @@ class MeetingProtocol:
         )
 
     async def _exchange(self, conversation: Conversation, meeting: Meeting, snapshot: Snapshot, *, asked: bool) -> None:
-        round_state = self._round_state
-        at_most = round_state.settings.staleness_at_most
-        brings = snapshot.inner_steps - round_state.steps_when_met
-        result = await exchange_weights(
-            conversation, snapshot, self._optimiser, self._prefetcher, round_state.weight_age, brings, at_most
+        """Swap probes and weights; nothing moves before both sides have acknowledged them.
+
+        Raises Implausible where the partner's messages cannot be right, another `ConnectionError` where they do not
+        come or our own weights are not finite.
+        """
+        round_state, optimiser = self._round_state, self._optimiser
+        own, brings = round_state.weight_age, snapshot.inner_steps - round_state.steps_when_met
+        mine = Probe(
+            round=own.round,
+            last_met=own.last_met,
+            version=optimiser.version,
+            holds=round_state.prefetch.version_held(conversation.peer),
+            slow=optimiser.slow_probe(),
+            fast=optimiser.fast_probe(snapshot),
+            inner_steps=brings,
         )
+        check_own(mine)
+        theirs = await swap(conversation, mine)
+        check_probe(theirs, mine)
+        exchange = _Exchange(conversation, snapshot, optimiser, mine, theirs)
+        partner = WeightAge(theirs.round, theirs.last_met)
+        own_staleness, their_staleness = (staleness(side, clock(own, partner)) for side in (own, partner))
+        whose = whose_weights_count(own, partner, round_state.settings.staleness_at_most)
+        if whose is WhoseWeights.BOTH:
+            swapped = await _average(exchange, round_state.prefetch)
+        elif whose is WhoseWeights.MINE:
+            swapped = await _lend(exchange)
+        else:
+            swapped = await _adopt(exchange, alike=own.last_met != DISOWNED)
+        adopted = whose is WhoseWeights.THEIRS
+        sent, received = size_bytes(mine, swapped.sent), size_bytes(theirs, swapped.came)
 
         async def commit() -> None:
             if round_state.meeting is not meeting:
                 raise ConnectionAbortedError("the round was given up meanwhile")
-            round_state.counts["spared"] += result.spared
-            if result.step is None:
-                self._note_too_stale(meeting.partner, result)
+            round_state.counts["spared"] += swapped.spared
+            if swapped.step is None:
+                self._note_too_stale(meeting.partner, their_staleness, sent, received)
                 return
-            round_state.counts["clipped"] += result.step.clipped
-            if not result.adopted:
-                self._context.saw(meeting.partner, result.partner_steps, brings)
+            round_state.counts["clipped"] += swapped.step.clipped
+            if not adopted:
+                self._context.saw(meeting.partner, theirs.inner_steps, brings)
             event = OuterStepTaken(
                 round=round_state.schedule.round,
                 seconds=now() - meeting.since_s,
                 partner=meeting.partner,
-                gap=result.gap,
-                staleness_rounds=result.staleness,
-                partner_staleness=result.partner_staleness,
-                adopted=result.adopted,
-                bytes_sent=result.bytes_sent,
-                bytes_received=result.bytes_received,
+                gap=gap(mine.slow, theirs.slow),
+                staleness_rounds=own_staleness,
+                partner_staleness=their_staleness,
+                adopted=adopted,
+                bytes_sent=sent,
+                bytes_received=received,
             )
-            pending = PendingStep(result.step, snapshot.inner_steps, event, result.last_met)
+            last_met = last_met_after(own, partner, adopted=adopted)
+            pending = PendingStep(swapped.step, snapshot.inner_steps, event, last_met)
             if round_state.settings.blocking:
                 round_state.close()
                 round_state.note_met(meeting.partner)
@@ -240,42 +260,21 @@ class MeetingProtocol:
 
         await conclude(conversation, commit, asked=asked)
 
-    def _note_too_stale(self, partner: str, result: ExchangeResult) -> None:
+    def _note_too_stale(self, partner: str, partner_staleness: int, sent: int, received: int) -> None:
         """Go on with our open round: the partner has ended its own with our weights."""
         round_state = self._round_state
         round_state.end_meeting()
-        round_state.counts["too_stale"] += 1
-        round_state.counts["bytes_sent"] += result.bytes_sent
-        round_state.counts["bytes_received"] += result.bytes_received
+        round_state.counts.update({"too_stale": 1, "bytes_sent": sent, "bytes_received": received})
         round_state.note_vain_meeting(partner)
         self._context.record(
             PartnerTooStale(
                 round=round_state.schedule.round,
                 partner=partner,
-                partner_staleness=result.partner_staleness,
-                bytes_sent=result.bytes_sent,
-                bytes_received=result.bytes_received,
+                partner_staleness=partner_staleness,
+                bytes_sent=sent,
+                bytes_received=received,
             )
         )
-
-
-class ExchangeResult(NamedTuple):
-    """The outcome of an exchange. `step`: None where the partner's weights are too stale to count.
-
-    `last_met`: of our weights after the step. `partner_steps`: inner steps that the partner says it brings. `spared`:
-    whether slow weights that had travelled ahead did not have to travel again.
-    """
-
-    step: Step | None
-    gap: float
-    staleness: int
-    partner_staleness: int
-    last_met: int
-    bytes_sent: int
-    bytes_received: int
-    adopted: bool
-    spared: bool
-    partner_steps: int
 
 
 class _Swapped(NamedTuple):
@@ -297,65 +296,13 @@ class _Exchange(NamedTuple):
     theirs: Probe
 
 
-async def exchange_weights(
-    conversation: Conversation,
-    snapshot: Snapshot,
-    optimiser: OuterOptimiser,
-    prefetcher: SlowWeightPrefetcher,
-    own: WeightAge,
-    brings: int,
-    staleness_at_most: int,
-) -> ExchangeResult:
-    """Exchange probes and weights, and return the step; nothing moves yet.
-
-    `own`: the age of our weights; `brings`: inner steps since they last met anybody's. Raises Implausible where the
-    partner's messages cannot be right, another `ConnectionError` where they do not come or our own weights are not
-    finite.
-    """
-    mine = Probe(
-        round=own.round,
-        last_met=own.last_met,
-        version=optimiser.version,
-        holds=prefetcher.version_held(conversation.peer),
-        slow=optimiser.slow_probe(),
-        fast=optimiser.fast_probe(snapshot),
-        inner_steps=brings,
-    )
-    check_own(mine)
-    theirs = await swap(conversation, mine)
-    check_probe(theirs, mine)
-    exchange = _Exchange(conversation, snapshot, optimiser, mine, theirs)
-    partner = WeightAge(theirs.round, theirs.last_met)
-    own_staleness, their_staleness = (staleness(side, clock(own, partner)) for side in (own, partner))
-    whose = whose_weights_count(own, partner, staleness_at_most)
-    if whose is WhoseWeights.BOTH:
-        swapped = await _average(exchange, prefetcher)
-    elif whose is WhoseWeights.MINE:
-        swapped = await _lend(exchange)
-    else:
-        swapped = await _adopt(exchange, alike=own.last_met != DISOWNED)
-    adopted = whose is WhoseWeights.THEIRS
-    return ExchangeResult(
-        step=swapped.step,
-        gap=gap(mine.slow, theirs.slow),
-        staleness=own_staleness,
-        partner_staleness=their_staleness,
-        last_met=last_met_after(own, partner, adopted=adopted),
-        bytes_sent=size_bytes(mine, swapped.sent),
-        bytes_received=size_bytes(theirs, swapped.came),
-        adopted=adopted,
-        spared=swapped.spared,
-        partner_steps=theirs.inner_steps,
-    )
-
-
-async def _average(exchange: _Exchange, prefetcher: SlowWeightPrefetcher) -> _Swapped:
+async def _average(exchange: _Exchange, prefetch: Prefetch) -> _Swapped:
     """Swap weights in the run's codec; both sides use what both decode."""
     conversation, snapshot, optimiser, mine, theirs = exchange
     fast_steps = optimiser.steps(mine.fast, theirs.fast)
     # The steps of slow weights that travel now; ours that have travelled ahead have other steps.
     slow_steps = optimiser.steps(mine.slow, theirs.slow) if optimiser.needs_slow else ()
-    prefetched = prefetcher.of(conversation.peer)
+    prefetched = prefetch.of(conversation.peer)
     given = prefetched if prefetched is not None and theirs.holds == prefetched.version == mine.version else None
 
     fast = await optimiser.encode_fast(snapshot, fast_steps)

@@ -1,19 +1,18 @@
 """The outer step of one replica's slow weights: what it says of its weights, what it hears, and the step in place.
 
 `OuterOptimiser` applies the rule of `gossip.rule.outer_step` to a replica that trains on meanwhile; heavy arithmetic
-runs on the node's thread. What a partner sent is checked and kept as it came. Nothing moves, and the step may still be
-thrown away, until `correct` moves the slow weights and what the codec owes, and adds the correction to the fast ones.
-A caller that may be cancelled wraps it in `to_the_end`.
+runs on the node's thread. Nothing moves, and the step may still be thrown away, until `correct` moves the slow weights
+and what the codec owes, and adds the correction to the fast ones. A caller that may be cancelled wraps it in
+`to_the_end`.
 
-**In place.** `take_step` moves slow weights, momentum, residuals and the snapshot a piece at a time, and decodes what
-both sent anew for each piece: it needs the memory of some pieces, and cannot fail half-way for what a partner has sent.
-The snapshot becomes the correction. Each value goes through the same operations in the same order as in
-`research.theory.pair_step`, and none looks at another value, so the pieces may be of any size.
+`take_step` moves slow weights, momentum, residuals and the snapshot a piece at a time, and decodes what both sent anew
+for each piece: it cannot fail half-way for what a partner has sent. The snapshot becomes the correction. Each value
+goes through the same operations in the same order as in `research.theory.pair_step`, so the pieces may be of any size.
 
 With a lossy codec means and pull are taken over what *both* decode, or a pair that meets would drift apart. But the
 slow weights move from where they really are, and the correction starts at the real snapshot. Where a partner counts in
-part (`influence`), ours count as they are, and nothing is noted as sent: in int4 a partner's probe sets how coarsely
-ours were rounded, and must not do what its weights may not.
+part, ours count as they are, and nothing is noted as sent: in int4 a partner's probe sets how coarsely ours were
+rounded, and must not do what its weights may not.
 """
 
 from __future__ import annotations
@@ -119,7 +118,6 @@ class OuterOptimiser:
         return self._rule.outer.gamma != self._rule.outer.beta
 
     async def snapshot(self, inner_steps: int) -> Snapshot:
-        """Copy the fast weights, in a pause."""
         return Snapshot(_contiguous(await self._replica.snapshot()), inner_steps)
 
     # What we send.
@@ -145,7 +143,6 @@ class OuterOptimiser:
         return shares_by_steps(own_steps, their_steps) if self._weighs else EVEN
 
     async def encode_fast(self, snapshot: Snapshot, steps: tuple[float, ...]) -> Encoded:
-        """Return the snapshot as it travels."""
         return await self._compute(encode, self._codec, snapshot.fast, self._owed.fast.residual, steps)
 
     async def encode_slow(self, steps: tuple[float, ...]) -> Encoded:
@@ -167,7 +164,6 @@ class OuterOptimiser:
         return await self._compute(self._heard, wire, snapshot.fast, self._owed.fast, mine)
 
     async def hear_slow(self, wire: Tensors, mine: Encoded) -> Sides:
-        """Check the partner's slow weights likewise."""
         return await self._compute(self._heard, wire, self.state.slow, self._owed.slow, mine)
 
     def _heard(self, wire: Tensors, own: Tensors, owed: Feedback, mine: Encoded) -> Sides:
@@ -282,7 +278,6 @@ class _Work:
             self.gathered = tuple([torch.zeros_like(slow) for slow in state.slow])
 
     def move(self, number: int, at: slice) -> OuterState:
-        """Move one piece; return its state."""
         slow, momentum, gathered, meetings = self.state
         fast, phi = self._step.snapshot[number].view(-1)[at], slow[number].view(-1)[at]
         before = OuterState((phi,), _part(momentum, number, at), _part(gathered, number, at), meetings)
@@ -367,7 +362,6 @@ class WeightsLock:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
-        """Keep the weights as they are."""
         release = await self.read()
         try:
             yield

@@ -2,20 +2,14 @@
 
 Where gamma differs from beta, the rule needs the partner's slow weights too. They do not move between two rounds, and
 the next partner follows from the seed, so a replica that has ended its round swaps slow weights with it in the
-background. A replica that has not ended its own declines, and asks in turn once it has. If another partner comes after
-all, or slow weights have moved since, they travel in the meeting: there each side says which version it holds.
-
-A swap costs memory for both sides' weights as they travel and, if it was in vain, traffic; never a wait. No peer gets
-our slow weights more than `SWAPS_AT_MOST` times ahead of one round.
+background. If another partner comes after all, or slow weights have moved since, they travel in the meeting: there each
+side says which version it holds. A swap costs memory and, if it was in vain, traffic; never a wait.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from typing import NamedTuple
 
-from gossip.exchange.codec import Sides
 from gossip.exchange.messages import (
     NOTHING,
     Accept,
@@ -31,56 +25,30 @@ from gossip.exchange.swap import check_own, check_probe, size_bytes, swap
 from gossip.interface import Conversation, MeetingLost, RoundContext
 from gossip.rounds.matching import SLACK_S
 from gossip.rounds.outer_optimiser import OuterOptimiser
-from gossip.rounds.round_state import RoundState, now
+from gossip.rounds.round_state import Prefetch, Prefetched, RoundState, now
 
 SWAPS_AT_MOST = 2
 """With one peer, of one version of our slow weights; the second replaces a first that broke or is outdated."""
 
 
-class Prefetched(NamedTuple):
-    """Slow weights that a peer and we have swapped ahead of a round, and of which versions."""
-
-    peer: str
-    version: int
-    """Of ours; both versions change with every outer step."""
-    their_version: int
-    slow: Sides
-
-
 class SlowWeightPrefetcher:
     """One replica's swaps ahead of its rounds: `run` proposes in the background, `answer_one` answers.
 
-    `bytes_sent`, `bytes_received`: of swaps since the last outer step. `swapping`: the peer of the swap under way.
+    `swapping`: the peer of the swap under way.
     """
 
     def __init__(self, round_state: RoundState, optimiser: OuterOptimiser, context: RoundContext) -> None:
         self._round_state, self._optimiser, self._context = round_state, optimiser, context
-        self.bytes_sent = self.bytes_received = 0
         self.swapping: str | None = None
-        self._prefetched: Prefetched | None = None
-        self._begun: Counter[str] = Counter()
-        """By peer, the swaps begun since the last outer step."""
         self._asking: str | None = None
         self._put_off: tuple[str, int, float] | None = None
         """A peer not to ask again, for which version of our slow weights, and until when."""
 
-    def of(self, peer: str) -> Prefetched | None:
-        """Return what was swapped with a peer; at most one peer's copy is held."""
-        return self._prefetched if self._prefetched is not None and self._prefetched.peer == peer else None
-
-    def version_held(self, peer: str) -> int:
-        """Return the version that we hold of a peer's slow weights."""
-        prefetched = self.of(peer)
-        return NOTHING if prefetched is None else prefetched.their_version
-
-    def clear(self) -> None:
-        """Forget all, after an outer step: the versions are others now."""
-        self._prefetched = None
-        self.bytes_sent = self.bytes_received = 0
-        self._begun.clear()
+    @property
+    def _prefetch(self) -> Prefetch:
+        return self._round_state.prefetch  # another one after an outer step
 
     async def run(self) -> None:
-        """Propose a swap to each next partner, until cancelled."""
         round_state = self._round_state
         while self._optimiser.needs_slow:
             peer = self._next_partner()
@@ -119,16 +87,14 @@ class SlowWeightPrefetcher:
         return put_off[2] - now()
 
     def _wants(self, peer: str) -> bool:
-        prefetched = self.of(peer)
-        done = prefetched is not None and prefetched.version == self._optimiser.version
-        return not done and self._begun[peer] < SWAPS_AT_MOST
+        return self._prefetch.of(peer) is None and self._prefetch.begun[peer] < SWAPS_AT_MOST
 
     def _refusal(self, sender: str) -> DeclineReason | None:
         if self._round_state.leaving:
             return DeclineReason.LEAVING
         if self.swapping is not None:
             return DeclineReason.ENGAGED
-        swaps_left = self._optimiser.needs_slow and self._begun[sender] < SWAPS_AT_MOST
+        swaps_left = self._optimiser.needs_slow and self._prefetch.begun[sender] < SWAPS_AT_MOST
         if not swaps_left or self._next_partner() != sender:
             return DeclineReason.NOT_NEXT
         if self._asking is None:
@@ -169,7 +135,7 @@ class SlowWeightPrefetcher:
     async def _swap(self, conversation: Conversation, accepted: Accept | None) -> None:
         """Swap, once agreed. `accepted`: our answer, still to be sent, where we are the asked."""
         self.swapping = conversation.peer
-        self._begun[conversation.peer] += 1
+        self._prefetch.begun[conversation.peer] += 1
         try:
             if accepted is not None:
                 await conversation.send(accepted)
@@ -188,26 +154,26 @@ class SlowWeightPrefetcher:
     async def _swap_once(self, conversation: Conversation, *, asked: bool) -> None:
         optimiser, version = self._optimiser, self._optimiser.version
         # No memory for two copies; and a meeting that begins meanwhile must not use what this swap replaces.
-        self._prefetched = None
+        self._prefetch.held = None
         round, last_met = self._round_state.weight_age
         mine = Probe(
             round=round, last_met=last_met, version=version, holds=NOTHING, slow=optimiser.slow_probe(), fast=None
         )
         check_own(mine)
-        self.bytes_sent += size_bytes(mine)
+        self._prefetch.bytes_sent += size_bytes(mine)
         theirs = await swap(conversation, mine)
         check_probe(theirs, mine)
-        self.bytes_received += size_bytes(theirs)
+        self._prefetch.bytes_received += size_bytes(theirs)
         steps = optimiser.steps(mine.slow, theirs.slow)
         encoded = await optimiser.encode_slow(steps)
         self._must_be(version)
         sent = Weights(fast=(), slow=encoded.coded.wire)
-        self.bytes_sent += size_bytes(sent)
+        self._prefetch.bytes_sent += size_bytes(sent)
         came = await swap(conversation, sent)
-        self.bytes_received += size_bytes(came)
+        self._prefetch.bytes_received += size_bytes(came)
         slow = await optimiser.hear_slow(came.slow, encoded)
         self._must_be(version)
-        self._prefetched = Prefetched(conversation.peer, version, theirs.version, slow)
+        self._prefetch.held = Prefetched(conversation.peer, version, theirs.version, slow)
         self._round_state.counts["sent_ahead"] += 1
         # The asker stays until the asked has all, since its leaving ends the conversation.
         if asked:

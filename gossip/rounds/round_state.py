@@ -1,7 +1,7 @@
 """Where a replica's gossip stands: the phase of its round, its partners, and the step that waits for the next pause.
 
-The parts of a replica's gossip share this object: `Rounds` opens and ends rounds, `MeetingProtocol` meets,
-`SlowWeightPrefetcher` works between rounds. Each transition wakes those that wait for a change, so none is missed.
+`Rounds` opens and ends rounds, `MeetingProtocol` meets, `SlowWeightPrefetcher` works between rounds; all share this
+object. Each transition wakes those that wait for a change, so none is missed.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from gossip.exchange.codec import Sides
+from gossip.exchange.messages import NOTHING
 from gossip.interface import Origin, OuterStepTaken, RoundContext
 from gossip.rounds.matching import SLACK_S, AnswerState, PartnerQueue, PartnerView, RoundClaims, RoundSchedule
 from gossip.rounds.outer_optimiser import Snapshot, Step
@@ -40,6 +42,35 @@ class Meeting:
 
     partner: str
     since_s: float
+
+
+class Prefetched(NamedTuple):
+    """Slow weights that a peer and we have swapped ahead of a round, and of which versions."""
+
+    peer: str
+    version: int
+    """Of ours; both versions change with every outer step."""
+    their_version: int
+    slow: Sides
+
+
+@dataclass(slots=True, eq=False)
+class Prefetch:
+    """The swaps of slow weights since the last outer step: by peer how many have begun, and what they sent in all.
+
+    `held`: of the last peer that has given all.
+    """
+
+    held: Prefetched | None = None
+    begun: Counter[str] = field(default_factory=Counter)
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+    def of(self, peer: str) -> Prefetched | None:
+        return self.held if self.held is not None and self.held.peer == peer else None
+
+    def version_held(self, peer: str) -> int:
+        return NOTHING if (held := self.of(peer)) is None else held.their_version
 
 
 class PendingStep(NamedTuple):
@@ -109,6 +140,7 @@ class RoundState:
         self.leaving = False
         self.asking: str | None = None
         self.last_met, self.steps_when_met = origin.last_met, origin.inner_steps
+        self.prefetch = Prefetch()
         self.met_partners: dict[str, None] = {}
         """The partners of meetings that ended in a step of ours, the latest last."""
         self._vain_meetings: Counter[str] = Counter()
@@ -134,7 +166,6 @@ class RoundState:
 
     @property
     def meeting(self) -> Meeting | None:
-        """The meeting that was agreed and has not ended."""
         return self.phase.meeting if isinstance(self.phase, InMeeting) else None
 
     @property
@@ -144,7 +175,6 @@ class RoundState:
 
     @property
     def weight_age(self) -> WeightAge:
-        """The age of our weights, as we state it in a meeting."""
         return WeightAge(self.schedule.round, self.last_met)
 
     @property
@@ -163,7 +193,6 @@ class RoundState:
 
     @property
     def next_round(self) -> int:
-        """The number that the next round will have, as the roster is now."""
         return self.schedule.next_round(self.claims)
 
     @property
@@ -180,7 +209,6 @@ class RoundState:
         return self.timeouts.exchange_s * (1.0 if self.settings.blocking else 2.0**self._late)
 
     def note_exchange(self, *, late: bool) -> None:
-        """Note that a meeting ran out of time, or that it did not."""
         self._late = min(LATE_AT_MOST, self._late + 1) if late else max(0, self._late - 1)
 
     def answer_state(self, sender: str) -> AnswerState:
@@ -273,6 +301,7 @@ class RoundState:
         A mean with disowned weights is no better than these.
         """
         self.schedule.finish(round)
+        self.prefetch = Prefetch()
         if self.owns or adopted:
             self.last_met = last_met
         self.ring()
@@ -300,13 +329,8 @@ class RoundState:
         self._vain_meetings.clear()
 
     def ask(self, peer: str) -> None:
-        """Note that a proposal is on its way."""
         self.asking = peer
         self.counts["proposals_sent"] += 1
-
-    def note_answer(self) -> None:
-        """Note that no answer is waited for any more."""
-        self.asking = None
 
     def note_vain_meeting(self, partner: str) -> None:
         """Put this partner off, and count the meeting against its bound for this round."""
@@ -342,5 +366,4 @@ class RoundState:
 
 
 def now() -> float:
-    """Return the loop's time in seconds."""
     return asyncio.get_running_loop().time()

@@ -1,25 +1,19 @@
 """One replica's gossip rounds: when a round opens, who is asked, what follows if nobody comes.
 
 Every H own inner steps the replica copies its fast weights (the **snapshot**), *opens* a round, and trains on. A
-background task asks possible partners in this round's order, and incoming proposals are answered at once. The first
-agreement counts: the two exchange snapshots while both train on, each applies the outer rule to the same facts, and the
-correction is added at the next pause between inner steps.
+background task asks possible partners, and incoming proposals are answered at once. The first agreement counts: the two
+exchange snapshots while both train on, each applies the outer rule to the same facts, and the correction is added at
+the next pause between inner steps.
 
-- A snapshot older than `overlap_steps` is retaken while the round stays open, so a correction is late by at most that
-  and the time of the exchange.
 - Without a partner by the time the next round is due, the round is **skipped**: no outer step is taken and the
-  pseudo-gradient keeps growing. Solo steps instead would narrow the stable range of gamma. After `skips_before_solo`
-  skipped rounds in a row comes a **solo round**, the same rule with a mean over one; alone in the roster, at once.
-- The **blocking form** (the paper's) refuses microbatches only when a partner has accepted: both drain what is in
-  flight, take their snapshots, exchange and correct, under one deadline. Refusing them while still waiting for a
-  partner can deadlock across stages: the partner's step may need the very microbatches that are refused.
-- A replica that has met nobody for more than `staleness_at_most` rounds adopts its next partner's weights, and the
-  partner's round stays open (`shares`).
+  pseudo-gradient keeps growing. After `skips_before_solo` skipped rounds in a row comes a **solo round**, the same rule
+  with a mean over one; alone in the roster, at once.
+- The **blocking form** (the paper's) refuses microbatches only when a partner has accepted. Refusing them while still
+  waiting for a partner can deadlock across stages.
 - The last round of a run does not wait for H steps, and without a partner the replica steps alone: work that is in no
   slow weights would be in no export.
 
-`meeting` asks, answers and meets; `prefetch` swaps slow weights between rounds; `round_state` holds what all of them
-share. Weights and snapshots change under one lock, `RoundState.pause`; a replica is drained before the lock is taken.
+Weights and snapshots change under one lock, `RoundState.pause`; a replica is drained before the lock is taken.
 """
 
 from __future__ import annotations
@@ -80,9 +74,10 @@ class Rounds:
             returned=origin.rounds > 0,
         )
         self._prefetcher = SlowWeightPrefetcher(self._round_state, self._optimiser, context)
-        self._meetings = MeetingProtocol(
-            self._round_state, self._optimiser, self._prefetcher, replica, context, self._apply
-        )
+        self._meetings = MeetingProtocol(self._round_state, self._optimiser, replica, context, self._apply)
+        self.weights: WeightsLock = self._optimiser.weights
+        self.met_partners: Collection[str] = self._round_state.met_partners
+        """The latest partners of meetings that ended in a step of ours."""
         self._gathered = origin.inner_steps if origin.gathered else NOT_KNOWN
         """The inner steps that the slow weights hold."""
 
@@ -90,11 +85,6 @@ class Rounds:
     def state(self) -> OuterState:
         """Slow weights and momentum after the last round that was applied; they move with the next one."""
         return self._optimiser.state
-
-    @property
-    def weights(self) -> WeightsLock:
-        """The lock under which weights are moved or read."""
-        return self._optimiser.weights
 
     @property
     def finished(self) -> int:
@@ -106,13 +96,7 @@ class Rounds:
         """The round in which our weights last met anybody's, 0 if in none."""
         return max(0, self._round_state.last_met)
 
-    @property
-    def met_partners(self) -> Collection[str]:
-        """The latest partners of meetings that ended in a step of ours."""
-        return self._round_state.met_partners
-
     def statistics(self) -> dict[str, int | float]:
-        """Return counters since the start, and where the replica is."""
         return self._round_state.statistics()
 
     @property
@@ -290,10 +274,9 @@ class Rounds:
         event = replace(
             event,
             staleness=self._schedule.inner_steps - pending.snapshot_step,
-            bytes_sent=event.bytes_sent + self._prefetcher.bytes_sent,
-            bytes_received=event.bytes_received + self._prefetcher.bytes_received,
+            bytes_sent=event.bytes_sent + self._round_state.prefetch.bytes_sent,
+            bytes_received=event.bytes_received + self._round_state.prefetch.bytes_received,
         )
-        self._prefetcher.clear()
         self._counts["solo" if event.partner is None else "met"] += 1
         self._counts["adopted"] += event.adopted
         self._counts["bytes_sent"] += event.bytes_sent

@@ -1,59 +1,40 @@
 """The outer rule: whose weights count in a meeting, how much, and how a replica's slow weights then move.
 
-**The rule.** With fast weights theta, slow weights phi, outer momentum m, and the mean over the two of a pair:
+With fast weights theta, slow weights phi, outer momentum m, and the mean over the two of a pair (NoLoCo, arXiv
+2506.10911, equations 1 to 3, but for the sign of the beta term, a misprint there):
 
     u = beta (mean(phi) - mean(theta)) + gamma (phi - mean(phi))
     m <- alpha m + u;    phi <- phi - m;    theta <- phi
 
-The first term is the mean pseudo-gradient g = phi - theta, the second pulls the pair together (NoLoCo, arXiv
-2506.10911, equations 1 to 3; the printed equation has the opposite sign on the beta term, a misprint: it would undo the
-inner progress). It is heavy-ball momentum, without the look-ahead of torch's `nesterov=True`, as in the reference.
+The first term is the mean pseudo-gradient, the second pulls the pair together. With gamma = beta the partner's slow
+weights cancel, and only fast weights travel. The replica trains on while it waits for a partner, so theta <- phi
+becomes a correction: new slow weights minus the snapshot that was exchanged, added to the fast weights as they are by
+then.
 
-With gamma = beta the partner's slow weights cancel: u = beta (phi - mean(theta)). Then only fast weights travel.
-
-Among many replicas that pair at random, their disagreement contracts exactly for 0 < gamma < 2 (1 - alpha^2). The paper
-prints another range, which admits diverging choices (alpha 0.9, gamma 0.7).
-
-The replica trains on while it waits for a partner, so theta <- phi becomes a correction: new slow weights minus the
-snapshot that was exchanged, added to the fast weights as they are by then.
-
-**Delayed momentum.** The momentum may move once in a period of N outer steps instead. With a spread c in [0, 1/N], and
-Delta, what a period gathers, zero at its start:
+**Delayed momentum.** The momentum may move once in a period of N own outer steps instead. With a spread c in [0, 1/N],
+and Delta, what a period gathers, zero at its start:
 
     every step of the period:         Delta <- Delta + u
     k-th step of the period, k < N:   phi <- phi - u - c alpha m
     N-th step:                        phi <- phi - u - (1 - (N - 1) c) alpha m;   m <- alpha m + Delta;   Delta <- 0
 
-Gradient and pull act at once; only the momentum is delayed, so that contributions that arrive one by one are not each
-amplified by all before (Asynchronous Local-SGD, arXiv 2401.09135, algorithm 3, for a server). N counts this replica's
-own outer steps; the two of a pair need not be in the same place of their periods. The server divides each contribution
-by N, as N of them are parallel work; here the pair's mean has averaged the parallel work. What a period moves in total
-is its last m, whatever c; with N = 1 it is the rule above to the bit.
-
-**Staleness.** A replica remembers the round in which its weights last met anybody's (`last_met`): 0 for the run's first
-weights. A copy, a checkpoint and adopted weights keep the number. Round numbers heal (`matching.heal`), so a stage has
-them in common; a count of one's own rounds would make a slow replica look stale beside a fast one. In a meeting each
-side says its round and its last_met; then for both
+**Staleness.** `last_met` is the round in which weights last met anybody's: 0 for the run's first ones. A copy, a
+checkpoint and adopted weights keep it. In a meeting each side says its round and its last_met; then for both
 
     clock     = min(round, partner's round)
     staleness = max(0, clock - last_met)            1 where a side has met in the round before
     last_met <- max(last_met, clock)                afterwards
 
-Two that met each other last are equally stale, so neither adopts the other's weights; nor does anybody adopt the run's
-first weights, which are as stale as can be. The clock is the *lower* number, so that no claim makes others stale: a
-partner's huge number counts as our own, which has healed from it by a bound; a low one makes both sides fresh; a huge
-last_met counts as the clock. In return, where two rounds are far apart, the lower side seems fresher than it is.
+The clock is the *lower* number, so that no claim makes others stale. A replica beyond the bound on staleness
+contributes nothing and adopts its partner's weights; two that are both beyond it meet as usual. So does a replica that
+has disowned its weights, because their loss is far above everybody's, until it has adopted a partner's.
 
-A replica beyond the bound on staleness contributes nothing and adopts its partner's weights; two that are both beyond
-it meet as usual. A replica that has disowned its weights, because their loss is far above everybody's, contributes
-nothing until it has adopted a partner's.
-
-**Shares.** With dynamic steps a fast replica comes to a meeting with eleven inner steps, a slow one with two. The plain
-mean halves what the fast one did; (n x + k y) / (n + k) counts each of the n and k inner steps alike. The number of
-steps is a claim, so no side counts more than `MOST` times the other. Both sides compute the same mean to the bit.
+**Shares.** With dynamic steps a fast replica comes to a meeting with eleven inner steps, a slow one with two. The mean
+(n x + k y) / (n + k) counts each of the n and k inner steps alike. The number of steps is a claim, so no side counts
+more than `MOST` times the other. Both sides compute the same mean to the bit.
 
 All tensors are float32 on the CPU, one per parameter in the stage's order. Each value moves by itself, so the rule may
-be applied a piece at a time. `research.theory.pair_step` takes the same step of whole sets, in new tensors.
+be applied a piece at a time. docs/design/outer-rule.md has the reasons.
 """
 
 from __future__ import annotations

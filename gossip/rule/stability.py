@@ -14,27 +14,23 @@ map on (E phi^2, E phi m, E m^2), Delta being zero at its ends. It maps covarian
 radius is below 1 exactly where S = L(S) + I has a solution that is a covariance. With N = 1 that gives
 gamma < 2 (1 - alpha^2) in closed form.
 
-**Out of step.** Skipped rounds and newcomers spread the replicas evenly over the places of the period. Then
-V is one number, the mean of E phi^2 over the places: a loop of positive gain. It dies out exactly where a replica's own
-map is stable and V = 1 as input yields less than 1 as the mean output. This range is the narrower one (alpha 0.9,
-N = 3, c = 0: 0.71 against 1.23), but for a few cases with c = 1/N in which the other is, by less than a thousandth. The
-bound is the smaller of the two.
+**Out of step.** Skipped rounds and newcomers spread the replicas evenly over the places of the period. Then V is one
+number, the mean of E phi^2 over the places: a loop of positive gain. It dies out exactly where a replica's own map is
+stable and V = 1 as input yields less than 1 as the mean output. The bound is the smaller of the two.
 
-**Weighed means** (`shares`). With a partner's share s the pull is g = s gamma, gamma / 2 in the mean of the two
-sides. With N = 1, u = g (phi - psi), E g^2 = q gamma^2 / 4, and V, C, M for E phi^2, E phi m, E m^2:
+**Weighed means.** With a partner's share s the pull is g = s gamma, gamma / 2 in the mean of the two sides. With N = 1,
+u = g (phi - psi), E g^2 = q gamma^2 / 4, and V, C, M for E phi^2, E phi m, E m^2:
 
     M' = alpha^2 M + alpha gamma C + q gamma^2 / 2 V
     C' = alpha C + gamma / 2 V - M'
     V' = V - 2 (alpha C + gamma / 2 V) + M'
 
 They stand still at gamma = 2 (1 - alpha^2) / (q (1 + alpha) - alpha), the bound. It is narrowest where every pair is as
-unequal as shares may be, either side of it by chance, so with q the mean of (2 s)^2 over both. Where the same replicas
-always have the larger share it is wider (alpha = 0: gamma < 2).
+unequal as shares may be, either side of it by chance, so with q the mean of (2 s)^2 over both.
 
-Momentum near 1 with a period can leave islands: stable, unstable, stable again as gamma grows (in step, alpha 0.97 and
-N = 5: unstable from 0.20 to 0.56). The bound is the lowest edge: all that lies below it is stable. It never falls below
-that of N = 1, and never exceeds 2: out of step, what the partner's phi adds, which is independent of one's own, is
-gamma^2 / 4 V alone.
+Momentum near 1 with a period can leave islands: stable, unstable, stable again as gamma grows. The bound is the lowest
+edge: all that lies below it is stable. It never falls below that of N = 1, and never exceeds 2: out of step, what the
+partner's phi adds, which is independent of one's own, is gamma^2 / 4 V alone.
 """
 
 from __future__ import annotations

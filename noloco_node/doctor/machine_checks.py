@@ -97,14 +97,6 @@ class Need(NamedTuple):
     disk: int
 
 
-class Supply(NamedTuple):
-    """Free bytes of main memory, of the GPU (None without one), and of the disk with the home."""
-
-    memory: int | None
-    gpu: int | None
-    disk: int | None
-
-
 def judge_files(limit: int) -> Finding:
     """Judge the number of files and connections that one process may have open."""
     about, says = "open files", f"{limit} allowed a process"
@@ -116,40 +108,29 @@ def judge_files(limit: int) -> Finding:
     return ok(about, says)
 
 
-def judge_memory(supply: Supply, needs: Sequence[Need]) -> Finding:
-    """Judge the free memory, against the stages' needs where they are known."""
-    about, free = "memory", supply.memory
+def judge_memory(free: int | None, needs: Sequence[Need], *, beside_gpu: bool = False) -> Finding:
+    """Judge the free main memory; beside a GPU it keeps the copies that gossip works with."""
     if free is None:
-        return warn(about, "this system does not say how much is free", "look yourself: top, or the task manager")
-    if not needs:
-        return ok(about, f"{format_bytes(free)} free")
-    # With a GPU, main memory keeps the copies that gossip works with.
-    wanted = {need.stage: wanted_bytes(need.memory if supply.gpu is None else need.beside) for need in needs}
-    return _against(about, free, wanted, "close other programs, or ask for a run with more stages")
+        return warn("memory", "this system does not say how much is free", "look yourself: top, or the task manager")
+    wanted = {need.stage: wanted_bytes(need.beside if beside_gpu else need.memory) for need in needs}
+    return _against("memory", free, wanted, "close other programs, or ask for a run with more stages")
 
 
-def judge_gpu(supply: Supply, needs: Sequence[Need]) -> list[Finding]:
-    """Judge the GPU's free memory, if there is one."""
-    if supply.gpu is None:
-        return []
-    if not needs:
-        return [ok("GPU memory", f"{format_bytes(supply.gpu)} free")]
+def judge_gpu(free: int, needs: Sequence[Need]) -> Finding:
+    """Judge the GPU's free memory."""
     wanted = {need.stage: wanted_bytes(need.computing) for need in needs}
-    return [_against("GPU memory", supply.gpu, wanted, "--device cpu, or end what else runs on the GPU")]
+    return _against("GPU memory", free, wanted, "--device cpu, or end what else runs on the GPU")
 
 
-def judge_disk(supply: Supply, needs: Sequence[Need], home: Path) -> Finding:
+def judge_disk(free: int | None, needs: Sequence[Need], home: Path) -> Finding:
     """Judge the free space where the home is."""
-    about, free = "disk", supply.disk
     if free is None:
-        return fail(about, f"{home} cannot be looked at", "give a directory of yours with --home")
-    if not needs:
-        if free < LITTLE_DISK_BYTES:
-            judge = warn if free >= NO_DISK_BYTES else fail
-            return judge(about, f"{format_bytes(free)} free at {home}", "free some space, or give another --home")
-        return ok(about, f"{format_bytes(free)} free at {home}")
-    wanted = {need.stage: DISK_ROOM * need.disk for need in needs}
-    return _against(about, free, wanted, f"free some space at {home}, or give another --home")
+        return fail("disk", f"{home} cannot be looked at", "give a directory of yours with --home")
+    if needs or free >= LITTLE_DISK_BYTES:
+        wanted = {need.stage: DISK_ROOM * need.disk for need in needs}
+        return _against("disk", free, wanted, f"free some space at {home}, or give another --home")
+    judge = warn if free >= NO_DISK_BYTES else fail
+    return judge("disk", f"{format_bytes(free)} free at {home}", "free some space, or give another --home")
 
 
 def disk_bytes(weights: int, kept: int = KEPT) -> int:
@@ -164,7 +145,7 @@ def require_disk(paths: RunPaths, weights: Mapping[int, int], kept: int) -> str 
     that has a checkpoint starts on a full disk, as it would have gone on there.
     """
     needs = [Need(stage, 0, 0, 0, disk_bytes(size, kept)) for stage, size in weights.items()]
-    finding = judge_disk(Supply(None, None, _free_disk(paths.path, [paths])), needs, paths.path)
+    finding = judge_disk(_free_disk(paths.path, [paths]), needs, paths.path)
     if finding.grade is not Grade.BAD:
         return None
     if files(paths.checkpoint):
@@ -181,9 +162,12 @@ def require_disk(paths: RunPaths, weights: Mapping[int, int], kept: int) -> str 
 
 
 def _against(about: str, free: int, wanted: dict[int, float], hint: str) -> Finding:
+    """Compare what is free with what each stage of a run wants, if there is a run."""
+    has = f"{format_bytes(free)} free"
+    if not wanted:
+        return ok(about, has)
     fits = [stage for stage, size in wanted.items() if size <= free]
     least, most = min(wanted.values()), max(wanted.values())
-    has = f"{format_bytes(free)} free"
     if not fits:
         return fail(about, f"{has}, and the smallest stage takes {format_bytes(least)}", hint)
     if len(fits) < len(wanted):
@@ -204,11 +188,13 @@ def capacity(home: Path, device: str, needs: Sequence[Need], run_id: str | None 
     `needs`: of the stages of the run `run_id`, if there is one.
     """
     free_disk = _free_disk(home, [] if run_id is None else HomePaths(home).places_of(run_id))
-    yield judge_disk(Supply(None, None, free_disk), needs, home)
+    yield judge_disk(free_disk, needs, home)
     announce_torch()
     seen, gpu = _device(device)
-    supply = Supply(machine_free_bytes(), gpu, free_disk)
-    yield from (seen, judge_memory(supply, needs), *judge_gpu(supply, needs))
+    yield seen
+    yield judge_memory(machine_free_bytes(), needs, beside_gpu=gpu is not None)
+    if gpu is not None:
+        yield judge_gpu(gpu, needs)
 
 
 def announce_torch() -> None:

@@ -105,11 +105,6 @@ class NodeMetrics:
                 self._rounds.labels("skipped").inc()
             case events.StateChanged():
                 self._note_wait(event.waiting, now)
-            case _:
-                self._take_rest(event)
-
-    def _take_rest(self, event: events.Event) -> None:
-        match event:
             case events.Started():
                 self._stage.set(event.stage)
             case events.Moved():

@@ -11,8 +11,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 from itertools import groupby
-from operator import itemgetter
-from typing import Literal, NamedTuple, Self
+from typing import Literal, Self
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
@@ -217,7 +216,7 @@ def _curve(view: SwarmView, width: int, height: int) -> list[Text]:
     if len(points) < 2:
         return []
     title = Text("loss, nats a token, over the run", style="dim")
-    return [title, *chart([Series(smoothed(points), "cyan")], min(100, width), height)]
+    return [title, *chart(smoothed(points), min(100, width), height)]
 
 
 def _share(share: float, cells: int = 8) -> Text:
@@ -304,13 +303,6 @@ class LiveView:
 # The curve, in braille characters: two by four dots in each cell of a terminal.
 
 
-class Series(NamedTuple):
-    """Points of one colour, with x from 0 to 1."""
-
-    points: Sequence[Point]
-    style: str
-
-
 def smoothed(points: Sequence[Point]) -> list[Point]:
     """Return the mean over a twentieth of the points around each, because losses of small windows are noisy.
 
@@ -325,37 +317,20 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
     return [Point(point.x, mean) for point, mean in zip(points, means.tolist(), strict=True)]
 
 
-def chart(series: Sequence[Series], width: int, height: int) -> list[Text]:
-    """Draw all series into `height` lines of `width` cells, with a logarithmic scale at the left."""
-    finite = [Series([point for point in one.points if 0 < point.value < math.inf], one.style) for one in series]
-    drawn = [one for one in finite if one.points]
+def chart(points: Sequence[Point], width: int, height: int) -> list[Text]:
+    """Draw points with x from 0 to 1 into `height` lines of `width` cells, with a logarithmic scale at the left."""
+    drawn = [point for point in points if 0 < point.value < math.inf]
     if not drawn:
         return [Text() for _ in range(height)]
-    values = [point.value for one in drawn for point in one.points]
-    low, high = min(values), max(values)
+    low, high = min(point.value for point in drawn), max(point.value for point in drawn)
     columns = max(1, width - 8)
     bits = [[0] * columns for _ in range(height)]
-    styles = [[""] * columns for _ in range(height)]
-    for one in drawn:
-        for x, y in _dots(one.points, (2 * columns, 4 * height), (low, high)):
-            bits[y // 4][x // 2] |= DOTS[x % 2][y % 4]
-            styles[y // 4][x // 2] = one.style
-    lines = []
-    for row in range(height):
-        scale = f"{high:6.2f} ┤" if row == 0 else f"{low:6.2f} ┤" if row == height - 1 else "       │"
-        line = Text()
-        line.append(scale, style="dim")
-        for style, run in groupby(zip(styles[row], bits[row], strict=True), key=itemgetter(0)):
-            line.append("".join(chr(0x2800 + cell) if cell else " " for _, cell in run), style=style)
-        lines.append(line)
-    return lines
-
-
-def _dots(points: Sequence[Point], size: tuple[int, int], scale: tuple[float, float]) -> list[tuple[int, int]]:
-    """Return the dots of a line through the points, one for each column that it crosses."""
-    (width, height), (low, high) = size, scale
-    x = (np.clip([point.x for point in points], 0, 1) * (width - 1)).astype(int)
-    depth = 1 - np.log([point.value / low for point in points]) / max(math.log(high / low), 1e-6)
-    columns = np.arange(x[0], x[-1] + 1)
-    rows = np.interp(columns, x, depth * (height - 1)).round().astype(int)
-    return list(zip(columns.tolist(), rows.tolist(), strict=True))
+    x = (np.clip([point.x for point in drawn], 0, 1) * (2 * columns - 1)).astype(int)
+    depth = 1 - np.log([point.value / low for point in drawn]) / max(math.log(high / low), 1e-6)
+    across = np.arange(x[0], x[-1] + 1)
+    down = np.interp(across, x, depth * (4 * height - 1)).round().astype(int)
+    for column, row in zip(across.tolist(), down.tolist(), strict=True):
+        bits[row // 4][column // 2] |= DOTS[column % 2][row % 4]
+    scales = [f"{high:6.2f} ┤", *["       │"] * (height - 2), f"{low:6.2f} ┤"]
+    curve = ("".join(chr(0x2800 + cell) if cell else " " for cell in row) for row in bits)
+    return [Text.assemble((scale, "dim"), (cells, "cyan")) for scale, cells in zip(scales, curve, strict=True)]

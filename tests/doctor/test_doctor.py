@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from noloco_node.admission.ticket import peer_of_file
 from noloco_node.cli.main import app
 from noloco_node.doctor import command, machine_checks
-from noloco_node.doctor.machine_checks import Finding, Grade, Need, Supply, exit_code, line, verdict
+from noloco_node.doctor.machine_checks import Finding, Grade, Need, exit_code, line, verdict
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import reachability
 from noloco_node.libp2p.settings import NetworkSettings
@@ -64,9 +64,9 @@ def test_more_of_anything_is_never_worse(needs: list[Need], one: int, other: int
     less, more = sorted((one, other))
     home = Path("home")
     for judge in (
-        lambda free: machine_checks.judge_memory(Supply(free, None, None), needs),
-        lambda free: machine_checks.judge_gpu(Supply(None, free, None), needs)[0],
-        lambda free: machine_checks.judge_disk(Supply(None, None, free), needs, home),
+        lambda free: machine_checks.judge_memory(free, needs),
+        lambda free: machine_checks.judge_gpu(free, needs),
+        lambda free: machine_checks.judge_disk(free, needs, home),
         lambda free: machine_checks.judge_files(free),
     ):
         assert WORSE.index(judge(more).grade) <= WORSE.index(judge(less).grade)
@@ -74,7 +74,7 @@ def test_more_of_anything_is_never_worse(needs: list[Need], one: int, other: int
 
 @given(NEEDS, BYTES)
 def test_memory_prevents_joining_exactly_if_no_stage_fits(needs: list[Need], free: int) -> None:
-    found = machine_checks.judge_memory(Supply(free, None, None), needs)
+    found = machine_checks.judge_memory(free, needs)
     fits = [need.stage for need in needs if wanted_bytes(need.memory) <= free]
     assert (found.grade is Grade.BAD) == bool(needs and not fits)
     assert (found.grade is Grade.DOUBTFUL) == (0 < len(fits) < len(needs))
@@ -83,8 +83,7 @@ def test_memory_prevents_joining_exactly_if_no_stage_fits(needs: list[Need], fre
 
 
 def test_what_nobody_can_measure_is_said_and_not_guessed() -> None:
-    assert machine_checks.judge_memory(Supply(None, None, None), []).grade is Grade.DOUBTFUL
-    assert machine_checks.judge_gpu(Supply(1, None, 1), []) == []
+    assert machine_checks.judge_memory(None, []).grade is Grade.DOUBTFUL
 
 
 def test_join_refuses_the_disk_that_the_doctor_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +118,7 @@ def test_join_refuses_the_disk_that_the_doctor_refuses(tmp_path: Path, monkeypat
     ("free", "grade"), [(None, Grade.BAD), (0, Grade.BAD), (10**8, Grade.DOUBTFUL), (10**11, Grade.GOOD)]
 )
 def test_a_full_disk_prevents_joining_whatever_the_run_needs(free: int | None, grade: Grade) -> None:
-    assert machine_checks.judge_disk(Supply(None, None, free), [], Path("x")).grade is grade
+    assert machine_checks.judge_disk(free, [], Path("x")).grade is grade
 
 
 @pytest.mark.parametrize(

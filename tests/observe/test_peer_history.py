@@ -11,7 +11,7 @@ from sample_events import history, inner, started
 
 from noloco_node.journal import events
 from noloco_node.observe.peer_history import Point, over_tokens
-from noloco_node.observe.screen import Series, chart, smoothed
+from noloco_node.observe.screen import chart, smoothed
 from noloco_node.observe.swarm_view import Thinned
 
 
@@ -60,7 +60,7 @@ def test_smoothing_stays_within_what_it_smooths(values: list[float]) -> None:
 
 def test_a_falling_curve_falls_from_corner_to_corner() -> None:
     points = [Point(number / 99, 6.0 * 0.97**number) for number in range(100)]
-    drawn = [line.plain for line in chart([Series(points, "red")], width=40, height=6)]
+    drawn = [line.plain for line in chart(points, width=40, height=6)]
     assert all(len(line) == 40 for line in drawn)
     assert drawn[0].startswith("  6.00 ┤")
     assert drawn[0][8] != " "

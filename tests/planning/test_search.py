@@ -16,7 +16,7 @@ from msgspec import structs
 from typer.testing import CliRunner
 
 from noloco_node.cli.main import app
-from noloco_node.doctor.machine_checks import Grade, Need, Supply, judge_gpu, judge_memory
+from noloco_node.doctor.machine_checks import Grade, Need, judge_gpu, judge_memory
 from noloco_node.errors import Exit, UserError
 from noloco_node.machine.memory import free_of_gpu
 from noloco_node.planning import search
@@ -218,9 +218,8 @@ def test_doctor_finds_what_is_planned_for_a_gpu_good_on_that_gpu(size: int) -> N
         Need(number, memory.total, memory.computing, memory.total - memory.computing, 0)
         for number, memory in enumerate(found.needs)
     ]
-    supply = Supply(int(machines.ram_bytes), int(free_of_gpu(size)), None)
-    grades = [judge_memory(supply, needs).grade, *(each.grade for each in judge_gpu(supply, needs))]
-    assert grades == [Grade.GOOD, Grade.GOOD]
+    assert judge_memory(int(machines.ram_bytes), needs, beside_gpu=True).grade is Grade.GOOD
+    assert judge_gpu(int(free_of_gpu(size)), needs).grade is Grade.GOOD
 
 
 def test_fewer_machines_than_a_run_plans_get_a_plan_of_their_own_and_no_forecast(tmp_path: Path) -> None:

@@ -36,13 +36,6 @@ def test_rounding_stochastically_doubles_the_mean_square_of_the_error_back() -> 
     assert stochastic / back == pytest.approx(sqrt(2), rel=0.03)
 
 
-@pytest.mark.parametrize("name", ["4/4h", "4/4n", "4/4d", "4/4k", "4/4b64"])
-def test_letters_change_what_they_say_and_keep_errors_small(name: str) -> None:
-    found = errors(name)
-    assert found != errors("4/4")
-    assert max(found) < 0.15
-
-
 def test_an_arm_that_is_none_is_refused() -> None:
     with pytest.raises(SystemExit, match="no arm is called"):
         arm_of("5/3z", WIDTH)

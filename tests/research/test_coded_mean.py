@@ -9,14 +9,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gossip.rounds.matching import dynamic_steps
-from noloco_node.data.blocks import open_blocks
 from research.laboratory.experiments.cell import Cell
 from research.laboratory.experiments.choices import lacks
-from research.laboratory.experiments.grid import Grid, at
+from research.laboratory.experiments.grid import at
 from research.laboratory.experiments.hardware_model import all_reduce
 from research.laboratory.experiments.rivals import heads, rivals, trials
 from research.laboratory.experiments.sizes import OURS
-from research.laboratory.experiments.task import source
 from research.laboratory.methods.coded_mean import BLOCK, CodedMean, rounded
 from research.laboratory.methods.replicas import Model, mean_of
 
@@ -58,13 +56,6 @@ def test_a_value_is_off_by_half_a_step_of_its_block(seed: int, bits: int, size: 
     assert not rounded(torch.zeros(size), bits).any()
 
 
-def test_equal_weights_are_no_weights() -> None:
-    brought, exact = models(1, 3), replace(CENTRAL, codec="float32")
-    plain = CodedMean(brought[0], exact).of(brought)
-    torch.testing.assert_close(plain[0][0], CodedMean(brought[0], exact).of(brought, [5, 5, 5])[0][0])
-    torch.testing.assert_close(plain[0][0], torch.stack([model[0][0] for model in brought]).mean(0))
-
-
 def test_a_weight_counts_a_model_as_often() -> None:
     one, other = models(2, 2)
     weighed, repeated = mean_of([one, other], [1, 3]), mean_of([one, other, other, other])
@@ -99,20 +90,6 @@ class TestRivals:
         for recipe in reported:
             assert replace(recipe.cell, text="library", replicas=8) == grid.recipe(recipe.family).cell
 
-    def test_every_family_has_the_same_budget(self) -> None:
-        grid = rivals()
-        assert len({len(grid.tuning(family)) for family in grid.families()}) == 1
-
-    def test_the_second_text_is_another_one_and_is_there(self) -> None:
-        drawn = []
-        for text in ("library", "torch"):
-            blocks = open_blocks(source(text), 64, 0, "", "validation")  # type: ignore[arg-type]
-            drawn.append(blocks.next_batch(32))
-            blocks.close()
-        assert drawn[0].shape == drawn[1].shape == (32, 65)
-        rows = [{tuple(row) for row in one.tolist()} for one in drawn]
-        assert not rows[0] & rows[1]
-
 
 @pytest.mark.parametrize("name", ["mean", "diloco", "gossip_weighed"])
 def test_each_trains_on_both_texts(name: str) -> None:
@@ -129,24 +106,6 @@ def test_each_trains_on_both_texts(name: str) -> None:
     taken = [steps / result.steps_taken[0] for steps in result.steps_taken]
     assert taken == pytest.approx(shares, abs=0.25)
     assert sorted(taken, reverse=True) == taken
-
-
-def test_late_corrections_of_pairs_arrive_and_nobody_waits_for_them() -> None:
-    from research.laboratory.running import trial
-
-    late = at(replace(heads()["pairs_late"][0], replicas=4, steps=12), 1e-2, 1)
-    one, other = (trial.run(replace(late, overlap=steps)) for steps in (late.overlap, 0))
-    assert one.steps_taken == other.steps_taken
-    assert one.rounds == other.rounds
-    assert one.virtual_s < other.virtual_s
-    assert one.merged != other.merged
-    assert one.merged == pytest.approx(other.merged, abs=0.3)
-
-
-def test_a_grid_may_begin_at_a_later_seed() -> None:
-    grid: Grid = rivals()
-    assert [cell.seed for cell in grid.tuning("mean")] == [0]
-    assert list(grid.seeds_of(grid.recipe("mean"))) == [1, 2, 3]
 
 
 def test_a_cell_of_the_full_scale_keeps_its_name() -> None:

@@ -18,26 +18,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from repository import ROOT
-from rich.console import Console
 
 from noloco_node.data.blocks import SMALLEST_PIECE_BYTES
 from noloco_node.data.file_documents import pieces_of, stdlib_files
 from research.laboratory import papers
 from research.laboratory.experiments.cell import ADDED_LATER, Cell, Point, Result, Rule
 from research.laboratory.experiments.choices import lacks
-from research.laboratory.experiments.full_scale import ORDER, TRIED
 from research.laboratory.experiments.grid import RATES, Grid, Recipe, Run, at
-from research.laboratory.experiments.hardware_model import merge_bytes
-from research.laboratory.experiments.recipes import SMALL_RATES, everything, headline_runs, small, smoke
+from research.laboratory.experiments.recipes import SMALL_RATES, everything, small, smoke
 from research.laboratory.experiments.sensitivity import sensitivity
 from research.laboratory.experiments.task import shard
-from research.laboratory.output.headline import CONDITIONS, closed, headline
-from research.laboratory.output.table import NO_WORSE, aligned, compared, judged
-from research.laboratory.output.tables import by_tokens, every_table, foot, tuning, variants
-from research.laboratory.running.progress import Board
-from research.laboratory.running.results import Figure, Measured, correlation, figure, pearson, seconds_to
+from research.laboratory.output.table import NO_WORSE, compared, judged
+from research.laboratory.output.tables import every_table, tuning
+from research.laboratory.running.results import Figure, Measured, figure, seconds_to
 from research.laboratory.running.runner import Tell, survey, trial
-from research.laboratory.running.store import SOURCES, Store, code, decode, encode
+from research.laboratory.running.store import SOURCES, Store, decode, encode
 
 LEVELS = {
     "parallel": 1.5,
@@ -49,20 +44,6 @@ LEVELS = {
     "shards": 1.8,
 }
 
-KEPT = re.findall(
-    "[0-9a-f]{16}",
-    """
-    0a6c48ad73ba5a44 0e21056cf0086061 0f18fa258766e8f4 137bb2f23927c6e9 170590b45df1df56 231e81c737a1e12c
-    2c8f4c6450fe3b4e 2f1e43705f2e6f0f 2f8e34fd2adb399e 30e5e3c1869c3bf5 3aa70be6311e64be 4054eca1ef1f8e9d
-    5a0b6d066abf6045 5bbb1b5746de62d0 5f62949475a84b2d 66003a9098a89507 66abc10f4fdddef1 6a980df487635d6c
-    71b9e066c5076251 721d7791e1d4aec5 73f6833c9cbcea09 7985c8a17a66c42b 83c570183561f67d 8f2167b1bca8fbea
-    9618952684fc9a15 984d22cda4f6a1ad 998c40c58e081710 9e31a20c91e03b0a a40c5bc02157f173 a6e9a9d9e69d2e05
-    ad2b295ee203ae1c b2e3c5072e4ba4f0 b75bd89ff2ea9fd1 ba7440f27f21cf11 bbb48c58c796cd60 c5f224bdbed8f9bc
-    cc231a7701d04691 cdb99d8afea0f5d2 dd0fc4623aa08fb5 ea046611c575e134 ecd6779398dab41c edbec7bd3a2d37de
-    ff3eab9e9f6db4b1
-""",
-)
-"""Digests of the results that were kept before a cell had all of its fields."""
 
 cells = st.builds(
     Cell,
@@ -117,13 +98,6 @@ def filled(grid: Grid, path: Path) -> Store:
     return store
 
 
-def without_equals() -> Grid:
-    """The survey without the means over all that were given every choice of gossip."""
-    grid = everything()
-    equals = re.compile("(torch_)?(mean|diloco|pairs)_equal")
-    return grid.only([recipe.name for recipe in grid.recipes if not equals.match(recipe.name)])
-
-
 def ours() -> Cell:
     return everything().recipe("ours").cell
 
@@ -160,30 +134,6 @@ class TestStore:
         torn.add(outcome(some[-1]))
         assert len(Store(path, warnings.append)) == len(some)
 
-    def test_the_later_of_two_lines_counts(self, tmp_path: Path) -> None:
-        cell = at(everything().recipe("noloco").cell, 1e-2, 0)
-        store = Store(tmp_path / "r.jsonl")
-        for merged in (2.0, 1.0):
-            store.add(outcome(cell, merged))
-        again = Store(store.path, heard).get(cell)
-        assert again is not None
-        assert again.merged == 1.0
-
-    def test_a_result_says_by_which_code_it_was_made(self, tmp_path: Path) -> None:
-        grid = smoke()
-        one, two, three = (run.cell for run in grid.due(Store(tmp_path / "none.jsonl"))[:3])
-        old = tmp_path / "r.jsonl"
-        old.write_bytes(encode(outcome(one)))
-        assert foot(Measured(grid, Store(old))) == ""
-        store = Store(old)
-        store.add(outcome(two))
-        store.add(msgspec.structs.replace(outcome(three), code="elsewhere"))
-        kept = {result.cell: result.code for result in Store(old, heard)}
-        assert kept == {one: "", two: code(), three: "elsewhere"}
-        said = foot(Measured(grid, Store(old)))
-        assert all(f"1 of {which}" in said for which in ("unknown", code(), "elsewhere"))
-        assert "3 states of the code" in said
-
     def test_every_source_that_is_asked_for_is_there(self) -> None:
         found = {pattern: list(ROOT.glob(pattern)) for pattern in SOURCES}
         assert [pattern for pattern, paths in found.items() if not paths] == []
@@ -204,26 +154,8 @@ class TestCell:
         changed = [msgspec.structs.replace(cell, **{name: value}) for name, value in others.items()]
         assert len({digest, cell.key, *(one.key for one in changed)}) == 1 + len(others)
 
-    def test_results_that_were_kept_keep_their_names(self) -> None:
-        path = ROOT / "research" / "laboratory.jsonl"
-        if not path.exists():
-            pytest.skip("no record is kept")
-        names = {result.cell.key for result in Store(path)}
-        assert len(KEPT) == 43
-        assert set(KEPT) - names == set()
-
 
 class TestGrid:
-    @pytest.mark.parametrize("grid", [everything(), small(), smoke()])
-    def test_names_are_unique_and_families_have_a_head(self, grid: Grid) -> None:
-        names = [recipe.name for recipe in grid.recipes]
-        assert len(set(names)) == len(names)
-        if grid.rates is None:
-            assert set(grid.families()) <= set(names)
-            assert grid.recipe("independent").tuned_by == "single"
-        else:
-            assert set(grid.families()) <= set(SMALL_RATES)
-
     def test_the_rates_of_the_small_survey_are_those_of_the_record(self) -> None:
         path = ROOT / "research" / "laboratory.jsonl"
         if not path.exists():
@@ -238,38 +170,6 @@ class TestGrid:
         store = filled(grid, tmp_path / "r.jsonl")
         assert (len(store), sum(result.cell.budget for result in store)) == grid.extent() == grid.done(store)
 
-    def test_every_family_has_the_same_budget_of_tuning_and_its_best_rate_is_taken(self, tmp_path: Path) -> None:
-        grid = everything()
-        store = Store(tmp_path / "r.jsonl")
-        for number, family in enumerate(grid.families()):
-            tuned = grid.tuning(family)
-            rates = [cell.learning_rate for cell in tuned]
-            assert rates == list(TRIED if family in ("mean_equal", "diloco_equal") else RATES)
-            assert {cell.seed for cell in tuned} == {0}
-            best = number % len(rates)
-            for place, cell in enumerate(tuned):
-                assert grid.rate(family, store) is None
-                store.add(outcome(cell, math.nan if place == (best + 1) % len(rates) else 1.0 + (place != best)))
-            assert grid.rate(family, store) == rates[best]
-        assert all(
-            cell.learning_rate == grid.rate(recipe.family, store)
-            for recipe in grid.recipes
-            for cell in grid.cells(recipe, store)
-        )
-
-    def test_replicas_that_never_merge_are_tuned_one_by_one(self, tmp_path: Path) -> None:
-        grid, store = everything(), Store(tmp_path / "r.jsonl")
-        for family in ("independent", "noloco"):
-            for place, cell in enumerate(grid.tuning(family)):
-                store.add(msgspec.structs.replace(outcome(cell, 1.0 + place), single=9.0 - place))
-        assert grid.rate("independent", store) == RATES[-1]
-        assert grid.rate("noloco", store) == RATES[0]
-        data = Measured(grid, store)
-        assert data.rate("independent_fixed_routes") == "0.02 (independent, by single replicas)"
-        assert data.rate("noloco_gamma_0") == "0.0025 (noloco)"
-        (row,) = (row for row in tuning(data).rows if row[0] == "independent")
-        assert row[2:] == ("9.0000", "8.0000", "7.0000", "**6.0000**")
-
     def test_the_rounds_of_every_cell_are_such_as_a_node_accepts(self) -> None:
         from research.laboratory.experiments.task import run_of
 
@@ -278,36 +178,6 @@ class TestGrid:
             outer = run_of(at(cell, 1e-2, 0)).outer
             assert (outer.alpha, outer.beta, outer.gamma) == (cell.rule.alpha, cell.rule.beta, cell.rule.gamma)
         assert len(gossips) > 10
-
-    def test_seed_0_comes_first_and_the_longest_first_within_a_tier(self, tmp_path: Path) -> None:
-        grid = everything()
-        store = Store(tmp_path / "r.jsonl")
-        first = grid.due(store)
-        assert {run.cell.seed for run in first} == {0}
-        assert first[0].name == "parallel, tuning"
-        for run in first:
-            store.add(outcome(run.cell))
-        after = grid.due(store)
-        seeds = [run.cell.seed for run in after]
-        assert seeds.index(1) == seeds.count(0)
-        assert [(run.tier, -run.cell.budget) for run in after] == sorted((r.tier, -r.cell.budget) for r in after)
-        assert not any(run.cell in store for run in after)
-
-    def test_what_the_headline_lacks_runs_in_the_order_of_what_it_tells(self, tmp_path: Path) -> None:
-        grid = headline_runs()
-        store = filled(
-            grid.only([recipe.name for recipe in grid.recipes if recipe.name not in ORDER]), tmp_path / "r.jsonl"
-        )
-        ran = [recipe.name for recipe in grid.recipes for _ in grid.results(recipe.name, store)]
-        assert {recipe.name for recipe in grid.recipes} == {*ran, *ORDER}
-        while due := grid.due(store):
-            assert due[0].cell.learning_rate
-            ran.append(due[0].name.removesuffix(", tuning"))
-            store.add(outcome(due[0].cell))
-        places = [ORDER.index(name) for name in ran if name in ORDER]
-        assert places == sorted(places)
-        assert set(places) == set(range(len(ORDER)))
-        assert {grid.recipe(name).cell.text for name in ORDER if name.startswith("torch_")} == {"torch"}
 
     def test_a_part_brings_the_tuning_that_it_needs(self) -> None:
         part = everything().only(["noloco_gamma_0", "ours_int4"])
@@ -387,28 +257,6 @@ class TestRunner:
         assert children() == []
         assert [result.cell.steps for result in Store(store.path, heard)] == [5]
 
-    def test_the_board_counts_runs_and_estimates_from_steps(self, tmp_path: Path) -> None:
-        recipes = (plain("one", 30), plain("two", 10))
-        grid = Grid(recipes=recipes, seeds=1, rates={"one": 1e-2, "two": 1e-2})
-        store, now_s = Store(tmp_path / "r.jsonl"), [0.0]
-        console = Console(file=(tmp_path / "said").open("w"), force_terminal=False)
-        board = Board(grid, store, console, lambda: now_s[0])
-        one, two = grid.due(store)
-        with board:
-            now_s[0] = 100.0
-            store.add(outcome(one.cell))
-            board.ended(one, outcome(one.cell))
-            assert board.line([(two, 0.5)]) == "1 of 2 runs, 1 replica-steps/s, about 0:14 left"
-            board.look([(two, 0.5)])
-            now_s[0] = 1000.0
-            board.look([(two, 0.5)])
-        console.file.close()
-        said = (tmp_path / "said").read_text().splitlines()
-        assert said[0] == "2 runs, 80 inner steps in all"
-        assert said[1].startswith("one, rate 0.01, seed 0: ")
-        assert said[2].endswith("at work: two 50%")
-        assert len(said) == 3
-
 
 def children() -> list[int]:
     """The living worker processes."""
@@ -428,61 +276,6 @@ class TestTables:
             assert table.rows
             assert {len(row) for row in table.rows} == {len(table.header)}
 
-    def test_the_headline_is_computed(self, store: Store) -> None:
-        said = headline(Measured(everything(), store)).says
-        # By the formula: 1.9 for NoLoCo, 1.5 for data parallel, 1.65 for ours, but for tuning and noise.
-        assert re.search(r"; ours, equal machines: 0\.6\d ± 0\.\d\d \(3\); ours, means weighed", said)
-        assert re.search(r"diloco_equal: 0\.\d\d ± 0\.\d\d \(3\); pairs_equal: .*; mean_equal_none: ", said)
-        assert re.search(r" \(3\)\. Against data parallel", said)
-        assert re.search(r"ours: \+0\.1\d\d ± 0\.0\d\d nats, perplexity times 1\.1\d\d ± 0\.0\d\d, 3 seeds;", said)
-
-    def test_methods_with_fewer_choices_are_no_rivals(self, store: Store, tmp_path: Path) -> None:
-        grid = without_equals()
-        turned = Store(tmp_path / "r.jsonl")
-        for result in store:
-            turned.add(outcome(result.cell, 3.5 - result.merged))
-        for record in (store, turned):
-            for table in every_table(Measured(grid, record)):
-                assert not re.search(r"\b(diloco|local_sgd|noloco)\w* is (better|worse) than ours", table.says)
-            table = headline(Measured(grid, record))
-            assert "holds no synchronous mean that was given all of its choices" in table.says
-            missed = {row[0]: row[1] for row in table.rows}
-            assert missed["local_sgd_paced"] == "int4, dynamic steps"
-            assert missed["noloco"] == missed["diloco"] == "int4, dynamic steps, growing rounds"
-            assert (missed["parallel"], missed["ours"]) == ("-", "nothing")
-        # Data parallel training is the worse one in the second, so there is no gap to close.
-        assert "On a scale" not in table.says
-        assert closed(Measured(grid, turned), "ours") is None
-
-    @pytest.mark.parametrize("seeds", [2, 3])
-    def test_a_rival_has_all_choices_and_three_seeds(self, seeds: int, tmp_path: Path) -> None:
-        grid, store = without_equals(), Store(tmp_path / "r.jsonl")
-        choices = {"codec": "int4", "dynamic": True, "weighed": True}
-        strong = msgspec.structs.replace(grid.recipe("local_sgd_paced").cell, **choices)
-        recipes = tuple(
-            msgspec.structs.replace(recipe, cell=strong, seeds=seeds) if recipe.name == "local_sgd_paced" else recipe
-            for recipe in grid.recipes
-        )
-        grid = msgspec.structs.replace(grid, recipes=recipes)
-        while due := grid.due(store):
-            for run in due:
-                is_rival, is_ours = (at(run.cell, 0.0, 0) == cell for cell in (strong, ours()))
-                # The weaker ones are far ahead, and cheap.
-                loss = 1.4 if is_ours else 1.2 if is_rival else 0.1 if run.cell.method == "central" else 1.9
-                sent = 6000.0 - merge_bytes(ours()) / 400 if is_ours else 12000.0 if is_rival else 1.0
-                store.add(msgspec.structs.replace(outcome(run.cell, loss), bytes_per_step=sent))
-        table = headline(Measured(grid, store))
-        labels = [row[0] for row in table.rows]
-        assert labels[-len(CONDITIONS) :] == list(CONDITIONS.values())
-        assert ("local_sgd_paced (best equal)" in labels) == (seeds == 3)
-        told = (
-            "worse than the best synchronous mean with the same choices (local_sgd_paced; +0.200 ± 0.000 nats, "
-            "perplexity times 1.221 ± 0.000, 3 seeds): 'no worse' does not hold. It sends 0.50 ± 0.00 (3) times the "
-            "bytes, a last merge included."
-        )
-        assert (told in table.says) == (seeds == 3)
-        assert ("holds no synchronous mean" in table.says) == (seeds == 2)
-
     def test_what_has_more_choices_lacks_none(self) -> None:
         weighed = msgspec.structs.replace(ours(), weighed=True)
         assert lacks(weighed, ours()) == lacks(ours(), ours()) == ()
@@ -496,11 +289,6 @@ class TestTables:
             assert not re.search(r"(better|worse) than|level with|the best |'[^']*' holds|\d nats", table.says), (
                 table.says
             )
-
-    def test_no_sentence_of_the_survey_is_of_fewer_seeds_than_three(self, store: Store) -> None:
-        for table in every_table(Measured(everything(), store)):
-            assert not re.search(r"\d \([12]\)|\b[12] seeds?\b", table.says), table.says
-            assert "too few seeds" not in table.says
 
     @given(st.floats(-1.0, 1.0), st.none() | st.floats(0.0, 1.0), st.integers(1, 5))
     def test_a_difference_is_decided_by_seeds_enough_and_beyond_its_spread(
@@ -519,24 +307,6 @@ class TestTables:
         verdict = "holds" if mean <= 0.01 else "does not hold"
         assert judged(found, *NO_WORSE) == ("is undecided within the error" if is_open else verdict)
 
-    def test_what_is_the_base_under_another_name_is_not_counted(self, store: Store) -> None:
-        table = variants(Measured(everything(), store))
-        same = {row[0] for row in table.rows if row[4] == "the same"}
-        assert same == {
-            recipe.name for recipe in everything().recipes if recipe.cell == ours() and recipe.name != "ours"
-        }
-        assert same
-        lacking = {row[0] for row in table.rows if row[0].endswith(("_paced", "_in_step"))}
-        assert f"undecided: 10 of {len(table.rows) - 1 - len(same) - len(lacking)}." in table.says
-        for name in same:
-            assert f"{name} is" not in table.says
-
-    def test_single_replicas_stand_beside_the_merged_model(self, store: Store) -> None:
-        table = by_tokens(Measured(everything(), store))
-        assert [row[0] for row in table.rows] == ["12.5", "25.0", "37.5", "50.0", "62.5", "75.0", "87.5", "100.0"]
-        assert {row[1] == row[2] for row in table.rows} == {True}  # by the formula
-        assert table.says.count("+0.000 ± 0.000") == 4
-
     def test_an_empty_record_gives_dashes_and_names_what_is_missing(self, tmp_path: Path) -> None:
         data = Measured(everything(), Store(tmp_path / "none.jsonl"))
         for table in every_table(data):
@@ -546,37 +316,6 @@ class TestTables:
             assert "nan" not in text
         assert "noloco" in tuning(data).missing
 
-    def test_a_rate_is_bold_when_all_are_there(self, tmp_path: Path) -> None:
-        grid, partly = everything(), Store(tmp_path / "r.jsonl")
-        for cell, merged in zip(grid.tuning("noloco"), (3.0, 2.0, 1.0, math.nan), strict=True):
-            assert "**" not in tuning(Measured(grid, partly)).markdown()
-            partly.add(outcome(cell, merged))
-        assert "| 3.0000 | 2.0000 | **1.0000** | diverged |" in tuning(Measured(grid, partly)).markdown()
-
-    def test_a_diverged_run_is_named(self, tmp_path: Path) -> None:
-        grid = smoke()
-        store = Store(tmp_path / "r.jsonl")
-        for run in grid.due(store):
-            store.add(outcome(run.cell, math.nan if run.name == "diloco" else None))
-        *_, table = every_table(Measured(grid, Store(store.path, heard)))
-        assert [row[3] == "diverged" for row in table.rows] == [row[0] == "diloco" for row in table.rows]
-
-    def test_pictures_are_drawn_of_some_and_of_nothing(self, store: Store, tmp_path: Path) -> None:
-        from research.laboratory.output.plots import (
-            picture,  # matplotlib, which worker processes of other tests need not load
-        )
-
-        for grid, record in ((small(), store), (smoke(), Store(tmp_path / "none.jsonl"))):
-            assert picture(Measured(grid, record)).startswith(b"\x89PNG")
-
-    @given(st.lists(st.lists(st.text("abc ±", max_size=9), min_size=3, max_size=3), min_size=1, max_size=5))
-    def test_columns_stand_below_each_other(self, rows: list[list[str]]) -> None:
-        lines = aligned(rows[0], rows[1:]).splitlines()
-        assert len(lines) == len(rows) + 1
-        assert len({len(line) for line in lines}) == 1
-        bars = {tuple(place for place, letter in enumerate(line) if letter == "|") for line in lines}
-        assert len(bars) == 1
-
     @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=5))
     def test_a_figure_is_mean_and_deviation(self, values: list[float]) -> None:
         found = figure(values)
@@ -584,11 +323,6 @@ class TestTables:
         assert min(values) - 1e-9 <= found.mean <= max(values) + 1e-9
         assert (found.deviation is None) == (len(values) == 1)
         assert figure([*values, math.nan]) == (pytest.approx(math.nan, nan_ok=True), None, len(values) + 1)
-
-    @given(st.lists(st.integers(-100, 100), min_size=3, max_size=9), st.sampled_from([-3.0, 2.0]), st.floats(-5, 5))
-    def test_what_follows_on_a_line_is_correlated(self, values: list[int], slope: float, shift: float) -> None:
-        found = pearson([float(value) for value in values], [slope * value + shift for value in values])
-        assert found == pytest.approx(math.copysign(1.0, slope)) if len(set(values)) > 1 else math.isnan(found)
 
     @given(st.floats(0.0, 1.0))
     def test_the_time_to_a_loss_lies_on_the_curve(self, part: float) -> None:
@@ -598,9 +332,6 @@ class TestTables:
         expected = first.virtual_s + part * (last.virtual_s - first.virtual_s)
         assert seconds_to(result, level) == pytest.approx(expected)
         assert math.isnan(seconds_to(result, last.merged - 0.01))
-
-    def test_the_spread_of_the_formula_follows_the_rate(self) -> None:
-        assert correlation(outcome(at(everything().recipe("noloco").cell, 1e-2, 0))) == pytest.approx(1.0)
 
 
 class TestCommand:
@@ -653,18 +384,6 @@ class TestCommand:
         assert "| async_delayed " in said.out
         assert papers.main(words, toy) == 0
         assert "3 of them are in" in capsys.readouterr().err
-
-    def test_a_full_disk_ends_a_survey_with_a_sentence(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def full(self: Store, result: Result) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(Store, "add", full)
-        words = ["--smoke", "--only", "noloco", "--processes", "1", "--out", str(tmp_path)]
-        assert papers.main(words, toy) == 1
-        assert "No space left on device" in capsys.readouterr().err.splitlines()[-1]
-        assert multiprocessing.active_children() == []
 
     def test_a_failure_is_the_exit_code(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -20,7 +20,6 @@ from gossip.settings import Format, absolute, wire_bytes
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.sim import clock
 from research.codec import coding_seconds, margins
-from research.laboratory.experiments.ablations import SLOWER
 from research.laboratory.experiments.cell import Cell, Result, Scale
 from research.laboratory.experiments.grid import at
 from research.laboratory.experiments.hardware_model import PARAMETERS, merge_bytes
@@ -30,7 +29,6 @@ from research.laboratory.experiments.task import open_stages, run_of
 from research.laboratory.methods import synchronous
 from research.laboratory.methods.final_rounds import Still, meet, plain_mean
 from research.laboratory.methods.lagging_roster import Crowd
-from research.laboratory.methods.replicas import Swarm
 from research.laboratory.methods.server_rules import Server, ServerState, nesterov
 from research.laboratory.methods.virtual_trainee import Device
 from research.laboratory.running import trial
@@ -93,16 +91,6 @@ class TestLaws:
 
         clock.run(watched())
 
-    @given(st.floats(0.0, 1.0), st.floats(0.0, 0.5))
-    def test_rounds_at_the_end_are_as_at_the_beginning(self, share: float, at_end: float) -> None:
-        swarm = Swarm.__new__(Swarm)  # its model takes long to make
-        swarm.cell = replace(OURS, replicas=1, steps=1000, late_inner_steps=40, often_at_end=at_end)
-        swarm.taken = round(share * 1000)
-        is_end = at_end > 0.0 and swarm.share >= 1.0 - at_end
-        assert swarm.course == (0.0 if is_end else swarm.share)
-        assert OURS.inner_steps <= swarm.steps_of_round() <= 40
-        assert not is_end or swarm.steps_of_round() == OURS.inner_steps
-
     def test_a_last_merge_is_of_the_models_weights(self) -> None:
         sizes = {}
         for scale in get_args(Scale):
@@ -162,20 +150,6 @@ def ours() -> Cell:
     return at(smoke().recipe("ours").cell, 1e-2, 0)
 
 
-def test_every_change_is_of_one_thing_and_beside_what_lacks_it() -> None:
-    grid = everything()
-    for name, other in CHANGES.items():
-        mine, theirs = (grid.recipe(one) for one in (name, other))
-        differs = [
-            field for field in Cell.__struct_fields__ if getattr(mine.cell, field) != getattr(theirs.cell, field)
-        ]
-        assert len(differs) == 1
-        assert mine.family == theirs.family
-        assert mine.seeds == (3 if name == "ours_beside" else 1)
-    assert sum(grid.recipe(name).cell.budget for name in CHANGES) <= 42_000
-    assert set(CHANGES) < {recipe.name for recipe in smoke().recipes}
-
-
 @pytest.mark.parametrize("name", CHANGES)
 def test_every_change_trains(name: str) -> None:
     result = short(at(smoke().recipe(name).cell, 1e-2, 0))
@@ -188,44 +162,11 @@ def test_every_change_trains(name: str) -> None:
     assert result.notes.get("lost", 0) == 0
 
 
-def test_a_meeting_of_equals_is_weighed_as_ever() -> None:
-    """Up to the second meeting, to which one of the two brings a step more."""
-    plain = replace(ours(), codec="float32", speeds="none", steps=12)
-    before, at_it, after, _ = short(plain).curve
-    assert short(replace(plain, weighed=True)).curve[:3] == (before, at_it, after)
-    assert after.spread < at_it.spread
-    unequal = replace(plain, speeds="very", replicas=4, dynamic=True)
-    assert short(replace(unequal, weighed=True)).merged != short(unequal).merged
-
-
-def test_slower_lines_make_later_corrections() -> None:
-    late = [short(replace(ours(), steps=9, slower_lines=slower)).notes["steps_late"] for slower in (1.0, *SLOWER)]
-    assert late == sorted(late)
-    assert late[0] < late[-1]
-
-
 def test_a_common_start_to_the_end_is_data_parallel_training() -> None:
     parallel = short(at(smoke().recipe("parallel").cell, 1e-2, 0))
     whole = short(replace(parallel.cell, method="independent", common_start=1.0))
     assert [point.merged for point in whole.curve] == [point.merged for point in parallel.curve]
     assert (whole.bytes_per_step, whole.virtual_s, whole.spread) == (parallel.bytes_per_step, parallel.virtual_s, 0.0)
-
-
-def test_after_a_common_start_all_are_the_same() -> None:
-    async def start() -> Swarm:
-        swarm = Swarm(replace(ours(), common_start=0.5, replicas=3), lambda share: None)
-        await synchronous.common_start(swarm)
-        return swarm
-
-    swarm = clock.run(start())
-    assert swarm.taken == swarm.cell.budget // 2
-    first, *others = (replica.stages[0] for replica in swarm.replicas)
-    for other in others:
-        assert other is not first
-        assert other.optimiser_state().steps == first.optimiser_state().steps == 3
-        held = (*other.weights(), *other.optimiser_state().moments)
-        assert all(map(torch.equal, held, (*first.weights(), *first.optimiser_state().moments)))
-    assert {replica.rounds for replica in swarm.replicas} == {0}
 
 
 @pytest.mark.parametrize("form", Format)
@@ -244,24 +185,6 @@ def test_a_last_meeting_moves_both_to_their_mean(form: Format) -> None:
         torch.testing.assert_close(mine, (one + other) / 2, rtol=0.0, atol=rounding * max(1.0, float(one.abs().max())))
 
 
-def test_last_rounds_bring_replicas_together_and_leave_their_mean() -> None:
-    plain = replace(at(smoke().recipe("independent").cell, 1e-2, 0), replicas=4, codec="float32")
-    apart, near = short(plain), short(replace(plain, last_rounds=6))
-    assert near.merged == pytest.approx(apart.merged, abs=1e-4)
-    assert near.spread < 0.2 * apart.spread
-    assert abs(near.single - near.merged) < abs(apart.single - apart.merged)
-    assert apart.bytes_per_step == 0.0
-    assert near.rounds == 6.0
-    assert near.bytes_per_step >= 6 * 4 * near.rounds  # every meeting is paid for
-    assert near.virtual_s > apart.virtual_s
-
-
-def test_what_rounds_compute_takes_the_devices_time_if_it_is_charged() -> None:
-    free, charged = short(ours()), short(replace(ours(), charged=True))
-    assert free.busy == pytest.approx(1.0)
-    assert charged.busy < free.busy
-
-
 def test_what_rounds_compute_beside_inner_steps_slows_them_and_does_not_wait_for_them() -> None:
     free, charged, beside = map(short, (ours(), replace(ours(), charged=True), replace(ours(), beside=True)))
     assert beside.busy < free.busy
@@ -276,20 +199,3 @@ def test_what_a_meeting_computes_is_timed(form: Format, calls: float) -> None:
     assert len(times.meetings) == 2
     assert len(times.inner_steps) == 2 * 2 * coding_seconds.APART
     assert min((*times.meetings, *times.inner_steps)) > 0.0
-
-
-def test_inner_steps_wait_while_something_is_computed() -> None:
-    async def run() -> tuple[float, float]:
-        device, ends = Device(0.5), dict[str, float]()
-
-        async def step() -> None:
-            async with device.at_work:
-                ends["step"] = asyncio.get_running_loop().time()
-
-        async with asyncio.TaskGroup() as group:
-            group.create_task(device.compute(max, 1, 2))
-            group.create_task(step())
-        assert device.statistics() == {"computed": 1, "compute_s": 0.5}
-        return ends["step"], await Device().compute(max, 1, 2)
-
-    assert clock.run(run()) == (0.5, 2)

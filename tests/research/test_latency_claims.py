@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from repository import ROOT
 
 from noloco_node.sim import clock
-from research.latency import blocking, claims, open_rounds, talking, tree
-from research.latency.jobs import Job, run
+from research.latency import blocking, claims, open_rounds, tree
 from research.latency.paper import BLOCKING, EXPLAINED, TREE_OVER_PAIR, Comparison
 from research.latency.picture import picture
 from research.latency.survey import Scale, Survey
@@ -81,14 +75,6 @@ def test_a_binomial_tree_of_four_sends_nothing_to_itself(delays: list[float]) ->
     assert all_reduce("binomial", 4, Delays(lambda *edge: table[edge])) == pytest.approx(up + down)
 
 
-def test_a_tree_repeats_itself_with_every_sum_right() -> None:
-    async def often() -> list[float]:
-        together = Together(plant("complete", 8, Delays(lambda sender, receiver: 0.5).carry))
-        return [await together.once() for _ in range(5)]
-
-    assert clock.run(often()) == [3.0] * 5
-
-
 def test_a_lost_message_is_a_deadlock_and_not_a_shorter_time() -> None:
     def lossy(sender: str, receiver: str, arrive: Callable[[], None]) -> None:
         if receiver != "worker 2":
@@ -98,25 +84,11 @@ def test_a_lost_message_is_a_deadlock_and_not_a_shorter_time() -> None:
         clock.run(Together(plant("complete", 4, lossy)).once())
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3, 12])
-def test_a_number_of_workers_that_is_no_power_of_two_is_refused(workers: int) -> None:
-    with pytest.raises(ValueError, match=f"{workers} workers"):
-        plant("complete", workers, Delays(lambda sender, receiver: 1.0).carry)
-
-
 @pytest.mark.parametrize("spread", [0.5, 1.0])
 def test_a_pair_takes_twice_the_later_of_two_latencies(spread: float) -> None:
     times = tree.measure(Trials("complete", 2, spread, 4000, 1))
     expected_s = 2 * (1 + math.erf(math.sqrt(math.log1p(spread**2)) / 2))
     assert times.mean_s == pytest.approx(expected_s, rel=4 * times.relative_error)
-
-
-@pytest.mark.parametrize("spread", [0.0, 1.0])
-def test_conversations_take_as_long_as_bare_messages(spread: float) -> None:
-    talked = talking.measure(Trials("complete", 8, spread, 150, 2))
-    carried = tree.measure(Trials("complete", 8, spread, 1500, 2))
-    error = math.hypot(talked.relative_error, carried.relative_error)
-    assert talked.mean_s / carried.mean_s == pytest.approx(1.0, abs=4 * error + 1e-12)
 
 
 def test_a_barrier_takes_the_longest_of_each_phase() -> None:
@@ -136,13 +108,6 @@ def test_pairs_wait_for_the_later_of_two() -> None:
         assert np.allclose([mine[outer_step] for mine in ends], now_s)
 
 
-def test_partners_are_mutual_and_change() -> None:
-    drawn = [blocking.partners(16, 1, outer_step) for outer_step in range(20)]
-    for partners in drawn:
-        assert all(partners[partners[one]] == one != partners[one] for one in range(16))
-    assert len(set(drawn)) == 20
-
-
 def test_blocking_is_near_its_figure() -> None:
     waits = blocking.measure(blocking.Cell(64, 10, 40, 1))
     assert waits.diloco_s[-1] / waits.noloco_s[-1] == pytest.approx(BLOCKING[64, 10], rel=0.05)
@@ -156,38 +121,6 @@ def test_an_open_round_never_waits_and_a_blocking_one_hardly() -> None:
     for form in (open_form, blocking_form):
         assert form.met > 0.9
         assert form.met + form.skipped + form.solo == pytest.approx(1.0)
-
-
-ALIKE = """
-from research.latency import tree
-from research.latency.jobs import Job, run
-from research.latency.tree import Trials
-
-if __name__ == "__main__":
-    batches = [Trials("complete", 4, 1.0, 20, seed, number) for seed in (1, 2) for number in (0, 1)]
-    work = [Job(name="tree", function=tree.measure, argument=batch, cost=1.0) for batch in batches]
-    alone = run(work, 1)
-    assert run(work, 2) == alone
-    assert len(set(alone)) == len(batches)
-"""
-
-
-def test_results_depend_on_the_seed_and_not_on_the_processes(tmp_path: Path) -> None:
-    """In a process of its own: the pool's resource tracker lives on as long as whoever started it."""
-    script = tmp_path / "alike.py"
-    script.write_text(ALIKE)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, str(script)], check=True, env=environment, stderr=subprocess.DEVNULL)
-
-
-def test_progress_says_rate_and_time_left(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("research.latency.jobs.LINE_EVERY_S", 0.0)
-    work = [Job(name=f"job {number}", function=math.sqrt, argument=4.0, cost=5.0) for number in range(2)]
-    assert run(work, 1) == [2.0, 2.0]
-    said = capsys.readouterr().err.splitlines()
-    assert said[0] == "2 pieces of work, the longest first"
-    assert said[1].startswith(" 50%, ")
-    assert "messages/s, about 0 s left; done: job 0" in said[1]
 
 
 @pytest.fixture(scope="module")

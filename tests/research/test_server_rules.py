@@ -130,18 +130,6 @@ def test_four_equal_pseudo_gradients_one_after_the_other_go_much_too_far() -> No
         assert moved(delayed, state) == pytest.approx(at_once, abs=1e-12)
 
 
-def test_nothing_is_written_into_the_arguments() -> None:
-    state, arrivals = draw_server(5, 3)
-    server, held = Server(0.7, 0.9), (*state.weights, *state.momentum, *(t for g in arrivals for t in g))
-    copies = [tensor.clone() for tensor in held]
-    synchronous(heavy_ball, state, arrivals, server)
-    in_buffer = delayed = state
-    for arrival in arrivals:
-        in_buffer = buffered(nesterov, in_buffer, arrival, server, 2)
-        delayed = delayed_nesterov(delayed, arrival, server, Delay(2, 0.25))
-    assert all(torch.equal(before, after) for before, after in zip(copies, held, strict=True))
-
-
 @few
 @given(seeds, st.integers(0, 50))
 def test_a_later_pseudo_gradient_counts_less_and_in_the_same_direction(seed: int, staleness: int) -> None:

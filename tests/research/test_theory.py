@@ -29,7 +29,7 @@ from research.theory.noise import exponents, followed, foretold
 from research.theory.pair_step import step_alone, step_pair
 from research.theory.report import Report
 from research.theory.stable_range import RUN
-from research.theory.swarm import Swarm, growth, partners
+from research.theory.swarm import Swarm, growth
 
 MATCHINGS = (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2)))
 rules = st.builds(
@@ -161,13 +161,6 @@ def test_a_solo_step_coasts_and_a_deferral_leaves_everything() -> None:
         assert torch.equal(swarm.fast, swarm.slow)
         assert swarm.solo == (4 if patience == 0 else 0)
         assert swarm.deferred == (0 if patience == 0 else 4)
-
-
-@pytest.mark.parametrize("replicas", [2, 16, 256])
-def test_partners_are_pairs(replicas: int) -> None:
-    drawn = partners(replicas, 0, 3)
-    assert torch.equal(drawn[drawn], torch.arange(replicas))
-    assert not torch.any(drawn == torch.arange(replicas))
 
 
 def test_the_diverging_run_file_is_refused() -> None:

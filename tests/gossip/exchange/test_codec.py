@@ -95,13 +95,6 @@ def test_what_travels_is_known_from_the_shapes(form: Format, shapes: tuple[tuple
     assert [tensor.shape for tensor in encoded.decoded] == [tensor.shape for tensor in weights]
 
 
-def test_sizes() -> None:
-    shapes = ((4096, 1024), (1024,))
-    values = 4096 * 1024 + 1024
-    figures = {form: wire_bytes(form, shapes) / values for form in Format}
-    assert figures == {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / BLOCK, "int4": 0.5}
-
-
 @given(form=formats, seed=seeds, shared=seeds)
 @few
 def test_both_sides_hold_the_same_numbers(form: Format, seed: int, shared: int) -> None:
@@ -128,18 +121,6 @@ def test_nothing_is_written_into_the_arguments(form: Format, seed: int) -> None:
     decode(form, encoded.wire, own, steps)
     assert all(torch.equal(now, then) for now, then in zip((*weights, *residual, *own), before, strict=True))
     assert all(torch.equal(now, then) for now, then in zip(encoded.wire, wire, strict=True))
-
-
-@given(form=formats, seed=seeds)
-@few
-def test_memory_order_does_not_matter(form: Format, seed: int) -> None:
-    turned = (torch.randn(13, 7, generator=generator(seed)).t(),)
-    plain = tuple(tensor.contiguous() for tensor in turned)
-    steps = steps_for(form, plain, 0.01)
-    encoded = encode(form, turned, (), steps)
-    expected = encode(form, plain, (), steps)
-    assert all(torch.equal(a, b) for a, b in zip(encoded.wire, expected.wire, strict=True))
-    assert same_bits(decode(form, encoded.wire, turned, steps), expected.decoded)
 
 
 @given(seed=seeds, scale=scales)
@@ -293,21 +274,6 @@ def test_int4_weights_of_nothing_are_implausible_however_near_ours_in_steps(leng
         check(nothing, own, Feedback(Format.INT4), norm(own))
 
 
-def test_arguments_that_do_not_fit_are_refused() -> None:
-    weights = draw(1)
-    wire = encode(Format.INT4, weights, (), (0.1,) * len(weights)).wire
-    with pytest.raises(ValueError, match="0 steps for 7 tensors in int4"):
-        encode(Format.INT4, weights)
-    with pytest.raises(ValueError, match="1 steps for 7 tensors in int4"):
-        decode(Format.INT4, wire, weights, (0.1,))
-    with pytest.raises(ValueError, match="7 steps for 7 tensors in int8"):
-        encode(Format.INT8, weights, (), (0.1,) * len(weights))
-    with pytest.raises(ValueError, match="residual is of other shapes"):
-        encode(Format.INT8, weights, weights[:-1])
-    with pytest.raises(ValueError, match="float32"):
-        encode(Format.INT8, tuple(tensor.double() for tensor in weights))
-
-
 # The step of int4.
 
 
@@ -375,13 +341,6 @@ def test_both_sides_find_the_same_finest_step() -> None:
     assert common_steps(own, theirs, [100]) == common_steps(theirs, own, [100]) == (FINEST * (1 + 2**-7),)
 
 
-def test_probes_that_are_alike_or_empty_still_give_a_step() -> None:
-    same = torch.randn(100, generator=generator(1))
-    assert all(step > 0 for step in common_steps(same, same, [60, 40]))
-    assert all(step > 0 for step in common_steps(torch.zeros(3), torch.zeros(3), [1, 2]))
-    assert common_steps(torch.empty(0), torch.empty(0), []) == ()
-
-
 @given(poison=st.sampled_from([math.nan, math.inf, -math.inf, 3e38, 2 * FAR * NORM_RATIO]), at=st.integers(0, 99))
 @few
 def test_a_probe_that_is_far_from_ours_is_implausible(poison: float, at: int) -> None:
@@ -437,18 +396,6 @@ def test_what_was_sent_adds_up_to_what_was_meant(form: Format, seed: int) -> Non
     rounding = {Format.BFLOAT16: largest * 2**-8, Format.INT8: largest / 127 * 0.51, Format.INT4: 0.026}[form]
     assert worst(feedback.residual, tuple(torch.zeros(shape) for shape in SHAPES)) <= rounding
     assert worst(missing, feedback.residual) < rounds * (1e-6 + rounding * 2**-9), "each is kept in bfloat16"
-
-
-def test_a_residual_appears_with_the_first_loss() -> None:
-    weights = draw(1)
-    feedback = Feedback(Format.INT8)
-    assert feedback.residual == ()
-    encoded = encode(Format.INT8, weights, feedback.residual)
-    assert feedback.residual == ()
-    settle(feedback, weights, encoded.decoded)
-    assert [tensor.shape for tensor in feedback.residual] == [tensor.shape for tensor in weights]
-    assert all(type(tensor) is Tensor and tensor.dtype == torch.bfloat16 for tensor in feedback.residual)
-    assert any(tensor.any() for tensor in feedback.residual)
 
 
 @given(seed=seeds, scale=scales)

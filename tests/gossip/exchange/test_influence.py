@@ -161,15 +161,6 @@ def test_where_all_pull_apart_all_count_whole() -> None:
         assert alone.share("p", at(1.0, direction=-0.9)) == LEAST_PULL
 
 
-def test_a_first_partner_that_pulls_back_counts_the_less_the_more_it_does() -> None:
-    """Whoever climbs the loss had a cosine of -0.54 at the first meeting of a run, and counted whole."""
-    shares = [InfluenceBound().share("first", at(1.0, direction=-part / 10)) for part in range(6)]
-    assert shares == sorted(shares, reverse=True)
-    assert (shares[0], shares[-1]) == (1.0, LEAST_PULL)
-    bound = InfluenceBound()
-    assert [bound.share("unlike", at(1.0, direction=direction)) == 1.0 for direction in (-0.3, 0.2, 0.3)][-1]
-
-
 def test_the_direction_is_seen_from_our_slow_weights() -> None:
     slow = draw(1, 10.0)
     learned = draw(2, 1.0)
@@ -260,10 +251,6 @@ def test_every_form_is_measured_as_it_is_decoded(form: Format) -> None:
     assert (deviation.values, deviation.own) == (1100, 0.0)
 
 
-def test_before_anybody_has_moved_a_partner_counts_whole() -> None:
-    assert InfluenceBound().share("b", at(0.5)._replace(own=0.0)) == 1.0
-
-
 @pytest.mark.parametrize(("cosine", "counts"), [(0.15, False), (0.29, False), (0.31, True)])
 def test_weights_count_from_a_cosine_of_three_tenths_on(cosine: float, counts: bool) -> None:
     """As docs/design/gossip.md says."""
@@ -278,13 +265,6 @@ def test_only_refusals_in_a_row_make_us_doubt_ourselves(near: str) -> None:
         with pytest.raises(Implausible):
             bound.share("mate", at(30.0))
         bound.share(near, at(1.0))
-
-
-def test_others_that_stand_still_do_not_excuse_who_pulls_back() -> None:
-    bound = InfluenceBound()
-    for name in ("b", "c"):
-        assert bound.share(name, at(1.0, direction=0.0)) == 1.0
-    assert bound.share("liar", at(1.0, direction=-0.6)) == LEAST_PULL
 
 
 def test_a_replica_that_returns_blames_nobody_for_the_distance_until_it_has_met() -> None:

@@ -112,48 +112,20 @@ def test_each_transition_leads_where_it_should_or_raises(phase: type[Phase], nam
     run(main())
 
 
-def test_an_outer_step_wakes_and_counts() -> None:
-    async def main() -> RoundState:
-        state = stepped()
-        assert state.take_step() is PENDING
-        assert state.take_step() is None
-        assert await woken(state, lambda state: state.finish(1, last_met=1))
-        return state
-
-    state = run(main())
+async def test_an_outer_step_wakes_and_counts() -> None:
+    state = stepped()
+    assert state.take_step() is PENDING
+    assert state.take_step() is None
+    assert await woken(state, lambda state: state.finish(1, last_met=1))
     assert state.schedule.finished == state.last_met == 1
 
 
-def test_another_snapshot_leaves_the_meeting_as_it_is() -> None:
-    async def main() -> None:
-        state = in_meeting()
-        meeting, retaken = state.meeting, Snapshot(WEIGHTS, 7)
-        state.open(retaken)
-        assert state.meeting is meeting
-        assert state.snapshot is retaken
-
-    run(main())
-
-
-def test_who_leaves_opens_nothing_and_is_not_between_rounds() -> None:
-    async def main() -> None:
-        state = closed()
-        assert state.between_rounds
-        state.refuse_proposals()
-        assert not state.between_rounds
-        with pytest.raises(RuntimeError, match="leaving"):
-            state.open(SNAPSHOT)
-
-    run(main())
-
-
 @hypothesis_settings(deadline=None)
-@given(st.lists(st.sampled_from((*TRANSITIONS, "refuse_proposals", "ask", "note_answer")), max_size=40))
+@given(st.lists(st.sampled_from((*TRANSITIONS, "refuse_proposals", "ask")), max_size=40))
 def test_no_sequence_of_events_breaks_the_invariants(events: list[str]) -> None:
     others: dict[str, Callable[[RoundState], object]] = {
         "refuse_proposals": RoundState.refuse_proposals,
         "ask": lambda state: state.ask("c"),
-        "note_answer": RoundState.note_answer,
     }
 
     async def main() -> None:

@@ -67,20 +67,17 @@ def test_a_codec_leads_to_about_the_same_model_for_less(codec: str, near: float,
 
 
 @pytest.mark.parametrize("gamma", [0.7, 0.5])
-def test_a_newcomer_in_the_middle_of_a_period_becomes_a_replica(gamma: float) -> None:
-    async def main() -> list[Peer]:
-        hub = SimNetwork()
-        what = recipe(
-            stages=1, replicas=2, steps=60, per_round=3, extra=f"gamma = {gamma}\nmomentum_period = 3\nalpha = 0.4"
-        )
-        peers = [Peer(hub, what, f"peer-{letter}", 0, job_s=0.05) for letter in "ab"]
-        await until(lambda: len(peers[0].of(OuterStepTaken)) == 4)
-        peers.append(Peer(hub, what, "newcomer", 0, job_s=0.05))
-        await asyncio.gather(*[peer.task for peer in peers])
-        assert not hub.failures
-        return peers
-
-    *_, newcomer = peers = run(main())
+async def test_a_newcomer_in_the_middle_of_a_period_becomes_a_replica(gamma: float) -> None:
+    hub = SimNetwork()
+    what = recipe(
+        stages=1, replicas=2, steps=60, per_round=3, extra=f"gamma = {gamma}\nmomentum_period = 3\nalpha = 0.4"
+    )
+    peers = [Peer(hub, what, f"peer-{letter}", 0, job_s=0.05) for letter in "ab"]
+    await until(lambda: len(peers[0].of(OuterStepTaken)) == 4)
+    peers.append(Peer(hub, what, "newcomer", 0, job_s=0.05))
+    await asyncio.gather(*[peer.task for peer in peers])
+    assert not hub.failures
+    *_, newcomer = peers = peers
     assert [step.partner for step in newcomer.of(OuterStepTaken) if step.partner is not None]
     for peer in peers:
         assert peer.saved is not None

@@ -112,22 +112,6 @@ def test_a_period_moves_the_slow_weights_by_its_new_momentum(seed: int, outer: O
 
 
 @few
-@given(seeds, st.floats(0.0, 0.9), st.floats(0.0, 1.5), delays)
-def test_the_gain_in_the_long_run_is_that_of_period_one(seed: int, alpha: float, beta: float, delay: Delay) -> None:
-    generator = seeded(seed)
-    pseudo = draw(generator)
-    # The momentum of a long run of equal pseudo-gradients: a period adds N beta g.
-    settled = tuple(delay.period * beta / (1 - alpha) * g for g in pseudo)
-    start = state = OuterState(draw(generator), settled)
-    for _ in range(delay.period):
-        fast = tuple(phi - g for phi, g in zip(state.slow, pseudo, strict=True))
-        state = step_alone(state, fast, Outer(alpha, beta, beta), delay).state
-    gain = delay.period * beta / (1 - alpha)
-    assert close(pseudo_gradient(start.slow, state.slow), tuple(gain * g for g in pseudo))
-    assert close(state.momentum, settled)
-
-
-@few
 @given(seeds, outers, delays)
 def test_without_momentum_every_meeting_shrinks_the_gap_by_one_minus_gamma(
     seed: int, outer: Outer, delay: Delay
@@ -193,56 +177,6 @@ def test_only_fast_weights_are_needed_where_gamma_equals_beta(
         step_pair(state, fast, other, None, outer._replace(gamma=beta + 0.1), delay)
 
 
-@few
-@given(seeds, outers, delays, st.integers(0, 5))
-def test_nothing_is_written_into_the_arguments(seed: int, outer: Outer, delay: Delay, meetings: int) -> None:
-    generator = seeded(seed)
-    state = draw_state(generator, meetings % delay.period)
-    fast, other, other_slow = draw(generator), draw(generator), draw(generator)
-    held = (*state.slow, *state.momentum, *state.gathered, *fast, *other, *other_slow)
-    copies = tuple(tensor.clone() for tensor in held)
-    step_pair(state, fast, other, other_slow, outer, delay)
-    step_alone(state, fast, outer, delay)
-    assert equal(held, copies)
-
-
-def test_alone_it_is_heavy_ball_on_ones_own_pseudo_gradient() -> None:
-    generator = seeded(3)
-    outer = Outer(alpha=0.6, beta=0.4, gamma=0.9)
-    start = draw(generator)
-    state = OuterState(start, tuple(torch.zeros(shape, dtype=torch.float64) for shape in SHAPES))
-    parameters = [torch.nn.Parameter(tensor.clone()) for tensor in start]
-    heavy_ball = torch.optim.SGD(parameters, lr=outer.beta, momentum=outer.alpha)
-    for _ in range(5):
-        fast = draw(generator)
-        for parameter, theta in zip(parameters, fast, strict=True):
-            parameter.grad = parameter.detach() - theta
-        heavy_ball.step()
-        state = step_alone(state, fast, outer).state
-    assert close(state.slow, tuple(parameter.detach() for parameter in parameters))
-
-
-def test_a_trajectory_worked_by_hand() -> None:
-    # alpha 1/2, beta = gamma = 3/4. a starts at phi 8, m 0; b at phi 4, m 4. All numbers are exact in binary.
-    outer = Outer(alpha=0.5, beta=0.75, gamma=0.75)
-    a = OuterState((torch.tensor(8.0),), (torch.tensor(0.0),))
-    b = OuterState((torch.tensor(4.0),), (torch.tensor(4.0),))
-    # Round 1: fast weights 4 and 0, mean 2.
-    # a: m = 0 + 3/4 (8 - 2) = 4.5, phi = 3.5. b: m = 2 + 3/4 (4 - 2) = 3.5, phi = 0.5.
-    fast_a, fast_b = (torch.tensor(4.0),), (torch.tensor(0.0),)
-    after_a, after_b = step_pair(a, fast_a, fast_b, None, outer), step_pair(b, fast_b, fast_a, None, outer)
-    assert (after_a.state.momentum[0].item(), after_a.state.slow[0].item()) == (4.5, 3.5)
-    assert (after_b.state.momentum[0].item(), after_b.state.slow[0].item()) == (3.5, 0.5)
-    assert (after_a.correction[0].item(), after_b.correction[0].item()) == (-0.5, 0.5)
-    # Round 2: fast weights 3 and 1, mean 2.
-    # a: m = 2.25 + 3/4 (3.5 - 2) = 3.375, phi = 0.125. b: m = 1.75 + 3/4 (0.5 - 2) = 0.625, phi = -0.125.
-    fast_a, fast_b = (torch.tensor(3.0),), (torch.tensor(1.0),)
-    final_a = step_pair(after_a.state, fast_a, fast_b, None, outer).state
-    final_b = step_pair(after_b.state, fast_b, fast_a, None, outer).state
-    assert (final_a.momentum[0].item(), final_a.slow[0].item()) == (3.375, 0.125)
-    assert (final_b.momentum[0].item(), final_b.slow[0].item()) == (0.625, -0.125)
-
-
 class Growth(NamedTuple):
     """Factor a period on the variance of the disagreement: all in one place of the period, and spread over it."""
 
@@ -291,24 +225,12 @@ def _growth(momentum: Momentum, gamma: float, places: int) -> float:
 
 
 CASES = [
-    (0.3, 1, 0.0),
     (0.5, 1, 0.0),
-    (0.8, 1, 0.0),
-    (0.5, 2, 0.0),
     (0.5, 4, 0.0),
     (0.5, 4, 0.25),
     (0.7, 3, 0.0),
     (0.9, 4, 0.125),
 ]
-
-
-@pytest.mark.parametrize(
-    ("alpha", "gamma", "factor"),
-    [(0.0, 1.0, 0.500), (0.5, 0.7, 0.700), (0.5, 0.3, 0.625), (0.7, 0.7, 0.891), (0.9, 0.7, 1.0985)],
-)
-def test_disagreement_changes_as_the_second_moments_say(alpha: float, gamma: float, factor: float) -> None:
-    """The last case diverges, though the range that the paper prints admits it."""
-    assert growth(Momentum(alpha, 1, 0.0), gamma).in_step == pytest.approx(factor, rel=0.04)
 
 
 @pytest.mark.parametrize(("alpha", "period", "spread"), CASES)
@@ -390,13 +312,6 @@ def test_the_bound_grows_with_period_and_spread(momentum: Momentum, part: float)
     assert stability_bound(alpha, period) <= stability_bound(alpha, period + 1) + 1e-6
 
 
-@few
-@given(st.floats(0.01, 0.99), st.floats(0.01, 2.0))
-def test_the_recursion_gives_the_closed_form_at_period_one(alpha: float, gamma: float) -> None:
-    assume(abs(gamma - 2 * (1 - alpha**2)) > 1e-6)
-    assert contracts(Momentum(alpha, 1, 0.0), gamma) == (gamma < stability_bound(alpha))
-
-
 def test_stability_bound_in_numbers() -> None:
     assert [round(stability_bound(alpha), 2) for alpha in (0.0, 0.3, 0.5, 0.7, 0.9)] == [2.0, 1.82, 1.5, 1.02, 0.38]
 
@@ -425,9 +340,3 @@ def test_a_run_file_is_judged_by_the_bound_of_its_period() -> None:
 
 
 MODEL = msgspec.convert({"architecture": "llama", "sizes": {"hidden_size": 8, "num_hidden_layers": 1}}, ModelConfig)
-
-
-@given(st.floats(0.0, 0.01), st.integers(2, 40), st.floats(0.0, 1.0))
-@settings(max_examples=20, deadline=None)
-def test_no_bound_exceeds_two(alpha: float, period: int, share: float) -> None:
-    assert stability_bound(alpha, period, share / period) <= 2.0

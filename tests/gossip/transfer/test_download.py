@@ -50,7 +50,7 @@ from gossip.exchange.messages import (
 )
 from gossip.transfer import donor as donors_side
 from gossip.transfer.assembly import ChunkArrived, DonorLost, DonorSelected, Key, News, StateAssembly
-from gossip.transfer.chunks import Span, cut, digest, gather, tensors_of
+from gossip.transfer.chunks import cut, digest, gather, tensors_of
 from gossip.transfer.donor import ABANDONED_S, HOLD_S, NEWCOMERS, RETRY_S, STREAMS, DonorLimits
 from gossip.transfer.download import (
     FAILURES_AT_MOST,
@@ -634,23 +634,6 @@ async def test_a_disk_that_gives_nothing_is_told_and_asked_again_later() -> None
     assert same(await copy_from(world, ["donor"]), WHOLE)
     statistics = giving.donor.statistics()
     assert (statistics["refused_by_disk"], statistics["copies"], statistics["held"]) == (1, 1, 1)
-
-
-def test_no_job_hashes_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs: list[int] = []
-    most = 2 * max(span.size_bytes for span in SPANS)
-    monkeypatch.setattr(donors_side, "HASHED_AT_ONCE_BYTES", most)
-
-    async def compute(function: Any, /, *arguments: Any) -> Any:
-        batches = [each for each in arguments if isinstance(each, list) and each and isinstance(each[0], Span)]
-        jobs.extend(sum(span.size_bytes for span in batch) for batch in batches)
-        return await at_once(function, *arguments)
-
-    world = World()
-    Giving(world, "donor", WHOLE).donor._compute = compute
-    assert same(run(copy_from(world, ["donor"])), WHOLE)
-    assert max(jobs) <= most
-    assert sum(jobs) == 4 * sum(span.size_bytes for span in SPANS)
 
 
 async def test_an_old_copy_is_given_to_nobody_and_makes_room() -> None:
