@@ -294,7 +294,7 @@ SPOILT = state(3)
 SPOILT.optimiser[0][1, 1] = math.nan
 
 
-@pytest.mark.parametrize("change", [garbled, short, boasting, few_hashes, "not finite"], ids=str)
+@pytest.mark.parametrize("change", [garbled, short, boasting, few_hashes, "not finite"])
 def test_a_liar_is_refused_and_the_next_donor_asked(change: Any) -> None:
     """Also one whose weights are not finite, though their hash is right."""
     spoilt = change == "not finite"
