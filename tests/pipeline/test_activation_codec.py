@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
 from math import sqrt
@@ -361,3 +362,21 @@ def test_the_first_messages_are_bounded_by_nothing_usual_and_the_next_are() -> N
         else:
             with pytest.raises(UnusualSizeError):
                 bound.bounded("loud", loud)
+
+
+def test_a_codec_has_the_bits_that_its_name_says() -> None:
+    for name, codec in ACTIVATION_CODECS.items():
+        if name.startswith("int"):
+            down, _, back = name.partition("-")
+            assert [code.bits for code in codec] == [int(bits.removeprefix("int")) for bits in (down, back or down)]
+
+
+def test_the_dither_is_the_one_that_peers_of_this_version_remove() -> None:
+    code = ActivationCode(3, dithered=True)
+    values = torch.zeros(1, 16, 8 * BLOCK)
+    values[..., ::BLOCK] = 1.0
+    decoded = [decode(code, encode(code, values, seed), seed).numpy().tobytes() for seed in (7, 2**63 + 5)]
+    assert (
+        hashlib.sha256(b"".join(decoded)).hexdigest()
+        == "6f6002c3c916486851ee8e660042112f9c41630908a8810ff9d0963e344e7f21"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -16,6 +17,7 @@ from pipeline.inner_step import (
     advance,
     begin,
     learning_rate,
+    moment_ratio,
     rate_per_s,
 )
 
@@ -150,3 +152,24 @@ def test_marks_cover_minutes_of_a_long_run() -> None:
 def test_a_schedule_of_warm_up_alone_ends_at_its_peak() -> None:
     whole = Schedule(peak=1.0, steps=10, warmup_steps=10, final_fraction=0.1)
     assert [learning_rate(progress, whole) for progress in (0.0, 0.5, 1.0)] == pytest.approx([0.1, 0.6, 1.0])
+
+
+@pytest.mark.parametrize(("beta1", "beta2"), [(0.9, 0.95), (0.9, 0.999), (0.5, 0.3)])
+def test_no_gradients_bring_the_moments_farther_apart_than_their_bound_and_some_reach_it(
+    beta1: float, beta2: float
+) -> None:
+    def ratio(gradients: Sequence[float]) -> float:
+        first = second = 0.0
+        for gradient in gradients:
+            first = beta1 * first + (1.0 - beta1) * gradient
+            second = beta2 * second + (1.0 - beta2) * gradient**2
+        return first / math.sqrt(second)
+
+    worst = ratio([(beta1 / beta2) ** (200 - step) for step in range(200)])
+    assert worst == pytest.approx(moment_ratio(beta1, beta2), rel=1e-3)
+    rng = Random(0)
+    assert all(ratio([rng.gauss(0.3, 1.0) for _ in range(50)]) <= moment_ratio(beta1, beta2) for _ in range(20))
+
+
+def test_nothing_bounds_moments_whose_first_is_remembered_longer() -> None:
+    assert moment_ratio(0.9, 0.8) == moment_ratio(0.9, 0.0) == math.inf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,6 +151,13 @@ def test_all_tokens_have_different_features_that_are_the_same_everywhere() -> No
     assert hashlib.sha256(signs).hexdigest() == "f2a450d7b23d5b8f1a6c914382bf02fa96a07342328ce3ec823737ef0f0d764d"
     other = TokenFeatures(config, Subspace(16, 4))(torch.arange(VOCABULARY))
     assert not torch.equal(features, other)
+
+
+@pytest.mark.parametrize("vocabulary", [16, 17, 25, 26])
+def test_every_token_of_a_vocabulary_has_features(vocabulary: int) -> None:
+    config = SimpleNamespace(vocab_size=vocabulary, hidden_size=40)
+    features = TokenFeatures(config, Subspace(8, 3))(torch.arange(vocabulary))
+    assert features.shape == (vocabulary, 32)
 
 
 def test_a_subspace_takes_less_memory_and_less_work_but_in_the_last_stage() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pipeline.spot_checks import (
     DOUBT_S,
     FIRST_CHECKS,
+    LEAST_KNOWN,
     MOST_ACCUSERS,
     MOST_COMPARED,
     MOST_KNOWN,
@@ -263,3 +264,20 @@ def test_checks_that_are_passed_take_a_strike_away_part_by_part() -> None:
         assert verdicts.agree("a", "b", 0.02)
         passed += 1
     assert passed == 8, "1.9 in quarters"
+
+
+def test_answers_that_are_equal_to_the_bit_agree() -> None:
+    verdicts = Verdicts(deep=False)
+    for _ in range(LEAST_KNOWN):
+        verdicts.judge(dict.fromkeys(combinations("abc", 2), 0.0), "abc", 0.0)
+    assert verdicts.usual == 0.0
+    assert verdicts.agree("a", "b", 0.0)
+
+
+def test_quarantined_replicas_are_forgotten_last() -> None:
+    stage = Stage(5, ["r0"], always, seed=3)
+    _until(stage, lambda: bool(stage.verdicts.quarantined))
+    for number in range(MOST_PEERS):
+        names = [f"{number}-{each}" for each in "abc"]
+        stage.verdicts.judge(dict(zip(combinations(names, 2), (0.02, 1.9, 1.9), strict=True)), stage.names, 0.0)
+    assert stage.verdicts.quarantined == {"r0"}

@@ -280,3 +280,8 @@ def test_a_replica_that_returns_blames_nobody_for_the_distance_until_it_has_met(
     assert bound.share("near", at(1.0)) == 1.0
     with pytest.raises(Implausible):
         bound.share("liar", at(30.0))
+
+
+def test_a_partner_that_is_where_we_are_counts_whole() -> None:
+    bound = InfluenceBound()
+    assert bound.share("a", at(1.0)) == bound.share("a", at(0.0)) == 1.0

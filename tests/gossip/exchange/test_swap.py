@@ -15,7 +15,7 @@ from toy_gossip import CUT, SWALLOW, Line, honest, line_pair
 
 from gossip.exchange.codec import NORM_RATIO, check_norm, norm
 from gossip.exchange.messages import NOTHING, Acknowledge, Implausible, Probe, Propose, Weights
-from gossip.exchange.swap import PROBE, check_own, check_probe, conclude, gap, probe_coordinates, swap
+from gossip.exchange.swap import PROBE, all_or_failure, check_own, check_probe, conclude, gap, probe_coordinates, swap
 from noloco_node.sim.clock import run
 
 
@@ -136,6 +136,16 @@ async def test_a_bug_is_not_taken_for_a_loss() -> None:
 
     with pytest.raises(KeyError):
         await swap(Buggy("a", "b", 1.0, honest), weights())
+
+
+@pytest.mark.parametrize("first", [KeyError("a bug"), Implausible("a lie")])
+async def test_of_failures_in_one_moment_the_gravest_is_raised(first: Exception) -> None:
+    async def fail(error: Exception) -> None:
+        raise error
+
+    errors = [ConnectionResetError("cut"), first, ConnectionResetError("cut")]
+    with pytest.raises(type(first)):
+        await all_or_failure([asyncio.create_task(fail(error)) for error in errors])
 
 
 async def test_a_cancellation_in_the_moment_of_a_loss_is_not_forgotten() -> None:
