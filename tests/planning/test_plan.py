@@ -162,8 +162,7 @@ def test_bytes_a_parameter_are_those_that_a_stage_has(half: bool, windows: int) 
     passes[0].backward(torch.ones_like(passes[0].output))
     gradients = [weight.grad for weight in stage._weights if weight.grad is not None]
     stage.step(1e-3, 1)
-    states = stage._optimiser._adamw.state.values()
-    moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+    moments = stage.optimiser_state().moments
     sets = [leaf for each in (stage._set, *late) for leaf in each.leaves.values()]
     storages = {t.untyped_storage().data_ptr(): t for t in (*stage._weights, *gradients, *moments, *sets)}
     counted = sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
