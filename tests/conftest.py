@@ -19,6 +19,7 @@ settings.register_profile("same", deadline=None, derandomize=True)
 settings.load_profile("same")
 
 REAL = ("network", "processes", "wan")
+BY_THE_WALL_CLOCK = (*REAL, "real_time")
 LONG = (*REAL, "shared")
 """Markers of tests that mostly wait, and of those that share what takes long."""
 
@@ -48,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Mark what runs in virtual time, so that `pytest -m virtual` shows what all of it takes; sort what will run."""
     for item in items:
-        if not _has_one(item, (*REAL, "real_time")) and isinstance(item, pytest.Function) and _simulates(item):
+        if not _has_one(item, BY_THE_WALL_CLOCK) and isinstance(item, pytest.Function) and _simulates(item):
             item.add_marker("virtual")
     yield
     items[:] = long_ones_first(items, getattr(config, "workerinput", {}).get("workercount", 1))
@@ -56,12 +57,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine in virtual time, or by the wall clock where it is marked `real_time`."""
+    """Run a test that is a coroutine in virtual time, or by the wall clock where a marker asks for it."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     from noloco_node.sim.clock import run
 
-    if pyfuncitem.get_closest_marker("real_time"):
+    if _has_one(pyfuncitem, BY_THE_WALL_CLOCK):
         run = asyncio.run
     run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
     return True
