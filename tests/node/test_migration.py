@@ -283,7 +283,7 @@ async def test_a_replica_moves_over_real_daemons_and_training_goes_on() -> None:
     for task in nodes.tasks:
         task.result()
     assert nodes.wrong == []
-    slow, mover, stays = asyncio.heard
+    slow, mover, stays = heard
     (moved,) = [event for event in mover.events if isinstance(event, events.Moved)]
     assert (moved.origin, moved.target) == (1, 0)
     assert mover.there.is_set()
