@@ -116,13 +116,15 @@ class Control:
     @classmethod
     @asynccontextmanager
     async def start(
-        cls, parts: HivemindParts, arguments: Sequence[str], directory: Path, start_s: float
+        cls, parts: HivemindParts, arguments: Sequence[str], directory: Path, start_s: float, processors: int = 0
     ) -> AsyncIterator[tuple[Self, DaemonClient]]:
         """Run a daemon for as long as the context, with hivemind's P2P on it, without which it would end.
 
+        `processors`: as in `start_daemon`.
+
         Raises `UserError` (Exit.DAEMON) when it does not start or does not answer.
         """
-        async with start_daemon(parts.binary, arguments, directory, start_s) as daemon:
+        async with start_daemon(parts.binary, arguments, directory, start_s, processors) as daemon:
             control = cls(parts, daemon)
             try:
                 client = await control.bounded(parts.connect(daemon.control_path), start_s)
@@ -296,9 +298,11 @@ class PeerContext(NamedTuple):
     switchboard: Switchboard
     known_peers: KnownPeers
 
-    def start(self, arguments: Sequence[str]) -> AbstractAsyncContextManager[tuple[Control, DaemonClient]]:
+    def start(
+        self, arguments: Sequence[str], processors: int = 0
+    ) -> AbstractAsyncContextManager[tuple[Control, DaemonClient]]:
         """Run a daemon of ours; see `Control.start`."""
-        return Control.start(self.parts, arguments, self.directory, self.settings.timeouts.start_s)
+        return Control.start(self.parts, arguments, self.directory, self.settings.timeouts.start_s, processors)
 
 
 class StreamDialer:

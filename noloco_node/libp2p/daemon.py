@@ -145,8 +145,12 @@ class Daemon:
 
 
 @asynccontextmanager
-async def start_daemon(binary: str, arguments: Sequence[str], parent: Path, start_s: float) -> AsyncIterator[Daemon]:
+async def start_daemon(
+    binary: str, arguments: Sequence[str], parent: Path, start_s: float, processors: int = 0
+) -> AsyncIterator[Daemon]:
     """Run p2pd with `arguments` for as long as the context, its sockets in a new directory in `parent`.
+
+    `processors`: how many it may use at once; 0: all.
 
     Raises `UserError` (Exit.DAEMON) when it does not start.
     """
@@ -160,7 +164,8 @@ async def start_daemon(binary: str, arguments: Sequence[str], parent: Path, star
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 bufsize=0,
-                env={**os.environ, "GOLOG_LOG_LEVEL": "ERROR", "GOLOG_LOG_FMT": "json"},
+                env={**os.environ, "GOLOG_LOG_LEVEL": "ERROR", "GOLOG_LOG_FMT": "json"}
+                | ({"GOMAXPROCS": str(processors)} if processors else {}),
                 start_new_session=True,
             )
         except OSError as error:

@@ -2,12 +2,14 @@
 
 A peer that nobody can dial keeps a connection to a relay, and is dialled through it (libp2p's circuits). libp2p waits
 three minutes before it is content with a single relay, and takes four at once. So a bootstrap peer runs four, each a
-daemon with a key and a port of its own; an idle relay costs memory alone. A relay that grants less than it was told to
-is started again: p2pd sets its relay service up twice, with the limits that it was started with and with libp2p's own,
-and the later one counts, so of relays started on a busy machine every fourth ended each circuit after 128 KiB or two
-minutes. p2pd prints nothing about that, but a peer that reserves a place at a relay is told (libp2p's circuit protocol,
-version 2), so the bootstrap peer reserves one (`granted`). No bandwidth budget bounds what passes through a relay: the
-daemon knows a most of bytes and of hours for each circuit, but no rate, and a circuit that has ended is opened again.
+daemon with a key and a port of its own; an idle relay costs memory alone. No bandwidth budget bounds what passes
+through a relay: the daemon knows a most of bytes and of hours for each circuit, but no rate, and a circuit that has
+ended is opened again.
+
+p2pd sets its relay service up twice, with the limits that it was started with and with libp2p's own (128 KiB or two
+minutes a circuit), and the later one counts. On several processors the two race; on one, ours come last. So a relay
+uses one processor. It is also asked what it grants, by reserving a place (libp2p's circuit protocol, version 2:
+`granted`), and started again where that is too little, since p2pd prints nothing about it.
 
 Each bootstrap peer names its relays in one record in the DHT, not in the invite, so invites stay short, and every peer
 can read it for a newcomer that asks (`reachability`). A rogue record can only lead to a relay that does not relay: what
@@ -64,6 +66,7 @@ _LIFETIME_S = 300.0
 _TELL_EVERY_S = 60.0
 _ASK_S = 10.0
 _MOST_STARTS = 12
+RELAY_PROCESSORS = 1
 _LOOKS = 3
 _LOOK_S = 0.2
 
@@ -148,7 +151,7 @@ async def _keep(pool: RelayPool, config: DaemonConfig, ready: asyncio.Future[tup
     loop, deaths, starts = asyncio.get_running_loop(), deque[float](maxlen=MOST_DEATHS + 1), 0
     while True:
         try:
-            async with pool.context.start(relay_arguments(config)) as (control, client):
+            async with pool.context.start(relay_arguments(config), RELAY_PROCESSORS) as (control, client):
                 peer = str(client.peer_id.to_base58())
                 found = await _addresses(control, peer)
                 starts += 1
