@@ -66,12 +66,26 @@ def decode(code: ActivationCode, wire: Tensor, seed: int = 0) -> Tensor:
     """Return a message [..., row] (`check`ed) as float32 [..., width], on the device where it is."""
     if code.plain:
         return wire.float()
-    width, shape = code.width(wire.shape[-1]), wire.shape[:-1]
+    width, shape = width_of(code, wire.shape[-1]), wire.shape[:-1]
     rows = wire.reshape(-1, wire.shape[-1])
     values = torch.empty(len(rows), width, device=wire.device)
     for first, last in _pieces(len(rows), width, wire.device):
         _decode_rows(code, rows[first:last], values[first:last], seed, first * width)
     return values.view(*shape, width)
+
+
+def width_of(code: ActivationCode, row: int) -> int:
+    """Return the values of a token, given the length of its row; ValueError where there is no such row."""
+    width = row if code.plain else (row - TOP_BYTES) * 8 * BLOCK // (8 + code.bits * BLOCK)
+    if width < 1 or code.row(width) != row:
+        raise ValueError(f"no token takes {row} bytes in {code.bits} bits a value")
+    return width
+
+
+def count_of(code: ActivationCode, wire: Tensor) -> int:
+    """Return how many values a message [..., row] holds."""
+    *tokens, row = wire.shape
+    return math.prod(tokens) * width_of(code, row)
 
 
 def check(code: ActivationCode, wire: Tensor) -> None:
@@ -106,7 +120,7 @@ def bound_of_norm(code: ActivationCode, wire: Tensor) -> float:
     if code.plain:
         return float(torch.linalg.vector_norm(wire, dtype=torch.float32))
     rows = wire.reshape(-1, wire.shape[-1])
-    scales = rows[:, TOP_BYTES : TOP_BYTES + code.width(wire.shape[-1]) // BLOCK]
+    scales = rows[:, TOP_BYTES : TOP_BYTES + width_of(code, wire.shape[-1]) // BLOCK]
     largest = torch.linalg.vector_norm(_tops(rows).float() * _fractions(wire.device)[scales.int()])
     beyond = 0.5 / _middle(code) if code.dithered else 0.0
     return (1.0 + beyond) * math.sqrt(BLOCK) * float(largest)
@@ -269,7 +283,7 @@ class SizeBound:
         Raises `UnusualSizeError` for an unusual size, and another ValueError for a message that no honest peer sends.
         """
         check(self._code, wire)
-        count = self._code.values(wire.shape)
+        count = count_of(self._code, wire)
         size = bound_of_norm(self._code, wire) / math.sqrt(max(1, count))
         few = count < LEAST_VALUES
         if not math.isfinite(size) or (size > LARGEST_SIZE and not few):

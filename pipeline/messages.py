@@ -21,10 +21,8 @@ This module does not load torch: a plan asks for sizes without it. The arithmeti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from math import prod
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 if TYPE_CHECKING:
@@ -121,18 +119,6 @@ class ActivationCode(NamedTuple):
     def row(self, width: int) -> int:
         """Return the length of a token's row on the wire, in elements of `dtype`."""
         return width if self.plain else TOP_BYTES + width // BLOCK + width * self.bits // 8
-
-    def width(self, row: int) -> int:
-        """Return the values of a token, given the length of its row; ValueError where there is no such row."""
-        width = row if self.plain else (row - TOP_BYTES) * 8 * BLOCK // (8 + self.bits * BLOCK)
-        if width < 1 or self.row(width) != row:
-            raise ValueError(f"no token takes {row} bytes in {self.bits} bits a value")
-        return width
-
-    def values(self, wire: Sequence[int]) -> int:
-        """Return how many values a message of this shape on the wire holds."""
-        *tokens, row = wire
-        return prod(tokens) * self.width(row)
 
     def size_bytes(self, tokens: int, width: int) -> int:
         return tokens * self.row(width) * {"float32": 4, "bfloat16": 2, "uint8": 1}[self.dtype]

@@ -151,12 +151,12 @@ class NextStage:
 
     @property
     def suspects(self) -> frozenset[str]:
-        return self._standing.suspects(_now_s()) if self._standing.suspicions else frozenset()
+        return self._standing.suspects(now_s()) if self._standing.suspicions else frozenset()
 
     def forgive(self, for_s: float) -> None:
         """Clear all suspicions, and accuse no replica for so long: the silence was ours."""
         self._standing.forgive()
-        self._forgiving_until_s = _now_s() + for_s
+        self._forgiving_until_s = now_s() + for_s
 
     async def ask(self, microbatch: Microbatch, deadline_s: float) -> Reply:
         """Return a replica's gradient of a microbatch; Refused if no replica takes it, or its budget ends at one.
@@ -196,13 +196,13 @@ class NextStage:
             search.empty_since_s = self._empty_since_s = None
             return False
         if search.empty_since_s is None:
-            search.empty_since_s = _now_s()
+            search.empty_since_s = now_s()
         if self._empty_since_s is None:
             self._empty_since_s = search.empty_since_s
-        return _now_s() - search.empty_since_s >= PATIENCE_S
+        return now_s() - search.empty_since_s >= PATIENCE_S
 
     def _choose(self, search: _Search) -> str | None:
-        avoid = self._standing.resting(_now_s())
+        avoid = self._standing.resting(now_s())
         if not search.forgiving:
             avoid |= self._out_of_favour(search)
             if not self._standing.favoured() and (tried := self._draw_unproved(search)) is not None:
@@ -211,11 +211,11 @@ class NextStage:
         return peer
 
     def _draw_unproved(self, search: _Search) -> str | None:
-        avoid = self._standing.resting(_now_s()) | self._out_of_favour(search)
+        avoid = self._standing.resting(now_s()) | self._out_of_favour(search)
         return self._standing.draw_unproved(avoid, self._rng)
 
     def _out_of_favour(self, search: _Search) -> set[str]:
-        return self._standing.occupied(_now_s()) | self.suspects | search.lost
+        return self._standing.occupied(now_s()) | self.suspects | search.lost
 
     async def _ask_one(self, peer: str, microbatch: Microbatch, search: _Search) -> Reply | None:
         """Call one replica; return its answer, None when another is to be asked."""
@@ -249,38 +249,38 @@ class NextStage:
 
     async def _wait(self, task: asyncio.Task[Reply | None]) -> None:
         """Wait until a call is done or late."""
-        begun_s = _now_s()
+        begun_s = now_s()
         if not self._standing.usual_s:
             if self._first is None:
                 self._first = asyncio.get_running_loop().create_future()
             either: list[asyncio.Future[Any]] = [task, self._first]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            await asyncio.wait([task], timeout=max(0.0, begun_s + LATE * self._standing.usual_s - _now_s()))
+            await asyncio.wait([task], timeout=max(0.0, begun_s + LATE * self._standing.usual_s - now_s()))
 
     async def _call(self, peer: str, microbatch: Microbatch, search: _Search) -> Reply | None:
-        begun_s = _now_s()
-        sent = replace(microbatch, budget_s=max(0.0, search.deadline_s - _now_s()))
+        begun_s = now_s()
+        sent = replace(microbatch, budget_s=max(0.0, search.deadline_s - now_s()))
         try:
             reply = await self._ways.call(peer, sent)
             if isinstance(reply, Gradient):
                 check_gradient(reply, microbatch)
         except ConnectionError as error:
-            self._lose(peer, error, search, _now_s() - begun_s)
+            self._lose(peer, error, search, now_s() - begun_s)
             return None
         if isinstance(reply, Gradient):
             self._counts["gradients"] += 1
-            self._standing.succeed(peer, _now_s() - begun_s)
+            self._standing.succeed(peer, now_s() - begun_s)
             if self._first is not None and not self._first.done():
                 self._first.set_result(None)
             return await self._ways.check(peer, sent, reply, search.deadline_s)
         self._counts[f"refused_{reply.reason.name.lower()}"] += 1
         if reply.reason is Reason.EXPIRED:
-            left_s = search.deadline_s - _now_s()
+            left_s = search.deadline_s - now_s()
             if left_s <= EARLY_SHARE * sent.budget_s:
                 return reply
             untrue = ConnectionAbortedError(f'{peer} said "expired" with {left_s:.1f} s of {sent.budget_s:.1f} s left')
-            self._lose(peer, untrue, search, _now_s() - begun_s)
+            self._lose(peer, untrue, search, now_s() - begun_s)
             return None
         if reply.reason is Reason.NO_ROUTE:
             search.losses += 1
@@ -292,14 +292,14 @@ class NextStage:
         search.lost.add(peer)
         unreachable, hung = isinstance(error, ConnectionRefusedError), isinstance(error, ConnectionAbortedError)
         self._counts["lost_unreachable" if unreachable else "lost_given_up" if hung else "lost_broken"] += 1
-        if _now_s() >= self._forgiving_until_s:
-            self._standing.lose(peer, _now_s(), cost_s, accused=unreachable or hung, hung=hung)
+        if now_s() >= self._forgiving_until_s:
+            self._standing.lose(peer, now_s(), cost_s, accused=unreachable or hung, hung=hung)
 
     def _rest(self, peer: str, refusal: Refused) -> None:
         least_s = LEAVING_REST_S if refusal.reason is Reason.LEAVING else SHORTEST_REST_S
         # The estimate is a stranger's: if it is not a number, the pause is the least.
         rest_s = min(max(least_s, refusal.retry_after_s), LONGEST_REST_S)
-        self._standing.refuse(peer, _now_s(), rest_s, busy=refusal.reason in BUSY)
+        self._standing.refuse(peer, now_s(), rest_s, busy=refusal.reason in BUSY)
 
     async def _pause(self, search: _Search) -> None:
         """Sleep until a replica may be there, or the first of those that are there may be asked again."""
@@ -313,13 +313,13 @@ class NextStage:
             wanted, detail = Wanted.ROOM, f"{len(good)} of {len(peers)} replicas refused for now, the others were lost"
             if len(good) == len(peers):
                 detail = f"all its {len(peers)} replicas refused for now"
-            pause_s = min(resting) - _now_s()
+            pause_s = min(resting) - now_s()
         else:
             wanted, detail = Wanted.ANSWER, f"all its {len(peers)} replicas were lost or are on trial"
-            pause_s = max(FIRST_BACKOFF_S * 2.0**search.losses, min(resting) - _now_s())
+            pause_s = max(FIRST_BACKOFF_S * 2.0**search.losses, min(resting) - now_s())
             search.forgiving = True
         if search.waits_since_s is None:
-            search.waits_since_s = _now_s()
+            search.waits_since_s = now_s()
         since_s = search.waits_since_s
         if self._empty_since_s is not None:
             since_s = min(self._empty_since_s, since_s)
@@ -343,5 +343,6 @@ def check_gradient(reply: Gradient, microbatch: Microbatch) -> None:
         raise ConnectionAbortedError(f"a loss of {reply.loss} over {reply.tokens} tokens")
 
 
-def _now_s() -> float:
+def now_s() -> float:
+    """Return the event loop's time in seconds."""
     return asyncio.get_running_loop().time()

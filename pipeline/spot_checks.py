@@ -30,9 +30,9 @@ from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipeline.activation_codec import LEAST_VALUES, decode, gradient_seed
+from pipeline.activation_codec import LEAST_VALUES, count_of, decode, gradient_seed
 from pipeline.messages import ActivationCodec, Gradient, Microbatch
-from pipeline.next_stage import NextStageClient, check_gradient
+from pipeline.next_stage import NextStageClient, check_gradient, now_s
 from pipeline.routing import Hop
 from pipeline.worker import Run
 
@@ -268,13 +268,13 @@ class SpotChecks:
         hops = self._ways.hops()
         if not self._verdicts.quarantined:
             return hops
-        for verdict in self._verdicts.paroled(_now_s()):
+        for verdict in self._verdicts.paroled(now_s()):
             self._note(verdict)
         return tuple([hop for hop in hops if hop.peer not in self._verdicts.quarantined])
 
     async def check(self, peer: str, microbatch: Microbatch, reply: Gradient, deadline_s: float) -> Gradient:
         """Now and then call a second and a third replica too; return the gradient to use for a microbatch."""
-        if self._codec.down.values(microbatch.hidden.shape) < LEAST_VALUES:
+        if count_of(self._codec.down, microbatch.hidden) < LEAST_VALUES:
             return reply
         self._answered.pop(peer, None)
         self._answered[peer] = None
@@ -289,7 +289,7 @@ class SpotChecks:
         self._rng.shuffle(others)
         try:
             # Time is left for the way up, or a check would lose what it was to protect.
-            async with asyncio.timeout_at((_now_s() + deadline_s) / 2):
+            async with asyncio.timeout_at((now_s() + deadline_s) / 2):
                 return await self._checked(peer, reply, microbatch, others)
         except TimeoutError:
             self._counts["too_late"] += 1
@@ -319,7 +319,7 @@ class SpotChecks:
 
     def _judged(self, peer: str, answers: dict[str, Gradient], apart: dict[tuple[str, str], float]) -> Gradient:
         replicas = [hop.peer for hop in self._ways.hops() if hop.peer in self._answered]
-        verdicts = self._verdicts.judge(apart, replicas, _now_s())
+        verdicts = self._verdicts.judge(apart, replicas, now_s())
         for verdict in verdicts:
             self._note(verdict)
         reply = answers.pop(peer)
@@ -362,7 +362,3 @@ def distance(one: Tensor, other: Tensor) -> float:
     """
     both = float(one.square().sum() + other.square().sum())
     return float((one - other).square().sum()) / both if both > 0.0 else 0.0
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

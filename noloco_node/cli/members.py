@@ -21,7 +21,6 @@ from noloco_node.admission.owner_files import (
     alone_with_members,
     load_key,
     load_members,
-    public_half,
     save_members,
     with_revoked,
 )
@@ -35,6 +34,7 @@ from noloco_node.network.interface import PeerNetwork
 from noloco_node.run.runfile import read_run_text
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.access import RunAccess, connected
+from noloco_node.swarm.admissions import load_owner_key
 from noloco_node.swarm.run_distribution import RunFileText
 
 DAY_S = 86400
@@ -102,7 +102,7 @@ def members(
 def administer(action: MemberAction, options: MemberOptions) -> str:
     """Do what the owner asks for, and return what was done; `UserError` if it cannot be done."""
     recipe = RunFileText(read_run_text(options.run), str(options.run))
-    if recipe.run.admission.owner is None:
+    if recipe.run.admission.owner_key is None:
         raise config_error(
             f"The run of {options.run} has no owner.",
             "its section [admission] names no key, so everybody who holds an invite takes part",
@@ -110,13 +110,7 @@ def administer(action: MemberAction, options: MemberOptions) -> str:
         )
     if action is MemberAction.LIST:
         return _listed(load_members(options.run), time.time())
-    key = load_key(options.run)
-    if public_half(key) != recipe.run.admission.owner:
-        raise config_error(
-            f"The key beside {options.run} is not that of this run's owner.",
-            "its public half is not admission.owner",
-            "give the run file whose key it is",
-        )
+    key = load_owner_key(options.run, recipe.run.admission)
     given = _given_invite(options, recipe.digest)  # a refusal comes before anything is written
     with alone_with_members(options.run):
         if action is MemberAction.INVITE:
@@ -222,7 +216,7 @@ async def _revocation_report(options: MemberOptions) -> str:
     invite = _bootstrap_invite(options, recipe.digest)
     if invite is None:
         return _not_confirmed("no bootstrap peer was named, and none lives on this machine")
-    access = RunAccess(invite, Right.LOOK, None, time.time, owner=load_key(options.run))
+    access = RunAccess(invite, Right.LOOK, None, time.time, owner_key=load_key(options.run))
     access.pin(recipe.run)
     settings = NetworkSettings(
         run=recipe.digest, listen=("/ip4/127.0.0.1/tcp/0",), bootstrap=tuple(map(str, invite.addresses))

@@ -45,7 +45,7 @@ WORK_S = 120.0
 class RunAccess:
     """How one peer enters a run, over all of its sessions. `home`: holds its identity, and keeps its ticket.
 
-    `owner`: the key of the run's owner, who needs no invite to look. `state`: admissions that we know already.
+    `owner_key`: of the run's owner, who needs no invite to look. `state`: admissions that we know already.
     `early_s`: we renew our ticket so long before it expires.
     """
 
@@ -56,13 +56,13 @@ class RunAccess:
         home: Path | None,
         unix_time: Callable[[], float] = time.time,
         *,
-        owner: Ed25519PrivateKey | None = None,
+        owner_key: Ed25519PrivateKey | None = None,
         state: AdmissionState | None = None,
         early_s: float = RENEW_S,
     ) -> None:
         self.invite, self._rights, self._home, self._unix_time = invite, rights, home, unix_time
-        self._owner, self._early_s = owner, early_s
-        has_owner = invite.credential is not None or owner is not None
+        self._owner_key, self._early_s = owner_key, early_s
+        has_owner = invite.credential is not None or owner_key is not None
         self._state = state or (AdmissionState(invite.digest, unix_time) if has_owner else None)
         self._nonce: int | None = None
         """The proof of work for a ticket, once we have it."""
@@ -134,9 +134,9 @@ class RunAccess:
     def _own_tickets(self, me: str) -> list[bytes]:
         """Return the tickets of the invite and of our home, and one that we sign if we are the owner."""
         found = [self._of_invite(me), self._kept_ticket(me)]
-        if self._owner is not None:
+        if self._owner_key is not None:
             until = int(self._unix_time()) + LOOK_S
-            found.append(TicketSigner(self._owner).ticket(self.invite.digest, me, Right.LOOK, until))
+            found.append(TicketSigner(self._owner_key).ticket(self.invite.digest, me, Right.LOOK, until))
         return [each for each in found if each is not None]
 
     def _of_invite(self, me: str) -> bytes | None:
@@ -146,7 +146,7 @@ class RunAccess:
         try:
             return credential.ticket(self.invite.digest, me, self._rights, self._unix_time(), own_key)
         except ValueError:
-            if self._owner is not None:
+            if self._owner_key is not None:
                 return None
             raise
 
@@ -260,7 +260,7 @@ async def visited(invite: str, visitor: Visitor) -> AsyncIterator[tuple[PeerNetw
     """Visit the swarm of an invite without joining it: a new identity, no listening, one look at the roster."""
     parsed = invites.parse(invite)
     access = RunAccess(
-        parsed, Right.LOOK, visitor.home, owner=await asyncio.to_thread(visitor.owner_key, parsed.digest)
+        parsed, Right.LOOK, visitor.home, owner_key=await asyncio.to_thread(visitor.owner_key, parsed.digest)
     )
     settings = NetworkSettings(
         run=parsed.digest,

@@ -20,6 +20,7 @@ from noloco_node.admission.ticket_service import SignsTickets, TicketService, Ti
 from noloco_node.errors import UserError, config_error
 from noloco_node.network.calls import HookedNetwork
 from noloco_node.network.interface import PeerNetwork
+from noloco_node.run.config import AdmissionConfig
 from noloco_node.swarm.access import RunAccess
 from noloco_node.swarm.invite import Invite
 from noloco_node.swarm.run_distribution import RunFileText
@@ -86,7 +87,7 @@ class HostedAdmissions:
         signer: SignsTickets | None
         owns = key_file(self._run_file).is_file()
         if owns:
-            signer = TicketSigner(await asyncio.to_thread(self._owner_key))
+            signer = TicketSigner(await asyncio.to_thread(load_owner_key, self._run_file, self._admission))
             ticket = signer.ticket(self._recipe.digest, network.peer_id, MEMBER, int(time.time()) + HOST_S)
             admitted: PeerNetwork = HookedNetwork(network, AdmissionHook(network, self._state, ticket))
         else:
@@ -122,16 +123,6 @@ class HostedAdmissions:
             if members.signed and self._state.take_revocations(members.signed):
                 say(f"the owner's list number {members.number} holds: {len(members.revoked)} shut out")
 
-    def _owner_key(self) -> Ed25519PrivateKey:
-        key = load_key(self._run_file)
-        if public_half(key) != self._admission.owner:
-            raise config_error(
-                f"{key_file(self._run_file)} is not the key of this run's owner.",
-                "its public half is not the run file's admission.owner",
-                "put the right key there, or the public half of this one into the run file: that is another run",
-            )
-        return key
-
     async def _as_delegate(self, network: PeerNetwork) -> tuple[PeerNetwork, SignsTickets | None]:
         """Enter by the ticket of our invite, as a node does; `UserError` where the invite brings none."""
         own_key = await asyncio.to_thread(read_key, self._identity)
@@ -163,3 +154,16 @@ class DelegateSigner(NamedTuple):
         if chain is None or self.held.is_expired or not Right.SIGN & self.held.rights:
             raise ValueError("this bootstrap peer may sign tickets no longer")
         return TicketSigner(self.key, chain).ticket(run, peer, rights, until)
+
+
+def load_owner_key(run_file: Path, admission: AdmissionConfig) -> Ed25519PrivateKey:
+    """Return the owner's key, which lies beside the run file; `UserError` where it is another's, or not there."""
+    key = load_key(run_file)
+    if public_half(key) != admission.owner:
+        raise config_error(
+            f"{key_file(run_file)} is not the key of this run's owner.",
+            "its public half is not the run file's admission.owner",
+            "put the right key there, give the run file whose key it is, or put the public half of this key into the "
+            "run file: that is another run",
+        )
+    return key

@@ -148,7 +148,7 @@ def test_a_bootstrap_peer_that_is_handed_the_list_confirms_it(tmp_path: Path, *,
             network = await hosted.admitted(hub.network(door))
             await network.serve(TOPIC, SCHEMA, owner.recipe.serve)
         base = invites.parse(invites.format(owner.recipe.digest, [f"/ip4/192.0.2.1/tcp/4001/p2p/{door}"]))
-        access = RunAccess(base, Right.LOOK, None, owner=load_key(owner.run))
+        access = RunAccess(base, Right.LOOK, None, owner_key=load_key(owner.run))
         access.pin(owner.recipe.run)
         return await confirmation(access, hub.network(peer_of(public(8))), MemberOptions(run=owner.run))
 
@@ -224,7 +224,7 @@ def test_only_whose_key_it_is_lets_anybody_in(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         owner.members("revoke", PEER)
     save_key(owner.run, make_key(owner.run))
-    with pytest.raises(UserError, match="not that of this run's owner") as caught:
+    with pytest.raises(UserError, match="not the key of this run's owner") as caught:
         owner.members("revoke", PEER)
     assert caught.value.code is Exit.CONFIG
     owner.run.write_text(owner.run.read_text().partition("[admission]")[0])

@@ -27,6 +27,7 @@ from pipeline.activation_codec import (
     encode,
     scaled,
     seed_of,
+    width_of,
 )
 from pipeline.messages import ACTIVATION_CODECS, BLOCK, TOP_BYTES, ActivationCode, check_width
 
@@ -56,7 +57,7 @@ def test_sizes_are_known_before_anything_is_coded(code: ActivationCode, shape: t
     assert wire.shape == (*shape[:-1], code.row(shape[-1]))
     assert str(wire.dtype) == f"torch.{code.dtype}"
     assert wire.nbytes == code.size_bytes(shape[0] * shape[1], shape[-1])
-    assert code.width(code.row(shape[-1])) == shape[-1]
+    assert width_of(code, code.row(shape[-1])) == shape[-1]
     restored = decode(code, wire)
     assert restored.shape == shape
     assert restored.dtype == torch.float32
@@ -204,14 +205,14 @@ def test_a_width_that_makes_no_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="multiples of 32, and the model's is 33"):
         check_width("int5-int3", 33)
     with pytest.raises(ValueError, match="no token takes 45 bytes in 5 bits"):
-        ActivationCode(5).width(45)
+        width_of(ActivationCode(5), 45)
 
 
 @pytest.mark.parametrize("bits", [32, 16, 8, 4])
 def test_a_row_without_a_value_is_no_row(bits: int) -> None:
     code = ActivationCode(bits)
     with pytest.raises(ValueError, match="no token"):
-        code.width(code.row(0))
+        width_of(code, code.row(0))
 
 
 def test_the_bound_of_a_norm_is_the_norm_where_all_channels_are_equally_loud() -> None:

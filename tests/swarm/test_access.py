@@ -230,7 +230,7 @@ async def test_the_owner_looks_by_its_key_whatever_the_rule() -> None:
     parsed = owned.access(None, Right.LOOK).invite
     with pytest.raises(UserError):
         await owned.enter(OTHER, owned.access(InviteCredential(), Right.LOOK))
-    way = RunAccess(parsed, Right.LOOK, None, owned.now_s, owner=key(0))
+    way = RunAccess(parsed, Right.LOOK, None, owned.now_s, owner_key=key(0))
     network = await owned.enter(PEER, way)
     way.pin(owned.recipe.run)
     for _ in range(4):
