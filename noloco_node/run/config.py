@@ -232,6 +232,9 @@ class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     epsilon: Annotated[float, Meta(ge=1e-30, le=1.0)] = 1e-8
     weight_decay: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
     clip_norm: Annotated[float, Meta(ge=1e-12, le=1e12)] = 1.0
+    state: Literal["float32", "int8"] = "float32"
+    """What the optimiser keeps: "float32", or "int8" (moments as 8-bit codes; on a device that computes in bfloat16
+    weights as bfloat16 with an 8-bit correction: half the memory)."""
 
 
 class AdmissionRule(StrEnum):
