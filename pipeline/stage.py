@@ -60,7 +60,7 @@ class Stage(StagePasses):
         groups = [{"params": matrices, "weight_decay": inner.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
         # On a CPU the plain loop: bit for bit what a whole model's default AdamW computes, and cheap beside a window.
-        fused = device.type == "cuda"
+        fused = device.type != "cpu"
         betas = (inner.beta1, inner.beta2)
         adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=inner.epsilon, fused=fused)
         for weight in self._weights:
@@ -94,6 +94,7 @@ class Stage(StagePasses):
         else:
             self._counts["skipped_steps"] += 1
         self._forget_gradients()
+        self._note_window()
         return StepReport(norm, applied)
 
     def _clip(self, microbatches: int) -> float:
