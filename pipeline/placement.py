@@ -10,11 +10,14 @@ All newcomers compute the same plan from the same records: as long as one can go
 stronger than that one was, the newcomer that gains most goes. Each move makes the sorted capacities larger, so the plan
 ends.
 
-A replica moves later by `movers`: the one that leaves the weaker of the starving stage and its own strongest. Among
-those within a tenth a hash of seed and peer decides, so all name the same one. A move costs a copy of the weights, and
-records are noisy and late. So the stage left must stay clearly stronger, several readings in a row must agree, a
-replica stays for a time that doubles with each move, and movers go one at a time: each announces its move in its
-record, waits until all must have read it, and heeds earlier announcements for a bounded time (`decide`).
+Later a replica may move to the weakest stage (`movers`). For each willing replica every peer computes the capacities
+of the stage that it would leave and of the weakest one with it; the best mover makes the smaller of the two largest. A
+hash of seed and peer decides among movers within a tenth of the best, so all peers name the same one.
+
+A move costs a copy of the weights, and records are noisy and late. So the stage that is left must stay clearly
+stronger, several readings in a row must agree, and the time that a replica stays doubles with each of its moves. Movers
+go one at a time: each announces its move in its record, waits until all must have read it, and heeds earlier
+announcements for a bounded time (`decide`).
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ and what the codec owes, and adds the correction to the fast ones. A caller that
 for each piece: it cannot fail half-way for what a partner has sent. The snapshot becomes the correction. Each value
 goes through the same operations in the same order as in `research.theory.pair_step`, so the pieces may be of any size.
 
-With a lossy codec means and pull are taken over what *both* decode, or a pair that meets would drift apart. But the
-slow weights move from where they really are, and the correction starts at the real snapshot. Where a partner counts in
-part, ours count as they are, and nothing is noted as sent: in int4 a partner's probe sets how coarsely ours were
-rounded, and must not do what its weights may not.
+With a lossy codec the rule takes means and pull over what *both* sides decode, or a pair that meets would drift apart.
+The slow weights still move from their exact values, and the correction starts from the exact snapshot. Where a partner
+counts only in part, our own weights enter exactly, and error feedback does not count them as sent: in int4 the
+partner's probe decides how coarsely ours are rounded, and that rounding could move us farther than the bound allows.
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ with `--keep-snapshots` have one, and so have peers that served the stage before
 checkpoint unless a snapshot is clearly newer, because a checkpoint holds the momenta too. With neither, the stage
 starts from the run's first weights, and the node tells its owner that the stage has lost its training.
 
-No peer vouches for a snapshot, so the newcomer believes it within bounds: it rejects a snapshot that claims far more
-progress than the run has made, and where three or more peers offer one, the median norm is the measure. Rounds say
-less, since a stage with a quarter of another's replicas takes four times its steps. The loss of the first microbatches
-then shows whether the snapshot is good (`noloco_node.state_sync.starting_state`); if not, the node joins again with
-another one. A snapshot holds neither momenta nor the optimiser's state: those begin at zero.
+No peer vouches for a snapshot, so the newcomer believes it within bounds. It rejects a snapshot that claims far more
+progress than the run has made. Where three or more peers offer one, it rejects a norm that is far from their median. It
+does not compare rounds, because a stage with a quarter of another's replicas takes four times its steps. The loss of
+the first microbatches then shows whether the snapshot is good (`noloco_node.state_sync.starting_state`); if not, the
+node joins again with another one. A snapshot holds neither momenta nor the optimiser's state: those begin at zero.
 """
 
 from __future__ import annotations

@@ -259,8 +259,7 @@ def _loss(sources: Sequence[PeerView]) -> float | None:
 
 def _all_finished(peers: Sequence[PeerView]) -> bool:
     """Say whether all present peers have finished: a run ends a little before its last tokens are signed."""
-    states = {peer.state for peer in peers} - {"gone"}
-    return states == {"finished"}
+    return {peer.state for peer in peers} - {"gone"} == {PeerState.FINISHED}
 
 
 def _with_shares(peers: Sequence[PeerView], stages: Sequence[StageView]) -> Iterator[PeerView]:

@@ -68,13 +68,12 @@ class MemoryHost:
         build: Callable[[int], StageModel],
         open_text: Callable[[], Awaitable[Text]],
         save: Callable[[Checkpoint], Awaitable[str]],
-        snapshots: SnapshotStore | None = None,
-        first_weights: FirstWeights | None = None,
-        tokenizer: WeightStore | None = None,
         line_s: Sequence[float] = (),
     ) -> None:
-        self.device, self.former, self.snapshots = device, disk, snapshots
-        self.first_weights, self.tokenizer = first_weights, tokenizer
+        self.device, self.former = device, disk
+        self.snapshots: SnapshotStore | None = None
+        self.first_weights: FirstWeights | None = None
+        self.tokenizer: WeightStore | None = None
         self.needs_bytes: list[int] = []
         self.graph_bytes: list[int] = []
         self.beside_bytes: list[int] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from research.laboratory.experiments import sensitivity
-from research.laboratory.experiments.rivals import SIZE
 from research.laboratory.output.table import Table
 from research.laboratory.output.tables import family
 from research.laboratory.running.results import Measured
@@ -13,9 +12,6 @@ def sensitivity_tables(data: Measured) -> list[Table]:
     """Return the tables, each of a base and of what was changed."""
     of_noloco = [f"{name}_every_{every}" for name in ("noloco", "diloco_hb") for every in sensitivity.OTHER_ROUNDS]
     shards = sensitivity.sharded()
-
-    def of_four(name: str) -> bool:
-        return shards[name][0].replicas == SIZE.few
 
     questions = [
         ("the batch as it is", "parallel", ["diloco_hb", "noloco"]),
