@@ -199,7 +199,7 @@ def _subspaces(planned: Planned, machines: Machines) -> list[str]:
 
 def _replicas(counts: Sequence[int]) -> str:
     if len(set(counts)) == 1:
-        return f"{counts[0]} replicas"
+        return f"{counts[0]} replica{'s' * (counts[0] > 1)}"
     return f"{', '.join(map(str, counts[:-1]))} and {counts[-1]} replicas"
 
 
