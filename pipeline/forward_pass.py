@@ -32,7 +32,7 @@ from torch.nn import functional
 
 from pipeline.activation_codec import decode, encode, gradient_seed
 from pipeline.decoder_slice import Cut, TokenFeatures, multiplied_weights
-from pipeline.device_type import DEVICE_TYPES
+from pipeline.hardware.device_type import DEVICE_TYPES
 from pipeline.messages import ACTIVATION_CODECS, Gradient
 
 T = TypeVar("T")

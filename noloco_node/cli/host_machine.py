@@ -30,7 +30,7 @@ from noloco_node.storage.transfer_files import PartialDownloadFile, StateFile
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
-from pipeline.device_type import DEVICE_TYPES
+from pipeline.hardware.device_type import DEVICE_TYPES
 from pipeline.stage import Stage
 
 

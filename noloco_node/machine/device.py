@@ -32,8 +32,8 @@ import torch
 from noloco_node.errors import Exit, UserError
 from noloco_node.machine.interface import DeviceLost, Runner, check_device_name
 from noloco_node.run.config import MOST_SLOWDOWN
-from pipeline.device_type import DEVICE_TYPES
 from pipeline.forward_pass import is_shortage
+from pipeline.hardware.device_type import DEVICE_TYPES
 
 T = TypeVar("T")
 NVML = "libnvidia-ml.so.1"

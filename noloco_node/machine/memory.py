@@ -47,9 +47,14 @@ def free_of_gpu(size_bytes: float) -> float:
     return max(0.0, size_bytes - _CONTEXT_BYTES)
 
 
+def gpu_for(needs: float) -> float:
+    """Return the size of the GPU of which a stage may take so much; the inverse of the two above."""
+    return wanted_bytes(needs) + _CONTEXT_BYTES
+
+
 def free_bytes(device: torch.device) -> int:
     """Return the bytes that are free for the tensors of a device."""
-    from pipeline.device_type import DEVICE_TYPES
+    from pipeline.hardware.device_type import DEVICE_TYPES
 
     kind = DEVICE_TYPES[device.type]
     of_driver, of_machine = kind.free_bytes(device), machine_free_bytes() if kind.shares_memory else None

@@ -9,7 +9,7 @@ import torch
 from small_stages import cuts, drawn_ids, make_stage, prepared
 from torch import Tensor
 
-from pipeline.device_type import DEVICE_TYPES
+from pipeline.hardware.device_type import DEVICE_TYPES
 
 MPS = torch.device("mps")
 
