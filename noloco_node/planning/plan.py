@@ -15,7 +15,7 @@ import msgspec
 from gossip.settings import OuterConfig
 from noloco_node.data.encoding import check_vocabulary
 from noloco_node.machine.memory import usable_bytes
-from noloco_node.planning.bandwidth import Shapes, float32_bytes, gossip_memory, hop_bytes, round_bytes
+from noloco_node.planning.bandwidth import float32_bytes, gossip_memory, hop_bytes, round_bytes
 from noloco_node.planning.queue_model import BUSY, WindowSuggestion, predict_efficiency, suggest_windows
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import content_hashes, run_digest
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from noloco_node.planning.model_layout import ModelLayout
 
-_BLOCK = 256
-"""Values of a moment that share a scale."""
 _UNEVEN = 1.3
 LEAST_STEPS = 400
 """Inner steps of a replica: the shortest run of this project that learns to speak of (the preset tiny). In fewer, AdamW
@@ -242,15 +240,10 @@ def _rounds(run: RunConfig) -> int:
     return int(run.inner.steps / mean_steps_per_round(run.outer))
 
 
-def moment_bytes(shapes: Shapes) -> int:
-    """Return the bytes of AdamW's two moments as 8-bit codes: vectors stay in float32."""
-    sizes = [prod(shape) for shape in shapes if len(shape) >= 2]
-    coded = sum(size + 4 * -(-size // _BLOCK) for size in sizes)
-    return 2 * (coded + float32_bytes(shapes) - 4 * sum(sizes))
-
-
 def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool) -> Memory:
-    from noloco_node.planning.graph_memory import graph_bytes  # which loads torch
+    # Both load torch.
+    from noloco_node.planning.graph_memory import graph_bytes
+    from pipeline.adamw import moment_bytes
 
     cut, shapes, pipeline = drawn.cuts[number], tuple(drawn.shapes[number].values()), run.pipeline
     once, gossip = float32_bytes(shapes), gossip_memory(run.outer, shapes)._asdict()
@@ -264,7 +257,7 @@ def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool) -> Memo
         # Of a multiplied weight the upper half is what passes compute with, and a byte of its float32 is left out.
         weights=once - cast // 2 if coded else once,
         gradients=once,
-        optimiser=moment_bytes(shapes) if coded else 2 * once,
+        optimiser=2 * sum(moment_bytes(shape, run.inner.state) for shape in shapes),
         slow_weights=once,
         outer_momentum=gossip.pop("momentum"),
         snapshot=once,

@@ -159,11 +159,11 @@ def test_one_stage_has_no_hops() -> None:
     assert not any("hop" in line for line in describe(found))
 
 
-@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(("half", "state"), [(False, "float32"), (True, "float32"), (False, "int8")])
 @pytest.mark.parametrize("windows", [1, 2])
-def test_bytes_a_parameter_are_those_that_a_stage_has(half: bool, windows: int) -> None:
+def test_bytes_a_parameter_are_those_that_a_stage_has(half: bool, state: str, windows: int) -> None:
     """Counted as storages: masters, gradients, moments, and the sets in use after a step under a pass that waits."""
-    run = run_with(pipeline={"windows_in_flight": windows})
+    run = run_with(pipeline={"windows_in_flight": windows}, inner={"state": state})
     layout = model_layout(run)
     stage, planned = staged(run, layout, 0, half), memories(run, layout, half=half)[0]
     ids = torch.randint(0, 384, (2, 64))
@@ -179,6 +179,7 @@ def test_bytes_a_parameter_are_those_that_a_stage_has(half: bool, windows: int) 
     counted = sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
     assert counted == planned.computing - planned.graph
     assert planned.waiting == 8 * windows * (ids.nbytes + sent.nbytes)
+    assert sum(tensor.nbytes for tensor in moments) == planned.optimiser
     if half and windows == 1:
         # All but the embedding and the norms once more in bfloat16.
         assert planned.cast_weights == 2 * (layout.shapes and 4 * (4 * 64 * 64 + 3 * 64 * 128))
@@ -187,7 +188,7 @@ def test_bytes_a_parameter_are_those_that_a_stage_has(half: bool, windows: int) 
 def staged(run: RunConfig, layout: ModelLayout, number: int, half: bool) -> Stage:
     return Stage(
         build_stage(run, layout, number, torch.device("cpu")),
-        Inner(0.9, 0.99, 1e-8, 0.1, 1.0),
+        Inner(0.9, 0.99, 1e-8, 0.1, 1.0, run.inner.state),
         StageSettings(torch.device("cpu"), torch.bfloat16 if half else None),
         first=number == 0,
         last=number == 1,
