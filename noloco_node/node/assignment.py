@@ -39,6 +39,7 @@ from noloco_node.node.node_context import NodeContext
 from noloco_node.node.replica import Replica
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
 from noloco_node.node.reporting import ProgressReporter
+from noloco_node.node.stage_claim import out_of_memory
 from noloco_node.node.stage_work import StageWork
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.run.protocols import GOSSIP, MICROBATCH, STATE, gossip_schema, microbatch_schema, state_schema, topic
@@ -50,6 +51,7 @@ from noloco_node.storage.checkpoint_store import CheckpointWriter
 from noloco_node.swarm.roster import MOST_WAITS
 from noloco_node.tasks import background, loop_s, supervised, until_event
 from pipeline.placement import Move
+from pipeline.worker import UNFIT_S
 
 ASKED = "asked to leave"
 LAST_ROUND_S = 20.0
@@ -246,7 +248,10 @@ class Assignment:
     # The training, and its end.
 
     async def train(self, leave: asyncio.Event) -> Ending:
-        """Train until the assignment ends; raise `DeviceLost` in a group if the device fails for good."""
+        """Train until the assignment ends.
+
+        Raises, in a group, `DeviceLost` if the device fails for good, and `UserError` if its memory does not suffice.
+        """
         replica, work = self.replica, self._services.work
         self._reporter.say(f"training stage {replica.config.stage} from inner step {replica.inner_steps}")
         async with asyncio.TaskGroup() as group:
@@ -256,11 +261,15 @@ class Assignment:
             deserted = group.create_task(work.run_until_deserted(replica), name="deserted")
             asked = group.create_task(leave.wait(), name="leave")
             moving = group.create_task(self.migration.run(), name="moving")
+            unfit = group.create_task(replica.worker.unfit.wait(), name="unfit")
             failed, lost = replica.starting_weights.failed_snapshot, replica.device_lost
-            ends: set[asyncio.Future[Any]] = {done, deserted, asked, moving, failed, lost}
+            ends: set[asyncio.Future[Any]] = {done, deserted, asked, moving, failed, lost, unfit}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if lost.done():
                 raise lost.result()
+            if unfit.done():
+                raise out_of_memory(replica.config.stage, f"for {UNFIT_S:.0f} s every microbatch ran out of it")
+            unfit.cancel()
             ending: Ending
             if done.done() or deserted.done():
                 ending = RunOver()
