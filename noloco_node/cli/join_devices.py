@@ -8,7 +8,6 @@ The nodes print to the same screen, each line with its device. A signal to this 
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import signal
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from noloco_node.cli.options import INVITE_VARIABLE, JoinOptions, default_home
 from noloco_node.demo.child_processes import Child, Children, tied_command
+from noloco_node.demo.swarm_processes import cores
 from noloco_node.errors import NEEDS_A_PERSON, Exit, UserError
 from noloco_node.machine.interface import check_device_name
 from noloco_node.machine.signals import departure
@@ -62,7 +62,7 @@ def divided(options: JoinOptions, names: list[str]) -> list[JoinOptions]:
     shares = replace(
         options,
         devices=None,
-        threads=options.threads or max(1, (os.cpu_count() or 1) // number),
+        threads=options.threads or max(1, cores() // number),
         max_disk=None if options.most_disk_bytes is None else f"{options.most_disk_bytes // number}B",
         max_upload=None if upload is None else f"{upload / number:.0f}B/s",
         max_download=None if download is None else f"{download / number:.0f}B/s",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from dataclasses import replace
@@ -20,6 +19,7 @@ from noloco_node.cli import join_devices
 from noloco_node.cli.join_devices import divided, join_each, named_devices, words, worst
 from noloco_node.cli.main import app
 from noloco_node.cli.options import INVITE_VARIABLE, JoinOptions
+from noloco_node.demo.swarm_processes import cores
 from noloco_node.errors import NEEDS_A_PERSON, Exit, UserError
 from noloco_node.journal.events import InnerStep, Started
 from noloco_node.journal.reader import read
@@ -68,7 +68,7 @@ def test_the_shares_of_all_nodes_are_what_the_owner_allows(number: int, bits: in
     for total in (sum(each.monthly_cap_bytes or 0 for each in allowed), sum(e.most_disk_bytes or 0 for e in shares)):
         assert size - number < total <= size
     assert parse_bytes(f"{size}B") == size
-    assert sum(each.threads or 0 for each in shares) <= max(number, os.cpu_count() or 1)
+    assert sum(each.threads or 0 for each in shares) <= max(number, cores())
 
 
 def test_each_node_has_a_home_and_ports_of_its_own() -> None:
