@@ -26,13 +26,17 @@ if TYPE_CHECKING:
 
 
 class Inner(NamedTuple):
-    """AdamW's constants, and the norm to which a stage's gradient is clipped. Only matrices decay."""
+    """AdamW's constants, and the norm to which a stage's gradient is clipped. Only matrices decay.
+
+    `state`: "float32", or "int8" where the moments of matrices are codes (`pipeline.adamw`).
+    """
 
     beta1: float
     beta2: float
     epsilon: float
     weight_decay: float
     clip_norm: float
+    state: str = "float32"
 
 
 class StepReport(NamedTuple):
@@ -43,7 +47,10 @@ class StepReport(NamedTuple):
 
 
 class OptimiserState(NamedTuple):
-    """AdamW's memory. `moments`: the first moments of all parameters in order, then the second; all zero at step 0."""
+    """AdamW's memory. `moments`: the first moments of all parameters in order, then the second; all zero at step 0.
+
+    A moment is float32 in its parameter's shape, or codes: int8 [bytes].
+    """
 
     steps: int
     moments: tuple[Tensor, ...]

@@ -18,15 +18,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from pipeline.adamw import AdamW
 from pipeline.forward_pass import Slice, StagePasses, StageSettings, or_memory_error
 from pipeline.inner_step import Inner, OptimiserState, StepReport
 
 _COUNTED = (
     *("forwards", "backwards", "recomputed", "stale_backwards", "weight_copies", "shortages"),
-    *("inner_steps", "skipped_steps"),
+    *("inner_steps", "skipped_steps", "uncompiled_steps"),
 )
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's own names of the first and the second moment."""
 STAGED = 2**24
 """Numbers of a correction that lie on a GPU at once."""
 
@@ -49,30 +48,17 @@ class Stage(StagePasses):
         self.names = tuple(self._masters)
         self.shapes = tuple(tuple(weight.shape) for weight in self._weights)
         self.fixed = frozenset(n for n, weight in enumerate(self._weights) if not weight.requires_grad)
-        self._clip_norm, self._taken = inner.clip_norm, 0
-        self._adamw = self._optimiser(inner, settings.device)
+        self._clip_norm = inner.clip_norm
+        self._adamw = AdamW(self._weights, inner, settings.device)
         # On a GPU the memory for a correction is taken now: a change must not fail half-way. A CPU needs none.
         self._staging = torch.empty(0 if settings.device.type == "cpu" else STAGED, device=settings.device)
 
-    def _optimiser(self, inner: Inner, device: torch.device) -> torch.optim.AdamW:
-        """Return AdamW with all of its memory: a step must not fail half-way."""
-        matrices, vectors = ([w for w in self._weights if (w.ndim >= 2) == many] for many in (True, False))
-        groups = [{"params": matrices, "weight_decay": inner.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        groups = [group for group in groups if group["params"]]
-        # On a CPU the plain loop: bit for bit what a whole model's default AdamW computes, and cheap beside a window.
-        fused = device.type == "cuda"
-        betas = (inner.beta1, inner.beta2)
-        adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=inner.epsilon, fused=fused)
-        for weight in self._weights:
-            # As AdamW itself would in its first step, but before there is anything that it could leave half done.
-            adamw.state[weight] = {
-                "step": torch.zeros((), device=device if fused else None),
-                **{name: torch.zeros_like(weight, memory_format=torch.preserve_format) for name in _MOMENTS},
-            }
-        return adamw
-
     def statistics(self) -> dict[str, int | float]:
-        """Return counts since the start; a skipped step had a gradient that was not finite, or not whole."""
+        """Return counts since the start.
+
+        A skipped step had a gradient that was not finite, or not whole. An uncompiled one was slow: torch cannot
+        compile for this GPU.
+        """
         return {name: self._counts[name] for name in _COUNTED}
 
     def step(self, learning_rate: float, microbatches: int) -> StepReport:
@@ -85,12 +71,10 @@ class Stage(StagePasses):
         applied = math.isfinite(norm) and not self._spoiled
         if applied:
             self._leave_to_waiting()
-            for group in self._adamw.param_groups:
-                group["lr"] = learning_rate
-            self._adamw.step()
-            self._taken += 1
+            self._adamw.step(learning_rate)
             self._set.refresh()
             self._counts["inner_steps"] += 1
+            self._counts["uncompiled_steps"] += not self._adamw.compiled
         else:
             self._counts["skipped_steps"] += 1
         self._forget_gradients()
@@ -112,7 +96,8 @@ class Stage(StagePasses):
             waiting.give_up()
 
     def _forget_gradients(self) -> None:
-        self._adamw.zero_grad(set_to_none=True)
+        for weight in self._weights:
+            weight.grad = None
         self._spoiled = False
 
     def _leave_to_waiting(self) -> None:
@@ -130,19 +115,11 @@ class Stage(StagePasses):
 
     def optimiser_state(self) -> OptimiserState:
         """Return AdamW's memory itself, on the device; the next step changes it."""
-        state = self._adamw.state
-        return OptimiserState(self._taken, tuple(state[weight][name] for name in _MOMENTS for weight in self._weights))
+        return OptimiserState(self._adamw.steps, self._adamw.moments())
 
     def load_optimiser_state(self, state: OptimiserState) -> None:
-        """Continue from another optimiser's memory; raise ValueError if its shapes are not this stage's."""
-        _check_shapes(state.moments, self.shapes * len(_MOMENTS))
-        self._taken = state.steps
-        moments = iter(state.moments)
-        for name in _MOMENTS:
-            for weight in self._weights:
-                memory = self._adamw.state[weight]
-                memory["step"].fill_(float(state.steps))
-                memory[name].copy_(next(moments))
+        """Continue from another optimiser's memory; raise ValueError if its form or shapes are not this stage's."""
+        self._adamw.load(*state)
 
     # Fast weights, one tensor a parameter, in the order of `names`.
 

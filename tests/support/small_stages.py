@@ -39,10 +39,12 @@ def cuts(recipe: Prepared, number: int, subspace: Subspace | None = None) -> lis
     return [piece._replace(subspace=subspace) for piece in cut(recipe.config, number, None, 16)]
 
 
-def make_stage(recipe: Prepared, piece: Cut, *, codec: str = "float32", seed: int = 3, **choices: Any) -> Stage:
+def make_stage(
+    recipe: Prepared, piece: Cut, *, codec: str = "float32", seed: int = 3, inner: Inner = INNER, **choices: Any
+) -> Stage:
     """Return a stage; `choices` as in its settings."""
     settings = StageSettings(CPU, **choices)
-    return Stage(build(recipe, piece, seed), INNER, settings, first=piece.embeds, last=piece.head, codec=codec)
+    return Stage(build(recipe, piece, seed), inner, settings, first=piece.embeds, last=piece.head, codec=codec)
 
 
 def drawn_ids(seed: int, *shape: int) -> Tensor:

@@ -1,0 +1,262 @@
+"""AdamW of one stage, with its moments as float32 or as 8-bit codes.
+
+The float32 form is torch's own. In the other (`Inner.state` is "int8") the moments of matrices are codes; those of
+vectors stay float32. A block of 256 values has one float32 scale, the largest magnitude in it. What is left of a value,
+its share of the scale, is companded, so that small shares keep more digits: a first moment's by the root, with its
+sign, a second moment's by the root of the root. Codes are rounded to the nearest, so the same bits give the same step.
+
+A second moment far below its block's largest has the code 0. A step takes it for at least what its first moment shows:
+without rounding that bound always holds (`moment_ratio`), and with it no step explodes.
+
+A step goes through a matrix in pieces of whole blocks. Each becomes float32, is computed and is put back before the
+next, and the result does not depend on where a piece ends. On a GPU the arithmetic is compiled, where torch can.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.forward_pass import is_shortage
+from pipeline.inner_step import Inner, moment_ratio
+
+BLOCK = 256
+"""Values that share a scale."""
+PIECE = 2**20
+"""Values that a step computes at once; whole blocks."""
+LARGEST_RATIO = 1e3
+"""Of a first moment to the root of its second, where nothing bounds it."""
+_ROOM = 12 * PIECE
+"""Numbers that a step takes on a GPU for a moment, and more."""
+_SCALE = 4
+"""Bytes of a scale."""
+_FIRST, _SECOND = 127.0, 255.0
+"""The largest codes of a first and of a second moment."""
+_NORMAL = torch.finfo(torch.float32).tiny
+_NAMES = ("exp_avg", "exp_avg_sq")
+"""torch's names of the first and the second moment."""
+
+
+def moment_bytes(shape: Sequence[int], state: str) -> int:
+    """Return the bytes that one moment of a parameter takes in the form `state`."""
+    values = prod(shape)
+    return values + _SCALE * -(-values // BLOCK) if state == "int8" and len(shape) >= 2 else 4 * values
+
+
+class Codes(NamedTuple):
+    """One moment of some blocks. `scales`: float32 [blocks, 1]. `codes`: int8 or uint8 [blocks, values]."""
+
+    scales: Tensor
+    codes: Tensor
+
+
+class Piece(NamedTuple):
+    """A piece of a matrix: `values` in blocks, all of equal length. `moments`: the first and the second."""
+
+    values: slice
+    moments: tuple[Codes, Codes]
+
+
+def encode_first(moments: Tensor) -> Codes:
+    """Return the codes of first moments, float32 [blocks, values]; of a block so small as to be subnormal, zeros."""
+    scales, shares = _shares(moments)
+    return Codes(scales, torch.copysign((shares.abs().sqrt() * _FIRST).round(), shares).to(torch.int8))
+
+
+def decode_first(scales: Tensor, codes: Tensor) -> Tensor:
+    """Return first moments, float32; none is larger than its scale by more than rounding."""
+    shares = codes.clamp(min=-int(_FIRST)) / _FIRST
+    return shares * shares.abs() * scales
+
+
+def encode_second(moments: Tensor) -> Codes:
+    """Return the codes of second moments, float32 [blocks, values], 0 or more; as `encode_first` does."""
+    scales, shares = _shares(moments)
+    return Codes(scales, (shares.sqrt().sqrt() * _SECOND).round().to(torch.uint8))
+
+
+def decode_second(scales: Tensor, codes: Tensor) -> Tensor:
+    """Return second moments, float32."""
+    return (codes / _SECOND).square().square() * scales
+
+
+def _shares(moments: Tensor) -> tuple[Tensor, Tensor]:
+    largest = moments.abs().amax(-1, keepdim=True)
+    scales = torch.where(largest < _NORMAL, 0.0, largest)
+    return scales, moments / torch.where(scales == 0.0, math.inf, scales)
+
+
+def advance(weight: Tensor, gradient: Tensor, moments: tuple[Codes, Codes], numbers: Tensor) -> tuple[Tensor, ...]:
+    """Return the weight after a step, and its moments' scales and codes: of the first, of the second.
+
+    `weight`, `gradient`: float32 [blocks, values]. `numbers`: as `_numbers` has them.
+    """
+    keep, rate, unbiased, fresh, beta2, fresh_square, ratio, epsilon = numbers.unbind()
+    first = torch.lerp(decode_first(*moments[0]), gradient, fresh)
+    second = decode_second(*moments[1]) * beta2 + gradient.square() * fresh_square
+    root = torch.maximum(second.sqrt(), first.abs() / ratio)
+    weight = weight * keep - rate * first / (root * unbiased + epsilon)
+    return (weight, *encode_first(first), *encode_second(root.square()))
+
+
+@cache
+def compiled(device: torch.device) -> Callable[..., tuple[Tensor, ...]] | None:
+    """Return `advance` compiled for a GPU, once it has worked there; None if torch cannot."""
+    faster = torch.compile(advance)
+    try:
+        for blocks in (PIECE // BLOCK, 3):  # the second time the number of blocks becomes a variable
+            first, second = (
+                Codes(torch.zeros(blocks, 1, device=device), torch.zeros(blocks, BLOCK, dtype=dtype, device=device))
+                for dtype in (torch.int8, torch.uint8)
+            )
+            weight = torch.zeros(blocks, BLOCK, device=device)
+            faster(weight, weight, (first, second), torch.ones(8, device=device))
+    except (RuntimeError, OSError, ImportError) as error:
+        if is_shortage(error):
+            raise
+        return None
+    return faster
+
+
+class AdamW:
+    """The inner optimiser of a stage. `compiled`: whether its steps are as fast as torch can make them."""
+
+    def __init__(self, weights: Sequence[nn.Parameter], inner: Inner, device: torch.device) -> None:
+        """Take all memory: a step must not fail half-way."""
+        self.steps = 0
+        self._weights, self._inner, self._device = weights, inner, device
+        self._coded = {
+            weight: tuple(
+                torch.zeros(moment_bytes(weight.shape, inner.state), dtype=torch.int8, device=device) for _ in _NAMES
+            )
+            for weight in weights
+            if inner.state == "int8" and weight.ndim >= 2
+        }
+        self._plain = self._optimiser([weight for weight in weights if weight not in self._coded])
+        faster = compiled(device) if self._coded and device.type == "cuda" else None
+        self.compiled = device.type != "cuda" or not self._coded or faster is not None
+        self._advance = faster or advance
+        self._room = self._reserve()
+
+    def _optimiser(self, weights: list[nn.Parameter]) -> torch.optim.AdamW | None:
+        """Return torch's AdamW of some weights, None for none."""
+        inner = self._inner
+        matrices, vectors = ([w for w in weights if (w.ndim >= 2) == many] for many in (True, False))
+        groups = [{"params": matrices, "weight_decay": inner.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
+        if not groups:
+            return None
+        # On a CPU the plain loop: bit for bit what a whole model's default AdamW computes, and cheap beside a window.
+        fused = self._device.type == "cuda"
+        betas = (inner.beta1, inner.beta2)
+        adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=inner.epsilon, fused=fused)
+        for weight in weights:
+            # As AdamW itself would in its first step, but before there is anything that it could leave half done.
+            adamw.state[weight] = {
+                "step": torch.zeros((), device=self._device if fused else None),
+                **{name: torch.zeros_like(weight, memory_format=torch.preserve_format) for name in _NAMES},
+            }
+        return adamw
+
+    def _reserve(self) -> Tensor:
+        """Return memory that a step gives back while it needs some: on a GPU it may be all that is left."""
+        needed = self._coded and self._device.type == "cuda"
+        return torch.empty(_ROOM if needed else 0, device=self._device)
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        """Step on the gradients that the weights have; a weight without one stays as it is."""
+        self.steps += 1
+        if self._plain is not None:
+            for group in self._plain.param_groups:
+                group["lr"] = learning_rate
+            self._plain.step()
+        self._room = torch.empty(0)
+        numbers = _numbers(self._inner, learning_rate, self.steps).to(self._device)
+        for weight, moments in self._coded.items():
+            if weight.grad is not None:
+                self._step_coded(weight, weight.grad.reshape(-1), moments, numbers)
+        self._room = self._reserve()
+
+    def _step_coded(self, weight: nn.Parameter, gradient: Tensor, moments: tuple[Tensor, ...], numbers: Tensor) -> None:
+        for piece in pieces(weight.numel(), moments):
+            shape = piece.moments[0].codes.shape
+            working = read_piece(weight, piece.values).view(shape)
+            # The last blocks of matrices have lengths of their own, and are few.
+            compute = self._advance if shape[1] == BLOCK and shape[0] > 1 else advance
+            stepped, *codes = compute(working, gradient[piece.values].view(shape), piece.moments, numbers)
+            write_piece(weight, piece.values, stepped.view(-1))
+            for memory, fresh in zip((*piece.moments[0], *piece.moments[1]), codes, strict=True):
+                memory.copy_(fresh)
+
+    def moments(self) -> tuple[Tensor, ...]:
+        """Return the memory itself: the first moments of all weights in order, then the second."""
+        return tuple(self._moment(weight, number) for number in range(len(_NAMES)) for weight in self._weights)
+
+    def _moment(self, weight: nn.Parameter, number: int) -> Tensor:
+        if weight in self._coded:
+            return self._coded[weight][number]
+        assert self._plain is not None
+        found: Tensor = self._plain.state[weight][_NAMES[number]]
+        return found
+
+    def load(self, steps: int, moments: Sequence[Tensor]) -> None:
+        """Continue after so many steps; raise ValueError, with nothing changed, if these are not such moments."""
+        own = self.moments()
+        for mine, given in zip(own, moments, strict=False):
+            if (mine.dtype, mine.shape) != (given.dtype, given.shape):
+                found, wanted = (f"{each.dtype} of {tuple(each.shape)}" for each in (given, mine))
+                raise ValueError(f"a moment that is {found} is not {wanted}".replace("torch.", ""))
+        if len(own) != len(moments):
+            raise ValueError(f"{len(moments)} tensors for {len(own)} moments")
+        self.steps = steps
+        for mine, given in zip(own, moments, strict=True):
+            mine.copy_(given)
+        for state in self._plain.state.values() if self._plain is not None else ():
+            state["step"].fill_(float(steps))
+
+
+def _numbers(inner: Inner, learning_rate: float, steps: int) -> Tensor:
+    """Return what a step multiplies by, in float32; the first three follow from how many steps were taken."""
+    keep, rate = 1.0 - learning_rate * inner.weight_decay, learning_rate / (1.0 - inner.beta1**steps)
+    unbiased = 1.0 / math.sqrt(1.0 - inner.beta2**steps)
+    ratio = min(moment_ratio(inner.beta1, inner.beta2), LARGEST_RATIO)
+    return torch.tensor([keep, rate, unbiased, 1.0 - inner.beta1, inner.beta2, 1.0 - inner.beta2, ratio, inner.epsilon])
+
+
+def pieces(values: int, moments: Sequence[Tensor]) -> Iterator[Piece]:
+    """Yield the pieces of a matrix of so many values, with views of its two moments; an odd last block by itself."""
+    whole = values - values % BLOCK
+    ends = [*range(PIECE, whole, PIECE), whole] if whole else []
+    starts = range(0, whole, PIECE)
+    for start, end in (*zip(starts, ends, strict=True), *([(whole, values)] if whole < values else [])):
+        length = min(BLOCK, end - start)
+        first, second = (_views(memory, values, slice(start, end), length) for memory in moments)
+        yield Piece(slice(start, end), (first, second._replace(codes=second.codes.view(torch.uint8))))
+
+
+def _views(memory: Tensor, values: int, span: slice, length: int) -> Codes:
+    """Return views of one moment: its scales come first, where they are aligned."""
+    scales = scales_of(memory, values)[span.start // BLOCK : -(-span.stop // BLOCK)]
+    return Codes(scales.view(-1, 1), memory[len(memory) - values :][span].view(-1, length))
+
+
+def scales_of(memory: Tensor, values: int) -> Tensor:
+    """Return the scales of one moment of so many values, float32 [blocks]: a view."""
+    return memory[: len(memory) - values].view(torch.float32)
+
+
+def read_piece(weight: nn.Parameter, values: slice) -> Tensor:
+    """Return values of a weight to compute with, float32 [values]."""
+    return weight.detach().view(-1)[values]
+
+
+def write_piece(weight: nn.Parameter, values: slice, piece: Tensor) -> None:
+    """Put values back, float32 [values]."""
+    weight.detach().view(-1)[values] = piece

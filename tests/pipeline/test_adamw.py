@@ -1,0 +1,198 @@
+"""Moments as 8-bit codes: what a code keeps, and what no code can do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from small_stages import CPU, INNER, cuts, drawn_ids, make_stage, prepared
+from torch import Tensor, nn
+
+from pipeline import adamw
+from pipeline.adamw import AdamW, Codes, decode_first, decode_second, encode_first, encode_second, moment_bytes
+from pipeline.inner_step import Inner, OptimiserState, moment_ratio
+from pipeline.stage import Stage
+
+CODED = INNER._replace(state="int8")
+FORMS: dict[str, tuple[Callable[[Tensor], Codes], Callable[..., Tensor]]] = {
+    "first": (encode_first, decode_first),
+    "second": (encode_second, decode_second),
+}
+seeds = st.integers(0, 2**32)
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew() -> Iterator[None]:
+    yield
+    adamw.compiled.cache_clear()
+
+
+def drawn(seed: int, *shape: int, spread: float = 2.0) -> Tensor:
+    """Return values over many powers of ten, of either sign."""
+    chance = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=chance) * 10 ** (spread * torch.randn(shape, generator=chance))
+
+
+def optimiser(inner: Inner = CODED, *shapes: tuple[int, ...], seed: int = 0) -> tuple[AdamW, list[nn.Parameter]]:
+    weights = [nn.Parameter(drawn(seed + n, *shape, spread=0.0)) for n, shape in enumerate(shapes)]
+    return AdamW(weights, inner, CPU), weights
+
+
+def train(stepping: AdamW, weights: list[nn.Parameter], steps: int, seed: int) -> None:
+    for step in range(steps):
+        for number, weight in enumerate(weights):
+            weight.grad = drawn(seed + 100 * step + number, *weight.shape)
+        stepping.step(1e-2)
+
+
+@given(seed=seeds, spread=st.floats(0.0, 8.0), magnitude=st.floats(-15.0, 15.0))
+def test_a_code_is_within_half_a_code_of_its_moment(seed: int, spread: float, magnitude: float) -> None:
+    values = drawn(seed, 3, 256, spread=spread) * 10.0**magnitude
+    for moments, power, largest, encode, decode in (
+        (values, 2, 127, *FORMS["first"]),
+        (values.abs(), 4, 255, *FORMS["second"]),
+    ):
+        found = decode(*encode(moments)).double()
+        scale = moments.abs().amax(-1, keepdim=True).double()
+        shares = moments.double().abs() / scale
+        nearest = (shares ** (1 / power) + 0.501 / largest) ** power - shares
+        assert bool(((found - moments).abs() <= scale * nearest + 1e-44).all())
+        assert torch.equal(found.abs().amax(-1).float(), moments.abs().amax(-1)), "the largest is exact"
+        assert bool((found * moments >= 0.0).all()), "no sign turns"
+
+
+@given(seed=seeds, form=st.sampled_from(sorted(FORMS)))
+def test_a_moment_that_is_decoded_has_the_same_code(seed: int, form: str) -> None:
+    encode, decode = FORMS[form]
+    values = drawn(seed, 4, 256)
+    coded = encode(values if form == "first" else values.abs())
+    assert all(map(torch.equal, encode(decode(*coded)), coded))
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-45, -1e-39])
+def test_a_block_of_nothing_is_zeros(value: float) -> None:
+    for encode, decode in FORMS.values():
+        coded = encode(torch.full((1, 256), abs(value)))
+        assert not any(tensor.any() for tensor in (*coded, decode(*coded)))
+
+
+@given(seed=seeds, piece=st.sampled_from([256, 512, 1024]), rows=st.integers(1, 40), columns=st.integers(1, 40))
+def test_a_step_does_not_depend_on_where_pieces_end(seed: int, piece: int, rows: int, columns: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        found = []
+        for size in (piece, 2**20):
+            patch.setattr(adamw, "PIECE", size)
+            stepping, weights = optimiser(CODED, (rows, columns), (7,), (2, 3, 200))
+            train(stepping, weights, 2, seed)
+            found.append([*weights, *stepping.moments()])
+    assert all(map(torch.equal, *found))
+
+
+@given(seed=seeds, steps=st.integers(0, 3))
+def test_a_state_that_is_loaded_goes_on_with_the_same_bits(seed: int, steps: int) -> None:
+    shapes = ((5, 77), (9,), (3, 4))
+    stepping, weights = optimiser(CODED, *shapes)
+    train(stepping, weights, steps, seed)
+    other, others = optimiser(CODED, *shapes, seed=9)
+    for own, weight in zip(others, weights, strict=True):
+        own.data.copy_(weight)
+    other.load(stepping.steps, [moment.clone() for moment in stepping.moments()])
+    for each in ((stepping, weights), (other, others)):
+        train(*each, 2, seed + 1)
+    assert all(map(torch.equal, [*weights, *stepping.moments()], [*others, *other.moments()]))
+
+
+@given(
+    seed=seeds,
+    scales=st.tuples(*[st.sampled_from([0.0, 1e-45, 1e-38, 1e-20, 1e-3, 1.0, 1e12])] * 2),
+    betas=st.sampled_from([(0.9, 0.95), (0.9, 0.999), (0.0, 0.5), (0.9, 0.5)]),
+    rate=st.sampled_from([0.0, 1e-3, 1.0]),
+)
+def test_no_codes_make_a_step_longer_than_the_betas_allow(
+    seed: int, scales: tuple[float, float], betas: tuple[float, float], rate: float
+) -> None:
+    inner = CODED._replace(beta1=betas[0], beta2=betas[1], weight_decay=0.0, epsilon=1e-30)
+    stepping, [weight] = optimiser(inner, (4, 256))
+    chance = torch.Generator().manual_seed(seed)
+    for moment, scale in zip(stepping.moments(), scales, strict=True):
+        moment.copy_(torch.randint(-128, 128, moment.shape, generator=chance, dtype=torch.int8))
+        adamw.scales_of(moment, weight.numel()).fill_(scale)
+    stepping.steps, before = 50, weight.detach().clone()
+    weight.grad = drawn(seed, 4, 256) * 1e-6
+    stepping.step(rate)
+    ratio = min(moment_ratio(*betas), adamw.LARGEST_RATIO)
+    most = rate / (1.0 - betas[0] ** 51) * ratio
+    assert bool(((weight.detach() - before).abs() <= 1.001 * most + 1e-5).all())
+    assert all(bool(adamw.scales_of(moment, weight.numel()).isfinite().all()) for moment in stepping.moments())
+
+
+def test_matrices_have_codes_and_vectors_float32() -> None:
+    stepping, weights = optimiser(CODED, (30, 30), (30,), (2, 3, 5))
+    for moment, weight in zip(stepping.moments(), weights * 2, strict=True):
+        assert moment.dtype == (torch.float32 if weight.ndim < 2 else torch.int8)
+        assert moment.nbytes == moment_bytes(weight.shape, "int8")
+        assert moment_bytes(weight.shape, "float32") == 4 * weight.numel()
+    plain, same = optimiser(INNER, (30,))
+    coded, others = optimiser(CODED, (30,))
+    for each in ((plain, same), (coded, others)):
+        train(*each, 3, 1)
+    assert torch.equal(same[0], others[0])
+
+
+@pytest.mark.parametrize("own", [CODED, INNER])
+def test_moments_of_another_form_are_refused(own: Inner) -> None:
+    stepping, weights = optimiser(own, (4, 100), (3,))
+    train(stepping, weights, 1, 1)
+    before = [moment.clone() for moment in stepping.moments()]
+    other, _ = optimiser(INNER if own is CODED else CODED, (4, 100), (3,))
+    for moments in (other.moments(), before[:-1], [*before, before[0]]):
+        with pytest.raises(ValueError, match=r"is not|tensors for"):
+            stepping.load(9, moments)
+    assert stepping.steps == 1
+    assert all(map(torch.equal, before, stepping.moments()))
+
+
+def train_stage(inner: Inner) -> tuple[Stage, list[float]]:
+    recipe = prepared("llama")
+    [piece] = cuts(recipe, 1)
+    stage, losses = make_stage(recipe, piece, inner=inner), []
+    batch = drawn_ids(1, 4, 17)
+    for _ in range(25):
+        losses.append(stage.loss(batch[:, :-1], batch[:, 1:]).loss)
+        stage.step(1e-2, 1)
+    return stage, losses
+
+
+def test_a_model_trains_with_codes_as_with_float32() -> None:
+    (coded, found), (_, usual) = train_stage(CODED), train_stage(INNER)
+    assert usual[-1] < 0.5 * usual[0], "it learns by heart"
+    assert all(math.isclose(a, b, rel_tol=0.05) for a, b in zip(found, usual, strict=True))
+    moments = coded.optimiser_state().moments
+    assert sum(moment.nbytes for moment in moments) < 2.2 * sum(map(math.prod, coded.shapes))
+    assert coded.statistics()["uncompiled_steps"] == 0
+
+
+def test_a_stage_goes_on_from_the_codes_of_another() -> None:
+    (stage, _), (other, _) = train_stage(CODED), train_stage(CODED._replace(beta1=0.5))
+    other.set_weights(stage.weights())
+    other.load_optimiser_state(OptimiserState(*stage.optimiser_state()))
+    assert all(map(torch.equal, stage.optimiser_state().moments, other.optimiser_state().moments))
+
+
+def test_where_torch_cannot_compile_the_plain_body_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda _: fails)
+    assert adamw.compiled(CPU) is None
+    adamw.compiled.cache_clear()
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    assert adamw.compiled(CPU) is adamw.advance
+    monkeypatch.setattr(AdamW, "compiled", property(lambda _: False, lambda *_: None), raising=False)
+    stage, losses = train_stage(CODED)
+    assert stage.statistics()["uncompiled_steps"] == len(losses)
