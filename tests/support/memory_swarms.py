@@ -151,10 +151,8 @@ class Peer:
             build=lambda number: self._build(recipe, number),
             open_text=self._open_text,
             save=self._save,
-            snapshots=snapshots,
-            first_weights=first_weights,
-            tokenizer=tokenizer,
         )
+        host.snapshots, host.first_weights, host.tokenizer = snapshots, first_weights, tokenizer
         host.chunk_store, host.copied_stages = keep, self.copied_stages
         self.node = Node(
             recipe,

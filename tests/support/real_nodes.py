@@ -116,4 +116,6 @@ def _in_memory(
         saved.append(checkpoint)
         return "memory"
 
-    return _Host(device, shelf, build=build, open_text=open_text, save=save_it, snapshots=snapshots)
+    host = _Host(device, shelf, build=build, open_text=open_text, save=save_it)
+    host.snapshots = snapshots
+    return host
