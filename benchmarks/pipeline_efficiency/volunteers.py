@@ -19,7 +19,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from noloco_node.planning.plan_text import planned_values
+from noloco_node.planning.expectation import planned_values
 from noloco_node.planning.search import Planned, plan_for
 from noloco_node.planning.throughput import Machines
 from noloco_node.run.config import RunConfig

@@ -195,7 +195,7 @@ def write_run(
         text = continuing_text(origin, preset)
     expected = ""
     if options.are_given:
-        from noloco_node.planning.plan_text import describe_changes, describe_expectation, planned_values
+        from noloco_node.planning.expectation import describe_changes, describe_expectation, planned_values
         from noloco_node.planning.search import plan_for
 
         before, machines = decode_run(text, f"the preset {preset}"), options.machines()
@@ -229,7 +229,7 @@ def check(
     # Refuse bad values before loading torch and before a long report.
     allowance = read_owner_limits(max_upload, max_download, monthly_cap, None)
     _ = options.figures(), load_run(path)
-    from noloco_node.planning import bandwidth, plan_text
+    from noloco_node.planning import bandwidth, expectation
     from noloco_node.planning.plan_text import fitted, report
 
     typer.echo(report(path, as_json=as_json))
@@ -238,4 +238,4 @@ def check(
     if not as_json:
         options = options.completed_from(path)
         machines = options.machines() if options.are_given else None
-        typer.echo("\n" + "\n".join(plan_text.report_machines(path, machines)))
+        typer.echo("\n" + "\n".join(expectation.report_machines(path, machines)))

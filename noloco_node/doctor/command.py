@@ -211,7 +211,7 @@ def _needs(run_file: RunFileText) -> tuple[list[Need], list[MicrobatchBytes]]:
             number,
             stage.memory.total,
             stage.gpu.computing,
-            stage.gpu.total - stage.gpu.computing,
+            stage.gpu.beside,
             machine_checks.disk_bytes(stage.memory.weights),
         )
         for number, stage in enumerate(plan(run).stages)

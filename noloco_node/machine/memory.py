@@ -46,6 +46,11 @@ def free_of_gpu(size_bytes: float) -> float:
     return max(0.0, size_bytes - _CONTEXT_BYTES)
 
 
+def gpu_for(needs: float) -> float:
+    """Return the size of the GPU of which a stage may take so much; the inverse of the two above."""
+    return wanted_bytes(needs) + _CONTEXT_BYTES
+
+
 def free_bytes(device: torch.device) -> int | None:
     """Return the bytes that are free for the tensors of a device."""
     if device.type == "cuda":

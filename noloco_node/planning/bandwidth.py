@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from gossip.settings import Format, OuterConfig, wire_bytes
+from gossip.settings import Format, OuterConfig, absolute, wire_bytes
 from noloco_node.limits.budget import OwnerLimits
 from noloco_node.run.config import PipelineConfig, RunConfig
 from noloco_node.run.runfile import load_run
@@ -46,6 +46,7 @@ class GossipMemory(NamedTuple):
     owed: int
     ahead: int
     exchange: int
+    adopted: int
 
 
 def coded_bytes(outer: OuterConfig, shapes: Shapes) -> int:
@@ -69,6 +70,7 @@ def gossip_memory(outer: OuterConfig, shapes: Shapes) -> GossipMemory:
         ahead=2 * wire_bytes(outer.codec, shapes) if outer.weight_sets == 2 else 0,
         # What travels is decoded a piece at a time, and a step is taken in place.
         exchange=2 * coded_bytes(outer, shapes),
+        adopted=wire_bytes(absolute(outer.codec), shapes),
     )
 
 

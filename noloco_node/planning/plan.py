@@ -15,16 +15,19 @@ import msgspec
 from gossip.settings import OuterConfig
 from noloco_node.data.encoding import check_vocabulary
 from noloco_node.machine.memory import usable_bytes
-from noloco_node.planning.bandwidth import float32_bytes, gossip_memory, hop_bytes, round_bytes
+from noloco_node.planning.bandwidth import Shapes, float32_bytes, gossip_memory, hop_bytes, round_bytes
 from noloco_node.planning.queue_model import BUSY, WindowSuggestion, predict_efficiency, suggest_windows
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import content_hashes, run_digest
+from pipeline.messages import ACTIVATION_CODECS
 
 if TYPE_CHECKING:
     import torch
 
     from noloco_node.planning.model_layout import ModelLayout
 
+_BLOCK = 256
+"""Values of a moment that share a scale."""
 _UNEVEN = 1.3
 LEAST_STEPS = 400
 """Inner steps of a replica: the shortest run of this project that learns to speak of (the preset tiny). In fewer, AdamW
@@ -39,14 +42,17 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that a peer of one stage needs."""
 
     weights: int
+    """In float32, or the multiplied ones in bfloat16 with a correction of a byte each."""
     gradients: int
     optimiser: int
-    """AdamW's two moments."""
+    """AdamW's two moments, in the form that the run file names."""
     slow_weights: int
     outer_momentum: int
     snapshot: int
     exchange: int
     """The weights of both sides as they travel, until the step of their meeting has been taken."""
+    adopted: int
+    """The weights of one side as they travel to a side that adopts them."""
     owed: int
     """What the codec has left out so far."""
     ahead: int
@@ -54,26 +60,38 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     gathered: int
     """What a period of the outer momentum has gathered."""
     cast_weights: int
-    """The matrices in bfloat16."""
+    """The multiplied weights in bfloat16, where `weights` holds them in float32."""
     stale_weights: int
     """Those before the last inner step, with two windows in flight; the last stage has one always."""
     graph: int
     """What autograd keeps of one microbatch."""
     waiting: int
-    """Inputs and outputs of the microbatches that wait for their gradient; in main memory always."""
+    """Inputs and outputs of the microbatches that wait for their gradient, as they travel; in main memory always."""
     other_graphs: int
     """Of the other microbatches in flight, while there is room."""
 
     @property
-    def steps(self) -> int:
-        """Between two rounds."""
-        held = self.slow_weights + self.outer_momentum + self.gathered + self.owed + self.ahead
-        return self.computing + self.waiting + held
+    def phases(self) -> dict[str, int]:
+        """What a replica needs beside what the device computes with, by phase. Checkpoints and copies take no more."""
+        lasting = self.slow_weights + self.outer_momentum + self.gathered
+        steps = lasting + self.owed + self.ahead + self.waiting
+        return {
+            "steps": steps,
+            "a round": steps + self.snapshot + self.exchange,
+            "adopting": steps + self.snapshot + self.adopted,
+            "catching up": lasting + self.optimiser,
+        }
+
+    @property
+    def beside(self) -> int:
+        """What a replica with a GPU needs of main memory, in the phase that needs most."""
+        return max(self.phases.values())
 
     @property
     def total(self) -> int:
-        """In a round, to the end of its meeting, also while a checkpoint is written or a copy given: the most."""
-        return self.steps + self.snapshot + self.exchange
+        """What a replica needs where the device computes in main memory."""
+        # A stage that catches up has no gradients yet, and takes less than in a round.
+        return self.computing + max(self.phases["a round"], self.phases["adopting"])
 
     @property
     def computing(self) -> int:
@@ -95,7 +113,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     memory: Memory
     """On a CPU."""
     gpu: Memory
-    """On a GPU: `gpu.computing` of its own memory, the rest beside it."""
+    """On a GPU: `gpu.computing` of its own memory, `gpu.beside` beside it."""
     round_bytes: int
     """What a peer sends its partner in a round, and receives from it."""
 
@@ -198,7 +216,7 @@ def device_needs(run: RunConfig, drawn: ModelLayout, device: torch.device) -> De
     graph = tuple(memory.graph for memory in found)
     if device.type == "cpu":
         return DeviceNeeds(tuple(memory.total for memory in found), graph, ())
-    beside = tuple(memory.total - memory.computing for memory in found)
+    beside = tuple(memory.beside for memory in found)
     return DeviceNeeds(tuple(memory.computing for memory in found), graph, beside)
 
 
@@ -223,27 +241,38 @@ def _rounds(run: RunConfig) -> int:
     return int(run.inner.steps / mean_steps_per_round(run.outer))
 
 
+def moment_bytes(shapes: Shapes) -> int:
+    """Return the bytes of AdamW's two moments as 8-bit codes: vectors stay in float32."""
+    sizes = [prod(shape) for shape in shapes if len(shape) >= 2]
+    coded = sum(size + 4 * -(-size // _BLOCK) for size in sizes)
+    return 2 * (coded + float32_bytes(shapes) - 4 * sum(sizes))
+
+
 def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool) -> Memory:
     from noloco_node.planning.graph_memory import graph_bytes  # which loads torch
 
     cut, shapes, pipeline = drawn.cuts[number], tuple(drawn.shapes[number].values()), run.pipeline
     once, gossip = float32_bytes(shapes), gossip_memory(run.outer, shapes)._asdict()
-    cast = 2 * drawn.multiplied[number] if half else 0
+    cast, coded = 2 * drawn.multiplied[number] if half else 0, run.inner.state == "int8"
     graph, tokens = graph_bytes(pipeline, drawn, number, half=half), pipeline.microbatch_tokens
-    at_once, token_bytes = pipeline.in_flight(number), 4 * drawn.width
+    at_once, activations = (
+        pipeline.in_flight(number),
+        ACTIVATION_CODECS[pipeline.codec].down.size_bytes(tokens, drawn.width),
+    )
     return Memory(
-        weights=once,
+        # Of a multiplied weight the upper half is what passes compute with, and a byte of its float32 is left out.
+        weights=once - cast // 2 if coded else once,
         gradients=once,
-        optimiser=2 * once,
+        optimiser=moment_bytes(shapes) if coded else 2 * once,
         slow_weights=once,
         outer_momentum=gossip.pop("momentum"),
         snapshot=once,
         **gossip,
-        cast_weights=cast,
+        cast_weights=0 if coded else cast,
         # What is cast has a copy of its own; the rest moves on to one.
         stale_weights=once - cast if pipeline.windows_in_flight == 2 and not cut.head else 0,
         graph=graph,
-        waiting=at_once * tokens * ((8 if cut.embeds else token_bytes) + (0 if cut.head else token_bytes)),
+        waiting=at_once * ((8 * tokens if cut.embeds else activations) + (0 if cut.head else activations)),
         other_graphs=(at_once - 1) * graph,
     )
 

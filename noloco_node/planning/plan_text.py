@@ -1,24 +1,17 @@
-"""A plan in words and tables; what to expect of a run on given machines, and how to keep them busier."""
+"""What a run file means, in words and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from math import prod, sqrt
+from collections.abc import Iterable
 from pathlib import Path
 from textwrap import wrap
 
 import msgspec
-from msgspec import structs
 
-from noloco_node.planning.bandwidth import hop_bytes, round_bytes
-from noloco_node.planning.model_layout import model_layout
-from noloco_node.planning.plan import LEAST_ROUNDS, Memory, RunPlan, mean_steps_per_round, plan
+from noloco_node.planning.plan import Memory, RunPlan, plan
 from noloco_node.planning.queue_model import in_words
-from noloco_node.planning.search import Planned, in_subspaces, plan_for
-from noloco_node.planning.throughput import Machines, fits, forecast, gpu_memories, missing
-from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import load_run
-from noloco_node.units import format_bytes, format_count, format_duration, format_rate
+from noloco_node.units import format_bytes, format_count
 
 WIDTH = 80
 
@@ -31,6 +24,7 @@ def describe(plan: RunPlan) -> list[str]:
         *_stage_table(plan),
         "",
         _largest_memory(plan),
+        _phases(plan),
         _more_graphs(plan),
         "",
         f"Tokens: {format_count(plan.tokens)} in all, {format_count(plan.tokens_per_step)} an inner step of a replica; "
@@ -53,7 +47,7 @@ def _stage_table(plan: RunPlan) -> list[str]:
             f"{stage.work:.1%}",
             format_bytes(stage.memory.total),
             format_bytes(stage.gpu.computing),
-            format_bytes(stage.gpu.total - stage.gpu.computing),
+            format_bytes(stage.gpu.beside),
             format_bytes(stage.round_bytes),
         ]
         for number, stage in enumerate(plan.stages)
@@ -66,6 +60,16 @@ def _largest_memory(plan: RunPlan) -> str:
     sizes = {name: getattr(memory, name) for name in Memory.__struct_fields__ if name != "other_graphs"}
     parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in sizes.items() if size)
     return f"Memory at stage {number} on a CPU, in float32, with the graph of one microbatch: {parts}."
+
+
+def _phases(plan: RunPlan) -> str:
+    number, memory = max(enumerate(stage.gpu for stage in plan.stages), key=lambda stage: stage[1].beside)
+    return f"Beside a GPU stage {number} takes, by phase: {in_phases(memory)}."
+
+
+def in_phases(memory: Memory) -> str:
+    """Return what a replica needs beside its device in each phase, in words."""
+    return ", ".join(f"{phase} {format_bytes(size)}" for phase, size in memory.phases.items())
 
 
 def report(path: Path, *, as_json: bool = False) -> str:
@@ -93,181 +97,3 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
     return [
         "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)
     ]
-
-
-TOKENS_A_PARAMETER = 20
-IDLE = 0.5
-"""Less of their time at work than this, and a plan leaves devices idle."""
-
-
-def planned_values(run: RunConfig) -> dict[str, dict[str, object]]:
-    """Return the fields of a run file that a plan chooses, by section, as they are written."""
-    pipeline, outer = run.pipeline, run.outer
-    late = outer.late_inner_steps_per_round
-    return {
-        "pipeline": {
-            "stages": pipeline.stages,
-            "replicas": pipeline.replicas,
-            "microbatch_size": pipeline.microbatch_size,
-            "microbatches_per_step": pipeline.microbatches_per_step,
-            "windows_in_flight": pipeline.windows_in_flight,
-            "codec": f'"{pipeline.codec}"',
-        },
-        "inner": {"steps": run.inner.steps, "warmup_steps": run.inner.warmup_steps},
-        "outer": {
-            "inner_steps_per_round": outer.inner_steps_per_round,
-            **({} if late is None else {"late_inner_steps_per_round": late}),
-        },
-    }
-
-
-def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
-    """Say what to expect of a run on its machines, in lines that a terminal holds."""
-    run, layout, needs, found = planned
-    pipeline, tokens = run.pipeline, run.tokens(run.budget_samples)
-    parameters = sum(prod(shape) for shapes in layout.shapes for shape in shapes.values())
-    device = max(memory.computing for memory in needs)
-    beside = max(memory.total - memory.computing for memory in needs)
-    said = [
-        f"On {machines.in_words()}, {machines.flops / 1e12:g} TFLOP/s, lines of "
-        f"{format_rate(machines.down_bytes_per_s)} down and {format_rate(machines.up_bytes_per_s)} up, "
-        f"{1000 * machines.latency_s:g} ms apart:",
-        f"{pipeline.stages} stage{'s' * (pipeline.stages > 1)} of {_replicas(found.replicas)}, "
-        f"windows of {pipeline.microbatches_per_step}, "
-        f"{pipeline.windows_in_flight} in flight, {pipeline.codec}: about {found.tokens_per_s:,.0f} tokens/s, "
-        f"{found.tokens_per_s / found.possible:.0%} of what these devices could do without a network. Those of the "
-        f"slowest stage are {found.busy:.0%} busy, and {found.bound} set the pace. "
-        f"{format_count(tokens)} tokens take {format_duration(tokens / found.tokens_per_s)}; they are "
-        f"{tokens / parameters:.2g} a parameter ({TOKENS_A_PARAMETER} use the work best, by a rule of thumb of "
-        "Hoffmann and others, 2022).",
-        *_alone(planned, machines),
-        f"Memory: {format_bytes(device)} on the GPU and {format_bytes(beside)} beside it at most; "
-        f"{found.computed_again:.0%} of the forward passes are computed again.",
-    ]
-    if len(set(found.replicas)) > 1:
-        said.append(
-            "Stages that ask for more have more replicas. Peers choose so by themselves where their owners name their "
-            "lines (--max-upload, --max-download)."
-        )
-    if pipeline.stages > 1:
-        hop = hop_bytes(pipeline, layout.width)
-        said.append(f"A microbatch's hop: {format_bytes(hop.down)} down, {format_bytes(hop.back)} back.")
-    if pipeline.replicas > 1:
-        largest = max(round_bytes(run.outer, tuple(shapes.values())) for shapes in layout.shapes)
-        said.append(
-            f"A round: {format_bytes(largest)} each way, due every {mean_steps_per_round(run.outer):.0f} inner steps; "
-            f"with {run.outer.line_share:.0%} of the line it comes every {found.steps_per_round} at the soonest."
-        )
-        if found.steps_per_round * LEAST_ROUNDS > run.inner.steps:
-            said.append(
-                f"Warning: the lines carry {run.inner.steps // found.steps_per_round} rounds in the "
-                f"{run.inner.steps:,} inner steps of this run, fewer than the {LEAST_ROUNDS} that mix the replicas. "
-                "Fewer machines, faster lines or more tokens help."
-            )
-    if found.busy < IDLE:
-        said.append(f"Warning: devices stand still more than half of the time. {_remedy(found.bound)}")
-        if "links" in found.bound and pipeline.subspace is None:
-            said += _subspaces(planned, machines)
-    return fitted(said)
-
-
-def describe_changes(planned: Planned, before: RunConfig, machines: Machines) -> list[str]:
-    """Say what a plan changed that a person asked for, and why; nothing where it kept the batch and all have work."""
-    run, said = planned.run, list[str]()
-    asked, batch = before.tokens(before.batch), run.tokens(run.batch)
-    if batch != asked:
-        why = "longer windows keep these devices at work" if batch > asked else "the replicas share it out evenly so"
-        said.append(
-            f"The batch is {batch:,} tokens of all replicas an inner step, {batch / asked:.2g} times the {asked:,} "
-            f"that were asked for: {why}. The budget of tokens stays, so {before.inner.steps:,} steps become "
-            f"{run.inner.steps:,}. The learning rate stays; by a rule of thumb for Adam one "
-            f"{sqrt(batch / asked):.2g} times as high suits that batch."
-        )
-    spare = machines.count - run.pipeline.peers
-    if spare:
-        said.append(f"{spare} of {machines.count} machines have no place in this plan: they may join as more replicas.")
-    return fitted(said)
-
-
-def _alone(planned: Planned, machines: Machines) -> list[str]:
-    if machines.count == 1:
-        return []
-    pipeline = structs.replace(
-        planned.run.pipeline, stages=1, replicas=1, boundaries=None, windows_in_flight=1, subspace=None
-    )
-    alone = structs.replace(planned.run, pipeline=pipeline)
-    layout = model_layout(alone)
-    needs = gpu_memories(alone, layout)
-    speed = forecast(alone, layout, structs.replace(machines, count=1), needs).tokens_per_s
-    lacks = missing(needs, machines)
-    times = planned.expected.tokens_per_s / speed
-    does = f"the swarm does the work of {times:,.{1 if times < 10 else 0}f} of them"
-    if any(lacks):
-        said = (
-            f"The model does not fit one such machine, by {lacks.in_words()}; with the memory it would do about "
-            f"{speed:,.0f} tokens/s alone: {does}."
-        )
-    else:
-        said = f"One such machine alone: about {speed:,.0f} tokens/s; {does}."
-    if planned.expected.tokens_per_s < speed:
-        said += " Warning: one machine is faster than all of these together."
-    return [said]
-
-
-def _subspaces(planned: Planned, machines: Machines) -> list[str]:
-    before, narrow = planned.expected.tokens_per_s, list(in_subspaces(planned, machines))
-    faster = [plan for plan in narrow if plan.expected.tokens_per_s > before]
-    if not faster:
-        return []
-    fields = [f"subspace = {plan.run.pipeline.subspace}" for plan in faster]
-    speeds = [f"{plan.expected.tokens_per_s:,.0f}" for plan in faster]
-    times = [f"{plan.expected.tokens_per_s / before:.1f}" for plan in faster]
-    return [
-        f"With {' or '.join(fields)} in [pipeline] it would be about {' or '.join(speeds)} tokens/s. A model learns "
-        f"less from each token then; that pays while it takes less than {' or '.join(times)} times the tokens "
-        '(research/results.md, "A subspace").'
-    ]
-
-
-def _replicas(counts: Sequence[int]) -> str:
-    if len(set(counts)) == 1:
-        return f"{counts[0]} replicas"
-    return f"{', '.join(map(str, counts[:-1]))} and {counts[-1]} replicas"
-
-
-def report_machines(path: Path, machines: Machines | None) -> list[str]:
-    """Say what the run file at `path` does on machines, and what a plan would change where it leaves them idle."""
-    if machines is None:
-        return fitted(
-            ["Tokens a second: name the machines, with --peers, --gpu, --ram, --line, --tflops, --latency-ms."]
-        )
-    run = load_run(path)
-    layout = model_layout(run)
-    needs, peers = gpu_memories(run, layout), run.pipeline.peers
-    here = Planned(run, layout, needs, forecast(run, layout, machines, needs))
-    good = fits(needs, machines) and peers <= machines.count
-    if peers > machines.count:
-        lines = fitted([f"Warning: this run plans {peers} peers, more than {machines.in_words()}."])
-    else:
-        lines = describe_expectation(here, machines)
-        if not good:
-            lines += fitted([f"Warning: it does not fit on these machines, by {missing(needs, machines).in_words()}."])
-    if here.expected.busy < IDLE or not good:
-        better = plan_for(run, machines)
-        if better.expected.tokens_per_s > here.expected.tokens_per_s or not good:
-            before = planned_values(run)
-            fields = ", ".join(
-                f"{name} = {value}"
-                for section, values in planned_values(better.run).items()
-                for name, value in values.items()
-                if value != before[section][name]
-            )
-            speed = better.expected.tokens_per_s
-            lines += fitted([f"A plan for them reaches about {speed:,.0f} tokens/s, with {fields}."])
-    return lines
-
-
-def _remedy(bound: str) -> str:
-    if "links" in bound:
-        return "Their lines are too narrow for this run: a codec of fewer bits, fewer stages or faster lines help."
-    return "The windows are too short for so long a way: more microbatches_per_step or fewer stages help."

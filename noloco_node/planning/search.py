@@ -1,9 +1,11 @@
-"""A plan from machines: stages, window, codec and rounds of a run, chosen for the most tokens a second that fit.
+"""A plan from machines: stages, form of the state, window, codec and rounds of a run, for the most tokens a second.
 
-A small grid, all of it tried. Of plans that reach the same, the mildest is taken: fewer stages, exact windows, the
-batch that was asked for, more bits. The budget of tokens stays. Another batch is taken only where each doubling brings
-`DOUBLING` times the tokens a second, never beyond `MOST_TOKENS`, and never so large that the run has fewer than
-`LEAST_STEPS` inner steps, if it had as many. Machines beyond that are left over.
+Memory comes first, since it says how many stages a run takes, and each stage fewer takes a boundary off the lines. A
+small grid, all of it tried. Of plans that reach the same, the mildest is taken: fewer stages, exact windows, the batch
+that was asked for, more bits. The budget of tokens stays. The state is float32 unless 8-bit codes bring `CLEARLY` times
+the tokens a second, or nothing fits otherwise. Another batch is taken only where each doubling brings `DOUBLING` times
+the tokens a second, never beyond `MOST_TOKENS`, and never so large that the run has fewer than `LEAST_STEPS` inner
+steps, if it had as many. Machines beyond that are left over.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ from dataclasses import replace
 from math import log2, prod
 from typing import NamedTuple
 
+import msgspec
 from msgspec import structs
 
 from noloco_node.errors import UserError, config_error
+from noloco_node.machine.memory import gpu_for, wanted_bytes
 from noloco_node.planning.model_layout import ModelLayout, model_layout
 from noloco_node.planning.plan import LEAST_ROUNDS, LEAST_STEPS, Memory
 from noloco_node.planning.throughput import Machines, Throughput, fits, forecast, gpu_memories, missing
@@ -27,14 +31,20 @@ MOST_TOKENS = 2**20
 """Of an inner step of all peers together: the paper trains on half of that to twice."""
 DOUBLING = 1.2
 """What twice the batch, or half of it, must bring in tokens a second: what a token teaches falls as batches grow."""
-_LEAST_BYTES = 16
-"""A parameter takes on a device: float32 weights, gradients and two moments."""
+CLEARLY = 1.1
+"""What 8-bit codes must bring in tokens a second to take the place of float32."""
+_LEAST_BYTES = {"float32": 16, "int8": 9}
+"""A parameter takes on a device, by the form of the state: weights, gradients and two moments."""
+_AMPLE = 1e15
+"""Bytes of memory in which every stage fits."""
 _STAGE_COUNTS = 2
 """Numbers of stages that are tried of those that fit: with more, only bytes and ways grow."""
 _SUBSPACE_PARTS = (4, 8)
 """Of the width, what travels in the subspaces that are weighed: the parts that were trained (research/results.md)."""
 _FACTORS = (1.0, 0.5, 2.0, 4.0, 8.0, 16.0)
 """Of the batch that was asked for, those that are tried."""
+_MOST_LAYOUTS = 64
+_layouts: dict[bytes, ModelLayout] = {}
 _CODECS = tuple(name for name in ACTIVATION_CODECS if name != "float32")
 
 
@@ -49,28 +59,80 @@ class Planned(NamedTuple):
 
 def plan_for(run: RunConfig, machines: Machines) -> Planned:
     """Return the run as it is best cut for these machines; raise `UserError` (Exit.CONFIG) where nothing fits."""
+    plain, coded = (plan_in(state, run, machines) for state in _LEAST_BYTES)
+    best = coded if plain is None else plain
+    if best is None:
+        raise _nothing_fits(run, machines)
+    if coded is not None and merit(coded, run) >= CLEARLY * merit(best, run):
+        return coded
+    return best
+
+
+def plan_in(state: str, run: RunConfig, machines: Machines) -> Planned | None:
+    """Return the best plan whose stages keep their state in this form; None where nothing fits."""
+    run = structs.replace(run, inner=structs.replace(run.inner, state=state))
     found: list[Planned] = []
-    whole = model_layout(_with_pipeline(run, stages=1, boundaries=None))
-    bytes_in_all = _LEAST_BYTES * sum(map(prod, whole.shapes[0].values()))
-    counts = _stage_counts(machines.count, int(whole.prepared.config.num_hidden_layers))
-    most, asked = _largest_batch(run), run.batch
-
-    def merit(plan: Planned) -> float:
-        return plan.expected.tokens_per_s / float(DOUBLING ** abs(log2(plan.run.batch / asked)))
-
-    for stages in [count for count in counts if bytes_in_all <= count * machines.gpu_bytes] or counts[-1:]:
-        base = _with_pipeline(run, stages=stages, replicas=min(machines.count // stages, most), boundaries=None)
-        layout = model_layout(base)
-        best = max(_plans(base, run, layout, machines), key=merit, default=None)
+    for base in _bases(run, machines):
+        if found and base.pipeline.replicas == found[-1].run.pipeline.replicas:
+            continue  # more stages of as many replicas: more ways, and nothing else
+        best = max(_plans(base, run, machines), key=lambda plan: merit(plan, run), default=None)
         if best is not None:
             found.append(best)
         if len(found) == _STAGE_COUNTS:
             break
-    if not found:
-        raise _nothing_fits(base, layout, machines)
     # Of equals `max` takes the first.
-    best = max(found, key=merit)
-    return best._replace(run=_with_rounds(best, run))
+    best = max(found, key=lambda plan: merit(plan, run), default=None)
+    return None if best is None else best._replace(run=_with_rounds(best, run))
+
+
+def in_fewer_stages(planned: Planned, machines: Machines) -> tuple[Planned, Machines] | None:
+    """Return a plan with fewer stages, so that each has more replicas, and the memory that it takes; None with one."""
+    stages = machines.count // (planned.run.pipeline.replicas + 1)
+    if not 0 < stages < planned.run.pipeline.stages:
+        return None
+    ample = structs.replace(machines, gpu_bytes=_AMPLE, ram_bytes=_AMPLE)
+    base = _with_stages(planned.run, stages, machines)
+    best = max(_plans(base, planned.run, ample), key=lambda plan: merit(plan, planned.run))
+    larger = structs.replace(
+        machines,
+        gpu_bytes=max(machines.gpu_bytes, gpu_for(max(memory.computing for memory in best.needs))),
+        ram_bytes=max(machines.ram_bytes, wanted_bytes(max(memory.beside for memory in best.needs))),
+    )
+    return best._replace(expected=forecast(best.run, best.layout, larger, best.needs)), larger
+
+
+def merit(plan: Planned, asked: RunConfig) -> float:
+    """Return the tokens a second of a plan, less what its batch costs where it is not the one that was asked for."""
+    return plan.expected.tokens_per_s / float(DOUBLING ** abs(log2(plan.run.batch / asked.batch)))
+
+
+def _bases(run: RunConfig, machines: Machines) -> list[RunConfig]:
+    """Return the run with each number of stages that may fit, the fewest first; with the most where none does."""
+    whole = layout_of(_with_stages(run, 1, machines))
+    bytes_in_all = _LEAST_BYTES[run.inner.state] * sum(map(prod, whole.shapes[0].values()))
+    counts = range(1, 1 + min(machines.count, int(whole.prepared.config.num_hidden_layers)))
+    return [
+        _with_stages(run, stages, machines)
+        for stages in [count for count in counts if bytes_in_all <= count * machines.gpu_bytes] or counts[-1:]
+    ]
+
+
+def _with_stages(run: RunConfig, stages: int, machines: Machines) -> RunConfig:
+    replicas = min(machines.count // stages, _largest_batch(run))
+    return _with_pipeline(run, stages=stages, replicas=replicas, boundaries=None)
+
+
+def layout_of(run: RunConfig) -> ModelLayout:
+    """Return the layout of a run, made once for all runs that differ in other fields."""
+    pipeline = run.pipeline
+    key = msgspec.json.encode(
+        (run.seed, run.model, pipeline.stages, pipeline.boundaries, pipeline.sequence_length, pipeline.subspace)
+    )
+    if key not in _layouts:
+        if len(_layouts) >= _MOST_LAYOUTS:
+            _layouts.clear()
+        _layouts[key] = model_layout(run)
+    return _layouts[key]
 
 
 def in_subspaces(planned: Planned, machines: Machines) -> Iterator[Planned]:
@@ -79,20 +141,15 @@ def in_subspaces(planned: Planned, machines: Machines) -> Iterator[Planned]:
     for part in _SUBSPACE_PARTS:
         run = _with_pipeline(planned.run, subspace=width // part)
         try:
-            layout = model_layout(run)
+            layout = layout_of(run)
         except UserError:
             return
         needs = gpu_memories(run, layout)
         yield Planned(run, layout, needs, forecast(run, layout, machines, needs))
 
 
-def _stage_counts(machines: int, layers: int) -> list[int]:
-    """Return the numbers of stages that leave the fewest machines over, one for each number of replicas."""
-    counts = {machines // replicas for replicas in range(1, machines + 1)}
-    return sorted(count for count in counts if count <= layers)
-
-
-def _plans(base: RunConfig, before: RunConfig, layout: ModelLayout, machines: Machines) -> Iterator[Planned]:
+def _plans(base: RunConfig, before: RunConfig, machines: Machines) -> Iterator[Planned]:
+    layout = layout_of(base)
     for flow in _flows(base, before):
         needs = gpu_memories(flow, layout)
         if fits(needs, machines):
@@ -161,16 +218,19 @@ def _with_rounds(planned: Planned, before: RunConfig) -> RunConfig:
     )
 
 
-def _nothing_fits(run: RunConfig, layout: ModelLayout, machines: Machines) -> UserError:
+def _nothing_fits(run: RunConfig, machines: Machines) -> UserError:
+    run = structs.replace(run, inner=structs.replace(run.inner, state="int8"))
+    base = _bases(run, machines)[-1]
+    layout = layout_of(base)
     needs = min(
-        (gpu_memories(flow, layout) for flow in _flows(run, run)), key=lambda each: sum(missing(each, machines))
+        (gpu_memories(flow, layout) for flow in _flows(base, base)), key=lambda each: sum(missing(each, machines))
     )
     lacks = missing(needs, machines)
-    device = max(memory.computing for memory in needs)
-    beside = max(memory.total - memory.computing for memory in needs)
+    device, beside = (max(getattr(memory, where) for memory in needs) for where in ("computing", "beside"))
     return config_error(
         f"{run.name} does not fit on {machines.in_words()}.",
-        f"even with the most stages that they can serve, {run.pipeline.stages}, one takes {format_bytes(device)} on "
-        f"the GPU and {format_bytes(beside)} beside it; what may be used is too little by {lacks.in_words()}",
+        f"even with the most stages that they can serve, {base.pipeline.stages}, and with their state in 8-bit codes "
+        f"one takes {format_bytes(device)} on the GPU and {format_bytes(beside)} beside it; what may be used is too "
+        f"little by {lacks.in_words()}",
         "more machines (--peers), larger ones (--gpu, --ram), or a smaller --preset",
     )

@@ -153,7 +153,7 @@ def missing(needs: Sequence[Memory], machines: Machines) -> Missing:
     gpu, ram = usable_bytes(free_of_gpu(machines.gpu_bytes)), usable_bytes(machines.ram_bytes)
     return Missing(
         max(0.0, max(memory.computing for memory in needs) - gpu),
-        max(0.0, max(memory.total - memory.computing for memory in needs) - ram),
+        max(0.0, max(memory.beside for memory in needs) - ram),
     )
 
 
@@ -220,9 +220,14 @@ def _computed_again(run: RunConfig, memory: Memory, machines: Machines) -> float
     return 0.0 if kept is None else 1.0 - kept / most
 
 
+def share_of_rounds(run: RunConfig) -> float:
+    """Return the share of a line that rounds may have: all of it where no microbatch waits for the line."""
+    return run.outer.line_share if run.pipeline.stages > 1 else 1.0
+
+
 def _steps_per_round(run: RunConfig, layout: ModelLayout, machines: Machines, each_s: float) -> int:
     if run.pipeline.replicas == 1:
         return 1
     largest = max(round_bytes(run.outer, tuple(shapes.values())) for shapes in layout.shapes)
-    rate = run.outer.line_share * min(machines.up_bytes_per_s, machines.down_bytes_per_s)
+    rate = share_of_rounds(run) * min(machines.up_bytes_per_s, machines.down_bytes_per_s)
     return max(1, ceil(largest / rate / (run.pipeline.microbatches_per_step * each_s)))

@@ -68,8 +68,15 @@ def test_the_numbers_of_a_small_run() -> None:
     assert memory.optimiser == 2 * memory.weights
     # Both sides' weights as they travel.
     assert memory.exchange == 2 * memory.weights
-    assert memory.steps == 6 * memory.weights + memory.graph + memory.waiting
-    assert memory.total == 9 * memory.weights + memory.graph + memory.waiting
+    gpu, once = found.stages[0].gpu, memory.weights
+    assert gpu.phases == {
+        "steps": 2 * once + gpu.waiting,
+        "a round": 5 * once + gpu.waiting,
+        "adopting": 4 * once + gpu.waiting,
+        "catching up": 4 * once,
+    }
+    assert gpu.beside == 5 * once + gpu.waiting
+    assert memory.total == 9 * once + memory.graph + memory.waiting
     assert memory.other_graphs == 7 * memory.graph
     assert found.stages[1].memory.other_graphs == 0, "the last stage has one microbatch at a time"
     assert len(found.efficiency) == len(MESSAGES)
@@ -108,14 +115,17 @@ def test_what_a_round_moves_follows_the_codec(codec: str, smaller: float, probes
     assert plain.memory.owed == plain.memory.gathered == 0
 
 
-def test_a_rule_without_momentum_keeps_none_and_the_default_takes_11_bytes_a_parameter_beside_the_device() -> None:
+def test_the_default_keeps_no_momentum_and_adopting_takes_12_bytes_a_parameter_beside_the_device() -> None:
     run = msgspec.convert(
         {"model": {"architecture": "llama", "sizes": LLAMA}, "pipeline": {"sequence_length": 64}}, RunConfig
     )
     for stage in plan(run).stages:
         memory = stage.memory
         assert memory.outer_momentum == memory.gathered == 0
-        assert (memory.total - memory.computing - memory.waiting) / stage.parameters == pytest.approx(11, rel=0.01)
+        beside = {phase: (size - memory.waiting) / stage.parameters for phase, size in memory.phases.items()}
+        assert beside.pop("catching up") == pytest.approx(12 - memory.waiting / stage.parameters)
+        assert beside == pytest.approx({"steps": 6, "a round": 11, "adopting": 12}, rel=0.01)
+        assert stage.gpu.beside >= 12 * stage.parameters
 
 
 @pytest.mark.parametrize("period", [1, 20, 21, 900])
@@ -159,7 +169,8 @@ def test_bytes_a_parameter_are_those_that_a_stage_has(half: bool, windows: int) 
     ids = torch.randint(0, 384, (2, 64))
     passes = [stage.forward(ids) for _ in range(windows)]
     late = [each._origin.weights for each in passes if each._origin is not None][1:]
-    passes[0].backward(torch.ones_like(passes[0].output))
+    sent = passes[0].output
+    passes[0].backward(torch.ones_like(sent))
     gradients = [weight.grad for weight in stage._weights if weight.grad is not None]
     stage.step(1e-3, 1)
     moments = stage.optimiser_state().moments
@@ -167,7 +178,7 @@ def test_bytes_a_parameter_are_those_that_a_stage_has(half: bool, windows: int) 
     storages = {t.untyped_storage().data_ptr(): t for t in (*stage._weights, *gradients, *moments, *sets)}
     counted = sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
     assert counted == planned.computing - planned.graph
-    assert planned.waiting == 8 * windows * (ids.nbytes + passes[0].output.nbytes)
+    assert planned.waiting == 8 * windows * (ids.nbytes + sent.nbytes)
     if half and windows == 1:
         # All but the embedding and the norms once more in bfloat16.
         assert planned.cast_weights == 2 * (layout.shapes and 4 * (4 * 64 * 64 + 3 * 64 * 128))
@@ -180,6 +191,7 @@ def staged(run: RunConfig, layout: ModelLayout, number: int, half: bool) -> Stag
         StageSettings(torch.device("cpu"), torch.bfloat16 if half else None),
         first=number == 0,
         last=number == 1,
+        codec=run.pipeline.codec,
     )
 
 

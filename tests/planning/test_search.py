@@ -20,10 +20,11 @@ from noloco_node.doctor.machine_checks import Grade, Need, judge_gpu, judge_memo
 from noloco_node.errors import Exit, UserError
 from noloco_node.machine.memory import free_of_gpu
 from noloco_node.planning import search
+from noloco_node.planning.expectation import IDLE
 from noloco_node.planning.model_layout import ModelLayout, model_layout
 from noloco_node.planning.plan import LEAST_ROUNDS, LEAST_STEPS, plan
-from noloco_node.planning.plan_text import IDLE, WIDTH
-from noloco_node.planning.search import DOUBLING, MOST_TOKENS, Planned, plan_for
+from noloco_node.planning.plan_text import WIDTH
+from noloco_node.planning.search import CLEARLY, DOUBLING, MOST_TOKENS, Planned, in_fewer_stages, plan_for, plan_in
 from noloco_node.planning.throughput import Machines, fits, forecast, gpu_memories
 from noloco_node.run.config import InnerConfig, ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.presets import PRESETS, numbers_of, run_text
@@ -116,8 +117,35 @@ def test_more_of_anything_never_gives_fewer_tokens(machines: Machines, name: str
     if before is not None:
         assert after is not None
         if name not in ("gpu_bytes", "ram_bytes"):
-            # A plan may give up a larger batch that is no longer worth it.
-            assert merit(after) >= merit(before) * (1 - 1e-9)
+            # A plan may give up a larger batch, or 8-bit codes, that are no longer worth it.
+            kept = after.run.inner.state == before.run.inner.state
+            assert merit(after) * (1 if kept else CLEARLY) >= merit(before) * (1 - 1e-9)
+
+
+@EXAMPLES
+@given(MACHINES)
+def test_the_state_is_float32_unless_codes_bring_clearly_more_and_one_stage_is_enough_where_it_fits(
+    machines: Machines,
+) -> None:
+    plain, coded = (plan_in(state, RUN, machines) for state in ("float32", "int8"))
+    found = planned(machines)
+    assert (found is None) == (plain is coded is None)
+    if found is None:
+        return
+    assert coded is not None, "codes take less"
+    wins = plain is None or merit(coded) >= CLEARLY * merit(plain)
+    assert found == (coded if wins else plain)
+    for each in (plain, coded):
+        if each is not None and each.run.pipeline.stages > 1:
+            alone = structs.replace(each.run.pipeline, stages=1, windows_in_flight=1, microbatch_size=1)
+            whole = structs.replace(each.run, pipeline=alone)
+            assert not fits(gpu_memories(whole, search.model_layout(whole)), machines)
+    fewer = in_fewer_stages(found, machines)
+    assert (fewer is None) == (found.run.pipeline.stages == 1)
+    if fewer is not None:
+        plan, larger = fewer
+        assert fits(plan.needs, larger)
+        assert plan.run.pipeline.replicas > found.run.pipeline.replicas
 
 
 def test_an_ample_line_is_not_squeezed_and_a_narrow_one_is() -> None:
@@ -187,6 +215,21 @@ def test_init_writes_a_plan_that_check_agrees_with_and_warns_where_the_line_is_n
     assert "With subspace" not in CliRunner().invoke(app, ["check", str(path), "--line", "2mbit"]).output
 
 
+def test_init_says_what_else_there_is_in_three_alternatives_at_most(tmp_path: Path) -> None:
+    path, machines = tmp_path / "run.toml", ["--gpu", "12GiB", "--ram", "24GiB", "--line", "100mbit/20mbit"]
+    said = CliRunner().invoke(app, ["init", str(path), "--preset", "1b", *machines]).output.replace("\n", " ")
+    assert load_run(path).inner.state == "int8"
+    assert "2 stages of 9 and 7 replicas" in said
+    assert "The model does not fit one such machine, by" in said
+    assert "kept in 8-bit codes (inner.state); in float32 4 stages would reach about" in said
+    assert re.search("With .* on the GPU and .* beside it 1 stage of 16 replicas would do: about", said)
+    assert "On lines twice as fast this plan would reach about" in said
+    assert "With subspace = 512 or subspace = 256 in [pipeline] it would be about" in said
+    enough = CliRunner().invoke(app, ["init", str(path), "--force", "--preset", "1b", "--gpu", "24GiB"]).output
+    assert load_run(path).pipeline.stages == 1
+    assert not any(word in enough for word in ("would do:", "twice as fast", "subspace"))
+
+
 @pytest.mark.parametrize(
     ("preset", "count", "times"), [("tiny", 16, 1), ("tiny", 200, 1), ("125m", 64, 1), ("1b", 16, 1), ("1b", 256, 8)]
 )
@@ -215,8 +258,7 @@ def test_doctor_finds_what_is_planned_for_a_gpu_good_on_that_gpu(size: int) -> N
     machines = structs.replace(LARGE, count=16, gpu_bytes=size, ram_bytes=32 * 2**30, flops=6e13)
     found = plan_for(decode_run(run_text("1b"), "preset"), machines)
     needs = [
-        Need(number, memory.total, memory.computing, memory.total - memory.computing, 0)
-        for number, memory in enumerate(found.needs)
+        Need(number, memory.total, memory.computing, memory.beside, 0) for number, memory in enumerate(found.needs)
     ]
     assert judge_memory(int(machines.ram_bytes), needs, beside_gpu=True).grade is Grade.GOOD
     assert judge_gpu(int(free_of_gpu(size)), needs).grade is Grade.GOOD

@@ -1,0 +1,241 @@
+"""What to expect of a run on given machines, in words, and what else they could do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod, sqrt
+from pathlib import Path
+
+from msgspec import structs
+
+from noloco_node.planning.bandwidth import hop_bytes, round_bytes
+from noloco_node.planning.model_layout import model_layout
+from noloco_node.planning.plan import LEAST_ROUNDS, mean_steps_per_round
+from noloco_node.planning.plan_text import fitted, in_phases
+from noloco_node.planning.search import CLEARLY, Planned, in_fewer_stages, in_subspaces, plan_for, plan_in
+from noloco_node.planning.throughput import Machines, fits, forecast, gpu_memories, missing, share_of_rounds
+from noloco_node.run.config import RunConfig
+from noloco_node.run.runfile import load_run
+from noloco_node.units import format_bytes, format_count, format_duration, format_rate
+
+TOKENS_A_PARAMETER = 20
+IDLE = 0.5
+"""Less of their time at work than this, and a plan leaves devices idle."""
+
+
+def planned_values(run: RunConfig) -> dict[str, dict[str, object]]:
+    """Return the fields of a run file that a plan chooses, by section, as they are written."""
+    pipeline, outer = run.pipeline, run.outer
+    late = outer.late_inner_steps_per_round
+    return {
+        "pipeline": {
+            "stages": pipeline.stages,
+            "replicas": pipeline.replicas,
+            "microbatch_size": pipeline.microbatch_size,
+            "microbatches_per_step": pipeline.microbatches_per_step,
+            "windows_in_flight": pipeline.windows_in_flight,
+            "codec": f'"{pipeline.codec}"',
+        },
+        "inner": {
+            "steps": run.inner.steps,
+            "warmup_steps": run.inner.warmup_steps,
+            "state": f'"{run.inner.state}"',
+        },
+        "outer": {
+            "inner_steps_per_round": outer.inner_steps_per_round,
+            **({} if late is None else {"late_inner_steps_per_round": late}),
+        },
+    }
+
+
+def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
+    """Say what to expect of a run on its machines, in lines that a terminal holds."""
+    run, layout, needs, found = planned
+    pipeline, tokens = run.pipeline, run.tokens(run.budget_samples)
+    parameters = sum(prod(shape) for shapes in layout.shapes for shape in shapes.values())
+    device = max(memory.computing for memory in needs)
+    beside = max(memory.beside for memory in needs)
+    said = [
+        f"On {machines.in_words()}, {machines.flops / 1e12:g} TFLOP/s, lines of "
+        f"{format_rate(machines.down_bytes_per_s)} down and {format_rate(machines.up_bytes_per_s)} up, "
+        f"{1000 * machines.latency_s:g} ms apart:",
+        f"{pipeline.stages} stage{'s' * (pipeline.stages > 1)} of {_replicas(found.replicas)}, "
+        f"windows of {pipeline.microbatches_per_step}, "
+        f"{pipeline.windows_in_flight} in flight, {pipeline.codec}: about {found.tokens_per_s:,.0f} tokens/s, "
+        f"{found.tokens_per_s / found.possible:.0%} of what these devices could do without a network. Those of the "
+        f"slowest stage are {found.busy:.0%} busy, and {found.bound} set the pace. "
+        f"{format_count(tokens)} tokens take {format_duration(tokens / found.tokens_per_s)}; they are "
+        f"{tokens / parameters:.2g} a parameter ({TOKENS_A_PARAMETER} use the work best, by a rule of thumb of "
+        "Hoffmann and others, 2022).",
+        *_alone(planned, machines),
+        _other_form(planned, machines),
+        f"Memory: {format_bytes(device)} on the GPU and {format_bytes(beside)} beside it at most "
+        f"({in_phases(max(needs, key=lambda memory: memory.beside))}); "
+        f"{found.computed_again:.0%} of the forward passes are computed again.",
+    ]
+    if len(set(found.replicas)) > 1:
+        said.append(
+            "Stages that ask for more have more replicas. Peers choose so by themselves where their owners name their "
+            "lines (--max-upload, --max-download)."
+        )
+    if pipeline.stages > 1:
+        hop = hop_bytes(pipeline, layout.width)
+        said.append(f"A microbatch's hop: {format_bytes(hop.down)} down, {format_bytes(hop.back)} back.")
+    if pipeline.replicas > 1:
+        largest = max(round_bytes(run.outer, tuple(shapes.values())) for shapes in layout.shapes)
+        said.append(
+            f"A round: {format_bytes(largest)} each way, due every {mean_steps_per_round(run.outer):.0f} inner steps; "
+            f"with {share_of_rounds(run):.0%} of the line it comes every {found.steps_per_round} at the soonest."
+        )
+        if found.steps_per_round * LEAST_ROUNDS > run.inner.steps:
+            said.append(
+                f"Warning: the lines carry {run.inner.steps // found.steps_per_round} rounds in the "
+                f"{run.inner.steps:,} inner steps of this run, fewer than the {LEAST_ROUNDS} that mix the replicas. "
+                "Fewer machines, faster lines or more tokens help."
+            )
+    if found.busy < IDLE:
+        said.append(f"Warning: devices stand still more than half of the time. {_remedy(found.bound)}")
+    return fitted([*said, *_alternatives(planned, machines)])
+
+
+def describe_changes(planned: Planned, before: RunConfig, machines: Machines) -> list[str]:
+    """Say what a plan changed that a person asked for, and why; nothing where it kept the batch and all have work."""
+    run, said = planned.run, list[str]()
+    asked, batch = before.tokens(before.batch), run.tokens(run.batch)
+    if batch != asked:
+        why = "longer windows keep these devices at work" if batch > asked else "the replicas share it out evenly so"
+        said.append(
+            f"The batch is {batch:,} tokens of all replicas an inner step, {batch / asked:.2g} times the {asked:,} "
+            f"that were asked for: {why}. The budget of tokens stays, so {before.inner.steps:,} steps become "
+            f"{run.inner.steps:,}. The learning rate stays; by a rule of thumb for Adam one "
+            f"{sqrt(batch / asked):.2g} times as high suits that batch."
+        )
+    spare = machines.count - run.pipeline.peers
+    if spare:
+        said.append(f"{spare} of {machines.count} machines have no place in this plan: they may join as more replicas.")
+    return fitted(said)
+
+
+def _alone(planned: Planned, machines: Machines) -> list[str]:
+    if machines.count == 1:
+        return []
+    pipeline = structs.replace(
+        planned.run.pipeline, stages=1, replicas=1, boundaries=None, windows_in_flight=1, subspace=None
+    )
+    alone = structs.replace(planned.run, pipeline=pipeline)
+    layout = model_layout(alone)
+    needs = gpu_memories(alone, layout)
+    speed = forecast(alone, layout, structs.replace(machines, count=1), needs).tokens_per_s
+    lacks = missing(needs, machines)
+    times = planned.expected.tokens_per_s / speed
+    does = f"the swarm does the work of {times:,.{1 if times < 10 else 0}f} of them"
+    if any(lacks):
+        said = (
+            f"The model does not fit one such machine, by {lacks.in_words()}; with the memory it would do about "
+            f"{speed:,.0f} tokens/s alone: {does}."
+        )
+    else:
+        said = f"One such machine alone: about {speed:,.0f} tokens/s; {does}."
+    if planned.expected.tokens_per_s < speed:
+        said += " Warning: one machine is faster than all of these together."
+    return [said]
+
+
+_FORMS = {"float32": "float32", "int8": "8-bit codes"}
+"""What the forms of a stage's state are called."""
+
+
+def _other_form(planned: Planned, machines: Machines) -> str:
+    """Say in which form the state is kept, and what the best plan with the other form reaches."""
+    state = planned.run.inner.state
+    here, (name, there) = _FORMS[state], next(each for each in _FORMS.items() if each[0] != state)
+    other = plan_in(name, planned.run, machines)
+    said = f"The state of a stage is kept in {here} (inner.state)"
+    if other is None:
+        return f"{said}; in {there} no number of stages fits these machines."
+    stages = other.run.pipeline.stages
+    return (
+        f"{said}; in {there} {stages} stage{'s' * (stages > 1)} would reach about "
+        f"{other.expected.tokens_per_s:,.0f} tokens/s."
+    )
+
+
+def _alternatives(planned: Planned, machines: Machines) -> Iterator[str]:
+    """Yield what else would bring clearly more tokens a second: more memory, faster lines, a subspace."""
+    enough, fewer = CLEARLY * planned.expected.tokens_per_s, in_fewer_stages(planned, machines)
+    if fewer is not None and fewer[0].expected.tokens_per_s >= enough:
+        plan, larger = fewer
+        stages = plan.run.pipeline.stages
+        yield (
+            f"With {format_bytes(larger.gpu_bytes)} on the GPU and {format_bytes(larger.ram_bytes)} beside it {stages} "
+            f"stage{'s' * (stages > 1)} of {plan.run.pipeline.replicas} replicas would do: about "
+            f"{plan.expected.tokens_per_s:,.0f} tokens/s."
+        )
+    faster = structs.replace(
+        machines, up_bytes_per_s=2 * machines.up_bytes_per_s, down_bytes_per_s=2 * machines.down_bytes_per_s
+    )
+    speed = forecast(planned.run, planned.layout, faster, planned.needs).tokens_per_s
+    if speed >= enough:
+        yield f"On lines twice as fast this plan would reach about {speed:,.0f} tokens/s."
+    expected = planned.expected
+    if expected.busy < IDLE and "links" in expected.bound and planned.run.pipeline.subspace is None:
+        yield from _subspaces(planned, machines)
+
+
+def _subspaces(planned: Planned, machines: Machines) -> list[str]:
+    before, narrow = planned.expected.tokens_per_s, list(in_subspaces(planned, machines))
+    faster = [plan for plan in narrow if plan.expected.tokens_per_s > before]
+    if not faster:
+        return []
+    fields = [f"subspace = {plan.run.pipeline.subspace}" for plan in faster]
+    speeds = [f"{plan.expected.tokens_per_s:,.0f}" for plan in faster]
+    times = [f"{plan.expected.tokens_per_s / before:.1f}" for plan in faster]
+    return [
+        f"With {' or '.join(fields)} in [pipeline] it would be about {' or '.join(speeds)} tokens/s. A model learns "
+        f"less from each token then; that pays while it takes less than {' or '.join(times)} times the tokens "
+        '(research/results.md, "A subspace").'
+    ]
+
+
+def _replicas(counts: Sequence[int]) -> str:
+    if len(set(counts)) == 1:
+        return f"{counts[0]} replica{'s' * (counts[0] > 1)}"
+    return f"{', '.join(map(str, counts[:-1]))} and {counts[-1]} replicas"
+
+
+def report_machines(path: Path, machines: Machines | None) -> list[str]:
+    """Say what the run file at `path` does on machines, and what a plan would change where it leaves them idle."""
+    if machines is None:
+        return fitted(
+            ["Tokens a second: name the machines, with --peers, --gpu, --ram, --line, --tflops, --latency-ms."]
+        )
+    run = load_run(path)
+    layout = model_layout(run)
+    needs, peers = gpu_memories(run, layout), run.pipeline.peers
+    here = Planned(run, layout, needs, forecast(run, layout, machines, needs))
+    good = fits(needs, machines) and peers <= machines.count
+    if peers > machines.count:
+        lines = fitted([f"Warning: this run plans {peers} peers, more than {machines.in_words()}."])
+    else:
+        lines = describe_expectation(here, machines)
+        if not good:
+            lines += fitted([f"Warning: it does not fit on these machines, by {missing(needs, machines).in_words()}."])
+    if here.expected.busy < IDLE or not good:
+        better = plan_for(run, machines)
+        if better.expected.tokens_per_s > here.expected.tokens_per_s or not good:
+            before = planned_values(run)
+            fields = ", ".join(
+                f"{name} = {value}"
+                for section, values in planned_values(better.run).items()
+                for name, value in values.items()
+                if value != before[section][name]
+            )
+            speed = better.expected.tokens_per_s
+            lines += fitted([f"A plan for them reaches about {speed:,.0f} tokens/s, with {fields}."])
+    return lines
+
+
+def _remedy(bound: str) -> str:
+    if "links" in bound:
+        return "Their lines are too narrow for this run: a codec of fewer bits, fewer stages or faster lines help."
+    return "The windows are too short for so long a way: more microbatches_per_step or fewer stages help."
