@@ -142,7 +142,7 @@ class AdamW:
         if not groups:
             return None
         # On a CPU the plain loop: bit for bit what a whole model's default AdamW computes, and cheap beside a window.
-        fused = self._device.type == "cuda"
+        fused = self._device.type != "cpu"
         betas = (inner.beta1, inner.beta2)
         adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=inner.epsilon, fused=fused)
         for weight in weights:

@@ -8,8 +8,9 @@ At most `graphs` autograd graphs are kept. For other passes backward computes th
 and the state of the random numbers, with the same gradient to the bit. Ordinary gradient checkpointing would take the
 present weights, which is the gradient of neither version, without an error.
 
-If memory runs out, all graphs are dropped and none is kept any more. A forward pass is tried again. A backward pass may
-have added a part of its gradient: the step of its window is skipped, and the microbatch gets MemoryError.
+If memory runs out, all graphs are dropped and none is kept at first; every `CALM_WINDOWS` windows without another
+shortage, one more may be kept. A forward pass is tried again. A backward pass may have added a part of its gradient:
+the step of its window is skipped, and the microbatch gets MemoryError.
 
 All methods run in the stage's one device thread, so nothing is locked. Inputs and outputs are on the CPU, activations
 and gradients in the run's codec.
@@ -31,12 +32,15 @@ from torch.nn import functional
 
 from pipeline.activation_codec import decode, encode, gradient_seed
 from pipeline.decoder_slice import Cut, TokenFeatures, multiplied_weights
+from pipeline.hardware.device_type import DEVICE_TYPES
 from pipeline.messages import ACTIVATION_CODECS, Gradient
 
 T = TypeVar("T")
 Masters = Mapping[str, nn.Parameter]
 LOGITS = 2**24
 """The loss of a microbatch with more logits is computed in chunks of so many."""
+CALM_WINDOWS = 8
+"""Memory may have been short because of another program for a while, and a shortage costs a window at most."""
 
 
 class Slice(nn.Module):
@@ -239,7 +243,9 @@ class StagePasses:
         self._set = WeightSet(self._masters, cast, autocast or torch.float32)
         self._waiting: WeakSet[PendingForward] = WeakSet()
         """Passes that have had no backward pass and were not dropped."""
-        self._graphs = math.inf if graphs is None else graphs
+        self._type = DEVICE_TYPES[device.type]
+        self._graphs = self._most_graphs = math.inf if graphs is None else graphs
+        self._calm_windows = 0
         self._plain: bool | None = None
         self._spoiled = False
         """A backward pass of this window has failed half-way."""
@@ -266,9 +272,9 @@ class StagePasses:
         return None if self._module.fixed is None or targets is None else targets[:, :-1].to(self._device)
 
     def _pass(self, hidden: Tensor, tokens: Tensor | None) -> PendingForward:
-        before, weights = _random_state(self._device), self._set
+        before, weights = self._type.random_state(self._device), self._set
         graph = self._graph(hidden, weights, tokens)
-        drew = not torch.equal(before, _random_state(self._device))
+        drew = not torch.equal(before, self._type.random_state(self._device))
         origin = PassInput(hidden, tokens, weights, weights.version, before if drew else None)
         return PendingForward(self, origin, graph)
 
@@ -379,11 +385,14 @@ class StagePasses:
         return encode(self.codec.back, graph.leaf.grad, graph.seed).cpu()
 
     def _again(self, origin: PassInput) -> Graph:
-        devices = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices, enabled=origin.random is not None):
-            if origin.random is not None:
-                _set_random_state(self._device, origin.random)
+        now = self._type.random_state(self._device)
+        if origin.random is not None:
+            self._type.set_random_state(self._device, origin.random)
+        try:
             return self._graph(origin.hidden, origin.weights, origin.tokens)
+        finally:
+            if origin.random is not None:
+                self._type.set_random_state(self._device, now)
 
     def _with_room(self, forward: Callable[[], T]) -> T:
         try:
@@ -402,13 +411,18 @@ class StagePasses:
             raise
 
     def _make_room(self) -> None:
-        """Drop all graphs, and keep none from now on."""
+        """Drop all graphs, and keep none until memory has sufficed for a while."""
         self._counts["shortages"] += 1
-        self._graphs = 0
+        self._graphs = self._calm_windows = 0
         for waiting in list(self._waiting):
             waiting.drop_graph()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._type.empty_cache(self._device)
+
+    def _note_window(self) -> None:
+        """Let one more graph be kept after each `CALM_WINDOWS` windows without a shortage."""
+        self._calm_windows += 1
+        if self._calm_windows == CALM_WINDOWS and self._graphs < self._most_graphs:
+            self._graphs, self._calm_windows = self._graphs + 1, 0
 
 
 def _chunked_cross_entropy(
@@ -423,18 +437,6 @@ def _chunked_cross_entropy(
         losses.append(loss.detach())
     torch.autograd.backward(states, head.grad)
     return torch.stack(losses).sum()
-
-
-def _random_state(device: torch.device) -> Tensor:
-    """Return the state of the random numbers that dropout draws from."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_random_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
 
 
 def is_shortage(error: BaseException) -> bool:

@@ -78,6 +78,7 @@ class Stage(StagePasses):
         else:
             self._counts["skipped_steps"] += 1
         self._forget_gradients()
+        self._note_window()
         return StepReport(norm, applied)
 
     def _clip(self, microbatches: int) -> float:

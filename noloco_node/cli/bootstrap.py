@@ -32,6 +32,7 @@ from noloco_node.libp2p.addresses import KnownPeers, parse_peer_address
 from noloco_node.libp2p.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
 from noloco_node.machine.signals import departure, run
+from noloco_node.machine.system import allow_files
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import short
 from noloco_node.run.config import RunConfig
@@ -98,6 +99,7 @@ def bootstrap(options: BootstrapOptions) -> None:
 async def host(options: BootstrapOptions) -> None:
     """Serve the run file until asked to leave; print the invite on the standard output."""
     share_arenas()
+    allow_files()
     recipe = RunFileText(read_run_text(options.run), str(options.run))
     stores = await asyncio.to_thread(_checkpoint_stores, options.weights, recipe.run)
     known = None if options.invite is None else _invite_of_same_run(options.invite, recipe, options.run)

@@ -17,6 +17,7 @@ from noloco_node.data.blocks import BackgroundOpen, TextSource
 from noloco_node.data.encoding import with_tokenizer_in
 from noloco_node.machine import memory
 from noloco_node.machine.device import Device
+from noloco_node.machine.system import asleep_s
 from noloco_node.planning.bandwidth import bandwidth_seconds, microbatch_bytes
 from noloco_node.planning.checkpoint_map import RunWeights
 from noloco_node.planning.model_layout import ModelLayout, make_stage
@@ -29,6 +30,7 @@ from noloco_node.storage.transfer_files import PartialDownloadFile, StateFile
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
+from pipeline.hardware.device_type import DEVICE_TYPES
 from pipeline.stage import Stage
 
 
@@ -67,19 +69,18 @@ class HostMachine:
 
     def build(self, stage: int) -> Stage:
         # The driver still counts the memory of a stage that we left as ours.
-        memory.give_back(self._torch_device)
+        DEVICE_TYPES[self._torch_device.type].empty_cache(self._torch_device)
         run = self._recipe.run
         needs, graph, most = self.needs_bytes[stage], self.graph_bytes[stage], run.pipeline.in_flight(stage)
         graphs = graphs_that_fit(self.free_bytes(), needs, graph, most)
         return make_stage(run, self._layout, stage, self._torch_device, graphs)
 
-    def free_bytes(self, given_back: int = 0) -> int | None:
+    def free_bytes(self, given_back: int = 0) -> int:
         memory.trim()
-        free = memory.free_bytes(self._torch_device)
-        known = (None if free is None else free + given_back, self._options.most_memory_bytes)
-        return min((each for each in known if each is not None), default=None)
+        free, most = memory.free_bytes(self._torch_device) + given_back, self._options.most_memory_bytes
+        return free if most is None else min(free, most)
 
-    def free_beside_bytes(self) -> int | None:
+    def free_beside_bytes(self) -> int:
         return memory.machine_free_bytes()
 
     def prepare_text(self, stage: int) -> None:
@@ -147,11 +148,3 @@ def _save(directory: Path, checkpoint: Checkpoint, keep: int) -> str:
     path = str(save(directory, checkpoint, keep))
     memory.trim()  # about as often as anything large is made and dropped
     return path
-
-
-def asleep_s() -> float:
-    """Return for how long this machine has slept since it was started; 0 if the system does not tell."""
-    clock = getattr(time, "CLOCK_BOOTTIME", None)
-    if clock is None:
-        return 0.0
-    return max(0.0, time.clock_gettime(clock) - time.clock_gettime(time.CLOCK_MONOTONIC))

@@ -30,6 +30,7 @@ from noloco_node.limits.budget import TrafficLedger
 from noloco_node.machine import memory
 from noloco_node.machine.interface import Reporter, check_device_name
 from noloco_node.machine.signals import Departure, departure, run
+from noloco_node.machine.system import allow_files
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.node.sessions import Sessions, live_in_sessions
 from noloco_node.observe.peer_history import PeerHistory, ledger_of
@@ -86,6 +87,7 @@ async def take_part(invite: invites.Invite, options: JoinOptions) -> None:
     from noloco_node.machine.device import choose_device, energy_meter
 
     memory.share_arenas()
+    allow_files()
     torch_device = choose_device(options.device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)

@@ -117,7 +117,12 @@ AnnounceOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[
-    str, typer.Option("--device", help="Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.")
+    str,
+    typer.Option(
+        "--device",
+        help="Where to compute: auto (the GPU with the most free memory, if there is one), cpu, cuda, cuda:N or mps "
+        "(the GPU of an Apple processor).",
+    ),
 ]
 LocalOption = Annotated[
     list[str] | None,

@@ -19,6 +19,7 @@ from noloco_node.admission.ticket import peer_of_file
 from noloco_node.errors import Exit, UserError, reason_of
 from noloco_node.libp2p.settings import ensure_identity
 from noloco_node.machine.memory import free_bytes, machine_free_bytes, wanted_bytes
+from noloco_node.machine.system import allow_files, allowed_files
 from noloco_node.storage.checkpoint import KEPT, files
 from noloco_node.storage.home import HomePaths, RunPaths
 from noloco_node.terminal import say
@@ -100,7 +101,7 @@ class Need(NamedTuple):
 def judge_files(limit: int) -> Finding:
     """Judge the number of files and connections that one process may have open."""
     about, says = "open files", f"{limit} allowed a process"
-    remedy = "ulimit -n 4096 in the shell before the node starts, or LimitNOFILE=4096 in its systemd unit"
+    remedy = "a hard limit of 4096 for the user, or LimitNOFILE=4096 in the systemd unit"
     if limit < FEW_FILES:
         return fail(about, f"{says}: each conversation takes one, and a node has hundreds", remedy)
     if limit < ENOUGH_FILES:
@@ -108,10 +109,8 @@ def judge_files(limit: int) -> Finding:
     return ok(about, says)
 
 
-def judge_memory(free: int | None, needs: Sequence[Need], *, beside_gpu: bool = False) -> Finding:
+def judge_memory(free: int, needs: Sequence[Need], *, beside_gpu: bool = False) -> Finding:
     """Judge the free main memory; beside a GPU it keeps the copies that gossip works with."""
-    if free is None:
-        return warn("memory", "this system does not say how much is free", "look yourself: top, or the task manager")
     wanted = {need.stage: wanted_bytes(need.beside if beside_gpu else need.memory) for need in needs}
     return _against("memory", free, wanted, "close other programs, or ask for a run with more stages")
 
@@ -178,8 +177,9 @@ def _against(about: str, free: int, wanted: dict[int, float], hint: str) -> Find
 
 def basics(home: Path) -> list[Finding]:
     """Return the findings that need neither a run nor torch."""
+    allow_files()  # as a node does
     system = f"{sys.platform}, Python {sys.version.split()[0]}, {os.cpu_count() or 1} cores"
-    return [ok("system", system), _files(), _identity(home)]
+    return [ok("system", system), judge_files(allowed_files()), _identity(home)]
 
 
 def capacity(home: Path, device: str, needs: Sequence[Need], run_id: str | None = None) -> Iterator[Finding]:
@@ -217,7 +217,7 @@ def _identity(home: Path) -> Finding:
 
 
 def _device(wish: str) -> tuple[Finding, int | None]:
-    """Return what torch sees, and the free bytes of the GPU if that is what it would train on."""
+    """Return what torch sees, and the free bytes of the GPU if it would train on one with memory of its own."""
     import torch
 
     from noloco_node.machine.device import choose_device
@@ -226,18 +226,11 @@ def _device(wish: str) -> tuple[Finding, int | None]:
         device = choose_device(wish)
     except UserError as error:
         return fail("device", f"{error.what} {error.why}", error.hint), None
-    if device.type != "cuda":
+    if device.type == "mps":
+        return ok("device", f"torch {torch.__version__} trains on the GPU of this Apple processor"), None
+    if device.type == "cpu":
         return ok("device", f"torch {torch.__version__} trains on the CPU, {torch.get_num_threads()} threads"), None
     return ok("device", f"torch {torch.__version__} trains on {torch.cuda.get_device_name(device)}"), free_bytes(device)
-
-
-def _files() -> Finding:
-    try:
-        import resource
-    except ImportError:  # no such limit on this system
-        return ok("open files", "no limit that this system tells of")
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return judge_files(sys.maxsize if limit == resource.RLIM_INFINITY else limit)
 
 
 def _free_disk(home: Path, places: Iterable[RunPaths]) -> int | None:

@@ -33,6 +33,7 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.machine.interface import DeviceLost, Runner, check_device_name
 from noloco_node.run.config import MOST_SLOWDOWN
 from pipeline.forward_pass import is_shortage
+from pipeline.hardware.device_type import DEVICE_TYPES
 
 T = TypeVar("T")
 NVML = "libnvidia-ml.so.1"
@@ -41,8 +42,7 @@ POWERCAP = Path("/sys/class/powercap")
 
 def finish_work(device: torch.device) -> None:
     """Wait until a GPU has done its work: a job that fetches no number from it returns earlier."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    DEVICE_TYPES[device.type].finish(device)
 
 
 class WallClock(NamedTuple):
@@ -68,19 +68,41 @@ def is_loss(error: RuntimeError) -> bool:
 
 
 def choose_device(wish: str) -> torch.device:
-    """Return the torch device for `auto`, `cpu`, `cuda` or `cuda:N`; raise `UserError` if it is not there."""
+    """Return the torch device that a name means; `UserError` if it is not there.
+
+    `auto` is the GPU with the most free memory, of several with as much the first; without a GPU it is the CPU.
+    """
     check_device_name(wish)
+    gpus = all_gpus()
     if wish == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return max(gpus, key=_driver_free_bytes) if len(gpus) > 1 else gpus[0] if gpus else torch.device("cpu")
     device = torch.device(wish)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    there = [gpu for gpu in gpus if gpu.type == device.type]
+    if device.type != "cpu" and (device.index or 0) >= len(there):
         raise UserError(
             f"The device {wish!r} is not there.",
-            why=f"torch sees {torch.cuda.device_count()} CUDA devices",
+            why=f"torch sees {len(there)} {device.type.upper()} devices",
             hint="--device auto, or a torch build for your GPU",
             code=Exit.DEVICE,
         )
     return device
+
+
+def all_gpus() -> list[torch.device]:
+    """Return the GPUs that torch can use here."""
+    if torch.backends.mps.is_available():
+        return [torch.device("mps")]
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+
+def _driver_free_bytes(gpu: torch.device) -> int:
+    """Return the free memory of a CUDA device.
+
+    NVIDIA's driver is asked first: torch asks for a context on the device, which keeps its memory to the end.
+    """
+    with suppress(OSError, AttributeError):
+        return _nvidia_free_bytes(str(torch.cuda.get_device_properties(gpu).uuid))
+    return torch.cuda.mem_get_info(gpu)[0]
 
 
 def autocast_dtype(device: torch.device, precision: str) -> torch.dtype | None:
@@ -88,14 +110,7 @@ def autocast_dtype(device: torch.device, precision: str) -> torch.dtype | None:
 
     Float32 is float32: products are never shortened to TF32, since a run that asks for it asks for its precision.
     """
-    return torch.bfloat16 if precision == "auto" and device.type == "cuda" and _has_bfloat16(device) else None
-
-
-def _has_bfloat16(device: torch.device) -> bool:
-    """torch's own answer counts emulation as support, and is about the current device instead of ours."""
-    capability = torch.cuda.get_device_capability(device)
-    # Of AMD's: CDNA 3 and later, RDNA 3 and later. RDNA 2 is (10, 3).
-    return capability >= (8, 0) if torch.version.hip is None else capability[0] >= 11 or (9, 4) <= capability < (10, 0)
+    return torch.bfloat16 if precision == "auto" and DEVICE_TYPES[device.type].has_bfloat16(device) else None
 
 
 class Device:
@@ -217,7 +232,7 @@ def energy_meter(device: torch.device, powercap: Path = POWERCAP) -> EnergyMeter
     """Return the meter of a device; None if it has no counter that we may read."""
     with suppress(OSError, ValueError, AttributeError):
         if device.type == "cuda":
-            return EnergyMeter([(_nvidia(str(torch.cuda.get_device_properties(device).uuid)), 0.0)])
+            return EnergyMeter([(_nvidia_joules(str(torch.cuda.get_device_properties(device).uuid)), 0.0)])
         packages = [path for path in sorted(powercap.glob("intel-rapl:*")) if _is_package(path)]
         if packages:
             return EnergyMeter([_package(path) for path in packages])
@@ -240,8 +255,8 @@ def _microjoules(path: Path) -> float:
     return int(path.read_text()) / 1e6
 
 
-def _nvidia(uuid: str) -> Callable[[], float]:
-    """Return a reader of a GPU's counter; raise `OSError` without a driver that has one."""
+def _nvidia(uuid: str) -> Callable[[str, object], None]:
+    """Return what calls a function of NVIDIA's driver with a GPU and a place for the answer; `OSError` if it fails."""
     nvml = ctypes.CDLL(NVML)
 
     def ask(function: str, *arguments: object) -> None:
@@ -249,12 +264,30 @@ def _nvidia(uuid: str) -> Callable[[], float]:
         if code != 0:
             raise OSError(code, f"{function} has failed")
 
-    handle, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
+    handle = ctypes.c_void_p()
     ask("nvmlInit_v2")
     ask("nvmlDeviceGetHandleByUUID", f"GPU-{uuid}".encode(), ctypes.byref(handle))
+    return lambda function, answer: ask(function, handle, answer)
+
+
+def _nvidia_joules(uuid: str) -> Callable[[], float]:
+    """Return a reader of a GPU's counter; raise `OSError` without a driver that has one."""
+    ask, millijoules = _nvidia(uuid), ctypes.c_ulonglong()
 
     def read() -> float:
-        ask("nvmlDeviceGetTotalEnergyConsumption", handle, ctypes.byref(millijoules))
+        ask("nvmlDeviceGetTotalEnergyConsumption", ctypes.byref(millijoules))
         return millijoules.value / 1e3
 
     return read
+
+
+class _NvidiaMemory(ctypes.Structure):
+    """`nvmlMemory_t` of the driver's library, in bytes."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def _nvidia_free_bytes(uuid: str) -> int:
+    memory = _NvidiaMemory()
+    _nvidia(uuid)("nvmlDeviceGetMemoryInfo", ctypes.byref(memory))
+    return int(memory.free)

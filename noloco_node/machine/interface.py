@@ -42,12 +42,12 @@ class DeviceLost(UserError):
 
 
 def check_device_name(wish: str) -> None:
-    """Raise `UserError` unless `wish` is auto, cpu, cuda or cuda:N; whether the device is there, only torch can say."""
-    if not re.fullmatch(r"auto|(cpu|cuda)(:\d{1,2})?", wish):
+    """Raise `UserError` unless `wish` names a device of a known type; whether it is there, only torch can say."""
+    if not re.fullmatch(r"auto|(cpu|cuda)(:\d{1,2})?|mps(:0)?", wish):
         raise UserError(
             f"The device {wish!r} cannot train here.",
-            why="only cpu and cuda are supported",
-            hint="--device auto, cpu, cuda or cuda:N",
+            why="only cpu, cuda and mps are supported",
+            hint="--device auto, cpu, cuda, cuda:N or mps",
             code=Exit.DEVICE,
         )
 

@@ -1,8 +1,8 @@
 """How much memory a device has free, how much of it a stage may take, and how free memory returns to the system.
 
-The GPU's driver, Linux or a container's limit says what is free; None if the system does not say, because an invented
-number would keep a peer from a stage that fits. `usable_bytes` alone decides what fits: the planner, `check`, `doctor`
-and a joining node all ask it. `SavedTensors` counts, exactly on any device, what autograd keeps of a forward pass.
+The GPU's driver, the system and a container's limit say what is free. `usable_bytes` alone decides what fits: the
+planner, `check`, `doctor` and a joining node all ask it. `SavedTensors` counts, exactly on any device, what autograd
+keeps of a forward pass.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +28,6 @@ _CONTEXT_BYTES = 600e6
 ARENAS = 2
 M_ARENA_MAX = -8
 """By glibc's malloc.h, which numbers its parameters downwards."""
-MEMINFO = Path("/proc/meminfo")
 CONTAINER = Path("/sys/fs/cgroup")
 """Where a container of this time (cgroup 2) finds its limit; an older one says nothing here."""
 
@@ -51,29 +52,20 @@ def gpu_for(needs: float) -> float:
     return wanted_bytes(needs) + _CONTEXT_BYTES
 
 
-def free_bytes(device: torch.device) -> int | None:
+def free_bytes(device: torch.device) -> int:
     """Return the bytes that are free for the tensors of a device."""
-    if device.type == "cuda":
-        import torch
+    from pipeline.hardware.device_type import DEVICE_TYPES
 
-        # What torch has taken of the driver and keeps for its next tensor is free too.
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
-    return machine_free_bytes()
-
-
-def machine_free_bytes() -> int | None:
-    """Return the free bytes of main memory."""
-    known = [each for each in (available(MEMINFO), within_limit(CONTAINER)) if each is not None]
-    return min(known, default=None)
+    kind = DEVICE_TYPES[device.type]
+    of_driver, of_machine = kind.free_bytes(device), machine_free_bytes() if kind.shares_memory else None
+    # What torch has taken and keeps for its next tensor is free too.
+    return min(each for each in (of_driver, of_machine) if each is not None) + kind.kept_bytes(device)
 
 
-def give_back(device: torch.device) -> None:
-    """Have torch give back the GPU's memory that it keeps and does not use."""
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.empty_cache()
+def machine_free_bytes() -> int:
+    """Return the free bytes of main memory: what can still be taken without swapping."""
+    free, within = int(psutil.virtual_memory().available), within_limit(CONTAINER)
+    return free if within is None else min(free, within)
 
 
 def share_arenas() -> None:
@@ -98,16 +90,6 @@ def _call_glibc(function: str, *arguments: int) -> None:
     """Call a function of the C library that the program runs on; other libraries than glibc do not have it."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
         getattr(ctypes.CDLL(None), function)(*arguments)
-
-
-def available(meminfo: Path) -> int | None:
-    """Return what Linux estimates that a process can still take without swapping."""
-    try:
-        lines = meminfo.read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split() for line in lines if line.startswith("MemAvailable:")]
-    return 1024 * int(found[0][1]) if found and len(found[0]) > 1 and found[0][1].isdigit() else None
 
 
 def within_limit(directory: Path) -> int | None:

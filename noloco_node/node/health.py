@@ -6,10 +6,11 @@
 - a machine that slept, a process that stood still, a clock that was set. Then the node publishes and reads at once, and
   suspects no peer for a while, because calls broke off while the node was away.
 
-The last case follows from three clocks. The event loop's clock runs evenly and, on Linux, stops while the machine
-sleeps; the system tells how long it slept. The time of day runs through a sleep, and may be set at any moment. If loop
-time and sleep do not explain the change of the time of day, the clock was set. If the loop is far too late, the process
-was stopped or starved. On a system that does not tell its sleep, a sleep looks like a clock that was put forward.
+The last case follows from three clocks. The event loop's clock runs evenly and, on most systems, stops while the
+machine sleeps; the system tells how long it slept. The time of day runs through a sleep, and may be set at any moment.
+If loop time and sleep do not explain the change of the time of day, the clock was set. If the loop is far too late, the
+process was stopped or starved. On a system that does not tell its sleep, a sleep looks like a clock that was put
+forward.
 
 Conditions that last are also part of our record, so that `status` shows them from anywhere.
 """
@@ -23,6 +24,7 @@ from typing import NamedTuple, NoReturn
 
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter
+from noloco_node.machine.system import counts_sleep
 from noloco_node.run.peer_state import AT_WORK
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Derived, Roster
@@ -66,9 +68,12 @@ class ClockJump(NamedTuple):
     seconds: float
 
 
-def compare(before: ClockSample, after: ClockSample, expected_s: float) -> tuple[ClockJump, ...]:
+def compare(
+    before: ClockSample, after: ClockSample, expected_s: float, *, loop_counts_sleep: bool = False
+) -> tuple[ClockJump, ...]:
     """Return what happened between two samples that should be `expected_s` apart."""
-    ran_s, slept_s = after.loop_s - before.loop_s, after.asleep_s - before.asleep_s
+    slept_s = after.asleep_s - before.asleep_s
+    ran_s = after.loop_s - before.loop_s - (slept_s if loop_counts_sleep else 0.0)
     set_s = after.unix_s - before.unix_s - ran_s - slept_s
     still_s = ran_s - expected_s
     found = []
@@ -206,7 +211,8 @@ class HealthMonitor:
     def look(self, expected_s: float) -> None:
         """Check clocks and roster, `expected_s` after the last time, and give the warnings due."""
         before, self._clocks = self._clocks, self._look_at_clocks()
-        happened = compare(before, self._clocks, expected_s)
+        sleeps = counts_sleep(asyncio.get_running_loop())
+        happened = compare(before, self._clocks, expected_s, loop_counts_sleep=sleeps)
         for happening in happened:
             self._warn(sentence(happening))
             self._reporter.record(events.Noticed(what=str(happening.kind), text=sentence(happening)))

@@ -200,8 +200,8 @@ def memories(run: RunConfig, drawn: ModelLayout, *, half: bool = False) -> tuple
 class DeviceNeeds(NamedTuple):
     """Bytes that each stage takes, about.
 
-    `device`: of the device's memory, at least; `graph`: of it one microbatch's; `beside`: of main memory beside a GPU,
-    () on a CPU.
+    `device`: of the device's memory, at least; `graph`: of it one microbatch's; `beside`: of main memory beside a GPU
+    that has its own; else ().
     """
 
     device: tuple[int, ...]
@@ -211,10 +211,11 @@ class DeviceNeeds(NamedTuple):
 
 def device_needs(run: RunConfig, drawn: ModelLayout, device: torch.device) -> DeviceNeeds:
     from noloco_node.machine.device import autocast_dtype
+    from pipeline.hardware.device_type import DEVICE_TYPES
 
     found = memories(run, drawn, half=autocast_dtype(device, run.precision) is not None)
     graph = tuple(memory.graph for memory in found)
-    if device.type == "cpu":
+    if DEVICE_TYPES[device.type].shares_memory:
         return DeviceNeeds(tuple(memory.total for memory in found), graph, ())
     beside = tuple(memory.beside for memory in found)
     return DeviceNeeds(tuple(memory.computing for memory in found), graph, beside)

@@ -7,13 +7,14 @@ safetensors files in one pass, with the SHA-256 of everything in their metadata.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -55,7 +56,7 @@ def write(path: Path, content: bytes, *, public: bool = False) -> None:
         descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if public else 0o600)
         try:
             write_all(descriptor, content)
-            os.fsync(descriptor)
+            sync(descriptor)
         finally:
             os.close(descriptor)
 
@@ -98,10 +99,19 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
         flush(each.parent)
 
 
+def sync(descriptor: int) -> None:
+    """Wait until the disk has what was written; on macOS `fsync` alone leaves it in the drive's own cache."""
+    if (whole := getattr(fcntl, "F_FULLFSYNC", None)) is not None:
+        with suppress(OSError):  # not every file system knows it
+            fcntl.fcntl(descriptor, whole)
+            return
+    os.fsync(descriptor)
+
+
 def flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -182,7 +192,7 @@ def write_tensors(path: Path, arrays: Sequence[Array], about: str, read: Callabl
         file.seek(_LENGTH.size)
         file.write(_with_sum(head, _BLANK, total.hexdigest()))
         file.flush()
-        os.fsync(file.fileno())
+        sync(file.fileno())
 
 
 def about_of(path: Path) -> str | None:

@@ -210,7 +210,7 @@ def _sign(lock: int) -> None:
     # In this order the file never gives back its block of the disk, which may be full by now.
     atomic_file.write_all(lock, signature, 0)
     os.ftruncate(lock, len(signature))
-    os.fsync(lock)  # a disk that is full says so here, before anything depends on it
+    atomic_file.sync(lock)  # a disk that is full says so here, before anything depends on it
 
 
 def _in_use(path: Path) -> UserError:

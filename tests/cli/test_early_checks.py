@@ -49,7 +49,7 @@ REFUSED: list[tuple[list[str], Exit]] = [
     (["join", INVITE, "--listen", "nonsense"], Exit.CONFIG),
     (["join", INVITE, "--max-memory", "nonsense"], Exit.USAGE),
     (["join", INVITE, "--device", "nonsense"], Exit.DEVICE),
-    (["join", INVITE, "--device", "mps"], Exit.DEVICE),
+    (["join", INVITE, "--device", "mps:1"], Exit.DEVICE),
     (["export", INVITE, "--out", "full"], Exit.USAGE),
     (["export", "nonsense", "--out", "new"], Exit.CONFIG),
     (["export", "--out", "new"], Exit.USAGE),

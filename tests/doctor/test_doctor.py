@@ -82,10 +82,6 @@ def test_memory_prevents_joining_exactly_if_no_stage_fits(needs: list[Need], fre
         assert f"--stage {fits[0]}" in (found.hint or "")
 
 
-def test_what_nobody_can_measure_is_said_and_not_guessed() -> None:
-    assert machine_checks.judge_memory(None, []).grade is Grade.DOUBTFUL
-
-
 def test_join_refuses_the_disk_that_the_doctor_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights, sets = {0: 1000, 1: 3000}, machine_checks.CHECKPOINT_SETS
     free = 0

@@ -13,7 +13,7 @@ import torch
 from limits import LAST_RESORT_S
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.machine import device
+from noloco_node.machine import device, memory
 from noloco_node.machine.device import (
     Device,
     EnergyMeter,
@@ -256,3 +256,66 @@ def test_a_gpu_is_asked_through_its_driver(wrong: str, monkeypatch: pytest.Monke
     assert meter is not None
     assert nvml.uuids == [b"GPU-0b1c"]
     assert [meter.joules() for _ in range(2)] == [1.5, 3.0]
+
+
+class _Gpus:
+    """CUDA devices with so much free memory. `asked`: those on which torch was asked, which makes a context."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, free: list[int], *, nvml: bool) -> None:
+        self.asked: list[int] = []
+        self._free, self._found = free, 0
+        patch.setattr(device.torch.cuda, "device_count", lambda: len(free))
+        patch.setattr(device.torch.cuda, "mem_get_info", self._of_torch)
+        patch.setattr(
+            device.torch.cuda, "get_device_properties", lambda gpu: type("Properties", (), {"uuid": gpu.index})
+        )
+        patch.setattr(ctypes, "CDLL", (lambda _: self) if nvml else self._refuse)
+
+    def _of_torch(self, gpu: torch.device) -> tuple[int, int]:
+        assert gpu.index is not None
+        self.asked.append(gpu.index)
+        return self._free[gpu.index], 2**40
+
+    def _refuse(self, _: str) -> Any:
+        raise OSError("libnvidia-ml.so.1: cannot open shared object file")
+
+    def nvmlInit_v2(self) -> int:
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:
+        handle._obj.value = 1 + int(uuid.decode().removeprefix("GPU-"))
+        return 0
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, memory: Any) -> int:
+        memory._obj.free = self._free[handle.value - 1]
+        return 0
+
+
+@pytest.mark.parametrize("nvml", [True, False], ids=["NVIDIA's driver", "torch alone"])
+@pytest.mark.parametrize(("free", "chosen"), [([5, 9, 7], 1), ([8, 8], 0), ([3], 0)])
+def test_auto_is_the_emptiest_gpu(free: list[int], chosen: int, nvml: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = _Gpus(monkeypatch, free, nvml=nvml)
+    assert choose_device("auto") == torch.device("cuda", chosen)
+    assert gpus.asked == ([] if nvml or len(free) == 1 else [*range(len(free))])
+    assert choose_device("cuda:0") == torch.device("cuda:0")
+    with pytest.raises(UserError, match="is not there"):
+        choose_device("mps")
+
+
+def test_an_apple_processor_computes_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert choose_device("auto") == choose_device("mps") == torch.device("mps")
+    assert choose_device("cpu") == torch.device("cpu")
+    with pytest.raises(UserError, match="is not there"):
+        choose_device("cuda")
+
+
+@pytest.mark.parametrize(("swappable", "free"), [(100, 17), (9, 11)])
+def test_an_apple_processor_has_one_memory(swappable: int, free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch keeps counts as free, beside the driver's bound or main memory, whichever is less."""
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: type("Memory", (), {"available": swappable}))
+    monkeypatch.setattr(memory, "within_limit", lambda _: None)
+    for name, value in (("recommended_max", 20), ("driver_allocated", 5), ("current_allocated", 3)):
+        monkeypatch.setattr(torch.mps, f"{name}_memory", lambda value=value: value)
+    assert memory.free_bytes(torch.device("mps")) == free
+    assert memory.free_bytes(torch.device("cpu")) == swappable

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
 
-from noloco_node.cli.host_machine import asleep_s
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter
 from noloco_node.node.health import (
@@ -52,8 +51,16 @@ def test_each_clock_tells_its_own_story(slept_s: float, still_s: float, set_s: f
         assert format_duration(abs(happening.seconds)) in sentence(happening)
 
 
-def test_this_machine_tells_its_sleep() -> None:
-    assert 0.0 <= asleep_s() < 1e9
+@given(SECONDS, SECONDS, st.floats(-1e6, 1e6))
+def test_a_loop_whose_clock_runs_through_a_sleep_tells_the_same_story(
+    slept_s: float, still_s: float, set_s: float
+) -> None:
+    before, ran_s = ClockSample(1e3, 1e9, 50.0), 5.0 + still_s
+    stops, runs = (
+        ClockSample(1e3 + loop_s, 1e9 + ran_s + slept_s + set_s, 50.0 + slept_s) for loop_s in (ran_s, ran_s + slept_s)
+    )
+    for one, other in zip(compare(before, stops, 5.0), compare(before, runs, 5.0, loop_counts_sleep=True), strict=True):
+        assert (one.kind, one.seconds) == (other.kind, pytest.approx(other.seconds))
 
 
 NAMES = st.sets(st.sampled_from(["stage 0", "stage 1", "roster", "clock"]))

@@ -21,7 +21,7 @@ from memory_swarms import recipe
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter
-from noloco_node.machine.memory import ARENAS, available, trim, within_limit
+from noloco_node.machine.memory import ARENAS, trim, within_limit
 from noloco_node.node import stage_claim
 from noloco_node.node.node_context import NodeContext, StageRequest
 from noloco_node.node.replica import Replica
@@ -355,9 +355,6 @@ def test_threads_share_the_arenas_of_the_c_library() -> None:
 
 
 def test_memory_is_read_where_somebody_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal:  2000 kB\nMemAvailable:   1000 kB\n")
-    assert available(tmp_path / "meminfo") == 1_024_000
-    assert available(tmp_path / "nothing") is None
     (tmp_path / "memory.max").write_text("500\n")
     (tmp_path / "memory.current").write_text("200\n")
     assert within_limit(tmp_path) == 300

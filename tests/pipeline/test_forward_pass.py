@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeline.decoder_slice import Cut
-from pipeline.forward_pass import Masters, Slice, is_shortage
+from pipeline.forward_pass import CALM_WINDOWS, Masters, Slice, is_shortage
 from pipeline.model_config import Prepared
 from pipeline.partition import build
 from pipeline.stage import Stage
@@ -239,6 +239,30 @@ def test_a_forward_pass_without_memory_is_tried_again_without_the_other_graphs(m
     Scarce(monkeypatch).forwards(stage, 1)
     waiting.backward(torch.ones_like(waiting.output))
     assert stage.step(1e-2, 1).applied, "a forward pass spoils nothing, neither does one that is computed again"
+
+
+@pytest.mark.parametrize("most", [None, 2])
+def test_graphs_are_kept_again_once_memory_has_sufficed_for_a_while(
+    most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = staged("llama", graphs=most)
+
+    def window(passes: int) -> int:
+        """Return how many of a window's passes kept their graph."""
+        waiting = [stage.forward(ids(seed)) for seed in range(passes)]
+        kept = sum(each.has_graph for each in waiting)
+        for each in waiting:
+            each.backward(torch.ones_like(each.output))
+        stage.step(1e-3, passes)
+        return kept
+
+    Scarce(monkeypatch).forwards(stage, 1)
+    stage.forward(ids(0)).give_up()
+    kept = [window(3) for _ in range(3 * CALM_WINDOWS + 1)]
+    assert kept == [0] * CALM_WINDOWS + [1] * CALM_WINDOWS + [2] * CALM_WINDOWS + [2 if most else 3]
+    Scarce(monkeypatch).forwards(stage, 1)
+    stage.forward(ids(0)).give_up()
+    assert window(3) == 0
 
 
 @pytest.mark.parametrize("choices", [{}, BF16], ids=["float32", "bfloat16"])

@@ -51,6 +51,22 @@ def test_all_is_written_or_an_error_is_raised(content: bytes, room: int, at_most
             os.close(descriptor)
 
 
+@pytest.mark.parametrize("knows", [True, False], ids=["a disk", "a share that knows only fsync"])
+def test_on_macos_the_drive_itself_is_to_have_the_bytes(knows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def control(descriptor: int, command: int) -> None:
+        asked.append(f"fcntl {descriptor} {command}")
+        if not knows:
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr(atomic_file.fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(atomic_file.fcntl, "fcntl", control)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: asked.append(f"fsync {descriptor}"))
+    atomic_file.sync(7)
+    assert asked == ["fcntl 7 51", *([] if knows else ["fsync 7"])]
+
+
 def test_a_disk_that_takes_nothing_and_reports_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwrite", lambda *_: 0)
     with pytest.raises(OSError, match="takes no more bytes"):

@@ -1,0 +1,73 @@
+"""What torch does differently on each type of device.
+
+`cuda` means AMD's GPUs too. `mps` is the GPU of an Apple processor, which has no memory apart from main memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class DeviceType(NamedTuple):
+    """Functions of one type of device, of which each takes the device.
+
+    `finish`: waits until the device has done its work. `random_state`: the state of the random numbers that dropout
+    draws from. `empty_cache`: has torch give back memory that it does not use. `kept_bytes`: how much that would be.
+    `free_bytes`: what the driver still gives; None where only main memory is the bound. `shares_memory`: whether the
+    device computes in main memory. `has_bfloat16`: whether it multiplies bfloat16 without emulation.
+    """
+
+    finish: Callable[[torch.device], None]
+    random_state: Callable[[torch.device], Tensor]
+    set_random_state: Callable[[torch.device, Tensor], None]
+    empty_cache: Callable[[torch.device], None]
+    kept_bytes: Callable[[torch.device], int]
+    free_bytes: Callable[[torch.device], int | None]
+    shares_memory: bool
+    has_bfloat16: Callable[[torch.device], bool]
+
+
+def _cuda_has_bfloat16(device: torch.device) -> bool:
+    """torch's own answer counts emulation as support, and is about the current device instead of ours."""
+    capability = torch.cuda.get_device_capability(device)
+    # Of AMD's: CDNA 3 and later, RDNA 3 and later. RDNA 2 is (10, 3).
+    return capability >= (8, 0) if torch.version.hip is None else capability[0] >= 11 or (9, 4) <= capability < (10, 0)
+
+
+DEVICE_TYPES = {
+    "cpu": DeviceType(
+        finish=lambda _: None,
+        random_state=lambda _: torch.get_rng_state(),
+        set_random_state=lambda _, state: torch.set_rng_state(state),
+        empty_cache=lambda _: None,
+        kept_bytes=lambda _: 0,
+        free_bytes=lambda _: None,
+        shares_memory=True,
+        has_bfloat16=lambda _: False,
+    ),
+    "cuda": DeviceType(
+        finish=lambda device: torch.cuda.synchronize(device),
+        random_state=lambda device: torch.cuda.get_rng_state(device),
+        set_random_state=lambda device, state: torch.cuda.set_rng_state(state, device),
+        empty_cache=lambda _: torch.cuda.empty_cache(),
+        kept_bytes=lambda device: torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device),
+        free_bytes=lambda device: torch.cuda.mem_get_info(device)[0],
+        shares_memory=False,
+        has_bfloat16=_cuda_has_bfloat16,
+    ),
+    "mps": DeviceType(
+        finish=lambda _: torch.mps.synchronize(),
+        random_state=lambda _: torch.mps.get_rng_state(),
+        set_random_state=lambda _, state: torch.mps.set_rng_state(state),
+        empty_cache=lambda _: torch.mps.empty_cache(),
+        kept_bytes=lambda _: torch.mps.driver_allocated_memory() - torch.mps.current_allocated_memory(),
+        free_bytes=lambda _: max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()),
+        shares_memory=True,
+        # Apple's matrix library knows bfloat16 from macOS 14 on.
+        has_bfloat16=lambda _: torch.backends.mps.is_macos_or_newer(14, 0),
+    ),
+}
