@@ -42,7 +42,16 @@ from noloco_node.node.reporting import ProgressReporter
 from noloco_node.node.stage_claim import out_of_memory
 from noloco_node.node.stage_work import StageWork
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
-from noloco_node.run.protocols import GOSSIP, MICROBATCH, STATE, gossip_schema, microbatch_schema, state_schema, topic
+from noloco_node.run.protocols import (
+    GOSSIP,
+    MICROBATCH,
+    STATE,
+    gossip_schema,
+    microbatch_schema,
+    moment_sizes,
+    state_schema,
+    topic,
+)
 from noloco_node.state_sync.download import copying_s
 from noloco_node.state_sync.snapshot_keeper import SnapshotKeeper, SnapshotKeeperConfig, turn_away
 from noloco_node.state_sync.starting_state import SnapshotTrial
@@ -117,7 +126,9 @@ class StageServer:
         self._served: dict[str, Schema] = {}
         self._meetings: set[asyncio.Task[object]] = set()
         """Proposals of others that we are answering; one may take as long as an exchange."""
-        self._donor = Donor(replica.state, context.host.device.beside, self._shapes, self._donor_limits())
+        self._moments = moment_sizes(context.run, self._shapes)
+        limits, beside = self._donor_limits(), context.host.device.beside
+        self._donor = Donor(replica.state, beside, self._shapes, limits, self._moments)
 
     async def begin(self) -> None:
         context, replica, run = self._context, self._replica, self._context.run
@@ -125,7 +136,7 @@ class StageServer:
             await self._serve(MICROBATCH, microbatch_schema(run, context.dimensions.width), replica.microbatches.serve)
         context.membership.issued = replica.microbatches.issued if replica.config.last else None
         await self._serve(GOSSIP, gossip_schema(run, self._shapes), self._meet)
-        await self._serve(STATE, state_schema(self._shapes), self._give)
+        await self._serve(STATE, state_schema(self._shapes, self._moments), self._give)
 
     async def stop(self) -> None:
         """Turn away peers that still ask; `_gone` keeps no weights in memory."""
