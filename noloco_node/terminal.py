@@ -35,24 +35,32 @@ PRIORITIES = {LogLevel.DEBUG: 7, LogLevel.INFO: 6, LogLevel.WARNING: 4, LogLevel
 """Of syslog, which the systemd journal takes."""
 
 
+DEVICE_VARIABLE = "NOLOCO_DEVICE"
+"""Of the environment: the device that each line names, where the nodes of several devices print to one screen."""
+
+
 class _Log:
-    """Writes lines. `peer`: our short id, once we have one."""
+    """Writes lines. `peer`: our short id, once we have one. `device`: ours, if others print beside us."""
 
     def __init__(self) -> None:
-        self.least, self.as_json, self.peer = LogLevel.INFO, False, ""
+        self.least, self.as_json, self.peer, self.device = LogLevel.INFO, False, "", ""
 
     def write(self, level: LogLevel, text: str, source: str = "") -> None:
         if level.number < self.least.number:
             return
         if self.as_json:
-            known = {"peer": self.peer, "source": source}
+            known = {"peer": self.peer, "device": self.device, "source": source}
             line = {"at": round(time.time(), 3), "level": level, **{k: v for k, v in known.items() if v}, "text": text}
             _print(json.dumps(line))
         elif _reaches_systemd():
             whose = f"{self.peer}: " if self.peer else ""
-            _print(f"<{PRIORITIES[level]}>{whose}{text}")
+            _print(f"<{PRIORITIES[level]}>{self.mark}{whose}{text}")
         else:
-            _print_plain(f"{level}: {text}" if level in (LogLevel.WARNING, LogLevel.ERROR) else text)
+            _print_plain(self.mark + (f"{level}: {text}" if level in (LogLevel.WARNING, LogLevel.ERROR) else text))
+
+    @property
+    def mark(self) -> str:
+        return f"{self.device}  " if self.device else ""
 
 
 _LOG = _Log()
@@ -71,11 +79,16 @@ _HANDLER = _Handler()
 
 def configure(least: LogLevel, *, as_json: bool) -> None:
     """Print from now on lines of at least this level, also those that libraries log."""
-    _LOG.least, _LOG.as_json = least, as_json
+    _LOG.least, _LOG.as_json, _LOG.device = least, as_json, os.environ.get(DEVICE_VARIABLE, "")
     root = logging.getLogger()
     root.addHandler(_HANDLER)  # once, however often
     if least is LogLevel.DEBUG:
         root.setLevel(logging.DEBUG)
+
+
+def terminal_options() -> tuple[str, ...]:
+    """Return the options by which another process prints as this one does."""
+    return ("--log-level", str(_LOG.least), *(["--log-json"] if _LOG.as_json else []))
 
 
 def sign(peer: str) -> None:
@@ -97,7 +110,7 @@ def complain(text: str) -> None:
     if _LOG.as_json:
         _LOG.write(LogLevel.ERROR, text)
     else:
-        _print(text)
+        _print(_LOG.mark + text)
 
 
 def _reaches_systemd() -> bool:
@@ -139,8 +152,8 @@ class Bar:
         self._drawn_s = 0.0
 
     def draw(self, share: float, text: str) -> bool:
-        """Draw the bar, full to `share` from 0 to 1, with a text; return whether there is a terminal."""
-        if not self._console.is_interactive:
+        """Draw the bar, full to `share` from 0 to 1, with a text; return whether there is a terminal of our own."""
+        if not self._console.is_interactive or _LOG.device:
             return False
         now_s = time.monotonic()
         if share >= 1.0:

@@ -17,36 +17,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.forward_pass import is_shortage
-from pipeline.inner_step import Inner, moment_ratio
+from pipeline.inner_step import BLOCK, SCALE_BYTES, Inner, is_coded, moment_bytes, moment_ratio
 
-BLOCK = 256
-"""Values that share a scale."""
 PIECE = 2**20
 """Values that a step computes at once; whole blocks."""
 LARGEST_RATIO = 1e3
 """Of a first moment to the root of its second, where nothing bounds it."""
 _ROOM = 12 * PIECE
 """Numbers that a step takes on a GPU for a moment, and more."""
-_SCALE = 4
-"""Bytes of a scale."""
 _FIRST, _SECOND = 127.0, 255.0
 """The largest codes of a first and of a second moment."""
 _NORMAL = torch.finfo(torch.float32).tiny
 _NAMES = ("exp_avg", "exp_avg_sq")
 """torch's names of the first and the second moment."""
-
-
-def moment_bytes(shape: Sequence[int], state: str) -> int:
-    """Return the bytes that one moment of a parameter takes in the form `state`."""
-    values = prod(shape)
-    return values + _SCALE * -(-values // BLOCK) if state == "int8" and len(shape) >= 2 else 4 * values
 
 
 class Codes(NamedTuple):
@@ -136,7 +125,7 @@ class AdamW:
                 torch.zeros(moment_bytes(weight.shape, inner.state), dtype=torch.int8, device=device) for _ in _NAMES
             )
             for weight in weights
-            if inner.state == "int8" and weight.ndim >= 2
+            if is_coded(weight.shape, inner.state)
         }
         self._plain = self._optimiser([weight for weight in weights if weight not in self._coded])
         faster = compiled(device) if self._coded and device.type == "cuda" else None
@@ -243,13 +232,19 @@ def pieces(values: int, moments: Sequence[Tensor]) -> Iterator[MatrixPiece]:
 
 def _views(memory: Tensor, values: int, span: slice, length: int) -> Codes:
     """Return views of one moment: its scales come first, where they are aligned."""
-    scales = scales_of(memory, values)[span.start // BLOCK : -(-span.stop // BLOCK)]
+    scales = scales_of(memory)[span.start // BLOCK : -(-span.stop // BLOCK)]
     return Codes(scales.view(-1, 1), memory[len(memory) - values :][span].view(-1, length))
 
 
-def scales_of(memory: Tensor, values: int) -> Tensor:
-    """Return the scales of one moment of so many values, float32 [blocks]: a view."""
-    return memory[: len(memory) - values].view(torch.float32)
+def scales_of(memory: Tensor) -> Tensor:
+    """Return the scales of one moment, float32 [blocks]: a view."""
+    blocks = -(-len(memory) // (BLOCK + SCALE_BYTES))
+    return memory[: SCALE_BYTES * blocks].view(torch.float32)
+
+
+def magnitudes(moments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return tensors whose values no moment exceeds: the scales of coded ones, others as they are."""
+    return tuple(scales_of(moment) if moment.dtype is torch.int8 else moment for moment in moments)
 
 
 def read_piece(weight: nn.Parameter, values: slice) -> Tensor:

@@ -49,11 +49,27 @@ class StepReport(NamedTuple):
 class OptimiserState(NamedTuple):
     """AdamW's memory. `moments`: the first moments of all parameters in order, then the second; all zero at step 0.
 
-    A moment is float32 in its parameter's shape, or codes: int8 [bytes].
+    A moment is float32 in its parameter's shape, or coded: int8 [bytes], the scales and then the codes.
     """
 
     steps: int
     moments: tuple[Tensor, ...]
+
+
+BLOCK = 256
+"""Values of a coded moment that share a scale."""
+SCALE_BYTES = 4
+
+
+def is_coded(shape: Sequence[int], state: str) -> bool:
+    """Say whether the moments of a parameter are codes: those of matrices in the form "int8"."""
+    return state == "int8" and len(shape) >= 2
+
+
+def moment_bytes(shape: Sequence[int], state: str) -> int:
+    """Return the bytes that one moment of a parameter takes: its scales and codes, or float32."""
+    values = math.prod(shape)
+    return values + SCALE_BYTES * -(-values // BLOCK) if is_coded(shape, state) else 4 * values
 
 
 def moment_ratio(beta1: float, beta2: float) -> float:

@@ -30,6 +30,9 @@ T = TypeVar("T")
 
 SHORT_S = 5.0
 """A stage that ran out of memory may be asked again after so long."""
+UNFIT_S, UNFIT_SHORTAGES = 300.0, 16
+"""For how long, and how often in a row, memory runs out in a stage that does not fit; what another program has for a
+while comes back before."""
 SMOOTHING = 0.1
 """Weight of the newest microbatch in the moving average of device seconds."""
 
@@ -98,6 +101,9 @@ class Worker:
         self._next_stage, self._budget_s = next_stage, budget_s
         self._counts: Counter[str] = Counter()
         self._abandoned = False
+        self._short_since_s, self._short_in_a_row = 0.0, 0
+        self.unfit = asyncio.Event()
+        """Set once memory has run out for `UNFIT_S` seconds without a microbatch that succeeded."""
         self.device_s = 0.0
         """Device seconds a microbatch, a moving average; 0 until one has succeeded."""
 
@@ -119,7 +125,7 @@ class Worker:
             except Expired:
                 pass
             except MemoryError:
-                self._counts["shortages"] += 1
+                self._note_shortage()
                 reply = Refused(reason=Reason.FULL, retry_after_s=SHORT_S)
         if isinstance(reply, Refused):
             self._counts[reply.reason.name.lower()] += 1
@@ -137,6 +143,15 @@ class Worker:
     def statistics(self) -> dict[str, int | float]:
         names = ("succeeded", "expired", "no_route", "counted_twice", "shortages")
         return {**{name: self._counts[name] for name in names}, "device_s": self.device_s}
+
+    def _note_shortage(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self._counts["shortages"] += 1
+        if self._short_in_a_row == 0:
+            self._short_since_s = now_s
+        self._short_in_a_row += 1
+        if self._short_in_a_row >= UNFIT_SHORTAGES and now_s - self._short_since_s >= UNFIT_S:
+            self.unfit.set()
 
     async def _take(self, microbatch: Microbatch, slot: Slot, deadline_s: float) -> Reply:
         clock, stage = self._clock, self._stage
@@ -186,5 +201,6 @@ class Worker:
 
     def _succeeded(self, slot: Slot, outcome: WindowOutcome, device_s: float) -> None:
         slot.succeed(outcome)
+        self._short_in_a_row = 0
         self.device_s = (1.0 - SMOOTHING) * self.device_s + SMOOTHING * device_s if self.device_s else device_s
         self._counts["succeeded"] += 1

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from noloco_node import terminal
 from noloco_node.terminal import say
@@ -94,6 +95,22 @@ def test_the_systemd_journal_is_told_the_level_and_not_the_time(
         terminal.warn("second")
         file.seek(0)
         assert file.read() == "<6>abcd1234: first\n<4>abcd1234: second\n"
+
+
+@pytest.mark.usefixtures("_as_before")
+def test_lines_name_the_device_where_several_nodes_print(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", heard := io.StringIO())
+    monkeypatch.setenv(terminal.DEVICE_VARIABLE, "cuda:1")
+    for as_json in (False, True):
+        terminal.configure(terminal.LogLevel.INFO, as_json=as_json)
+        terminal.warn("first")
+        terminal.complain("the end")
+    plain, end, *objects = heard.getvalue().splitlines()
+    assert (plain[8:], end) == ("  cuda:1  warning: first", "cuda:1  the end")
+    assert [json.loads(each)["device"] for each in objects] == ["cuda:1"] * 2
+    assert not terminal.Bar(Console(file=io.StringIO(), force_terminal=True)).draw(0.5, "half"), "one for all"
+    assert terminal.terminal_options() == ("--log-level", "info", "--log-json")
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("as_json", [False, True])

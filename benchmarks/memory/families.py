@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from noloco_node.machine.memory import SavedTensors
-from noloco_node.node.stage_claim import LOGITS_BESIDE
+from noloco_node.node.stage_benchmark import LOGITS_BESIDE
 from noloco_node.planning.graph_memory import graph_bytes
 from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
 from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig

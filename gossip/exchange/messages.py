@@ -137,7 +137,7 @@ class Parts(StrEnum):
 
 
 class Section(StrEnum):
-    """A set of tensors like the weights, of which a state has several. The values name fields of `Manifest`."""
+    """A set of tensors, one a parameter, of which a state has several. The values name fields of `Manifest`."""
 
     SLOW = "slow"
     MOMENTUM = "momentum"

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from gossip.exchange.messages import Implausible, Manifest, ReplicaState, Section
 from gossip.rule.outer_step import ROUND_BOUND, Tensors
-from gossip.transfer.chunks import DIGEST_BYTES, cut, digest, gather, present, raw, scatter
+from gossip.transfer.chunks import DIGEST_BYTES, Span, StateCut, digest, gather, present, raw, scatter
 
 LEAST_SAVING = 0.1
 ROUNDS_APART = ROUND_BOUND
@@ -101,12 +100,21 @@ class StateAssembly:
     """The pieces of one stage's state. Every method but `put` is called once at a time, in a worker thread."""
 
     def __init__(
-        self, like: Tensors, keep: ChunkStore | None = None, tell: Callable[[News], None] = lambda _: None
+        self,
+        like: Tensors,
+        keep: ChunkStore | None = None,
+        tell: Callable[[News], None] = lambda _: None,
+        moments: Tensors | None = None,
     ) -> None:
-        """`like`: tensors (the meta device will do) of the shapes of the weights, float32."""
+        """`like`: tensors (the meta device will do) of the shapes of the weights, float32.
+
+        `moments`: tensors like one moment of each weight, float32 or int8; as the weights by default.
+        """
         self.tell = tell
-        self._shapes = [tuple(tensor.shape) for tensor in like]
-        self.spans = cut([4 * prod(shape) for shape in self._shapes])
+        moments = like if moments is None else moments
+        self._like = {each: moments if each in (Section.FIRST, Section.SECOND) else like for each in Section}
+        self._cut = StateCut([tensor.nbytes for tensor in like], [tensor.nbytes for tensor in moments])
+        self.spans = self._cut.spans
         self._keep = keep
         self._tensors: dict[Section, Tensors] = {}
         self._right: dict[Key, bytes] = {}
@@ -139,9 +147,9 @@ class StateAssembly:
     def seed(self, found: Mapping[Section, Tensors]) -> None:
         """Copy tensors of our own: pieces of them whose hashes fit need not be fetched."""
         for section, tensors in found.items():
-            if [tuple(tensor.shape) for tensor in tensors] != self._shapes:
+            if [(each.dtype, each.shape) for each in tensors] != [(e.dtype, e.shape) for e in self._like[section]]:
                 continue
-            for number, span in enumerate(self.spans):
+            for number, span in enumerate(self._cut.of(section)):
                 data = gather(tensors, span)
                 if Key(section, number) not in self._right:
                     self._write(Key(section, number), digest(data), data)
@@ -188,12 +196,15 @@ class StateAssembly:
     def put(self, key: Key, data: Tensor) -> None:
         assert self._source.manifest is not None
         expected = bytes(present(self._source.manifest)[key.section][key.number].numpy())
-        if not self._fits(key, data) or digest(data) != expected:
+        if not self._fits(key, data):
+            size_bytes = self._span(key).size_bytes
+            raise Implausible(
+                f"piece {key.number} of {key.section} has {data.nbytes} bytes, not {size_bytes}: it is of another form"
+            )
+        if digest(data) != expected:
             raise Implausible(f"piece {key.number} of {key.section} is not what its hash says")
-        if data.numel():
-            low, high = torch.aminmax(data.view(torch.float32))
-            if not math.isfinite(low) or not math.isfinite(high):
-                raise Implausible(f"piece {key.number} of {key.section}: not finite")
+        if not self._is_finite(key, data):
+            raise Implausible(f"piece {key.number} of {key.section}: not finite")
         self._write(key, expected, data)
         self._fresh.add(key)
         if self._keep is not None:
@@ -252,20 +263,36 @@ class StateAssembly:
         return frozenset({span.unit for span in self.spans} - lacking) | (self._source.settled - lost)
 
     def _bytes(self, keys: list[Key]) -> int:
-        return sum(self.spans[key.number].size_bytes for key in keys)
+        return sum(self._span(key).size_bytes for key in keys)
+
+    def _span(self, key: Key) -> Span:
+        return self._cut.of(key.section)[key.number]
 
     def _fits(self, key: Key, data: Tensor) -> bool:
-        return data.dtype is torch.uint8 and tuple(data.shape) == (self.spans[key.number].size_bytes,)
+        return data.dtype is torch.uint8 and tuple(data.shape) == (self._span(key).size_bytes,)
+
+    def _is_finite(self, key: Key, data: Tensor) -> bool:
+        """Say whether a piece's float32 values are finite; a code always is."""
+        parts = self._span(key).parts
+        sizes = [part.stop - part.start for part in parts]
+        for part, values in zip(parts, torch.split(data, sizes), strict=True):
+            if values.numel() and self._like[key.section][part.tensor].dtype is torch.float32:
+                # Behind an odd number of codes a view would not be aligned.
+                whole = values if values.storage_offset() % 4 == 0 else values.clone()
+                low, high = torch.aminmax(whole.view(torch.float32))
+                if not math.isfinite(low) or not math.isfinite(high):
+                    return False
+        return True
 
     def _room(self, section: Section) -> Tensors:
         if section not in self._tensors:
-            self._tensors[section] = tuple(torch.zeros(shape) for shape in self._shapes)
+            self._tensors[section] = tuple(torch.zeros(like.shape, dtype=like.dtype) for like in self._like[section])
         return self._tensors[section]
 
     def _write(self, key: Key, expected: bytes, data: Tensor) -> None:
         # While it is written the piece is neither the old one nor the new one.
         self._right.pop(key, None)
-        scatter(data, self._room(key.section), self.spans[key.number])
+        scatter(data, self._room(key.section), self._span(key))
         self._right[key] = expected
 
 

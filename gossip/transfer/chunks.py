@@ -1,8 +1,9 @@
 """How a replica's state is cut into pieces, and how pieces become tensors again.
 
-A state consists of sections (`messages.Section`), each a set of tensors like the weights, and all are cut alike: a
-large tensor into ranges of bytes, small ones bundled whole. No piece holds parts of two tensors. A **unit** is one
-large tensor or one bundle; a newcomer tells the pieces of two donors apart unit by unit.
+A state consists of sections (`messages.Section`), each a set of tensors, one a parameter. The weights are cut: a large
+tensor into ranges of bytes, small ones bundled whole. No piece holds parts of two tensors. A **unit** is one large
+tensor or one bundle; a newcomer tells the pieces of two donors apart unit by unit. A section whose tensors take other
+bytes, such as coded moments, has as many pieces, of the same units and the same shares of each tensor.
 
 The cut follows from the shapes, so both ends know it in advance; a manifest adds the SHA-256 of each piece.
 """
@@ -74,6 +75,33 @@ def cut(tensor_bytes: Sequence[int]) -> tuple[Span, ...]:
         bundle.append(Part(tensor, 0, size))
     close()
     return tuple(spans) or (Span(0, ()),)
+
+
+class StateCut:
+    """The cut of every section. `weights`: bytes of each weight; `moments`: of one moment of each, None for as many."""
+
+    def __init__(self, weights: Sequence[int], moments: Sequence[int] | None = None) -> None:
+        self.spans = cut(weights)
+        """Of the weights; all sections have their number and units."""
+        self._moments = self.spans
+        if moments is not None and tuple(moments) != tuple(weights):
+            shares = tuple(zip(moments, weights, strict=True))
+            self._moments = tuple(
+                span._replace(parts=tuple(_rescaled(part, *shares[part.tensor]) for part in span.parts))
+                for span in self.spans
+            )
+
+    def of(self, section: Section) -> tuple[Span, ...]:
+        return self._moments if section in (Section.FIRST, Section.SECOND) else self.spans
+
+    def size_bytes(self, section: Section) -> int:
+        return sum(span.size_bytes for span in self.of(section))
+
+
+def _rescaled(part: Part, after_bytes: int, before_bytes: int) -> Part:
+    """Return the same share of a tensor that takes other bytes."""
+    start, stop = (at * after_bytes // before_bytes if before_bytes else 0 for at in (part.start, part.stop))
+    return part._replace(start=start, stop=stop)
 
 
 def sections(parts: Parts, *, momentum: bool, meetings: int, optimiser: bool) -> tuple[Section, ...]:

@@ -31,7 +31,7 @@ from gossip.exchange.messages import (
     StateRequest,
 )
 from gossip.interface import Compute, Conversation
-from gossip.transfer.chunks import CopyInMemory, HeldCopy, Span, cut, digest, listed, name_of, present
+from gossip.transfer.chunks import CopyInMemory, HeldCopy, Span, StateCut, digest, listed, name_of, present
 
 NEWCOMERS = 2  # newcomers that are served at once
 STREAMS = 4  # of one newcomer
@@ -157,10 +157,16 @@ class Donor:
     """Serves one replica's state, which `provide` returns as a copy, or in tensors that nobody writes into."""
 
     def __init__(
-        self, provide: Provide, compute: Compute, shapes: Sequence[tuple[int, ...]], terms: DonorLimits
+        self,
+        provide: Provide,
+        compute: Compute,
+        shapes: Sequence[tuple[int, ...]],
+        terms: DonorLimits,
+        moments: Sequence[int] | None = None,
     ) -> None:
+        """`shapes`: of the weights, float32. `moments`: bytes of one moment of each, as many by default."""
         self._provide, self._compute, self._terms = provide, compute, terms
-        self._spans = cut([4 * prod(shape) for shape in shapes])
+        self._cut = StateCut([4 * prod(shape) for shape in shapes], moments)
         self._copies: dict[str, _Copy] = {}
         self._under_way: Counter[str] = Counter()
         """Pieces on their way, by the name of their copy."""
@@ -169,7 +175,6 @@ class Donor:
         """A round, and the norm of its slow weights."""
         self._timer: asyncio.TimerHandle | None = None
         self._again_s = 0.0
-        self._section_bytes = 4 * sum(map(prod, shapes))
         self._slots = DonorSlots(terms.deadline_s / TURNS)
         self._counts: Counter[str] = Counter()
 
@@ -221,12 +226,12 @@ class Donor:
         if isinstance(request, StateRequest):
             manifest = await self._manifest(request)
             # The time that we took to freeze a copy does not count.
-            listed_sections = len(present(manifest)) if isinstance(manifest, Manifest) else 0
-            slot.begin(listed_sections * self._section_bytes)
+            listed_sections = present(manifest) if isinstance(manifest, Manifest) else ()
+            slot.begin(sum(map(self._cut.size_bytes, listed_sections)))
             await within(self._terms.deadline_s, conversation.send(manifest))
         elif isinstance(request, PieceRequest):
             piece = await self._piece(request)
-            slot.begin(self._section_bytes)
+            slot.begin(self._cut.size_bytes(Section.SLOW))
             # Nor does the time for which our own upload limit lets a piece wait.
             await within(self._terms.deadline_s, conversation.send(piece))
             slot.given_bytes += piece.data.nbytes if isinstance(piece, Piece) else 0
@@ -238,11 +243,12 @@ class Donor:
         copy = self._copies.get(request.snapshot)
         if copy is None:
             return Gone()
-        if request.section not in present(copy.manifest) or not 0 <= request.number < len(self._spans):
+        spans = self._cut.of(request.section)
+        if request.section not in present(copy.manifest) or not 0 <= request.number < len(spans):
             raise ConnectionAbortedError(f"there is no piece {request.number} of {request.section}")
         self._use(copy)
         try:
-            data = await self._compute(copy.held.read, request.section, self._spans[request.number])
+            data = await self._compute(copy.held.read, request.section, spans[request.number])
         except OSError:
             self._copies.pop(request.snapshot, None)
             return Gone()
@@ -335,7 +341,7 @@ class Donor:
         for section in held.sections:
             if parts is Parts.ALL or section is Section.SLOW:
                 found: list[bytes] = []
-                for batch in _batches(self._spans):
+                for batch in _batches(self._cut.of(section)):
                     found += await self._compute(_digests, held, section, batch)
                 digests[section] = tuple(found)
         manifest = _manifest(held.counters, await self._compute(held.norm), digests)

@@ -87,10 +87,13 @@ class MomentBounds(NamedTuple):
     A second moment is a mean of squares, so never negative. With clipped gradients the first moments' norm is at most
     `norm`, and the second moments' sum at most its square. By Cauchy and Schwarz a first moment is at most `ratio`
     times the root of its second.
+
+    `magnitudes`: returns tensors whose values the moments of a section do not exceed, and to which the same applies.
     """
 
     ratio: float = 1e3
     norm: float = math.inf
+    magnitudes: Callable[[Tensors], Tensors] = lambda moments: moments
 
     def check(self, first: Tensors, second: Tensors) -> None:
         for mean, square in zip(first, second, strict=True):
@@ -131,9 +134,10 @@ def check_values(state: ReplicaState, announced_norm: float, moments: MomentBoun
         raise Implausible(f"slow weights of the norm {found:.3g} came where {announced_norm:.3g} was announced")
     check_finite(state.momentum, "outer momentum")
     check_finite(state.gathered, "gathered momentum")
-    check_finite(state.optimiser, "optimiser")
-    half = len(state.optimiser) // 2
-    moments.check(state.optimiser[:half], state.optimiser[half:])
+    optimiser = moments.magnitudes(state.optimiser)
+    check_finite(optimiser, "optimiser")
+    half = len(optimiser) // 2
+    moments.check(optimiser[:half], optimiser[half:])
 
 
 async def _no_objection(donor: str, manifest: Manifest) -> str | None:

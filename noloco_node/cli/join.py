@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import sys
 from contextlib import AsyncExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from math import prod
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec import structs
 
 from noloco_node.admission.ticket import MEMBER
+from noloco_node.cli.join_devices import divided, join_each, named_devices
 from noloco_node.cli.options import JoinOptions, KeptInviteArgument, default_home, page_place
 from noloco_node.data.dataset_documents import check_source
 from noloco_node.doctor.machine_checks import require_disk
@@ -64,11 +66,17 @@ def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
     _ = metrics_place(options.metrics, is_open=options.metrics_open)
     _ = page_place(options.web, is_open=options.web_open), checked_name(options.name)
     check_device_name(options.device)
+    names = named_devices(options)
+    if len(names) > 1:
+        sys.exit(run(join_each(invite, divided(options, names))))
+    if names:
+        options = replace(options, device=names[0], devices=None)
     parsed = invites.parse(invites.found(invite, options.home or default_home("node")))
     check_listen(options.listen or ())
     check_announce(options.announce or ())
     if options.data is not None:
         check_source(options.data)
+    memory.expand_segments()
     say("loading torch (a few seconds)")
     gc.disable()  # none of what is imported is garbage, and to look for some takes a sixth of a node's start
     try:

@@ -236,6 +236,16 @@ class JoinOptions:
         bool, typer.Option("--stay", help="Do not move to another stage later, even if it is needed there.")
     ] = False
     device: DeviceOption = "auto"
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="all|LIST",
+            help="Run a node on each of several devices: all GPUs, or a list such as cuda:0,cuda:1. Each has a home of "
+            "its own below --home. Limits of the line, --max-disk and the CPU threads are divided among them; ports "
+            "that are given count up.",
+            show_default=False,
+        ),
+    ] = None
     data: Annotated[
         str | None,
         typer.Option(

@@ -10,7 +10,7 @@ runs a module as `python -m` would, and interrupts its own process when standard
 the kernel closes its end of the pipe.
 
 One synchronous call starts a child and registers it. Its output goes to files, so no full pipe blocks it, and the last
-words of a dead child can be read.
+words of a dead child can be read; or to where our own output goes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +35,8 @@ from noloco_node.errors import COMPLAINT, Exit, UserError
 POLL_S = 0.05
 FIRMER_AFTER_S = 15.0
 """Seconds from the interrupt to the termination, and again to the kill, of a child whose parent is gone."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""The environment of a child that computes in one thread: several share this machine's cores."""
 LAST_WORDS = 12
 """Lines of a dead child's output that an error message quotes."""
 
@@ -165,17 +167,28 @@ class Children:
         self._policy = policy or KillPolicy()
         self._children: list[Child] = []
 
-    def start(self, name: str, command: Sequence[str], logs: Path) -> Child:
-        """Start `command`, one thread of arithmetic each, and return it at once."""
-        logs.mkdir(parents=True, exist_ok=True)
-        with (logs / "out.log").open("wb") as out, (logs / "err.log").open("wb") as err:
+    def start(
+        self,
+        name: str,
+        command: Sequence[str],
+        logs: Path,
+        *,
+        environment: Mapping[str, str] = ONE_THREAD,
+        shown: bool = False,
+    ) -> Child:
+        """Start `command` and return it at once. `environment`: added to ours. `shown`: it prints where we do."""
+        with contextlib.ExitStack() as stack:
+            out = err = None
+            if not shown:
+                logs.mkdir(parents=True, exist_ok=True)
+                out, err = (stack.enter_context((logs / name).open("wb")) for name in ("out.log", "err.log"))
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                env=os.environ | environment | {"PYTHONUNBUFFERED": "1"},
             )
         child = Child(name, process, logs)
         self._children.append(child)

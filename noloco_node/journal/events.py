@@ -120,7 +120,7 @@ DISK = "disk"
 
 class Noticed(_Event, frozen=True, tag="noticed"):
     """Something around this node: a sleep, a clock that was set, a stage that nobody serves, an old roster, a disk that
-    refuses checkpoints.
+    refuses checkpoints, a device that became much slower.
 
     `what`: which, in a word or two; `text`: as the owner was told; `over`: what lasted has ended.
     """

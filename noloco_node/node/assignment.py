@@ -39,9 +39,19 @@ from noloco_node.node.node_context import NodeContext
 from noloco_node.node.replica import Replica
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
 from noloco_node.node.reporting import ProgressReporter
+from noloco_node.node.stage_claim import out_of_memory
 from noloco_node.node.stage_work import StageWork
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
-from noloco_node.run.protocols import GOSSIP, MICROBATCH, STATE, gossip_schema, microbatch_schema, state_schema, topic
+from noloco_node.run.protocols import (
+    GOSSIP,
+    MICROBATCH,
+    STATE,
+    gossip_schema,
+    microbatch_schema,
+    moment_sizes,
+    state_schema,
+    topic,
+)
 from noloco_node.state_sync.download import copying_s
 from noloco_node.state_sync.snapshot_keeper import SnapshotKeeper, SnapshotKeeperConfig, turn_away
 from noloco_node.state_sync.starting_state import SnapshotTrial
@@ -50,6 +60,7 @@ from noloco_node.storage.checkpoint_store import CheckpointWriter
 from noloco_node.swarm.roster import MOST_WAITS
 from noloco_node.tasks import background, loop_s, supervised, until_event
 from pipeline.placement import Move
+from pipeline.worker import UNFIT_S
 
 ASKED = "asked to leave"
 LAST_ROUND_S = 20.0
@@ -115,7 +126,9 @@ class StageServer:
         self._served: dict[str, Schema] = {}
         self._meetings: set[asyncio.Task[object]] = set()
         """Proposals of others that we are answering; one may take as long as an exchange."""
-        self._donor = Donor(replica.state, context.host.device.beside, self._shapes, self._donor_limits())
+        self._moments = moment_sizes(context.run, self._shapes)
+        limits, beside = self._donor_limits(), context.host.device.beside
+        self._donor = Donor(replica.state, beside, self._shapes, limits, self._moments)
 
     async def begin(self) -> None:
         context, replica, run = self._context, self._replica, self._context.run
@@ -123,7 +136,7 @@ class StageServer:
             await self._serve(MICROBATCH, microbatch_schema(run, context.dimensions.width), replica.microbatches.serve)
         context.membership.issued = replica.microbatches.issued if replica.config.last else None
         await self._serve(GOSSIP, gossip_schema(run, self._shapes), self._meet)
-        await self._serve(STATE, state_schema(self._shapes), self._give)
+        await self._serve(STATE, state_schema(self._shapes, self._moments), self._give)
 
     async def stop(self) -> None:
         """Turn away peers that still ask; `_gone` keeps no weights in memory."""
@@ -246,7 +259,10 @@ class Assignment:
     # The training, and its end.
 
     async def train(self, leave: asyncio.Event) -> Ending:
-        """Train until the assignment ends; raise `DeviceLost` in a group if the device fails for good."""
+        """Train until the assignment ends.
+
+        Raises, in a group, `DeviceLost` if the device fails for good, and `UserError` if its memory does not suffice.
+        """
         replica, work = self.replica, self._services.work
         self._reporter.say(f"training stage {replica.config.stage} from inner step {replica.inner_steps}")
         async with asyncio.TaskGroup() as group:
@@ -256,11 +272,15 @@ class Assignment:
             deserted = group.create_task(work.run_until_deserted(replica), name="deserted")
             asked = group.create_task(leave.wait(), name="leave")
             moving = group.create_task(self.migration.run(), name="moving")
+            unfit = group.create_task(replica.worker.unfit.wait(), name="unfit")
             failed, lost = replica.starting_weights.failed_snapshot, replica.device_lost
-            ends: set[asyncio.Future[Any]] = {done, deserted, asked, moving, failed, lost}
+            ends: set[asyncio.Future[Any]] = {done, deserted, asked, moving, failed, lost, unfit}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if lost.done():
                 raise lost.result()
+            if unfit.done():
+                raise out_of_memory(replica.config.stage, f"for {UNFIT_S:.0f} s every microbatch ran out of it")
+            unfit.cancel()
             ending: Ending
             if done.done() or deserted.done():
                 ending = RunOver()

@@ -50,6 +50,7 @@ from noloco_node.node.state_source import (
     living_replicas,
 )
 from noloco_node.run.peer_state import AT_WORK, PeerState, Wait, WaitCause
+from noloco_node.run.protocols import moment_sizes
 from noloco_node.state_sync import starting_state as starting
 from noloco_node.state_sync.download import (
     COPY_AGAIN_S,
@@ -69,6 +70,7 @@ from noloco_node.storage.weight_store import PIECE_BYTES, WeightStore
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.tasks import loop_s
 from noloco_node.units import format_bytes
+from pipeline.adamw import magnitudes
 from pipeline.forward_pass import is_shortage
 from pipeline.inner_step import moment_ratio
 
@@ -284,8 +286,9 @@ class _StateSearch:
         line = DownloadLink(self._network, self._device, deadline_s)
         keep = self._context.host.partial_download(self._number, weight_bytes)
         inner = self._context.run.inner
-        moments = MomentBounds(moment_ratio(inner.beta1, inner.beta2), inner.clip_norm)
-        return StateDownload(self._number, self._stage, line, self._context.reporter, keep, self._saved, moments)
+        moments = MomentBounds(moment_ratio(inner.beta1, inner.beta2), inner.clip_norm, magnitudes)
+        sizes = moment_sizes(self._context.run, self._stage.shapes)
+        return StateDownload(self._number, self._stage, line, self._context.reporter, keep, self._saved, moments, sizes)
 
     async def _from_snapshot(self, attempt: int) -> StartingState | SnapshotNotFound:
         """Revive a stage without replicas from a snapshot. `attempt`: from 0."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import NoReturn
 
 from noloco_node.journal import events
@@ -17,6 +18,7 @@ from noloco_node.tasks import loop_s
 
 LINE_EVERY_S = 10.0
 RECEIPTS_EVERY_S = 60.0
+SPEED_EVERY_S = 30.0
 MOST_SOURCES = 16
 """The most sources whose receipts a node journals."""
 
@@ -28,11 +30,14 @@ class ProgressReporter:
         self._replica, self._announce, self._refresh_s = replica, announce, context.options.refresh_s
         self._membership, self._network, self._reporter = context.membership, context.network, context.reporter
         self._hops = HopSample(loop_s())
+        self._device, self._speed = context.host.device, DeviceSpeed()
+        self._warn = context.warn
         self.hops: tuple[tuple[str, int], ...] = ()
         """Next hops for our record, as `HopSample` has them."""
 
     async def run(self) -> NoReturn:
         said_at, totals_at, receipts_at, waited_for = -LINE_EVERY_S, 0.0, loop_s(), None
+        speed_at = loop_s()
         while True:
             await asyncio.sleep(min(self._refresh_s, LINE_EVERY_S) / 2)
             now_s = loop_s()
@@ -43,6 +48,9 @@ class ProgressReporter:
             if now_s - receipts_at >= RECEIPTS_EVERY_S:
                 receipts_at = now_s
                 self.record_receipts()
+            if now_s - speed_at >= SPEED_EVERY_S:
+                speed_at = now_s
+                self._look_at_speed()
             waits = self._replica.waits()
             waits_for = waits and (waits.cause, waits.detail)
             if waits_for != waited_for:
@@ -53,6 +61,17 @@ class ProgressReporter:
                 budget = spending(self._network.statistics())
                 line = progress_line(self._replica.describe(PeerState.TRAINING))
                 self._reporter.say(line + (f"; {budget}" if budget else ""))
+
+    def _look_at_speed(self) -> None:
+        slower = self._speed.look(self._device.busy_s, int(self._replica.worker.statistics()["succeeded"]))
+        if slower is not None:
+            text = (
+                f"a microbatch takes the device {slower:.0f} times as long as before: another program computes on it, "
+                "or its memory is short and the driver moves parts of it to main memory, as it does on Windows (WSL2) "
+                "and on some laptops; end other programs, or serve a smaller stage"
+            )
+            self._warn(text)
+            self._reporter.record(events.Noticed(what="device", text=text))
 
     def record_totals(self) -> None:
         """Journal the totals so far: microbatches by next hop, bytes by purpose."""
@@ -82,6 +101,31 @@ class ProgressReporter:
             claimed = {source.peer: tokens(source.claimed) for source in largest}
             signed = {source.peer: tokens(source.signed) for source in largest}
             self._reporter.record(events.Receipts(claimed=claimed, signed=signed, own=tokens(own)))
+
+
+class DeviceSpeed:
+    """Notices, once, that microbatches take the device many times as long as they did."""
+
+    TIMES, LOOKS = 10.0, 3
+    """How much longer, and at how many looks in a row: one may see a process that was stopped for a while."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[float, int] | None = None
+        self._least_s, self._slow, self._told = inf, 0, False
+
+    def look(self, busy_s: float, microbatches: int) -> float | None:
+        """Return how many times as long a microbatch takes, when it is time to say so. Both numbers are totals."""
+        before, self._seen = self._seen, (busy_s, microbatches)
+        if before is None or microbatches <= before[1]:
+            return None
+        mean_s = (busy_s - before[0]) / (microbatches - before[1])
+        self._least_s = min(self._least_s, max(mean_s, 1e-6))
+        slower = mean_s / self._least_s
+        self._slow = self._slow + 1 if slower >= self.TIMES else 0
+        if self._told or self._slow < self.LOOKS:
+            return None
+        self._told = True
+        return slower
 
 
 class HopSample:

@@ -9,15 +9,15 @@ costs a window, and perhaps the owner's other programs.
 Newcomers that choose the same stage compute the same answer from the same records (`pipeline.placement`), so only as
 many yield as must. After `CLAIMS` readings a newcomer stays where it is: one replica too many does no harm.
 
-A node whose owner names a stage takes it if it fits without a reserve, measures nothing, and never yields.
+A node whose owner names a stage takes it if it fits without a reserve, by the plan and by the measurement, and never
+yields.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from itertools import count, pairwise
+from collections.abc import Sequence
+from itertools import count
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,18 +25,17 @@ from msgspec import structs
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
-from noloco_node.machine.interface import ComputeHost, Dimensions, StageModel
+from noloco_node.machine.interface import ComputeHost, StageModel
 from noloco_node.machine.memory import usable_bytes, wanted_bytes
 from noloco_node.node.node_context import NodeContext, StageRequest
-from noloco_node.run.config import PipelineConfig
+from noloco_node.node.stage_benchmark import measure
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.roster import Roster
 from noloco_node.units import format_bytes
-from pipeline.messages import ACTIVATION_CODECS, ActivationCode
 from pipeline.placement import StageClaim, capacities, choose_stage, parse_stage, reason, should_yield, stages_that_fit
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 LOOKS = 5
 """Failed readings of the roster after which a newcomer gives up."""
@@ -46,9 +45,7 @@ SETTLE_S = 1.0
 """Pause between a claim and the reading after it, in which claims of the same moment arrive."""
 CLAIMS = 8
 """The most claims that a newcomer announces."""
-TIMES = 2
-LOGITS_BESIDE = 3
-"""Beside the softmax that autograd keeps, a pass of the last stage holds the logits and the gradients of both."""
+MORE_MEMORY = "end other programs, allow more with --max-memory, or join a run with more stages"
 
 
 class ClaimedStage(NamedTuple):
@@ -136,7 +133,17 @@ def _does_not_fit(host: ComputeHost, free: FreeMemory, stages: Sequence[int], *,
     return UserError(
         f"Stage {stages[0]} does not fit in memory here." if len(stages) == 1 else "No stage fits in memory here.",
         why=f"free and allowed: {has}; {wants}" + (", a fifth of it in reserve" if reserve else ""),
-        hint="end other programs, allow more with --max-memory, or join a run with more stages",
+        hint=MORE_MEMORY,
+        code=Exit.DEVICE,
+    )
+
+
+def out_of_memory(stage: int, why: str) -> UserError:
+    """Return the error of a stage for which the memory of the device was not enough."""
+    return UserError(
+        f"Stage {stage} does not fit in memory here.",
+        why=why,
+        hint=MORE_MEMORY,
         code=Exit.DEVICE,
     )
 
@@ -211,14 +218,29 @@ async def _claim_requested(context: NodeContext, requested: int, device_s: float
         context.reporter.say(
             f"nobody can dial us, and stage {stage} lives on calls: expect no work; stage 0 needs none"
         )
-    host, free = context.host, free_memory(context.host)
-    both = ((host.needs_bytes, free.device), (host.beside_bytes, free.beside))
     # A replica that moves has compared before it left, and may not have all of its memory back yet.
-    moves = device_s > 0.0
-    if not moves and any(has is not None and needs and needs[stage] > has for needs, has in both):
-        raise _does_not_fit(host, free, (stage,), reserve=False)
+    part = None if device_s > 0.0 else await _probe(context, stage)
     await context.membership.claim(context.claim_record(stage, PeerState.CATCHING_UP, device_s))
-    return ClaimedStage(stage)
+    return ClaimedStage(stage, part)
+
+
+async def _probe(context: NodeContext, stage: int) -> StageModel | None:
+    """Build a stage and measure whether it fits, as far as anything is known; raise `UserError` if it does not."""
+    host, free = context.host, free_memory(context.host)
+
+    def check() -> None:
+        both = ((host.needs_bytes, free.device), (host.beside_bytes, free.beside))
+        if any(has is not None and needs and needs[stage] > has for needs, has in both):
+            raise _does_not_fit(host, free, (stage,), reserve=False)
+
+    check()
+    if free.device is None or not host.graph_bytes:
+        return None
+    part = await build_stage(host, stage)
+    _, kept_bytes = await _measure(context, part, stage)
+    _note_kept(host, stage, kept_bytes)
+    check()
+    return part
 
 
 class _FittingStages:
@@ -238,11 +260,7 @@ class _FittingStages:
 
     def correct(self, stage: int, kept_bytes: int) -> None:
         """Correct what a stage needs by the bytes that a microbatch was measured to keep."""
-        needs, graph, free = self._host.needs_bytes, self._host.graph_bytes, self._free.device
-        if not (needs and graph and kept_bytes):
-            return
-        planned, measured = needs[stage], needs[stage] - graph[stage] + kept_bytes
-        needs[stage], graph[stage] = measured, kept_bytes
+        free, (planned, measured) = self._free.device, _note_kept(self._host, stage, kept_bytes)
         if free is not None and planned <= usable_bytes(free) < measured:
             self._say(
                 f"stage {stage} does not fit: it needs {format_bytes(measured)} by what a microbatch takes"
@@ -251,12 +269,29 @@ class _FittingStages:
             )
 
 
+def _note_kept(host: ComputeHost, stage: int, kept_bytes: int) -> tuple[int, int]:
+    """Correct what a stage needs by the bytes that a microbatch was measured to keep.
+
+    Returns the bytes that it needs by the plan and by the measurement; twice 0 where either is unknown.
+    """
+    needs, graph = host.needs_bytes, host.graph_bytes
+    if not (needs and graph and kept_bytes):
+        return 0, 0
+    planned = needs[stage]
+    needs[stage] += kept_bytes - graph[stage]
+    graph[stage] = kept_bytes
+    return planned, needs[stage]
+
+
 async def _measure(context: NodeContext, stage: StageModel, number: int) -> tuple[tuple[float, ...], int]:
     """Measure a stage. Return the seconds of a microbatch at every stage, on the device or the line, and the bytes
-    that it keeps at this one.
+    that it keeps at this one; raise `UserError` if memory runs out meanwhile.
     """
-    host, work = context.host, context.dimensions.work
-    probe = await host.device.run(measure, stage, number, context.run.pipeline, context.dimensions, host.device.clock)
+    host, work, run = context.host, context.dimensions.work, context.run
+    try:
+        probe = await host.device.run(measure, stage, number, run.pipeline, context.dimensions, host.device.clock)
+    except MemoryError as error:
+        raise out_of_memory(number, f"a first microbatch ran out of it: {_in_a_line(error)}") from error
     device_s = tuple(max(probe.device_s * flops / work[number], host.line_s(each)) for each, flops in enumerate(work))
     return device_s, probe.kept_bytes
 
@@ -290,62 +325,3 @@ def _report_choice(context: NodeContext, stage: int, why: str, own: _OwnCapacity
 def _in_a_line(error: Exception) -> str:
     message = " ".join(str(error).split())
     return f"{type(error).__name__}: {message[:300]}" if message else type(error).__name__
-
-
-class StageBenchmark(NamedTuple):
-    """Device seconds of a microbatch, forward and backward, and the bytes that it keeps between the two passes.
-
-    `kept_bytes` leaves out the weights, and is 0 for a stage without autograd.
-    """
-
-    device_s: float
-    kept_bytes: int
-
-
-def measure(
-    stage: StageModel, number: int, pipeline: PipelineConfig, layout: Dimensions, clock: Callable[[], float]
-) -> StageBenchmark:
-    """Measure a microbatch at stage `number`; a job of the device's thread, as is `clock`.
-
-    A made-up microbatch goes forward and backward through the real stage, twice. The faster pass counts, since the
-    first one also pays for one-time work of the device; the first pass counts the kept bytes. A GPU has surely done its
-    work only once a number comes back from it, and a source's backward pass returns none. So time runs from one output
-    to the next: a backward and a forward pass, in either order.
-    """
-    import torch
-
-    from noloco_node.machine.memory import SavedTensors
-    from pipeline.activation_codec import encode
-    from pipeline.forward_pass import LOGITS
-
-    generator = torch.Generator().manual_seed(0)
-    shape = pipeline.ids_shape
-
-    def ids(shape: tuple[int, int]) -> Tensor:
-        return torch.randint(layout.vocabulary, shape, generator=generator)
-
-    def numbers(code: ActivationCode) -> Tensor:
-        return encode(code, torch.randn((*shape, layout.width), generator=generator))
-
-    codec = ACTIVATION_CODECS[pipeline.codec]
-    hidden, gradient = ids(shape) if number == 0 else numbers(codec.down), numbers(codec.back)
-    targets = ids(pipeline.targets_shape)
-    marks, saved = [], SavedTensors()
-    if pipeline.is_last(number):
-        marks.append(clock())
-        for attempt in range(TIMES):
-            with nullcontext() if attempt else saved:
-                stage.loss(hidden, targets)
-            marks.append(clock())
-    else:
-        for attempt in range(TIMES):
-            with nullcontext() if attempt else saved:
-                passed = stage.forward(hidden, targets)
-            marks.append(clock())
-            passed.backward(gradient)
-        stage.forward(hidden, targets)
-        marks.append(clock())
-    stage.discard()
-    last = saved.bytes and pipeline.is_last(number)
-    beside = LOGITS_BESIDE * 4 * min(LOGITS, layout.vocabulary * targets.numel()) if last else 0
-    return StageBenchmark(min(after - before for before, after in pairwise(marks)), saved.bytes + beside)

@@ -126,7 +126,7 @@ def make_stage(
     inner = run.inner
     return Stage(
         build_stage(run, plan, number, device),
-        Inner(inner.beta1, inner.beta2, inner.epsilon, inner.weight_decay, inner.clip_norm),
+        Inner(inner.beta1, inner.beta2, inner.epsilon, inner.weight_decay, inner.clip_norm, inner.state),
         StageSettings(device, autocast_dtype(device, run.precision), graphs),
         first=number == 0,
         last=run.pipeline.is_last(number),

@@ -26,9 +26,10 @@ from gossip.exchange.messages import (
 )
 from gossip.exchange.swap import PROBE
 from gossip.settings import absolute, wire_specs
-from gossip.transfer.chunks import DIGEST_BYTES, cut
+from gossip.transfer.chunks import DIGEST_BYTES, StateCut
 from noloco_node.network.schema import MessageSpec, OneOf, Schema, TensorSpec
 from noloco_node.run.config import RunConfig
+from pipeline.inner_step import moment_bytes
 from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch, Refused
 
 MICROBATCH = "microbatch"
@@ -85,11 +86,19 @@ def gossip_schema(run: RunConfig, shapes: Shapes) -> Schema:
     return Schema(messages | {ProposePrefetch: MessageSpec("ProposePrefetch")} if both else messages)
 
 
-def state_schema(shapes: Shapes) -> Schema:
-    """Return what a newcomer, or somebody who exports, and a replica of this stage say to each other."""
-    spans = cut([4 * prod(shape) for shape in shapes])
-    hashes = OneOf((TensorSpec((len(spans), DIGEST_BYTES), "uint8"), None))
-    sizes = dict.fromkeys(span.size_bytes for span in spans)
+def moment_sizes(run: RunConfig, shapes: Shapes) -> tuple[int, ...]:
+    """Return the bytes of one moment of each parameter of these shapes."""
+    return tuple(moment_bytes(shape, run.inner.state) for shape in shapes)
+
+
+def state_schema(shapes: Shapes, moments: Sequence[int] | None = None) -> Schema:
+    """Return what a newcomer, or somebody who exports, and a replica of this stage say to each other.
+
+    `moments`: as `moment_sizes` returns them, float32 by default; who asks for no moments needs none.
+    """
+    cut = StateCut([4 * prod(shape) for shape in shapes], moments)
+    hashes = OneOf((TensorSpec((len(cut.spans), DIGEST_BYTES), "uint8"), None))
+    sizes = dict.fromkeys(span.size_bytes for section in Section for span in cut.of(section))
     return Schema(
         {
             StateRequest: MessageSpec("StateRequest"),

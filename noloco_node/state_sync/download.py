@@ -80,13 +80,15 @@ class StateDownload:
         keep: ChunkStore | None,
         own: Checkpoint | None = None,
         moments: MomentBounds = OF_ANY_RUN,
+        moment_sizes: tuple[int, ...] | None = None,
     ) -> None:
+        """`moments`, `moment_sizes`: what bounds the moments, and the bytes of one of each parameter."""
         self._line, self._own, self._keep = line, own, keep
-        self._subject = WeightsOf(number, tuple(stage.shapes), STATE)
+        self._subject = WeightsOf(number, tuple(stage.shapes), STATE, moment_sizes)
         self._account = DownloadAccount(number, reporter, loop_s)
         wanted = self._subject.wanted(line.deadline_s)
         self._wanted = replace(wanted, parts=Parts.ALL, moments=moments)
-        self._assembly = StateAssembly(wanted.like, keep, self._account.note)
+        self._assembly = StateAssembly(wanted.like, keep, self._account.note, self._subject.moments)
 
     async def attempt(self, donors: tuple[str, ...]) -> ReplicaState | str:
         """Return the state, or why no donor gave all of it."""
@@ -225,11 +227,15 @@ def waiting_line(stage: int, since_unix_s: float, now_unix_s: float, again_s: fl
 
 
 class WeightsOf(NamedTuple):
-    """A stage whose weights are asked for. `kind`: STATE of its replicas, SNAPSHOT of peers that keep a checkpoint."""
+    """A stage whose weights are asked for. `kind`: STATE of its replicas, SNAPSHOT of peers that keep a checkpoint.
+
+    `moment_sizes`: bytes of one moment of each parameter; None for float32, or where no moments are asked for.
+    """
 
     number: int
     shapes: tuple[tuple[int, ...], ...]
     kind: str
+    moment_sizes: tuple[int, ...] | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -241,15 +247,28 @@ class WeightsOf(NamedTuple):
 
     @property
     def schema(self) -> Schema:
-        return state_schema(self.shapes)
+        return state_schema(self.shapes, self.moment_sizes)
+
+    @property
+    def like(self) -> tuple[Tensor, ...]:
+        """Return tensors without memory of the weights' shapes."""
+        return tuple(torch.empty(shape, device="meta") for shape in self.shapes)
+
+    @property
+    def moments(self) -> tuple[Tensor, ...]:
+        """Return tensors without memory like one moment of each: float32, or int8 where it takes other bytes."""
+        sizes = self.moment_sizes or tuple(4 * prod(shape) for shape in self.shapes)
+        return tuple(
+            weight if size == weight.nbytes else torch.empty(size, dtype=torch.int8, device="meta")
+            for weight, size in zip(self.like, sizes, strict=True)
+        )
 
     def converse(self, network: PeerNetwork) -> Converse:
         return lambda peer: network.talk(peer, topic(self.kind, self.number), self.schema)
 
     def wanted(self, deadline_s: float) -> StateWanted:
         """Return a request for the slow weights alone."""
-        like = tuple(torch.empty(shape, device="meta") for shape in self.shapes)
-        return StateWanted(parts=Parts.SLOW, like=like, deadline_s=deadline_s)
+        return StateWanted(parts=Parts.SLOW, like=self.like, deadline_s=deadline_s)
 
 
 def copying_s(weight_bytes: int, slowest_bytes_per_s: float) -> float:

@@ -23,6 +23,7 @@ from gossip.interface import Origin
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import ROUND_BOUND, OuterState
 from gossip.transfer.download import OUTLYING_PROGRESS, round_to_start_in
+from noloco_node.errors import config_error
 from noloco_node.machine.interface import StageModel
 from noloco_node.run.peer_state import AT_WORK, PeerState
 from noloco_node.state_sync.replica_mean import ReplicaSummary
@@ -154,14 +155,22 @@ def started(beginning: StartingState, rounds: Sequence[int], progress: float) ->
 def from_checkpoint(stage: StageModel, checkpoint: Checkpoint) -> StartingState:
     """Put a checkpoint into the stage and return the starting state.
 
-    A checkpoint saved after the device was lost has slow weights alone: the inner optimiser begins anew.
+    A checkpoint saved after the device was lost has slow weights alone: the inner optimiser begins anew. Raises
+    `UserError` (CONFIG), with nothing changed, if its moments are of another form than the run's.
     """
     counters, tensors = checkpoint.counters, checkpoint.tensors
     slow = tensors["slow"]
     fast = tensors.get("fast", slow)
-    stage.set_weights(fast)
     if "optimiser" in tensors:
-        stage.load_optimiser_state(OptimiserState(counters.optimiser_steps, tensors["optimiser"]))
+        try:
+            stage.load_optimiser_state(OptimiserState(counters.optimiser_steps, tensors["optimiser"]))
+        except ValueError as error:
+            raise config_error(
+                f"The checkpoint of inner step {counters.inner_steps} keeps the optimiser in another form.",
+                why=str(error),
+                hint="the run file with which it was saved (inner.state), or a home without this checkpoint",
+            ) from error
+    stage.set_weights(fast)
     return StartingState(
         origin=Origin(
             OuterState(slow, tensors.get("momentum", ()), tensors.get("gathered", ()), counters.meetings),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SPARE_BYTES = 16 * 2**20  # a file leaves at least so much of a disk free: other files on it grow too
 CHUNK_BYTES = 4 * 2**20
 AT_ONCE = 2**20
-"""Values of a tensor in one chunk: as much is copied at once where the tensor is no float32 in main memory."""
+"""Values of a tensor in one chunk: as much is copied at once where the tensor does not lie as written."""
 LARGEST_HEADER_BYTES = 100 * 2**20  # what the safetensors format allows
 _ABOUT, _SUM = "about", "sha256"
 _BLANK = "0" * 64
@@ -126,22 +126,31 @@ def write_whole(path: Path, content: bytes, *, public: bool = False) -> None:
 
 
 class TensorBytes(NamedTuple):
-    """The values of a tensor as float32 in main memory, made a chunk at a time when they are read."""
+    """The values of a tensor in main memory, made a chunk at a time when they are read."""
 
     size_bytes: int
     read: Callable[[], Iterator[memoryview]]
 
 
-def bytes_of(tensor: Tensor) -> TensorBytes:
-    """Return the bytes of a tensor: its own memory where that holds them, else copies."""
+def array(name: str, tensor: Tensor) -> Array:
+    """Return a tensor as it is written: int8 as it is, others as float32."""
     import torch
+
+    return Array(name, "I8" if tensor.dtype is torch.int8 else "F32", tuple(tensor.shape), bytes_of(tensor))
+
+
+def bytes_of(tensor: Tensor) -> TensorBytes:
+    """Return the bytes of a tensor, int8 or float32: its own memory where that holds them, else copies."""
+    import torch
+
+    dtype = torch.int8 if tensor.dtype is torch.int8 else torch.float32
 
     def chunks() -> Iterator[memoryview]:
         for part in torch.split(tensor.detach().reshape(-1), AT_ONCE):
-            view: Any = part.to("cpu", torch.float32).view(torch.uint8).numpy()
+            view: Any = part.to("cpu", dtype).view(torch.uint8).numpy()
             yield memoryview(view)
 
-    return TensorBytes(4 * tensor.numel(), chunks)
+    return TensorBytes(dtype.itemsize * tensor.numel(), chunks)
 
 
 class Array(NamedTuple):

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from noloco_node.storage import atomic_file
-from noloco_node.storage.atomic_file import bytes_of
 from noloco_node.units import Count, Fraction
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ def _of_another(path: Path, run_id: str) -> bool:
 
 def arrays_of(tensors: Mapping[str, tuple[Tensor, ...]]) -> list[atomic_file.Array]:
     return [
-        atomic_file.Array(f"{group}.{number}", "F32", tuple(tensor.shape), bytes_of(tensor))
+        atomic_file.array(f"{group}.{number}", tensor)
         for group, members in tensors.items()
         for number, tensor in enumerate(members)
     ]

@@ -28,7 +28,7 @@ from gossip.exchange.messages import Manifest, ReplicaState, Section
 from gossip.transfer.assembly import Key
 from gossip.transfer.chunks import DIGEST_BYTES, MOST_PIECE_BYTES, Span, held_sections, listed, present, raw, tensors_of
 from noloco_node.errors import reason_of
-from noloco_node.storage.atomic_file import Array, bytes_of, require_room, write_all
+from noloco_node.storage.atomic_file import bytes_of, require_room, write_all
 
 _PREFIX = struct.Struct(">I")
 _HEADER_BYTES = 2**26
@@ -42,24 +42,29 @@ class StateFile:
         self.counters = replace(state, slow=(), momentum=(), optimiser=(), gathered=())
         self.sections = held_sections(state)
         self._norm = norm(state.slow)
-        self._starts = [0, *accumulate(4 * tensor.numel() for tensor in state.slow)]
+        self._starts: dict[Section, list[int]] = {}
+        """Where each tensor begins in the file, and where a section ends."""
+        end = 0
+        for section in self.sections:
+            sizes = (bytes_of(tensor).size_bytes for tensor in tensors_of(state, section))
+            self._starts[section] = list(accumulate(sizes, initial=end))
+            end = self._starts[section][-1]
         directory.mkdir(parents=True, exist_ok=True)
-        require_room(directory, len(self.sections) * self._starts[-1], directory)
+        require_room(directory, end, directory)
         self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 (it lives as long as this)
         weakref.finalize(self, self._file.close)
         for section in self.sections:
             for tensor in tensors_of(state, section):
-                self._file.writelines(Array("", "F32", tuple(tensor.shape), bytes_of(tensor)).chunks())
+                self._file.writelines(bytes_of(tensor).read())
         self._file.flush()
 
     def norm(self) -> float:
         return self._norm
 
     def read(self, section: Section, span: Span) -> Tensor:
-        before = self.sections.index(section) * self._starts[-1]
         data = bytearray()
         for part in span.parts:
-            at, size = before + self._starts[part.tensor] + part.start, part.stop - part.start
+            at, size = self._starts[section][part.tensor] + part.start, part.stop - part.start
             data += self._bytes(at, size)
         return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 

@@ -50,6 +50,8 @@ REFUSED: list[tuple[list[str], Exit]] = [
     (["join", INVITE, "--max-memory", "nonsense"], Exit.USAGE),
     (["join", INVITE, "--device", "nonsense"], Exit.DEVICE),
     (["join", INVITE, "--device", "mps:1"], Exit.DEVICE),
+    (["join", INVITE, "--device", "cuda", "--devices", "all"], Exit.USAGE),
+    (["join", INVITE, "--devices", "cuda:0,nonsense"], Exit.DEVICE),
     (["export", INVITE, "--out", "full"], Exit.USAGE),
     (["export", "nonsense", "--out", "new"], Exit.CONFIG),
     (["export", "--out", "new"], Exit.USAGE),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import sys
 import time
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from noloco_node.machine import system
+from noloco_node.machine import memory, system
 
 UNLIMITED = resource.RLIM_INFINITY
 
@@ -43,6 +44,16 @@ def test_a_system_that_refuses_leaves_the_limit(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(resource, "setrlimit", refuse)
     system.allow_files()
     assert system.allowed_files() == 256
+
+
+@pytest.mark.parametrize("own", [{}, {"PYTORCH_ALLOC_CONF": "x"}, {"PYTORCH_CUDA_ALLOC_CONF": "x"}])
+def test_cuda_s_memory_grows_in_segments_unless_the_owner_has_a_setting(
+    own: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", environment := dict(own))
+    memory.expand_segments()
+    assert environment == own or (not own and set(environment.values()) == {"expandable_segments:True"})
+    assert environment
 
 
 def test_this_machine_tells_its_sleep() -> None:

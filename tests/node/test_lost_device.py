@@ -17,6 +17,7 @@ from noloco_node.errors import Exit, user_error_of
 from noloco_node.journal import events
 from noloco_node.machine.device import Device
 from noloco_node.sim.network.sim_network import SimNetwork
+from pipeline.worker import UNFIT_S
 
 SOON_S = 10.0
 
@@ -58,3 +59,24 @@ def test_a_node_whose_device_fails_saves_its_slow_weights_and_leaves(stage: int,
         await asyncio.gather(again.task, other.task)
 
     asyncio.run(main())
+
+
+async def test_a_stage_for_which_memory_never_suffices_ends_its_node_with_its_state_saved() -> None:
+    """In virtual time: a sender asks again every few seconds, and is refused for minutes."""
+    hub, what = SimNetwork(), recipe(stages=2, steps=10_000, per_round=3)
+    peer, other = Peer(hub, what, "peer-a", 1), Peer(hub, what, "peer-b", 0)
+    await until(lambda: len(peer.of(events.InnerStep)) >= 4, LAST_RESORT_S)
+
+    def short(*_: Any) -> Any:
+        raise MemoryError("CUDA out of memory")
+
+    peer.stages[-1].loss = short  # type: ignore[method-assign]
+    await asyncio.wait({peer.task}, timeout=2 * UNFIT_S)
+    trouble = user_error_of(peer.task.exception())
+    assert trouble is not None
+    assert trouble.code is Exit.DEVICE
+    assert "every microbatch ran out of it" in trouble.why
+    assert peer.saved is not None
+    assert set(peer.saved.tensors) >= {"slow", "fast", "optimiser"}
+    other.leave.set()
+    await other.task

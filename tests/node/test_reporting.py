@@ -1,4 +1,4 @@
-"""What a record says of the next hops: few at a time, and none is passed over for ever."""
+"""What a record says of the next hops, few at a time and none passed over for ever; and a device that becomes slow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.node.reporting import HopSample
+from noloco_node.node.reporting import DeviceSpeed, HopSample
 from noloco_node.swarm.roster import HOP_LETTERS, MOST_HOPS
 
 PEERS = [f"12D3KooW{number:044d}" for number in range(9)]
@@ -30,3 +30,31 @@ def test_what_is_told_of_each_adds_up_to_what_it_took(grown: list[list[int]]) ->
     # Of a rate that is a whole number a little is lost or made up at each telling.
     assert all(abs(told[peer] - counts[peer]) <= len(grown) + 5 for peer in PEERS)
     assert all(told[peer] for peer in PEERS if counts[peer] > len(grown) + 5)
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 100.0), st.integers(0, 9)), max_size=40))
+def test_a_device_that_becomes_ten_times_as_slow_is_told_of_once(looks: list[tuple[float, int]]) -> None:
+    """Each look: seconds a microbatch since the last one, and how many there were."""
+    speed, busy_s, microbatches = DeviceSpeed(), 0.0, 0
+    assert speed.look(0.0, 0) is None
+    least_s, slow, told = float("inf"), 0, list[float]()
+    for mean_s, number in looks:
+        busy_s, microbatches = busy_s + mean_s * number, microbatches + number
+        found = speed.look(busy_s, microbatches)
+        if number:
+            least_s = min(least_s, mean_s)
+            slow = slow + 1 if mean_s > (1 - 1e-6) * DeviceSpeed.TIMES * least_s else 0
+        if found is not None:
+            assert slow >= DeviceSpeed.LOOKS
+            assert found > (1 - 1e-6) * DeviceSpeed.TIMES
+            told.append(found)
+    assert len(told) <= 1
+
+
+def test_a_process_that_was_stopped_once_is_no_slow_device() -> None:
+    speed = DeviceSpeed()
+    totals = [(10.0 * number, 10 * number) for number in range(5)]
+    stopped = [(busy_s + 3600.0, number) for busy_s, number in totals[2:]]
+    assert [speed.look(*each) for each in (*totals[:2], *stopped)] == [None] * 5
+    paged = [(3640.0 + 200.0 * number, 40 + 10 * number) for number in range(1, 5)]
+    assert [speed.look(*each) for each in paged] == [None, None, 20.0, None]

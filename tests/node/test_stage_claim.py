@@ -25,15 +25,13 @@ from noloco_node.machine.memory import ARENAS, trim, within_limit
 from noloco_node.node import stage_claim
 from noloco_node.node.node_context import NodeContext, StageRequest
 from noloco_node.node.replica import Replica
+from noloco_node.node.stage_benchmark import TIMES, StageBenchmark, measure
 from noloco_node.node.stage_claim import (
     CLAIMS,
     LOOKS,
-    TIMES,
     ClaimedStage,
-    StageBenchmark,
     claim_stage,
     claims_of,
-    measure,
 )
 from noloco_node.planning.model_layout import make_stage, model_layout
 from noloco_node.planning.plan import device_needs
@@ -237,6 +235,36 @@ async def test_a_stage_that_keeps_more_of_a_microbatch_than_was_estimated_is_lef
     assert "stage 2 does not fit" in small.said[0]
     assert ample.number == 2
     assert small.context.host.needs_bytes == [100, 200, 380], "nor will it move there"
+
+
+async def test_a_stage_that_the_owner_names_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of stage 2: 300 by the plan with one graph of 20, and 380 by the measurement."""
+    monkeypatch.setattr(stage_claim, "measure", lambda *_: StageBenchmark(0.6, 100))
+    hub = SimNetwork()
+    small, large = Seeker(hub, "small", free=379, wish=2), Seeker(hub, "large", free=380, wish=2)
+    with pytest.raises(UserError, match="Stage 2 does not fit") as refusal:
+        await small.claim()
+    assert refusal.value.code is Exit.DEVICE
+    assert "stage 2 wants 380 B" in refusal.value.why
+    assert small.built == [2]
+    place = await large.claim()
+    assert (place.number, large.built) == (2, [2])
+    assert place.stage is not None, "what was built for the measurement serves"
+    assert large.context.host.needs_bytes == [100, 200, 380]
+
+
+@pytest.mark.parametrize("wish", [None, 1])
+async def test_memory_that_runs_out_in_the_measurement_is_an_error_that_a_person_can_read(
+    wish: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*_: object) -> StageBenchmark:
+        raise MemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(stage_claim, "measure", measure)
+    with pytest.raises(UserError, match="does not fit in memory here") as refusal:
+        await Seeker(SimNetwork(), "a", free=1000, wish=wish).claim()
+    assert refusal.value.code is Exit.DEVICE
+    assert "CUDA out of memory" in refusal.value.why
 
 
 async def test_a_stage_must_fit_main_memory_too_where_the_device_has_its_own() -> None:

@@ -14,8 +14,8 @@ from small_stages import CPU, INNER, cuts, drawn_ids, make_stage, prepared
 from torch import Tensor, nn
 
 from pipeline import adamw
-from pipeline.adamw import AdamW, Codes, decode_first, decode_second, encode_first, encode_second, moment_bytes
-from pipeline.inner_step import Inner, OptimiserState, moment_ratio
+from pipeline.adamw import AdamW, Codes, decode_first, decode_second, encode_first, encode_second
+from pipeline.inner_step import Inner, OptimiserState, moment_bytes, moment_ratio
 from pipeline.stage import Stage
 
 CODED = INNER._replace(state="int8")
@@ -121,14 +121,14 @@ def test_no_codes_make_a_step_longer_than_the_betas_allow(
     chance = torch.Generator().manual_seed(seed)
     for moment, scale in zip(stepping.moments(), scales, strict=True):
         moment.copy_(torch.randint(-128, 128, moment.shape, generator=chance, dtype=torch.int8))
-        adamw.scales_of(moment, weight.numel()).fill_(scale)
+        adamw.scales_of(moment).fill_(scale)
     stepping.steps, before = 50, weight.detach().clone()
     weight.grad = drawn(seed, 4, 256) * 1e-6
     stepping.step(rate)
     ratio = min(moment_ratio(*betas), adamw.LARGEST_RATIO)
     most = rate / (1.0 - betas[0] ** 51) * ratio
     assert bool(((weight.detach() - before).abs() <= 1.001 * most + 1e-5).all())
-    assert all(bool(adamw.scales_of(moment, weight.numel()).isfinite().all()) for moment in stepping.moments())
+    assert all(bool(adamw.scales_of(moment).isfinite().all()) for moment in stepping.moments())
 
 
 def test_matrices_have_codes_and_vectors_float32() -> None:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from random import Random
+from statistics import median
 from typing import TypeVar
 
 import pytest
 import torch
+from small_stages import cuts, drawn_ids, make_stage, prepared
 
 from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch, Reason, Refused, Reply
 from pipeline.next_stage import NextStageClient
 from pipeline.routing import Hop
-from pipeline.spot_checks import FIRST_CHECKS, CheckFinding, CheckSettings, SpotChecks, Verdict, distance
+from pipeline.spot_checks import (
+    FIRST_CHECKS,
+    LIMIT,
+    TIMES,
+    CheckFinding,
+    CheckSettings,
+    SpotChecks,
+    Verdict,
+    distance,
+)
 
 T = TypeVar("T")
 TOKENS, WIDTH = 64, 128
@@ -184,3 +196,37 @@ def test_distance() -> None:
     assert distance(TRUE, TRUE) == distance(zero, zero) == 0.0
     assert distance(TRUE, zero) == pytest.approx(1.0)
     assert distance(TRUE, -TRUE) == pytest.approx(2.0)
+
+
+def _replies(gap: float) -> list[torch.Tensor]:
+    """Return gradients of four replicas in bfloat16, and of a last one in float32.
+
+    `gap`: how far each one's weights are from their mean, as a share of their norm.
+    """
+    recipe = prepared("llama")
+    *_, last = cuts(recipe, 2)
+    hidden = torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(0))
+    found = []
+    for number in range(5):
+        stage = make_stage(recipe, last, autocast=torch.bfloat16 if number < 4 else None)
+        generator = torch.Generator().manual_seed(number)
+        noise = [torch.randn(weight.shape, generator=generator) for weight in stage.weights()]
+        apart = [w + gap * w.norm() / n.norm() * n for w, n in zip(stage.weights(), noise, strict=True)]
+        stage.set_weights(apart)
+        gradient = stage.loss(hidden, drawn_ids(1, 2, 32)).hidden
+        assert gradient is not None
+        found.append(gradient)
+    return found
+
+
+@pytest.mark.parametrize("gap", [1e-3, 1e-2])
+def test_a_float32_replica_among_those_in_bfloat16_is_as_near_as_they_are(gap: float) -> None:
+    *halves, whole = _replies(gap)
+    usual = median(distance(*pair) for pair in itertools.combinations(halves, 2))
+    assert max(distance(whole, half) for half in halves) < TIMES * usual
+
+
+def test_where_weights_are_alike_a_float32_replica_is_struck_and_never_reaches_the_limit() -> None:
+    """A strike adds its distance, which is that of two number formats."""
+    *halves, whole = _replies(0.0)
+    assert LIMIT / max(distance(whole, half) for half in halves) > 10_000

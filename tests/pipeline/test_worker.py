@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from noloco_node.sim.clock import run
@@ -17,7 +19,7 @@ from pipeline.admission_window import AdmissionWindow, WindowOutcome
 from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
 from pipeline.next_stage import NextStage, NextStageClient
 from pipeline.routing import Hop
-from pipeline.worker import Worker
+from pipeline.worker import UNFIT_S, UNFIT_SHORTAGES, Worker
 
 T = TypeVar("T")
 IDS = torch.zeros(1, 2, dtype=torch.int64)
@@ -447,3 +449,33 @@ async def test_a_stage_without_memory_refuses_and_takes_the_next() -> None:
     assert isinstance(reply, Gradient)
     assert (peer.gate.succeeded, peer.gate.in_flight) == (1, 0)
     assert worker.statistics()["shortages"] == 1
+
+
+@given(st.lists(st.tuples(st.floats(1.0, 100.0), st.booleans()), max_size=60))
+def test_a_stage_that_runs_out_of_memory_for_minutes_does_not_fit(story: list[tuple[float, bool]]) -> None:
+    """Each microbatch begins so many seconds after the last one, and has memory or not."""
+
+    class Short(FakeStage):
+        def loss(self, hidden: Tensor, targets: Tensor, /) -> Gradient:
+            if not suffices:
+                raise MemoryError("CUDA out of memory")
+            return super().loss(hidden, targets)
+
+    suffices = True
+
+    async def main() -> None:
+        nonlocal suffices
+        loop, since_s, in_a_row, unfit = asyncio.get_running_loop(), 0.0, 0, False
+        peer = Peer("a", None, AdmissionWindow(100, 100), 0.0)
+        worker = Worker(Short(peer.weights), peer.gate, peer.device.run, None, 1e6, peer.device.clock)
+        for pause_s, suffices in story:
+            await asyncio.sleep(pause_s)
+            await worker.process(MICROBATCH, "x")
+            if suffices:
+                in_a_row = 0
+                continue
+            since_s, in_a_row = since_s if in_a_row else loop.time(), in_a_row + 1
+            unfit = unfit or (in_a_row >= UNFIT_SHORTAGES and loop.time() - since_s >= UNFIT_S)
+        assert worker.unfit.is_set() == unfit
+
+    run(main())

@@ -1,0 +1,78 @@
+"""What a microbatch takes of a stage on this machine: a made-up one goes through the real stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from noloco_node.machine.interface import Dimensions, StageModel
+from noloco_node.run.config import PipelineConfig
+from pipeline.messages import ACTIVATION_CODECS, ActivationCode
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TIMES = 2
+LOGITS_BESIDE = 3
+"""Beside the softmax that autograd keeps, a pass of the last stage holds the logits and the gradients of both."""
+
+
+class StageBenchmark(NamedTuple):
+    """Device seconds of a microbatch, forward and backward, and the bytes that it keeps between the two passes.
+
+    `kept_bytes` leaves out the weights, and is 0 for a stage without autograd.
+    """
+
+    device_s: float
+    kept_bytes: int
+
+
+def measure(
+    stage: StageModel, number: int, pipeline: PipelineConfig, layout: Dimensions, clock: Callable[[], float]
+) -> StageBenchmark:
+    """Measure a microbatch at stage `number`; a job of the device's thread, as is `clock`.
+
+    A made-up microbatch goes forward and backward through the real stage, twice. The faster pass counts, since the
+    first one also pays for one-time work of the device; the first pass counts the kept bytes. A GPU has surely done its
+    work only once a number comes back from it, and a source's backward pass returns none. So time runs from one output
+    to the next: a backward and a forward pass, in either order.
+    """
+    import torch
+
+    from noloco_node.machine.memory import SavedTensors
+    from pipeline.activation_codec import encode
+    from pipeline.forward_pass import LOGITS
+
+    generator = torch.Generator().manual_seed(0)
+    shape = pipeline.ids_shape
+
+    def ids(shape: tuple[int, int]) -> Tensor:
+        return torch.randint(layout.vocabulary, shape, generator=generator)
+
+    def numbers(code: ActivationCode) -> Tensor:
+        return encode(code, torch.randn((*shape, layout.width), generator=generator))
+
+    codec = ACTIVATION_CODECS[pipeline.codec]
+    hidden, gradient = ids(shape) if number == 0 else numbers(codec.down), numbers(codec.back)
+    targets = ids(pipeline.targets_shape)
+    marks, saved = [], SavedTensors()
+    if pipeline.is_last(number):
+        marks.append(clock())
+        for attempt in range(TIMES):
+            with nullcontext() if attempt else saved:
+                stage.loss(hidden, targets)
+            marks.append(clock())
+    else:
+        for attempt in range(TIMES):
+            with nullcontext() if attempt else saved:
+                passed = stage.forward(hidden, targets)
+            marks.append(clock())
+            passed.backward(gradient)
+        stage.forward(hidden, targets)
+        marks.append(clock())
+    stage.discard()
+    last = saved.bytes and pipeline.is_last(number)
+    beside = LOGITS_BESIDE * 4 * min(LOGITS, layout.vocabulary * targets.numel()) if last else 0
+    return StageBenchmark(min(after - before for before, after in pairwise(marks)), saved.bytes + beside)
