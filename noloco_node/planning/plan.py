@@ -19,6 +19,7 @@ from noloco_node.planning.bandwidth import float32_bytes, gossip_memory, hop_byt
 from noloco_node.planning.queue_model import BUSY, WindowSuggestion, predict_efficiency, suggest_windows
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import content_hashes, run_digest
+from pipeline.inner_step import moment_bytes
 from pipeline.messages import ACTIVATION_CODECS
 
 if TYPE_CHECKING:
@@ -241,18 +242,14 @@ def _rounds(run: RunConfig) -> int:
 
 
 def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool) -> Memory:
-    # Both load torch.
-    from noloco_node.planning.graph_memory import graph_bytes
-    from pipeline.adamw import moment_bytes
+    from noloco_node.planning.graph_memory import graph_bytes  # which loads torch
 
     cut, shapes, pipeline = drawn.cuts[number], tuple(drawn.shapes[number].values()), run.pipeline
     once, gossip = float32_bytes(shapes), gossip_memory(run.outer, shapes)._asdict()
     cast, coded = 2 * drawn.multiplied[number] if half else 0, run.inner.state == "int8"
     graph, tokens = graph_bytes(pipeline, drawn, number, half=half), pipeline.microbatch_tokens
-    at_once, activations = (
-        pipeline.in_flight(number),
-        ACTIVATION_CODECS[pipeline.codec].down.size_bytes(tokens, drawn.width),
-    )
+    at_once = pipeline.in_flight(number)
+    activations = ACTIVATION_CODECS[pipeline.codec].down.size_bytes(tokens, drawn.width)
     return Memory(
         # Of a multiplied weight the upper half is what passes compute with, and a byte of its float32 is left out.
         weights=once - cast // 2 if coded else once,
