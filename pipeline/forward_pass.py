@@ -38,7 +38,11 @@ from pipeline.messages import ACTIVATION_CODECS, Gradient
 T = TypeVar("T")
 Masters = Mapping[str, nn.Parameter]
 LOGITS = 2**24
-"""The loss of a microbatch with more logits is computed in chunks of so many."""
+"""The loss of a microbatch with more logits is computed in chunks, each in the memory that so many take at once."""
+LOGIT_BYTES = 16
+"""What a logit takes where the loss is computed at once: itself, its softmax and the gradients of both."""
+_PIECE = 2**22
+"""Logits of a chunk that are float32 at a time."""
 CALM_WINDOWS = 8
 """Memory may have been short because of another program for a while, and a shortage costs a window at most."""
 
@@ -312,7 +316,8 @@ class StagePasses:
 
         if targets.numel() * vocabulary > LOGITS and self._has_plain_head(hidden, tokens, logits_of):
             graph = self._graph(hidden, self._set, tokens, logits=False)
-            loss = _chunked_cross_entropy(graph.output, targets, logits_of, LOGITS // vocabulary)
+            row = vocabulary * (self._autocast or torch.float32).itemsize
+            loss = _chunked_cross_entropy(graph.output, targets, logits_of, max(1, LOGIT_BYTES * LOGITS // row))
         else:
             graph = self._graph(hidden, self._set, tokens)
             loss = functional.cross_entropy(graph.output.float().flatten(0, 1), targets.flatten())
@@ -429,14 +434,34 @@ def _chunked_cross_entropy(
     states: Tensor, targets: Tensor, logits_of: Callable[[Tensor], Tensor], tokens: int
 ) -> Tensor:
     """Return the mean loss, and run its backward pass; the logits of so many `tokens` exist at a time."""
-    head = states.detach().requires_grad_()
-    losses = []
-    for part, ids in zip(*(torch.split(each.flatten(0, 1), tokens) for each in (head, targets)), strict=True):
-        loss = functional.cross_entropy(logits_of(part).float(), ids, reduction="sum") / targets.numel()
-        torch.autograd.backward(loss)
-        losses.append(loss.detach())
-    torch.autograd.backward(states, head.grad)
+    chunks = zip(*(torch.split(each.flatten(0, 1), tokens) for each in (states.detach(), targets)), strict=True)
+    losses, gradients = zip(
+        *(_chunk_cross_entropy(part, ids, logits_of, targets.numel()) for part, ids in chunks), strict=True
+    )
+    torch.autograd.backward(states, torch.cat(gradients).view_as(states))
     return torch.stack(losses).sum()
+
+
+def _chunk_cross_entropy(
+    states: Tensor, ids: Tensor, logits_of: Callable[[Tensor], Tensor], count: int
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of a chunk's losses over `count`, and its gradient at `states`; add those of the head's weights.
+
+    The logits' gradient takes their place. So a chunk is long, and the head's gradient is added to few times: it is
+    as large as the head, and a pass over it takes a GPU as long as many tokens do.
+    """
+    leaf = states.detach().requires_grad_()
+    logits = logits_of(leaf)
+    memory, loss = logits.detach(), torch.zeros((), device=states.device)
+    rows = max(1, _PIECE // memory.shape[1])
+    for part, wanted in zip(torch.split(memory, rows), torch.split(ids.unsqueeze(1), rows), strict=True):
+        shares = functional.log_softmax(part, 1, dtype=torch.float32)
+        loss -= shares.gather(1, wanted).sum()
+        shares.exp_().scatter_add_(1, wanted, shares.new_full(wanted.shape, -1.0))
+        torch.div(shares, count, out=part)
+    torch.autograd.backward(logits, memory)
+    assert leaf.grad is not None
+    return loss / count, leaf.grad
 
 
 def is_shortage(error: BaseException) -> bool:

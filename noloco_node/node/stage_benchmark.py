@@ -43,7 +43,7 @@ def measure(
 
     from noloco_node.machine.memory import SavedTensors
     from pipeline.activation_codec import encode
-    from pipeline.forward_pass import LOGITS
+    from pipeline.forward_pass import LOGIT_BYTES, LOGITS
 
     generator = torch.Generator().manual_seed(0)
     shape = pipeline.ids_shape
@@ -73,6 +73,7 @@ def measure(
         stage.forward(hidden, targets)
         marks.append(clock())
     stage.discard()
-    last = saved.bytes and pipeline.is_last(number)
-    beside = LOGITS_BESIDE * 4 * min(LOGITS, layout.vocabulary * targets.numel()) if last else 0
+    logits = layout.vocabulary * targets.numel() if saved.bytes and pipeline.is_last(number) else 0
+    # In chunks autograd keeps no softmax.
+    beside = LOGITS_BESIDE * 4 * logits if logits <= LOGITS else LOGIT_BYTES * LOGITS
     return StageBenchmark(min(after - before for before, after in pairwise(marks)), saved.bytes + beside)

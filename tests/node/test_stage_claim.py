@@ -33,6 +33,7 @@ from noloco_node.node.stage_claim import (
     claim_stage,
     claims_of,
 )
+from noloco_node.planning import graph_memory
 from noloco_node.planning.model_layout import make_stage, model_layout
 from noloco_node.planning.plan import device_needs
 from noloco_node.run.peer_state import PeerState
@@ -47,6 +48,7 @@ from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import Watcher, World, simulate
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
+from pipeline import forward_pass
 from pipeline.placement import capacities
 from tests.explorer.search import ExploreResult, examine
 
@@ -330,7 +332,12 @@ async def test_without_the_dht_a_newcomer_gives_up_and_whoever_moves_waits() -> 
 # The measurement.
 
 
-def test_a_microbatch_is_measured_at_every_stage_of_a_real_model_and_leaves_no_trace() -> None:
+@pytest.mark.parametrize("logits", [2**24, 64], ids=["at once", "in chunks"])
+def test_a_microbatch_is_measured_at_every_stage_of_a_real_model_and_leaves_no_trace(
+    logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (forward_pass, graph_memory):
+        monkeypatch.setattr(module, "LOGITS", logits)
     what = recipe(stages=3)
     plan, ticks = model_layout(what.run), iter(range(100))
     for number in range(3):

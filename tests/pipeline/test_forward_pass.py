@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from small_stages import cuts, drawn_ids, make_stage, prepared
+from small_stages import VOCABULARY, cuts, drawn_ids, make_stage, prepared
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.decoder_slice import Cut
 from pipeline.forward_pass import CALM_WINDOWS, Masters, Slice, is_shortage
@@ -145,24 +146,25 @@ def test_all_graphs_share_one_copy_of_the_matrices_in_bfloat16() -> None:
 # The loss in chunks.
 
 
-@pytest.mark.parametrize("choices", [{}, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("choices", "tokens"), [({}, 4), (BF16, 8)], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("family", "plain"), [("llama", True), ("gpt2", True), ("gemma2", False), ("granite", False)])
 def test_the_loss_in_chunks_is_the_whole_one(
-    family: str, plain: bool, choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    family: str, plain: bool, choices: dict[str, Any], tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To rounding; families that do more to the logits than the head get no chunks."""
     whole, chunked = (staged(family, 1, **choices) for _ in range(2))
     hidden = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(1))
     expected = whole.loss(hidden, ids(5))
-    monkeypatch.setattr("pipeline.forward_pass.LOGITS", 61 * 5)
+    monkeypatch.setattr("pipeline.forward_pass.LOGITS", VOCABULARY)
+    monkeypatch.setattr("pipeline.forward_pass._PIECE", 3 * VOCABULARY)
     shapes: list[Any] = []
     head = chunked._module.get_submodule(chunked._module.head)
     head.register_forward_hook(lambda _, given, __: shapes.append(tuple(given[0].shape)))
     found = chunked.loss(hidden, ids(5))
-    assert ((5, 32) in shapes) == plain
+    assert ((tokens, 32) in shapes) == plain
     assert expected.hidden is not None
     assert found.hidden is not None
-    tolerance = 1e-5 if not choices else 1e-2
+    tolerance = 1e-6 if not choices else 4e-3
     assert found.loss == pytest.approx(expected.loss, rel=tolerance)
     assert torch.dist(found.hidden, expected.hidden) <= tolerance * expected.hidden.norm()
     for mine, yours in zip(gradients(chunked), gradients(whole), strict=True):
@@ -171,6 +173,40 @@ def test_the_loss_in_chunks_is_the_whole_one(
         assert torch.dist(mine, yours) <= tolerance * yours.norm()
     with pytest.raises(ValueError, match="vocabulary"):
         chunked.loss(hidden, ids(5) + 60)
+
+
+@pytest.mark.parametrize(("choices", "size"), [({}, 4), (BF16, 2)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("share", [1, 4, 16])
+def test_the_heads_gradient_is_added_to_once_a_chunk_and_a_chunk_is_long(
+    choices: dict[str, Any], size: int, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits of 18 tokens, in memory for 18 / `share` of them at 16 bytes each."""
+    stage, largest = staged("llama", 1, **choices), _LargestFloat()
+    monkeypatch.setattr("pipeline.forward_pass.LOGITS", 18 * VOCABULARY // share - 1)
+    monkeypatch.setattr("pipeline.forward_pass._PIECE", VOCABULARY)
+    additions: list[Tensor] = []
+    leaf = stage._set.leaves[f"{stage._module.head}.weight"]
+    leaf.register_post_accumulate_grad_hook(additions.append)  # type: ignore[no-untyped-call]
+    with largest:
+        stage.loss(torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(1)), ids(5))
+    tokens = 16 * (18 * VOCABULARY // share - 1) // (size * VOCABULARY)
+    assert len(additions) == -(-18 // tokens)
+    if size == 2:
+        assert largest.rows == 1, "logits are float32 a piece at a time"
+
+
+class _LargestFloat(TorchDispatchMode):
+    """Notes the most rows of logits that are float32 at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and found.dtype == torch.float32 and found.shape[-1:] == (VOCABULARY,):
+            self.rows = max(self.rows, found.numel() // VOCABULARY)
+        return found
 
 
 # Memory that runs out.
