@@ -246,13 +246,19 @@ def leave_out(whole: nn.Module, anatomy: DecoderParts, cut: Cut) -> None:
 
 
 def multiplied_weights(module: nn.Module) -> frozenset[str]:
-    """Return the names of the weights that are multiplied and nothing else: those that autocast always casts."""
-    # GPT-2's linear layers have a class of their own, which only `pipeline.partition` may import.
-    return frozenset(
-        f"{name}.weight"
-        for name, part in module.named_modules()
-        if isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"
-    )
+    """Return the names of the weights that are multiplied and nothing else: matrices, and those of experts.
+
+    Autocast casts matrices by itself. It leaves out the product of all experts with their tokens, which computes in
+    the type that the weights have.
+    """
+    names = set()
+    for name, part in module.named_modules():
+        # GPT-2's linear layers have a class of their own, which only `pipeline.partition` may import.
+        if isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D":
+            names.add(f"{name}.weight")
+        elif hasattr(part, "num_experts"):
+            names.update(f"{name}.{own}" for own, weight in part.named_parameters(recurse=False) if weight.ndim == 3)
+    return frozenset(names)
 
 
 _PROCESS_STATE = threading.RLock()

@@ -178,7 +178,7 @@ def cut(
 
 
 class SliceSize(NamedTuple):
-    """Name and shape of every parameter of a slice, in its order, and how many numbers of them autocast casts."""
+    """Name and shape of every parameter of a slice, in its order, and how many numbers of them are multiplied."""
 
     shapes: dict[str, tuple[int, ...]]
     multiplied: int

@@ -204,7 +204,7 @@ def shrunk(config: Config, scale: float) -> Config:
 
 
 def _filled(part: Slice, half: bool) -> Slice:
-    """Give a slice weights of zero, which take hardly any memory. `half`: those that autocast casts are cast."""
+    """Give a slice weights of zero, which take hardly any memory. `half`: those that are multiplied are bfloat16."""
     multiplied = multiplied_weights(part) if half else frozenset()
     for prefix, module in part.named_modules():
         for name, weight in list(module.named_parameters(recurse=False)):

@@ -33,7 +33,7 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.json", "token
 class ModelLayout(NamedTuple):
     """A model as a run cuts it. `shapes`: name and shape of every parameter of every stage, in the stage's order.
 
-    `work`: floating-point operations a token of each stage, forward. `multiplied`: parameters that autocast casts.
+    `work`: floating-point operations a token of each stage, forward. `multiplied`: parameters that are multiplied.
     """
 
     prepared: Prepared

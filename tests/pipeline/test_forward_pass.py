@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,6 +19,13 @@ from pipeline.partition import build
 from pipeline.stage import Stage
 
 BF16 = {"autocast": torch.bfloat16}
+# Each token meets all experts: rounding chooses no others.
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
+SIZES: dict[str, dict[str, Any]] = {
+    "granite": {"logits_scaling": 4.0},
+    "mixtral": EXPERTS,
+    "gpt_oss": {**EXPERTS, "head_dim": 8},
+}
 
 
 def staged(family: str, number: int = 0, dropout: float = 0.0, **choices: Any) -> Stage:
@@ -26,8 +34,8 @@ def staged(family: str, number: int = 0, dropout: float = 0.0, **choices: Any) -
 
 
 def drawn(family: str, number: int = 0, dropout: float = 0.0) -> tuple[Prepared, Cut]:
-    sizes = {"logits_scaling": 4.0} if family == "granite" else {}
-    recipe = prepared(family, dropout, **sizes, **{"n_layer" if family == "gpt2" else "num_hidden_layers": 2})
+    depth = {"n_layer" if family == "gpt2" else "num_hidden_layers": 2}
+    recipe = prepared(family, dropout, **SIZES.get(family, {}), **depth)
     return recipe, cuts(recipe, 2)[number]
 
 
@@ -141,6 +149,39 @@ def test_all_graphs_share_one_copy_of_the_matrices_in_bfloat16() -> None:
         passes = [stage.forward(ids(seed)) for seed in range(2)]
     assert kept == halves
     assert all(waiting.has_graph for waiting in passes)
+
+
+class _Products(TorchDispatchMode):
+    """Notes the types of what all experts multiply at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default:
+            self.types += [args[0].dtype, args[1].dtype]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_experts_are_multiplied_in_bfloat16_of_which_one_copy_exists(family: str) -> None:
+    """Autocast would leave them in float32."""
+    half, whole = staged(family, **BF16), staged(family)
+    experts = {name for name, leaf in half._set.leaves.items() if leaf.ndim == 3}
+    assert len(experts) == 2
+    assert {half._set.leaves[name].dtype for name in experts} == {torch.bfloat16}
+    products = _Products()
+    for each in (half, whole):
+        with products if each is half else nullcontext():
+            waiting = each.forward(ids(4))
+            waiting.backward(torch.full_like(waiting.output, 0.1))
+    assert set(products.types) == {torch.bfloat16}
+    assert len(products.types) >= 2 * 6, "two products of a pass, and two of the backward pass for each"
+    mine, yours = (torch.cat([each.flatten() for each in gradients(of) if each is not None]) for of in (half, whole))
+    assert torch.dist(mine, yours) <= 0.02 * yours.norm()
+    half.step(1e-2, 1)
+    assert all(torch.equal(half._set.leaves[name], half._masters[name].bfloat16()) for name in experts)
 
 
 # The loss in chunks.

@@ -161,9 +161,13 @@ def test_one_stage_has_no_hops() -> None:
 
 @pytest.mark.parametrize(("half", "state"), [(False, "float32"), (True, "float32"), (False, "int8")])
 @pytest.mark.parametrize("windows", [1, 2])
-def test_bytes_a_parameter_are_those_that_a_stage_has(half: bool, state: str, windows: int) -> None:
+@pytest.mark.parametrize(("family", "experts"), [("llama", 1), ("mixtral", 3)])
+def test_bytes_a_parameter_are_those_that_a_stage_has(
+    half: bool, state: str, windows: int, family: str, experts: int
+) -> None:
     """Counted as storages: masters, gradients, moments, and the sets in use after a step under a pass that waits."""
-    run = run_with(pipeline={"windows_in_flight": windows}, inner={"state": state})
+    sizes = LLAMA | ({"num_local_experts": experts} if experts > 1 else {})
+    run = run_with(family, sizes, pipeline={"windows_in_flight": windows}, inner={"state": state})
     layout = model_layout(run)
     stage, planned = staged(run, layout, 0, half), memories(run, layout, half=half)[0]
     ids = torch.randint(0, 384, (2, 64))
@@ -182,7 +186,7 @@ def test_bytes_a_parameter_are_those_that_a_stage_has(half: bool, state: str, wi
     assert sum(tensor.nbytes for tensor in moments) == planned.optimiser
     if half and windows == 1:
         # All but the embedding and the norms once more in bfloat16.
-        assert planned.cast_weights == 2 * (layout.shapes and 4 * (4 * 64 * 64 + 3 * 64 * 128))
+        assert planned.cast_weights == 2 * (4 * (4 * 64 * 64 + experts * 3 * 64 * 128))
 
 
 def staged(run: RunConfig, layout: ModelLayout, number: int, half: bool) -> Stage:
