@@ -28,7 +28,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from hashlib import blake2b
 from statistics import median, median_high
@@ -110,6 +111,18 @@ def seed_of(wire: Tensor) -> int:
 def gradient_seed(codec: ActivationCodec, activations: Tensor) -> int:
     """Return the seed of the gradient of activations that travelled; 0 where it needs none."""
     return seed_of(activations) if codec.back.dithered else 0
+
+
+def gradient_seed_beside(codec: ActivationCodec, activations: Tensor) -> Callable[[], int]:
+    """Begin to compute such a seed in a thread of its own; what is returned waits for it.
+
+    The gradient comes much later. A GPU would wait for the hash of every message: a processor takes a millisecond and
+    more for a megabyte.
+    """
+    return _beside.submit(seed_of, activations).result if codec.back.dithered else lambda: 0
+
+
+_beside = ThreadPoolExecutor(1, "activation hash")
 
 
 def bound_of_norm(code: ActivationCode, wire: Tensor) -> float:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from pipeline.activation_codec import decode, encode, gradient_seed
+from pipeline.activation_codec import decode, encode, gradient_seed_beside
 from pipeline.decoder_slice import Cut, TokenFeatures, multiplied_weights
 from pipeline.hardware.device_type import DEVICE_TYPES
 from pipeline.messages import ACTIVATION_CODECS, Gradient
@@ -154,18 +154,18 @@ def _leaf(values: Tensor, master: nn.Parameter) -> Tensor:
 
 
 class Graph(NamedTuple):
-    """The graph of a pass. `leaf`: its input in the graph, None for ids; `seed`: of the input gradient's dither."""
+    """The graph of a pass. `leaf`: its input in the graph, None for ids."""
 
     leaf: Tensor | None
     output: Tensor
-    seed: int = 0
 
 
 class PassInput(NamedTuple):
     """The inputs of a pass, from which it can be computed again.
 
     `hidden`: as it came. `tokens`: the ids behind it, where the slice wants them. `version`: of the weights. `random`:
-    the state of the random numbers before it, None where it drew none.
+    the state of the random numbers before it, None where it drew none. `seed`: returns that of the dither of the
+    input's gradient.
     """
 
     hidden: Tensor
@@ -173,6 +173,7 @@ class PassInput(NamedTuple):
     weights: WeightSet
     version: int
     random: Tensor | None
+    seed: Callable[[], int]
 
 
 class PendingForward:
@@ -183,6 +184,7 @@ class PendingForward:
 
     def __init__(self, stage: StagePasses, origin: PassInput, graph: Graph) -> None:
         self.output = encode(stage.codec.down, graph.output.detach()).cpu()
+        self._seed = gradient_seed_beside(stage.codec, self.output)
         self._stage, self._shape, self._short = stage, graph.output.shape, False
         self._origin: PassInput | None = origin
         self._graph: Graph | None = graph
@@ -219,7 +221,7 @@ class PendingForward:
         if list(gradient.shape) != expected:
             raise ValueError(f"a gradient of {list(gradient.shape)} where {expected} is expected")
         self.give_up()
-        return self._stage.backward(origin, graph, self.output, gradient)
+        return self._stage.backward(origin, graph, gradient, self._seed())
 
 
 class StageSettings(NamedTuple):
@@ -276,11 +278,14 @@ class StagePasses:
         return None if self._module.fixed is None or targets is None else targets[:, :-1].to(self._device)
 
     def _pass(self, hidden: Tensor, tokens: Tensor | None) -> PendingForward:
-        before, weights = self._type.random_state(self._device), self._set
+        before, weights, seed = self._type.random_state(self._device), self._set, self._input_seed(hidden)
         graph = self._graph(hidden, weights, tokens)
         drew = not torch.equal(before, self._type.random_state(self._device))
-        origin = PassInput(hidden, tokens, weights, weights.version, before if drew else None)
+        origin = PassInput(hidden, tokens, weights, weights.version, before if drew else None, seed)
         return PendingForward(self, origin, graph)
+
+    def _input_seed(self, hidden: Tensor) -> Callable[[], int]:
+        return (lambda: 0) if self._first else gradient_seed_beside(self.codec, hidden)
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Gradient:
         """Run the last stage forward and backward: mean cross-entropy against `targets` [b, s], int64.
@@ -291,11 +296,11 @@ class StagePasses:
         if not self._last:
             raise ValueError("only the last stage has a loss")
         self._counts["forwards"] += 1
-        tokens = self._tokens(targets)
+        tokens, seed = self._tokens(targets), self._input_seed(hidden)
         wanted = targets if tokens is None else targets[:, 1:]
         graph = self._spoiling(lambda: self._loss(hidden, wanted, tokens))
         self._counts["backwards"] += 1
-        return Gradient(hidden=self._input_gradient(graph), loss=graph.output.item(), tokens=wanted.numel())
+        return Gradient(hidden=self._input_gradient(graph, seed), loss=graph.output.item(), tokens=wanted.numel())
 
     def _loss(self, hidden: Tensor, targets: Tensor, tokens: Tensor | None) -> Graph:
         name = self._module.head
@@ -356,7 +361,7 @@ class StagePasses:
         if self._first:
             return Graph(None, self._run(given, weights, logits=logits))
         leaf = decode(self.codec.down, given).detach().requires_grad_()
-        return Graph(leaf, self._run(leaf, weights, tokens, logits=logits), gradient_seed(self.codec, hidden))
+        return Graph(leaf, self._run(leaf, weights, tokens, logits=logits))
 
     def _run(self, given: Tensor, weights: WeightSet, tokens: Tensor | None = None, *, logits: bool = True) -> Tensor:
         with self._precision():
@@ -366,12 +371,11 @@ class StagePasses:
     def _precision(self) -> AbstractContextManager[object]:
         return nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)
 
-    def backward(self, origin: PassInput, graph: Graph | None, sent: Tensor, gradient: Tensor) -> Tensor | None:
-        """Run the backward pass of activations that were `sent`; return the input's gradient, None for ids."""
+    def backward(self, origin: PassInput, graph: Graph | None, gradient: Tensor, seed: int) -> Tensor | None:
+        """Run a backward pass; return the input's gradient, None for ids. `seed`: of the dither of `gradient`."""
         if origin.weights.version != origin.version:
             # No other check sees it.
             raise RuntimeError("weights were changed under a forward pass that waits for its gradient")
-        seed = gradient_seed(self.codec, sent)
         decoded = or_memory_error(lambda: decode(self.codec.back, gradient.to(self._device), seed))
         if graph is None:
             graph = self._with_room(lambda: self._again(origin))
@@ -380,14 +384,14 @@ class StagePasses:
         self._spoiling(lambda: torch.autograd.backward(output, decoded.to(output.dtype)))
         self._counts["backwards"] += 1
         self._counts["stale_backwards"] += origin.weights is not self._set
-        return self._input_gradient(graph)
+        return self._input_gradient(graph, origin.seed)
 
-    def _input_gradient(self, graph: Graph) -> Tensor | None:
+    def _input_gradient(self, graph: Graph, seed: Callable[[], int]) -> Tensor | None:
         """Return the gradient that a backward pass left at its input, as it travels."""
         if graph.leaf is None:
             return None
         assert graph.leaf.grad is not None
-        return encode(self.codec.back, graph.leaf.grad, graph.seed).cpu()
+        return encode(self.codec.back, graph.leaf.grad, seed()).cpu()
 
     def _again(self, origin: PassInput) -> Graph:
         now = self._type.random_state(self._device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipeline.activation_codec import encode, seed_of
 from pipeline.decoder_slice import Cut
 from pipeline.forward_pass import CALM_WINDOWS, Masters, Slice, is_shortage
+from pipeline.messages import ACTIVATION_CODECS
 from pipeline.model_config import Prepared
 from pipeline.partition import build
 from pipeline.stage import Stage
@@ -248,6 +251,31 @@ class _LargestFloat(TorchDispatchMode):
         if isinstance(found, Tensor) and found.dtype == torch.float32 and found.shape[-1:] == (VOCABULARY,):
             self.rows = max(self.rows, found.numel() // VOCABULARY)
         return found
+
+
+# The seeds of what travels back.
+
+
+def test_each_message_is_hashed_once_and_not_in_the_devices_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that is computed again takes the seeds that it has."""
+    recipe = prepared("llama", num_hidden_layers=3)
+    middle, last = (make_stage(recipe, cuts(recipe, 3)[number], codec="int5-int3", graphs=0) for number in (1, 2))
+    codec, hashed = ACTIVATION_CODECS["int5-int3"], list[tuple[bytes, int]]()
+
+    def noted(wire: Tensor) -> int:
+        hashed.append((wire.numpy().tobytes(), get_ident()))
+        return seed_of(wire)
+
+    monkeypatch.setattr("pipeline.activation_codec.seed_of", noted)
+    came = encode(codec.down, torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(1)))
+    waiting = middle.forward(came)
+    below = last.loss(waiting.output, ids(5)).hidden
+    assert below is not None
+    waiting.backward(below)
+    assert middle.statistics()["recomputed"] == 1
+    sent = waiting.output.numpy().tobytes()
+    assert sorted(message for message, _ in hashed) == sorted([came.numpy().tobytes(), sent, sent])
+    assert get_ident() not in {thread for _, thread in hashed}
 
 
 # Memory that runs out.
