@@ -9,27 +9,31 @@ A second moment far below its block's largest has the code 0. A step takes it fo
 without rounding that bound always holds (`moment_ratio`), and with it no step explodes.
 
 A step goes through a matrix in pieces of whole blocks. Each becomes float32, is computed and is put back before the
-next, and the result does not depend on where a piece ends. On a GPU the arithmetic is compiled, where torch can.
+next, and the result does not depend on where a piece ends. A weight may be split (`pipeline.hardware.split_weights`).
+On a GPU the arithmetic is compiled, where torch can.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.forward_pass import is_shortage
+from pipeline.hardware.split_weights import join, split
 from pipeline.inner_step import BLOCK, SCALE_BYTES, Inner, is_coded, moment_bytes, moment_ratio
 
 PIECE = 2**20
 """Values that a step computes at once; whole blocks."""
 LARGEST_RATIO = 1e3
 """Of a first moment to the root of its second, where nothing bounds it."""
-_ROOM = 12 * PIECE
+_ROOM = 16 * PIECE
 """Numbers that a step takes on a GPU for a moment, and more."""
 _FIRST, _SECOND = 127.0, 255.0
 """The largest codes of a first and of a second moment."""
@@ -94,10 +98,18 @@ def advance(weight: Tensor, gradient: Tensor, moments: tuple[Codes, Codes], numb
     return (weight, *encode_first(first), *encode_second(root.square()))
 
 
+def advance_split(
+    upper: Tensor, remainder: Tensor, gradient: Tensor, moments: tuple[Codes, Codes], numbers: Tensor
+) -> tuple[Tensor, ...]:
+    """Do as `advance` does with a weight in two parts; return both in its place."""
+    weight, *codes = advance(join(upper, remainder), gradient, moments, numbers)
+    return (*split(weight), *codes)
+
+
 @cache
-def compiled(device: torch.device) -> Callable[..., tuple[Tensor, ...]] | None:
-    """Return `advance` compiled for a GPU, once it has worked there; None if torch cannot."""
-    faster = torch.compile(advance)
+def compiled(device: torch.device, *, halves: bool = False) -> Callable[..., tuple[Tensor, ...]] | None:
+    """Return `advance`, or `advance_split`, compiled for a GPU, once it has worked there; None if torch cannot."""
+    faster = torch.compile(advance_split if halves else advance)
     try:
         for blocks in (PIECE // BLOCK, 3):  # the second time the number of blocks becomes a variable
             first, second = (
@@ -105,7 +117,7 @@ def compiled(device: torch.device) -> Callable[..., tuple[Tensor, ...]] | None:
                 for dtype in (torch.int8, torch.uint8)
             )
             weight = torch.zeros(blocks, BLOCK, device=device)
-            faster(weight, weight, (first, second), torch.ones(8, device=device))
+            faster(*(split(weight) if halves else [weight]), weight, (first, second), torch.ones(8, device=device))
     except (RuntimeError, OSError, ImportError) as error:
         if is_shortage(error):
             raise
@@ -116,10 +128,16 @@ def compiled(device: torch.device) -> Callable[..., tuple[Tensor, ...]] | None:
 class AdamW:
     """The inner optimiser of a stage. `compiled`: whether its steps are as fast as torch can make them."""
 
-    def __init__(self, weights: Sequence[nn.Parameter], inner: Inner, device: torch.device) -> None:
-        """Take all memory: a step must not fail half-way."""
+    def __init__(
+        self,
+        weights: Sequence[nn.Parameter],
+        inner: Inner,
+        device: torch.device,
+        remainders: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Take all memory: a step must not fail half-way. `remainders`: of the weights that are split."""
         self.steps = 0
-        self._weights, self._inner, self._device = weights, inner, device
+        self._weights, self._inner, self._device, self._remainders = weights, inner, device, remainders
         self._coded = {
             weight: tuple(
                 torch.zeros(moment_bytes(weight.shape, inner.state), dtype=torch.int8, device=device) for _ in _NAMES
@@ -128,9 +146,12 @@ class AdamW:
             if is_coded(weight.shape, inner.state)
         }
         self._plain = self._optimiser([weight for weight in weights if weight not in self._coded])
-        faster = compiled(device) if self._coded and device.type == "cuda" else None
-        self.compiled = device.type != "cuda" or not self._coded or faster is not None
-        self._advance = faster or advance
+        forms = {weight in remainders for weight in self._coded} if device.type == "cuda" else set()
+        faster = {halves: compiled(device, halves=halves) for halves in forms}
+        self.compiled = None not in faster.values()
+        self._advance: dict[bool, Callable[..., tuple[Tensor, ...]]] = {
+            halves: faster.get(halves) or plain for halves, plain in ((False, advance), (True, advance_split))
+        }
         self._room = self._reserve()
 
     def _optimiser(self, weights: list[nn.Parameter]) -> torch.optim.AdamW | None:
@@ -166,23 +187,34 @@ class AdamW:
             for group in self._plain.param_groups:
                 group["lr"] = learning_rate
             self._plain.step()
-        self._room = torch.empty(0)
         numbers = _numbers(self._inner, learning_rate, self.steps).to(self._device)
-        for weight, moments in self._coded.items():
-            if weight.grad is not None:
-                self._step_coded(weight, weight.grad.reshape(-1), moments, numbers)
-        self._room = self._reserve()
+        with self.room():
+            for weight, moments in self._coded.items():
+                if weight.grad is not None:
+                    self._step_coded(weight, weight.grad.reshape(-1), moments, numbers)
+
+    @contextmanager
+    def room(self) -> Iterator[None]:
+        """Leave to the caller memory for `_ROOM` numbers, which must suffice, and take it again."""
+        self._room = torch.empty(0)
+        try:
+            yield
+        finally:
+            self._room = self._reserve()
 
     def _step_coded(self, weight: nn.Parameter, gradient: Tensor, moments: tuple[Tensor, ...], numbers: Tensor) -> None:
         for piece in pieces(weight.numel(), moments):
             shape = piece.moments[0].codes.shape
-            working = read_piece(weight, piece.values).view(shape)
+            halves = weight in self._remainders
+            held = [weight.detach(), self._remainders[weight]] if halves else [weight.detach()]
+            parts = [each.view(-1)[piece.values].view(shape) for each in held]
             # The last blocks of matrices have lengths of their own, and are few.
-            compute = self._advance if shape[1] == BLOCK and shape[0] > 1 else advance
-            stepped, *codes = compute(working, gradient[piece.values].view(shape), piece.moments, numbers)
-            write_piece(weight, piece.values, stepped.view(-1))
-            for memory, fresh in zip((*piece.moments[0], *piece.moments[1]), codes, strict=True):
-                memory.copy_(fresh)
+            faster = shape[1] == BLOCK and shape[0] > 1
+            plain: Callable[..., tuple[Tensor, ...]] = advance_split if halves else advance
+            compute = self._advance[halves] if faster else plain
+            fresh = compute(*parts, gradient[piece.values].view(shape), piece.moments, numbers)
+            for memory, value in zip((*parts, *piece.moments[0], *piece.moments[1]), fresh, strict=True):
+                memory.copy_(value)
 
     def moments(self) -> tuple[Tensor, ...]:
         """Return the memory itself: the first moments of all weights in order, then the second."""
@@ -245,13 +277,3 @@ def scales_of(memory: Tensor) -> Tensor:
 def magnitudes(moments: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return tensors whose values no moment exceeds: the scales of coded ones, others as they are."""
     return tuple(scales_of(moment) if moment.dtype is torch.int8 else moment for moment in moments)
-
-
-def read_piece(weight: nn.Parameter, values: slice) -> Tensor:
-    """Return values of a weight to compute with, float32 [values]."""
-    return weight.detach().view(-1)[values]
-
-
-def write_piece(weight: nn.Parameter, values: slice, piece: Tensor) -> None:
-    """Put values back, float32 [values]."""
-    weight.detach().view(-1)[values] = piece

@@ -1,8 +1,9 @@
 """One stage's forward and backward passes of a microbatch, and the version of the weights that they compute with.
 
-The masters are float32, with gradients and optimiser (`pipeline.stage`). A pass computes with a `WeightSet`: one
-version of the weights as leaves of autograd. A set on which a pass waits is not written to: the masters move on to a
-copy. So each backward pass runs on the weights of its forward pass.
+The masters are float32, or split into bfloat16 and the 8 bits below (`pipeline.hardware.split_weights`). Their
+gradients are float32 always (`pipeline.stage`). A pass computes with a `WeightSet`: one version of the weights as
+leaves of autograd. A set on which a pass waits is not written to: the masters move on to a copy. So each backward pass
+runs on the weights of its forward pass.
 
 At most `graphs` autograd graphs are kept. For other passes backward computes the graph again from the input, the set
 and the state of the random numbers, with the same gradient to the bit. Ordinary gradient checkpointing would take the
@@ -33,6 +34,7 @@ from torch.nn import functional
 from pipeline.activation_codec import decode, encode, gradient_seed_beside
 from pipeline.decoder_slice import Cut, TokenFeatures, multiplied_weights
 from pipeline.hardware.device_type import DEVICE_TYPES
+from pipeline.hardware.split_weights import split
 from pipeline.messages import ACTIVATION_CODECS, Gradient
 
 T = TypeVar("T")
@@ -91,7 +93,7 @@ class Slice(nn.Module):
 class WeightSet:
     """One version of the weights. `leaves`: by name; what a backward pass adds to them goes to the masters' gradients.
 
-    `cast`: names of those that are kept in `dtype`.
+    `cast`: names of those that are kept in `dtype` beside their masters.
     """
 
     def __init__(self, masters: Masters, cast: Collection[str] = (), dtype: torch.dtype = torch.float32) -> None:
@@ -144,7 +146,7 @@ def _leaf(values: Tensor, master: nn.Parameter) -> Tensor:
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None
         if master.grad is None:
-            master.grad = gradient.to(master.dtype)
+            master.grad = gradient.float()
         else:
             master.grad.add_(gradient)
 
@@ -238,14 +240,25 @@ class StageSettings(NamedTuple):
 class StagePasses:
     """One stage's slice, and the passes of microbatches. `first`: its input is ids; `last`: its output is logits."""
 
-    def __init__(self, module: Slice, settings: StageSettings, *, first: bool, last: bool, codec: str) -> None:
+    def __init__(
+        self, module: Slice, settings: StageSettings, *, first: bool, last: bool, codec: str, coded: bool = False
+    ) -> None:
+        """Split the multiplied weights where they are computed with in bfloat16 and the optimiser keeps codes."""
         device, autocast, graphs = settings
         self._module = module.to(device).train()
         self._first, self._last, self._device, self._autocast = first, last, device, autocast
         self.codec = ACTIVATION_CODECS[codec]
         self._masters = dict(self._module.named_parameters())
-        """Float32, with the gradients."""
+        """With the gradients, which are float32."""
+        self._remainders: dict[nn.Parameter, Tensor] = {}
+        """Of the masters that are split."""
         cast = frozenset[str]() if autocast is None else multiplied_weights(module)
+        if coded and autocast is torch.bfloat16:
+            for name in (name for name in self._masters if name in cast):
+                master = self._masters[name]
+                master.data, self._remainders[master] = split(master.data)
+                master.grad_dtype = torch.float32
+            cast = frozenset()
         self._set = WeightSet(self._masters, cast, autocast or torch.float32)
         self._waiting: WeakSet[PendingForward] = WeakSet()
         """Passes that have had no backward pass and were not dropped."""

@@ -13,13 +13,14 @@ are never changed in part.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from pipeline.adamw import AdamW
+from pipeline.adamw import PIECE, AdamW
 from pipeline.forward_pass import Slice, StagePasses, StageSettings, or_memory_error
+from pipeline.hardware.split_weights import Split, join, split, values_of
 from pipeline.inner_step import Inner, OptimiserState, StepReport
 
 _COUNTED = (
@@ -43,13 +44,14 @@ class Stage(StagePasses):
         last: bool,
         codec: str = "float32",
     ) -> None:
-        super().__init__(module, settings, first=first, last=last, codec=codec)
+        coded = inner.state == "int8"
+        super().__init__(module, settings, first=first, last=last, codec=codec, coded=coded)
         self._weights = list(self._masters.values())
         self.names = tuple(self._masters)
         self.shapes = tuple(tuple(weight.shape) for weight in self._weights)
         self.fixed = frozenset(n for n, weight in enumerate(self._weights) if not weight.requires_grad)
         self._clip_norm = inner.clip_norm
-        self._adamw = AdamW(self._weights, inner, settings.device)
+        self._adamw = AdamW(self._weights, inner, settings.device, self._remainders)
         # On a GPU the memory for a correction is taken now: a change must not fail half-way. A CPU needs none.
         self._staging = torch.empty(0 if settings.device.type == "cpu" else STAGED, device=settings.device)
 
@@ -87,7 +89,9 @@ class Stage(StagePasses):
             if not weight.requires_grad:
                 continue  # without a gradient AdamW leaves it as it is
             # A weight that no token used gets a gradient of zero, so that all weights take the same number of steps.
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.div_(microbatches)
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight, dtype=torch.float32)
+            weight.grad.div_(microbatches)
         return nn.utils.clip_grad_norm_(self._weights, self._clip_norm).item()
 
     def discard(self) -> None:
@@ -125,20 +129,35 @@ class Stage(StagePasses):
     # Fast weights, one tensor a parameter, in the order of `names`.
 
     def current_weights(self) -> tuple[Tensor, ...]:
-        """Return the fast weights themselves, on the device; the next step or correction changes them."""
-        return tuple(weight.detach() for weight in self._weights)
+        """Return the fast weights themselves, on the device; the next step or correction changes them.
 
+        Behind them come the remainders of those that are split; `values_of` joins them.
+        """
+        return (*(weight.detach() for weight in self._weights), *self._remainders.values())
+
+    @torch.no_grad()
     def weights(self) -> tuple[Tensor, ...]:
         """Return a copy of the fast weights (float32, CPU)."""
-        return tuple(weight.detach().to("cpu", copy=True) for weight in self._weights)
+        found = tuple([torch.empty(shape) for shape in self.shapes])
+        with self._adamw.room():
+            for own, copy in zip(self._weights, found, strict=True):
+                for part, values in self._parts(own, copy):
+                    values.copy_(join(*part) if isinstance(part, Split) else part)
+        return found
 
     @torch.no_grad()
     def set_weights(self, weights: Sequence[Tensor]) -> None:
-        """Replace the fast weights; raise ValueError, with nothing changed, if shapes are not this stage's."""
-        _check_shapes(weights, self.shapes)
+        """Replace the fast weights; raise ValueError, with nothing changed, if shapes are not this stage's.
+
+        `weights`: float32, or as `current_weights` of any stage has them.
+        """
+        _check_shapes([each for each in weights if each.dtype is not torch.int8], self.shapes)
+        given_values = values_of(weights)
         self._leave_to_waiting()
-        for own, given in zip(self._weights, weights, strict=True):
-            own.copy_(given)
+        with self._adamw.room():
+            for own, given in zip(self._weights, given_values, strict=True):
+                for part, values in self._parts(own, given):
+                    _write(part, values.to(self._device))
         self._set.refresh()
 
     @torch.no_grad()
@@ -146,11 +165,33 @@ class Stage(StagePasses):
         """Add `delta` to the fast weights; raise ValueError, with nothing changed, if shapes are not ours."""
         _check_shapes(delta, self.shapes)
         self._leave_to_waiting()
-        for own, given in zip(self._weights, delta, strict=True):
-            parts = (torch.split(tensor.reshape(-1), STAGED) for tensor in (own, given))
-            for part, more in zip(*parts, strict=True):
-                part.add_(more if part.device == more.device else self._staging[: len(more)].copy_(more))
+        with self._adamw.room():
+            for own, given in zip(self._weights, delta, strict=True):
+                for part, values in self._parts(own, given):
+                    more = values if values.device == self._device else self._staging[: len(values)].copy_(values)
+                    if isinstance(part, Split):
+                        _write(part, join(*part).add_(more))
+                    else:
+                        part.add_(more)
         self._set.refresh()
+
+    def _parts(self, own: nn.Parameter, others: Tensor) -> Iterator[tuple[Tensor | Split, Tensor]]:
+        """Yield views of a weight and of `others` of its shape, flat, piece by piece."""
+        remainder, most = self._remainders.get(own), STAGED if own not in self._remainders else PIECE
+        held = own.detach().view(-1)
+        for start in range(0, len(held), most):
+            piece = slice(start, start + most)
+            part = held[piece] if remainder is None else Split(held[piece], remainder.view(-1)[piece])
+            yield part, others.reshape(-1)[piece]
+
+
+def _write(part: Tensor | Split, values: Tensor) -> None:
+    """Put float32 values where a part of a weight is."""
+    if isinstance(part, Split):
+        for memory, fresh in zip(part, split(values), strict=True):
+            memory.copy_(fresh)
+    else:
+        part.copy_(values)
 
 
 def _check_shapes(given: Sequence[Tensor], expected: Sequence[tuple[int, ...]]) -> None:

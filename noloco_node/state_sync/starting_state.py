@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from gossip.exchange.messages import Manifest, ReplicaState
 from gossip.interface import Origin
@@ -29,6 +30,7 @@ from noloco_node.run.peer_state import AT_WORK, PeerState
 from noloco_node.state_sync.replica_mean import ReplicaSummary
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.swarm.roster import Roster
+from pipeline.hardware.split_weights import join, split, values_of
 from pipeline.inner_step import OptimiserState
 
 JUDGED = 8  # microbatches in one judgement
@@ -160,7 +162,7 @@ def from_checkpoint(stage: StageModel, checkpoint: Checkpoint) -> StartingState:
     """
     counters, tensors = checkpoint.counters, checkpoint.tensors
     slow = tensors["slow"]
-    fast = tensors.get("fast", slow)
+    fast = tensors.get("fast", slow)  # as the stage that saved them held them
     if "optimiser" in tensors:
         try:
             stage.load_optimiser_state(OptimiserState(counters.optimiser_steps, tensors["optimiser"]))
@@ -179,9 +181,17 @@ def from_checkpoint(stage: StageModel, checkpoint: Checkpoint) -> StartingState:
             # A checkpoint of an earlier version does not say: as fresh as can be.
             last_met=counters.round if counters.last_met is None else counters.last_met,
             # The steps since the last round are in the fast weights alone.
-            gathered=all(map(torch.equal, fast, slow)),
+            gathered=_alike(fast, slow),
         ),
         progress=counters.progress,
+    )
+
+
+def _alike(fast: tuple[Tensor, ...], slow: tuple[Tensor, ...]) -> bool:
+    """Say whether fast weights, as a stage holds them, are the slow ones, as far as that form can tell."""
+    return all(
+        torch.equal(value, join(*split(each)) if held.dtype is torch.bfloat16 else each)
+        for held, value, each in zip(fast, values_of(fast), slow, strict=False)
     )
 
 

@@ -159,13 +159,13 @@ def test_one_stage_has_no_hops() -> None:
     assert not any("hop" in line for line in describe(found))
 
 
-@pytest.mark.parametrize(("half", "state"), [(False, "float32"), (True, "float32"), (False, "int8")])
+@pytest.mark.parametrize(("half", "state"), [(half, state) for half in (False, True) for state in ("float32", "int8")])
 @pytest.mark.parametrize("windows", [1, 2])
 @pytest.mark.parametrize(("family", "experts"), [("llama", 1), ("mixtral", 3)])
 def test_bytes_a_parameter_are_those_that_a_stage_has(
     half: bool, state: str, windows: int, family: str, experts: int
 ) -> None:
-    """Counted as storages: masters, gradients, moments, and the sets in use after a step under a pass that waits."""
+    """Counted as storages: weights, gradients, moments, and the sets in use after a step under a pass that waits."""
     sizes = LLAMA | ({"num_local_experts": experts} if experts > 1 else {})
     run = run_with(family, sizes, pipeline={"windows_in_flight": windows}, inner={"state": state})
     layout = model_layout(run)
@@ -179,12 +179,12 @@ def test_bytes_a_parameter_are_those_that_a_stage_has(
     stage.step(1e-3, 1)
     moments = stage.optimiser_state().moments
     sets = [leaf for each in (stage._set, *late) for leaf in each.leaves.values()]
-    storages = {t.untyped_storage().data_ptr(): t for t in (*stage._weights, *gradients, *moments, *sets)}
+    storages = {t.untyped_storage().data_ptr(): t for t in (*stage.current_weights(), *gradients, *moments, *sets)}
     counted = sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
     assert counted == planned.computing - planned.graph
     assert planned.waiting == 8 * windows * (ids.nbytes + sent.nbytes)
     assert sum(tensor.nbytes for tensor in moments) == planned.optimiser
-    if half and windows == 1:
+    if half and windows == 1 and state == "float32":
         # All but the embedding and the norms once more in bfloat16.
         assert planned.cast_weights == 2 * (4 * (4 * 64 * 64 + experts * 3 * 64 * 128))
 
