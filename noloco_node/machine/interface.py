@@ -97,13 +97,13 @@ class StageModel(worker.WorkerStage, Protocol):
         """Return a copy of the fast weights."""
 
     def set_weights(self, weights: Sequence[Tensor], /) -> None:
-        """Replace the fast weights."""
+        """Replace the fast weights: float32, or as `current_weights` of any stage has them."""
 
     def correct(self, delta: Sequence[Tensor], /) -> None:
         """Add to the fast weights."""
 
     def current_weights(self) -> tuple[Tensor, ...]:
-        """Return the fast weights themselves, not a copy: the next change moves them."""
+        """Return the fast weights themselves, as the stage holds them: the next change moves them."""
 
     def optimiser_state(self) -> OptimiserState:
         """Return the inner optimiser's memory itself, not a copy."""
