@@ -97,6 +97,16 @@ class Trace(NamedTuple):
         """Microbatches that went through backward here; the steps of whoever a late peer copied are not its own."""
         return len(self.of(InnerStep)) * WINDOW + self.finished.discarded
 
+    @property
+    def came_back(self) -> int:
+        """A source's microbatches whose gradient came back. One for the window after the last is not trained on here.
+
+        Two windows are in flight, and a source that leaves ends only the first. A busy machine shows it.
+        """
+        came_back = sum(self.hops.values())
+        assert self.trained <= came_back <= self.trained + WINDOW
+        return came_back
+
 
 class Swarm(NamedTuple):
     peers: dict[str, Trace]
@@ -302,7 +312,7 @@ def test_two_by_two_use_every_microbatch_once(two_by_two: Pair, which: str) -> N
     last = {replica.started.peer for replica in swarm.last}
     for source in swarm.sources:
         assert source.hops.keys() <= last
-        assert sum(source.hops.values()) == source.trained
+        assert source.came_back >= source.trained
         assert source.saved.counters.samples == source.trained * MICROBATCH
     for replica in swarm.last:
         peer = replica.started.peer
@@ -344,4 +354,5 @@ def _microbatch_bytes(trace: Trace, way: str) -> float:
     # whoever comes late.
     assert counts.keys() - {"run", "reached", "state"} == {"microbatch", "gossip"}
     refused = sum(event.count for event in trace.of(Lost) if event.what == "microbatch")
-    return counts["microbatch"] / (trace.trained + refused)
+    passed = trace.came_back if trace.started.stage == 0 else trace.trained
+    return counts["microbatch"] / (passed + refused)
