@@ -21,7 +21,7 @@ help:
 	@echo "make docs    these documents as a site, in build/site"
 	@echo "make clean   remove .venv and caches"
 
-$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+$(INSTALLED): setup.cfg setup.py gossip/exchange/kernels.c pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "Python 3.11 or newer is needed; $(PYTHON) is older. Name another one: make PYTHON=python3.11 ..."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] != "$(TRIED)")' || \

@@ -30,6 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gossip.exchange import kernels
 from gossip.exchange.messages import Implausible
 from gossip.rule.outer_step import Tensors
 from gossip.settings import BLOCK, Format, blocks, packed_bytes, wire_specs
@@ -175,7 +176,14 @@ def encode(form: Format, weights: Tensors, residual: Tensors = (), steps: Sequen
     norms: list[float] = []
     memory = scratch(weights)
     for number, parts in enumerate(_parts(form, wire, weights)):
-        own = weights[number].detach().reshape(-1)
+        own = weights[number].detach().reshape(-1).contiguous()
+        owed = residual[number].contiguous() if residual else None
+        if form.is_modular and kernels.COMPILED and (owed is None or owed.dtype is OWED):
+            places = own.data_ptr(), None if owed is None else owed.data_ptr()
+            squares = kernels.COMPILED.kernels_encode(*places, len(own), steps[number], parts[0].data_ptr())
+            if math.isfinite(squares):
+                norms.append(math.sqrt(squares))
+                continue
         for at in pieces(form, len(own)):
             meant = memory[: at.stop - at.start]
             if residual and form is not Format.FLOAT32:
@@ -232,7 +240,8 @@ class Reader:
             count = f"{len(came)} tensors where ours has {len(expected)}"
             what = next((f"{their} where ours is {own_spec}" for their, own_spec in pairs if their != own_spec), count)
             raise Implausible(f"weights in {form}: {what}")
-        self._form, self._parts = form, tuple(_parts(form, wire, own))
+        self._sizes = [tensor.numel() for tensor in own]
+        self._form, self._parts = form, tuple(_parts(form, tuple([tensor.contiguous() for tensor in wire]), own))
 
     def read(self, number: int, at: slice, near: Tensor, memory: Tensor) -> Tensor:
         """Return values of a parameter, one of its `pieces`: float32, in `memory` or where they came.
@@ -250,6 +259,11 @@ class Reader:
             high = at.start >= len(parts[0])
             restore_int4(parts[0][_packed(at, parts[0])], near, self._steps[number], out, high=high)
         return out
+
+    def arguments(self, number: int, *sets: Tensors) -> list[float | None]:
+        """Return what functions of `kernels` take first: a parameter's place in each set, its size, step and codes."""
+        places = [tensors[number].data_ptr() if tensors else None for tensors in sets]
+        return [*places, self._sizes[number], self._steps[number], self._parts[number][0].data_ptr()]
 
     def read_both(self, number: int, at: slice, meant: Tensor, own: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
         """Return what both have sent of a piece, in `own` and `theirs`: of a modular form, `meant` being ours."""

@@ -52,6 +52,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from gossip.exchange import kernels
 from gossip.exchange.codec import (
     NORM_RATIO,
     NOT_FINITE,
@@ -270,18 +271,20 @@ class Deviation(NamedTuple):
 
 def measure(theirs: Coded, own: Tensors, owed: Feedback, slow: Tensors, fast: Tensors) -> Deviation:
     """Measure a partner's weights beside ours, `own`: either `slow` or `fast`, with what is still `owed` of them."""
-    apart = learned = along = ours = across = 0.0
     reader, near, memory, moved = Reader(theirs, own), *(scratch(own) for _ in range(3))
+    sums = torch.zeros(5, dtype=torch.float64)
     for number, tensor in enumerate(own):
+        if theirs.form.is_modular and kernels.COMPILED:
+            first = reader.arguments(number, own, owed.residual, slow, fast)
+            kernels.COMPILED.kernels_measure(*first, sums.data_ptr())
+            continue
         for at in pieces(theirs.form, tensor.numel()):
             meant = owed.meant(own, number, at, near)
             difference = torch.sub(reader.read(number, at, meant, memory), meant, out=memory[: len(meant)])
             move = torch.sub(slow[number].view(-1)[at], fast[number].view(-1)[at], out=moved[: len(meant)])
-            apart += float(torch.dot(difference, difference))
-            learned += float(torch.dot(move, move))
-            along += float(torch.dot(move, difference))
-            ours += float(torch.dot(meant, meant))
-            across += float(torch.dot(meant, difference))
+            pairs = (difference, difference), (move, move), (move, difference), (meant, meant), (meant, difference)
+            sums += torch.stack([torch.dot(*pair) for pair in pairs])
+    apart, learned, along, ours, across = sums.tolist()
     values = sum(tensor.numel() for tensor in own)
     if not math.isfinite(apart):
         return Deviation(values, math.inf, math.sqrt(learned))

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gossip.exchange import kernels
 from gossip.exchange.codec import PIECE, Coded, Encoded, Feedback, Reader, Sides, check, encode, norm, pieces, scratch
 from gossip.exchange.swap import InfluenceBound, check_alike, common_steps, measure, probe_coordinates
 from gossip.interface import Compute, GossipReplica
@@ -244,8 +245,10 @@ def take_step(step: Step, state: OuterState, owed: Owed, rule: Rule, longest: in
         if number in rule.fixed:
             step.snapshot[number].zero_()
             continue
-        for at in pieces(form, slow.numel(), longest):
-            after = work.move(number, at)
+        if (moved := work.move_compiled(number)) is None:
+            for at in pieces(form, slow.numel(), longest):
+                moved = work.move(number, at)
+        after = moved or after
     gathered = (state.gathered or work.gathered) if after.gathered else ()
     return OuterState(state.slow, state.momentum, gathered, after.meetings)
 
@@ -276,6 +279,16 @@ class _Work:
         self.gathered: Tensors = ()
         if rule.delay.period > 1 and state.momentum and not state.gathered:
             self.gathered = tuple([torch.zeros_like(slow) for slow in state.slow])
+
+    def move_compiled(self, number: int) -> OuterState | None:
+        """Do with a whole parameter what `move` does with its pieces; None where no compiled form does this step."""
+        (slow, momentum, gathered, _), seen, outer = self.state, self._fast, self._rule.outer
+        plain = not gathered and self._rule.delay.period == 1 and self._slow is None
+        if kernels.COMPILED is None or seen is None or not seen.whole or not plain:
+            return None
+        first = seen.theirs.arguments(number, slow, self._step.snapshot, self._owed.fast.residual, momentum)
+        kernels.COMPILED.kernels_step(*first, *self._step.shares, outer.alpha, outer.beta)
+        return OuterState(slow, momentum)
 
     def move(self, number: int, at: slice) -> OuterState:
         slow, momentum, gathered, meetings = self.state
@@ -320,20 +333,21 @@ class _Work:
 
 
 class _BothSides:
-    """Both sides' weights as both see them. Not `lossy`: ours are exact."""
+    """Both sides' weights as both see them. Not `lossy`: ours are exact. `whole`: in int4, and all of it counts."""
 
     def __init__(self, sides: Sides, own: Tensors) -> None:
         form = sides.theirs.form
         self.lossy, self._modular, self.share = form is not Format.FLOAT32, form.is_modular, sides.share
+        self.whole = self._modular and self.share == 1.0
         self._mine = Reader(sides.mine, own) if self.lossy else None
-        self._theirs = Reader(sides.theirs, own)
+        self.theirs = Reader(sides.theirs, own)
 
     def read(self, number: int, at: slice, meant: Tensor, own: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
         """Return a piece of ours and of the partner's; `meant`: what ours were encoded from."""
         if self._modular:
-            return self._theirs.read_both(number, at, meant, own, theirs)
+            return self.theirs.read_both(number, at, meant, own, theirs)
         mine = meant if self._mine is None else self._mine.read(number, at, meant, own)
-        return mine, self._theirs.read(number, at, meant, theirs)
+        return mine, self.theirs.read(number, at, meant, theirs)
 
 
 def _part(tensors: Tensors, number: int, at: slice) -> Tensors:

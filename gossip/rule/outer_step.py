@@ -191,10 +191,10 @@ def move(
             phi.sub_(u)
             continue
         m = state.momentum[number]
-        phi.sub_(torch.add(u, m, alpha=share) if share else u)
+        phi.sub_(torch.mul(m, share).add_(u) if share else u)
         total = state.gathered[number].add_(u) if state.gathered else u
         if last:
-            torch.add(total, m, alpha=outer.alpha, out=m)
+            m.mul_(outer.alpha).add_(total)
         else:
             gathered.append(total)
     meetings = 0 if last or not state.momentum else state.meetings + 1

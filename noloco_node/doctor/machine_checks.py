@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from gossip.exchange import kernels
 from noloco_node.admission.ticket import peer_of_file
 from noloco_node.errors import Exit, UserError, reason_of
 from noloco_node.libp2p.settings import ensure_identity
@@ -109,6 +110,12 @@ def judge_files(limit: int) -> Finding:
     return ok(about, says)
 
 
+def judge_rounds(compiled: object | None) -> Finding:
+    """Say whether the arithmetic of rounds is compiled; a node works without."""
+    slow = "by torch, some five times slower than compiled: no C compiler was there when this was installed"
+    return ok("arithmetic of rounds", slow if compiled is None else "compiled")
+
+
 def judge_memory(free: int, needs: Sequence[Need], *, beside_gpu: bool = False) -> Finding:
     """Judge the free main memory; beside a GPU it keeps the copies that gossip works with."""
     wanted = {need.stage: wanted_bytes(need.beside if beside_gpu else need.memory) for need in needs}
@@ -179,7 +186,7 @@ def basics(home: Path) -> list[Finding]:
     """Return the findings that need neither a run nor torch."""
     allow_files()  # as a node does
     system = f"{sys.platform}, Python {sys.version.split()[0]}, {os.cpu_count() or 1} cores"
-    return [ok("system", system), judge_files(allowed_files()), _identity(home)]
+    return [ok("system", system), judge_files(allowed_files()), judge_rounds(kernels.COMPILED), _identity(home)]
 
 
 def capacity(home: Path, device: str, needs: Sequence[Need], run_id: str | None = None) -> Iterator[Finding]:

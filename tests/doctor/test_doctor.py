@@ -82,6 +82,12 @@ def test_memory_prevents_joining_exactly_if_no_stage_fits(needs: list[Need], fre
         assert f"--stage {fits[0]}" in (found.hint or "")
 
 
+def test_a_machine_without_a_compiler_is_told_and_fit() -> None:
+    compiled, other = machine_checks.judge_rounds(object()), machine_checks.judge_rounds(None)
+    assert compiled.grade is other.grade is Grade.GOOD
+    assert "no C compiler" in other.says
+
+
 def test_join_refuses_the_disk_that_the_doctor_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights, sets = {0: 1000, 1: 3000}, machine_checks.CHECKPOINT_SETS
     free = 0
@@ -341,7 +347,7 @@ def test_without_an_invite_the_machine_alone_is_looked_at(tmp_path: Path) -> Non
     result = CliRunner().invoke(app, ["doctor", "--home", str(tmp_path / "home"), "--device", "cpu", "--json"])
     found = json.loads(result.stdout)
     about = {each["about"]: each for each in found["findings"]}
-    assert {"system", "device", "memory", "disk", "open files"} <= about.keys()
+    assert {"system", "device", "memory", "disk", "open files", "arithmetic of rounds"} <= about.keys()
     assert about["device"]["grade"] == "good"
     assert result.exit_code == (0 if found["fit"] else 11)
     # The owner of a listed run asks for the peer id before the node can join: it is the one that the node will have.
@@ -372,7 +378,7 @@ def test_what_takes_no_torch_is_said_before_torch_is_loaded(tmp_path: Path) -> N
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LAST_RESORT_S)
     loaded = {said.split(":")[0].split()[-1]: said.endswith("True") for said in done.stdout.splitlines()[:-1]}
-    assert [about for about, late in loaded.items() if not late] == ["system", "files", "identity", "disk"]
+    assert [about for about, late in loaded.items() if not late] == ["system", "files", "rounds", "identity", "disk"]
     assert {"device", "memory"} <= loaded.keys()
     assert "loading torch (a few seconds)" in done.stderr
 

@@ -60,7 +60,7 @@ def test_with_period_one_it_is_the_outer_rule_to_the_bit(seed: int, outer: Outer
         (step_alone(state, fast, outer, delay), fast, state.slow),
     ):
         added = outer_step(state, fast_mean, slow_mean, outer._replace(alpha=0.0)).momentum
-        momentum = tuple(torch.add(u, m, alpha=outer.alpha) for u, m in zip(added, state.momentum, strict=True))
+        momentum = tuple(torch.mul(m, outer.alpha).add(u) for u, m in zip(added, state.momentum, strict=True))
         slow = tuple(torch.sub(phi, m) for phi, m in zip(state.slow, momentum, strict=True))
         assert equal(ours.state.slow, slow)
         assert equal(ours.state.momentum, momentum)
