@@ -13,6 +13,10 @@ If memory runs out, all graphs are dropped and none is kept at first; every `CAL
 shortage, one more may be kept. A forward pass is tried again. A backward pass may have added a part of its gradient:
 the step of its window is skipped, and the microbatch gets MemoryError.
 
+In float16 a backward pass is multiplied by a factor (`pipeline.hardware.loss_scale`), and so are the gradients of its
+window. If the input's gradient overflows, the pass runs again with half the factor, and the step is skipped. A stage
+whose activations overflow computes in float32 from then on.
+
 All methods run in the stage's one device thread, so nothing is locked. Inputs and outputs are on the CPU, activations
 and gradients in the run's codec.
 """
@@ -34,6 +38,7 @@ from torch.nn import functional
 from pipeline.activation_codec import decode, encode, gradient_seed_beside
 from pipeline.decoder_slice import Cut, TokenFeatures, multiplied_weights
 from pipeline.hardware.device_type import DEVICE_TYPES
+from pipeline.hardware.loss_scale import LossScale
 from pipeline.hardware.split_weights import split
 from pipeline.messages import ACTIVATION_CODECS, Gradient
 
@@ -204,7 +209,7 @@ class PendingForward:
         self._graph = None
 
     def give_up(self, *, short: bool = False) -> None:
-        """Free everything, and have no backward pass. `short`: for want of memory."""
+        """Free everything, and have no backward pass. `short`: for want of memory, or of float16's range."""
         self._origin = self._graph = None
         self._short = short
 
@@ -212,12 +217,12 @@ class PendingForward:
         """Add to the parameters' gradients; return that of the input, or None if the input was ids.
 
         Both gradients are as they travel, on the CPU. Raises ValueError if `gradient` has not the output's shape,
-        RuntimeError the second time or once given up, and MemoryError where memory is short.
+        RuntimeError the second time or once given up, and MemoryError where memory is short, or float16's range.
         """
         origin, graph = self._origin, self._graph
         if origin is None:
             if self._short:
-                raise MemoryError("this forward pass was given up for want of memory")
+                raise MemoryError("this forward pass was given up for want of memory or range")
             raise RuntimeError("this forward pass has had its backward pass, or was given up")
         expected = [*self._shape[:-1], self._stage.codec.back.row(self._shape[-1])]
         if list(gradient.shape) != expected:
@@ -266,8 +271,9 @@ class StagePasses:
         self._graphs = self._most_graphs = math.inf if graphs is None else graphs
         self._calm_windows = 0
         self._plain: bool | None = None
+        self._scale = LossScale(autocast)
         self._spoiled = False
-        """A backward pass of this window has failed half-way."""
+        """A backward pass of this window has failed half-way, or overflowed."""
         self._counts: Counter[str] = Counter()
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> PendingForward:
@@ -293,6 +299,9 @@ class StagePasses:
     def _pass(self, hidden: Tensor, tokens: Tensor | None) -> PendingForward:
         before, weights, seed = self._type.random_state(self._device), self._set, self._input_seed(hidden)
         graph = self._graph(hidden, weights, tokens)
+        if self._scale.adapts and not _is_finite(graph.output):
+            self._compute_in_float32()
+            return self._pass(hidden, tokens)
         drew = not torch.equal(before, self._type.random_state(self._device))
         origin = PassInput(hidden, tokens, weights, weights.version, before if drew else None, seed)
         return PendingForward(self, origin, graph)
@@ -312,6 +321,8 @@ class StagePasses:
         tokens, seed = self._tokens(targets), self._input_seed(hidden)
         wanted = targets if tokens is None else targets[:, 1:]
         graph = self._spoiling(lambda: self._loss(hidden, wanted, tokens))
+        while self._has_overflowed(graph):
+            graph = self._spoiling(lambda: self._loss(hidden, wanted, tokens))
         self._counts["backwards"] += 1
         return Gradient(hidden=self._input_gradient(graph, seed), loss=graph.output.item(), tokens=wanted.numel())
 
@@ -335,11 +346,12 @@ class StagePasses:
         if targets.numel() * vocabulary > LOGITS and self._has_plain_head(hidden, tokens, logits_of):
             graph = self._graph(hidden, self._set, tokens, logits=False)
             row = vocabulary * (self._autocast or torch.float32).itemsize
-            loss = _chunked_cross_entropy(graph.output, targets, logits_of, max(1, LOGIT_BYTES * LOGITS // row))
+            tokens_at_once = max(1, LOGIT_BYTES * LOGITS // row)
+            loss = _chunked_cross_entropy(graph.output, targets, logits_of, tokens_at_once, self._scale.value)
         else:
             graph = self._graph(hidden, self._set, tokens)
             loss = functional.cross_entropy(graph.output.float().flatten(0, 1), targets.flatten())
-            torch.autograd.backward(loss)
+            torch.autograd.backward(loss, torch.full_like(loss, self._scale.value))
         return graph._replace(output=loss)
 
     @torch.no_grad()
@@ -390,21 +402,49 @@ class StagePasses:
             # No other check sees it.
             raise RuntimeError("weights were changed under a forward pass that waits for its gradient")
         decoded = or_memory_error(lambda: decode(self.codec.back, gradient.to(self._device), seed))
-        if graph is None:
-            graph = self._with_room(lambda: self._again(origin))
-            self._counts["recomputed"] += 1
-        output = graph.output
-        self._spoiling(lambda: torch.autograd.backward(output, decoded.to(output.dtype)))
+        graph = self._scaled_backward(origin, graph, decoded)
+        while self._has_overflowed(graph):
+            if not self._scale.adapts:
+                raise MemoryError("a gradient is beyond the range of float16")
+            graph = self._scaled_backward(origin, None, decoded)
         self._counts["backwards"] += 1
         self._counts["stale_backwards"] += origin.weights is not self._set
         return self._input_gradient(graph, origin.seed)
+
+    def _scaled_backward(self, origin: PassInput, graph: Graph | None, gradient: Tensor) -> Graph:
+        if graph is None:
+            graph = self._with_room(lambda: self._again(origin))
+            self._counts["recomputed"] += 1
+        output, scaled = graph.output, gradient * self._scale.value if self._scale.adapts else gradient
+        self._spoiling(lambda: torch.autograd.backward(output, scaled.to(output.dtype)))
+        return graph
+
+    def _has_overflowed(self, graph: Graph) -> bool:
+        """Say whether a backward pass was beyond the range of float16; halve the factor then, or leave float16."""
+        if not self._scale.adapts:
+            return False
+        finite = _is_finite(graph.output)
+        if finite and (graph.leaf is None or graph.leaf.grad is None or _is_finite(graph.leaf.grad)):
+            return False
+        self._counts["overflows"] += 1
+        self._spoiled = True
+        if not (finite and self._scale.halve()):
+            self._compute_in_float32()
+        return True
+
+    def _compute_in_float32(self) -> None:
+        """Leave float16 for good. Passes that wait, and the step of this window, are given up."""
+        for waiting in list(self._waiting):
+            waiting.give_up(short=True)
+        self._spoiled, self._autocast, self._scale = True, None, LossScale(None)
+        self._set = WeightSet(self._masters)
 
     def _input_gradient(self, graph: Graph, seed: Callable[[], int]) -> Tensor | None:
         """Return the gradient that a backward pass left at its input, as it travels."""
         if graph.leaf is None:
             return None
         assert graph.leaf.grad is not None
-        return encode(self.codec.back, graph.leaf.grad, seed()).cpu()
+        return encode(self.codec.back, graph.leaf.grad.div_(self._scale.value), seed()).cpu()
 
     def _again(self, origin: PassInput) -> Graph:
         now = self._type.random_state(self._device)
@@ -448,19 +488,19 @@ class StagePasses:
 
 
 def _chunked_cross_entropy(
-    states: Tensor, targets: Tensor, logits_of: Callable[[Tensor], Tensor], tokens: int
+    states: Tensor, targets: Tensor, logits_of: Callable[[Tensor], Tensor], tokens: int, scale: float
 ) -> Tensor:
-    """Return the mean loss, and run its backward pass; the logits of so many `tokens` exist at a time."""
+    """Return the mean loss, and run its backward pass times `scale`; the logits of so many `tokens` exist at a time."""
     chunks = zip(*(torch.split(each.flatten(0, 1), tokens) for each in (states.detach(), targets)), strict=True)
     losses, gradients = zip(
-        *(_chunk_cross_entropy(part, ids, logits_of, targets.numel()) for part, ids in chunks), strict=True
+        *(_chunk_cross_entropy(part, ids, logits_of, targets.numel(), scale) for part, ids in chunks), strict=True
     )
     torch.autograd.backward(states, torch.cat(gradients).view_as(states))
     return torch.stack(losses).sum()
 
 
 def _chunk_cross_entropy(
-    states: Tensor, ids: Tensor, logits_of: Callable[[Tensor], Tensor], count: int
+    states: Tensor, ids: Tensor, logits_of: Callable[[Tensor], Tensor], count: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of a chunk's losses over `count`, and its gradient at `states`; add those of the head's weights.
 
@@ -475,10 +515,14 @@ def _chunk_cross_entropy(
         shares = functional.log_softmax(part, 1, dtype=torch.float32)
         loss -= shares.gather(1, wanted).sum()
         shares.exp_().scatter_add_(1, wanted, shares.new_full(wanted.shape, -1.0))
-        torch.div(shares, count, out=part)
+        torch.div(shares, count / scale, out=part)
     torch.autograd.backward(logits, memory)
     assert leaf.grad is not None
     return loss / count, leaf.grad
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
 
 
 def is_shortage(error: BaseException) -> bool:

@@ -25,7 +25,7 @@ from pipeline.inner_step import Inner, OptimiserState, StepReport
 
 _COUNTED = (
     *("forwards", "backwards", "recomputed", "stale_backwards", "weight_copies", "shortages"),
-    *("inner_steps", "skipped_steps", "uncompiled_steps"),
+    *("inner_steps", "skipped_steps", "uncompiled_steps", "overflows"),
 )
 STAGED = 2**24
 """Numbers of a correction that lie on a GPU at once."""
@@ -59,7 +59,7 @@ class Stage(StagePasses):
         """Return counts since the start.
 
         A skipped step had a gradient that was not finite, or not whole. An uncompiled one was slow: torch cannot
-        compile for this GPU.
+        compile for this GPU. Overflows are backward passes that ran again with half the factor of float16.
         """
         return {name: self._counts[name] for name in _COUNTED}
 
@@ -79,6 +79,8 @@ class Stage(StagePasses):
             self._counts["uncompiled_steps"] += not self._adamw.compiled
         else:
             self._counts["skipped_steps"] += 1
+        if self._scale.adapts and not self._spoiled and not self._scale.note_window(finite=math.isfinite(norm)):
+            self._compute_in_float32()
         self._forget_gradients()
         self._note_window()
         return StepReport(norm, applied)
@@ -91,7 +93,7 @@ class Stage(StagePasses):
             # A weight that no token used gets a gradient of zero, so that all weights take the same number of steps.
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight, dtype=torch.float32)
-            weight.grad.div_(microbatches)
+            weight.grad.div_(microbatches * self._scale.value)
         return nn.utils.clip_grad_norm_(self._weights, self._clip_norm).item()
 
     def discard(self) -> None:

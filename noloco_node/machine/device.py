@@ -106,11 +106,13 @@ def _driver_free_bytes(gpu: torch.device) -> int:
 
 
 def autocast_dtype(device: torch.device, precision: str) -> torch.dtype | None:
-    """Return bfloat16 where `precision` is auto and the GPU computes in it natively, else None (float32).
+    """Return the format in which matrices are multiplied: None is float32, which a CPU has always.
+
+    Where `precision` is auto, a GPU that computes in bfloat16 natively has it, and an older one float16.
 
     Float32 is float32: products are never shortened to TF32, since a run that asks for it asks for its precision.
     """
-    return torch.bfloat16 if precision == "auto" and DEVICE_TYPES[device.type].has_bfloat16(device) else None
+    return DEVICE_TYPES[device.type].half(device) if precision == "auto" else None
 
 
 class Device:

@@ -191,9 +191,13 @@ def plan(run: RunConfig) -> RunPlan:
     )
 
 
-def memories(run: RunConfig, drawn: ModelLayout, *, half: bool = False) -> tuple[Memory, ...]:
-    """Return what a peer of each stage needs. `half`: it computes in bfloat16."""
-    return tuple(_memory(run, drawn, number, half) for number in range(len(drawn.cuts)))
+def memories(run: RunConfig, drawn: ModelLayout, *, half: bool = False, splits: bool = True) -> tuple[Memory, ...]:
+    """Return what a peer of each stage needs.
+
+    `half`: it computes in bfloat16 or float16. `splits`: where weights may have 24 bits it holds them so, as bfloat16
+    lets it.
+    """
+    return tuple(_memory(run, drawn, number, half, splits) for number in range(len(drawn.cuts)))
 
 
 class DeviceNeeds(NamedTuple):
@@ -209,10 +213,13 @@ class DeviceNeeds(NamedTuple):
 
 
 def device_needs(run: RunConfig, drawn: ModelLayout, device: torch.device) -> DeviceNeeds:
+    import torch
+
     from noloco_node.machine.device import autocast_dtype
     from pipeline.hardware.device_type import DEVICE_TYPES
 
-    found = memories(run, drawn, half=autocast_dtype(device, run.precision) is not None)
+    half = autocast_dtype(device, run.precision)
+    found = memories(run, drawn, half=half is not None, splits=half is not torch.float16)
     graph = tuple(memory.graph for memory in found)
     if DEVICE_TYPES[device.type].shares_memory:
         return DeviceNeeds(tuple(memory.total for memory in found), graph, ())
@@ -241,25 +248,25 @@ def _rounds(run: RunConfig) -> int:
     return int(run.inner.steps / mean_steps_per_round(run.outer))
 
 
-def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool) -> Memory:
+def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool, splits: bool) -> Memory:
     from noloco_node.planning.graph_memory import graph_bytes  # which loads torch
 
     cut, shapes, pipeline = drawn.cuts[number], tuple(drawn.shapes[number].values()), run.pipeline
     once, gossip = float32_bytes(shapes), gossip_memory(run.outer, shapes)._asdict()
-    cast, coded = 2 * drawn.multiplied[number] if half else 0, run.inner.state == "int8"
+    cast, split = 2 * drawn.multiplied[number] if half else 0, splits and run.inner.state == "int8"
     graph, tokens = graph_bytes(pipeline, drawn, number, half=half), pipeline.microbatch_tokens
     at_once = pipeline.in_flight(number)
     activations = ACTIVATION_CODECS[pipeline.codec].down.size_bytes(tokens, drawn.width)
     return Memory(
         # Of a multiplied weight the upper half is what passes compute with, and a byte of its float32 is left out.
-        weights=once - cast // 2 if coded else once,
+        weights=once - cast // 2 if split else once,
         gradients=once,
         optimiser=2 * sum(moment_bytes(shape, run.inner.state) for shape in shapes),
         slow_weights=once,
         outer_momentum=gossip.pop("momentum"),
         snapshot=once,
         **gossip,
-        cast_weights=0 if coded else cast,
+        cast_weights=0 if split else cast,
         # What is cast has a copy of its own; the rest moves on to one.
         stale_weights=once - cast if pipeline.windows_in_flight == 2 and not cut.head else 0,
         graph=graph,

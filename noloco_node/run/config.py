@@ -266,7 +266,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     name: str = "run"
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     precision: Literal["auto", "float32"] = "auto"
-    """auto: bfloat16 autocast on a GPU that has it, float32 on a CPU. Weights are float32 always."""
+    """auto: bfloat16 autocast on a GPU that has it, float16 on an older one, float32 on a CPU."""
     model: ModelConfig
     pipeline: PipelineConfig = PipelineConfig()
     data: DataConfig = DataConfig()

@@ -127,25 +127,26 @@ def test_a_cpu_computes_in_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "hip", "native"),
+    ("capability", "hip", "half"),
     [
-        ((7, 0), None, False),
-        ((7, 5), None, False),
-        ((8, 0), None, True),
-        ((12, 0), None, True),
-        ((9, 0), "6.4", False),
-        ((9, 4), "6.4", True),
-        ((10, 3), "6.4", False),
-        ((11, 0), "6.4", True),
+        ((6, 1), None, None),
+        ((7, 0), None, torch.float16),
+        ((7, 5), None, torch.float16),
+        ((8, 0), None, torch.bfloat16),
+        ((12, 0), None, torch.bfloat16),
+        ((9, 0), "6.4", torch.float16),
+        ((9, 4), "6.4", torch.bfloat16),
+        ((10, 3), "6.4", torch.float16),
+        ((11, 0), "6.4", torch.bfloat16),
     ],
 )
-def test_bfloat16_where_our_gpu_computes_in_it_and_not_where_it_is_emulated(
-    capability: tuple[int, int], hip: str | None, native: bool, monkeypatch: pytest.MonkeyPatch
+def test_bfloat16_where_our_gpu_computes_in_it_and_float16_where_it_is_emulated(
+    capability: tuple[int, int], hip: str | None, half: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = torch.device("cuda:1")
     monkeypatch.setattr(torch.cuda, "get_device_capability", {ours: capability}.__getitem__)
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert autocast_dtype(ours, "auto") == (torch.bfloat16 if native else None)
+    assert autocast_dtype(ours, "auto") == half
     assert autocast_dtype(ours, "float32") is None
 
 

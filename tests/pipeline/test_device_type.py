@@ -39,7 +39,7 @@ def test_an_apple_processor_is_asked_by_its_own_functions(monkeypatch: pytest.Mo
     assert kind.free_bytes(MPS) == 0
     for newer in (True, False):
         monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda *_, newer=newer: newer)
-        assert kind.has_bfloat16(MPS) == newer
+        assert kind.half(MPS) == (torch.bfloat16 if newer else None)
 
 
 def test_dropout_is_drawn_again_from_the_random_numbers_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

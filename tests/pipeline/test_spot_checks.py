@@ -198,8 +198,8 @@ def test_distance() -> None:
     assert distance(TRUE, -TRUE) == pytest.approx(2.0)
 
 
-def _replies(gap: float) -> list[torch.Tensor]:
-    """Return gradients of four replicas in bfloat16, and of a last one in float32.
+def _replies(gap: float, other: torch.dtype | None) -> list[torch.Tensor]:
+    """Return gradients of four replicas in bfloat16, and of a last one in another format, None being float32.
 
     `gap`: how far each one's weights are from their mean, as a share of their norm.
     """
@@ -208,7 +208,7 @@ def _replies(gap: float) -> list[torch.Tensor]:
     hidden = torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(0))
     found = []
     for number in range(5):
-        stage = make_stage(recipe, last, autocast=torch.bfloat16 if number < 4 else None)
+        stage = make_stage(recipe, last, autocast=torch.bfloat16 if number < 4 else other)
         generator = torch.Generator().manual_seed(number)
         noise = [torch.randn(weight.shape, generator=generator) for weight in stage.weights()]
         apart = [w + gap * w.norm() / n.norm() * n for w, n in zip(stage.weights(), noise, strict=True)]
@@ -219,14 +219,20 @@ def _replies(gap: float) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.parametrize("other", [None, torch.float16])
 @pytest.mark.parametrize("gap", [1e-3, 1e-2])
-def test_a_float32_replica_among_those_in_bfloat16_is_as_near_as_they_are(gap: float) -> None:
-    *halves, whole = _replies(gap)
+def test_a_replica_of_another_format_among_those_in_bfloat16_is_as_near_as_they_are(
+    gap: float, other: torch.dtype | None
+) -> None:
+    *halves, whole = _replies(gap, other)
     usual = median(distance(*pair) for pair in itertools.combinations(halves, 2))
     assert max(distance(whole, half) for half in halves) < TIMES * usual
 
 
-def test_where_weights_are_alike_a_float32_replica_is_struck_and_never_reaches_the_limit() -> None:
+@pytest.mark.parametrize("other", [None, torch.float16])
+def test_where_weights_are_alike_a_replica_of_another_format_is_struck_and_never_reaches_the_limit(
+    other: torch.dtype | None,
+) -> None:
     """A strike adds its distance, which is that of two number formats."""
-    *halves, whole = _replies(0.0)
+    *halves, whole = _replies(0.0, other)
     assert LIMIT / max(distance(whole, half) for half in halves) > 10_000
