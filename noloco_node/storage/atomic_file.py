@@ -140,14 +140,24 @@ def array(name: str, tensor: Tensor) -> Array:
 
 
 def bytes_of(tensor: Tensor) -> TensorBytes:
-    """Return the bytes of a tensor, int8 or float32: its own memory where that holds them, else copies."""
+    """Return the bytes of a tensor, int8 or float32: its own memory where that holds them, else copies.
+
+    What another device holds is copied beside its passes.
+    """
     import torch
+
+    from pipeline.hardware.device_type import DEVICE_TYPES
 
     dtype = torch.int8 if tensor.dtype is torch.int8 else torch.float32
 
     def chunks() -> Iterator[memoryview]:
-        for part in torch.split(tensor.detach().reshape(-1), AT_ONCE):
-            view: Any = part.to("cpu", dtype).view(torch.uint8).numpy()
+        beside = DEVICE_TYPES[tensor.device.type].beside(tensor.device)
+        with beside:
+            values = tensor.detach().reshape(-1)
+        for part in torch.split(values, AT_ONCE):
+            with beside:
+                here = part.to("cpu", dtype)
+            view: Any = here.view(torch.uint8).numpy()
             yield memoryview(view)
 
     return TensorBytes(dtype.itemsize * tensor.numel(), chunks)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,9 @@ class DeviceType(NamedTuple):
     draws from. `empty_cache`: has torch give back memory that it does not use. `kept_bytes`: how much that would be.
     `free_bytes`: what the driver still gives; None where only main memory is the bound. `shares_memory`: whether the
     device computes in main memory. `half`: the format of 16 bits that it multiplies faster than float32, bfloat16 if
-    it can without emulation; None if there is none.
+    it can without emulation; None if there is none. `beside`: a context that may be entered again; copies to main
+    memory that another thread makes in it do not wait for passes, nor passes for them. Nobody may write to what is
+    copied.
     """
 
     finish: Callable[[torch.device], None]
@@ -30,6 +33,7 @@ class DeviceType(NamedTuple):
     free_bytes: Callable[[torch.device], int | None]
     shares_memory: bool
     half: Callable[[torch.device], torch.dtype | None]
+    beside: Callable[[torch.device], AbstractContextManager[object]]
 
 
 def _cuda_half(device: torch.device) -> torch.dtype | None:
@@ -53,6 +57,7 @@ DEVICE_TYPES = {
         free_bytes=lambda _: None,
         shares_memory=True,
         half=lambda _: None,
+        beside=lambda _: nullcontext(),
     ),
     "cuda": DeviceType(
         finish=lambda device: torch.cuda.synchronize(device),
@@ -63,6 +68,7 @@ DEVICE_TYPES = {
         free_bytes=lambda device: torch.cuda.mem_get_info(device)[0],
         shares_memory=False,
         half=_cuda_half,
+        beside=lambda device: torch.cuda.stream(torch.cuda.Stream(device)),  # type: ignore[no-untyped-call]
     ),
     "mps": DeviceType(
         finish=lambda _: torch.mps.synchronize(),
@@ -74,5 +80,6 @@ DEVICE_TYPES = {
         shares_memory=True,
         # Apple's matrix library knows bfloat16 from macOS 14 on.
         half=lambda _: torch.bfloat16 if torch.backends.mps.is_macos_or_newer(14, 0) else None,
+        beside=lambda _: nullcontext(),
     ),
 }

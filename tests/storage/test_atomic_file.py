@@ -8,6 +8,7 @@ import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 import noloco_node
 from noloco_node.storage import atomic_file
 from noloco_node.storage.atomic_file import Array, bytes_of
+from pipeline.hardware.device_type import DEVICE_TYPES
 
 
 class NearlyFull:
@@ -104,6 +106,15 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "one value": lambda tensor: tensor[0, 0],
     "empty": lambda tensor: tensor[:0],
 }
+
+
+def test_what_a_device_holds_is_copied_beside_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomic_file, "AT_ONCE", 7)
+    beside = MagicMock()
+    monkeypatch.setitem(DEVICE_TYPES, "cpu", DEVICE_TYPES["cpu"]._replace(beside=lambda _: beside))
+    for number, _ in enumerate(bytes_of(torch.randn(4, 7)).read(), 1):
+        # What makes one row of the values comes before the chunks; the writer's own work is in no such context.
+        assert beside.__enter__.call_count == beside.__exit__.call_count == number + 1
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
