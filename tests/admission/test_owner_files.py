@@ -14,8 +14,19 @@ from admission_keys import public
 from typer.testing import CliRunner
 
 from noloco_node.admission.admission_state import AdmissionState
-from noloco_node.admission.owner_files import key_file, load_key, load_members, make_key, members_file, save_key
-from noloco_node.admission.ticket import MEMBER, Right, encode, peer_of
+from noloco_node.admission.owner_files import (
+    MemberList,
+    alone_with_members,
+    key_file,
+    load_key,
+    load_members,
+    make_key,
+    members_file,
+    save_key,
+    save_members,
+    with_revoked,
+)
+from noloco_node.admission.ticket import MEMBER, MOST_REVOKED, Right, encode, peer_of
 from noloco_node.admission.ticket_service import OPEN_DAYS
 from noloco_node.cli.main import app
 from noloco_node.cli.members import MemberOptions, confirmation
@@ -191,6 +202,55 @@ def test_no_day_is_too_far_away_for_a_list(tmp_path: Path) -> None:
     for days in ("36501", "1e300", "inf"):
         assert "Invalid value for '--days'" in owner.members("ban", OTHER, "--days", days)
     assert load_members(owner.run).number == 1
+
+
+@pytest.mark.parametrize("content", [b"{", b'{"number": "one"}', b"\xff"])
+def test_a_damaged_list_is_an_error_and_stays_as_it_is(tmp_path: Path, content: bytes) -> None:
+    """Taken for an empty one, it would let in again who was shut out."""
+    owner = Owner(tmp_path, "open")
+    members_file(owner.run).write_bytes(content)
+    for words in (("list",), ("ban", PEER), ("invite", PEER, "--invite", owner.base)):
+        with pytest.raises(UserError, match="is damaged") as caught:
+            owner.members(*words)
+        assert caught.value.code is Exit.CONFIG
+    assert members_file(owner.run).read_bytes() == content
+
+
+def test_a_disk_that_refuses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "nowhere" / "run.toml"
+
+    def lock() -> None:
+        with alone_with_members(run):
+            raise AssertionError("without a key there is nothing to lock")
+
+    members_file(tmp_path / "run.toml").mkdir()
+    refused = {
+        "owner": [lambda: save_key(run, make_key(run)), lock],
+        "members": [lambda: save_members(run, MemberList()), lambda: save_members(tmp_path / "run.toml", MemberList())],
+    }
+    for name, calls in refused.items():
+        for call in calls:
+            with pytest.raises(UserError, match=rf"run\.{name} cannot be read or written"):
+                call()
+    save_members(tmp_path / "other.toml", MemberList(number=3))
+
+    def fail(_: Path) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(UserError, match=r"other\.members cannot be read") as caught:
+        load_members(tmp_path / "other.toml")
+    assert "Input/output error" in caught.value.why
+
+
+def test_a_list_holds_so_many_and_forgets_who_has_no_ticket_left(tmp_path: Path) -> None:
+    key, later = make_key(tmp_path / "run.toml"), {f"{number:064x}": 200 for number in range(MOST_REVOKED)}
+    full = with_revoked(MemberList(), key, "a" * 64, later, 100.0)
+    assert (len(full.revoked), full.number) == (MOST_REVOKED, 1)
+    with pytest.raises(UserError, match=f"{MOST_REVOKED + 1} tickets") as caught:
+        with_revoked(full, key, "a" * 64, {"f" * 64: 300}, 199.0)
+    assert caught.value.code is Exit.USAGE
+    assert with_revoked(full, key, "a" * 64, {"f" * 64: 300}, 200.0).revoked == {"f" * 64: 300}
 
 
 def test_a_delegate_may_sign(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from small_stages import VOCABULARY, cuts, drawn_ids, make_stage, prepared
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -403,6 +403,25 @@ def test_the_last_stage_without_memory_loses_its_window_too(monkeypatch: pytest.
         stage.loss(torch.randn(2, 9, 32), ids(0))
     assert not stage.step(1e-2, 1).applied
     assert stage.loss(torch.randn(2, 9, 32), ids(0)).tokens == 18
+
+
+def test_a_step_without_memory_for_the_norm_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = staged("llama")
+    before = stage.weights()
+    waiting, late = stage.forward(ids(0)), stage.forward(ids(1))
+    waiting.backward(torch.ones_like(waiting.output))
+
+    def fail(*_: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.utils, "clip_grad_norm_", fail)
+        assert not stage.step(1e-2, 1).applied
+    assert not late.has_graph, "it shrinks"
+    assert all(map(torch.equal, before, stage.weights()))
+    assert (stage.statistics()["shortages"], stage.statistics()["skipped_steps"]) == (1, 1)
+    late.backward(torch.ones_like(late.output))
+    assert stage.step(1e-2, 1).applied
 
 
 def test_only_memory_is_a_shortage() -> None:
