@@ -54,6 +54,8 @@ class Stage(StagePasses):
         self._adamw = AdamW(self._weights, inner, settings.device, self._remainders)
         # On a GPU the memory for a correction is taken now: a change must not fail half-way. A CPU needs none.
         self._staging = torch.empty(0 if settings.device.type == "cpu" else STAGED, device=settings.device)
+        self._spare: tuple[Tensor, ...] = ()
+        """Memory for the next copy of the weights. The system takes longer to give it than a GPU to fill it."""
 
     def statistics(self) -> dict[str, int | float]:
         """Return counts since the start.
@@ -140,7 +142,7 @@ class Stage(StagePasses):
     @torch.no_grad()
     def weights(self) -> tuple[Tensor, ...]:
         """Return a copy of the fast weights (float32, CPU)."""
-        found = tuple([torch.empty(shape) for shape in self.shapes])
+        found, self._spare = self._spare or tuple([torch.empty(shape) for shape in self.shapes]), ()
         with self._adamw.room():
             for own, copy in zip(self._weights, found, strict=True):
                 for part, values in self._parts(own, copy):
@@ -164,7 +166,10 @@ class Stage(StagePasses):
 
     @torch.no_grad()
     def correct(self, delta: Sequence[Tensor]) -> None:
-        """Add `delta` to the fast weights; raise ValueError, with nothing changed, if shapes are not ours."""
+        """Add `delta` (float32) to the fast weights; raise ValueError, with nothing changed, if shapes are not ours.
+
+        A stage on a GPU keeps a `delta` in main memory: its next copy of the weights is written there.
+        """
         _check_shapes(delta, self.shapes)
         self._leave_to_waiting()
         with self._adamw.room():
@@ -176,6 +181,8 @@ class Stage(StagePasses):
                     else:
                         part.add_(more)
         self._set.refresh()
+        if not self._type.shares_memory and all(each.device.type == "cpu" for each in delta):
+            self._spare = tuple(delta)
 
     def _parts(self, own: nn.Parameter, others: Tensor) -> Iterator[tuple[Tensor | Split, Tensor]]:
         """Yield views of a weight and of `others` of its shape, flat, piece by piece."""

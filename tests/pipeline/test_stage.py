@@ -350,6 +350,24 @@ def test_a_copied_optimiser_goes_on_bit_for_bit(steps: int) -> None:
         assert torch.equal(mine, yours)
 
 
+@pytest.mark.parametrize("apart", [True, False])
+def test_the_next_copy_of_the_weights_takes_the_memory_of_a_correction_where_the_device_has_its_own(
+    *, apart: bool
+) -> None:
+    stage = make_stages("gpt2", 2)[0]
+    stage._type = stage._type._replace(shares_memory=not apart)
+    first, expected = stage.weights(), stage.weights()
+    assert not {each.data_ptr() for each in first} & {each.data_ptr() for each in expected}
+    with pytest.raises(ValueError, match="is not"):
+        stage.correct([torch.zeros(1), *first[1:]])
+    stage.correct(first)
+    second = stage.weights()
+    assert [a.data_ptr() == b.data_ptr() for a, b in zip(first, second, strict=True)] == [apart] * len(first)
+    assert all(torch.equal(2 * before, after) for before, after in zip(expected, second, strict=True))
+    third = stage.weights()
+    assert not {each.data_ptr() for each in second} & {each.data_ptr() for each in third}, "one caller has it"
+
+
 def test_what_a_stage_lends_is_its_own_memory_and_what_it_copies_is_not() -> None:
     stage = make_stages("gpt2", 1)[0]
     lent, copies = (*stage.current_weights(), *stage.optimiser_state().moments), stage.weights()
