@@ -71,11 +71,14 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def phases(self) -> dict[str, int]:
-        """What a replica needs beside what the device computes with, by phase. Checkpoints and copies take no more."""
+        """What a replica needs beside what a GPU computes with, by phase. Checkpoints and copies take no more.
+
+        In steps it keeps the memory of its last snapshot; where the device computes in main memory it does not.
+        """
         lasting = self.slow_weights + self.outer_momentum + self.gathered
         steps = lasting + self.owed + self.ahead + self.waiting
         return {
-            "steps": steps,
+            "steps": steps + self.snapshot,
             "a round": steps + self.snapshot + self.exchange,
             "adopting": steps + self.snapshot + self.adopted,
             "catching up": lasting + self.optimiser,
