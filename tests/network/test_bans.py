@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from coroutine_tests import run_main
@@ -16,7 +16,9 @@ from noloco_node.network.bans import (
     FIRST_BAN_S,
     HALF_LIFE_S,
     LONGEST_BAN_S,
+    MOST_AT_ONCE,
     MOST_KNOWN,
+    MOST_OF_PREFIX,
     MOST_VIOLATIONS,
     BanHook,
     BanList,
@@ -136,6 +138,56 @@ async def test_a_hostile_peer_is_neither_served_nor_called_and_others_are() -> N
             raise AssertionError("we call nobody whom we do not serve")
     await asyncio.sleep(LONGEST_BAN_S)
     assert await say("liar", "good"), "and then again"
+
+
+class Caller(NamedTuple):
+    """A conversation, of which a hook sees who calls from where."""
+
+    peer: str
+    origin: str
+
+
+def calls(hook: BanHook, peer: str, origin: str) -> ExitStack:
+    """Return the conversation with a caller while it is answered."""
+    answered = ExitStack()
+    answered.enter_context(hook.answering(Caller(peer, origin), "talk"))  # type: ignore[arg-type]
+    return answered
+
+
+CROWD = [f"/ip4/8.8.8.{number % 256}/tcp/{number}" for number in range(MOST_AT_ONCE)]
+ELSEWHERE = ["/ip4/8.8.9.1/tcp/1", "/ip6/2001:4860:4860::8888/tcp/1", "/ip4/8.8.8.1/tcp/1/p2p/x/p2p-circuit", ""]
+
+
+@run_main(run)
+async def test_one_place_has_so_many_conversations_at_once_and_others_have_theirs() -> None:
+    hook = BanHook()
+    under_way = [calls(hook, f"peer{number}", origin) for number, origin in enumerate(CROWD)]
+    with pytest.raises(ConnectionRefusedError, match=r"busy with 256 conversations from 8\.8\.8\.0/24"):
+        calls(hook, "one more", CROWD[0])
+    # Peers of one household, or of one machine, come from an address that says nothing of them.
+    for origin in (*ELSEWHERE, *["/ip4/192.168.1.7/tcp/1"] * (MOST_AT_ONCE + 1)):
+        calls(hook, "another", origin)
+    under_way.pop().close()
+    with calls(hook, "one more", CROWD[0]):
+        assert hook.statistics()["bans.crowded"] == 1
+
+
+@run_main(run)
+async def test_many_identities_of_one_place_are_shut_out_together() -> None:
+    hook, place = BanHook(), "/ip4/8.8.8.8/tcp/1"
+    served = 0
+    for number in range(3 * round(MOST_OF_PREFIX)):
+        with suppress(Violation, ConnectionRefusedError), calls(hook, f"new{number}", place):
+            served += 1
+            raise Violation("a bad word")
+        await asyncio.sleep(1.0)
+    assert served <= MOST_OF_PREFIX + 2
+    with pytest.raises(ConnectionRefusedError, match=r"8\.8\.8\.0/24 sent what no peer may send"):
+        calls(hook, "honest", "/ip4/8.8.8.99/tcp/1")
+    for origin in ELSEWHERE:
+        calls(hook, "honest", origin)
+    await asyncio.sleep(LONGEST_BAN_S)
+    calls(hook, "honest", place)
 
 
 @pytest.mark.parametrize("surfaces", [("receive",), ("send",), ("send", "receive")])

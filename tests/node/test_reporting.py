@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any, cast
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.node.reporting import DeviceSpeed, HopSample
+from noloco_node.journal import events
+from noloco_node.node.reporting import DeviceSpeed, HopSample, ProgressReporter
+from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.roster import HOP_LETTERS, MOST_HOPS
 
 PEERS = [f"12D3KooW{number:044d}" for number in range(9)]
@@ -49,6 +54,31 @@ def test_a_device_that_becomes_ten_times_as_slow_is_told_of_once(looks: list[tup
             assert found > (1 - 1e-6) * DeviceSpeed.TIMES
             told.append(found)
     assert len(told) <= 1
+
+
+def test_a_slow_device_is_said_and_journalled() -> None:
+    said, recorded = list[str](), list[Any]()
+    device, statistics = SimpleNamespace(busy_s=0.0), {"succeeded": 0}
+    context = SimpleNamespace(
+        options=SimpleNamespace(refresh_s=60.0),
+        membership=None,
+        network=None,
+        reporter=SimpleNamespace(record=recorded.append),
+        host=SimpleNamespace(device=device),
+        warn=said.append,
+    )
+
+    async def main() -> None:
+        replica: Any = SimpleNamespace(worker=SimpleNamespace(statistics=lambda: statistics))
+        reporter = ProgressReporter(cast(Any, context), replica, lambda: PeerState.TRAINING)
+        for mean_s in (0.1, 0.1, 2.0, 2.0, 2.0, 2.0):
+            device.busy_s += 10 * mean_s
+            statistics["succeeded"] += 10
+            reporter._look_at_speed()
+
+    asyncio.run(main())
+    assert [text.partition(" times")[0] for text in said] == ["a microbatch takes the device 20"]
+    assert recorded == [events.Noticed(what="device", text=said[0])]
 
 
 def test_a_process_that_was_stopped_once_is_no_slow_device() -> None:

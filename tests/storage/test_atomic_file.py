@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -17,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import noloco_node
+from noloco_node.errors import Exit, UserError
 from noloco_node.storage import atomic_file
 from noloco_node.storage.atomic_file import Array, bytes_of
 from pipeline.hardware.device_type import DEVICE_TYPES
@@ -106,6 +110,65 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "one value": lambda tensor: tensor[0, 0],
     "empty": lambda tensor: tensor[:0],
 }
+
+
+def safetensors(head: bytes, length: int | None = None, data: bytes = b"1234") -> bytes:
+    return (len(head) if length is None else length).to_bytes(8, "little") + head + data
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.floats() | st.text(max_size=3),
+    lambda some: st.lists(some, max_size=3) | st.dictionaries(st.sampled_from(["data_offsets", "a"]), some),
+    max_leaves=6,
+)
+NO_FILES = {
+    "empty": b"",
+    "half a number": b"1234",
+    "a header of exabytes": safetensors(b"{}", 2**63),
+    "an end within the header": safetensors(b"{}", 99, b""),
+    "no JSON": safetensors(b"{"),
+    "no text": safetensors(b"\xff\xff"),
+    "a list": safetensors(b"[]"),
+    "metadata that is a list": safetensors(b'{"__metadata__": []}'),
+}
+
+
+@pytest.mark.parametrize("content", NO_FILES.values(), ids=NO_FILES)
+def test_what_is_no_file_of_tensors_is_a_value_error(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "any.safetensors"
+    path.write_bytes(content)
+    readers: list[Callable[[Path], object]] = [atomic_file.about_of, atomic_file.check_tensors]
+    if b"metadata" not in content:
+        readers.append(atomic_file.tensor_ranges)
+    for read in readers:
+        with pytest.raises(ValueError, match=r"."):
+            read(path)
+
+
+@given(table=st.dictionaries(st.sampled_from(["a", "b", "__metadata__"]), JSON), data=st.binary(max_size=9))
+def test_a_tensor_lies_within_its_file_or_the_header_is_refused(
+    table: dict[str, Any], data: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    head = json.dumps(table).encode()
+    path = tmp_path_factory.mktemp("files") / "any.safetensors"
+    path.write_bytes(safetensors(head, data=data))
+    with suppress(ValueError):
+        for begin, end in atomic_file.tensor_ranges(path).values():
+            assert 8 + len(head) <= begin <= end <= path.stat().st_size
+    with suppress(ValueError):
+        assert isinstance(atomic_file.about_of(path), str | None)
+    with suppress(ValueError):
+        atomic_file.check_tensors(path)
+
+
+def test_a_disk_that_refuses_a_small_file_is_named_to_the_owner(tmp_path: Path) -> None:
+    path = tmp_path / "nowhere" / "file"
+    with pytest.raises(UserError, match="cannot write") as caught:
+        atomic_file.write_whole(path, b"any")
+    assert caught.value.code is Exit.STORAGE
+    atomic_file.write_whole(tmp_path / "file", b"any")
+    assert (tmp_path / "file").read_bytes() == b"any"
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
 
 
 def test_what_a_device_holds_is_copied_beside_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.swarm.receipts import (
+    ENOUGH,
+    LONGEST_ID,
     MOST_LISTED,
     MOST_SESSIONS,
     RECEIPT_BYTES,
@@ -103,6 +105,33 @@ def test_a_record_of_a_thousand_sources_is_bounded_and_all_come_in_turn() -> Non
         assert len(record) <= RECEIPT_BYTES
         ledger.take({"signer": record})
     assert all(ledger.signed(name) == 2**40 for name in names)
+
+
+def test_of_too_many_sources_the_one_silent_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("noloco_node.swarm.receipts.MOST_SOURCES", 8)
+    issued = IssuedReceipts(1)
+    for number in range(20):
+        issued.add(f"passing{number}", 1, brought=1)
+        issued.add("steady", 1, brought=1)
+        assert decode_receipts(issued.raw()) is not None
+    for nobody in ("", "x" * (LONGEST_ID + 1)):
+        issued.add(nobody, 1)
+    assert issued.samples == {"steady": 20} | {f"passing{number}": 1 for number in range(13, 20)}
+    assert issued.brought == issued.samples
+
+
+def test_what_is_believed_of_strangers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("noloco_node.swarm.receipts.MOST_SOURCES", 8)
+    ledger = ReceiptLedger()
+    ledger.take({})
+    ledger.begin()
+    for number in range(20):
+        for _ in range(ENOUGH):
+            ledger.prove("signer", 1)
+        ledger.take({"signer": raw(number, steady=1, **{f"passing{number}": 1})})
+        ledger._books.clear()
+    assert set(ledger._settled) == {"steady"} | {f"passing{number}" for number in range(13, 20)}
+    assert ledger.verified("steady") == 20
 
 
 class Swarm:

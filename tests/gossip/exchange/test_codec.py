@@ -230,6 +230,18 @@ def test_what_is_not_finite_is_not_encoded(form: Format, poison: float) -> None:
 
 
 @pytest.mark.parametrize("form", Format)
+def test_arguments_that_do_not_fit_the_weights_are_an_error(form: Format) -> None:
+    weights = draw(1)
+    steps = steps_for(form, weights, 0.01)
+    with pytest.raises(ValueError, match="float32"):
+        encode(form, (*weights[:-1], weights[-1].double()), (), steps)
+    with pytest.raises(ValueError, match="residual"):
+        encode(form, weights, tuple(torch.zeros(3) for _ in weights), steps)
+    with pytest.raises(ValueError, match="steps for"):
+        encode(form, weights, (), (*steps, 1.0))
+
+
+@pytest.mark.parametrize("form", Format)
 def test_what_came_is_of_our_shapes_or_implausible(form: Format) -> None:
     own = draw(1)
     steps = steps_for(form, own, 0.01)

@@ -17,6 +17,7 @@ from gossip.exchange.swap import (
     LEAST_ALIKE,
     LEAST_PULL,
     OFTEN,
+    PARTNERS,
     REFUSE,
     SELF_DOUBT,
     TYPICAL,
@@ -208,6 +209,14 @@ def test_whoever_refuses_everybody_doubts_itself() -> None:
         with pytest.raises(Implausible):
             bound.share("mate", at(30.0))
     assert bound.share("mate", at(30.0)) == 1.0
+
+
+def test_the_partners_that_are_remembered_are_bounded() -> None:
+    bound = InfluenceBound()
+    for number in range(3 * PARTNERS):
+        assert bound.share(f"passing{number}", at(1.0)) == bound.share("steady", at(1.0)) == 1.0
+    assert len(bound._seen) == PARTNERS
+    assert "steady" in bound._seen, "the one met longest ago is forgotten"
 
 
 def test_a_pair_that_agrees_to_the_bit_does_not_shut_out_a_third() -> None:

@@ -101,6 +101,13 @@ def test_norms_are_compared_in_both_directions(factor: float) -> None:
             check_norm(factor * norm(weights().fast), norm(weights().fast), "weights")
 
 
+@pytest.mark.parametrize("theirs", [math.nan, math.inf])
+def test_a_norm_that_is_not_finite_is_the_sender_s_fault_whatever_ours_is(theirs: float) -> None:
+    for ours in (1.0, math.nan):
+        with pytest.raises(Implausible, match="weights: not finite"):
+            check_norm(theirs, ours, "weights")
+
+
 def test_nobody_else_is_blamed_where_ours_are_not_finite() -> None:
     for mine in (probed(math.nan), replace(probed(), fast=torch.full((17,), math.inf))):
         with pytest.raises(ConnectionAbortedError, match="our own") as caught:
