@@ -351,6 +351,35 @@ def undisturbed(start: Tensor, steps: int, optimum: float) -> Tensor:
     return start
 
 
+UNASKED: dict[str, tuple[Outer, tuple[int, int], Callable[[Weights], Weights], str]] = {
+    "slow ones beside fast ones": (REFERENCE, (1, 1), lambda sent: replace(sent, slow=sent.fast), "does not need"),
+    "no slow ones": (APART, (1, 1), lambda sent: replace(sent, slow=()) if sent.fast else sent, "no slow weights"),
+    "its own, though it adopts": (REFERENCE, (5, 6), lambda sent: replace(sent, fast=(drawn(2),)), "too stale"),
+    "two sets to adopt": (REFERENCE, (6, 5), lambda sent: replace(sent, slow=sent.fast), "two sets"),
+}
+
+
+@both_forms
+@pytest.mark.parametrize("what", UNASKED)
+def test_weights_that_the_rule_does_not_ask_for_change_nothing(what: str, blocking: bool) -> None:
+    outer, ages, spoil, why = UNASKED[what]
+
+    def tamper(sender: str, receiver: str, message: Any) -> Any:
+        if isinstance(message, ProposePrefetch):
+            return CUT  # or slow weights travel before the meeting
+        return spoil(message) if sender == "b" and isinstance(message, Weights) else message
+
+    settings = replace(SETTINGS, **outer._asdict(), skips_before_solo=100, blocking=blocking, staleness_at_most=5)
+    world = World(tamper=tamper)
+    a, b = (Toy(world, name, settings, origin=aged(drawn(1), age)) for name, age in zip("ab", ages, strict=True))
+    run(live([a, b], 30))
+    assert a.met == []
+    assert a.lost
+    assert all(loss.implausible and why in loss.why for loss in a.lost)
+    assert a.rounds.statistics().get("too_stale", 0) == 0, "nothing was lent for good"
+    assert torch.equal(a.rounds.state.slow[0], drawn(1))
+
+
 def test_the_fresh_one_meets_another_in_the_same_round() -> None:
     world, settings = World(), replace(SETTINGS, staleness_at_most=5)
     toys = [
