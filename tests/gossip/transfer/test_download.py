@@ -357,6 +357,23 @@ async def test_parameters_that_a_liar_wrote_over_are_settled_no_more() -> None:
             assert any(torch.equal(tensor, tensors_of(state(seed), section)[number]) for seed in (1, 2, 4))
 
 
+async def test_of_two_donors_whose_copy_cannot_be_right_nothing_stays() -> None:
+    """All hashes were right, so either may have lied: here the first one, about moments that only the end shows."""
+    world, news = World(), list[News]()
+    honest = state(1)
+    second_moments = tuple(-tensor for tensor in honest.optimiser[len(honest.slow) :])
+    Giving(world, "first", replace(honest, optimiser=(*honest.optimiser[: len(honest.slow)], *second_moments)))
+    Giving(world, "second", state(2, round=7))
+    Giving(world, "last", state(3, round=7))
+    dying(world, "first", 4 * len(SPANS) - 1)
+    found = await copy_from(world, ["first", "second", "last"], holding(news))
+    assert same(found, state(3, round=7))
+    selected = [each for each in news if isinstance(each, DonorSelected)]
+    assert [each.donor for each in selected] == ["first", "second", "last"]
+    assert [each.settled_bytes > 0 for each in selected] == [False, True, False]
+    assert [each.donor for each in news if isinstance(each, DonorLost) and each.refused] == ["second"]
+
+
 NOT_FINITE = (torch.full((40, 256), math.nan), *WHOLE.slow[1:])
 WRONG = {
     "NaN in the slow weights": {"slow": NOT_FINITE},
