@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from admission_keys import NOW_S, OWNER, RUN, key, member, public
+from coroutine_tests import run_main
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +14,9 @@ from noloco_node.admission import admission_state
 from noloco_node.admission.admission_state import (
     MOST_LOOKERS,
     MOST_SHOWN,
+    SILENCE_S,
     AdmissionState,
+    HeldTicket,
     addressed,
     stamped,
     told,
@@ -28,6 +33,8 @@ from noloco_node.admission.ticket import (
     peer_of,
     signed_list,
 )
+from noloco_node.errors import Exit, UserError
+from noloco_node.sim.clock import run
 
 PEERS = [peer_of(public(number)) for number in range(1, 5)]
 
@@ -154,3 +161,60 @@ def test_a_refusal_is_said_to_us(refusal: str, said: str) -> None:
 def test_whatever_a_stranger_says_is_one_short_line_that_moves_no_cursor(text: str) -> None:
     assert addressed(text).isprintable()
     assert len(addressed(text)) <= 1000
+
+
+# Our own ticket.
+
+
+class Signer:
+    """Gives tickets after a second, one after the other, or an error."""
+
+    def __init__(self, *answers: bytes | UserError) -> None:
+        self.left, self.asked = list(answers), 0
+
+    async def __call__(self) -> bytes:
+        self.asked += 1
+        await asyncio.sleep(1.0)
+        answer = self.left.pop(0)
+        if isinstance(answer, UserError):
+            raise answer
+        return answer
+
+
+def holding(signer: Signer, *own: bytes) -> HeldTicket:
+    held = HeldTicket(lambda: NOW_S, lambda: own, signer)
+    held.raw = own[0]
+    return held
+
+
+@run_main(run)
+async def test_of_many_uses_that_are_refused_one_asks_for_another_ticket() -> None:
+    signer = Signer(member(1, until=NOW_S + 9000))
+    held = holding(signer, member(1))
+    await asyncio.gather(*(held.another("it has expired") for _ in range(5)))
+    assert (signer.asked, held.raw) == (1, member(1, until=NOW_S + 9000))
+
+
+@run_main(run)
+async def test_where_nobody_signs_it_is_asked_once_in_a_while() -> None:
+    silent = UserError("No answer.", why="all are away", hint="", code=Exit.UNREACHABLE)
+    signer = Signer(silent, member(1, until=NOW_S + 9000))
+    held = holding(signer, member(1))
+    for words in ("it has expired; all are away", "no signing peer answers"):
+        with pytest.raises(UserError, match=words) as caught:
+            await held.another("it has expired")
+        assert caught.value.code is Exit.UNREACHABLE
+    assert signer.asked == 1
+    await asyncio.sleep(SILENCE_S)
+    await held.another("it has expired")
+    assert signer.asked == 2
+
+
+@run_main(run)
+async def test_who_is_given_what_was_refused_is_not_admitted() -> None:
+    for answer in (member(1), UserError("No.", why="it is shut out", hint="", code=Exit.NOT_ADMITTED)):
+        held = holding(Signer(answer), member(1))
+        with pytest.raises(UserError, match="we are revoked") as caught:
+            await held.another("we are revoked")
+        assert caught.value.code is Exit.NOT_ADMITTED
+        assert held.raw == member(1), "a ticket that looks may still be good elsewhere"
