@@ -159,7 +159,8 @@ class _Nothing(nn.Module):
         return torch.zeros((), device=next((each.device for each in given if isinstance(each, Tensor)), None))
 
 
-def _shallowest_list(whole: nn.Module, depth: int) -> str:
+def layer_list(whole: nn.Module, depth: int) -> str:
+    """Return the name of a model's list of `depth` layers; raise NotSliceableError where it has no single one."""
     found: list[tuple[int, str]] = sorted(
         (name.count("."), name)
         for name, module in whole.named_modules()
@@ -183,7 +184,7 @@ def find_decoder_parts(whole: Any, depth: int) -> DecoderParts:
     """Find the parts of a causal language model with `depth` layers; raise ValueError where it has another shape."""
     embedding = _name_of(whole, whole.get_input_embeddings())
     head = _name_of(whole, whole.get_output_embeddings())
-    steps = _shallowest_list(whole, depth).split(".")
+    steps = layer_list(whole, depth).split(".")
     spine = tuple(".".join(steps[:length]) for length in range(len(steps) + 1))
     before: list[str] = [embedding]
     after: list[str] = []
@@ -217,7 +218,7 @@ def _belongs_to_an_end(module: nn.Module, passed: bool) -> bool:
 def layers_return_tuples(whole: Any, depth: int, ids: Tensor) -> bool:
     """Say whether the layers of a model return tuples, activations first; it is run to see."""
     returned: list[object] = []
-    layer = whole.get_submodule(_shallowest_list(whole, depth))[0]
+    layer = whole.get_submodule(layer_list(whole, depth))[0]
     with layer.register_forward_hook(lambda _module, _inputs, output: returned.append(output)):
         whole(input_ids=ids, use_cache=False)
     return isinstance(returned[0], tuple)

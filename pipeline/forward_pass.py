@@ -9,6 +9,9 @@ At most `graphs` autograd graphs are kept. For other passes backward computes th
 and the state of the random numbers, with the same gradient to the bit. Ordinary gradient checkpointing would take the
 present weights, which is the gradient of neither version, without an error.
 
+A stage that has no room for the graph of a whole pass (`by_layers`) keeps the input of each layer instead. Backward
+computes one layer after the other again, likewise from the set of the pass.
+
 If memory runs out, all graphs are dropped and none is kept at first; every `CALM_WINDOWS` windows without another
 shortage, one more may be kept. A forward pass is tried again. A backward pass may have added a part of its gradient:
 the step of its window is skipped, and the microbatch gets MemoryError.
@@ -34,9 +37,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from pipeline.activation_codec import decode, encode, gradient_seed_beside
-from pipeline.decoder_slice import Cut, TokenFeatures, multiplied_weights
+from pipeline.decoder_slice import Cut, TokenFeatures, layer_list, multiplied_weights
 from pipeline.hardware.device_type import DEVICE_TYPES
 from pipeline.hardware.loss_scale import LossScale
 from pipeline.hardware.split_weights import split
@@ -71,6 +75,16 @@ class Slice(nn.Module):
         subspace = None if cut.embeds else cut.subspace
         self.fixed = None if subspace is None else TokenFeatures(whole.config, subspace)
 
+    def compute_layers_again(self) -> None:
+        """Have each layer keep its input alone for the backward pass, and compute itself again there.
+
+        It takes the weights that it was called with, whatever the module holds by then.
+        """
+        (whole,) = self._whole
+        layers = whole.get_submodule(layer_list(whole, int(whole.config.num_hidden_layers)))
+        for layer in list(layers)[self.cut.first_layer : self.cut.end_layer]:
+            _compute_again(layer)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # The whole model is not a part of us; what it holds itself must come along when we are moved.
         (whole,) = self._whole
@@ -93,6 +107,24 @@ class Slice(nn.Module):
         output: Tensor = result.logits if logits else result.last_hidden_state
         subspace = None if self.cut.head else self.cut.subspace
         return output if subspace is None else output[..., : subspace.numbers]
+
+
+def _compute_again(layer: nn.Module) -> None:
+    once = layer.forward
+
+    def plain(weights: dict[str, Tensor], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        layer.forward = once
+        try:
+            return functional_call(layer, weights, args, named)
+        finally:
+            layer.forward = kept
+
+    def kept(*args: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return once(*args, **named)
+        return checkpoint(plain, dict(layer.named_parameters()), args, named, use_reentrant=False)
+
+    layer.forward = kept
 
 
 class WeightSet:
@@ -234,12 +266,14 @@ class PendingForward:
 class StageSettings(NamedTuple):
     """How a stage computes. `autocast`: what the matrices are multiplied in; None: float32.
 
-    `graphs`: how many passes that wait for their gradient may keep their graph; None for all.
+    `graphs`: how many passes that wait for their gradient may keep their graph; None for all. `by_layers`: a graph is
+    the inputs of the layers alone.
     """
 
     device: torch.device
     autocast: torch.dtype | None = None
     graphs: int | None = None
+    by_layers: bool = False
 
 
 class StagePasses:
@@ -249,8 +283,10 @@ class StagePasses:
         self, module: Slice, settings: StageSettings, *, first: bool, last: bool, codec: str, coded: bool = False
     ) -> None:
         """Split the multiplied weights where they are computed with in bfloat16 and the optimiser keeps codes."""
-        device, autocast, graphs = settings
+        device, autocast, graphs, self._by_layers = settings
         self._module = module.to(device).train()
+        if self._by_layers:
+            module.compute_layers_again()
         self._first, self._last, self._device, self._autocast = first, last, device, autocast
         self.codec = ACTIVATION_CODECS[codec]
         self._masters = dict(self._module.named_parameters())
@@ -323,7 +359,7 @@ class StagePasses:
         graph = self._spoiling(lambda: self._loss(hidden, wanted, tokens))
         while self._has_overflowed(graph):
             graph = self._spoiling(lambda: self._loss(hidden, wanted, tokens))
-        self._counts["backwards"] += 1
+        self._count_backward()
         return Gradient(hidden=self._input_gradient(graph, seed), loss=graph.output.item(), tokens=wanted.numel())
 
     def _loss(self, hidden: Tensor, targets: Tensor, tokens: Tensor | None) -> Graph:
@@ -407,14 +443,18 @@ class StagePasses:
             if not self._scale.adapts:
                 raise MemoryError("a gradient is beyond the range of float16")
             graph = self._scaled_backward(origin, None, decoded)
-        self._counts["backwards"] += 1
+        self._count_backward()
         self._counts["stale_backwards"] += origin.weights is not self._set
         return self._input_gradient(graph, origin.seed)
+
+    def _count_backward(self) -> None:
+        self._counts["backwards"] += 1
+        self._counts["recomputed"] += self._by_layers
 
     def _scaled_backward(self, origin: PassInput, graph: Graph | None, gradient: Tensor) -> Graph:
         if graph is None:
             graph = self._with_room(lambda: self._again(origin))
-            self._counts["recomputed"] += 1
+            self._counts["recomputed"] += not self._by_layers
         output, scaled = graph.output, gradient * self._scale.value if self._scale.adapts else gradient
         self._spoiling(lambda: torch.autograd.backward(output, scaled.to(output.dtype)))
         return graph

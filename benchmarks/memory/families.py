@@ -3,9 +3,10 @@
     python -m benchmarks.memory.families [--families llama gemma2] [--length 1024]
 
 A model of four layers and width 256 in two stages of two, microbatches of three sequences. A row: planned bytes over
-those of a real forward pass, at the first and the last stage, in float32 and in bfloat16, and the seconds that planning
-takes. `noloco_node.planning.graph_memory` measures models of a quarter of these widths and less, and sequences of at
-most 32 tokens.
+those of a real forward pass, at the first and the last stage, in float32 and in bfloat16; the same of what a microbatch
+takes less at its peak where each layer is computed again, by torch's profiler, in float32; and the seconds that
+planning takes. `noloco_node.planning.graph_memory` measures models of a quarter of these widths and less, and
+sequences of at most 32 tokens.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from noloco_node.machine.memory import SavedTensors
 from noloco_node.node.stage_benchmark import LOGITS_BESIDE
 from noloco_node.planning.graph_memory import graph_bytes
-from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
+from noloco_node.planning.model_layout import ModelLayout, build_stage, make_stage, model_layout
 from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
 from pipeline.forward_pass import StageSettings
 from pipeline.inner_step import Inner
@@ -100,7 +103,39 @@ def compared(family: str, *, length: int, halves: Sequence[bool] = (False, True)
     layout = model_layout(run)
     for half in halves:
         for number in range(2):
-            yield graph_bytes(pipeline, layout, number, half=half) / _kept(run, layout, number, half)
+            yield graph_bytes(pipeline, layout, number, half=half).whole / _kept(run, layout, number, half)
+
+
+def spared(family: str, *, length: int) -> Iterator[float]:
+    """Yield planned over real bytes that a microbatch takes less by layers, for the first and the last stage."""
+    pipeline = PipelineConfig(stages=2, boundaries=(2,), sequence_length=length, microbatch_size=3, codec="float32")
+    run = RunConfig(model=ModelConfig(architecture=family, sizes=FAMILIES[family]), pipeline=pipeline)
+    layout = model_layout(run)
+    for number in range(2):
+        planned = graph_bytes(pipeline, layout, number, half=False)
+        whole, by_layers = (_peak(run, layout, number, by_layers=each) for each in (False, True))
+        yield (planned.whole - planned.by_layers) / (whole - by_layers)
+
+
+def _peak(run: RunConfig, layout: ModelLayout, number: int, *, by_layers: bool) -> int:
+    """Return the bytes that a forward and a backward pass take at most, beside weights and gradients."""
+    stage = make_stage(run, layout, number, torch.device("cpu"), by_layers=by_layers)
+    shape, random = run.pipeline.ids_shape, torch.Generator().manual_seed(0)
+    ids = torch.randint(layout.vocabulary, shape, generator=random)
+
+    def microbatch() -> None:
+        if run.pipeline.is_last(number):
+            stage.loss(torch.randn(*shape, layout.width, generator=random), ids)
+        else:
+            waiting = stage.forward(ids)
+            waiting.backward(torch.zeros_like(waiting.output))
+
+    microbatch()  # the gradients' memory is there then
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        microbatch()
+    found = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes: list[int] = [event.nbytes() for event in sorted(found, key=lambda event: event.start_ns())]
+    return max(accumulate(changes))
 
 
 def _kept(run: RunConfig, layout: ModelLayout, number: int, half: bool) -> int:
@@ -144,6 +179,7 @@ def main() -> None:
                 graph_bytes(run.pipeline, layout, number, half=half)
         took_s = time.perf_counter() - laid_s
         ratios = " ".join(f"{ratio:.3f}" for ratio in compared(family, length=arguments.length))
+        ratios += " ".join(f" {ratio:.3f}" for ratio in spared(family, length=arguments.length))
         print(f"{family:12} {ratios}  {took_s:.1f} s, after {laid_s - begun_s:.1f} s for the layout", flush=True)
 
 

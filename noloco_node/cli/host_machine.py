@@ -50,7 +50,11 @@ class HostMachine:
         self._options, self._home, self._torch_device = options, home, torch_device
         self._recipe, self._layout = recipe, layout
         needs = device_needs(recipe.run, layout, torch_device)
-        self.needs_bytes, self.graph_bytes, self.beside_bytes = map(list, needs)
+        self.needs_bytes, self.graph_bytes, self.beside_bytes = (
+            list(needs.device),
+            list(needs.graph),
+            list(needs.beside),
+        )
         self.former = CheckpointStore(home.checkpoint, home.snapshots, recipe.digest, peer, say)
         self.snapshots = SnapshotDirectory(home.snapshots, recipe.digest) if options.keep_snapshots else None
         self.first_weights, self.tokenizer = checkpoint
@@ -72,8 +76,8 @@ class HostMachine:
         DEVICE_TYPES[self._torch_device.type].empty_cache(self._torch_device)
         run = self._recipe.run
         needs, graph, most = self.needs_bytes[stage], self.graph_bytes[stage], run.pipeline.in_flight(stage)
-        graphs = graphs_that_fit(self.free_bytes(), needs, graph, most)
-        return make_stage(run, self._layout, stage, self._torch_device, graphs)
+        kept = graphs_that_fit(self.free_bytes(), needs, graph, most)
+        return make_stage(run, self._layout, stage, self._torch_device, kept.number, by_layers=kept.by_layers)
 
     def free_bytes(self, given_back: int = 0) -> int:
         memory.trim()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gossip.exchange.messages import ReplicaState
     from gossip.transfer.assembly import ChunkStore
     from gossip.transfer.chunks import HeldCopy
+    from noloco_node.machine.memory import GraphBytes
     from pipeline.inner_step import OptimiserState, StepReport
 
 T = TypeVar("T")
@@ -186,8 +187,8 @@ class ComputeHost(Protocol):
         """About the memory that each stage takes on the device, as far as measured; [] is unknown."""
 
     @property
-    def graph_bytes(self) -> list[int]:
-        """The part of it for the graph of one microbatch."""
+    def graph_bytes(self) -> list[GraphBytes]:
+        """The graph of one microbatch; by layers it is a part of that memory."""
 
     @property
     def beside_bytes(self) -> list[int]:

@@ -13,13 +13,21 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+
+class GraphBytes(NamedTuple):
+    """What autograd keeps of a microbatch at a stage. `by_layers`: at most, where each layer is computed again."""
+
+    whole: float
+    by_layers: float
+
 
 _USABLE = 0.8
 """Of the memory that is free. A plan counts tensors; the rest is for what it does not know: the gaps between an

@@ -22,7 +22,7 @@ LOGITS_BESIDE = 3
 class StageBenchmark(NamedTuple):
     """Device seconds of a microbatch, forward and backward, and the bytes that it keeps between the two passes.
 
-    `kept_bytes` leaves out the weights, and is 0 for a stage without autograd.
+    `kept_bytes` leaves out the weights, and is 0 for a stage without autograd, or one that computes its layers again.
     """
 
     device_s: float
@@ -73,7 +73,10 @@ def measure(
         stage.forward(hidden, targets)
         marks.append(clock())
     stage.discard()
+    device_s = min(after - before for before, after in pairwise(marks))
+    if stage.statistics().get("recomputed"):
+        return StageBenchmark(device_s, 0)
     logits = layout.vocabulary * targets.numel() if saved.bytes and pipeline.is_last(number) else 0
     # In chunks autograd keeps no softmax.
     beside = LOGITS_BESIDE * 4 * logits if logits <= LOGITS else LOGIT_BYTES * LOGITS
-    return StageBenchmark(min(after - before for before, after in pairwise(marks)), saved.bytes + beside)
+    return StageBenchmark(device_s, saved.bytes + beside)

@@ -26,7 +26,7 @@ from msgspec import structs
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.machine.interface import ComputeHost, StageModel
-from noloco_node.machine.memory import usable_bytes, wanted_bytes
+from noloco_node.machine.memory import GraphBytes, usable_bytes, wanted_bytes
 from noloco_node.node.node_context import NodeContext, StageRequest
 from noloco_node.node.stage_benchmark import measure
 from noloco_node.run.peer_state import PeerState
@@ -277,9 +277,9 @@ def _note_kept(host: ComputeHost, stage: int, kept_bytes: int) -> tuple[int, int
     needs, graph = host.needs_bytes, host.graph_bytes
     if not (needs and graph and kept_bytes):
         return 0, 0
-    planned = needs[stage]
-    needs[stage] += kept_bytes - graph[stage]
-    graph[stage] = kept_bytes
+    planned, times = needs[stage], kept_bytes / graph[stage].whole
+    before, graph[stage] = graph[stage].by_layers, GraphBytes(*(times * each for each in graph[stage]))
+    needs[stage] += round(graph[stage].by_layers - before)
     return planned, needs[stage]
 
 

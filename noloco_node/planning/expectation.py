@@ -69,7 +69,7 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
         "Hoffmann and others, 2022).",
         *_alone(planned, machines),
         _other_form(planned, machines),
-        f"Memory: {format_bytes(device)} on the GPU and {format_bytes(beside)} beside it at most "
+        f"Memory: {format_bytes(device)} on the GPU at least, and {format_bytes(beside)} beside it at most "
         f"({in_phases(max(needs, key=lambda memory: memory.beside))}); "
         f"{found.computed_again:.0%} of the forward passes are computed again.",
     ]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from noloco_node.machine.memory import SavedTensors
+from noloco_node.machine.memory import GraphBytes, SavedTensors
 from noloco_node.planning.model_layout import ModelLayout
 from noloco_node.run.config import PipelineConfig
 from pipeline.decoder_slice import Cut, find_decoder_parts, multiplied_weights
@@ -131,10 +131,11 @@ class _Family:
 _families: dict[tuple[str, tuple[int, ...], bool], _Family] = {}
 
 
-def graph_bytes(pipeline: PipelineConfig, layout: ModelLayout, number: int, *, half: bool) -> int:
+def graph_bytes(pipeline: PipelineConfig, layout: ModelLayout, number: int, *, half: bool) -> GraphBytes:
     """Return what autograd keeps of a microbatch at a stage, and what else the last one's pass holds of logits.
 
-    `half`: the matrices are multiplied in bfloat16. What a stage is given does not count: it waits in main memory.
+    By layers: the inputs of all of them, float32, and what autograd keeps of the one that keeps most. `half`: the
+    matrices are multiplied in bfloat16. What a stage is given does not count: it waits in main memory.
     """
     (batch, length), cut = pipeline.ids_shape, layout.cuts[number]
     family = _family(layout.prepared.config, length, half)
@@ -143,15 +144,17 @@ def graph_bytes(pipeline: PipelineConfig, layout: ModelLayout, number: int, *, h
         return family.kept(Cut(first, end, embeds=embeds, head=head), batch, length)
 
     first, end = cut.first_layer, cut.end_layer
-    total = kept(first, first + 1, embeds=cut.embeds).rest
-    total += sum(kept(each - 1, each + 1).rest - kept(each - 1, each).rest for each in range(first + 1, end))
+    layers = [kept(first, first + 1).rest]
+    layers += [kept(each - 1, each + 1).rest - kept(each - 1, each).rest for each in range(first + 1, end)]
+    ends = kept(first, first + 1, embeds=True).rest - layers[0] if cut.embeds else 0.0
     if cut.head:
         last = kept(end - 1, end, head=True)
-        total += last.rest - kept(end - 1, end).rest
+        ends += last.rest - kept(end - 1, end).rest
         plain = last.plain and last.a_logit <= _LOGIT_BYTES
         logits = pipeline.microbatch_tokens * layout.vocabulary
-        total += (last.a_logit + _LOGITS_BESIDE) * (min(LOGITS, logits) if plain else logits)
-    return round(total)
+        ends += (last.a_logit + _LOGITS_BESIDE) * (min(LOGITS, logits) if plain else logits)
+    inputs = 4 * pipeline.microbatch_tokens * layout.width * len(layers)
+    return GraphBytes(round(ends + sum(layers)), round(ends + min(inputs + max(layers), sum(layers))))
 
 
 def _rotated(config: Config, head: int) -> list[float]:

@@ -112,11 +112,17 @@ def build_stage(run: RunConfig, plan: ModelLayout, number: int, device: torch.de
 
 
 def make_stage(
-    run: RunConfig, plan: ModelLayout, number: int, device: torch.device, graphs: int | None = None
+    run: RunConfig,
+    plan: ModelLayout,
+    number: int,
+    device: torch.device,
+    graphs: int | None = None,
+    *,
+    by_layers: bool = False,
 ) -> Stage:
     """Return stage `number` with its inner optimiser; raise `UserError` as `build_stage` does.
 
-    `graphs`: how many microbatches that wait for their gradient keep their graph; None for all.
+    `graphs` and `by_layers`: which graphs are kept (`pipeline.forward_pass.StageSettings`).
     """
     from noloco_node.machine.device import autocast_dtype
     from pipeline.forward_pass import StageSettings
@@ -127,7 +133,7 @@ def make_stage(
     return Stage(
         build_stage(run, plan, number, device),
         Inner(inner.beta1, inner.beta2, inner.epsilon, inner.weight_decay, inner.clip_norm, inner.state),
-        StageSettings(device, autocast_dtype(device, run.precision), graphs),
+        StageSettings(device, autocast_dtype(device, run.precision), graphs, by_layers),
         first=number == 0,
         last=run.pipeline.is_last(number),
         codec=run.pipeline.codec,

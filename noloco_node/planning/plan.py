@@ -14,7 +14,7 @@ import msgspec
 
 from gossip.settings import OuterConfig
 from noloco_node.data.encoding import check_vocabulary
-from noloco_node.machine.memory import usable_bytes
+from noloco_node.machine.memory import GraphBytes, usable_bytes
 from noloco_node.planning.bandwidth import float32_bytes, gossip_memory, hop_bytes, round_bytes
 from noloco_node.planning.queue_model import BUSY, WindowSuggestion, predict_efficiency, suggest_windows
 from noloco_node.run.config import RunConfig
@@ -63,11 +63,13 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     stale_weights: int
     """Those before the last inner step, with two windows in flight; the last stage has one always."""
     graph: int
-    """What autograd keeps of one microbatch."""
+    """What autograd keeps of one microbatch at least, where the backward pass computes each layer again."""
+    whole_graph: int
+    """What it keeps otherwise, while there is room."""
     waiting: int
     """Inputs and outputs of the microbatches that wait for their gradient, as they travel; in main memory always."""
     other_graphs: int
-    """Of the other microbatches in flight, while there is room."""
+    """Whole ones of the other microbatches in flight, while there is room."""
 
     @property
     def phases(self) -> dict[str, int]:
@@ -100,6 +102,10 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         """What the device computes with: of a GPU's own memory. Gossip's copies lie in the main memory."""
         lasting = self.weights + self.gradients + self.optimiser + self.cast_weights
         return lasting + self.stale_weights + self.graph
+
+    @property
+    def graphs(self) -> GraphBytes:
+        return GraphBytes(self.whole_graph, self.graph)
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,7 +217,7 @@ class DeviceNeeds(NamedTuple):
     """
 
     device: tuple[int, ...]
-    graph: tuple[int, ...]
+    graph: tuple[GraphBytes, ...]
     beside: tuple[int, ...]
 
 
@@ -223,19 +229,35 @@ def device_needs(run: RunConfig, drawn: ModelLayout, device: torch.device) -> De
 
     half = autocast_dtype(device, run.precision)
     found = memories(run, drawn, half=half is not None, splits=half is not torch.float16)
-    graph = tuple(memory.graph for memory in found)
+    graph = tuple(memory.graphs for memory in found)
     if DEVICE_TYPES[device.type].shares_memory:
         return DeviceNeeds(tuple(memory.total for memory in found), graph, ())
     beside = tuple(memory.beside for memory in found)
     return DeviceNeeds(tuple(memory.computing for memory in found), graph, beside)
 
 
-def graphs_that_fit(free: int | None, needs: int, graph: int, most: int) -> int | None:
-    """Return how many graphs may be kept where a stage `needs` so much with one; None for all of `most`."""
+class KeptGraphs(NamedTuple):
+    """How many passes that wait for their gradient may keep their graph, None for all; and whether by layers."""
+
+    number: int | None = None
+    by_layers: bool = False
+
+    def computed_again(self, most: int) -> float:
+        """Return the share of passes that are computed again, of `most` in flight."""
+        return 1.0 if self.by_layers else 0.0 if self.number is None else 1.0 - self.number / most
+
+
+def graphs_that_fit(free: int | None, needs: float, graph: GraphBytes, most: int) -> KeptGraphs:
+    """Return which graphs of `most` passes in flight may be kept where a stage `needs` so much with one by layers.
+
+    Graphs are whole where one is: to compute each layer again takes as long as to compute a pass again.
+    """
     if free is None:
-        return None
-    more = max(0, int((usable_bytes(free) - needs) // max(1, graph)))
-    return more if more < most - 1 else None
+        return KeptGraphs()
+    room = usable_bytes(free) - needs + graph.by_layers
+    by_layers = graph.by_layers < graph.whole > room
+    number = max(0, int(room // max(1, graph.by_layers if by_layers else graph.whole)) - 1)
+    return KeptGraphs(number if number < most - 1 else None, by_layers)
 
 
 def mean_steps_per_round(outer: OuterConfig) -> float:
@@ -272,9 +294,10 @@ def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool, splits:
         cast_weights=0 if split else cast,
         # What is cast has a copy of its own; the rest moves on to one.
         stale_weights=once - cast if pipeline.windows_in_flight == 2 and not cut.head else 0,
-        graph=graph,
+        graph=int(graph.by_layers),
+        whole_graph=int(graph.whole),
         waiting=at_once * ((8 * tokens if cut.embeds else activations) + (0 if cut.head else activations)),
-        other_graphs=(at_once - 1) * graph,
+        other_graphs=(at_once - 1) * int(graph.whole),
     )
 
 

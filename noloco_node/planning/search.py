@@ -1,8 +1,9 @@
 """A plan from machines: stages, form of the state, window, codec and rounds of a run, for the most tokens a second.
 
 Memory comes first, since it says how many stages a run takes, and each stage fewer takes a boundary off the lines. A
-small grid, all of it tried. Of plans that reach the same, the mildest is taken: fewer stages, exact windows, the batch
-that was asked for, more bits. The budget of tokens stays. The state is float32 unless 8-bit codes bring `CLEARLY` times
+small grid, all of it tried. Of plans that reach the same, the mildest is taken: fewer stages, the batch that was asked
+for, more bits. Two windows in flight, whose gradients are stale, are taken where they bring `STALE` times the tokens a
+second. The budget of tokens stays. The state is float32 unless 8-bit codes bring `CLEARLY` times
 the tokens a second, or nothing fits otherwise. Another batch is taken only where each doubling brings `DOUBLING` times
 the tokens a second, never beyond `MOST_TOKENS`, and never so large that the run has fewer than `LEAST_STEPS` inner
 steps, if it had as many. Machines beyond that are left over.
@@ -31,6 +32,9 @@ MOST_TOKENS = 2**20
 """Of an inner step of all peers together: the paper trains on half of that to twice."""
 DOUBLING = 1.2
 """What twice the batch, or half of it, must bring in tokens a second: what a token teaches falls as batches grow."""
+STALE = 1.25
+"""What a second window in flight must bring in tokens a second: so many times the tokens lead to the same loss then
+(research/results.md)."""
 CLEARLY = 1.1
 """What 8-bit codes must bring in tokens a second to take the place of float32."""
 _LEAST_BYTES = {"float32": 16, "int8": 9}
@@ -102,8 +106,9 @@ def in_fewer_stages(planned: Planned, machines: Machines) -> tuple[Planned, Mach
 
 
 def merit(plan: Planned, asked: RunConfig) -> float:
-    """Return the tokens a second of a plan, less what its batch costs where it is not the one that was asked for."""
-    return plan.expected.tokens_per_s / float(DOUBLING ** abs(log2(plan.run.batch / asked.batch)))
+    """Return the tokens a second of a plan, less what stale gradients cost, and a batch that was not asked for."""
+    stale = STALE if plan.run.pipeline.windows_in_flight == 2 else 1.0
+    return plan.expected.tokens_per_s / (stale * float(DOUBLING ** abs(log2(plan.run.batch / asked.batch))))
 
 
 def _bases(run: RunConfig, machines: Machines) -> list[RunConfig]:

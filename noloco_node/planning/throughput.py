@@ -122,7 +122,7 @@ def stage_loads(
     found = []
     for number, (work, memory) in enumerate(zip(layout.work, needs, strict=True)):
         sends, takes = not pipeline.is_last(number), number > 0
-        passes = 3.0 + (_computed_again(run, memory, machines) if sends else 0.0)
+        passes = 3.0 + _computed_again(pipeline.in_flight(number), memory, machines)
         found.append(
             MicrobatchSeconds(
                 device_s=passes * tokens * work / machines.flops + 2 * (sends + takes) * coding_s,
@@ -182,7 +182,9 @@ def forecast(run: RunConfig, layout: ModelLayout, machines: Machines, needs: Seq
         busy=max(load.device_s * part for load, part in zip(loads, parts, strict=True)) / each_s,
         possible=machines.count * machines.flops / (3.0 * sum(layout.work)),
         bound=bound,
-        computed_again=max([_computed_again(run, memory, machines) for memory in needs[:-1]], default=0.0),
+        computed_again=max(
+            _computed_again(pipeline.in_flight(number), memory, machines) for number, memory in enumerate(needs)
+        ),
         steps_per_round=_steps_per_round(run, layout, machines, each_s),
         replicas=replicas,
     )
@@ -214,10 +216,9 @@ def _slowest(loads: Sequence[MicrobatchSeconds], line_share: float) -> list[tupl
     ]
 
 
-def _computed_again(run: RunConfig, memory: Memory, machines: Machines) -> float:
-    most = run.pipeline.in_flight(0)
-    kept = graphs_that_fit(int(free_of_gpu(machines.gpu_bytes)), memory.computing, memory.graph, most)
-    return 0.0 if kept is None else 1.0 - kept / most
+def _computed_again(most: int, memory: Memory, machines: Machines) -> float:
+    free = int(free_of_gpu(machines.gpu_bytes))
+    return graphs_that_fit(free, memory.computing, memory.graphs, most).computed_again(most)
 
 
 def share_of_rounds(run: RunConfig) -> float:

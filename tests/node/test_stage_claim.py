@@ -21,7 +21,7 @@ from memory_swarms import recipe
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter
-from noloco_node.machine.memory import ARENAS, trim, within_limit
+from noloco_node.machine.memory import ARENAS, GraphBytes, trim, within_limit
 from noloco_node.node import stage_claim
 from noloco_node.node.node_context import NodeContext, StageRequest
 from noloco_node.node.replica import Replica
@@ -93,7 +93,7 @@ class Seeker:
             open_text=self._no_text,
             save=self._never,
         )
-        host.free, host.needs_bytes, host.graph_bytes = free, [100, 200, 300], [20, 20, 20]
+        host.free, host.needs_bytes, host.graph_bytes = free, [100, 200, 300], [GraphBytes(20, 20)] * 3
         reporter = Reporter(record=self.events.append, say=self.said.append)
         self.request = StageRequest(wish)
         self.context = NodeContext(
@@ -345,8 +345,10 @@ def test_a_microbatch_is_measured_at_every_stage_of_a_real_model_and_leaves_no_t
         before = [tensor.clone() for tensor in stage.weights()]
         probe = measure(stage, number, what.run.pipeline, plan, lambda: float(next(ticks)))
         assert probe.device_s == 1.0
-        assert probe.kept_bytes == pytest.approx(device_needs(what.run, plan, CPU).graph[number], rel=0.2)
+        assert probe.kept_bytes == pytest.approx(device_needs(what.run, plan, CPU).graph[number].whole, rel=0.2)
         assert stage.statistics()["backwards"] == TIMES
+        again = make_stage(what.run, plan, number, torch.device("cpu"), by_layers=True)
+        assert measure(again, number, what.run.pipeline, plan, lambda: 0.0).kept_bytes == 0, "autograd does not tell"
         assert all(torch.equal(was, now) for was, now in zip(before, stage.weights(), strict=True))
         # A step on what was left behind would be a step on nothing.
         assert stage.step(0.1, 1).gradient_norm == 0.0

@@ -186,7 +186,7 @@ def test_a_plan_counts_the_second_window_in_memory_and_time() -> None:
     for plain, double in zip(one.stages[:-1], two.stages[:-1], strict=True):
         assert double.memory.waiting == 2 * plain.memory.waiting
         assert double.memory.graph == plain.memory.graph
-        assert double.memory.other_graphs == plain.memory.other_graphs + 8 * plain.memory.graph
+        assert double.memory.other_graphs == plain.memory.other_graphs + 8 * plain.memory.whole_graph
         assert double.memory.stale_weights == double.memory.weights == plain.memory.weights
         assert plain.memory.stale_weights == 0
         assert double.memory.total - plain.memory.total == plain.memory.waiting + plain.memory.weights
@@ -196,7 +196,8 @@ def test_a_plan_counts_the_second_window_in_memory_and_time() -> None:
 
 def test_a_report_takes_the_largest_stage_apart_with_its_stale_weights() -> None:
     for stages, windows, told in [((5, 6, 7), 2, True), ((5, 6, 7), 1, False), ((1, 2, 3), 2, False)]:
-        run = a_run(stages=4, boundaries=stages, microbatches_per_step=8, sequence_length=16, windows_in_flight=windows)
+        short = {"sequence_length": 16, "microbatch_size": 1, "microbatches_per_step": 8}
+        run = a_run(stages=4, boundaries=stages, windows_in_flight=windows, **short)
         (said,) = (line for line in describe(plan(run)) if line.startswith("Memory at stage"))
         assert said.startswith(f"Memory at stage {0 if stages[0] == 5 else 3} ")
         assert ("stale weights" in said) == told, "a last stage has one window whatever the others have"

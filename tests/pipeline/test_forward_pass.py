@@ -79,15 +79,14 @@ def two_windows(stage: Stage) -> list[Any]:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_pass_computed_again_gives_the_same_bits(family: str, dropout: float, choices: dict[str, Any]) -> None:
     results, states = [], []
-    for graphs in (None, 1, 0):
-        stage = staged(family, 0, dropout, graphs=graphs, **choices)
+    for graphs, by_layers in ((None, False), (1, False), (0, False), (None, True), (1, True)):
+        stage = staged(family, 0, dropout, graphs=graphs, by_layers=by_layers, **choices)
         torch.manual_seed(7)
         results.append(two_windows(stage))
         states.append(torch.get_rng_state())
-        assert stage.statistics()["recomputed"] == (0 if graphs is None else 3 - graphs)
+        assert stage.statistics()["recomputed"] == (3 if by_layers else 0 if graphs is None else 3 - graphs)
         assert stage.statistics()["stale_backwards"] == 2
-    assert same(results[0], results[1])
-    assert same(results[0], results[2])
+    assert all(same(results[0], again) for again in results)
     assert all(torch.equal(states[0], state) for state in states), "others draw the same random numbers afterwards"
 
 

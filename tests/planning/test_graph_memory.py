@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.memory.families import FAMILIES, MOST, compared
+from benchmarks.memory.families import FAMILIES, MOST, compared, spared
 from noloco_node.planning import graph_memory
 from noloco_node.planning.graph_memory import extrapolated, graph_bytes
 from noloco_node.planning.model_layout import model_layout
@@ -23,6 +23,12 @@ def test_the_plan_of_a_family_is_within_a_fifth_of_what_its_stages_keep(family: 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "deepseek_v3"])
 def test_so_it_is_in_bfloat16(family: str) -> None:
     for ratio in compared(family, length=96, halves=(True,)):
+        assert 1 / MOST <= ratio <= MOST
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
+def test_so_is_what_is_spared_where_layers_are_computed_again(family: str) -> None:
+    for ratio in spared(family, length=96):
         assert 1 / MOST <= ratio <= MOST
 
 

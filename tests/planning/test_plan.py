@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from gossip.rounds.matching import steps_per_round
 from noloco_node.errors import Exit, UserError
+from noloco_node.machine.memory import GraphBytes, usable_bytes
 from noloco_node.planning.bandwidth import PROBE_BYTES
 from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
 from noloco_node.planning.plan import RunPlan, graphs_that_fit, mean_steps_per_round, memories, plan
@@ -77,7 +78,7 @@ def test_the_numbers_of_a_small_run() -> None:
     }
     assert gpu.beside == 5 * once + gpu.waiting
     assert memory.total == 9 * once + memory.graph + memory.waiting
-    assert memory.other_graphs == 7 * memory.graph
+    assert memory.other_graphs == 7 * memory.whole_graph
     assert found.stages[1].memory.other_graphs == 0, "the last stage has one microbatch at a time"
     assert len(found.efficiency) == len(MESSAGES)
     assert found.warnings == ()
@@ -204,18 +205,22 @@ def staged(run: RunConfig, layout: ModelLayout, number: int, half: torch.dtype |
 
 @given(
     free=st.none() | st.integers(0, 10**12),
-    needs=st.integers(1, 10**11),
-    graph=st.integers(1, 10**10),
+    lasting=st.integers(1, 10**11),
+    graph=st.tuples(st.integers(1, 10**10), st.integers(1, 10**10)),
     most=st.integers(1, 64),
 )
-def test_graphs_are_kept_while_they_fit(free: int | None, needs: int, graph: int, most: int) -> None:
-    kept = graphs_that_fit(free, needs, graph, most)
-    if kept is None:
-        assert free is None or most == 1 or needs + (most - 1) * graph <= free
+def test_graphs_are_kept_while_they_fit(free: int | None, lasting: int, graph: tuple[int, int], most: int) -> None:
+    whole, least = max(graph), min(graph)
+    kept = graphs_that_fit(free, lasting + least, GraphBytes(whole, least), most)
+    each = least if kept.by_layers else whole
+    assert not kept.by_layers or (free is not None and lasting + whole > usable_bytes(free)), "whole where one fits"
+    if kept.number is None:
+        assert free is None or most == 1 or lasting + most * each <= free
     else:
         assert free is not None
-        assert 0 <= kept < most - 1
-        assert kept == 0 or needs + kept * graph <= free
+        assert 0 <= kept.number < most - 1
+        assert kept.number == 0 or lasting + (kept.number + 1) * each <= free
+    assert 0.0 <= kept.computed_again(most) <= 1.0
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from gossip.transfer.assembly import ChunkStore
 from gossip.transfer.chunks import CopyInMemory, HeldCopy
 from noloco_node.data.blocks import run_blocks
 from noloco_node.machine.interface import FirstWeights, Runner, SnapshotStore, StageModel, Text
+from noloco_node.machine.memory import GraphBytes
 from noloco_node.run.config import RunConfig
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.storage.weight_store import WeightStore
@@ -75,7 +76,7 @@ class MemoryHost:
         self.first_weights: FirstWeights | None = None
         self.tokenizer: WeightStore | None = None
         self.needs_bytes: list[int] = []
-        self.graph_bytes: list[int] = []
+        self.graph_bytes: list[GraphBytes] = []
         self.beside_bytes: list[int] = []
         self._build, self._open_text, self._save, self._line_s = build, open_text, save, line_s
 

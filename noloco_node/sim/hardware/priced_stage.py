@@ -27,7 +27,8 @@ class Prices(NamedTuple):
     """Device seconds of a pass forward (backward takes twice that), of an inner step, and of a copy of the weights.
 
     `coding_s`: of what a pass, forward or backward, decodes and encodes. `graphs`: passes that may wait for their
-    gradient with their graph; a backward pass of another computes the forward one again. None: all.
+    gradient with their graph; a backward pass of another computes the forward one again. None: all. `by_layers`: every
+    backward pass does.
     """
 
     forward_s: float = 0.01
@@ -35,6 +36,7 @@ class Prices(NamedTuple):
     copy_s: float = 0.0
     coding_s: float = 0.0
     graphs: int | None = None
+    by_layers: bool = False
 
 
 class _Version(NamedTuple):
@@ -56,8 +58,8 @@ class _WatchedPass:
         return self._forward.output
 
     def backward(self, gradient: Tensor, /) -> Tensor | None:
-        had_graph, self.has_graph = self.has_graph, False
-        return self._stage._backward(self._forward, self._version, gradient, again=not had_graph)
+        again, self.has_graph = self._stage._prices.by_layers or not self.has_graph, False
+        return self._stage._backward(self._forward, self._version, gradient, again=again)
 
 
 class PricedStage:
@@ -98,7 +100,7 @@ class PricedStage:
         return waiting
 
     def loss(self, hidden: Tensor, targets: Tensor, /) -> Gradient:
-        self._charge(3 * self._prices.forward_s + 2 * self._prices.coding_s)
+        self._charge((3 + self._prices.by_layers) * self._prices.forward_s + 2 * self._prices.coding_s)
         gradient = self._stage.loss(hidden, targets)
         self._collected += 1
         return gradient

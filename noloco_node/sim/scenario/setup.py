@@ -277,6 +277,6 @@ def _prices(scenario: Scenario, run: RunConfig, plan: ModelLayout | None) -> tup
                 f"it takes {format_bytes(memory.computing)} at least, and {format_bytes(usable)} may be used",
                 "more stages, or a larger devices.memory_gib",
             )
-        graphs = graphs_that_fit(int(free), memory.computing, memory.graph, run.pipeline.in_flight(number))
-        found.append(prices[number]._replace(graphs=graphs))
+        kept = graphs_that_fit(int(free), memory.computing, memory.graphs, run.pipeline.in_flight(number))
+        found.append(prices[number]._replace(graphs=kept.number, by_layers=kept.by_layers))
     return tuple(found)
