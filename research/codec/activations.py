@@ -1,12 +1,14 @@
-"""What a codec of activations costs in loss at equal tokens, and in nanoseconds a value.
+"""What a codec of activations, or a second window in flight, costs in loss at equal tokens.
 
     python -m research.codec.activations [--size tiny] [--text 1] [--seeds 1 2 3] [--arms float32 int5-int3 ...]
-    python -m research.codec.activations --speed
+    python -m research.codec.activations --arms float32 float32w2 --stages 2 --text 2 --seeds 1 2 3 4 5
+    python -m research.codec.activations --speed     # nanoseconds a value of each codec
 
 A Llama in four stages, so with three boundaries, learns the source text of Python's standard library, as bytes. At each
 boundary activations and gradients go through the codec, both ways; runs of a seed have the same weights at the start
-and the same batches. Loss is taken on held-out text without a codec, as of a model that is taken home. The documents
-are in two disjoint halves, by a hash of their path: recipes were chosen on text 0, and are reported on text 1.
+and the same batches. Loss is taken on all held-out text without a codec, as of a model that is taken home. The
+documents are in two disjoint halves, by a hash of their path: recipes were chosen on text 0, and are reported on text
+1. Text 2 is all of torch's Python sources.
 
 An arm is a codec of the run file, or a recipe to compare with: BITS/BITS down and back, then letters: b16, b64, b128
 values to a scale instead of 32; h: no rotation; s: stochastic instead of dithered rounding back, which the receiver
@@ -15,7 +17,9 @@ is kept apart. `5/3hs` for example.
 
 `subspace-K` is a run whose stages send K numbers a token (`pipeline.subspace`), in bfloat16, or as `subspace-K/CODEC`
 says. `ARMeN` begins with an embedding N times as large: the fixed features of a subspace are large from the start, and
-so is this, to compare with. `ARMxN` trains N times as long: how long does it take to the same loss?
+so is this, to compare with. `ARMxN` trains N times as long: how long does it take to the same loss? `ARMrN` has N times
+the learning rate. `ARMw2` has two windows in flight (`pipeline.windows_in_flight`): every stage but the last computes a
+window's activations before it takes the step of the window before, so its gradients are one step stale.
 """
 
 from __future__ import annotations
@@ -37,13 +41,17 @@ from torch import Tensor
 from noloco_node.planning.model_layout import make_stage, model_layout
 from noloco_node.run.config import InnerConfig, ModelConfig, PipelineConfig, RunConfig
 from pipeline.activation_codec import decode, encode, seed_of
+from pipeline.forward_pass import PendingForward
 from pipeline.inner_step import Schedule, learning_rate
 from pipeline.messages import ACTIVATION_CODECS
 from pipeline.stage import Stage
 
-STAGES = 4
-HELD_OUT = 128
-"""Sequences on which loss is taken."""
+SCORED = 32
+"""Sequences of held-out text that are computed at once."""
+
+
+TORCH = 2
+"""The number of that text."""
 
 
 class Size(NamedTuple):
@@ -76,14 +84,24 @@ class Arm(NamedTuple):
     subspace: int | None = None
     times: float = 1.0
     embedding: float = 1.0
+    rate: float = 1.0
+    windows: float = 1.0
 
 
 def arm_of(name: str, width: int) -> Arm:
     """Return a codec of the run file, or a recipe; in a subspace, or for longer."""
-    changed = re.fullmatch(r"(.+)([xe])([\d.]+)", name)
-    if changed:
+    if changed := re.fullmatch(r"(.+)([xerw])([\d.]+)", name):
         arm, factor = arm_of(changed[1], width), float(changed[3])
-        return arm._replace(times=factor) if changed[2] == "x" else arm._replace(embedding=factor)
+        match changed[2]:
+            case "x":
+                return arm._replace(times=factor)
+            case "e":
+                return arm._replace(embedding=factor)
+            case "r":
+                return arm._replace(rate=factor)
+        if factor not in (1, 2):
+            raise SystemExit(f"{name}: one window or two are in flight")
+        return arm._replace(windows=factor)
     subspace = re.fullmatch(r"subspace-(\d+)(?:/(.+))?", name)
     if subspace:
         sent = int(subspace[1])
@@ -145,15 +163,15 @@ def _hadamard(size: int) -> Tensor:
 
 
 class Text:
-    """Half of the standard library's source text, as bytes, in training and held-out documents."""
+    """Source text as bytes, in training and held-out documents: half of the standard library, or all of torch (2)."""
 
-    def __init__(self, half: int) -> None:
-        root = Path(sysconfig.get_path("stdlib"))
+    def __init__(self, number: int) -> None:
+        root = Path(torch.__file__).parent if number == TORCH else Path(sysconfig.get_path("stdlib"))
         parts: list[list[bytes]] = [[], []]
         for path in sorted(root.rglob("*.py")):
             name = path.relative_to(root).as_posix()
             digest = sha256(name.encode()).digest()
-            if "site-packages" not in name and digest[0] % 2 == half:
+            if number == TORCH or ("site-packages" not in name and digest[0] % 2 == number):
                 parts[digest[1] < 8].append(path.read_bytes())
         self.training, self.held_out = (
             torch.frombuffer(bytearray(b"\0".join(documents)), dtype=torch.uint8) for documents in parts
@@ -166,8 +184,8 @@ def windows(text: Tensor, count: int, length: int, source: torch.Generator) -> T
     return text[starts.unsqueeze(1) + torch.arange(length + 1)].long()
 
 
-def train(size: Size, text: Text, seed: int, arm: Arm) -> tuple[float, int]:
-    """Train a model; return its loss on held-out text, nats a byte, and its parameters."""
+def train(size: Size, text: Text, seed: int, arm: Arm, count: int) -> tuple[float, int]:
+    """Train a model in so many stages; return its loss on held-out text, nats a byte, and its parameters."""
     run = RunConfig(
         seed=seed,
         model=ModelConfig(
@@ -184,51 +202,77 @@ def train(size: Size, text: Text, seed: int, arm: Arm) -> tuple[float, int]:
                 "tie_word_embeddings": False,
             },
         ),
-        pipeline=PipelineConfig(stages=STAGES, sequence_length=size.sequence, codec="float32", subspace=arm.subspace),
+        pipeline=PipelineConfig(stages=count, sequence_length=size.sequence, codec="float32", subspace=arm.subspace),
         inner=InnerConfig(beta2=0.99),
     )
     layout = model_layout(run)
-    stages = [make_stage(run, layout, number, torch.device("cpu")) for number in range(STAGES)]
+    stages = [make_stage(run, layout, number, torch.device("cpu")) for number in range(count)]
     embedding, *others = stages[0].weights()
     stages[0].set_weights([arm.embedding * embedding, *others])
     steps = round(size.steps * arm.times)
-    schedule = Schedule(peak=size.learning_rate, steps=steps, warmup_steps=steps // 10, final_fraction=0.1)
+    schedule = Schedule(peak=arm.rate * size.learning_rate, steps=steps, warmup_steps=steps // 10, final_fraction=0.1)
     source = torch.Generator().manual_seed(seed)
+    ways: list[_Way] = []
     for step in range(steps):
-        _microbatch(stages, windows(text.training, size.batch, size.sequence, source), arm)
+        while len(ways) < arm.windows:
+            ways.append(_down(stages, windows(text.training, size.batch, size.sequence, source), arm))
+        _back(stages, ways.pop(0), arm)
         for stage in stages:
             stage.step(learning_rate(step / steps, schedule), 1)
-    cells = windows(text.held_out, HELD_OUT, size.sequence, torch.Generator().manual_seed(0))
-    hidden = ids = cells[:, :-1]
-    for stage in stages:
-        hidden = stage.infer(hidden, ids)
-    loss = torch.nn.functional.cross_entropy(hidden.flatten(0, 1), cells[:, 1:].flatten())
-    return float(loss), sum(tensor.numel() for stage in stages for tensor in stage.weights())
+    return _held_out_loss(stages, text.held_out, size.sequence), sum(
+        tensor.numel() for stage in stages for tensor in stage.weights()
+    )
 
 
-def _microbatch(stages: list[Stage], tokens: Tensor, arm: Arm) -> None:
-    waiting, hidden, targets = [], tokens[:, :-1], tokens if arm.subspace else tokens[:, 1:]
+class _Way(NamedTuple):
+    """A microbatch that has reached the last stage: its passes before that, and what the last stage is given."""
+
+    waiting: list[PendingForward]
+    hidden: Tensor
+    targets: Tensor
+
+
+def _down(stages: list[Stage], tokens: Tensor, arm: Arm) -> _Way:
+    way = _Way([], tokens[:, :-1], tokens if arm.subspace else tokens[:, 1:])
     for stage in stages[:-1]:
-        waiting.append(stage.forward(hidden, targets))
-        hidden = arm.down(waiting[-1].output)
-    gradient = stages[-1].loss(hidden, targets).hidden
-    for forward in reversed(waiting):
+        way.waiting.append(stage.forward(way.hidden, way.targets))
+        way = way._replace(hidden=arm.down(way.waiting[-1].output))
+    return way
+
+
+def _back(stages: list[Stage], way: _Way, arm: Arm) -> None:
+    gradient = stages[-1].loss(way.hidden, way.targets).hidden
+    for forward in reversed(way.waiting):
         assert gradient is not None
         gradient = forward.backward(arm.back(gradient, forward.output))
 
 
-def compare(size: Size, half: int, seeds: list[int], arms: list[str]) -> None:
+def _held_out_loss(stages: list[Stage], text: Tensor, length: int) -> float:
+    """Return the mean loss over all of a text, cut into sequences; what is left at its end is not counted."""
+    cells, total = text[: len(text) // (length + 1) * (length + 1)].view(-1, length + 1).long(), 0.0
+    for batch in torch.split(cells, SCORED):
+        hidden = ids = batch[:, :-1]
+        for stage in stages:
+            hidden = stage.infer(hidden, ids)
+        total += float(torch.nn.functional.cross_entropy(hidden.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"))
+    return total / (len(cells) * length)
+
+
+def compare(size: Size, number: int, seeds: list[int], arms: list[str], stages: int) -> None:
     """Train every arm with every seed, and print losses and their differences to the first arm."""
-    text = Text(half)
+    text = Text(number)
     found: dict[str, list[float]] = {name: [] for name in arms}
     for seed in seeds:
         for name in arms:
             started_s = time.perf_counter()
-            loss, parameters = train(size, text, seed, arm_of(name, size.width))
+            loss, parameters = train(size, text, seed, arm_of(name, size.width), stages)
             found[name].append(loss)
             taken_s = time.perf_counter() - started_s
             print(f"  seed {seed} {name:<12} {loss:.4f} ({parameters:,} parameters, {taken_s:.0f} s)", flush=True)
-    print(f"text {half}, {size}; differences to {arms[0]} in nats a byte, mean and standard deviation over seeds")
+    print(
+        f"text {number}, {len(text.held_out):,} bytes held out, {stages} stages, {size}; "
+        f"differences to {arms[0]} in nats a byte, mean and standard deviation over seeds"
+    )
     for name, losses in found.items():
         bits = arm_of(name, size.width).bits
         away = [loss - base for loss, base in zip(losses, found[arms[0]], strict=True)]
@@ -270,7 +314,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--speed", action="store_true", help="Only time the codecs.")
     parser.add_argument("--size", choices=SIZES, default="tiny", help="Train a model of this size.")
-    parser.add_argument("--text", type=int, choices=(0, 1), default=1, help="Use this half of the text.")
+    parser.add_argument("--text", type=int, choices=(0, 1, TORCH), default=1, help="Use this text.")
+    parser.add_argument("--stages", type=int, default=4, metavar="N", help="Cut the model into so many stages.")
+    parser.add_argument("--steps", type=int, metavar="N", help="Take so many steps instead of the size's own.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="Start from these seeds.")
     parser.add_argument(
         "--arms", nargs="+", default=list(ACTIVATION_CODECS), metavar="ARM", help="Compare these with the first."
@@ -280,7 +326,8 @@ def main() -> None:
     if asked.speed:
         speed()
     else:
-        compare(SIZES[asked.size], asked.text, asked.seeds, asked.arms)
+        size = SIZES[asked.size]
+        compare(size._replace(steps=asked.steps or size.steps), asked.text, asked.seeds, asked.arms, asked.stages)
 
 
 if __name__ == "__main__":

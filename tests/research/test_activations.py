@@ -41,19 +41,36 @@ def test_an_arm_that_is_none_is_refused() -> None:
         arm_of("5/3z", WIDTH)
 
 
-def test_a_model_is_trained_through_a_codec() -> None:
-    size = Size(32, 4, 32, 2, 2, 16, 1e-3)
-    text = Text(0)
-    assert len(text.training) > 20 * len(text.held_out) > 0
-    loss, parameters = train(size, text, 0, arm_of("int5-int3", 32))
+@pytest.fixture(scope="module")
+def text() -> Text:
+    """Return a text of which little is scored."""
+    found = Text(0)
+    assert len(found.training) > 20 * len(found.held_out) > 0
+    found.held_out = found.held_out[:4096]
+    return found
+
+
+def test_a_model_is_trained_through_a_codec(text: Text) -> None:
+    loss, parameters = train(Size(32, 4, 32, 2, 2, 16, 1e-3), text, 0, arm_of("int5-int3", 32), 4)
     assert isfinite(loss)
     assert parameters > 0
 
 
-def test_a_model_is_trained_with_a_subspace_and_for_longer() -> None:
+def test_with_two_windows_in_flight_gradients_are_stale_from_the_second_step_on(text: Text) -> None:
+    def loss(name: str, steps: int, stages: int) -> float:
+        return train(Size(32, 2, 32, steps, 2, 16, 1e-2), text, 0, arm_of(name, 32), stages)[0]
+
+    assert loss("float32w2", 1, 2) == loss("float32", 1, 2)
+    assert loss("float32w2", 2, 2) != loss("float32", 2, 2)
+    assert loss("float32w2", 2, 1) == loss("float32", 2, 1), "the last stage has no stale gradient"
+    with pytest.raises(SystemExit, match="one window or two"):
+        arm_of("float32w3", 32)
+
+
+def test_a_model_is_trained_with_a_subspace_and_for_longer(text: Text) -> None:
     arm = arm_of("subspace-32/int5-int3x1.5", 64)
     assert (arm.subspace, arm.times, arm.embedding) == (32, 1.5, 1.0)
     assert arm.bits == pytest.approx(arm_of("int5-int3", 32).bits / 2)
-    loss, parameters = train(Size(64, 4, 64, 2, 2, 16, 1e-3), Text(0), 0, arm)
+    loss, parameters = train(Size(64, 4, 64, 2, 2, 16, 1e-3), text, 0, arm, 4)
     assert isfinite(loss)
-    assert parameters < train(Size(64, 4, 64, 1, 2, 16, 1e-3), Text(0), 0, arm_of("float32e2", 64))[1]
+    assert parameters < train(Size(64, 4, 64, 1, 2, 16, 1e-3), text, 0, arm_of("float32e2", 64), 4)[1]
