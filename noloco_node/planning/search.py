@@ -32,9 +32,9 @@ MOST_TOKENS = 2**20
 """Of an inner step of all peers together: the paper trains on half of that to twice."""
 DOUBLING = 1.2
 """What twice the batch, or half of it, must bring in tokens a second: what a token teaches falls as batches grow."""
-STALE = 1.25
-"""What a second window in flight must bring in tokens a second: so many times the tokens lead to the same loss then
-(research/results.md)."""
+STALE = 1.1
+"""What a second window in flight must bring in tokens a second: its gradients are stale, and short runs learn less then
+(research/results.md, "Two windows")."""
 CLEARLY = 1.1
 """What 8-bit codes must bring in tokens a second to take the place of float32."""
 _LEAST_BYTES = {"float32": 16, "int8": 9}
