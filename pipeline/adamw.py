@@ -31,6 +31,9 @@ from pipeline.inner_step import BLOCK, SCALE_BYTES, Inner, is_coded, moment_byte
 
 PIECE = 2**20
 """Values that a step computes at once; whole blocks."""
+_COMPILED_PIECE = 2**23
+"""The same of a compiled step. It takes memory for its results alone, 5 bytes a value, and each piece costs the host
+half a millisecond: with smaller ones a GPU waits for it."""
 LARGEST_RATIO = 1e3
 """Of a first moment to the root of its second, where nothing bounds it."""
 _ROOM = 16 * PIECE
@@ -152,6 +155,7 @@ class AdamW:
         self._advance: dict[bool, Callable[..., tuple[Tensor, ...]]] = {
             halves: faster.get(halves) or plain for halves, plain in ((False, advance), (True, advance_split))
         }
+        self._longest = {halves: _COMPILED_PIECE if faster.get(halves) else PIECE for halves in (False, True)}
         self._room = self._reserve()
 
     def _optimiser(self, weights: list[nn.Parameter]) -> torch.optim.AdamW | None:
@@ -203,9 +207,9 @@ class AdamW:
             self._room = self._reserve()
 
     def _step_coded(self, weight: nn.Parameter, gradient: Tensor, moments: tuple[Tensor, ...], numbers: Tensor) -> None:
-        for piece in pieces(weight.numel(), moments):
+        halves = weight in self._remainders
+        for piece in pieces(weight.numel(), moments, self._longest[halves]):
             shape = piece.moments[0].codes.shape
-            halves = weight in self._remainders
             held = [weight.detach(), self._remainders[weight]] if halves else [weight.detach()]
             parts = [each.view(-1)[piece.values].view(shape) for each in held]
             # The last blocks of matrices have lengths of their own, and are few.
@@ -251,11 +255,14 @@ def _numbers(inner: Inner, learning_rate: float, steps: int) -> Tensor:
     return torch.tensor([keep, rate, unbiased, 1.0 - inner.beta1, inner.beta2, 1.0 - inner.beta2, ratio, inner.epsilon])
 
 
-def pieces(values: int, moments: Sequence[Tensor]) -> Iterator[MatrixPiece]:
-    """Yield the pieces of a matrix of so many values, with views of its two moments; an odd last block by itself."""
+def pieces(values: int, moments: Sequence[Tensor], longest: int) -> Iterator[MatrixPiece]:
+    """Yield the pieces of a matrix of so many values, with views of its two moments; an odd last block by itself.
+
+    `longest`: values of a piece, a whole number of blocks.
+    """
     whole = values - values % BLOCK
-    ends = [*range(PIECE, whole, PIECE), whole] if whole else []
-    starts = range(0, whole, PIECE)
+    ends = [*range(longest, whole, longest), whole] if whole else []
+    starts = range(0, whole, longest)
     for start, end in (*zip(starts, ends, strict=True), *([(whole, values)] if whole < values else [])):
         length = min(BLOCK, end - start)
         first, second = (_views(memory, values, slice(start, end), length) for memory in moments)

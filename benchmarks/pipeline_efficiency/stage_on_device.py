@@ -1,17 +1,21 @@
 """A stage on this machine's device against a bare training loop: tokens a second, memory, equality with the CPU.
 
     python -m benchmarks.pipeline_efficiency.stage_on_device  # on the GPU if there is one
+    python -m benchmarks.pipeline_efficiency.stage_on_device --run FILE --state int8 --parts throughput
     python -m benchmarks.pipeline_efficiency.stage_on_device --device cpu --width 256 --layers 4 --tokens 256
 
 A swarm of one: worker, window, device thread and stage as a node has them, the whole model at one stage, without a
 network. The bare loop trains the same model under autocast with AdamW, fused on a GPU, and says nothing to anybody.
 Both take turns, and the median ratio of neighbours counts; the goal is 0.95. On a CPU seconds are those for which the
-process had a core, so that a busy machine can tell too.
+process had a core, so that a busy machine can tell too. On a GPU the most memory that the stage takes alone is set
+beside the plan's. FLOPs a token are six times the parameters. `--run` takes the sizes of a run file, as one stage.
 
 A middle stage follows, with every graph of its window kept and with none: seconds a microbatch, and of a GPU the most
 memory that was in use, beside the plan's. A pass computed again must have the same output to the bit. Its gradients are
-near those of the kept graph: on a GPU backward passes add in any order. Last, a few steps on the device and on
-the CPU in float32 from the same weights: relative distance of losses and weights. The last line is one JSON object.
+near those of the kept graph: on a GPU backward passes add in any order. Then a few steps on the device and on the CPU
+in float32 from the same weights: relative distance of losses and weights. Last, where the device is a GPU, whether it
+and the CPU compute the same bits: of split weights, of codecs of activations both ways, of a step with 8-bit moments;
+shares of values that differ. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -21,21 +25,28 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from math import prod
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor
 from torch.nn import functional
 
 from noloco_node.machine.device import Device, autocast_dtype, choose_device, finish_work
 from noloco_node.planning.model_layout import ModelLayout, build_stage, make_stage, model_layout
 from noloco_node.planning.plan import memories
-from noloco_node.run.config import DataConfig, ModelConfig, PipelineConfig, RunConfig
+from noloco_node.run.config import DataConfig, InnerConfig, ModelConfig, PipelineConfig, RunConfig
+from noloco_node.run.runfile import load_run
 from pipeline.activation_codec import encode
+from pipeline.adamw import Codes, advance, advance_split, compiled, encode_first, encode_second
 from pipeline.admission_window import AdmissionWindow
 from pipeline.forward_pass import PendingForward
-from pipeline.messages import Gradient, Microbatch
+from pipeline.hardware.split_weights import split
+from pipeline.inner_step import BLOCK
+from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch
 from pipeline.stage import Stage
 from pipeline.worker import Worker
 
@@ -44,7 +55,12 @@ CPU = torch.device("cpu")
 
 
 def a_run(args: argparse.Namespace, stages: int) -> RunConfig:
-    """Return a run of a Llama of these sizes."""
+    """Return a run of a Llama of these sizes, or of the run file, in so many stages."""
+    if args.run is not None:
+        run = load_run(args.run)
+        pipeline = structs.replace(run.pipeline, stages=stages, boundaries=None, windows_in_flight=1)
+        inner = structs.replace(run.inner, state=args.state or run.inner.state)
+        return structs.replace(run, precision=args.precision, pipeline=pipeline, inner=inner)
     sizes = {
         "hidden_size": args.width,
         "intermediate_size": args.feed_forward or 4 * args.width,
@@ -65,6 +81,7 @@ def a_run(args: argparse.Namespace, stages: int) -> RunConfig:
             microbatch_size=args.batch,
             microbatches_per_step=args.window,
         ),
+        inner=InnerConfig(state=args.state or "float32"),
     )
 
 
@@ -130,10 +147,25 @@ def seconds_of(device: torch.device) -> Callable[[], float]:
 
 
 def throughput(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Return tokens a second of both."""
+    """Return tokens a second of both, and on a GPU the memory that the stage takes."""
     run, clock = a_run(args, 1), seconds_of(device)
     layout = model_layout(run)
-    ours, bare = SwarmOfOne(run, layout, device), BareLoop(run, layout, device)
+    parameters = sum(prod(shape) for shape in layout.shapes[0].values())
+    ours = SwarmOfOne(run, layout, device)
+    found: dict[str, Any] = {"parameters": parameters}
+    if device.type == "cuda":
+        for _ in range(2):  # the first window takes the gradients' memory
+            torch.cuda.reset_peak_memory_stats(device)
+            asyncio.run(ours.window())
+        half = autocast_dtype(device, run.precision)
+        (planned,) = memories(run, layout, half=half is not None, splits=half is not torch.float16)
+        whole = planned.computing + planned.whole_graph - planned.graph
+        measured, lasting = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        found |= {"bytes": measured, "planned_bytes": whole, "bytes_over_planned": round(measured / whole, 3)}
+        found["planned_a_parameter"] = round((planned.computing - planned.graph) / parameters, 2)
+        # Between two windows there are no gradients.
+        found["held_a_parameter"] = round((lasting + planned.gradients) / parameters, 2)
+    bare = BareLoop(run, layout, device)
     seconds: dict[str, list[float]] = {"stage": [], "bare": []}
     for repeat in range(args.repeats + 1):
         for name in seconds:
@@ -147,11 +179,12 @@ def throughput(args: argparse.Namespace, device: torch.device) -> dict[str, Any]
             if repeat:  # the first pays for what is done once
                 seconds[name].append(clock() - begun_s)
     ours.device.close()
-    tokens = run.pipeline.microbatches_per_step * run.pipeline.microbatch_size * run.pipeline.sequence_length
-    rates = {f"{name}_tokens_per_s": round(tokens / median(each), 1) for name, each in seconds.items()}
+    tokens = run.pipeline.microbatches_per_step * run.pipeline.microbatch_tokens
+    for name, each in seconds.items():
+        found[f"{name}_tokens_per_s"] = round(tokens / median(each), 1)
+        found[f"{name}_tflops"] = round(6e-12 * parameters * tokens / median(each), 3)
     ratios = sorted(bare_s / stage_s for bare_s, stage_s in zip(seconds["bare"], seconds["stage"], strict=True))
-    rates |= {"ratio": round(median(ratios), 3), "least": round(ratios[0], 3), "most": round(ratios[-1], 3)}
-    return rates
+    return found | {"ratio": round(median(ratios), 3), "least": round(ratios[0], 3), "most": round(ratios[-1], 3)}
 
 
 def middle_stage(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -184,8 +217,10 @@ def middle_stage(args: argparse.Namespace, device: torch.device) -> dict[str, An
         if device.type == "cuda":
             found[f"{name}_bytes"] = torch.cuda.max_memory_allocated(device)
         del stage, passes, waiting
-    planned = memories(run, layout, half=autocast_dtype(device, run.precision) is not None)[1]
-    found |= {"planned_bytes": planned.computing, "planned_bytes_kept": planned.computing + planned.other_graphs}
+    half = autocast_dtype(device, run.precision)
+    planned = memories(run, layout, half=half is not None, splits=half is not torch.float16)[1]
+    whole = planned.computing + planned.whole_graph - planned.graph
+    found |= {"planned_bytes_recomputed": whole, "planned_bytes_kept": whole + planned.other_graphs}
     kept, again = gradients
     return found | {"gradients_differ": float(torch.dist(kept, again) / kept.norm())}
 
@@ -210,6 +245,41 @@ def against_cpu(args: argparse.Namespace, device: torch.device) -> dict[str, flo
     return {"loss_differs": abs(losses[0] / losses[1] - 1.0), "weights_differ": float(distance)}
 
 
+def same_bits(_: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Return which results of the device and of the CPU are equal to the bit, else the share of values that differ."""
+    if device.type == "cpu":
+        return {"nothing to compare": True}
+    source = torch.Generator().manual_seed(0)
+    values, gradient = (torch.randn(64, 1024, generator=source) for _ in range(2))
+    here, there = split(values), split(values.to(device))
+    found: dict[str, Any] = {"split": all(torch.equal(a, b.cpu()) for a, b in zip(here, there, strict=True))}
+    for name, codec in ACTIVATION_CODECS.items():
+        for way, code in zip(("down", "back"), codec, strict=True):
+            seed = 0 if way == "down" or code.plain else 7
+            on_cpu, on_device = encode(code, values, seed), encode(code, values.to(device), seed)
+            found[f"{name} {way}"] = _apart(on_cpu, on_device)
+    moments = encode_first(0.01 * gradient.view(-1, BLOCK)), encode_second((0.01 * gradient.view(-1, BLOCK)).square())
+    numbers = torch.tensor([1 - 1e-5, 1e-3, 1.1, 0.1, 0.99, 0.01, 1e3, 1e-8])
+    for name, halves in (("advance", False), ("advance_split", True)):
+        plain: Callable[..., tuple[Tensor, ...]] = advance_split if halves else advance
+        weight = list(split(values.view(-1, BLOCK))) if halves else [values.view(-1, BLOCK)]
+        given = (*weight, gradient.view(-1, BLOCK))
+        expected = plain(*given, moments, numbers)
+        moved = [each.to(device) for each in given], tuple(Codes(*(t.to(device) for t in each)) for each in moments)
+        for form, compute in ((name, plain), (f"{name} compiled", compiled(device, halves=halves))):
+            if compute is not None:
+                got = compute(*moved[0], moved[1], numbers.to(device))
+                found[form] = [_apart(a, b) for a, b in zip(expected, got, strict=True)]
+    return found
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    return float((one != other.cpu()).float().mean())
+
+
+PARTS = {part.__name__: part for part in (throughput, middle_stage, against_cpu, same_bits)}
+
+
 def main() -> None:
     """Measure, and print a line for each part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -220,15 +290,18 @@ def main() -> None:
     parser.add_argument("--feed-forward", type=int, default=0, help="0: four times the width")
     parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--run", type=Path, metavar="FILE", help="take sizes, window and state of this run file")
+    parser.add_argument("--state", choices=["float32", "int8"], help="of the optimiser (inner.state)")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="measure these alone")
     args = parser.parse_args()
     device = choose_device(args.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     precision = autocast_dtype(device, args.precision) or torch.float32
     print(f"{name}, torch {torch.__version__}, {precision}")
     result: dict[str, Any] = {"device": name}
-    for part in (throughput, middle_stage, against_cpu):
-        found = part(args, device)
-        print(f"{part.__name__}: {found}", flush=True)
+    for name in args.parts:
+        found = PARTS[name](args, device)
+        print(f"{name}: {found}", flush=True)
         result |= found
     print(json.dumps(result))
 

@@ -1,7 +1,8 @@
-"""What a codec of activations, or a second window in flight, costs in loss at equal tokens.
+"""What a codec of activations, a second window in flight, or 8-bit state costs in loss at equal tokens.
 
     python -m research.codec.activations [--size tiny] [--text 1] [--seeds 1 2 3] [--arms float32 int5-int3 ...]
     python -m research.codec.activations --arms float32 float32w2 --stages 2 --text 2 --seeds 1 2 3 4 5
+    python -m research.codec.activations --arms float32 float32s8 --stages 1 --text 2 --seeds 1 2 3 4 5
     python -m research.codec.activations --speed     # nanoseconds a value of each codec
 
 A Llama in four stages, so with three boundaries, learns the source text of Python's standard library, as bytes. At each
@@ -19,7 +20,8 @@ is kept apart. `5/3hs` for example.
 says. `ARMeN` begins with an embedding N times as large: the fixed features of a subspace are large from the start, and
 so is this, to compare with. `ARMxN` trains N times as long: how long does it take to the same loss? `ARMrN` has N times
 the learning rate. `ARMw2` has two windows in flight (`pipeline.windows_in_flight`): every stage but the last computes a
-window's activations before it takes the step of the window before, so its gradients are one step stale.
+window's activations before it takes the step of the window before, so its gradients are one step stale. `ARMs8` keeps
+AdamW's moments as 8-bit codes (`inner.state`).
 """
 
 from __future__ import annotations
@@ -86,11 +88,12 @@ class Arm(NamedTuple):
     embedding: float = 1.0
     rate: float = 1.0
     windows: float = 1.0
+    coded: bool = False
 
 
 def arm_of(name: str, width: int) -> Arm:
     """Return a codec of the run file, or a recipe; in a subspace, or for longer."""
-    if changed := re.fullmatch(r"(.+)([xerw])([\d.]+)", name):
+    if changed := re.fullmatch(r"(.+)([xerws])([\d.]+)", name):
         arm, factor = arm_of(changed[1], width), float(changed[3])
         match changed[2]:
             case "x":
@@ -99,8 +102,10 @@ def arm_of(name: str, width: int) -> Arm:
                 return arm._replace(embedding=factor)
             case "r":
                 return arm._replace(rate=factor)
-        if factor not in (1, 2):
-            raise SystemExit(f"{name}: one window or two are in flight")
+        if changed[2] == "s" and factor == 8:
+            return arm._replace(coded=True)
+        if changed[2] == "s" or factor not in (1, 2):
+            raise SystemExit(f"{name}: one window or two are in flight, and codes of a state have 8 bits")
         return arm._replace(windows=factor)
     subspace = re.fullmatch(r"subspace-(\d+)(?:/(.+))?", name)
     if subspace:
@@ -203,7 +208,7 @@ def train(size: Size, text: Text, seed: int, arm: Arm, count: int) -> tuple[floa
             },
         ),
         pipeline=PipelineConfig(stages=count, sequence_length=size.sequence, codec="float32", subspace=arm.subspace),
-        inner=InnerConfig(beta2=0.99),
+        inner=InnerConfig(beta2=0.99, state="int8" if arm.coded else "float32"),
     )
     layout = model_layout(run)
     stages = [make_stage(run, layout, number, torch.device("cpu")) for number in range(count)]

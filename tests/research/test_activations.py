@@ -67,6 +67,14 @@ def test_with_two_windows_in_flight_gradients_are_stale_from_the_second_step_on(
         arm_of("float32w3", 32)
 
 
+def test_a_model_is_trained_with_moments_in_8_bits(text: Text) -> None:
+    plain, coded = (
+        train(Size(32, 1, 32, 3, 2, 16, 1e-2), text, 0, arm_of(f"float32{how}", 32), 1)[0] for how in ("", "s8")
+    )
+    assert plain != coded
+    assert plain == pytest.approx(coded, rel=1e-3)
+
+
 def test_a_model_is_trained_with_a_subspace_and_for_longer(text: Text) -> None:
     arm = arm_of("subspace-32/int5-int3x1.5", 64)
     assert (arm.subspace, arm.times, arm.embedding) == (32, 1.5, 1.0)
