@@ -1,11 +1,12 @@
-"""What a pipeline over libp2p costs: a two-stage swarm against one process that trains the same model.
+"""What a swarm over libp2p costs: two stages, or whole replicas, against one process that trains the same model.
 
     python -m benchmarks.pipeline_efficiency.libp2p_overhead [--rounds 5] [--seconds 40] [--windows-in-flight 2]
+    python -m benchmarks.pipeline_efficiency.libp2p_overhead --stages 1 --replicas 3 --window 4 --gossip-every 5
 
 Each round measures both on the same cores, one after the other, so that a noisy machine disturbs them alike; the
-ratio is taken within a round. The swarm is the real thing: a bootstrap peer and two `noloco-node join` processes with
-one torch thread each, real daemons, real data. The single process is a plain training loop with as many torch threads
-as the swarm has stages.
+ratio is taken within a round. The swarm is the real thing: a bootstrap peer and a `noloco-node join` process for each
+replica with one torch thread, real daemons, real data, rounds. The single process is a plain training loop with two
+torch threads. Where a swarm has more processes than cores the ratio by processor time tells more.
 
 Where the swarm's time goes is read from the kernel's CPU clocks: the device threads compute, the main threads of the
 peers serialise and route, the daemons move bytes; what is left of the cores' time is waiting.
@@ -22,14 +23,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 
 import psutil
 
+from gossip.interface import OuterStepTaken
 from noloco_node.demo.child_processes import Children, tied_command
 from noloco_node.journal import events, reader
 
-STAGES = 2
+CORES = 2
+"""That either side may use."""
 RUN = """
 name = "overhead"
 [model]
@@ -43,7 +47,7 @@ num_attention_heads = 6
 max_position_embeddings = {sequence}
 [pipeline]
 stages = {stages}
-replicas = 1
+replicas = {replicas}
 sequence_length = {sequence}
 microbatch_size = {batch}
 microbatches_per_step = {window}
@@ -51,6 +55,10 @@ windows_in_flight = {windows}
 [inner]
 steps = 100000
 warmup_steps = 10
+state = "{state}"
+[outer]
+inner_steps_per_round = {gossip_every}
+overlap_steps = {overlap}
 """
 
 
@@ -65,6 +73,10 @@ def run_text(arguments: argparse.Namespace, stages: int) -> str:
         window=arguments.window,
         windows=arguments.windows_in_flight if stages > 1 else 1,
         stages=stages,
+        replicas=arguments.replicas,
+        state=arguments.state,
+        gossip_every=arguments.gossip_every,
+        overlap=min(8, arguments.gossip_every - 1),
     )
 
 
@@ -98,15 +110,16 @@ def single(run_file: Path, seconds: float, threads: int) -> None:
         return run.samples_per_step * run.pipeline.sequence_length
 
     step()
-    begun, tokens = time.perf_counter(), 0
+    begun, cpu, tokens = time.perf_counter(), time.process_time(), 0
     while (elapsed := time.perf_counter() - begun) < seconds or tokens == 0:
         tokens += step()
     parameters = sum(weight.numel() for weight in model.parameters())
-    print(json.dumps({"tokens_per_s": tokens / elapsed, "parameters": parameters}))
+    per_cpu_s = tokens / (time.process_time() - cpu)
+    print(json.dumps({"tokens_per_s": tokens / elapsed, "tokens_per_cpu_s": per_cpu_s, "parameters": parameters}))
 
 
-async def swarm(run_file: Path, home: Path, seconds: float) -> dict[str, float]:
-    """Train with a swarm of one replica a stage; return tokens a second and where the cores' time went."""
+async def swarm(run_file: Path, home: Path, seconds: float, stages: int, replicas: int) -> dict[str, float]:
+    """Train with a swarm; return tokens a second, rounds met, and where the cores' time went."""
     children = Children()
     try:
         anywhere = ("--listen", "/ip4/127.0.0.1/tcp/0")
@@ -114,19 +127,24 @@ async def swarm(run_file: Path, home: Path, seconds: float) -> dict[str, float]:
         bootstrap = children.start("bootstrap", tied_command("noloco_node", *command), home / "bootstrap")
         invite = await bootstrap.line("noloco1:", 120)
         pids = []
-        for stage in range(STAGES):
-            where = home / str(stage)
+        for stage, replica in product(range(stages), range(replicas)):
+            where = home / f"{stage}-{replica}"
             options = ("--stage", str(stage), "--home", str(where), "--device", "cpu", "--threads", "1", *anywhere)
-            child = children.start(f"stage {stage}", tied_command("noloco_node", "join", invite, *options), where)
+            child = children.start(where.name, tied_command("noloco_node", "join", invite, *options), where)
             pids.append(child.pid)
-        tail = reader.Tail(home / "0" / "journal.jsonl")
-        steps = await _steps(tail, 1, 120.0)
+        sources = [home / f"0-{replica}" / "journal.jsonl" for replica in range(replicas)]
+        tails = [reader.Tail(path) for path in sources]
+        first = await asyncio.gather(*(_steps(tail, 1, 240.0) for tail in tails))
         before, begun = _cpu_seconds(pids), time.perf_counter()
-        steps += await _steps(tail, 1, 300.0, at_least_s=seconds)
+        more = await asyncio.gather(*(_steps(tail, 1, 300.0, at_least_s=seconds) for tail in tails))
         after, elapsed = _cpu_seconds(pids), time.perf_counter() - begun
         used = {name: (after[name] - before[name]) / elapsed for name in before}
-        span = steps[-1].at - steps[0].at
-        return {"tokens_per_s": sum(step.tokens for step in steps[1:]) / span, **used}
+        each = [[*some[-1:], *rest] for some, rest in zip(first, more, strict=True)]
+        speed = sum(sum(step.tokens for step in steps[1:]) / (steps[-1].at - steps[0].at) for steps in each)
+        met = sum(
+            1 for path in sources for event in reader.read(path) if isinstance(event, OuterStepTaken) and event.partner
+        )
+        return {"tokens_per_s": speed, "tokens_per_cpu_s": speed / sum(used.values()), "meetings": met / 2, **used}
     finally:
         await children.stop()
 
@@ -168,10 +186,12 @@ def _alone(run_file: Path, seconds: float) -> dict[str, float]:
 def _in_words(row: dict[str, float]) -> str:
     kinds = ("compute", "event loops", "daemons")
     spent = ", ".join(f"{kind} {row[kind]:.2f}" for kind in kinds)
-    idle = STAGES - sum(row[kind] for kind in kinds)
+    idle = CORES - sum(row[kind] for kind in kinds)
     return (
         f"single process {row['single']:,.0f} tokens/s, swarm {row['tokens_per_s']:,.0f}, "
-        f"ratio {row['tokens_per_s'] / row['single']:.3f}; of {STAGES} cores: {spent}, waiting {idle:.2f}"
+        f"ratio {row['tokens_per_s'] / row['single']:.3f}, by processor time "
+        f"{row['tokens_per_cpu_s'] / row['single_per_cpu_s']:.3f}; {row['meetings']:.0f} meetings; "
+        f"of {CORES} cores: {spent}, waiting {idle:.2f}"
     )
 
 
@@ -186,17 +206,21 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--window", type=int, default=16)
     parser.add_argument("--windows-in-flight", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--replicas", type=int, default=1, help="of each stage")
+    parser.add_argument("--state", choices=("float32", "int8"), default="float32", help="of the inner optimiser")
+    parser.add_argument("--gossip-every", type=int, default=50, help="inner steps between two rounds")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--single", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.single:
-        single(arguments.single, arguments.seconds, STAGES)
+        single(arguments.single, arguments.seconds, CORES)
         return
     rows: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
         (home / "whole.toml").write_text(run_text(arguments, 1))
-        (home / "swarm.toml").write_text(run_text(arguments, STAGES))
+        (home / "swarm.toml").write_text(run_text(arguments, arguments.stages))
         shape = f"{arguments.window} microbatches of {arguments.batch} x {arguments.sequence} tokens a window"
         shape += f", {arguments.windows_in_flight} in flight"
         host = f"{platform.machine()}, {psutil.cpu_count()} cores, Python {platform.python_version()}"
@@ -205,12 +229,17 @@ def main() -> None:
             alone = _alone(home / "whole.toml", arguments.seconds)
             if not rows:
                 print(f"{alone['parameters']:,} parameters")
-            together = asyncio.run(swarm(home / "swarm.toml", home / f"round-{number}", arguments.seconds))
-            rows.append({"single": alone["tokens_per_s"], **together})
+            where, (stages, replicas) = home / f"round-{number}", (arguments.stages, arguments.replicas)
+            together = asyncio.run(swarm(home / "swarm.toml", where, arguments.seconds, stages, replicas))
+            rows.append({"single": alone["tokens_per_s"], "single_per_cpu_s": alone["tokens_per_cpu_s"], **together})
             print(f"round {number + 1}: {_in_words(rows[-1])}", flush=True)
-    ratios = [row["tokens_per_s"] / row["single"] for row in rows]
-    median = statistics.median(ratios)
-    print(f"ratio: median {median:.3f}, from {min(ratios):.3f} to {max(ratios):.3f} over {len(ratios)} rounds")
+    ways = {
+        "ratio": [row["tokens_per_s"] / row["single"] for row in rows],
+        "by processor time": [row["tokens_per_cpu_s"] / row["single_per_cpu_s"] for row in rows],
+    }
+    for name, ratios in ways.items():
+        median = statistics.median(ratios)
+        print(f"{name}: median {median:.3f}, from {min(ratios):.3f} to {max(ratios):.3f} over {len(ratios)} rounds")
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
 
