@@ -32,7 +32,7 @@ from pipeline.inner_step import BLOCK, SCALE_BYTES, Inner, is_coded, moment_byte
 PIECE = 2**20
 """Values that a step computes at once; whole blocks."""
 _COMPILED_PIECE = 2**23
-"""The same of a compiled step. It takes memory for its results alone, 5 bytes a value, and each piece costs the host
+"""The same of a compiled step. It takes memory for its results alone, 6 bytes a value, and each piece costs the host
 half a millisecond: with smaller ones a GPU waits for it."""
 LARGEST_RATIO = 1e3
 """Of a first moment to the root of its second, where nothing bounds it."""

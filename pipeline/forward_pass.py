@@ -9,8 +9,8 @@ At most `graphs` autograd graphs are kept. For other passes backward computes th
 and the state of the random numbers, with the same gradient to the bit. Ordinary gradient checkpointing would take the
 present weights, which is the gradient of neither version, without an error.
 
-A stage that has no room for the graph of a whole pass (`by_layers`) keeps the input of each layer instead. Backward
-computes one layer after the other again, likewise from the set of the pass.
+A stage that has no room for the graph of a whole pass (`by_layers`) keeps the input of each layer instead (gradient
+checkpointing by layers). Backward computes one layer after the other again, likewise from the set of the pass.
 
 If memory runs out, all graphs are dropped and none is kept at first; every `CALM_WINDOWS` windows without another
 shortage, one more may be kept. A forward pass is tried again. A backward pass may have added a part of its gradient:

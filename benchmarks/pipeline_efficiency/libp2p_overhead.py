@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--replicas", type=int, default=1, help="of each stage")
     parser.add_argument("--state", choices=("float32", "int8"), default="float32", help="of the inner optimiser")
-    parser.add_argument("--gossip-every", type=int, default=50, help="inner steps between two rounds")
+    parser.add_argument("--gossip-every", type=int, default=10, help="inner steps between two rounds")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--single", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -50,11 +50,8 @@ class HostMachine:
         self._options, self._home, self._torch_device = options, home, torch_device
         self._recipe, self._layout = recipe, layout
         needs = device_needs(recipe.run, layout, torch_device)
-        self.needs_bytes, self.graph_bytes, self.beside_bytes = (
-            list(needs.device),
-            list(needs.graph),
-            list(needs.beside),
-        )
+        self.needs_bytes, self.graph_bytes = list(needs.device), list(needs.graph)
+        self.beside_bytes = list(needs.beside)
         self.former = CheckpointStore(home.checkpoint, home.snapshots, recipe.digest, peer, say)
         self.snapshots = SnapshotDirectory(home.snapshots, recipe.digest) if options.keep_snapshots else None
         self.first_weights, self.tokenizer = checkpoint

@@ -22,13 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class GraphBytes(NamedTuple):
-    """What autograd keeps of a microbatch at a stage. `by_layers`: at most, where each layer is computed again."""
-
-    whole: float
-    by_layers: float
-
-
 _USABLE = 0.8
 """Of the memory that is free. A plan counts tensors; the rest is for what it does not know: the gaps between an
 allocator's blocks, the workspaces of libraries, what other programs take meanwhile."""
@@ -125,6 +118,13 @@ def within_limit(directory: Path) -> int | None:
         lines = []
     files = sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))
     return max(0, int(limit) - max(0, int(used) - files))
+
+
+class GraphBytes(NamedTuple):
+    """What autograd keeps of a microbatch at a stage. `by_layers`: at most, where each layer is computed again."""
+
+    whole: float
+    by_layers: float
 
 
 class SavedTensors:

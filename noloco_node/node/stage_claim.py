@@ -19,7 +19,7 @@ import asyncio
 from collections.abc import Sequence
 from itertools import count
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -29,13 +29,11 @@ from noloco_node.machine.interface import ComputeHost, StageModel
 from noloco_node.machine.memory import GraphBytes, usable_bytes, wanted_bytes
 from noloco_node.node.node_context import NodeContext, StageRequest
 from noloco_node.node.stage_benchmark import measure
+from noloco_node.planning.plan import graphs_that_fit
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.roster import Roster
 from noloco_node.units import format_bytes
 from pipeline.placement import StageClaim, capacities, choose_stage, parse_stage, reason, should_yield, stages_that_fit
-
-if TYPE_CHECKING:
-    pass
 
 LOOKS = 5
 """Failed readings of the roster after which a newcomer gives up."""
@@ -161,6 +159,7 @@ async def claim_stage(context: NodeContext, request: StageRequest, served: int |
     part = await build_stage(context.host, stage)
     device_s, kept_bytes = await _measure(context, part, stage)
     fitting.correct(stage, kept_bytes)
+    keeps = _still_fits(context.host, stage, kept_bytes, fitting.free.device)
     own = _OwnCapacity(fitting.stages(), device_s)
     # Others may have come meanwhile.
     await membership.peek()
@@ -168,7 +167,7 @@ async def claim_stage(context: NodeContext, request: StageRequest, served: int |
     built, stage = stage, choose_stage(capacity, own.fits, rng, stage)
     _report_choice(context, stage, reason(stage, capacity, own.speed(stage)), own)
     stage = await _settle(context, stage, own)
-    return ClaimedStage(stage, part if stage == built else None)
+    return ClaimedStage(stage, part if keeps and stage == built else None)
 
 
 async def build_stage(host: ComputeHost, number: int) -> StageModel:
@@ -225,7 +224,10 @@ async def _claim_requested(context: NodeContext, requested: int, device_s: float
 
 
 async def _probe(context: NodeContext, stage: int) -> StageModel | None:
-    """Build a stage and measure whether it fits, as far as anything is known; raise `UserError` if it does not."""
+    """Build a stage and measure whether it fits, as far as anything is known; raise `UserError` if it does not.
+
+    Returns the stage; None where it was not built, or has to be built anew.
+    """
     host, free = context.host, free_memory(context.host)
 
     def check() -> None:
@@ -240,7 +242,7 @@ async def _probe(context: NodeContext, stage: int) -> StageModel | None:
     _, kept_bytes = await _measure(context, part, stage)
     _note_kept(host, stage, kept_bytes)
     check()
-    return part
+    return part if _still_fits(host, stage, kept_bytes, free.device) else None
 
 
 class _FittingStages:
@@ -248,19 +250,19 @@ class _FittingStages:
 
     def __init__(self, context: NodeContext) -> None:
         self._stages, self._host, self._say = len(context.dimensions.work), context.host, context.reporter.say
-        self._within, self._free = servable(context), free_memory(context.host)
+        self._within, self.free = servable(context), free_memory(context.host)
 
     def stages(self) -> tuple[int, ...]:
         """Return the stages that fit; raise `UserError` (DEVICE) where none does."""
-        fits = fitting_stages(self._host, self._free, self._stages)
+        fits = fitting_stages(self._host, self.free, self._stages)
         fits = tuple(stage for stage in fits if stage in self._within)
         if not fits:
-            raise _does_not_fit(self._host, self._free, self._within, reserve=True)
+            raise _does_not_fit(self._host, self.free, self._within, reserve=True)
         return fits
 
     def correct(self, stage: int, kept_bytes: int) -> None:
         """Correct what a stage needs by the bytes that a microbatch was measured to keep."""
-        free, (planned, measured) = self._free.device, _note_kept(self._host, stage, kept_bytes)
+        free, (planned, measured) = self.free.device, _note_kept(self._host, stage, kept_bytes)
         if free is not None and planned <= usable_bytes(free) < measured:
             self._say(
                 f"stage {stage} does not fit: it needs {format_bytes(measured)} by what a microbatch takes"
@@ -281,6 +283,16 @@ def _note_kept(host: ComputeHost, stage: int, kept_bytes: int) -> tuple[int, int
     before, graph[stage] = graph[stage].by_layers, GraphBytes(*(times * each for each in graph[stage]))
     needs[stage] += round(graph[stage].by_layers - before)
     return planned, needs[stage]
+
+
+def _still_fits(host: ComputeHost, stage: int, kept_bytes: int, free: int | None) -> bool:
+    """Return whether a stage may stay as it was built, now that it is measured.
+
+    A stage that was built to keep whole graphs may not where none has room: built anew, it computes each layer again.
+    """
+    if not (kept_bytes and host.needs_bytes and host.graph_bytes):
+        return True
+    return not graphs_that_fit(free, host.needs_bytes[stage], host.graph_bytes[stage], 1).by_layers
 
 
 async def _measure(context: NodeContext, stage: StageModel, number: int) -> tuple[tuple[float, ...], int]:

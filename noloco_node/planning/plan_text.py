@@ -17,9 +17,9 @@ WIDTH = 80
 
 
 def describe(plan: RunPlan) -> list[str]:
+    stages = "1 stage" if len(plan.stages) == 1 else f"{len(plan.stages)} stages"
     lines = [
-        f"{plan.name}: {format_count(plan.parameters)} parameters in {len(plan.stages)} stages, "
-        f"run id {plan.run_id[:16]}",
+        f"{plan.name}: {format_count(plan.parameters)} parameters in {stages}, run id {plan.run_id[:16]}",
         "",
         *_stage_table(plan),
         "",
@@ -87,17 +87,23 @@ def fitted(lines: Iterable[str]) -> list[str]:
 
 
 def _more_graphs(plan: RunPlan) -> str:
-    def most(more: Callable[[Memory], int]) -> str:
+    def most(more: Callable[[Memory], int]) -> tuple[int, int]:
         cpu, gpu = (max(more(memory) for memory in each) for each in zip(*memories, strict=True))
-        return f"{format_bytes(cpu)} more, or {format_bytes(gpu)} on a GPU"
+        return cpu, gpu
+
+    def in_words(more: tuple[int, int]) -> str:
+        return f"{format_bytes(more[0])} more, or {format_bytes(more[1])} on a GPU"
 
     memories = [(stage.memory, stage.gpu) for stage in plan.stages]
-
-    return (
-        f"That is with each layer computed again in the backward pass, a third more work. Without, a microbatch takes "
-        f"{most(lambda memory: memory.whole_graph - memory.graph)}. Graphs of all others in flight take "
-        f"{most(lambda memory: memory.other_graphs)}; those that do not fit are computed again."
+    whole = most(lambda memory: memory.whole_graph - memory.graph)
+    others = most(lambda memory: memory.other_graphs)
+    said = (
+        "These graphs are the least: the backward pass computes each layer again, a third more work. A graph of the "
+        f"whole pass, which is kept where it fits, takes {in_words(whole)}."
     )
+    if any(others):
+        said += f" Graphs of all others in flight take {in_words(others)}; those that do not fit are computed again."
+    return said
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:

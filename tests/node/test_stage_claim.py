@@ -255,6 +255,22 @@ async def test_a_stage_that_the_owner_names_is_measured_too(monkeypatch: pytest.
     assert large.context.host.needs_bytes == [100, 200, 380]
 
 
+@pytest.mark.parametrize("wish", [None, 2])
+async def test_a_stage_whose_whole_graph_has_no_room_as_measured_is_built_anew(
+    wish: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of stage 2: 300 by the plan with one graph of 20 by layers; measured, 320 with a graph of 40, or 360 with 80."""
+    monkeypatch.setattr(stage_claim, "measure", lambda *_: StageBenchmark(0.6, 80))
+    for free, serves in ((449, False), (450, True)):
+        hub = SimNetwork()
+        await Seeker(hub, "a").serve(0, 0.5)
+        await Seeker(hub, "b").serve(1, 1.0)
+        seeker = Seeker(hub, f"free{free}", free=free, wish=wish)
+        seeker.context.host.graph_bytes[:] = [GraphBytes(40, 20)] * 3
+        place = await seeker.claim()
+        assert (place.number, seeker.built, place.stage is not None) == (2, [2], serves)
+
+
 @pytest.mark.parametrize("wish", [None, 1])
 async def test_memory_that_runs_out_in_the_measurement_is_an_error_that_a_person_can_read(
     wish: int | None, monkeypatch: pytest.MonkeyPatch

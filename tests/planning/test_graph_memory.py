@@ -10,8 +10,9 @@ import torch
 from benchmarks.memory.families import FAMILIES, MOST, compared, spared
 from noloco_node.planning import graph_memory
 from noloco_node.planning.graph_memory import extrapolated, graph_bytes
-from noloco_node.planning.model_layout import model_layout
+from noloco_node.planning.model_layout import ModelLayout, make_stage, model_layout
 from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
+from pipeline.stage import Stage
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -30,6 +31,33 @@ def test_so_it_is_in_bfloat16(family: str) -> None:
 def test_so_is_what_is_spared_where_layers_are_computed_again(family: str) -> None:
     for ratio in spared(family, length=96):
         assert 1 / MOST <= ratio <= MOST
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_computed_again_have_the_same_bits(family: str) -> None:
+    pipeline = PipelineConfig(stages=2, boundaries=(2,), sequence_length=24, microbatch_size=2, codec="float32")
+    run = RunConfig(model=ModelConfig(architecture=family, sizes=FAMILIES[family]), pipeline=pipeline)
+    layout = model_layout(run)
+    for number in range(2):
+        stages = (make_stage(run, layout, number, torch.device("cpu"), by_layers=each) for each in (False, True))
+        whole, by_layers = (_after_a_step(stage, layout, last=bool(number)) for stage in stages)
+        assert len(whole) == len(by_layers)
+        assert all(map(torch.equal, whole, by_layers))
+
+
+def _after_a_step(stage: Stage, layout: ModelLayout, *, last: bool) -> list[torch.Tensor]:
+    """Return what a microbatch sends on or back, and the weights after a step of its gradients."""
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(layout.vocabulary, (2, 24), generator=random)
+    if last:
+        sent = stage.loss(torch.randn(2, 24, layout.width, generator=random), ids).hidden
+        assert sent is not None
+    else:
+        waiting = stage.forward(ids)
+        waiting.backward(torch.randn(waiting.output.shape, generator=random))
+        sent = waiting.output
+    assert stage.step(1e-2, 1).gradient_norm > 0.0
+    return [sent, *stage.weights()]
 
 
 def test_a_polynomial_of_these_degrees_is_met_exactly() -> None:
