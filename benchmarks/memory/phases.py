@@ -173,7 +173,10 @@ async def one_round(replica: Replica, optimiser: OuterOptimiser) -> None:
     cpu_s = replica.cpu_s
     fast = await optimiser.bound_fast("partner", fast, snapshot)
     replica.cpu_s, replica.bound_s = cpu_s, replica.cpu_s - cpu_s
-    await optimiser.correct(Step(snapshot.fast, fast, slow))
+    correction = await optimiser.take(Step(snapshot.fast, fast, slow))
+    async with optimiser.weights.fast.moving():
+        replica.train()  # the correction waits for the pause after it
+    await optimiser.correct(correction)
 
 
 def _steps(optimiser: OuterOptimiser, probe: Tensor | None) -> tuple[float, ...]:

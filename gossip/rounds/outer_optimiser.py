@@ -1,9 +1,9 @@
 """The outer step of one replica's slow weights: what it says of its weights, what it hears, and the step in place.
 
 `OuterOptimiser` applies the rule of `gossip.rule.outer_step` to a replica that trains on meanwhile; heavy arithmetic
-runs on the node's thread. Nothing moves, and the step may still be thrown away, until `correct` moves the slow weights
-and what the codec owes, and adds the correction to the fast ones. A caller that may be cancelled wraps it in
-`to_the_end`.
+runs on the node's thread. Nothing moves, and the step may still be thrown away, until `take` moves the slow weights and
+what the codec owes. `take` may run while the replica trains: it touches no fast weights. `correct` then adds the
+correction to the fast ones, in a pause. A caller that may be cancelled wraps both in `to_the_end`.
 
 `take_step` moves slow weights, momentum, residuals and the snapshot a piece at a time, and decodes what both sent anew
 for each piece: it cannot fail half-way for what a partner has sent. The snapshot becomes the correction. Each value
@@ -18,7 +18,7 @@ partner's probe decides how coarsely ours are rounded, and that rounding could m
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sized
+from collections.abc import AsyncIterator, Awaitable, Callable, Sized
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
@@ -78,9 +78,9 @@ class Rule(NamedTuple):
 class OuterOptimiser:
     """Slow weights and momentum of one replica.
 
-    `version`: the number of outer steps taken here; it changes with the slow weights. `weights`: the lock under which
-    they move. `seed`: of the run. `fixed`: numbers of the tensors that no round moves. `partners`: the other replicas.
-    `returned`: the weights are not a run's first ones.
+    `version`: the number of outer steps taken here; it changes with the slow weights. `weights`: the locks under which
+    weights move. `seed`: of the run. `fixed`: numbers of the tensors that no round moves. `partners`: the other
+    replicas. `returned`: the weights are not a run's first ones.
     """
 
     def __init__(
@@ -203,11 +203,16 @@ class OuterOptimiser:
 
     # The step.
 
-    async def correct(self, step: Step) -> None:
-        """Take a step, in a pause: move the slow weights, and add the correction to the fast ones."""
-        async with self.weights.moving():
+    async def take(self, step: Step) -> Tensors:
+        """Move the slow weights; return the correction of the fast ones, in the memory of the step's snapshot."""
+        async with self.weights.slow.moving():
             await self._compute(self._take, step)
-            await self._replica.correct(step.snapshot)
+        return step.snapshot
+
+    async def correct(self, correction: Tensors) -> None:
+        """Add the correction of a step to the fast weights, in a pause."""
+        async with self.weights.fast.moving():
+            await self._replica.correct(correction)
 
     def _take(self, step: Step) -> None:
         self.state = take_step(step, self.state, self._owed, self._rule)
@@ -354,11 +359,10 @@ def _part(tensors: Tensors, number: int, at: slice) -> Tensors:
     return (tensors[number].view(-1)[at],) if tensors else ()
 
 
-class WeightsLock:
-    """Lets any number of readers use a replica's weights without a copy, or one step move them.
+class ReadWriteLock:
+    """Lets any number of readers use weights without a copy, or one step move them.
 
-    Checkpoints and copies for newcomers read from the replica's own memory; passes go on meanwhile, inner and outer
-    steps wait. All have their turn in the order in which they came, so readers cannot keep a step waiting for ever.
+    All have their turn in the order in which they came, so readers cannot keep a step waiting for ever.
     """
 
     def __init__(self) -> None:
@@ -373,14 +377,6 @@ class WeightsLock:
         async with self._turn:
             await self._unread.wait()
             yield
-
-    @asynccontextmanager
-    async def reading(self) -> AsyncIterator[None]:
-        release = await self.read()
-        try:
-            yield
-        finally:
-            release()
 
     async def read(self) -> Callable[[], None]:
         """Keep the weights as they are until the returned function is called; a second call does nothing."""
@@ -400,9 +396,44 @@ class WeightsLock:
         return release
 
 
-async def to_the_end(work: Coroutine[None, None, None]) -> None:
-    """Await `work` to its end even when cancelled: no weights are left half corrected."""
-    task = asyncio.create_task(work)
+class WeightsLock:
+    """The locks of a replica's weights. `fast`: with the inner optimiser; inner steps and corrections move them.
+    `slow`: with the outer momentum; outer steps move them, which inner steps do not wait for.
+
+    Checkpoints and copies for newcomers read both from the replica's own memory; passes go on meanwhile, steps wait.
+    """
+
+    def __init__(self) -> None:
+        self.fast, self.slow = ReadWriteLock(), ReadWriteLock()
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[None]:
+        release = await self.read()
+        try:
+            yield
+        finally:
+            release()
+
+    async def read(self) -> Callable[[], None]:
+        """Keep all weights as they are until the returned function is called; a second call does nothing."""
+        # The slow ones first: whoever waits for an outer step must not keep the inner steps waiting.
+        release_slow = await self.slow.read()
+        try:
+            release_fast = await self.fast.read()
+        except BaseException:
+            release_slow()
+            raise
+
+        def release() -> None:
+            release_fast()
+            release_slow()
+
+        return release
+
+
+async def to_the_end(work: Awaitable[None]) -> None:
+    """Await `work` to its end even when cancelled: no weights are left half moved."""
+    task = asyncio.ensure_future(work)
     cancelled = None
     while not task.done():
         try:

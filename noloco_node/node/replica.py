@@ -129,7 +129,7 @@ class Replica:
             await to_the_end(self._step(outcomes, in_pause))
 
     async def _step(self, outcomes: tuple[WindowOutcome, ...], in_pause: Callable[[], Awaitable[None]]) -> None:
-        async with self.rounds.weights.moving():
+        async with self.rounds.weights.fast.moving():
             self.progress = advance(self.progress, [outcome.progress for outcome in outcomes], loop_s())
             rate = learning_rate(self.progress.value, self._schedule)
             report = await self._run(self._stage.step, rate, len(outcomes))
@@ -299,11 +299,13 @@ class Replica:
 
         If the device is lost, that is only what lies in main memory: the slow weights and their momentum.
         """
-        read = await self.rounds.weights.read()
+        lost = self.device_lost.done()
+        # Fast weights without the correction of a step that the slow ones have would be neither before nor after it.
+        read = await (self.rounds.weights.read() if lost else self.rounds.read_settled())
         fast: Tensors = ()
         optimiser = OptimiserState(0, ())
         try:
-            if not self.device_lost.done():
+            if not lost:
                 fast = await self._run(self._stage.current_weights)
                 optimiser = await self._run(self._stage.optimiser_state)
         except BaseException:
