@@ -717,14 +717,14 @@ async def test_a_second_swap_that_breaks_leaves_both_sides_with_the_same_slow_we
     settings = replace(SETTINGS, **APART._asdict(), codec=Format.INT4, patience=RoundTimeouts(exchange_s=4.0))
     toys = pair(settings, World(tamper=tamper), apart=0.1)
     for toy in toys:
-        correct = toy.rounds._optimiser.correct
+        take = toy.rounds._optimiser.take
 
-        async def noted(step: Step, name: str = toy.name, correct: Any = correct) -> None:
+        async def noted(step: Step, name: str = toy.name, take: Any = take) -> Tensors:
             if step.slow is not None:
                 used[name] = step.slow
-            await correct(step)
+            return await take(step)  # type: ignore[no-any-return]
 
-        toy.rounds._optimiser.correct = noted  # type: ignore[method-assign]
+        toy.rounds._optimiser.take = noted  # type: ignore[method-assign]
 
     async def step_alone() -> None:
         await asyncio.sleep(3.2)

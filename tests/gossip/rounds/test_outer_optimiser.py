@@ -14,7 +14,16 @@ from toy_gossip import ToySettings, at_once
 
 from gossip.exchange.codec import OWED, PIECE, Encoded, Feedback, Sides, check, encode
 from gossip.exchange.messages import Implausible
-from gossip.rounds.outer_optimiser import OuterOptimiser, Owed, Rule, Snapshot, Step, WeightsLock, take_step
+from gossip.rounds.outer_optimiser import (
+    OuterOptimiser,
+    Owed,
+    ReadWriteLock,
+    Rule,
+    Snapshot,
+    Step,
+    WeightsLock,
+    take_step,
+)
 from gossip.rule.outer_step import EVEN, Delay, Outer, OuterState, Shares, Tensors, shares_by_steps
 from gossip.settings import BLOCK, Format
 from research.codec.whole_sets import decode, meant_by
@@ -236,7 +245,7 @@ async def test_a_meeting_that_breaks_half_way_leaves_everything_as_it_was(spoil:
         with pytest.raises(Implausible):
             await one.hear_fast(spoil(mine), snapshot, mine)  # type: ignore[operator]
         assert same(everything(one, snapshot), before)
-        await one.correct(Step(snapshot.fast, await one.hear_fast(mine.coded.wire, snapshot, mine)))
+        await one.correct(await one.take(Step(snapshot.fast, await one.hear_fast(mine.coded.wire, snapshot, mine))))
         assert not same(everything(one, snapshot), before)
 
 
@@ -246,7 +255,7 @@ async def test_a_step_waits_for_whoever_reads_the_weights_where_they_lie(alpha: 
     for _ in range(3):
         before = copied((*one.state.slow, *one.state.momentum))
         async with one.weights.reading():
-            step = asyncio.create_task(one.correct(Step((await one.snapshot(0)).fast)))
+            step = asyncio.create_task(one.take(Step((await one.snapshot(0)).fast)))
             for _ in range(5):
                 await asyncio.sleep(0)
             assert not step.done()
@@ -261,7 +270,7 @@ async def test_a_step_is_taken_in_the_memory_that_is_there() -> None:
     places = [tensor.data_ptr() for tensor in one.state.slow]
     snapshot = await one.snapshot(0)
     fast = [tensor.data_ptr() for tensor in snapshot.fast]
-    await one.correct(Step(snapshot.fast))
+    await one.correct(await one.take(Step(snapshot.fast)))
     assert [tensor.data_ptr() for tensor in one.state.slow] == places
     assert [tensor.data_ptr() for tensor in one._replica.corrected] == fast  # type: ignore[attr-defined]
 
@@ -298,46 +307,56 @@ async def test_nothing_moves_while_somebody_reads_and_all_have_their_turn(seed: 
     """Readers come one after the other without a gap, and some are cancelled while they wait or read."""
     rng = random.Random(seed)
 
-    lock, readers, moved = WeightsLock(), 0, 0
+    lock, readers, moved = WeightsLock(), 0, {"fast": 0, "slow": 0}
 
     async def read(first_s: float, for_s: float) -> None:
         nonlocal readers
         await asyncio.sleep(first_s)
         async with lock.reading():
-            then, readers = moved, readers + 1
+            then, readers = dict(moved), readers + 1
             try:
                 await asyncio.sleep(for_s)
                 assert moved == then
             finally:
                 readers -= 1
 
-    async def move() -> None:
-        nonlocal moved
+    async def move(which: str, part: ReadWriteLock) -> None:
         for _ in range(10):
             await asyncio.sleep(rng.random())
-            async with asyncio.timeout(30), lock.moving():
+            async with asyncio.timeout(30), part.moving():
                 assert not readers
-                before = moved
+                before = moved[which]
                 await asyncio.sleep(rng.random())
                 assert not readers
-                assert moved == before
-                moved += 1
+                assert moved[which] == before
+                moved[which] += 1
 
     reading = [asyncio.create_task(read(place / 4, 1.0 + rng.random())) for place in range(80)]
-    movers = [asyncio.create_task(move()) for _ in range(2)]
+    movers = [asyncio.create_task(move(*each)) for each in (("fast", lock.fast), ("slow", lock.slow)) for _ in range(2)]
     for task in rng.sample(reading, 20):
         await asyncio.sleep(rng.random() / 2)
         task.cancel()
     await asyncio.gather(*movers)
     await asyncio.gather(*reading, return_exceptions=True)
-    assert moved == 20
+    assert moved == {"fast": 20, "slow": 20}
     assert all(task.cancelled() or task.exception() is None for task in reading)
 
 
-async def test_who_has_read_says_so_once() -> None:
+async def test_an_outer_step_keeps_no_inner_step_waiting_nor_does_whoever_waits_for_it() -> None:
+    lock = WeightsLock()
+    async with lock.slow.moving():
+        reader = asyncio.create_task(lock.read())
+        await asyncio.sleep(1)
+        async with asyncio.timeout(1), lock.fast.moving():
+            assert not reader.done()
+    (await reader)()
+
+
+@pytest.mark.parametrize("part", ["fast", "slow"])
+async def test_who_has_read_says_so_once(part: str) -> None:
     lock = WeightsLock()
     first, second = await lock.read(), await lock.read()
-    moving = asyncio.create_task(lock.moving().__aenter__())
+    moving = asyncio.create_task(getattr(lock, part).moving().__aenter__())
     first()
     first()
     await asyncio.sleep(1)

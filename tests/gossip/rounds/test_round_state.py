@@ -12,7 +12,16 @@ from toy_gossip import ToySettings, at_once
 
 from gossip.interface import Candidate, Origin, OuterStepTaken, RoundContext
 from gossip.rounds.outer_optimiser import Snapshot, Step
-from gossip.rounds.round_state import Closed, InMeeting, Open, PendingStep, Phase, RoundState
+from gossip.rounds.round_state import (
+    Closed,
+    InMeeting,
+    Open,
+    PendingCorrection,
+    PendingStep,
+    Phase,
+    RoundState,
+    Stepping,
+)
 from gossip.rule.outer_step import OuterState
 from noloco_node.sim.clock import run
 
@@ -49,9 +58,19 @@ def in_meeting() -> RoundState:
     return state
 
 
-def stepped() -> RoundState:
+async def take(pending: PendingStep) -> None:
+    """Take no time; the test says itself that the step is finished."""
+
+
+def stepping() -> RoundState:
     state = in_meeting()
-    state.step(PENDING)
+    state.step(PENDING, take)
+    return state
+
+
+def stepped() -> RoundState:
+    state = stepping()
+    state.finish(WEIGHTS)
     return state
 
 
@@ -59,14 +78,16 @@ PHASES: dict[type[Phase], Callable[[], RoundState]] = {
     Closed: closed,
     Open: opened,
     InMeeting: in_meeting,
-    PendingStep: stepped,
+    Stepping: stepping,
+    PendingCorrection: stepped,
 }
 TRANSITIONS: dict[str, Callable[[RoundState], object]] = {
     "open": lambda state: state.open(SNAPSHOT),
     "engage": lambda state: state.engage("b", 1),
     "end_meeting": RoundState.end_meeting,
-    "step": lambda state: state.step(PENDING),
-    "take_step": RoundState.take_step,
+    "step": lambda state: state.step(PENDING, take),
+    "finish": lambda state: state.finish(WEIGHTS),
+    "take_correction": RoundState.take_correction,
     "close": RoundState.close,
     "leave": RoundState.leave,
 }
@@ -74,12 +95,23 @@ LEADS: dict[str, dict[type[Phase], type[Phase]]] = {
     "open": {Closed: Open, Open: Open, InMeeting: InMeeting},
     "engage": {Open: InMeeting},
     "end_meeting": {InMeeting: Open},
-    "step": {InMeeting: PendingStep},
-    "take_step": {Closed: Closed, Open: Open, InMeeting: InMeeting, PendingStep: Closed},
+    "step": {Closed: Stepping, InMeeting: Stepping},
+    "finish": {Stepping: PendingCorrection},
+    "take_correction": {PendingCorrection: Closed},
     "close": {Closed: Closed, Open: Closed, InMeeting: Closed},
-    "leave": {Closed: Closed, Open: Closed, InMeeting: Closed, PendingStep: PendingStep},
+    "leave": {
+        Closed: Closed,
+        Open: Closed,
+        InMeeting: Closed,
+        Stepping: Stepping,
+        PendingCorrection: PendingCorrection,
+    },
 }
-WAKES = ("open", "end_meeting", "step", "leave")
+_LEADS_TO: dict[type[Phase], tuple[type[Phase], ...]] = {
+    Stepping: (Closed, InMeeting),
+    PendingCorrection: (Stepping,),
+}
+WAKES = ("open", "end_meeting", "step", "finish", "take_correction", "leave")
 
 
 async def woken(state: RoundState, change: Callable[[RoundState], object]) -> bool:
@@ -112,12 +144,17 @@ def test_each_transition_leads_where_it_should_or_raises(phase: type[Phase], nam
     run(main())
 
 
-async def test_an_outer_step_wakes_and_counts() -> None:
-    state = stepped()
-    assert state.take_step() is PENDING
-    assert state.take_step() is None
-    assert await woken(state, lambda state: state.finish(1, last_met=1))
+async def test_an_outer_step_counts_once_the_slow_weights_have_moved() -> None:
+    state = stepping()
+    assert state.step_task is not None
+    assert (state.schedule.finished, state.last_met) == (0, 0)
+    state.prefetch.bytes_sent = 7
+    state.finish(WEIGHTS)
+    assert state.step_task is None
     assert state.schedule.finished == state.last_met == 1
+    pending = state.take_correction()
+    assert (pending.correction, pending.snapshot_step, pending.event.bytes_sent) == (WEIGHTS, 0, 7)
+    assert (state.prefetch.bytes_sent, list(state.met_partners)) == (0, ["b"])
 
 
 @hypothesis_settings(deadline=None)
@@ -143,7 +180,11 @@ def test_no_sequence_of_events_breaks_the_invariants(events: list[str]) -> None:
             assert state.leaving or not left, "nobody comes back"
             if left:
                 assert state.is_open <= isinstance(before, Open | InMeeting), "who leaves opens nothing"
-            assert not (state.between_rounds and (state.is_open or isinstance(phase, PendingStep)))
+            assert state.settled != isinstance(phase, Stepping | PendingCorrection)
+            assert not (state.between_rounds and (state.is_open or not state.settled))
+            assert (state.step_task is not None) == isinstance(phase, Stepping)
+            if not state.settled:
+                assert type(before) in (type(phase), *_LEADS_TO[type(phase)]), "no step is lost, or taken twice"
             answer_state = state.answer_state("b")
             assert (answer_state.open, answer_state.engaged) == (state.is_open, state.meeting is not None)
 
