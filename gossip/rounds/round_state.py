@@ -223,6 +223,8 @@ class RoundState:
 
     def disown(self) -> None:
         """Say that our weights count for nothing, until a step that adopts others is finished."""
+        if isinstance(self.phase, PendingCorrection) and self.phase.event.adopted:
+            return  # the next pause replaces them
         self.last_met = DISOWNED
 
     @property

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -155,6 +156,22 @@ async def test_an_outer_step_counts_once_the_slow_weights_have_moved() -> None:
     pending = state.take_correction()
     assert (pending.correction, pending.snapshot_step, pending.event.bytes_sent) == (WEIGHTS, 0, 7)
     assert (state.prefetch.bytes_sent, list(state.met_partners)) == (0, ["b"])
+
+
+@pytest.mark.parametrize("adopted", [True, False])
+@pytest.mark.parametrize("disowned", ["before the step", "before the correction"])
+async def test_weights_are_disowned_until_others_replace_them(disowned: str, adopted: bool) -> None:
+    state = in_meeting()
+    if disowned == "before the step":
+        state.disown()
+    state.step(PENDING._replace(event=replace(PENDING.event, adopted=adopted)), take)
+    state.finish(WEIGHTS)
+    if disowned == "before the correction":
+        state.disown()
+    assert state.owns == adopted
+    state.take_correction()
+    state.disown()
+    assert not state.owns
 
 
 @hypothesis_settings(deadline=None)
