@@ -132,6 +132,14 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     subset: str | None = None
     split: str = "train"
     field: str = "text"
+    form: Literal["text", "prompt", "messages"] = "text"
+    """text: each token of a document is learnt; prompt: of each row a completion, after its prompt; messages: of each
+    row, a conversation, what the assistant says."""
+    prompt_field: str = "prompt"
+    completion_field: str = "completion"
+    messages_field: str = "messages"
+    chat_template: Literal["", "chatml"] = ""
+    """How messages become a text: "" is the tokenizer's own template; "chatml" a built-in one."""
     tokenizer: str = "byt5"
     """byt5 (bytes, needs no files); files (those of `tokenizer_files`); with `tokenizer_commit` owner/name of the hub,
     without it a local directory."""
@@ -146,6 +154,17 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def is_public(self) -> bool:
         """Whether the text is the same for everybody, and no file of a machine."""
         return self.source in ("stdlib", "hub")
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the run learns the answers in rows, and no other token."""
+        return self.form != "text"
+
+    @property
+    def row_fields(self) -> tuple[str, ...]:
+        """The fields of a row that are read."""
+        of_form = {"text": (self.field,), "prompt": (self.prompt_field, self.completion_field)}
+        return of_form.get(self.form, (self.messages_field,))
 
     @property
     def text_name(self) -> str:
