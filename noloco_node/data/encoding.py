@@ -35,11 +35,15 @@ class Encoder(NamedTuple):
         return torch.cat([begin, ids, end])
 
 
-def open_encoder(data: DataConfig) -> Encoder:
-    """Return the run's tokenizer as blocks use it; for byt5 without loading transformers."""
+def open_encoder(data: DataConfig, tokenizer: Any = None) -> Encoder:
+    """Return the run's tokenizer as blocks use it; for byt5 without loading transformers.
+
+    `tokenizer`: as `open_tokenizer` returned it, where it is open already.
+    """
     if data.has_byte_tokenizer:
         return Encoder(encode_bytes, _BYT5_END, "byt5")
-    tokenizer = open_tokenizer(data)
+    if tokenizer is None:
+        tokenizer = open_tokenizer(data)
     if tokenizer.eos_token_id is None:
         raise config_error(
             f"The tokenizer {data.tokenizer} has no end token.",
