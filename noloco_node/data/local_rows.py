@@ -1,8 +1,8 @@
 """Rows of JSON Lines and Parquet files on this machine, of which few fields are read, whatever other fields a row has.
 
-A row that has not what the run reads is a `BadRow`, which is counted and ends nothing. A shard is a JSON file (packed or not,
-lines or one array), or a row group of a Parquet file. Its state is the number of rows read, and for an unpacked JSON
-file the place of the next.
+A row that has not what the run reads is a `BadRow`, which is counted and ends nothing. A shard is a JSON file (packed
+or not, lines or one array), or a row group of a Parquet file. Its state is the number of rows read, and for an unpacked
+JSON file the place of the next.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from os.path import commonprefix
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,13 +27,6 @@ from noloco_node.run.config import DataConfig
 from pipeline.messages import given, learnt
 
 ASSISTANT = "assistant"
-CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-"""The built-in template. Its marks may be ordinary text to a tokenizer, so an end token follows a whole conversation."""
 _SAYS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NO_ROW = object()
 Span = tuple[int, int]
@@ -230,15 +222,21 @@ class ChatTemplate(NamedTuple):
         if not (whole.startswith(before) and whole.startswith(until) and len(before) < len(until)):
             raise UnfitRowError("has answers that the chat template writes otherwise once another message follows")
         # A template may begin an answer with more than it writes of an answer that is there.
-        begun = commonprefix([self.render(messages[:place], True), until]) if place else ""
-        return max(len(before), len(begun)), len(until)
+        begun = _common(self.render(messages[:place], True), until) if place else 0
+        return max(len(before), begun), len(until)
+
+
+def _common(one: str, other: str) -> int:
+    """Return how many characters two texts have in common at their beginning."""
+    shorter = min(len(one), len(other))
+    return next((place for place in range(shorter) if one[place] != other[place]), shorter)
 
 
 def _template_of(data: DataConfig, tokenizer: Any) -> ChatTemplate:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
-        template = tokenizer.get_chat_template(CHATML if data.chat_template else None)
+        template = tokenizer.get_chat_template()
     except ValueError as error:
         raise data_error(
             f"The tokenizer {data.tokenizer} has no chat template.",

@@ -88,6 +88,7 @@ def _data_of(before: RunConfig | None) -> dict[str, str]:
     if before is None:
         return {"source": "text", "path": OWN_TEXT}
     fields = ("source", "path", "commit", "subset", "split", "field")
+    fields += ("form", "prompt_field", "completion_field", "messages_field", "chat_template")
     return {name: value for name in fields if (value := getattr(before.data, name)) is not None}
 
 
