@@ -139,7 +139,7 @@ class Blocks:
                 tokens = torch.cat([self._encoder.document(text) for text in document.texts])
             except UnfitRowError as unfit:
                 if epoch == self._first_epoch:  # a row that is read again is counted once
-                    self._documents.unread.note(f"{unfit} and is left out", document.name)
+                    self._documents.unread.note(*unfit.noted(document.name))
                 left_out.add(epoch)
                 # The first epoch may be the rest of one: a whole one and another without a row are proof.
                 if len(left_out) > 2:

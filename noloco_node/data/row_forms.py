@@ -51,7 +51,18 @@ Row = GoodRow | BadRow
 
 
 class UnfitRowError(ValueError):
-    """A row does not become tokens; the text is the rest of a sentence about it, the same for all rows of its kind."""
+    """A row does not become tokens; the text is the rest of a sentence about it, the same for all rows of its kind.
+
+    `detail`: what is wrong with this one.
+    """
+
+    def __init__(self, kind: str, detail: str = "") -> None:
+        super().__init__(kind)
+        self.detail = detail
+
+    def noted(self, where: str) -> tuple[str, str]:
+        """Return the arguments of `UnreadText.note` about the row at a place."""
+        return f"{self} and is left out", f"{where} ({self.detail})" if self.detail else where
 
 
 def data_error(what: str, why: str, hint: str) -> UserError:
@@ -132,7 +143,7 @@ class RowEncoder:
         """
         tokens = self.tokens(text)
         if len(tokens) > self._length:
-            raise UnfitRowError(f"is longer than a sequence of {self._length:,} tokens")
+            raise UnfitRowError(f"is longer than a sequence of {self._length:,} tokens", f"{len(tokens):,} tokens")
         return torch.cat([tokens, self.filling(self._length - len(tokens))])
 
     def filling(self, count: int) -> Tensor:
@@ -214,7 +225,7 @@ class ChatTemplate(NamedTuple):
             raise
         except Exception as error:  # a template may raise whatever it likes
             why = " ".join(str(error).split())[:120]
-            raise UnfitRowError(f"does not fit the chat template ({why})") from error
+            raise UnfitRowError("does not fit the chat template", why) from error
 
     def _answer(self, whole: str, messages: list[dict[str, Any]], place: int) -> Span:
         before = self.render(messages[:place], False) if place else ""

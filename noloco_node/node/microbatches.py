@@ -60,10 +60,10 @@ class MicrobatchSource:
     ) -> None:
         """Hand in the callables.
 
-        `draw`: returns the next marked tokens [batch, sequence + 1], int64. `process`: the worker's. `progress`: returns
-        the run's progress, given this source's samples so far and when the last of them came back. `samples`: of an
-        earlier session. `prove`: takes the peer that computed the loss of so many samples. `budget_s`: how long a microbatch
-        may travel. `told`: later stages have to know all ids.
+        `draw`: returns the next marked tokens [batch, sequence + 1], int64. `process`: the worker's. `progress`:
+        returns the run's progress, given this source's samples so far and when the last of them came back. `samples`:
+        of an earlier session. `prove`: takes the peer that computed the loss of so many samples. `budget_s`: how long a
+        microbatch may travel. `told`: later stages have to know all ids.
         """
         self.samples = samples
         self.returned_s = loop_s()
