@@ -119,7 +119,7 @@ def _rows(data: DataConfig, length: int) -> Iterator[str]:
         raise data_error(
             f'{what} {fits} data.form = "{data.form}".',
             reasons[0] if reasons else f"each is longer than a sequence of {length:,} tokens",
-            "rows that fit; in training the others are left out" if shown else "another data.form, or other fields",
+            "correct them; in training such rows are left out" if shown else "another data.form, or other fields",
         )
 
 
