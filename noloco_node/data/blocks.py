@@ -37,7 +37,8 @@ from noloco_node.data.file_documents import (
     pieces_of,
     stdlib_files,
 )
-from noloco_node.data.row_forms import RowEncoder, UnfitRowError, data_error
+from noloco_node.data.row_encoder import RowEncoder, UnfitRowError
+from noloco_node.data.row_forms import data_error
 from noloco_node.errors import UserError, config_error
 from noloco_node.run.config import DataConfig, RunConfig
 

@@ -15,7 +15,8 @@ from noloco_node.data.blocks import open_blocks
 from noloco_node.data.dataset_documents import RowDocuments, load_rows
 from noloco_node.data.encoding import open_tokenizer
 from noloco_node.data.file_documents import ReadingOrder, UnreadText, row_side_of
-from noloco_node.data.row_forms import RowEncoder, UnfitRowError, data_error
+from noloco_node.data.row_encoder import RowEncoder, UnfitRowError
+from noloco_node.data.row_forms import data_error
 from noloco_node.run.config import DataConfig, RunConfig
 from pipeline.messages import ids_of, learnt
 
@@ -114,10 +115,10 @@ def _rows(data: DataConfig, length: int) -> Iterator[str]:
             yield from _filled(reason, "  ")
     if reasons or not shown:
         unfit = sum(unread.counts.values())
-        what = f"{unfit:,} of {fitting + unfit:,} rows" if shown else f"None of {fitting + unfit:,} rows"
-        fits = "fits" if not shown else "does not fit" if unfit == 1 else "do not fit"
+        of_rows = f"of {fitting + unfit:,} rows"
+        what = f"{unfit:,} {of_rows} do not fit data.form" if shown else f"None {of_rows} fits data.form"
         raise data_error(
-            f'{what} {fits} data.form = "{data.form}".',
+            f'{what} = "{data.form}".',
             reasons[0] if reasons else f"each is longer than a sequence of {length:,} tokens",
             "correct them; in training such rows are left out" if shown else "another data.form, or other fields",
         )

@@ -24,7 +24,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from noloco_node.data import dataset_documents
 from noloco_node.data.blocks import Blocks, open_blocks
 from noloco_node.data.encoding import CHATML, open_tokenizer
-from noloco_node.data.row_forms import BadRow, GoodRow, RowEncoder, UnfitRowError, row_of
+from noloco_node.data.row_encoder import RowEncoder, UnfitRowError
+from noloco_node.data.row_forms import BadRow, GoodRow, row_of
 from noloco_node.errors import Exit, UserError
 from noloco_node.run.config import DataConfig
 from pipeline.messages import ids_of, learnt
