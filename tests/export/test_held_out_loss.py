@@ -12,7 +12,7 @@ from random import Random
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -79,7 +79,14 @@ BEHIND = RUN.run.outer.staleness_at_most
 
 def lay(folder: Path, stage: int, peer: str, weights: Sequence[Tensor], round: int = 9) -> ReplicaFile:
     counters = Counters(
-        run_id=RUN.digest, stage=stage, round=round, inner_steps=9, progress=0.1, samples=0, optimiser_steps=0, peer=peer
+        run_id=RUN.digest,
+        stage=stage,
+        round=round,
+        inner_steps=9,
+        progress=0.1,
+        samples=0,
+        optimiser_steps=0,
+        peer=peer,
     )
     path = folder / f"{stage}-{peer}.safetensors"
     atomic_file.write_tensors(path, arrays_of({"slow": tuple(weights)}), msgspec.json.encode(counters).decode())
@@ -87,8 +94,8 @@ def lay(folder: Path, stage: int, peer: str, weights: Sequence[Tensor], round: i
 
 
 def merged(filed: Sequence[ReplicaFile], snapshots: Sequence[ReplicaFile] = ()) -> list[MergedReplicas]:
-    """Return the stages that loss makes of these files; `snapshots`: those of them that are of stage 1."""
-    stages = merge_files(filed, RUN, PLAN)
+    """Return the stages that loss makes of these files; `snapshots`: those of them that are, the newest first."""
+    stages = merge_files([each for each in filed if each not in snapshots[1:]], RUN, PLAN)
     kept_by = next((each.peer for each in stages[1].taken if each.peer in {one.peer for one in snapshots}), None)
     stages = [stages[0], stages[1]._replace(kept_by=kept_by)]
     return judged_by_loss(RUN.run, PLAN, stages, [newest(filed, number) for number in (0, 1)], [[], snapshots])
@@ -96,7 +103,7 @@ def merged(filed: Sequence[ReplicaFile], snapshots: Sequence[ReplicaFile] = ()) 
 
 @cache
 def text() -> HeldOutText:
-    return validation_text(RUN.run.data, 32, RUN.run.seed, 16)
+    return validation_text(RUN.run.data, 32, RUN.run.seed, held_out_loss.JUDGED_TOKENS // 256)
 
 
 def loss_of(stages: Sequence[MergedReplicas]) -> float:
@@ -160,9 +167,9 @@ def test_of_two_replicas_that_predict_alike_and_have_no_mean_one_is_taken(tmp_pa
     assert loss_of(found) == pytest.approx(alone, rel=1e-3)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
-    kinds=st.lists(st.tuples(st.integers(0, 1), st.integers(-60, 50), st.integers(0, 40)), max_size=6),
+    kinds=st.lists(st.tuples(st.integers(0, 1), st.integers(-60, 50), st.integers(0, 40)), max_size=4),
 )
 def test_the_loss_is_no_more_than_that_of_any_route_whatever_is_claimed_and_its_cost_is_bounded(
     tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[int, int, int]]
@@ -185,7 +192,7 @@ def test_the_loss_is_no_more_than_that_of_any_route_whatever_is_claimed_and_its_
         patch.setattr(WholeModel, "loss", counted)
         found = merged(filed)
     assert count <= MOST_ROUTES + 1 + 2 * len(filed)
-    assert loss_of(found) <= (1.0 + SPOILS) ** 3 * honest_alone
+    assert loss_of(found) <= (1.0 + SPOILS) ** 2 * 1.001 * honest_alone
     for number, stage in enumerate(found):
         taken, left_out = peers(stage)
         assert sorted(taken + left_out) == sorted(each.peer for each in newest(filed, number))
