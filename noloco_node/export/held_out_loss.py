@@ -192,7 +192,8 @@ def judged_by_loss(
         readers = [
             opened.enter_context(ReplicaReader(pool, shapes)) for pool, shapes in zip(pools, layout.shapes, strict=True)
         ]
-        judgement = _Judgement(WholeModel(layout, stages, text), readers, snapshots)
+        guess = math.log(layout.prepared.config.vocab_size)
+        judgement = _Judgement(WholeModel(layout, stages, text), readers, snapshots, guess)
         return judgement.of(stages, Random(run.seed))
 
 
@@ -219,11 +220,13 @@ class _Judgement(NamedTuple):
     """Replicas of all stages in one model.
 
     `readers`: of a stage's files, none where it has no choice. `snapshots`: of each stage, those that are snapshots.
+    `guess`: the loss of a model that knows nothing.
     """
 
     model: WholeModel
     readers: Sequence[ReplicaReader]
     snapshots: Sequence[Sequence[ReplicaFile]]
+    guess: float
 
     def of(self, stages: Sequence[MergedReplicas], rng: Random) -> list[MergedReplicas]:
         found = list(stages)
@@ -260,15 +263,16 @@ class _Judgement(NamedTuple):
     def _chosen(self, number: int, stage: MergedReplicas, before: float) -> tuple[MergedReplicas, float]:
         """Return a stage with the mean of the replicas that belong in it, and the loss of the model with it.
 
-        The stage stays as it is if that is better: the model as it is has the loss `before`.
+        The stage stays as it is if that is better, for the model as it is has the loss `before`, or if no replica does
+        better than a guess: of untrained ones loss says nothing.
         """
         reader = self.readers[number]
         standings = [reader.standing(place) for place in range(len(reader.filed))]
         losses = self._losses(number, [place for place, each in enumerate(standings) if math.isfinite(each.norm)])
         order = sorted(losses, key=lambda place: losses[place])
-        if not order or not losses[order[0]] < math.inf:
+        if not order or losses[order[0]] >= self.guess:
             self.model.put(number, stage.weights)
-            return stage, before
+            return stage, math.inf
         first = order[0]
         taken, mean, loss, least = [first], reader.weights(first), losses[first], losses[first]
         why = {place: "its weights are not finite" for place in range(len(standings)) if place not in losses}
