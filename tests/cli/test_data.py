@@ -76,7 +76,7 @@ def test_rows_that_do_not_fit_are_counted_by_kind_and_the_code_says_it(tmp_path:
     told = " ".join(shown.stdout.split())
     assert "has no field 'messages' and is left out (the first of 2 so far)" in told
     assert "rows.jsonl:5 has in the field 'messages' no message whose role is 'assistant' and is left out" in told
-    assert "1 of them is longer than a sequence and is left out in training: the longest has 328 tokens" in told
+    assert "1 of them is longer than a sequence and is left out in training: the longest has 304 tokens" in told
     assert "3 rows fit the form" in told
 
 
