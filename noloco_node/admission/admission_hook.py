@@ -158,9 +158,10 @@ class AdmissionHook(NetworkHook):
         *found, lists = await read_all([*keys, self._list_key])
         copies = 0
         if lists is not None:
-            for raw in lists.values():
+            copied = list(self._of_members(lists).values())
+            for raw in copied:
                 self._state.take_revocations(raw)
-            copies = sum(raw == self._state.raw_revocations for raw in lists.values())
+            copies = copied.count(self._state.raw_revocations)
         await self._tell_list(copies)
         await self._remain_member()
         return [None if records is None else self._of_members(records) for records in found]
@@ -205,9 +206,9 @@ class AdmissionHook(NetworkHook):
         raw, now_s = self._state.raw_revocations, asyncio.get_running_loop().time()
         told, told_s = self._list_told
         due = raw != told or now_s - told_s > LIST_LIFETIME_S / 2
-        if raw and self._state.is_pinned and due and copies < ENOUGH_COPIES:
+        if raw and Right.TRAIN in self.held.rights and due and copies < ENOUGH_COPIES:
             self._list_told = raw, now_s
-            await self._network.publish(self._list_key, self._network.peer_id, raw, LIST_LIFETIME_S)
+            await self._network.publish(self._list_key, self._network.peer_id, self.stamped(raw), LIST_LIFETIME_S)
 
     async def list_known_to(self, peer: str) -> int:
         """Hand a peer the list of revocations that we know, and return the number of the list that it has then.

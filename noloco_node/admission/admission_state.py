@@ -80,8 +80,6 @@ class AdmissionState:
     def pin(self, owner: bytes, rule: str) -> None:
         """Take the owner's public key and the rule from the run file."""
         self._owner, self._rule = owner, rule
-        raw, self.raw_revocations = self.raw_revocations, b""
-        self.take_revocations(raw)
 
     def show(self, peer: str, raw: bytes) -> str:
         """Take note of the ticket that a peer shows; say why the peer may do nothing, empty where it may."""
@@ -134,18 +132,16 @@ class AdmissionState:
         return key is not None and revoked.get(key, 0) > self._unix_time()
 
     def accepts(self, peer: str, value: bytes) -> bool:
-        """Say whether a record is to be kept and believed: a member's, or the owner's list; any until it is known."""
-        if self._owner is None or decode_list(value, self._owner, self.run) is not None:
-            return True
+        """Say whether a record is to be kept and believed: only one that carries its peer's ticket to train.
+
+        The owner's list is no exception: everybody has it, so it could stand in front of anybody's records.
+        """
         ticket, _ = unstamped(value)
         return not self.show(peer, ticket) and Right.TRAIN in self.rights(peer)
 
     def take_revocations(self, raw: bytes) -> bool:
-        """Take a list over if it is a later one than ours; say whether it is."""
-        if raw == self.raw_revocations:
-            return False
-        if self._owner is None:
-            self.raw_revocations = raw
+        """Take a list over if it is a later one than ours; say whether it is. Until the owner is known, none is."""
+        if self._owner is None or raw == self.raw_revocations:
             return False
         found = decode_list(raw, self._owner, self.run)
         if found is None or (self.revocations is not None and found.number <= self.revocations.number):

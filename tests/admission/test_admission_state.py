@@ -23,8 +23,10 @@ from noloco_node.admission.admission_state import (
     unstamped,
 )
 from noloco_node.admission.ticket import (
+    LIST_BYTES,
     MEMBER,
     MOST_REVOKED,
+    TICKET_BYTES,
     Right,
     decode_list,
     encode,
@@ -34,6 +36,7 @@ from noloco_node.admission.ticket import (
     signed_list,
 )
 from noloco_node.errors import Exit, UserError
+from noloco_node.libp2p.record_checks import RECORD_BYTES, SIGNATURE_BYTES
 from noloco_node.sim.clock import run
 
 PEERS = [peer_of(public(number)) for number in range(1, 5)]
@@ -122,12 +125,17 @@ def test_a_flood_of_passing_identities_pushes_out_no_member() -> None:
     assert state.refusal(peer_of(public(3)))
 
 
-def test_before_the_owner_is_known_nobody_is_let_in_and_a_list_waits() -> None:
+@given(st.lists(st.one_of(st.binary(max_size=200), st.just(list_of(1, 2))), max_size=4), st.binary(max_size=200))
+def test_before_the_owner_is_known_nothing_is_believed(lists: list[bytes], record: bytes) -> None:
+    """So nothing that a stranger says first stands in the way of what the owner says later."""
     state = AdmissionState(RUN, lambda: NOW_S)
+    assert not any(map(state.take_revocations, lists))
+    assert state.raw_revocations == b""
     assert state.show(PEERS[0], member(1))
-    assert not state.take_revocations(list_of(1, 2))
+    assert not state.accepts(PEERS[0], stamped(member(1), record))
     state.pin(OWNER, "invited")
     assert state.show(PEERS[0], member(1)) == ""
+    assert state.take_revocations(list_of(1, 2))
     assert "shut it out" in state.show(PEERS[1], member(2))
 
 
@@ -137,8 +145,21 @@ def test_no_bytes_of_a_stranger_are_a_record_to_keep(raw: bytes, peer: str) -> N
     assert not state.accepts(peer, raw)
     assert state.accepts(peer, stamped(member(PEERS.index(peer) + 1), raw))
     assert unstamped(stamped(b"ticket", raw)) == (b"ticket", raw)
-    assert state.accepts(peer, list_of(1, 1))
-    assert AdmissionState(RUN, lambda: NOW_S).accepts(peer, raw)
+
+
+@given(st.sampled_from(PEERS), st.integers(0, 3), st.booleans(), st.binary(max_size=200))
+def test_the_owner_s_list_is_nobody_s_stamp(peer: str, number: int, is_behind_ticket: bool, content: bytes) -> None:
+    """Everybody has the list, so anybody could publish records of invented peers with it."""
+    state = state_at()
+    raw = list_of(number, 4)
+    state.take_revocations(raw)
+    assert not state.accepts(peer, raw + content)
+    another = PEERS.index(peer) % len(PEERS) + 2  # whose ticket is no use to this peer
+    assert not state.accepts(peer, stamped(member(another) if is_behind_ticket else raw[:TICKET_BYTES], raw))
+
+
+def test_the_longest_list_behind_the_longest_ticket_fits_into_a_record() -> None:
+    assert len(stamped(bytes(TICKET_BYTES), bytes(LIST_BYTES))) + SIGNATURE_BYTES <= RECORD_BYTES
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,8 @@ class OwnedRun:
     async def open(self, *, signs: bool) -> None:
         signer = TicketSigner(key(0))
         bare = self.hub.network(self.door)
-        network = admitted(bare, self.state, signer.ticket(self.digest, self.door, MEMBER, NOW_S + 10**9))
+        ticket = signer.ticket(self.digest, self.door, MEMBER, NOW_S + 10**9)
+        self.network = network = admitted(bare, self.state, ticket)
         named = None if self.rule == "open" else lambda found: self.named.get(found, 0)
         service = TicketService(
             self.state,
@@ -265,8 +266,8 @@ async def test_a_node_whose_delegate_is_revoked_while_it_trains_asks_the_owner_s
     mine = grant(key(DELEGATE), owned.digest, MEMBER, NOW_S + 365 * DAY_S, public(PEER))
     network = await owned.enter(PEER, owned.access(InviteCredential((link, mine)), MEMBER))
     assert owned.asked == []
-    raw = owned.revoke(1, DELEGATE)
-    await owned.hub.network("x").publish(f"{owned.digest}/revocations", "x", raw, 60.0)
+    owned.revoke(1, DELEGATE)
+    await owned.network.read_all(["roster"])  # which publishes the list
     await network.read_all(["roster"])
     assert len(owned.asked) == 1
     await network.publish("roster", network.peer_id, b"I am here", 90.0)
@@ -351,8 +352,8 @@ async def test_a_pooled_conversation_with_a_peer_that_is_shut_out_ends_at_once()
         async with pool.talk(callee.peer_id) as conversation:
             await conversation.send(RunRequest())
             await conversation.receive()
-    raw = owned.revoke(1, OTHER)
-    await owned.hub.network("x").publish(f"{owned.digest}/revocations", "x", raw, 60.0)
+    owned.revoke(1, OTHER)
+    await owned.network.read_all(["roster"])  # which publishes the list
     await caller.read_all(["roster"])
     with pytest.raises(ConnectionRefusedError, match="shut it out"):
         async with pool.talk(callee.peer_id) as conversation:
