@@ -10,7 +10,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gossip.exchange.codec import Sides
@@ -118,14 +118,14 @@ class Stepping:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingCorrection:
-    """The slow weights have moved, and the correction of the fast ones waits for the next pause.
-
-    `snapshot_step`: the inner steps by the snapshot from which the correction starts.
+    """The slow weights have moved, and the correction of the fast ones waits for the next pause; the rest is that of
+    the step.
     """
 
     correction: Tensors
     snapshot_step: int
     event: OuterStepTaken
+    last_met: int
 
 
 Phase = Closed | Open | InMeeting | Stepping | PendingCorrection
@@ -134,7 +134,7 @@ Phase = Closed | Open | InMeeting | Stepping | PendingCorrection
     Closed    -> Open (open), Stepping (step)
     Open      -> Open (open, with another snapshot), InMeeting (engage), Closed (close, leave)
     InMeeting -> InMeeting (open), Open (end_meeting), Stepping (step), Closed (close, leave)
-    Stepping  -> PendingCorrection (finish)
+    Stepping  -> PendingCorrection (correct_later)
     PendingCorrection -> Closed (take_correction)
 """
 CLOSED = Closed()
@@ -217,14 +217,20 @@ class RoundState:
         return WeightAge(self.schedule.round, self.last_met)
 
     @property
+    def slow_age(self) -> WeightAge:
+        """The last round whose step the slow weights hold, which `finish` has yet to count while a correction waits."""
+        if not isinstance(self.phase, PendingCorrection):
+            return WeightAge(self.schedule.finished, self.last_met)
+        event = self.phase.event
+        return WeightAge(event.round, self.phase.last_met if self.owns or event.adopted else self.last_met)
+
+    @property
     def owns(self) -> bool:
         """Whether our weights count for something: we have not disowned them, or have adopted others since."""
         return self.last_met != DISOWNED
 
     def disown(self) -> None:
         """Say that our weights count for nothing, until a step that adopts others is finished."""
-        if isinstance(self.phase, PendingCorrection) and self.phase.event.adopted:
-            return  # the next pause replaces them
         self.last_met = DISOWNED
 
     @property
@@ -312,7 +318,7 @@ class RoundState:
         self.ring()
 
     def step(self, pending: PendingStep, take: Callable[[PendingStep], Coroutine[Any, Any, None]]) -> None:
-        """End the round, and its meeting if there was one, with a step: `take` it from now on, and then `finish`."""
+        """End the round, and its meeting if there was one, with a step, which `take` computes from now on."""
         if not isinstance(self.phase, Closed | InMeeting):
             raise self._illegal("step")
         if isinstance(self.phase, InMeeting):
@@ -320,34 +326,21 @@ class RoundState:
         self.phase = Stepping(pending, asyncio.create_task(take(pending), name="outer step"))
         self.ring()
 
-    def finish(self, correction: Tensors) -> None:
-        """Count the step, which has moved the slow weights; its correction waits.
-
-        A mean with disowned weights is no better than these, so only an adoption ends that.
-        """
+    def correct_later(self, correction: Tensors) -> None:
+        """Leave the correction of a step that is computed to the next pause. Wakes nobody: all wait for that pause."""
         if not isinstance(self.phase, Stepping):
-            raise self._illegal("finish")
+            raise self._illegal("correct_later")
         _, snapshot_step, event, last_met = self.phase.pending
-        ahead, self.prefetch = self.prefetch, Prefetch()
-        event = replace(
-            event,
-            bytes_sent=event.bytes_sent + ahead.bytes_sent,
-            bytes_received=event.bytes_received + ahead.bytes_received,
-        )
-        self.schedule.finish(event.round)
-        if event.partner is not None:
-            self.steps_when_met = snapshot_step
-        if self.owns or event.adopted:
-            self.last_met = last_met
-        self.phase = PendingCorrection(correction, snapshot_step, event)
-        self.ring()
+        self.phase = PendingCorrection(correction, snapshot_step, event, last_met)
 
     def take_correction(self) -> PendingCorrection:
-        """Return the correction that waits, to be applied now; if that fails half-way, it is not tried again."""
+        """Return the correction that waits, to be applied now; if that fails half-way, it is not tried again.
+
+        `finish` wakes those who wait.
+        """
         if not isinstance(self.phase, PendingCorrection):
             raise self._illegal("take_correction")
         pending, self.phase = self.phase, CLOSED
-        self.ring()
         return pending
 
     def close(self) -> None:
@@ -358,6 +351,17 @@ class RoundState:
         if not self.settled:
             raise self._illegal("close")
         self.phase = CLOSED
+
+    def finish(self, round: int, last_met: int, *, adopted: bool = False) -> None:
+        """Count an outer step, which has moved the weights; `adopted`: it has replaced them by a partner's.
+
+        A mean with disowned weights is no better than these.
+        """
+        self.schedule.finish(round)
+        self.prefetch = Prefetch()
+        if self.owns or adopted:
+            self.last_met = last_met
+        self.ring()
 
     def refuse_proposals(self) -> None:
         """Decline all proposals from now on. Wakes nobody: no wait depends on it."""

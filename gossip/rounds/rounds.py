@@ -41,7 +41,7 @@ from gossip.rounds.meeting import MeetingProtocol
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, Step, WeightsLock, to_the_end
 from gossip.rounds.prefetch import SlowWeightPrefetcher
 from gossip.rounds.round_state import PendingStep, RoundState, now
-from gossip.rule.outer_step import OuterState
+from gossip.rule.outer_step import OuterState, WeightAge
 from gossip.settings import OuterConfig
 
 NOT_KNOWN = -1
@@ -94,9 +94,13 @@ class Rounds:
         return self._schedule.finished
 
     @property
-    def last_met(self) -> int:
-        """The round in which our weights last met anybody's, 0 if in none."""
-        return max(0, self._round_state.last_met)
+    def slow_age(self) -> WeightAge:
+        """The last round whose step the slow weights hold, and the one in which they last met anybody's, 0 if in none.
+
+        For a moment it may be later than `finished`: others learn of a round once the fast weights have its correction.
+        """
+        age = self._round_state.slow_age
+        return age._replace(last_met=max(0, age.last_met))
 
     def statistics(self) -> dict[str, int | float]:
         return self._round_state.statistics()
@@ -299,9 +303,8 @@ class Rounds:
 
     async def _take(self, pending: PendingStep) -> None:
         correction = await self._optimiser.take(pending.step)
-        # Nobody reads the slow weights before they are counted: there is no wait in between.
-        self._gathered = pending.snapshot_step
-        self._round_state.finish(correction)
+        # Nobody reads the slow weights before the phase says what they hold: there is no wait in between.
+        self._round_state.correct_later(correction)
 
     async def _end_step(self) -> None:
         """End a step under way, and correct the fast weights; called in a pause, under the lock."""
@@ -312,11 +315,22 @@ class Rounds:
         if (task := self._round_state.step_task) is not None:
             await asyncio.wait({task})
             task.result()
-        pending = self._round_state.take_correction()
+        round_state = self._round_state
+        pending = round_state.take_correction()
+        self._gathered = pending.snapshot_step
         await self._optimiser.correct(pending.correction)
-        event = replace(pending.event, staleness=self._schedule.inner_steps - pending.snapshot_step)
+        event, ahead = pending.event, round_state.prefetch
+        event = replace(
+            event,
+            staleness=self._schedule.inner_steps - pending.snapshot_step,
+            bytes_sent=event.bytes_sent + ahead.bytes_sent,
+            bytes_received=event.bytes_received + ahead.bytes_received,
+        )
         self._counts["solo" if event.partner is None else "met"] += 1
         self._counts["adopted"] += event.adopted
         self._counts["bytes_sent"] += event.bytes_sent
         self._counts["bytes_received"] += event.bytes_received
+        if event.partner is not None:
+            round_state.steps_when_met = pending.snapshot_step
+        round_state.finish(event.round, pending.last_met, adopted=event.adopted)
         self._context.record(event)

@@ -208,18 +208,18 @@ class Replica:
             return await self._context.hold(self._state(optimiser, whole=whole))
 
     def _state(self, optimiser: OptimiserState, *, whole: bool) -> ReplicaState:
-        outer = self.rounds.state
+        outer, age = self.rounds.state, self.rounds.slow_age
         return ReplicaState(
             slow=outer.slow,
             momentum=outer.momentum if whole else (),
             optimiser=optimiser.moments,
-            round=self.rounds.finished,
+            round=age.round,
             inner_steps=self.inner_steps,
             progress=self.progress.value,
             optimiser_steps=optimiser.steps,
             gathered=outer.gathered if whole else (),
             meetings=outer.meetings if whole else 0,
-            last_met=self.rounds.last_met,
+            last_met=age.last_met,
         )
 
     # What the rounds ask of us (gossip.interface.GossipReplica).
@@ -314,19 +314,19 @@ class Replica:
         except BaseException:
             read()
             raise
-        outer = self.rounds.state
+        outer, age = self.rounds.state, self.rounds.slow_age
         return Checkpoint(
             Counters(
                 run_id=self.config.run_id,
                 peer=self.config.peer,
                 stage=self.config.stage,
-                round=self.rounds.finished,
+                round=age.round,
                 inner_steps=self.inner_steps,
                 progress=self.progress.value,
                 samples=samples,
                 optimiser_steps=optimiser.steps,
                 meetings=outer.meetings,
-                last_met=self.rounds.last_met,
+                last_met=age.last_met,
                 data_position=data_position,
             ),
             {"slow": outer.slow}

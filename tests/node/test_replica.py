@@ -158,13 +158,16 @@ async def test_a_device_that_is_lost_amid_an_outer_step_leaves_the_slow_weights_
     peers = stepping_pair()
     await until(lambda: all(len(peer.of(OuterStepTaken)) >= 2 for peer in peers))
     lost = peers[0]
+    # Nothing is saved before: a whole checkpoint of the round before would be kept instead.
+    lost.node._services.writer.due = lambda round: False  # type: ignore[method-assign]
+    lost.node._services.writer.holds = lambda round: False  # type: ignore[method-assign]
     await until(lambda: not lost.replica.rounds.settled)
     before, finished = [tensor.clone() for tensor in lost.replica.rounds.state.slow], lost.replica.rounds.finished
     lost.replica.device_lost.set_result(DeviceLost("cuda", "unspecified launch failure"))
     await asyncio.wait({lost.task})
     assert lost.saved is not None
     assert set(lost.saved.tensors) <= {"slow", "momentum", "gathered"}
-    # The step that was under way is awaited, and counted with the weights that it moved.
+    # The step that was under way is awaited, and counted where it has moved the weights.
     assert lost.counters.round > finished
     assert all(map(torch.equal, lost.saved.tensors["slow"], before)), "moved already when the step began"
     await leave(peers[1])

@@ -23,7 +23,7 @@ from gossip.rounds.round_state import (
     RoundState,
     Stepping,
 )
-from gossip.rule.outer_step import OuterState
+from gossip.rule.outer_step import DISOWNED, OuterState
 from noloco_node.sim.clock import run
 
 WEIGHTS = (torch.zeros(2),)
@@ -60,7 +60,7 @@ def in_meeting() -> RoundState:
 
 
 async def take(pending: PendingStep) -> None:
-    """Take no time; the test says itself that the step is finished."""
+    """Take no time; the test says itself that the step is computed."""
 
 
 def stepping() -> RoundState:
@@ -71,7 +71,7 @@ def stepping() -> RoundState:
 
 def stepped() -> RoundState:
     state = stepping()
-    state.finish(WEIGHTS)
+    state.correct_later(WEIGHTS)
     return state
 
 
@@ -87,7 +87,7 @@ TRANSITIONS: dict[str, Callable[[RoundState], object]] = {
     "engage": lambda state: state.engage("b", 1),
     "end_meeting": RoundState.end_meeting,
     "step": lambda state: state.step(PENDING, take),
-    "finish": lambda state: state.finish(WEIGHTS),
+    "correct_later": lambda state: state.correct_later(WEIGHTS),
     "take_correction": RoundState.take_correction,
     "close": RoundState.close,
     "leave": RoundState.leave,
@@ -97,7 +97,7 @@ LEADS: dict[str, dict[type[Phase], type[Phase]]] = {
     "engage": {Open: InMeeting},
     "end_meeting": {InMeeting: Open},
     "step": {Closed: Stepping, InMeeting: Stepping},
-    "finish": {Stepping: PendingCorrection},
+    "correct_later": {Stepping: PendingCorrection},
     "take_correction": {PendingCorrection: Closed},
     "close": {Closed: Closed, Open: Closed, InMeeting: Closed},
     "leave": {
@@ -112,7 +112,7 @@ _LEADS_TO: dict[type[Phase], tuple[type[Phase], ...]] = {
     Stepping: (Closed, InMeeting),
     PendingCorrection: (Stepping,),
 }
-WAKES = ("open", "end_meeting", "step", "finish", "take_correction", "leave")
+WAKES = ("open", "end_meeting", "step", "leave")
 
 
 async def woken(state: RoundState, change: Callable[[RoundState], object]) -> bool:
@@ -145,33 +145,30 @@ def test_each_transition_leads_where_it_should_or_raises(phase: type[Phase], nam
     run(main())
 
 
-async def test_an_outer_step_counts_once_the_slow_weights_have_moved() -> None:
+async def test_an_outer_step_wakes_and_counts() -> None:
     state = stepping()
-    assert state.step_task is not None
-    assert (state.schedule.finished, state.last_met) == (0, 0)
-    state.prefetch.bytes_sent = 7
-    state.finish(WEIGHTS)
-    assert state.step_task is None
-    assert state.schedule.finished == state.last_met == 1
+    assert (state.schedule.finished, state.slow_age) == (0, (0, 0))
+    state.correct_later(WEIGHTS)
+    assert (state.schedule.finished, state.slow_age) == (0, (1, 1)), "others learn of it with the correction"
     pending = state.take_correction()
-    assert (pending.correction, pending.snapshot_step, pending.event.bytes_sent) == (WEIGHTS, 0, 7)
-    assert (state.prefetch.bytes_sent, list(state.met_partners)) == (0, ["b"])
+    assert (pending.correction, pending.snapshot_step, pending.event) == (WEIGHTS, 0, PENDING.event)
+    assert await woken(state, lambda state: state.finish(1, last_met=1))
+    assert state.schedule.finished == state.last_met == 1
+    assert state.slow_age == (1, 1)
+    assert list(state.met_partners) == ["b"]
 
 
 @pytest.mark.parametrize("adopted", [True, False])
-@pytest.mark.parametrize("disowned", ["before the step", "before the correction"])
-async def test_weights_are_disowned_until_others_replace_them(disowned: str, adopted: bool) -> None:
+async def test_disowned_weights_are_worth_nothing_until_others_replace_them(adopted: bool) -> None:
     state = in_meeting()
-    if disowned == "before the step":
-        state.disown()
-    state.step(PENDING._replace(event=replace(PENDING.event, adopted=adopted)), take)
-    state.finish(WEIGHTS)
-    if disowned == "before the correction":
-        state.disown()
-    assert state.owns == adopted
-    state.take_correction()
     state.disown()
-    assert not state.owns
+    state.step(PENDING._replace(event=replace(PENDING.event, adopted=adopted)), take)
+    state.correct_later(WEIGHTS)
+    assert not state.owns, "the fast weights are still the old ones"
+    assert state.slow_age == (1, 1 if adopted else DISOWNED)
+    pending = state.take_correction()
+    state.finish(1, pending.last_met, adopted=adopted)
+    assert state.owns == adopted
 
 
 @hypothesis_settings(deadline=None)

@@ -76,7 +76,7 @@ def check_whole(toy: Watched) -> None:
     assert torch.equal(toy.fast, toy.replayed(toy.inner_steps)), "a correction is lost or doubled"
     steps = [event for event in toy.events if isinstance(event, OuterStepTaken)]
     assert len(steps) == len(toy.corrections)
-    assert toy.rounds.finished == max((event.round for event in steps), default=0)
+    assert toy.rounds.finished == toy.rounds.slow_age.round == max((event.round for event in steps), default=0)
     if steps:
         (step, correction), slow = toy.corrections[-1], toy.rounds.state.slow[0]
         # A solo step and the round that is opened after it have their snapshots in one pause.
@@ -144,11 +144,11 @@ def test_who_reads_sees_slow_weights_and_counters_of_one_moment(step_s: float, m
         async def look(at_s: float) -> None:
             await asyncio.sleep(at_s)
             async with toy.rounds.weights.reading():
-                seen, finished = toy.rounds.state.slow[0].clone(), toy.rounds.finished
-                assert (float(seen[0]) != START) == (finished > 0)
+                seen, age = toy.rounds.state.slow[0].clone(), toy.rounds.slow_age
+                assert (float(seen[0]) != START) == (age.round > 0)
                 await asyncio.sleep(0.7)
                 assert torch.equal(toy.rounds.state.slow[0], seen)
-                assert toy.rounds.finished == finished
+                assert toy.rounds.slow_age == age
 
         async with asyncio.TaskGroup() as group:
             group.create_task(live(list(toys), 45))
@@ -205,7 +205,7 @@ def test_a_cancelled_replica_has_taken_a_step_wholly_or_not_at_all(
         for toy in toys:
             # What is computed is awaited, so a replica whose device is lost saves slow weights of one moment.
             assert toy.rounds._round_state.step_task is None
-            assert (toy.slow != START) == (toy.rounds.finished > 0)
+            assert (toy.slow != START) == (toy.rounds.slow_age.round > 0)
             (await toy.rounds.read_settled())()
             check_whole(toy)
 
@@ -267,9 +267,6 @@ async def test_a_correction_that_fails_is_not_added_again() -> None:
     assert caught.group_contains(Broken)
     await toy.rounds.settle()
     assert tries == 1
-    # The slow weights and what is said of them are of one moment: they are all that a lost device leaves.
-    assert toy.rounds.finished == 1
-    assert toy.slow != START
 
 
 # Adopting.
