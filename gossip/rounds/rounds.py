@@ -38,9 +38,10 @@ from gossip.interface import (
 )
 from gossip.rounds.matching import local_step_count
 from gossip.rounds.meeting import MeetingProtocol
-from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, Step, WeightsLock, to_the_end
+from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, Step
 from gossip.rounds.prefetch import SlowWeightPrefetcher
 from gossip.rounds.round_state import PendingStep, RoundState, now
+from gossip.rounds.weights_lock import WeightsLock, to_the_end
 from gossip.rule.outer_step import OuterState, WeightAge
 from gossip.settings import OuterConfig
 
@@ -77,7 +78,7 @@ class Rounds:
         )
         self._prefetcher = SlowWeightPrefetcher(self._round_state, self._optimiser, context)
         self._meetings = MeetingProtocol(self._round_state, self._optimiser, replica, context, self._end_round)
-        self.weights: WeightsLock = self._optimiser.weights
+        self.weights = WeightsLock()
         self.met_partners: Collection[str] = self._round_state.met_partners
         """The latest partners of meetings that ended in a step of ours."""
         self._gathered = origin.inner_steps if origin.gathered else NOT_KNOWN
@@ -302,9 +303,10 @@ class Rounds:
             await self._end_step()
 
     async def _take(self, pending: PendingStep) -> None:
-        correction = await self._optimiser.take(pending.step)
-        # Nobody reads the slow weights before the phase says what they hold: there is no wait in between.
-        self._round_state.correct_later(correction)
+        # Nobody reads the slow weights before the phase says what they hold.
+        async with self.weights.slow.moving():
+            correction = await self._optimiser.take(pending.step)
+            self._round_state.correct_later(correction)
 
     async def _end_step(self) -> None:
         """End a step under way, and correct the fast weights; called in a pause, under the lock."""
@@ -316,21 +318,22 @@ class Rounds:
             await asyncio.wait({task})
             task.result()
         round_state = self._round_state
-        pending = round_state.take_correction()
-        self._gathered = pending.snapshot_step
-        await self._optimiser.correct(pending.correction)
-        event, ahead = pending.event, round_state.prefetch
-        event = replace(
-            event,
-            staleness=self._schedule.inner_steps - pending.snapshot_step,
-            bytes_sent=event.bytes_sent + ahead.bytes_sent,
-            bytes_received=event.bytes_received + ahead.bytes_received,
-        )
+        async with self.weights.fast.moving():
+            pending = round_state.take_correction()
+            self._gathered = pending.snapshot_step
+            await self._optimiser.correct(pending.correction)
+            event, ahead = pending.event, round_state.prefetch
+            event = replace(
+                event,
+                staleness=self._schedule.inner_steps - pending.snapshot_step,
+                bytes_sent=event.bytes_sent + ahead.bytes_sent,
+                bytes_received=event.bytes_received + ahead.bytes_received,
+            )
+            if event.partner is not None:
+                round_state.steps_when_met = pending.snapshot_step
+            round_state.finish(event.round, pending.last_met, adopted=event.adopted)
         self._counts["solo" if event.partner is None else "met"] += 1
         self._counts["adopted"] += event.adopted
         self._counts["bytes_sent"] += event.bytes_sent
         self._counts["bytes_received"] += event.bytes_received
-        if event.partner is not None:
-            round_state.steps_when_met = pending.snapshot_step
-        round_state.finish(event.round, pending.last_met, adopted=event.adopted)
         self._context.record(event)

@@ -15,8 +15,8 @@ from statistics import fmean
 
 from gossip.exchange.messages import Parts, ReplicaState
 from gossip.interface import Candidate, Event, MeetingLost, OuterStepTaken, RoundContext, RoundProgress
-from gossip.rounds.outer_optimiser import to_the_end
 from gossip.rounds.rounds import Rounds
+from gossip.rounds.weights_lock import to_the_end
 from gossip.rule.outer_step import Tensors
 from gossip.transfer.chunks import HeldCopy
 from noloco_node import __version__

@@ -92,7 +92,7 @@ LEAST = {
     "checked.distance": 5000,
     "checked.failure": 3000,
     "checked.finite": 1500,
-    "checked.gone": 10,
+    "checked.gone": 20,
     "checked.left": 8,
     "checked.meet": 700,
     "checked.pace": 5000,

@@ -1,8 +1,6 @@
 """A step in place and in pieces is the outer rule to the bit, and what cannot be right moves nothing."""
 
-import asyncio
 import math
-import random
 from dataclasses import replace
 
 import pytest
@@ -17,11 +15,9 @@ from gossip.exchange.messages import Implausible
 from gossip.rounds.outer_optimiser import (
     OuterOptimiser,
     Owed,
-    ReadWriteLock,
     Rule,
     Snapshot,
     Step,
-    WeightsLock,
     take_step,
 )
 from gossip.rule.outer_step import EVEN, Delay, Outer, OuterState, Shares, Tensors, shares_by_steps
@@ -249,21 +245,6 @@ async def test_a_meeting_that_breaks_half_way_leaves_everything_as_it_was(spoil:
         assert not same(everything(one, snapshot), before)
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.5])
-async def test_a_step_waits_for_whoever_reads_the_weights_where_they_lie(alpha: float) -> None:
-    one = optimiser(alpha=alpha, beta=0.7, gamma=0.7)
-    for _ in range(3):
-        before = copied((*one.state.slow, *one.state.momentum))
-        async with one.weights.reading():
-            step = asyncio.create_task(one.take(Step((await one.snapshot(0)).fast)))
-            for _ in range(5):
-                await asyncio.sleep(0)
-            assert not step.done()
-            assert same((*one.state.slow, *one.state.momentum), before)
-        await step
-        assert not same((*one.state.slow, *one.state.momentum), before)
-
-
 async def test_a_step_is_taken_in_the_memory_that_is_there() -> None:
     one = optimiser(alpha=0.0, beta=1.0, gamma=1.0)
     assert one.state.momentum == ()
@@ -297,69 +278,3 @@ def test_coarse_steps_do_not_vouch_for_weights_that_are_nearly_nothing() -> None
     nothing = encode(Format.INT4, (torch.zeros(100),), (), steps).coded
     with pytest.raises(Implausible):
         check(nothing, own, Feedback(Format.INT4), 9.5)
-
-
-# Weights stand still while somebody reads them, and nobody waits for ever.
-
-
-@pytest.mark.parametrize("seed", range(20))
-async def test_nothing_moves_while_somebody_reads_and_all_have_their_turn(seed: int) -> None:
-    """Readers come one after the other without a gap, and some are cancelled while they wait or read."""
-    rng = random.Random(seed)
-
-    lock, readers, moved = WeightsLock(), 0, {"fast": 0, "slow": 0}
-
-    async def read(first_s: float, for_s: float) -> None:
-        nonlocal readers
-        await asyncio.sleep(first_s)
-        async with lock.reading():
-            then, readers = dict(moved), readers + 1
-            try:
-                await asyncio.sleep(for_s)
-                assert moved == then
-            finally:
-                readers -= 1
-
-    async def move(which: str, part: ReadWriteLock) -> None:
-        for _ in range(10):
-            await asyncio.sleep(rng.random())
-            async with asyncio.timeout(30), part.moving():
-                assert not readers
-                before = moved[which]
-                await asyncio.sleep(rng.random())
-                assert not readers
-                assert moved[which] == before
-                moved[which] += 1
-
-    reading = [asyncio.create_task(read(place / 4, 1.0 + rng.random())) for place in range(80)]
-    movers = [asyncio.create_task(move(*each)) for each in (("fast", lock.fast), ("slow", lock.slow)) for _ in range(2)]
-    for task in rng.sample(reading, 20):
-        await asyncio.sleep(rng.random() / 2)
-        task.cancel()
-    await asyncio.gather(*movers)
-    await asyncio.gather(*reading, return_exceptions=True)
-    assert moved == {"fast": 20, "slow": 20}
-    assert all(task.cancelled() or task.exception() is None for task in reading)
-
-
-async def test_an_outer_step_keeps_no_inner_step_waiting_nor_does_whoever_waits_for_it() -> None:
-    lock = WeightsLock()
-    async with lock.slow.moving():
-        reader = asyncio.create_task(lock.read())
-        await asyncio.sleep(1)
-        async with asyncio.timeout(1), lock.fast.moving():
-            assert not reader.done()
-    (await reader)()
-
-
-@pytest.mark.parametrize("part", ["fast", "slow"])
-async def test_who_has_read_says_so_once(part: str) -> None:
-    lock = WeightsLock()
-    first, second = await lock.read(), await lock.read()
-    moving = asyncio.create_task(getattr(lock, part).moving().__aenter__())
-    first()
-    first()
-    await asyncio.sleep(1)
-    assert not moving.done()
-    second()
-    await moving

@@ -144,10 +144,11 @@ def test_who_reads_sees_slow_weights_and_counters_of_one_moment(step_s: float, m
         async def look(at_s: float) -> None:
             await asyncio.sleep(at_s)
             async with toy.rounds.weights.reading():
-                seen, age = toy.rounds.state.slow[0].clone(), toy.rounds.slow_age
-                assert (float(seen[0]) != START) == (age.round > 0)
+                state, age = toy.rounds.state, toy.rounds.slow_age
+                seen = [tensor.clone() for tensor in (*state.slow, *state.momentum)]
+                assert (toy.slow != START) == (age.round > 0)
                 await asyncio.sleep(0.7)
-                assert torch.equal(toy.rounds.state.slow[0], seen)
+                assert all(map(torch.equal, (*state.slow, *state.momentum), seen))
                 assert toy.rounds.slow_age == age
 
         async with asyncio.TaskGroup() as group:
