@@ -8,8 +8,9 @@ both the most at any time, without what the device would hold (weights, gradient
 storages of tensors that Python knows, counted after each job; and *resident*, by the kernel, over what the process had
 before, with what the inner step needs for a moment. `check` plans the live ones; the last column is what it plans of
 the whole process, the device's part included, over what was resident. While a checkpoint is written, and while a copy
-is made and all its pieces are read, a round is taken. Arithmetic is processor time of one thread, the median over
-rounds after the first: encoding, checking and the step; to measure how far a partner is (`influence`) comes on top.
+is made and all its pieces are read, a round is taken. Each round has an inner step between outer step and correction.
+Arithmetic is processor time of one thread, the median over rounds after the first: encoding, checking and the step; to
+measure how far a partner is (`influence`) comes on top.
 """
 
 from __future__ import annotations
