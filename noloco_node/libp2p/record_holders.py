@@ -130,7 +130,9 @@ class Holders:
     ) -> None:
         """Doubt nodes that lost our record, or most of what others have. `wrote`: `written` when they were asked."""
         everything = {subkey for answer in answers.values() for subkey in answer} & self.known.keys()
-        for peer, answer in answers.items():
+        written = [peer for peer in self.order(now_s)[:WRITTEN] if peer in answers]
+        for peer in written:
+            answer = answers[peer]
             lost = me not in answer or answer[me].expiry < wrote[peer]
             if (lost and wrote[peer] > unix_s + MARGIN_S) or 2 * len(everything & answer.keys()) < len(everything):
                 self.doubt(peer, now_s, DOUBTED_S)
