@@ -40,7 +40,7 @@ from noloco_node.libp2p.record_checks import (
     place_of,
     read_signer,
 )
-from noloco_node.libp2p.record_holders import SEARCHED, SILENT_S, WRITTEN, Holders, Version
+from noloco_node.libp2p.record_holders import SEARCHED, SILENT_S, Holders, Version
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret
 from noloco_node.tasks import loop_s
 
@@ -112,9 +112,10 @@ class DhtRecords:
     async def _store(self, place: bytes, subkey: str, packed: bytes, expiry: float) -> bool:
         """Store a record with the nodes nearest to its place; say whether one of them took it."""
         node, holders = self._joined(), await self._searched(place)
-        left, answered, stored = holders.order(loop_s()), 0, False
-        while left and answered < WRITTEN:
-            asked, left = left[: WRITTEN - answered], left[WRITTEN - answered :]
+        left, enough = holders.next_writing(loop_s())
+        answered, stored = 0, False
+        while left and answered < enough:
+            asked, left = left[: enough - answered], left[enough - answered :]
             answers = await asyncio.gather(*(node.store(peer, place, subkey, packed, expiry) for peer in asked))
             for peer, took in zip(asked, answers, strict=True):
                 if took is None:

@@ -2,12 +2,13 @@
 
 A record is stored with the `WRITTEN` nodes nearest to its key, so each of them holds all records of the key. A reading
 therefore asks one of the `READ` nearest, another each time, and asks more nodes only where the answer calls for it: it
-lacks records that must still be there, or most of them are no newer than before. A first reading asks several, and
-every twelfth one asks all nodes that a record is stored with, for what only some of them hold.
+lacks records that must still be there, or most of them are no newer than before.
 
-A node that takes our record and later answers without it is doubted: it comes last from then on, for writing and for
-reading, so the next nearest node takes its place. All peers that publish under the key find that out, each by its own
-record. So a few nodes that place themselves beside a key, take all records and return none, do not hide it.
+Nodes may place themselves beside a key, take all records, and return none, or to each peer its own. So a node that took
+our record and answers without it, or without most of what others have, is doubted: it comes last from then on, and the
+next nearest takes its place. All peers that publish under the key find that out. For there to be others that have it,
+the first publication and every twelfth go to all `SEARCHED` nodes; the first reading asks all of them, and every
+twelfth one asks all nodes that a record is stored with, and one of the others.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ from typing import NamedTuple
 
 from noloco_node.libp2p.hivemind_compat import PeerId
 
-READ, WRITTEN, FIRST, SEARCHED = 3, 4, 6, 12
-"""Nodes that readings take turns with, that a record is stored with, that a first reading asks, and that a search
-finds."""
-ALL_EVERY = 12
-"""Every so many readings ask all nodes that a record is stored with."""
+READ, WRITTEN, SEARCHED = 3, 4, 12
+"""Nodes that readings take turns with, that a record is stored with, and that a search finds."""
+MORE_EVERY = 12
+"""So seldom a publication or a reading goes to more nodes. Even so much apart, a record in the DHT does not expire."""
 SEARCH_S, SEARCH_AGAIN_S = 180.0, 5.0
 """A search is good for so long; after one, the next waits at least so long."""
 DOUBTED_S, SILENT_S = 600.0, 30.0
@@ -57,7 +57,7 @@ class Holders:
         self._took: dict[PeerId, float] = {}
         """The expiry of the version of our own record that each node has taken last."""
         self._searched_s, self._neighbours = float("-inf"), 0
-        self._readings = 0
+        self._readings = self._writings = 0
 
     # Which nodes there are.
 
@@ -85,6 +85,12 @@ class Holders:
 
     # Writing.
 
+    def next_writing(self, now_s: float) -> tuple[list[PeerId], int]:
+        """Return whom to ask to take our record, in this order, and how many have to answer."""
+        turn = self._writings
+        self._writings += 1
+        return self.order(now_s), SEARCHED if turn % MORE_EVERY == 0 else WRITTEN
+
     def note_written(self, peer: PeerId, expiry: float) -> None:
         self._took[peer] = expiry
 
@@ -98,17 +104,20 @@ class Holders:
         """Return whom the next reading asks: the first group, and each further one while the answers do not suffice."""
         order, turn = self.order(now_s), self._readings
         self._readings += 1
-        written, others = order[:WRITTEN], order[WRITTEN:]
         if turn == 0:
-            return [order[:FIRST], order[FIRST:]]
-        if turn % ALL_EVERY == 0:
-            return [written, others]
+            return [order]
+        written, others = order[:WRITTEN], order[WRITTEN:]
+        often, number = divmod(turn, MORE_EVERY)
+        if number == 0:
+            # The farthest first: a liar would place itself near.
+            other = others[-(often % len(others))] if others else None
+            return [[*written, *(peer for peer in others if peer == other)], [p for p in others if p != other]]
         first = written[turn % min(READ, len(written))] if written else None
         return [[peer for peer in written if peer == first], [peer for peer in written if peer != first], others]
 
     def lacks(self, found: Mapping[str, Version], unix_s: float) -> bool:
-        """Say whether records are missing that must still be there, or all of them in a first reading."""
-        return any(subkey not in found for subkey in self._living(unix_s)) or not (found or self._readings > 1)
+        """Say whether records are missing that must still be there."""
+        return any(subkey not in found for subkey in self._living(unix_s))
 
     def is_stale(self, found: Mapping[str, Version], now_s: float, unix_s: float) -> bool:
         """Say whether most of the records should have a newer version by now, and have none."""

@@ -23,7 +23,7 @@ from noloco_node.libp2p.dht_records import DhtRecords
 from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.record_checks import SIGNATURE_BYTES
-from noloco_node.libp2p.record_holders import ALL_EVERY, READ, SEARCH_S, WRITTEN
+from noloco_node.libp2p.record_holders import MORE_EVERY, READ, SEARCH_S, SEARCHED, WRITTEN
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret
 from noloco_node.sim.clock import run
 
@@ -33,11 +33,14 @@ LOCAL = "/ip4/127.0.0.1/tcp/0"
 
 
 class Dht:
-    """A DHT in memory. `dead` nodes do not answer, `liars` take all and keep nothing, `frozen` keep what they have."""
+    """A DHT in memory. `dead` nodes do not answer, `liars` take all and keep nothing, `frozen` keep what they have.
+
+    `mirrors` show each peer its own record alone.
+    """
 
     def __init__(self) -> None:
         self.kept: dict[str, dict[str, SimpleNamespace]] = {}
-        self.dead, self.liars, self.frozen = set[str](), set[str](), set[str]()
+        self.dead, self.liars, self.frozen, self.mirrors = set[str](), set[str](), set[str](), set[str]()
         self.asked = Counter[str]()
 
     def nearest(self, place: bytes, most: int) -> list[str]:
@@ -72,7 +75,8 @@ class Node:
             await asyncio.sleep(ANSWER_S)
             return None
         now_s = UNIX_S + asyncio.get_running_loop().time()
-        return {subkey: each for subkey, each in self.dht.kept[peer].items() if each.expiration_time > now_s}
+        kept = {subkey: each for subkey, each in self.dht.kept[peer].items() if each.expiration_time > now_s}
+        return {subkey: each for subkey, each in kept.items() if peer not in self.dht.mirrors or subkey == self.me}
 
     async def store(self, peer: str, place: bytes, subkey: str, packed: bytes, expiry: float) -> bool | None:
         if peer in self.dht.dead:
@@ -118,6 +122,30 @@ def test_the_living_find_each_other_whoever_is_dead_or_lies(count: int, dead: se
     main()
 
 
+@given(st.integers(3, 20), st.integers(1, 8), st.integers(0, 5))
+def test_the_nearest_nodes_hide_nobody_by_showing_each_peer_its_own_record(
+    count: int, mirrors: int, known: int
+) -> None:
+    """Whether they come first or later; a newcomer sees all at once."""
+
+    @run_main(run)
+    async def main() -> None:
+        dht = Dht()
+        peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
+        nearest = dht.nearest(dht_records.place_of(KEY), min(mirrors, (count + 1) // 2))
+        for number in range(known):
+            await refresh(peers, number)
+        dht.mirrors = set(nearest)
+        living = {name: records for name, records in peers.items() if name not in nearest}
+        for number in range(2 * MORE_EVERY):
+            found = await refresh(living, number)
+        assert all(living.keys() <= each.keys() for each in found.values())
+        newcomer = dht.peer("newcomer")
+        assert living.keys() <= (await newcomer.read(KEY)).keys()
+
+    main()
+
+
 @given(st.integers(1, 30))
 def test_a_quiet_swarm_asks_one_node_a_reading(count: int) -> None:
     @run_main(run)
@@ -127,12 +155,12 @@ def test_a_quiet_swarm_asks_one_node_a_reading(count: int) -> None:
         for number in range(3):
             await refresh(peers, number)
         dht.asked.clear()
-        for number in range(ALL_EVERY):
+        for number in range(MORE_EVERY):
             found = await refresh(peers, number)
         assert all(each.keys() == peers.keys() for each in found.values())
         holders = min(WRITTEN, count)
-        assert set(dht.asked.values()) == {ALL_EVERY - 1 + holders}
-        assert sum(map(bool, dht.kept.values())) == holders
+        assert set(dht.asked.values()) == {MORE_EVERY - 1 + holders + (count > WRITTEN)}
+        assert sum(map(bool, dht.kept.values())) == min(SEARCHED, count)
 
     main()
 
@@ -146,7 +174,7 @@ def test_newer_versions_are_seen_though_a_node_answers_with_old_ones(count: int,
         await refresh(peers, 0)
         dht.frozen = {dht.nearest(dht_records.place_of(KEY), count)[place]}
         newest: dict[str, dict[str, bytes]] = {name: {} for name in peers}
-        for number in range(1, 2 * ALL_EVERY):
+        for number in range(1, 2 * MORE_EVERY):
             for reader, found in (await refresh(peers, number)).items():
                 for name, version in found.items():
                     newest[reader][name] = max(
