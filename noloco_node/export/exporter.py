@@ -1,9 +1,10 @@
 """`noloco-node export`: the model of a run as one ordinary checkpoint, from a living swarm, from homes, or from both.
 
-Of a replica that is found twice the newer weights count. Each stage is the mean of its replicas without outliers and
-stragglers; a stage without replicas comes from a snapshot, and the export says so. From a swarm, one replica after the
-other is fetched and written to the disk, so that memory holds one at a time. An export that is started again finds
-finished stages and fetched replicas. docs/design/export.md says why.
+Of a replica that is found twice the newer weights count. Each stage is the mean of the replicas that make its loss on
+held-out text least, or, where that text cannot be read, of all without outliers and stragglers; a stage without
+replicas comes from a snapshot, and the export says so. From a swarm, one replica after the other is fetched and written
+to the disk, so that memory holds one at a time. An export that is started again finds finished stages and fetched replicas.
+docs/design/export.md says why.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from msgspec import structs
 
 from noloco_node.data.encoding import open_tokenizer
 from noloco_node.errors import UserError, reason_of, storage_error
-from noloco_node.export.held_out_loss import best_snapshots, without_worse
+from noloco_node.export.held_out_loss import judged_by_loss
 from noloco_node.export.huggingface import own_generation, write_checkpoint
 from noloco_node.export.replica_fetch import (
     Look,
@@ -71,11 +72,10 @@ async def export(
             network=network, recipe=recipe, look=membership.peek, layout=layout, parts=parts, filed=filed
         )
         found = await swarm.stages()
-    snapshots = [parts.snapshots(number) for number in range(len(found))]
-    lying = [[*filed, *parts.replicas(number, ()), *snapshots[number]] for number in range(len(found))]
+    snapshots = [parts.snapshots(number) if stage.kept_by is not None else [] for number, stage in enumerate(found)]
+    lying = [newest([*filed, *parts.replicas(number, ()), *snapshots[number]], number) for number in range(len(found))]
     run = structs.replace(recipe.run, data=data)
-    found = await asyncio.to_thread(best_snapshots, run, layout, found, snapshots)
-    found = await asyncio.to_thread(without_worse, run, layout, found, lying)
+    found = await asyncio.to_thread(judged_by_loss, run, layout, found, lying, snapshots)
     done = await asyncio.to_thread(write, out, recipe, layout, found, data)
     parts.remove()
     return done
@@ -100,7 +100,7 @@ def _from_homes(out: Path, homes: Sequence[Path]) -> str:
     stages = merge_files(filed, recipe, layout)
     lying = [newest(filed, number) for number in range(len(stages))]
     run = structs.replace(recipe.run, data=data)
-    return write(out, recipe, layout, without_worse(run, layout, stages, lying), data)
+    return write(out, recipe, layout, judged_by_loss(run, layout, stages, lying, [[] for _ in stages]), data)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

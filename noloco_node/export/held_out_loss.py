@@ -1,17 +1,25 @@
-"""The losses of replicas on text that no peer trained on, and which replicas leave a mean for theirs.
+"""The losses of replicas on text that no peer trained on, and which replicas make a stage's mean by theirs.
 
-Each replica takes its stage's place among the means of the other stages and predicts the same text. While a replica is
-worse than the best of its stage by more than `WORSE`, the worst of all leaves its stage's mean, and the others are
-judged anew. Of several snapshots of a dead stage the newest is taken, unless another has so much less loss.
+Neither names nor claimed rounds have a voice here: all replicas of which a file is here are judged on the same text.
+
+1. Routes with one replica of each stage, `MOST_ROUTES` at most, and the means by norm and round: the best of them is
+   the model in which single stages are judged.
+2. In one stage after the other, each replica takes the stage's place. The best begins the stage's mean. Each other
+   joins in the order of loss, if it is hardly worse than the best alone (`WORSE`), no outlier beside it, and the mean
+   with it is as good as the best mean so far (`SPOILS`). Of snapshots of a dead stage one at most joins.
+
+That is at most `MOST_ROUTES` + 1 evaluations, and twice as many as there are replicas.
 
 Of more sequences than wanted, every k-th is kept, with k doubling: they lie evenly over all that was read.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from random import Random
 from typing import Any, NamedTuple
 
 import torch
@@ -24,20 +32,23 @@ from noloco_node.export.huggingface import joined
 from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, ReplicaReader
 from noloco_node.planning.model_layout import ModelLayout
 from noloco_node.run.config import DataConfig, RunConfig
-from noloco_node.state_sync.replica_mean import LeftOut
+from noloco_node.state_sync.replica_mean import FACTOR, LeftOut
 from noloco_node.terminal import say
+from pipeline.messages import UNLEARNT, as_targets, ids_of, learnt
 
 BATCH = 8  # sequences evaluated at a time
 MOST_READ = 8  # times as many sequences are read as are wanted
 READ_TOKENS = 2**19  # at least, where there are so many: few short sequences shall come from many documents too
 JUDGED_TOKENS = 4096  # judge a replica, one batch at least: few will do, because all replicas read the same
 WORSE = 0.1  # share of the best loss of its stage by which a replica may be worse than it
+SPOILS = 0.01  # share of the least loss by which one more replica may worsen the mean: honest ones do by chance
+MOST_ROUTES = 32
 FEW_DOCUMENTS = 5
 Model = Callable[[Tensor], Tensor]
 
 
 class HeldOutText(NamedTuple):
-    """Sequences [at most `BATCH`, s + 1], the document in which each begins, and the number read.
+    """Sequences of marked tokens [at most `BATCH`, s + 1], the document in which each begins, and the number read.
 
     `complete`: whether the whole text was read.
     """
@@ -103,20 +114,23 @@ class Loss(NamedTuple):
 
 
 def _losses(model: Model, batch: Tensor) -> Tensor:
-    logits, targets = model(batch[:, :-1]), batch[:, 1:].flatten()
-    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.to(logits.device), reduction="none")
+    """Return the loss of each token, 0 where it is only given."""
+    logits, targets = model(ids_of(batch[:, :-1])), as_targets(batch[:, 1:]).flatten()
+    return functional.cross_entropy(
+        logits.flatten(0, 1).float(), targets.to(logits.device), ignore_index=UNLEARNT, reduction="none"
+    )
 
 
 @torch.no_grad()
 def text_loss(model: Model, text: HeldOutText) -> Loss:
-    """Return the mean cross-entropy on a sample of a text, with its margin."""
+    """Return the mean cross-entropy on the tokens of a sample of a text that are learnt, with its margin."""
     sums: dict[str, tuple[float, int]] = {}
     names = iter(text.documents)
     for batch in text.batches:
-        for losses in _losses(model, batch).view(len(batch), -1):
+        for row, losses in zip(batch, _losses(model, batch).view(len(batch), -1), strict=True):
             name = next(names)
             total, tokens = sums.get(name, (0.0, 0))
-            sums[name] = (total + losses.sum(dtype=torch.float64).item(), tokens + losses.numel())
+            sums[name] = (total + losses.sum(dtype=torch.float64).item(), tokens + learnt(row[1:]))
     if not sums:
         raise ValueError("there is no token to evaluate on")
     tokens = sum(count for _, count in sums.values())
@@ -156,122 +170,150 @@ class WholeModel:
         return text_loss(logits_of(self._model), self._text)
 
 
-def without_worse(
-    run: RunConfig, layout: ModelLayout, stages: Sequence[MergedReplicas], filed: Sequence[Sequence[ReplicaFile]]
+def judged_by_loss(
+    run: RunConfig,
+    layout: ModelLayout,
+    stages: Sequence[MergedReplicas],
+    filed: Sequence[Sequence[ReplicaFile]],
+    snapshots: Sequence[Sequence[ReplicaFile]],
 ) -> list[MergedReplicas]:
-    """Return the stages without the replicas whose loss is too high. `filed`: the files of each stage's replicas.
+    """Return the stages with the means that have the least loss, made of all files, whatever their rounds say.
 
-    If there is no choice, or the run's held-out text cannot be read here, no replica is left out.
+    `filed`: the newest file of each peer, a replica's or a snapshot, of each stage. `snapshots`: which are snapshots.
+    If there is no choice, or the run's held-out text cannot be read here, the stages are returned as they are.
     """
-    judged = [_members(stage, files) for stage, files in zip(stages, filed, strict=True)]
-    with _judgement(run, layout, stages, judged) as judgement:
-        return list(stages) if judgement is None else judgement.of(stages)
-
-
-def best_snapshots(
-    run: RunConfig, layout: ModelLayout, stages: Sequence[MergedReplicas], snapshots: Sequence[Sequence[ReplicaFile]]
-) -> list[MergedReplicas]:
-    """Return the stages; one from a snapshot with another snapshot alone, if that has much less loss."""
-    judged = [found if stage.kept_by is not None else [] for stage, found in zip(stages, snapshots, strict=True)]
-    with _judgement(run, layout, stages, judged) as judgement:
-        return list(stages) if judgement is None else judgement.best_of(stages)
-
-
-@contextmanager
-def _judgement(
-    run: RunConfig, layout: ModelLayout, stages: Sequence[MergedReplicas], judged: Sequence[Sequence[ReplicaFile]]
-) -> Iterator[_Judgement | None]:
-    """Open the judged replicas; None if there is no choice, or the text cannot be read here."""
-    if all(len(members) < 2 for members in judged):
-        yield None
-        return
+    pools = [_pool(stage, files) for stage, files in zip(stages, filed, strict=True)]
+    if not any(pools):
+        return list(stages)
     length = run.pipeline.sequence_length
     try:
         text = validation_text(run.data, length, run.seed, max(1, JUDGED_TOKENS // (BATCH * length)))
     except UserError as trouble:
         say(f"the replicas are not judged by their loss: {trouble.what} {trouble.why}")
-        yield None
-        return
+        return list(stages)
     say("judging the replicas by their loss on held-out text")
     with ExitStack() as opened:
         readers = [
-            opened.enter_context(ReplicaReader(members, shapes))
-            for members, shapes in zip(judged, layout.shapes, strict=True)
+            opened.enter_context(ReplicaReader(pool, shapes)) for pool, shapes in zip(pools, layout.shapes, strict=True)
         ]
-        yield _Judgement(WholeModel(layout, stages, text), readers)
+        guess = math.log(layout.prepared.config.vocab_size)
+        judgement = _Judgement(WholeModel(layout, stages, text), readers, snapshots, guess)
+        return judgement.of(stages, Random(run.seed))
 
 
-def _members(stage: MergedReplicas, filed: Sequence[ReplicaFile]) -> list[ReplicaFile]:
-    """Return the files of the replicas in a stage's mean, in its order; none if one is missing."""
-    lying = {(each.peer, each.counters.round): each for each in filed}
-    members = [lying.get((each.peer, each.round)) for each in stage.taken]
-    return [each for each in members if each is not None] if None not in members else []
+def _pool(stage: MergedReplicas, filed: Sequence[ReplicaFile]) -> Sequence[ReplicaFile]:
+    """Return the files to choose from; none where there is no choice, or a replica of the mean has no file."""
+    here = {(each.peer, each.counters.round) for each in filed}
+    complete = all((each.peer, each.round) in here for each in stage.taken)
+    return filed if complete and len(filed) > 1 else ()
+
+
+def routes_of(counts: Sequence[int], rng: Random) -> list[tuple[int, ...]]:
+    """Return routes, each with one of the replicas of each stage: all, or `MOST_ROUTES` by chance.
+
+    `counts`: of the replicas of each stage that has a choice. One stage alone needs no routes.
+    """
+    if len(counts) < 2:
+        return []
+    if math.prod(counts) <= MOST_ROUTES:
+        return list(itertools.product(*map(range, counts)))
+    return [tuple([rng.randrange(count) for count in counts]) for _ in range(MOST_ROUTES)]
 
 
 class _Judgement(NamedTuple):
-    """Replicas of all stages in one model. `readers`: a stage's replicas, in the order of its mean."""
+    """Replicas of all stages in one model.
+
+    `readers`: of a stage's files, none where it has no choice. `snapshots`: of each stage, those that are snapshots.
+    `guess`: the loss of a model that knows nothing.
+    """
 
     model: WholeModel
     readers: Sequence[ReplicaReader]
+    snapshots: Sequence[Sequence[ReplicaFile]]
+    guess: float
 
-    def of(self, stages: Sequence[MergedReplicas]) -> list[MergedReplicas]:
-        """Return the stages without the replicas that are too bad."""
+    def of(self, stages: Sequence[MergedReplicas], rng: Random) -> list[MergedReplicas]:
         found = list(stages)
-        kept = [list(range(len(reader.filed))) for reader in self.readers]
-        while True:
-            losses = [self._losses(number, places, found[number]) for number, places in enumerate(kept)]
-            excess, number, worst = max((_worst(of_stage, number) for number, of_stage in enumerate(losses)))
-            if excess <= WORSE:
-                return found
-            best = min(losses[number].values())
-            kept[number].remove(worst)
-            found[number] = self._without(found[number], number, kept[number], worst, losses[number][worst], best)
-
-    def best_of(self, stages: Sequence[MergedReplicas]) -> list[MergedReplicas]:
-        """Return the stages with the best of their readers' snapshots, if that is much better than the present."""
-        found = list(stages)
+        loss = self._begin(found, rng)
         for number, reader in enumerate(self.readers):
-            losses = self._losses(number, range(len(reader.filed)), found[number])
-            present = next((place for place in losses if reader.filed[place].peer == found[number].kept_by), None)
-            if present is None or losses[present] <= (1.0 + WORSE) * min(losses.values()):
-                continue
-            best = min(losses, key=lambda place: losses[place])
-            before, keeper, weights = found[number], reader.filed[best].peer, reader.weights(best)
-            why = f"loss {losses[present]:.3f} with what {before.kept_by} keeps, {losses[best]:.3f} with {keeper}'s"
-            left_out = [LeftOut(peer=each.peer, why=why) for each in before.taken]
-            found[number] = MergedReplicas(weights, (reader.standing(best),), (*before.left_out, *left_out), keeper)
-            self.model.put(number, weights)
+            if reader.filed:
+                found[number], loss = self._chosen(number, found[number], loss)
         return found
 
-    def _losses(self, number: int, places: Sequence[int], stage: MergedReplicas) -> dict[int, float]:
-        """Return the loss with each of these replicas in the stage's place, infinite if it is not finite."""
-        losses = {}
-        for place in places if len(places) > 1 else ():
+    def _begin(self, stages: Sequence[MergedReplicas], rng: Random) -> float:
+        """Put the best route into the model, or leave the stages as they are if none is better; return the loss."""
+        numbers = [number for number, reader in enumerate(self.readers) if reader.filed]
+        best, loss = None, self._loss()
+        for route in routes_of([len(self.readers[number].filed) for number in numbers], rng):
+            self._put(numbers, route)
+            if (of_route := self._loss()) < loss:
+                best, loss = route, of_route
+        if best is not None:
+            self._put(numbers, best)
+            return loss
+        for number in numbers:
+            self.model.put(number, stages[number].weights)
+        return loss
+
+    def _put(self, numbers: Sequence[int], route: Sequence[int]) -> None:
+        for number, place in zip(numbers, route, strict=True):
             self.model.put(number, self.readers[number].weights(place))
-            mean = self.model.loss().mean
-            losses[place] = mean if math.isfinite(mean) else math.inf
-        self.model.put(number, stage.weights)
+
+    def _loss(self) -> float:
+        """Return the loss of the model as it is; infinite if it is not finite."""
+        loss = self.model.loss().mean
+        return loss if math.isfinite(loss) else math.inf
+
+    def _chosen(self, number: int, stage: MergedReplicas, before: float) -> tuple[MergedReplicas, float]:
+        """Return a stage with the mean of the replicas that belong in it, and the loss of the model with it.
+
+        The stage stays as it is if that is better, for the model as it is has the loss `before`, or if no replica does
+        better than a guess: of untrained ones loss says nothing.
+        """
+        reader = self.readers[number]
+        standings = [reader.standing(place) for place in range(len(reader.filed))]
+        losses = self._losses(number, [place for place, each in enumerate(standings) if math.isfinite(each.norm)])
+        order = sorted(losses, key=lambda place: losses[place])
+        if not order or losses[order[0]] >= self.guess:
+            self.model.put(number, stage.weights)
+            return stage, math.inf
+        first = order[0]
+        taken, mean, loss, least = [first], reader.weights(first), losses[first], losses[first]
+        why = {place: "its weights are not finite" for place in range(len(standings)) if place not in losses}
+        for place in order[1:]:
+            if losses[place] > (1.0 + WORSE) * losses[first]:
+                why[place] = f"loss {losses[place]:.3f} in its stage's place, the best has {losses[first]:.3f}"
+            elif not 1.0 / FACTOR <= standings[place].norm / standings[first].norm <= FACTOR:
+                why[place] = f"norm {standings[place].norm:.4g}, the best has {standings[first].norm:.4g}"
+            elif self._is_snapshot(number, place) and any(self._is_snapshot(number, other) for other in taken):
+                why[place] = "another snapshot of the stage has less loss"
+            else:
+                tried = reader.mean_with(mean, len(taken), place)
+                self.model.put(number, tried)
+                with_it = self._loss()
+                if with_it <= (1.0 + SPOILS) * least:
+                    taken, mean, loss, least = [*taken, place], tried, with_it, min(least, with_it)
+                else:
+                    why[place] = f"the mean has the loss {with_it:.3f} with it, {loss:.3f} without it"
+        if loss > (1.0 + SPOILS) * before:
+            self.model.put(number, stage.weights)
+            return stage, before
+        found = MergedReplicas(
+            reader.mean(sorted(taken)),
+            tuple([standings[place] for place in sorted(taken)]),
+            tuple([LeftOut(peer=standings[place].peer, why=why[place]) for place in sorted(why)]),
+            next((standings[place].peer for place in taken if self._is_snapshot(number, place)), None),
+        )
+        self.model.put(number, found.weights)
+        return found, loss
+
+    def _losses(self, number: int, places: Sequence[int]) -> dict[int, float]:
+        """Return the loss with each of these replicas in the stage's place."""
+        losses = {}
+        for place in places:
+            self.model.put(number, self.readers[number].weights(place))
+            losses[place] = self._loss()
         return losses
 
-    def _without(
-        self, stage: MergedReplicas, number: int, kept: Sequence[int], worst: int, loss: float, best: float
-    ) -> MergedReplicas:
-        reader = self.readers[number]
-        peer = reader.filed[worst].peer
-        weights, why = reader.mean(kept), f"loss {loss:.3f} in its stage's place, the best has {best:.3f}"
-        self.model.put(number, weights)
-        return stage._replace(
-            weights=weights,
-            taken=tuple(each for each in stage.taken if each.peer != peer),
-            left_out=(*stage.left_out, LeftOut(peer=peer, why=why)),
-            kept_by=None if stage.kept_by == peer else stage.kept_by,
-        )
-
-
-def _worst(losses: dict[int, float], number: int) -> tuple[float, int, int]:
-    """Return by which share the worst replica of a stage is worse than the best, and which it is."""
-    best = min(losses.values(), default=math.inf)
-    if not math.isfinite(best):
-        return -math.inf, number, -1
-    worst = max(losses, key=lambda place: losses[place])
-    return losses[worst] / best - 1.0, number, worst
+    def _is_snapshot(self, number: int, place: int) -> bool:
+        return self.readers[number].filed[place] in self.snapshots[number]

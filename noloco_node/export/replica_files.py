@@ -18,6 +18,7 @@ from statistics import median_low
 from typing import NamedTuple, Self
 
 import msgspec
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -160,6 +161,13 @@ class ReplicaReader:
         """Return the mean of some replicas by name; memory holds it and one tensor of each."""
         return {
             name: mean_of([self._tensor(place, number) for place in places]) for number, name in enumerate(self._names)
+        }
+
+    def mean_with(self, mean: Mapping[str, Tensor], of: int, place: int) -> dict[str, Tensor]:
+        """Return the mean of `of` replicas with one more; memory holds both means and one tensor."""
+        return {
+            name: torch.lerp(mean[name].float(), self._tensor(place, number).float(), 1.0 / (of + 1))
+            for number, name in enumerate(self._names)
         }
 
     def __enter__(self) -> Self:

@@ -2,7 +2,8 @@
 
 Three kinds stay out of it, each named with the reason: outliers (weights that are not finite, or far from the median
 norm), stragglers (rounds far behind the median) and strangers (weights that have nothing in common with the others').
-The median is the measure, so that one liar moves no other replica out of the mean. Of two, no rule tells the liar.
+The lower median is the measure, so that no half of them, and not one of two, moves others out by the rounds that it
+claims. Of two, no rule tells the liar. An export judges by loss where it can (`export.held_out_loss`).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def drop_outliers(standings: Sequence[ReplicaSummary], rounds_behind: int) -> tu
         for place in finite
         if place not in near
     ]
-    round = median_high(standings[place].round for place in near)
+    round = median_low(standings[place].round for place in near)
     kept = [place for place in near if standings[place].round >= round - rounds_behind]
     left_out += [
         LeftOut(peer=standings[place].peer, why=f"round {standings[place].round}, the median is {round}")

@@ -405,8 +405,7 @@ async def test_a_stage_that_died_comes_from_the_newest_snapshot_and_that_is_said
 ) -> None:
     monkeypatch.setattr(exporter, "visited", swarm.visited)
     # The weights are drawn, and the model is too small for the text of its run.
-    for judges in ("without_worse", "best_snapshots"):
-        monkeypatch.setattr(exporter, judges, lambda run, layout, stages, filed: stages)
+    monkeypatch.setattr(exporter, "judged_by_loss", lambda run, layout, stages, filed, snapshots: stages)
     out = tmp_path / "model"
 
     for peer in ("a", "b", "c"):

@@ -1,22 +1,35 @@
-"""Who leaves a stage's mean for its loss on text that no peer trained on."""
+"""Which replicas make a stage's mean by their loss on text that no peer trained on."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from random import Random
 
 import msgspec
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from noloco_node.data.blocks import open_blocks
 from noloco_node.errors import config_error
 from noloco_node.export import held_out_loss
 from noloco_node.export.exporter import merge_files
-from noloco_node.export.held_out_loss import best_snapshots, without_worse
+from noloco_node.export.held_out_loss import (
+    MOST_ROUTES,
+    SPOILS,
+    HeldOutText,
+    Loss,
+    WholeModel,
+    judged_by_loss,
+    routes_of,
+    validation_text,
+)
 from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, newest
 from noloco_node.planning.model_layout import build_stage, model_layout
 from noloco_node.run.presets import demo_run_text
@@ -32,16 +45,16 @@ PLAN = model_layout(RUN.run)
 @cache
 def honest(stage: int) -> tuple[Tensor, ...]:
     """Return weights that predict the text better than chance: a few steps from the first ones."""
-    return _trained()[stage]
+    return _trained(50)[stage]
 
 
 @cache
-def _trained() -> tuple[tuple[Tensor, ...], ...]:
+def _trained(steps: int) -> tuple[tuple[Tensor, ...], ...]:
     parts = [build_stage(RUN.run, PLAN, number, torch.device("cpu")) for number in (0, 1)]
     weights = [weight for part in parts for weight in part.parameters()]
     optimiser = torch.optim.AdamW(weights, lr=1e-2)
     blocks = open_blocks(RUN.run.data, 32, 0, "", "train")
-    for _, batch in zip(range(50), blocks.batches(8), strict=False):
+    for _, batch in zip(range(steps), blocks.batches(8), strict=False):
         logits = parts[1](parts[0](batch[:, :-1]))
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).backward()
         optimiser.step()
@@ -61,55 +74,157 @@ def bad(stage: int) -> tuple[Tensor, ...]:
     return tuple(-each for each in honest(stage))
 
 
-def lay(folder: Path, stage: int, peer: str, weights: Sequence[Tensor]) -> ReplicaFile:
+BEHIND = RUN.run.outer.staleness_at_most
+
+
+def lay(folder: Path, stage: int, peer: str, weights: Sequence[Tensor], round: int = 9) -> ReplicaFile:
     counters = Counters(
-        run_id=RUN.digest, stage=stage, round=9, inner_steps=9, progress=0.1, samples=0, optimiser_steps=0, peer=peer
+        run_id=RUN.digest,
+        stage=stage,
+        round=round,
+        inner_steps=9,
+        progress=0.1,
+        samples=0,
+        optimiser_steps=0,
+        peer=peer,
     )
     path = folder / f"{stage}-{peer}.safetensors"
     atomic_file.write_tensors(path, arrays_of({"slow": tuple(weights)}), msgspec.json.encode(counters).decode())
     return ReplicaFile(path, peer, counters)
 
 
-def judged(filed: Sequence[ReplicaFile]) -> list[MergedReplicas]:
-    stages = merge_files(filed, RUN, PLAN)
-    return without_worse(RUN.run, PLAN, stages, [newest(filed, number) for number in (0, 1)])
+def merged(filed: Sequence[ReplicaFile], snapshots: Sequence[ReplicaFile] = ()) -> list[MergedReplicas]:
+    """Return the stages that loss makes of these files; `snapshots`: those of them that are, the newest first."""
+    stages = merge_files([each for each in filed if each not in snapshots[1:]], RUN, PLAN)
+    kept_by = next((each.peer for each in stages[1].taken if each.peer in {one.peer for one in snapshots}), None)
+    stages = [stages[0], stages[1]._replace(kept_by=kept_by)]
+    return judged_by_loss(RUN.run, PLAN, stages, [newest(filed, number) for number in (0, 1)], [[], snapshots])
 
 
+@cache
+def text() -> HeldOutText:
+    return validation_text(RUN.run.data, 32, RUN.run.seed, held_out_loss.JUDGED_TOKENS // 256)
+
+
+def loss_of(stages: Sequence[MergedReplicas]) -> float:
+    return WholeModel(PLAN, stages, text()).loss().mean
+
+
+def peers(stage: MergedReplicas) -> tuple[list[str], list[str]]:
+    return [each.peer for each in stage.taken], [each.peer for each in stage.left_out]
+
+
+@pytest.mark.parametrize("claimed", [0, BEHIND + 1, 2**40])
 @pytest.mark.parametrize("liars", [(), (0,), (1,), (0, 1)])
-def test_of_two_replicas_of_a_stage_the_one_that_predicts_nothing_leaves_the_mean(
-    tmp_path: Path, liars: tuple[int, ...]
+def test_of_two_replicas_of_a_stage_the_one_that_predicts_nothing_leaves_the_mean_whatever_round_it_claims(
+    tmp_path: Path, liars: tuple[int, ...], claimed: int
 ) -> None:
     filed = [
-        lay(tmp_path, stage, peer, bad(stage) if peer == "b" and stage in liars else near(stage, 3 * stage + number))
+        lay(tmp_path, stage, peer, bad(stage), 9 + claimed)
+        if peer == "b" and stage in liars
+        else lay(tmp_path, stage, peer, near(stage, 3 * stage + number))
         for stage, (number, peer) in itertools.product((0, 1), enumerate("ab"))
     ]
-    for number, stage in enumerate(judged(filed)):
-        assert [each.peer for each in stage.taken] == (["a"] if number in liars else ["a", "b"])
-        assert [each.peer for each in stage.left_out] == (["b"] if number in liars else [])
+    for number, stage in enumerate(merged(filed)):
+        assert peers(stage) == ((["a"], ["b"]) if number in liars else (["a", "b"], []))
         if number in liars:
             assert "the best has" in stage.left_out[0].why
             assert all(map(torch.equal, stage.weights.values(), near(number, 3 * number)))
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.4, 3.0])
+def test_however_many_names_lie_alike_the_replicas_that_predict_make_the_mean(tmp_path: Path, scale: float) -> None:
+    """The liars have the median norm and round, and most others in common."""
+    lies = [scale * each for each in bad(0)]
+    filed = [lay(tmp_path, 0, f"liar {number}", lies, 9 + BEHIND + 1) for number in range(5)]
+    filed += [lay(tmp_path, 0, peer, near(0, seed)) for seed, peer in enumerate("ab")]
+    filed += [lay(tmp_path, 1, "c", near(1, 5))]
+    assert peers(merged(filed)[0]) == (["a", "b"], [f"liar {number}" for number in range(5)])
+
+
+@pytest.mark.parametrize("old", range(0, 50, 10))
+def test_an_honest_straggler_is_in_the_mean_only_if_it_does_not_spoil_it(tmp_path: Path, old: int) -> None:
+    """It says itself that it is behind, and one that lies about that is judged alike."""
+    fresh = [lay(tmp_path, stage, peer, near(stage, 3 * stage)) for stage, peer in ((0, "a"), (1, "b"))]
+    losses = []
+    for round in (9, 9 - BEHIND - 1):
+        found = merged([*fresh, lay(tmp_path, 1, "old", _trained(old)[1], max(0, round))])
+        assert "b" in peers(found[1])[0]
+        losses.append(loss_of(found))
+    assert losses[0] == losses[1] <= (1.0 + SPOILS) * loss_of(merged(fresh))
+
+
+def test_of_two_replicas_that_predict_alike_and_have_no_mean_one_is_taken(tmp_path: Path) -> None:
+    """The other has its neurons in another order: the mean of both would be worth little."""
+    names, turned = list(PLAN.shapes[1]), []
+    for name, weight in zip(names, honest(1), strict=True):
+        order = torch.arange(weight.shape[-1 if "down" in name else 0]).flip(0)
+        turned.append(weight[:, order] if "down_proj" in name else weight[order] if "mlp." in name else weight)
+    filed = [lay(tmp_path, 0, "a", honest(0)), lay(tmp_path, 1, "b", honest(1)), lay(tmp_path, 1, "c", turned, 999)]
+    alone = loss_of(merged(filed[:2]))
+    found = merged(filed)
+    assert len(found[1].taken) == 1
+    assert loss_of(found) == pytest.approx(alone, rel=1e-3)
+
+
+@settings(max_examples=5, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(
+    kinds=st.lists(st.tuples(st.integers(0, 1), st.integers(-60, 50), st.integers(0, 40)), max_size=4),
+)
+def test_the_loss_is_no_more_than_that_of_any_route_whatever_is_claimed_and_its_cost_is_bounded(
+    tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[int, int, int]]
+) -> None:
+    """Of each stage there are an honest replica and others: older ones, and such as predict nothing (below 0)."""
+    folder, count = tmp_path_factory.mktemp("files"), 0
+    filed = [lay(folder, stage, "a", near(stage, stage)) for stage in (0, 1)]
+    honest_alone = loss_of(merge_files(filed, RUN, PLAN))
+    for number, (stage, age, round) in enumerate(kinds):
+        weights = _trained(age)[stage] if age >= 0 else bad(stage)
+        filed.append(lay(folder, stage, f"x{number}", weights, round))
+
+    def counted(model: WholeModel) -> Loss:
+        nonlocal count
+        count += 1
+        return text_loss(model)
+
+    text_loss = WholeModel.loss
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WholeModel, "loss", counted)
+        found = merged(filed)
+    assert count <= MOST_ROUTES + 1 + 2 * len(filed)
+    assert loss_of(found) <= (1.0 + SPOILS) ** 2 * 1.001 * honest_alone
+    for number, stage in enumerate(found):
+        taken, left_out = peers(stage)
+        assert sorted(taken + left_out) == sorted(each.peer for each in newest(filed, number))
+
+
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=8), st.randoms(use_true_random=False))
+def test_routes_are_few_and_all_where_all_are_few(counts: list[int], rng: Random) -> None:
+    routes = routes_of(counts, rng)
+    assert all(0 <= place < count for route in routes for place, count in zip(route, counts, strict=True))
+    most = math.prod(counts)
+    assert len(routes) == (min(most, MOST_ROUTES) if len(counts) > 1 else 0)
+    assert most > MOST_ROUTES or len(set(routes)) == len(routes)
+
+
 @pytest.mark.parametrize("newest_is_bad", [False, True])
-def test_of_several_snapshots_of_a_stage_the_newest_is_taken_unless_another_predicts_better(
+def test_of_several_snapshots_of_a_stage_the_one_with_the_least_loss_is_taken(
     tmp_path: Path, newest_is_bad: bool
 ) -> None:
     living = lay(tmp_path, 0, "a", near(0, 1))
-    snapshots = [lay(tmp_path, 1, "b", bad(1) if newest_is_bad else near(1, 2)), lay(tmp_path, 1, "c", near(1, 3))]
-    first, second = merge_files([living, snapshots[0]], RUN, PLAN)
-    stages = [first, second._replace(kept_by="b")]
-    found = best_snapshots(RUN.run, PLAN, stages, [[], snapshots])
-    assert found[0] is first
+    snapshots = [
+        lay(tmp_path, 1, "b", bad(1) if newest_is_bad else honest(1), 2**40),
+        lay(tmp_path, 1, "c", _trained(40)[1], 9),
+    ]
     keeper = "c" if newest_is_bad else "b"
-    assert (found[1].kept_by, [each.peer for each in found[1].taken]) == (keeper, [keeper])
-    assert [each.peer for each in found[1].left_out] == (["b"] if newest_is_bad else [])
-    assert all(map(torch.equal, found[1].weights.values(), near(1, 3 if newest_is_bad else 2)))
-    assert best_snapshots(RUN.run, PLAN, stages, [[], snapshots[:1]]) == stages
-    assert best_snapshots(RUN.run, PLAN, [first, second], [[], snapshots]) == [first, second]
+    found = merged([living, *snapshots], snapshots)
+    assert found[1].kept_by == keeper
+    assert peers(found[1]) == ([keeper], ["b" if newest_is_bad else "c"])
+    assert len(merged([living, snapshots[0]], snapshots)[1].taken) == 1
+    assert [len(stage.taken) for stage in merged([living, *snapshots])] == [1, 1 if newest_is_bad else 2]
 
 
-def test_where_nothing_is_to_be_chosen_or_the_text_cannot_be_read_nobody_leaves(
+def test_where_nothing_is_to_be_chosen_or_the_text_cannot_be_read_no_claim_of_one_peer_drives_another_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def unreadable(*_: object) -> list[Tensor]:
@@ -117,8 +232,8 @@ def test_where_nothing_is_to_be_chosen_or_the_text_cannot_be_read_nobody_leaves(
 
     monkeypatch.setattr(held_out_loss, "validation_text", unreadable)
     alone = [lay(tmp_path, stage, "a", near(stage, stage)) for stage in (0, 1)]
-    assert [len(stage.taken) for stage in judged(alone)] == [1, 1]
+    assert [len(stage.taken) for stage in merged(alone)] == [1, 1]
     assert "not judged" not in capsys.readouterr().err
-    found = judged([*alone, lay(tmp_path, 1, "b", bad(1))])
+    found = merged([*alone, lay(tmp_path, 1, "b", bad(1), 9 + BEHIND + 1)])
     assert [len(stage.taken) for stage in found] == [1, 2]
     assert "not judged by their loss: There is no text. the hub is away" in capsys.readouterr().err

@@ -85,6 +85,17 @@ def test_outliers_and_stragglers_stay_out_as_long_as_they_are_the_fewer(
     )
 
 
+@given(
+    honest=st.lists(st.integers(90, 100), min_size=1, max_size=6),
+    claims=st.lists(st.integers(0, 2**40), max_size=6),
+)
+def test_no_half_claims_a_round_by_which_others_leave(honest: list[int], claims: list[int]) -> None:
+    claims = claims[: len(honest)]
+    mixed = [standing(1.0, round, "good") for round in honest] + [standing(1.0, 100 + lie, "lie") for lie in claims]
+    kept, _ = drop_outliers(mixed, rounds_behind=16)
+    assert [mixed[place].peer for place in kept].count("good") == len(honest)
+
+
 @given(norms=st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=6), rounds=st.integers(0, 10**6))
 def test_somebody_is_kept_wherever_anybody_is_finite(norms: list[float], rounds: int) -> None:
     kept, left_out = drop_outliers([standing(abs(norm), rounds) for norm in norms], 16)
