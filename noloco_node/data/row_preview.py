@@ -15,7 +15,7 @@ from noloco_node.data.blocks import open_blocks
 from noloco_node.data.dataset_documents import RowDocuments, load_rows
 from noloco_node.data.encoding import open_tokenizer
 from noloco_node.data.file_documents import ReadingOrder, UnreadText, row_side_of
-from noloco_node.data.row_encoder import RowEncoder, UnfitRowError
+from noloco_node.data.row_encoder import RowEncoder, UnfitRowError, sequences_of
 from noloco_node.data.row_forms import data_error
 from noloco_node.run.config import DataConfig, RunConfig
 from pipeline.messages import ids_of, learnt
@@ -78,7 +78,7 @@ def _text(data: DataConfig, length: int, seed: int) -> Iterator[str]:
 
 
 def _rows(data: DataConfig, length: int) -> Iterator[str]:
-    encoder, unread = RowEncoder(data, length), UnreadText(tell=None)
+    encoder, unread = RowEncoder(data), UnreadText(tell=None)
     whole = msgspec.structs.replace(data, validation_percent=100.0)
     documents = RowDocuments(whole, ReadingOrder("validation", 0, "", shuffle=False), lambda: load_rows(data), unread)
     tokenizer = open_tokenizer(data)
@@ -91,7 +91,7 @@ def _rows(data: DataConfig, length: int) -> Iterator[str]:
             (text,) = document.texts
             if fitting < MEASURED:
                 try:
-                    tokens = encoder.tokens(text)
+                    tokens = encoder.document(text)
                 except UnfitRowError as error:
                     unread.note(*error.noted(document.name))
                     continue
@@ -106,7 +106,7 @@ def _rows(data: DataConfig, length: int) -> Iterator[str]:
     finally:
         documents.close()
     if counts.tokens:
-        yield from _summary(counts, length, fitting, held_out, more=more)
+        yield from _summary(counts, length, data, fitting, held_out, more=more)
     reasons = [each.removeprefix("text: ") for each in unread.summary()]
     if reasons:
         yield ""
@@ -132,7 +132,9 @@ def _count(tokens: Tensor, length: int, counts: _Counts) -> None:
         counts.learnt.append(learnt(tokens))
 
 
-def _summary(counts: _Counts, length: int, fitting: int, held_out: int, *, more: bool) -> Iterator[str]:
+def _summary(
+    counts: _Counts, length: int, data: DataConfig, fitting: int, held_out: int, *, more: bool
+) -> Iterator[str]:
     measured = len(counts.tokens) + len(counts.too_long)
     total, shortest, longest = sum(counts.tokens), min(counts.tokens), max(counts.tokens)
     of = "" if measured == fitting and not more else f" of the first {measured:,}"
@@ -143,9 +145,11 @@ def _summary(counts: _Counts, length: int, fitting: int, held_out: int, *, more:
     yield from _filled(
         f"Those{of} that fit a sequence have {shortest:,} to {longest:,} tokens, half of them "
         f"{median(counts.tokens):,.0f} or fewer; {sum(counts.learnt) / total:.0%} of the tokens are learnt "
-        f"({LEARNT.strip()}), the others are only given ({GIVEN.strip()}). A row takes a sequence of its own: "
-        f"{1 - total / (length * len(counts.tokens)):.0%} of what is computed is filling."
+        f"({LEARNT.strip()}), the others are only given ({GIVEN.strip()})."
     )
+    sequences = sequences_of(counts.tokens, length) if data.packs else len(counts.tokens)
+    together = f"{len(counts.tokens) / sequences:.1f} rows share a sequence" if data.packs else "A row is a sequence"
+    yield from _filled(f"{together}: {1 - total / (length * sequences):.0%} of what is computed is filling.")
     if count := len(counts.too_long):
         are = "is" if count == 1 else "are"
         yield from _filled(

@@ -13,7 +13,16 @@ from noloco_node.units import format_bytes
 from pipeline.decoder_slice import NotSliceableError, Subspace
 from pipeline.messages import check_width
 from pipeline.model_config import Prepared, family_config, prepare
-from pipeline.partition import cut, family_notes, folded, forward_flops, slice_size, verify_family, verify_subspace
+from pipeline.partition import (
+    cut,
+    family_notes,
+    folded,
+    forward_flops,
+    slice_size,
+    verify_family,
+    verify_rows,
+    verify_subspace,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,6 +77,8 @@ def model_layout(run: RunConfig) -> ModelLayout:
     try:
         prepared = prepare(_config(run.model), run.model.dropout)
         verify_family(prepared.config)
+        if run.data.packs:
+            verify_rows(prepared.config)
         pipeline, width = run.pipeline, int(prepared.config.hidden_size)
         check_width(pipeline.codec, width, pipeline.subspace)
         cuts = cut(prepared.config, pipeline.stages, pipeline.boundaries, sequence_length=pipeline.sequence_length)
