@@ -141,7 +141,7 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     chat_template: Literal["", "chatml"] = ""
     """How messages become a text: "" is the tokenizer's own template; "chatml" a built-in one."""
     packed: bool = True
-    """Whether rows share a sequence; none of them sees another. False: a row is one sequence."""
+    """Whether rows share a sequence, of which none sees another, where the answers in rows are learnt."""
     tokenizer: str = "byt5"
     """byt5 (bytes, needs no files); files (those of `tokenizer_files`); with `tokenizer_commit` owner/name of the hub,
     without it a local directory."""
