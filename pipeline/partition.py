@@ -330,7 +330,7 @@ def verify_family(config: Config) -> None:
 def verify_rows(config: Config) -> None:
     """Check, at tiny sizes, that rows which share a sequence do not see each other; raise ValueError naming the family.
 
-    A family has to take positions that begin anew, and to end attention there.
+    Attention has to end where positions begin anew, in every stage.
     """
     prepared = prepare(tiny_config(config))
     pieces = cut(prepared.config, 3, (1, 2), sequence_length=8)
@@ -359,9 +359,7 @@ def verify_rows(config: Config) -> None:
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         alike = torch.tensor(False)
     if not alike:
-        raise ValueError(
-            f"rows that share a sequence of a {config.model_type} model see each other: set data.packed to false"
-        )
+        raise ValueError(f"a {config.model_type} model does not end attention where positions begin anew")
 
 
 @torch.no_grad()

@@ -27,7 +27,8 @@ from noloco_node.data.encoding import CHATML, open_tokenizer
 from noloco_node.data.row_encoder import RowEncoder, UnfitRowError, sequences_of
 from noloco_node.data.row_forms import BadRow, GoodRow, row_of
 from noloco_node.errors import Exit, UserError
-from noloco_node.run.config import DataConfig
+from noloco_node.planning.model_layout import model_layout
+from noloco_node.run.config import DataConfig, ModelConfig, PipelineConfig, RunConfig
 from pipeline.messages import FIRST, ids_of
 
 PROMPT = DataConfig(source="json", path="rows.jsonl", form="prompt")
@@ -370,3 +371,13 @@ def test_rows_of_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(UserError, match="no field 'messages'"):
         open_blocks(data, 512, 0, "p").next_batch(1)
+
+
+def test_a_run_whose_rows_would_see_each_other_is_refused() -> None:
+    sizes = {"hidden_size": 32, "n_layer": 3, "n_head": 4, "vocab_size": 384}
+    model, pipeline = ModelConfig(architecture="bloom", sizes=sizes), PipelineConfig(sequence_length=32)
+    run = RunConfig(model=model, pipeline=pipeline, data=PROMPT)
+    with pytest.raises(UserError, match="cannot share a sequence") as caught:
+        model_layout(run)
+    assert caught.value.code is Exit.CONFIG
+    assert model_layout(msgspec.structs.replace(run, data=msgspec.structs.replace(PROMPT, packed=False)))
