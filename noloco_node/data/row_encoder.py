@@ -99,7 +99,7 @@ class RowEncoder:
         )
         ids = torch.tensor(encoded["input_ids"], dtype=torch.int32)
         places = encoded["offset_mapping"]
-        is_learnt = [any(first < end and last > begin for begin, end in spans) for first, last in places]
+        is_learnt = [any(at < end and until > begin for begin, end in spans) for at, until in places]
         return ids.where(torch.tensor(is_learnt, dtype=torch.bool), given(ids))
 
     def _segment(self, text: str, is_learnt: bool) -> Tensor:

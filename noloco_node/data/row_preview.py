@@ -113,14 +113,19 @@ def _rows(data: DataConfig, length: int) -> Iterator[str]:
         yield "Rows that do not fit, the first of each kind:"
         for reason in reasons:
             yield from _filled(reason, "  ")
-    if reasons or not shown:
-        unfit = sum(unread.counts.values())
-        of_rows = f"of {fitting + unfit:,} rows"
-        what = f"{unfit:,} {of_rows} do not fit data.form" if shown else f"None {of_rows} fits data.form"
+    unfit = sum(unread.counts.values())
+    all_rows = f"{fitting + unfit:,} rows"
+    if not shown:
         raise data_error(
-            f'{what} = "{data.form}".',
-            reasons[0] if reasons else f"each is longer than a sequence of {length:,} tokens",
-            "correct them; in training such rows are left out" if shown else "another data.form, or other fields",
+            f'None of {all_rows} fits data.form = "{data.form}" and a sequence.',
+            "; ".join([*reasons[:1], *([f"{fitting:,} are longer than {length:,} tokens"] if fitting else [])]),
+            "other fields, another data.form, or a larger pipeline.sequence_length",
+        )
+    if unfit:
+        raise data_error(
+            f'{unfit:,} of {all_rows} do not fit data.form = "{data.form}".',
+            reasons[0],
+            "correct them; in training such rows are left out",
         )
 
 

@@ -139,8 +139,8 @@ def graph_bytes(
     """Return what autograd keeps of a microbatch at a stage, and what else the last one's pass holds of logits.
 
     By layers: the inputs of all of them, float32, and what autograd keeps of the one that keeps most. `half`: the
-    matrices are multiplied in bfloat16. `packed`: rows share a sequence. What a stage is given does not count: it waits in
-    main memory.
+    matrices are multiplied in bfloat16. `packed`: rows share a sequence. What a stage is given does not count: it waits
+    in main memory.
     """
     (batch, length), cut = pipeline.ids_shape, layout.cuts[number]
     family = _family(layout.prepared.config, length, half, packed)
