@@ -29,10 +29,12 @@ from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import Watcher, World, simulate
 from noloco_node.swarm.roster import PeerRecord
 from tests.explorer.attack_kinds import HUGE, KINDS, claims_rounds, claims_samples
-from tests.explorer.attacks import FASTEST_S, Attack, Identities, boast
+from tests.explorer.attacks import FASTEST_S, Attack, Identities, boast, hold
 
 APPEAR_S = 20.0
 """When identities without a node appear: a run that has begun."""
+HOLDS_S, HOLDS_AFTER_S = (0.5, 1.0, 2.0, 5.0, 9.0), 20.0
+"""How long a peer holds each microbatch before it refuses it, and when it begins to: it has worked until then."""
 LIAR = "s1r0"
 SWARM = SwarmConfig(stages=2, replicas=4, rounds=20, duration_s=36_000.0)
 
@@ -217,6 +219,10 @@ ROWS = (
     ),
     Row("boast", "B4: at most 30 %", routes, partial(attacked, attack=Attack(record=boast))),
     Row("hang", "B5: at most 1.2 times", seconds, partial(attacked, attack=KINDS["silent"]())),
+    *(
+        Row(f"holds-{hold_s}", "as if absent", seconds, partial(attacked, attack=hold(hold_s, HOLDS_AFTER_S)))
+        for hold_s in HOLDS_S
+    ),
     Row("rounds", "B11: +1 an opening", rounds, partial(attacked, attack=claims_rounds())),
     Row("rounds-identities", "B10: 0 adoptions", rounds, _claims_rounds),
     Row("samples", "B3: 95 % of the clean steps", seconds, partial(_claims_samples, count=1), hostile=()),
