@@ -46,7 +46,8 @@ class Attack:
     """Which acts of a node are replaced; None leaves them as they are.
 
     `record`: what it publishes of itself. `source`: what it claims as a source. `receipts`: what it signs for sources.
-    `answer`: takes a call of the stage before. `hear`: a conversation with the stage before, as the node has it. `say`: what it says in gossip. `arithmetic`: of its stage.
+    `answer`: takes a call of the stage before. `hear`: makes the node's conversation of one with the stage before.
+    `say`: what it says in gossip. `arithmetic`: of its stage.
     `corruption`: of its messages with tensors. `tell`: what it makes of each message, about any topic.
     `flood`: silent conversations that it opens with everybody about each of its topics, whenever it reads the roster.
     """
