@@ -5,6 +5,8 @@
 - A replica that could not be reached, fell silent or sent what no peer may send is a suspect. It is left alone for four
   seconds, or for ten times what its loss cost; twice as long after each further loss, up to ten minutes, unless it has
   worked in between for as long as it was left alone. Losses while it is a suspect count as one.
+- A late refusal is such a loss too, whatever its reason: the replica held the microbatch for longer than a gradient
+  usually takes, and has done no work. It is excused after ten times as much work, and while no other replica works.
 - On trial are suspects whose time is over and, where others are proved, the unproved. Each has one call at a time.
 - Once an unproved replica was lost, only the proved are in the bag, because the others may be names alone. One unproved
   at a time, first those that never were tried, gets a microbatch that a proved one gets as well. If no proved replica
@@ -211,7 +213,7 @@ class Standing:
         self._busy: set[str] = set()
         self._gradients = 0
         self._work: dict[str, tuple[float, int | None]] = {}
-        """Of each replica: seconds of calls that returned a gradient since it refused late last, and `by_others` then."""
+        """Of each replica since its last late refusal: seconds of calls with a gradient, and `by_others` then."""
         self._in_hand: Counter[str] = Counter()
         self._parted: tuple[Sequence[Hop], int, tuple[Hop, ...], tuple[str, ...]] = ((), 0, (), ())
         """The proved and the unproved of these hops, when so many had been proved; the newest names come last."""
@@ -262,7 +264,8 @@ class Standing:
     def excuses(self, peer: str, took_s: float, by_others: int) -> bool:
         """Note a refusal; say whether it is no loss. `by_others`: as it was when the call began.
 
-        A late one is excused by ten times as much work since the last late one, and while no other replica works.
+        A refusal is late if it takes longer than a gradient usually does. It is excused by ten times as much work since
+        the last late one, so a tenth of a replica's time may be lost, or if no other replica has worked since then.
         """
         if not self.usual_s or took_s <= max(SHORTEST_LATE_S, self.usual_s):
             return True

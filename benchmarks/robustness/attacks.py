@@ -224,7 +224,7 @@ ROWS = (
     Row("boast", "B4: at most 30 %", routes, partial(attacked, attack=Attack(record=boast))),
     Row("hang", "B5: at most 1.2 times", seconds, partial(attacked, attack=KINDS["silent"]())),
     *(
-        Row(name, "as if absent, and 90 % of the clean speed", seconds, partial(_holds, hold_s=hold_s), played)
+        Row(name, "1.1 times absent", seconds, partial(_holds, hold_s=hold_s), played)
         for hold_s in HOLDS_S
         for name, played in ((f"holds-{hold_s}", Scenario(swarm=SWARM)), (f"holds-{hold_s}-long", scenario(rounds=80)))
     ),
