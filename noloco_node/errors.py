@@ -40,12 +40,23 @@ class Exit(IntEnum):
     DEVICE_LOST = 13
     """The device failed while it computed, and computes nothing any more for this process. The slow weights are saved;
     another start may find it well."""
+    DATA = 14
+    """Rows of the data do not fit `data.form`, or the tokenizer has no chat template; the message says which."""
     INTERRUPTED = 130
     """Interrupted before the work was done. A node between two of its sessions leaves with 0."""
 
 
 NEEDS_A_PERSON = frozenset(
-    (Exit.USAGE, Exit.CONFIG, Exit.OTHER_RUN, Exit.HOME_IN_USE, Exit.DEVICE, Exit.UNFIT, Exit.NOT_ADMITTED)
+    (
+        Exit.USAGE,
+        Exit.CONFIG,
+        Exit.OTHER_RUN,
+        Exit.HOME_IN_USE,
+        Exit.DEVICE,
+        Exit.UNFIT,
+        Exit.NOT_ADMITTED,
+        Exit.DATA,
+    )
 )
 """After these another start would end alike: what supervises a node starts it again after every other failure.
 

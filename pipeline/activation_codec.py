@@ -22,6 +22,10 @@ higher middle one counts, so that small messages cannot get honest ones refused.
 impossible sizes are refused, and bounds are wider at first. An unusual size is no violation, and messages of fewer than
 LEAST_VALUES values need only be finite: a model that knows its text by heart honestly returns gradients 60 times the
 usual size for a short new microbatch.
+
+Where only a share of the targets is learnt, a gradient's sum of squares is so much smaller, and the mean is taken over
+this share of the values. A long message of which fewer than LEAST_VALUES count is only scaled down, to the norm that
+LEAST_VALUES of the greatest usual size have.
 """
 
 from __future__ import annotations
@@ -290,30 +294,37 @@ class SizeBound:
         self._known = 0
         self._counts: Counter[str] = Counter()
 
-    def bounded(self, peer: str, wire: Tensor) -> Tensor:
+    def bounded(self, peer: str, wire: Tensor, counted: float = 1.0) -> Tensor:
         """Return what counts of a message: itself, or a copy scaled down.
 
+        `counted`: for a gradient, the share of the targets that are learnt.
         Raises `UnusualSizeError` for an unusual size, and another ValueError for a message that no honest peer sends.
         """
         check(self._code, wire)
         count = count_of(self._code, wire)
-        size = bound_of_norm(self._code, wire) / math.sqrt(max(1, count))
-        few = count < LEAST_VALUES
+        few = counted * count < LEAST_VALUES
+        size = bound_of_norm(self._code, wire) / math.sqrt(max(1, count if few else counted * count))
         if not math.isfinite(size) or (size > LARGEST_SIZE and not few):
             self._counts["refused"] += 1
             raise ValueError(f"values of the size {size:.3g}")
-        if few:
+        if count < LEAST_VALUES:
             return wire
         usual = self._usual()
         most = SCALE * (1.0 + CERTAIN / max(1, self._known)) * usual
+        if few:
+            most *= math.sqrt(LEAST_VALUES / count)
+            return wire if size <= most else self._scaled(wire, most / size)
         self._note(peer, min(size, most))
         if size > most * REFUSE / SCALE:
             self._counts["refused"] += 1
             raise UnusualSizeError(f"values of the size {size:.3g}, where {usual:.3g} is usual")
         if size <= most:
             return wire
+        return self._scaled(wire, most / size)
+
+    def _scaled(self, wire: Tensor, factor: float) -> Tensor:
         self._counts["scaled"] += 1
-        return scaled(self._code, wire, most / size)
+        return scaled(self._code, wire, factor)
 
     def statistics(self) -> dict[str, int | float]:
         return {name: self._counts[name] for name in ("scaled", "refused")}

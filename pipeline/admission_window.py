@@ -36,7 +36,10 @@ LONGEST_RETRY_S = 30.0
 
 
 class WindowOutcome(NamedTuple):
-    """A microbatch's result, for the inner step. `stale`: a step was taken between its forward and backward pass."""
+    """A microbatch's result, for the inner step.
+
+    `loss`: a mean over so many `tokens`. `stale`: a step was taken between its forward and backward pass.
+    """
 
     progress: float
     loss: float | None

@@ -44,7 +44,7 @@ from pipeline.decoder_slice import Cut, TokenFeatures, layer_list, multiplied_we
 from pipeline.hardware.device_type import DEVICE_TYPES
 from pipeline.hardware.loss_scale import LossScale
 from pipeline.hardware.split_weights import split
-from pipeline.messages import ACTIVATION_CODECS, Gradient
+from pipeline.messages import ACTIVATION_CODECS, UNLEARNT, Gradient, as_targets, ids_of, learnt
 
 T = TypeVar("T")
 Masters = Mapping[str, nn.Parameter]
@@ -330,7 +330,7 @@ class StagePasses:
 
     def _tokens(self, targets: Tensor | None) -> Tensor | None:
         """Return the ids behind activations that come in a subspace, from the targets that came with them."""
-        return None if self._module.fixed is None or targets is None else targets[:, :-1].to(self._device)
+        return None if self._module.fixed is None or targets is None else ids_of(targets[:, :-1]).to(self._device)
 
     def _pass(self, hidden: Tensor, tokens: Tensor | None) -> PendingForward:
         before, weights, seed = self._type.random_state(self._device), self._set, self._input_seed(hidden)
@@ -346,10 +346,11 @@ class StagePasses:
         return (lambda: 0) if self._first else gradient_seed_beside(self.codec, hidden)
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Gradient:
-        """Run the last stage forward and backward: mean cross-entropy against `targets` [b, s], int64.
+        """Run the last stage forward and backward: cross-entropy against marked `targets` [b, s], int64.
 
-        Where activations come in a subspace: [b, s + 1], each sequence's first token before them. Raises ValueError
-        if `targets` have another shape or are not in the vocabulary.
+        Where activations come in a subspace: [b, s + 1], each sequence's first token before them. The gradients are of
+        the sum over the tokens that are learnt, divided by b * s. Raises ValueError if `targets` have another shape or
+        are not in the vocabulary.
         """
         if not self._last:
             raise ValueError("only the last stage has a loss")
@@ -360,7 +361,9 @@ class StagePasses:
         while self._has_overflowed(graph):
             graph = self._spoiling(lambda: self._loss(hidden, wanted, tokens))
         self._count_backward()
-        return Gradient(hidden=self._input_gradient(graph, seed), loss=graph.output.item(), tokens=wanted.numel())
+        counted = learnt(wanted)
+        mean = graph.output.item() * wanted.numel() / max(1, counted)
+        return Gradient(hidden=self._input_gradient(graph, seed), loss=mean, tokens=counted)
 
     def _loss(self, hidden: Tensor, targets: Tensor, tokens: Tensor | None) -> Graph:
         name = self._module.head
@@ -370,9 +373,9 @@ class StagePasses:
         if targets.shape != hidden.shape[:2]:
             raise ValueError(f"targets of {list(targets.shape)} for logits of {list(hidden.shape[:2])}")
         # On a GPU an id outside the vocabulary would take the whole process down.
-        if targets.min() < 0 or targets.max() >= vocabulary:
+        if targets.min() < -vocabulary or targets.max() >= vocabulary:
             raise ValueError(f"targets outside the vocabulary of {vocabulary}")
-        targets = targets.to(self._device)
+        targets = as_targets(targets.to(self._device))
 
         def logits_of(states: Tensor) -> Tensor:
             with self._precision():
@@ -386,7 +389,8 @@ class StagePasses:
             loss = _chunked_cross_entropy(graph.output, targets, logits_of, tokens_at_once, self._scale.value)
         else:
             graph = self._graph(hidden, self._set, tokens)
-            loss = functional.cross_entropy(graph.output.float().flatten(0, 1), targets.flatten())
+            logits, wanted = graph.output.float().flatten(0, 1), targets.flatten()
+            loss = functional.cross_entropy(logits, wanted, ignore_index=UNLEARNT, reduction="sum") / len(wanted)
             torch.autograd.backward(loss, torch.full_like(loss, self._scale.value))
         return graph._replace(output=loss)
 
@@ -530,7 +534,10 @@ class StagePasses:
 def _chunked_cross_entropy(
     states: Tensor, targets: Tensor, logits_of: Callable[[Tensor], Tensor], tokens: int, scale: float
 ) -> Tensor:
-    """Return the mean loss, and run its backward pass times `scale`; the logits of so many `tokens` exist at a time."""
+    """Return the sum of the losses over the number of targets, and run its backward pass times `scale`.
+
+    The logits of so many `tokens` exist at a time.
+    """
     chunks = zip(*(torch.split(each.flatten(0, 1), tokens) for each in (states.detach(), targets)), strict=True)
     losses, gradients = zip(
         *(_chunk_cross_entropy(part, ids, logits_of, targets.numel(), scale) for part, ids in chunks), strict=True
@@ -553,8 +560,9 @@ def _chunk_cross_entropy(
     rows = max(1, _PIECE // memory.shape[1])
     for part, wanted in zip(torch.split(memory, rows), torch.split(ids.unsqueeze(1), rows), strict=True):
         shares = functional.log_softmax(part, 1, dtype=torch.float32)
-        loss -= shares.gather(1, wanted).sum()
-        shares.exp_().scatter_add_(1, wanted, shares.new_full(wanted.shape, -1.0))
+        counts, found = wanted >= 0, wanted.clamp(min=0)
+        loss -= shares.gather(1, found).mul_(counts).sum()
+        shares.exp_().scatter_add_(1, found, shares.new_full(wanted.shape, -1.0)).mul_(counts)
         torch.div(shares, count / scale, out=part)
     torch.autograd.backward(logits, memory)
     assert leaf.grad is not None

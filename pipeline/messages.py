@@ -16,6 +16,9 @@ In a code of fewer than 16 bits a token is one row of bytes:
     scales   uint8 a block: an upper bound of the block, as a fraction of the top
     codes    `bits` bits a value
 
+A run may learn some of its tokens alone, such as the answers of a conversation. Which ones travels with the ids: a
+token that is learnt is its id, one that is only given is `~id`, which is negative (`given`).
+
 This module does not load torch: a plan asks for sizes without it. The arithmetic is in `pipeline.activation_codec`.
 """
 
@@ -56,7 +59,7 @@ class Microbatch:
     """A call to a stage.
 
     `hidden`: activations [batch, sequence, row] in the run's codec; at stage 0 the token ids [batch, sequence], int64.
-    `targets`: token ids to predict [batch, sequence], int64; where activations travel in a subspace with the first
+    `targets`: marked tokens to predict [batch, sequence], int64; where activations travel in a subspace with the first
     token of each sequence before them, [batch, sequence + 1], so that all stages know the ids.
     `progress`: share of the run's token budget whose gradient had come back when it was drawn, 0 to 1.
     `budget_s`: seconds left for which the sender waits for the reply.
@@ -69,12 +72,58 @@ class Microbatch:
     budget_s: Seconds
     source: str = ""
 
+    @property
+    def learnt(self) -> int:
+        """How many tokens its loss is a mean over."""
+        return learnt(self.targets[:, -self.hidden.shape[1] :])
+
+    @property
+    def learnt_share(self) -> float:
+        """The share of its tokens that count in the loss."""
+        sequences, length = self.hidden.shape[:2]
+        return self.learnt / (sequences * length)
+
+
+UNLEARNT = -1
+"""Stands for a target without a loss."""
+
+
+def given(ids: Tensor) -> Tensor:
+    """Return tokens that are given and not learnt, as they travel."""
+    return ~ids
+
+
+def ids_of(marked: Tensor) -> Tensor:
+    """Return the ids of tokens, learnt or given."""
+    return marked.where(marked >= 0, ~marked)
+
+
+def as_targets(marked: Tensor) -> Tensor:
+    """Return the ids of the tokens that are learnt, and UNLEARNT in place of the others."""
+    return marked.clamp(min=UNLEARNT)
+
+
+def learnt(marked: Tensor) -> int:
+    """Return how many tokens are learnt."""
+    return int((marked >= 0).sum())
+
+
+def check_marked(microbatch: Microbatch, vocabulary: int, *, some_given: bool) -> None:
+    """Raise ValueError for targets that no peer sends. `some_given`: whether tokens of this run may be only given."""
+    least, greatest = (int(bound) for bound in microbatch.targets.aminmax())
+    if least < (-vocabulary if some_given else 0) or greatest >= vocabulary:
+        raise ValueError(f"targets outside the vocabulary of {vocabulary}")
+    if not microbatch.learnt:
+        raise ValueError("targets of which none is learnt")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gradient:
-    """The reply to a microbatch: the gradient of its mean loss with respect to `hidden`, coded (None at stage 0).
+    """The reply to a microbatch: the gradient of its loss with respect to `hidden`, coded (None at stage 0).
 
-    `loss`: mean cross-entropy in nats a token. `tokens`: how many tokens it is a mean over.
+    The loss is the sum over the tokens that are learnt, divided by the number of all targets: so gradients of a window
+    add up to those of the mean over all of its tokens that are learnt, once this sum is divided by their share.
+    `loss`: mean cross-entropy in nats a token that is learnt. `tokens`: how many these are.
     `computed_by`: the peer that computed the loss, as the sender says; empty from that peer itself.
     """
 

@@ -344,8 +344,8 @@ def check_gradient(reply: Gradient, microbatch: Microbatch) -> None:
     if reply.hidden is None or reply.hidden.shape[:-1] != microbatch.hidden.shape[:-1]:
         shape = None if reply.hidden is None else tuple(reply.hidden.shape)
         raise ConnectionAbortedError(f"gradient of shape {shape} for {tuple(microbatch.hidden.shape)} activations")
-    # The sum of a window's losses must not overflow.
-    if not abs(reply.loss) <= LARGEST_LOSS or not 1 <= reply.tokens <= microbatch.targets.numel():
+    # The sum of a window's losses must not overflow, and the step divides by the sum of the tokens.
+    if not abs(reply.loss) <= LARGEST_LOSS or reply.tokens != microbatch.learnt:
         raise ConnectionAbortedError(f"a loss of {reply.loss} over {reply.tokens} tokens")
 
 

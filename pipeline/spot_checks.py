@@ -274,7 +274,7 @@ class SpotChecks:
 
     async def check(self, peer: str, microbatch: Microbatch, reply: Gradient, deadline_s: float) -> Gradient:
         """Now and then call a second and a third replica too; return the gradient to use for a microbatch."""
-        if count_of(self._codec.down, microbatch.hidden) < LEAST_VALUES:
+        if microbatch.learnt_share * count_of(self._codec.down, microbatch.hidden) < LEAST_VALUES:
             return reply
         self._answered.pop(peer, None)
         self._answered[peer] = None

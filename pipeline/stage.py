@@ -65,8 +65,11 @@ class Stage(StagePasses):
         """
         return {name: self._counts[name] for name in _COUNTED}
 
-    def step(self, learning_rate: float, microbatches: int) -> StepReport:
-        """Take one AdamW step on the mean gradient of a window of `microbatches`, and clear the gradients."""
+    def step(self, learning_rate: float, microbatches: float) -> StepReport:
+        """Take one AdamW step on the mean gradient of a window, and clear the gradients.
+
+        `microbatches`: in the window, each counted by the share of its tokens that are learnt.
+        """
         try:
             norm = or_memory_error(lambda: self._clip(microbatches))
         except MemoryError:
@@ -87,7 +90,7 @@ class Stage(StagePasses):
         self._note_window()
         return StepReport(norm, applied)
 
-    def _clip(self, microbatches: int) -> float:
+    def _clip(self, microbatches: float) -> float:
         """Turn the sum of a window of so many gradients into its clipped mean; return the norm before clipping."""
         for weight in self._weights:
             if not weight.requires_grad:

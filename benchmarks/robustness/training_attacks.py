@@ -188,7 +188,7 @@ def _loss(setup: SimSetup, stages: Sequence[Stage]) -> float:
 class Ascending(TamperedStage):
     """Steps along its gradient."""
 
-    def step(self, learning_rate: float, microbatches: int, /) -> StepReport:
+    def step(self, learning_rate: float, microbatches: float, /) -> StepReport:
         """Take a step with the gradient's sign changed."""
         assert isinstance(self._stage, Stage)
         for weight in self._stage._weights:
@@ -221,7 +221,7 @@ def biased(tensor: Tensor) -> Tensor:
 class AscendingSlowly(Ascending):
     """Knows that a direction shows only where the way is long."""
 
-    def step(self, learning_rate: float, microbatches: int, /) -> StepReport:
+    def step(self, learning_rate: float, microbatches: float, /) -> StepReport:
         """Take a fifth of the step."""
         return super().step(0.2 * learning_rate, microbatches)
 
@@ -235,7 +235,7 @@ class AscendingLate(TamperedStage):
         super().__init__(stage)
         self._late, self._steps = Ascending(stage), 0
 
-    def step(self, learning_rate: float, microbatches: int, /) -> StepReport:
+    def step(self, learning_rate: float, microbatches: float, /) -> StepReport:
         """Step up once it is late."""
         self._steps += 1
         return (self._late if self._steps > self.HONEST else self._stage).step(learning_rate, microbatches)

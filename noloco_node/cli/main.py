@@ -105,6 +105,7 @@ app = typer.Typer(
 for _command in (
     run_file.init,
     run_file.check,
+    run_file.data,
     bootstrap.bootstrap,
     join.join,
     members.members,

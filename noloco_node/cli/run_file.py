@@ -1,4 +1,4 @@
-"""`noloco-node init` and `check`: write a run file, and explain one, also for given machines."""
+"""`noloco-node init`, `check` and `data`: write a run file, explain one, also for given machines, and show its data."""
 
 from __future__ import annotations
 
@@ -228,14 +228,53 @@ def check(
     """
     # Refuse bad values before loading torch and before a long report.
     allowance = read_owner_limits(max_upload, max_download, monthly_cap, None)
-    _ = options.figures(), load_run(path)
+    _, run = options.figures(), load_run(path)
     from noloco_node.planning import bandwidth, expectation
     from noloco_node.planning.plan_text import fitted, report
 
     typer.echo(report(path, as_json=as_json))
+    if run.data.has_rows and not as_json:
+        typer.echo(f"What it learns of its rows is shown by:  noloco-node data {path}")
     if allowance.is_limited and not as_json:
         typer.echo("\n" + "\n".join(fitted(bandwidth.report(path, allowance))))
     if not as_json:
         options = options.completed_from(path)
         machines = options.machines() if options.are_given else None
         typer.echo("\n" + "\n".join(expectation.report_machines(path, machines)))
+
+
+def data(
+    path: Annotated[Path, typer.Argument(help="A run file.")] = Path("run.toml"),
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            metavar="SRC",
+            help="Local data to read instead of the run's: a file, directory or glob.",
+            show_default=False,
+        ),
+    ] = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            "--weights",
+            metavar="DIR",
+            help="The checkpoint that the run goes on from (init --from DIR), for its tokenizer.",
+            callback=directory_there,
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Show three rows as a run reads them, with the tokens that are learnt marked, and count those that do not fit.
+
+    Of text, three sequences. Exit code 14 when rows do not fit the form that
+    the run file names; the message says in which file and line the first is.
+    """
+    run = load_run(path)
+    read = run.data if source is None else run.data.with_source(source)
+    from noloco_node.data.encoding import with_tokenizer_in
+    from noloco_node.data.row_preview import preview
+
+    read = read if weights is None else with_tokenizer_in(read, weights.expanduser())
+    for line in preview(run, read):
+        typer.echo(line)

@@ -4,6 +4,9 @@ Documents are tokenised and joined, each between the tokens with which its token
 into blocks of `sequence_length + 1` that overlap by one, so that every token but the first is predicted once. Training
 reads a chunk of blocks and mixes them, because a window of blocks of one document would be about one thing.
 
+A row of which the answers are learnt (`noloco_node.data.row_forms`) is a sequence, filled up to its length; the block's
+last token is the first of the next row, which is only given. A row that is longer is left out.
+
 A position is small, JSON holds it, and a fresh object goes on from it with the same blocks. `Blocks` waits for disks
 and networks: `TextSource` reads it in a thread.
 """
@@ -34,7 +37,9 @@ from noloco_node.data.file_documents import (
     pieces_of,
     stdlib_files,
 )
-from noloco_node.errors import config_error
+from noloco_node.data.row_encoder import RowEncoder, UnfitRowError
+from noloco_node.data.row_forms import data_error
+from noloco_node.errors import UserError, config_error
 from noloco_node.run.config import DataConfig, RunConfig
 
 SMALLEST_PIECE_BYTES = 64 * 1024  # of a long file that is cut into several documents
@@ -45,27 +50,31 @@ R = TypeVar("R")
 class Blocks:
     """Blocks of token ids: without end for training, until the documents are used up for validation."""
 
-    def __init__(self, documents: Documents, encoder: Encoder, sequence_length: int, owner: str) -> None:
+    def __init__(self, documents: Documents, encoder: Encoder | RowEncoder, sequence_length: int, owner: str) -> None:
         """Cut `documents` into blocks. `owner`: whose order it is (a position is of no use to another)."""
         self._documents, self._encoder, self._length = documents, encoder, sequence_length
         self._pending: deque[tuple[Place, Tensor, str]] = deque()
         self.document = ""
         """In which the last block begins, by its name."""
         self._offset = self._available = self._blocks = 0
+        self._first_epoch: int | None = None
+        """Of the documents that we have drawn."""
         described = f"{documents.fingerprint}|{encoder.name}|{owner}"
         self._source = hashlib.sha256(described.encode()).hexdigest()[:32]
 
     def next_batch(self, batch_size: int) -> Tensor:
-        """Return the next blocks, int64 [batch, sequence_length + 1].
+        """Return the next blocks, marked tokens, int64 [batch, sequence_length + 1].
 
         Validation ends with a smaller batch, then empty ones. Raises `UserError` (CONFIG) if the source is unreadable
-        or has less than one block.
+        or has less than one block, (DATA) if none of its rows can be used.
         """
         batch = torch.empty(batch_size, self._length + 1, dtype=torch.int64)
         for row in range(batch_size):
             if not self._gather():
                 if self._blocks == 0 and self._offset == 0:
                     few = f"what is held out has {self._available} tokens, a block has {self._length + 1}"
+                    if isinstance(self._encoder, RowEncoder):
+                        few = "none of the rows that fit is held out"
                     raise config_error(
                         "The data source has too little text for validation.",
                         why="; ".join((few, *self._documents.unread.summary())),
@@ -116,19 +125,46 @@ class Blocks:
 
     def _gather(self) -> bool:
         while self._available <= self._length:
-            if not self._draw():
+            if not self._draw() and not self._follow_last_row():
                 return False
         return True
 
     def _draw(self) -> bool:
         """Tokenise one more document; say whether there was one."""
-        document = self._documents.next()
-        if document is None:
+        left_out = set[int]()
+        while (document := self._documents.next()) is not None:
+            epoch = document.place.get("epoch", 0)
+            if self._first_epoch is None:
+                self._first_epoch = epoch
+            try:
+                tokens = torch.cat([self._encoder.document(text) for text in document.texts])
+            except UnfitRowError as unfit:
+                if epoch == self._first_epoch:  # a row that is read again is counted once
+                    self._documents.unread.note(*unfit.noted(document.name))
+                left_out.add(epoch)
+                # The first epoch may be the rest of one: a whole one and another without a row are proof.
+                if len(left_out) > 2:
+                    raise self._no_row() from unfit
+                continue
+            self._pending.append((document.place, tokens, document.name))
+            self._available += len(tokens)
+            return True
+        return False
+
+    def _follow_last_row(self) -> bool:
+        """Put a token behind the last row of all, as another row would; say whether it had none."""
+        if not isinstance(self._encoder, RowEncoder) or self._available != self._length:
             return False
-        tokens = torch.cat([self._encoder.document(text) for text in document.texts])
-        self._pending.append((document.place, tokens, document.name))
-        self._available += len(tokens)
+        self._pending.append((self._documents.place, self._encoder.filling(1), ""))
+        self._available += 1
         return True
+
+    def _no_row(self) -> UserError:
+        return data_error(
+            f"No row of the data fits a sequence of {self._length:,} tokens.",
+            "; ".join(self._documents.unread.summary()),
+            "a larger pipeline.sequence_length; `noloco-node data` shows how rows are read",
+        )
 
     def _take(self, block: Tensor) -> None:
         """Fill one block, and move on by all of its tokens but the last."""
@@ -150,9 +186,10 @@ def open_blocks(data: DataConfig, sequence_length: int, seed: int, peer: str, pa
     """Open the text of a run as blocks of `sequence_length + 1` tokens.
 
     `train`: without end, in an order of (seed, peer). `validation`: one pass over held-out text, the same for all.
-    Raises `UserError` (CONFIG) if a path, a field, a data set or the tokenizer is not there.
+    Raises `UserError` (CONFIG) if a path, a field, a data set or the tokenizer is not there, (DATA) if the tokenizer
+    lacks a template.
     """
-    encoder = open_encoder(data)
+    encoder = RowEncoder(data, sequence_length) if data.has_rows else open_encoder(data)
     order = ReadingOrder(part, seed, peer, data.shuffle)
     owner = part if part == "validation" else f"{part}|{seed}|{peer}|{data.shuffle}"
     if part == "validation" and data.validation_percent == 0:

@@ -14,8 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from noloco_node.data.file_documents import Document, Place, ReadingOrder, UnreadText, find_files, side_of
-from noloco_node.data.local_rows import BadRow, LocalRows
+from noloco_node.data.file_documents import (
+    Document,
+    Place,
+    ReadingOrder,
+    UnreadText,
+    find_files,
+    row_side_of,
+    side_of,
+)
+from noloco_node.data.local_rows import LocalRows
+from noloco_node.data.row_forms import BadRow, GoodRow, data_error, row_of
 from noloco_node.errors import UserError, config_error
 from noloco_node.run.config import DataConfig
 from noloco_node.terminal import say
@@ -37,23 +46,29 @@ SUFFIXES = {
 
 
 class _Chunk(NamedTuple):
-    """Texts of consecutive rows, each as stretches. `state`: the stream's after them, None at the end of the shard."""
+    """Texts of consecutive rows, each as stretches, and the rows' names.
+
+    `state`: the stream's after them, None at the end of the shard.
+    """
 
     texts: list[tuple[str, ...]]
+    names: list[str]
     state: Any
 
 
 class RowDocuments:
-    def __init__(self, data: DataConfig, order: ReadingOrder, load: Callable[[], Any]) -> None:
+    def __init__(
+        self, data: DataConfig, order: ReadingOrder, load: Callable[[], Any], unread: UnreadText | None = None
+    ) -> None:
         """Open the stream that `load` returns (see `load_rows`); raise `UserError` if that fails."""
         self._data, self._order = data, order
-        self.unread, self._first_pass = UnreadText(), True
-        self._rows_seen = self._texts_seen = 0
+        self.unread, self._first_pass = UnreadText() if unread is None else unread, True
+        self.rows_seen = self._texts_seen = 0
         self._closed, self._reading = threading.Event(), threading.Lock()
         self._rows_left: Iterator[Any] | None = None
         self._shard: Any = None
         self.retries = 0
-        self._stream: Any = self._persist(lambda: _narrow(load(), data.field), PAUSES_S[:OPENING_PAUSES])
+        self._stream: Any = self._persist(lambda: _narrow(load(), data.row_fields), PAUSES_S[:OPENING_PAUSES])
         self._shards: int = self._stream.num_shards
         self._epoch = self._turn = self._number = self._index = self._in_epoch = 0
         self._state: Any = None
@@ -64,7 +79,8 @@ class RowDocuments:
             self.unread.note(*broken)
         # Files are known by their content: the path to them may be typed in many ways.
         path = data.path if data.source == "hub" else None
-        where = (data.source, path, data.commit, data.subset, data.split, data.field)
+        read = (data.form, *data.row_fields) if data.has_rows else (data.field,)
+        where = (data.source, path, data.commit, data.subset, data.split, *read)
         self.fingerprint = hashlib.sha256(repr((*where, self._shards, _files_of(data))).encode()).hexdigest()
 
     @property
@@ -116,8 +132,7 @@ class RowDocuments:
                 row = self._chunk_order[self._index]
                 self._index += 1
                 self._in_epoch += 1
-                shard = self._permutation[self._turn]
-                return Document(place, self._chunk.texts[row], f"{shard}/{self._number}/{row}")
+                return Document(place, self._chunk.texts[row], self._chunk.names[row])
             self._turn_page()
 
     def _arrange(self, count: int) -> Any:
@@ -142,50 +157,50 @@ class RowDocuments:
                 self._shard.load_state_dict(self._state)
             self._rows_left = iter(self._shard)
         texts: list[tuple[str, ...]] = []
+        names: list[str] = []
         bad: list[BadRow] = []
+        side = row_side_of if self._data.has_rows else side_of
         characters = 0
         chunk = None
         for rows, row in enumerate(self._rows_left, 1):
-            text = self._text_of(row, bad)
-            if stretches := side_of(text, self._order.part, self._data.validation_percent):
+            self.rows_seen += 1
+            text, name = self._read(row, bad)
+            if stretches := side(text, self._order.part, self._data.validation_percent):
                 texts.append(stretches)
+                names.append(name)
             characters += len(text)
-            self._rows_seen += 1
             self._texts_seen += bool(text)
             if rows >= CHUNK_ROWS or characters >= CHUNK_CHARACTERS:
-                chunk = _Chunk(texts, self._shard.state_dict())
+                chunk = _Chunk(texts, names, self._shard.state_dict())
                 break
         if self._first_pass:  # a chunk that had to be read again is counted once
             for each in bad:
                 self.unread.note(*each)
-        if not self._texts_seen and self._rows_seen >= CHUNK_ROWS:
+        if not self._texts_seen and self.rows_seen >= CHUNK_ROWS:
             raise self._no_text()
-        return chunk or _Chunk(texts, None)
+        return chunk or _Chunk(texts, names, None)
 
     def _no_text(self) -> UserError:
+        why = "; ".join(self.unread.summary()) or f"{self.rows_seen} rows have none, or all of it is held out"
+        if self._data.has_rows:
+            what = f'The data source has no rows that fit data.form = "{self._data.form}".'
+            return data_error(what, why, "`noloco-node data` shows how rows are read")
         return config_error(
-            f"The data source has no rows with text in the field {self._data.field!r}.",
-            why="; ".join(self.unread.summary()) or f"{self._rows_seen} rows have none, or all of it is held out",
-            hint=ANOTHER_FIELD,
+            f"The data source has no rows with text in the field {self._data.field!r}.", why, ANOTHER_FIELD
         )
 
-    def _text_of(self, row: Any, bad: list[BadRow]) -> str:
-        """Return the text of a row; "" and a note in `bad` if it has none."""
-        if isinstance(row, BadRow):
-            bad.append(row)
-            return ""
-        if isinstance(row, str):
+    def _read(self, row: Any, bad: list[BadRow]) -> tuple[str, str]:
+        """Return the text of a row, and where it is; "" and a note in `bad` if it cannot be used."""
+        if isinstance(row, dict):
+            missing = [name for name in self._data.row_fields if name not in row]
+            if missing:
+                hint = "the names of the fields under [data] in the run file" if self._data.has_rows else ANOTHER_FIELD
+                raise config_error(f"The data has no field {missing[0]!r}.", f"its fields are {', '.join(row)}", hint)
+            row = row_of(self._data, row, row, f"row {self.rows_seen}")
+        if isinstance(row, GoodRow):
             return row
-        field = self._data.field
-        if field not in row:
-            fields = ", ".join(row)
-            raise config_error(f"The data has no field {field!r}.", f"its fields are {fields}", ANOTHER_FIELD)
-        text = row[field]
-        if isinstance(text, str):
-            return text
-        kind = type(text).__name__ if text is not None else "null"
-        bad.append(BadRow(f"has no text in the field {field!r} and is left out", f"a row, where it is {kind},"))
-        return ""
+        bad.append(row)
+        return "", row.where
 
     def _persist(self, attempt: Callable[[], T], pauses_s: Sequence[float] | None = None) -> T:
         from datasets.exceptions import DatasetsError
@@ -254,10 +269,10 @@ def _files_of(data: DataConfig) -> list[tuple[str, int, str]]:
     return described
 
 
-def _narrow(stream: Any, field: str) -> Any:
-    """Keep only the column that is read, if the stream knows its columns: images need not be decoded."""
+def _narrow(stream: Any, fields: Sequence[str]) -> Any:
+    """Keep only the columns that are read, if the stream knows its columns: images need not be decoded."""
     columns = stream.column_names
-    return stream.select_columns([field]) if columns is not None and field in columns else stream
+    return stream.select_columns(list(fields)) if columns is not None and {*fields} <= {*columns} else stream
 
 
 def load_rows(data: DataConfig) -> Any:
@@ -273,7 +288,7 @@ def load_rows(data: DataConfig) -> Any:
     files = _local_files(data)
     if not files:
         raise config_error(f"There is no data at {data.path!r}.", "all its files are empty", "another data.path")
-    return LocalRows(files, data.source, data.field)
+    return LocalRows(files, data)
 
 
 def check_source(source: str) -> None:

@@ -16,6 +16,13 @@ from noloco_node.run.config import TOKENIZER_FILES, DataConfig
 
 BYT5_VOCABULARY = 384
 _BYT5_END, _BYT5_OFFSET = 1, 3
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""The built-in chat template. Its marks may be ordinary text to a tokenizer."""
 
 
 class Encoder(NamedTuple):
@@ -35,11 +42,15 @@ class Encoder(NamedTuple):
         return torch.cat([begin, ids, end])
 
 
-def open_encoder(data: DataConfig) -> Encoder:
-    """Return the run's tokenizer as blocks use it; for byt5 without loading transformers."""
+def open_encoder(data: DataConfig, tokenizer: Any = None) -> Encoder:
+    """Return the run's tokenizer as blocks use it; for byt5 without loading transformers.
+
+    `tokenizer`: as `open_tokenizer` returned it, where it is open already.
+    """
     if data.has_byte_tokenizer:
         return Encoder(encode_bytes, _BYT5_END, "byt5")
-    tokenizer = open_tokenizer(data)
+    if tokenizer is None:
+        tokenizer = open_tokenizer(data)
     if tokenizer.eos_token_id is None:
         raise config_error(
             f"The tokenizer {data.tokenizer} has no end token.",
@@ -86,7 +97,14 @@ def with_tokenizer_in(data: DataConfig, directory: Path) -> DataConfig:
 
 
 def open_tokenizer(data: DataConfig) -> Any:
-    """Load the run's tokenizer with transformers; raise `UserError` (CONFIG) if that fails."""
+    """Load the run's tokenizer with transformers, and its chat template; raise `UserError` (CONFIG) if that fails."""
+    tokenizer = _loaded(data)
+    if data.chat_template == "chatml":
+        tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def _loaded(data: DataConfig) -> Any:
     if data.has_byte_tokenizer:
         from transformers import ByT5Tokenizer
 

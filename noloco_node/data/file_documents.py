@@ -89,6 +89,14 @@ def side_of(text: str, part: Part, percent: float) -> tuple[str, ...]:
     return tuple("".join(parts) for out, parts in stretches if out == held_out)
 
 
+def row_side_of(text: str, part: Part, percent: float) -> tuple[str, ...]:
+    """Return the text of a row, which is not divided, if it is on this side, else nothing."""
+    held_out = part == "validation"
+    if percent <= 0.0 or percent >= 100.0:
+        return side_of(text, part, percent)
+    return (text,) if text and held_out == is_held_out(text, percent) else ()
+
+
 def is_held_out(part: str, percent: float) -> bool:
     """Say whether a part is held out. White space at its ends does not count: the last line may lack its end."""
     digest = hashlib.sha256(part.strip().encode(errors="replace")).digest()

@@ -1,8 +1,8 @@
-"""Rows of JSON Lines and Parquet files on this machine, of which one field is read, whatever other fields a row has.
+"""Rows of JSON Lines and Parquet files on this machine, of which few fields are read, whatever other fields a row has.
 
-A row without text in the field is a `BadRow`, which is counted and ends nothing. A shard is a JSON file (packed or not,
-lines or one array), or a row group of a Parquet file. Its state is the number of rows read, and for an unpacked JSON
-file the place of the next.
+A row that has not what the run reads is a `BadRow`, which is counted and ends nothing. A shard is a JSON file (packed
+or not, lines or one array), or a row group of a Parquet file. Its state is the number of rows read, and for an unpacked
+JSON file the place of the next.
 """
 
 from __future__ import annotations
@@ -15,25 +15,16 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import msgspec
+
+from noloco_node.data.row_forms import BadRow, Row, row_of
+from noloco_node.run.config import DataConfig
 
 _BOM = b"\xef\xbb\xbf"
 _BATCH_ROWS = 256
 _ROW = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_MISSING = object()
-
-
-class BadRow(NamedTuple):
-    """A row, or several, without text. `kind`: why, as for `UnreadText.note`."""
-
-    kind: str
-    where: str
-    rows: int = 1
-
-
-Row = str | BadRow
 
 
 class LocalRows:
@@ -41,13 +32,13 @@ class LocalRows:
 
     column_names = None
 
-    def __init__(self, files: Sequence[tuple[str, Path]], source: str, field: str) -> None:
+    def __init__(self, files: Sequence[tuple[str, Path]], data: DataConfig) -> None:
         """List the shards; raise ValueError if no file can be read."""
-        self._field = field
+        self._data = data
         self.unreadable: list[BadRow] = []
         self._shards: list[tuple[str, Path, int]] = []
         for name, path in files:
-            if source == "json":
+            if data.source == "json":
                 self._shards.append((name, path, -1))
             else:
                 self._shards += [(name, path, group) for group in range(self._groups(name, path))]
@@ -74,12 +65,12 @@ class LocalRows:
         """Return one of the shards; `num_shards` is the number of all."""
         assert num_shards == len(self._shards)
         name, path, group = self._shards[index]
-        return JsonShard(name, path, self._field) if group < 0 else ParquetShard(name, path, group, self._field)
+        return JsonShard(name, path, self._data) if group < 0 else ParquetShard(name, path, group, self._data)
 
 
 class JsonShard:
-    def __init__(self, name: str, path: Path, field: str) -> None:
-        self._name, self._path, self._field = name, path, field
+    def __init__(self, name: str, path: Path, data: DataConfig) -> None:
+        self._name, self._path, self._data = name, path, data
         self._rows = self._offset = 0
 
     def state_dict(self) -> dict[str, int]:
@@ -119,29 +110,28 @@ class JsonShard:
             return
         for row in rows[self._rows :]:
             self._rows += 1
-            yield self._text_in(row, f"{self._name}, row {self._rows}")
+            yield self._row_in(row, f"{self._name}, row {self._rows}")
 
     def _row(self, line: bytes, where: str) -> Row:
         try:
             row = _ROW.decode(line)
-            text = msgspec.json.decode(row[self._field]) if self._field in row else _MISSING
+            fields = {name: msgspec.json.decode(row[name]) for name in self._data.row_fields if name in row}
         except (msgspec.DecodeError, UnicodeDecodeError):
             try:  # it may hold NaN, which is no JSON and often written all the same
-                return self._text_in(json.loads(line), where)
+                return self._row_in(json.loads(line), where)
             except (ValueError, RecursionError):
                 return BadRow("is no JSON and is left out", where)
-        return text if isinstance(text, str) else _bad(text, row, self._field, where)
+        return row_of(self._data, fields, row, where)
 
-    def _text_in(self, row: Any, where: str) -> Row:
+    def _row_in(self, row: Any, where: str) -> Row:
         if not isinstance(row, dict):
             return BadRow("is no JSON object and is left out", where)
-        text = row.get(self._field, _MISSING)
-        return text if isinstance(text, str) else _bad(text, row, self._field, where)
+        return row_of(self._data, row, row, where)
 
 
 class ParquetShard:
-    def __init__(self, name: str, path: Path, group: int, field: str) -> None:
-        self._name, self._path, self._group, self._field = name, path, group, field
+    def __init__(self, name: str, path: Path, group: int, data: DataConfig) -> None:
+        self._name, self._path, self._group, self._data = name, path, group, data
         self._rows = 0
 
     def state_dict(self) -> dict[str, int]:
@@ -158,29 +148,22 @@ class ParquetShard:
         try:
             with ParquetFile(self._path) as file:
                 names = file.schema_arrow.names
-                if self._field not in names:
+                fields = [name for name in self._data.row_fields if name in names]
+                if len(fields) < len(self._data.row_fields):
                     rows = file.metadata.row_group(self._group).num_rows
-                    yield _bad(_MISSING, names, self._field, where)._replace(rows=rows)
+                    bad = row_of(self._data, dict.fromkeys(fields, ""), names, where)
+                    assert isinstance(bad, BadRow)
+                    yield bad._replace(rows=rows)
                     return
-                for batch in file.iter_batches(_BATCH_ROWS, row_groups=[self._group], columns=[self._field]):
+                for batch in file.iter_batches(_BATCH_ROWS, row_groups=[self._group], columns=fields):
                     done += len(batch)
                     if done <= self._rows:
                         continue
-                    for value in batch.column(0).to_pylist()[self._rows - done :]:
+                    for row in batch.slice(len(batch) + self._rows - done).to_pylist():
                         self._rows += 1
-                        yield value if isinstance(value, str) else _bad(value, (), self._field, f"{where}, a row")
+                        yield row_of(self._data, row, names, f"{where}, row {self._rows}")
         except (pyarrow.ArrowException, OSError) as error:
             yield BadRow("cannot be read and is left out", f"{where} ({_short(error)})")
-
-
-def _bad(value: object, fields: Any, field: str, where: str) -> BadRow:
-    if value is _MISSING:
-        return BadRow(f"has no field {field!r} and is left out", f"{where}, whose fields are {', '.join(fields)},")
-    if value is None:
-        return BadRow(f"has null in the field {field!r} and is left out", where)
-    return BadRow(
-        f"has no text in the field {field!r} and is left out", f"{where}, where it is {type(value).__name__},"
-    )
 
 
 def _count(state: Any, name: str) -> int:

@@ -87,7 +87,8 @@ def _data_of(before: RunConfig | None) -> dict[str, str]:
     """Return the text of the new run: that of the model's own run, else the owner's to name."""
     if before is None:
         return {"source": "text", "path": OWN_TEXT}
-    fields = ("source", "path", "commit", "subset", "split", "field")
+    place = ("source", "path", "commit", "subset", "split", "field")
+    fields = (*place, "form", "prompt_field", "completion_field", "messages_field", "chat_template")
     return {name: value for name in fields if (value := getattr(before.data, name)) is not None}
 
 

@@ -34,6 +34,7 @@ from noloco_node.planning.model_layout import ModelLayout
 from noloco_node.run.config import DataConfig, RunConfig
 from noloco_node.state_sync.replica_mean import FACTOR, LeftOut
 from noloco_node.terminal import say
+from pipeline.messages import UNLEARNT, as_targets, ids_of, learnt
 
 BATCH = 8  # sequences evaluated at a time
 MOST_READ = 8  # times as many sequences are read as are wanted
@@ -47,7 +48,7 @@ Model = Callable[[Tensor], Tensor]
 
 
 class HeldOutText(NamedTuple):
-    """Sequences [at most `BATCH`, s + 1], the document in which each begins, and the number read.
+    """Sequences of marked tokens [at most `BATCH`, s + 1], the document in which each begins, and the number read.
 
     `complete`: whether the whole text was read.
     """
@@ -113,20 +114,23 @@ class Loss(NamedTuple):
 
 
 def _losses(model: Model, batch: Tensor) -> Tensor:
-    logits, targets = model(batch[:, :-1]), batch[:, 1:].flatten()
-    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.to(logits.device), reduction="none")
+    """Return the loss of each token, 0 where it is only given."""
+    logits, targets = model(ids_of(batch[:, :-1])), as_targets(batch[:, 1:]).flatten()
+    return functional.cross_entropy(
+        logits.flatten(0, 1).float(), targets.to(logits.device), ignore_index=UNLEARNT, reduction="none"
+    )
 
 
 @torch.no_grad()
 def text_loss(model: Model, text: HeldOutText) -> Loss:
-    """Return the mean cross-entropy on a sample of a text, with its margin."""
+    """Return the mean cross-entropy on the tokens of a sample of a text that are learnt, with its margin."""
     sums: dict[str, tuple[float, int]] = {}
     names = iter(text.documents)
     for batch in text.batches:
-        for losses in _losses(model, batch).view(len(batch), -1):
+        for row, losses in zip(batch, _losses(model, batch).view(len(batch), -1), strict=True):
             name = next(names)
             total, tokens = sums.get(name, (0.0, 0))
-            sums[name] = (total + losses.sum(dtype=torch.float64).item(), tokens + losses.numel())
+            sums[name] = (total + losses.sum(dtype=torch.float64).item(), tokens + learnt(row[1:]))
     if not sums:
         raise ValueError("there is no token to evaluate on")
     tokens = sum(count for _, count in sums.values())

@@ -75,7 +75,8 @@ def unigram_entropy(batches: Iterable[Tensor]) -> float:
     """
     counts = torch.zeros(0, dtype=torch.int64)
     for batch in batches:
-        more = torch.bincount(batch[:, 1:].flatten(), minlength=len(counts))
+        predicted = batch[:, 1:]
+        more = torch.bincount(predicted[predicted >= 0], minlength=len(counts))
         more[: len(counts)] += counts
         counts = more
     if not counts.any():

@@ -15,12 +15,14 @@ one be refused. So the expiry of what we publish never falls, as far as others s
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.addresses import RELAYS_KEY, PeerAddress
@@ -33,13 +35,14 @@ from noloco_node.libp2p.record_checks import (
     BoundedStorage,
     Signatures,
     Signer,
-    content_of,
-    keep_signed,
+    chosen,
+    keep_believed,
     place_of,
     read_signer,
-    shorten,
 )
+from noloco_node.libp2p.record_holders import SEARCHED, SILENT_S, Holders, Version
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret
+from noloco_node.tasks import loop_s
 
 _ANSWER_S = 5.0
 """A node of the DHT has so long to answer one question."""
@@ -55,10 +58,8 @@ class DhtRecords:
         self._wait_s = settings.timeouts.dht_s
         self._signer: Signer | None = None
         self._node: DhtNode | None = None
-        self._known: dict[bytes, frozenset[str]] = {}
-        """The subkeys that the last reading of each place found."""
-        self._begun: dict[bytes, list[Any]] = {}
-        """By place, what we kept there ourselves when each reading that is under way began."""
+        self._places: dict[bytes, Holders] = {}
+        self._salt = os.urandom(16)
         self._expiry: dict[tuple[str, str], float] = {}
         self.unpublished = 0
         """Records that the DHT did not take."""
@@ -71,18 +72,15 @@ class DhtRecords:
         self, parts: HivemindParts, client: DaemonClient, bootstrap: Sequence[PeerAddress], wait_s: float
     ) -> None:
         peers = [address.peer for address in bootstrap]
+        signatures = Signatures(self._accepts)
         node = await self._control.bounded(
-            DhtNode.create(parts, client, peers, Signatures(self._accepts), self._secret.code, _ANSWER_S), wait_s
+            DhtNode.create(parts, client, peers, signatures, self._secret.code, _ANSWER_S), wait_s
         )
         node.replace_store(BoundedStorage(node.storage).store)
-        salt = os.urandom(16)
 
         def prune(place: bytes, dictionary: DhtEntries) -> None:
-            own = self._kept(place)
-            # Records that were put there since a reading began are no part of it.
-            ours = all(begun is own for begun in self._begun.get(place, ()))
-            kept = {subkey: entry.expiration_time for subkey, entry in own.items()} if ours else {}
-            keep_signed(place, dictionary, self._known.get(place, frozenset()), salt, kept)
+            holders = self._places.get(place)
+            keep_believed(place, dictionary, signatures, () if holders is None else holders.known, self._salt)
 
         node.filter_answers(prune)
         self._node = node
@@ -103,7 +101,7 @@ class DhtRecords:
         signed = self._sign(key, expiry, value)
         self._expiry = {place: until for place, until in self._expiry.items() if until > time.time()}
         self._expiry[key, subkey] = expiry
-        storing = self._joined().store(key, subkey, signed, expiry)
+        storing = self._store(place_of(key), subkey, msgspec.msgpack.encode(signed), expiry)
         try:
             stored = await self._control.bounded(storing, self._wait_s)
         except ConnectionError:
@@ -111,36 +109,73 @@ class DhtRecords:
         self.unpublished += not stored
         return stored
 
+    async def _store(self, place: bytes, subkey: str, packed: bytes, expiry: float) -> bool:
+        """Store a record with the nodes nearest to its place; say whether one of them took it."""
+        node, holders = self._joined(), await self._searched(place)
+        left, enough = holders.next_writing(loop_s())
+        answered, stored = 0, False
+        while left and answered < enough:
+            asked, left = left[: enough - answered], left[enough - answered :]
+            answers = await asyncio.gather(*(node.store(peer, place, subkey, packed, expiry) for peer in asked))
+            for peer, took in zip(asked, answers, strict=True):
+                if took is None:
+                    holders.doubt(peer, loop_s(), SILENT_S)
+                    continue
+                answered += 1
+                if took:
+                    stored = True
+                    holders.note_written(peer, expiry)
+        return stored
+
     async def read(self, key: str) -> Mapping[str, bytes]:
         """Return the live records under `key` that their peers signed; a `ConnectionError` when the DHT does not
         answer.
         """
         place = place_of(key)
-        own = self._kept(place)
-        before = frozenset(dict(own.items()))
-        self._begun.setdefault(place, []).append(own)
-        try:
-            found = await self._control.bounded(self._joined().get(key), self._wait_s)
-        finally:
-            begun = self._begun[place]
-            del begun[next(number for number, each in enumerate(begun) if each is own)]
-            if not begun:
-                del self._begun[place]
-            shorten(self._kept(place), before)
-        contents = {}
-        if found is not None and isinstance(found.value, dict):
-            for subkey, entry in found.value.items():
-                if isinstance(subkey, str) and isinstance(entry.value, bytes):
-                    content = content_of(place, subkey, entry.expiration_time, entry.value)
-                    if content is not None:
-                        contents[subkey] = content
-        if len(self._known) >= _MOST_PLACES:
-            self._known.clear()
-        self._known[place] = frozenset(contents)
-        return contents
+        found = await self._control.bounded(self._find(place), self._wait_s)
+        return {subkey: msgspec.msgpack.decode(each.packed)[SIGNATURE_BYTES:] for subkey, each in found.items()}
 
-    def _kept(self, place: bytes) -> Any:
-        return getattr(self._joined().storage.get(int.from_bytes(place)), "value", {})
+    async def _find(self, place: bytes) -> dict[str, Version]:
+        holders = await self._searched(place)
+        found: dict[str, Version] = {}
+        answers: dict[PeerId, dict[str, Version]] = {}
+        wrote: dict[PeerId, float] = {}
+        for number, group in enumerate(holders.next_reading(loop_s())):
+            wrote |= {peer: holders.written(peer) for peer in group}
+            for peer, answer in zip(group, await self._ask(group, place), strict=True):
+                if answer is None:
+                    holders.doubt(peer, loop_s(), SILENT_S)
+                    continue
+                answers[peer] = answer
+                for subkey, version in answer.items():
+                    if subkey not in found or version.expiry > found[subkey].expiry:
+                        found[subkey] = version
+            lacks = not answers or holders.lacks(found, time.time())
+            if not lacks and (number or not holders.is_stale(found, loop_s(), time.time())):
+                break
+        if not answers:
+            raise ConnectionResetError("no node of the DHT answers that is near the key")
+        holders.judge(answers, self._joined().me, wrote, loop_s(), time.time())
+        found = {subkey: found[subkey] for subkey in chosen(found, holders.known, self._salt)}
+        holders.note_found(found, loop_s())
+        return found
+
+    async def _ask(self, peers: Sequence[PeerId], place: bytes) -> list[dict[str, Version] | None]:
+        """Return what each of these nodes holds of a place; None where one does not answer."""
+        found = await asyncio.gather(*(self._joined().find(peer, place) for peer in peers))
+        return [
+            None if entries is None else {k: Version(each.expiration_time, each.value) for k, each in entries.items()}
+            for entries in found
+        ]
+
+    async def _searched(self, place: bytes) -> Holders:
+        """Return what we know of a place, with the nodes near it."""
+        if len(self._places) >= _MOST_PLACES and place not in self._places:
+            self._places.clear()
+        holders, node = self._places.setdefault(place, Holders()), self._joined()
+        if holders.is_search_due(loop_s(), node.neighbours):
+            holders.note_search(await node.nearest(place, SEARCHED), loop_s(), node.neighbours)
+        return holders
 
     def _joined(self) -> DhtNode:
         if self._node is None:

@@ -32,7 +32,9 @@ from noloco_node.errors import Exit, UserError
 
 _MOST_GHOSTS = 64
 _SILENT_S = 15.0
-"""Searches leave out a peer that did not answer for so long."""
+"""A peer that did not answer is left out for so long."""
+_BUCKET = 8
+"""Neighbours in a bucket of the routing table, and in an answer. hivemind's 20 make each answer 0.6 kB longer."""
 
 
 class PeerId(Protocol):
@@ -51,7 +53,7 @@ class DaemonClient(Protocol):
 
 
 class DhtEntry(Protocol):
-    """A value in the DHT: bytes, or the records of all subkeys."""
+    """A record in the DHT; hivemind packs its value as MessagePack."""
 
     value: Any
     expiration_time: float
@@ -149,6 +151,7 @@ class DhtNode:
         node = await parts.DHTNode.create(
             p2p=client,
             initial_peers=[f"/p2p/{peer}" for peer in peers],
+            bucket_size=_BUCKET,
             wait_timeout=answer_s,
             # Its own way doubles the time with each failure: who is cut off for a minute would be deaf for six.
             blacklist_time=_SILENT_S,
@@ -165,6 +168,11 @@ class DhtNode:
         # Else a stranger could have its records put there, unbounded, and answered with instead of those stored.
         node.protocol.cache.store = node.protocol.cache.store_subkey = lambda *_: False
         return cls(node)
+
+    @property
+    def me(self) -> str:
+        """Our own peer id in base 58."""
+        return str(self._node.peer_id.to_base58())
 
     @property
     def neighbours(self) -> int:
@@ -189,14 +197,34 @@ class DhtNode:
         """Make us known to a node."""
         await self._node.protocol.call_ping(peer_id)
 
-    async def store(self, key: str, subkey: str, value: bytes, expiry: float) -> bool:
-        """Store a record; say whether others took it."""
-        return bool(await self._node.store(key, value, expiry, subkey=subkey))
+    async def nearest(self, place: bytes, most: int) -> tuple[PeerId, ...]:
+        """Return the peers whose nodes are nearest to a place, the nearest first; we may be among them."""
+        # Each node on the way would add all records of the place to its answer. Nobody has a record at the place beside
+        # it, which has the same neighbours.
+        query = type(self._node.node_id)(int.from_bytes(place) ^ 1)
+        found = await self._node.find_nearest_nodes([query], k_nearest=most)
+        return tuple(peer for peer in found[query].values() if peer not in self._node.blacklist)
 
-    async def get(self, key: str) -> DhtEntry | None:
-        """Look the latest records up: the value is a mapping where there are some."""
-        found: DhtEntry | None = await self._node.get(key, latest=True)
-        return found
+    async def find(self, peer: PeerId, place: bytes) -> dict[str, DhtEntry] | None:
+        """Return the records of a place that one peer holds, by subkey, as far as we believe it; None: no answer."""
+        query = type(self._node.node_id).from_bytes(place)
+        if peer == self._node.peer_id:
+            held = self.storage.get(query)
+        else:
+            answer = await self._node._call_find_with_blacklist(peer, [query])
+            if answer is None:
+                return None
+            held, _ = answer[query]
+        records: Any = getattr(held, "value", None)
+        return dict(records.items()) if hasattr(records, "items") else {}
+
+    async def store(self, peer: PeerId, place: bytes, subkey: str, packed: bytes, expiry: float) -> bool | None:
+        """Store a record with one peer; say whether the peer took it, None where it does not answer."""
+        query = type(self._node.node_id).from_bytes(place)
+        if peer == self._node.peer_id:
+            return self.storage.store_subkey(query, subkey, packed, expiry)
+        taken = await self._node.protocol.call_store(peer, [query], [packed], [expiry], subkeys=[subkey])
+        return bool(taken[0]) if taken else None
 
     async def shutdown(self) -> None:
         """Stop answering others."""

@@ -5,9 +5,9 @@ under which the record is filed. The signature covers the record's place (the DH
 content, behind words that make it good for nothing else.
 
 No stranger can use the bounds against others. When there is too much, hivemind drops what expires first, and a
-stranger's records expire when it likes; so we refuse new records instead. We mend three more traits of hivemind's
-storage: what is stored once more with an earlier expiry ends the life of what is there; each such attempt leaves an
-entry in a heap until it expires; and a reading adds what others answer to what we keep ourselves.
+stranger's records expire when it likes; so we refuse new records instead. We mend two more traits of hivemind's
+storage: what is stored once more with an earlier expiry ends the life of what is there, and each such attempt leaves an
+entry in a heap until it expires.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import hashlib
 import os
 import struct
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -158,27 +157,16 @@ def chosen(subkeys: Iterable[str], known: Collection[str], salt: bytes, most: in
     return sorted(candidates, key=rank)[:most]
 
 
-def keep_signed(
-    place: bytes,
-    dictionary: DhtEntries,
-    known: Collection[str],
-    salt: bytes,
-    kept: Mapping[str, float] = MappingProxyType({}),
+def keep_believed(
+    place: bytes, dictionary: DhtEntries, signatures: Signatures, known: Collection[str], salt: bytes
 ) -> None:
-    """Drop from hivemind's dictionary of records what is not signed, too much, or no later than what we keep ourselves.
-
-    `kept`: the expiries of that, Unix seconds.
-    """
-    signatures = Signatures()
+    """Drop from hivemind's dictionary of records what is not to be believed, or too much."""
     with dictionary.freeze():
         entries = dict(dictionary.items())
-        texts = [
-            subkey
-            for subkey, entry in entries.items()
-            if isinstance(subkey, str) and entry.expiration_time > kept.get(subkey, 0.0)
-        ]
+        texts = [subkey for subkey in entries if isinstance(subkey, str)]
         wanted = {}
-        for subkey in chosen(texts, known, salt):
+        # In an order: of two peers that hold one single-use invite the first stays.
+        for subkey in sorted(chosen(texts, known, salt)):
             value, expires = entries[subkey].value, entries[subkey].expiration_time
             if isinstance(value, bytes) and signatures.validate(_Record(place, _packed(subkey), value, expires)):
                 wanted[subkey] = expires
@@ -249,12 +237,3 @@ class BoundedStorage:
             others = sum(sizes.values()) - sizes.get(key, 0)
         room = others + size + count * _ENTRY_BYTES <= slack * _ALL_BYTES and size <= slack * _KEY_BYTES
         return room and count <= MOST_SUBKEYS and (key in sizes or len(sizes) < _MOST_KEYS)
-
-
-def shorten(kept: Any, before: Collection[str]) -> None:
-    """Drop from what we keep under a key what a reading added, if that is too much: hivemind adds others' answers."""
-    entries = dict(kept.items())
-    if len(entries) > MOST_SUBKEYS or sum(len(entry.value) for entry in entries.values()) > _KEY_BYTES:
-        for subkey in entries.keys() - before:
-            del kept[subkey]
-    forget_ghosts(kept)

@@ -88,8 +88,11 @@ class StageModel(worker.WorkerStage, Protocol):
     def fixed(self) -> frozenset[int]:
         """Numbers of the parameters that neither steps nor rounds move."""
 
-    def step(self, learning_rate: float, microbatches: int, /) -> StepReport:
-        """Take one inner step on the mean gradient of a window."""
+    def step(self, learning_rate: float, microbatches: float, /) -> StepReport:
+        """Take one inner step on the mean gradient of a window.
+
+        `microbatches`: in the window, each counted by the share of its tokens that are learnt.
+        """
 
     def discard(self) -> None:
         """Forget the gradients collected so far."""

@@ -21,7 +21,7 @@ from noloco_node.swarm.receipts import IssuedReceipts
 from noloco_node.swarm.roster import Roster
 from noloco_node.tasks import loop_s
 from pipeline.activation_codec import SizeBound, UnusualSizeError
-from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch, Refused, Reply
+from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch, Refused, Reply, check_marked, ids_of
 from pipeline.routing import Hop
 from pipeline.worker import Worker
 
@@ -60,10 +60,10 @@ class MicrobatchSource:
     ) -> None:
         """Hand in the callables.
 
-        `draw`: returns the next tokens [batch, sequence + 1], int64. `process`: the worker's. `progress`: returns the
-        run's progress, given this source's samples so far and when the last of them came back. `samples`: of an earlier
-        session. `prove`: takes the peer that computed the loss of so many samples. `budget_s`: how long a microbatch
-        may travel. `told`: later stages have to know all ids.
+        `draw`: returns the next marked tokens [batch, sequence + 1], int64. `process`: the worker's. `progress`:
+        returns the run's progress, given this source's samples so far and when the last of them came back. `samples`:
+        of an earlier session. `prove`: takes the peer that computed the loss of so many samples. `budget_s`: how long a
+        microbatch may travel. `told`: later stages have to know all ids.
         """
         self.samples = samples
         self.returned_s = loop_s()
@@ -89,7 +89,7 @@ class MicrobatchSource:
 
     async def _try(self, tokens: Tensor) -> bool:
         microbatch = Microbatch(
-            hidden=tokens[:, :-1],
+            hidden=ids_of(tokens[:, :-1]),
             targets=tokens if self._told else tokens[:, 1:],
             progress=self._run_progress(),
             budget_s=self._budget_s,
@@ -170,17 +170,17 @@ class MicrobatchClient:
             self._unbounded.pop(limit, None)
         if isinstance(reply, Gradient):
             if reply.hidden is not None:
-                reply = replace(reply, hidden=self._bounded(peer, reply.hidden))
+                reply = replace(reply, hidden=self._bounded(peer, reply.hidden, microbatch))
             self._timeout.took(peer, loop_s() - begun_s)
             self._bound_first(share * self._timeout.deadline_s(peer))
             if self._config.run.pipeline.is_last(self._config.stage + 1):
                 reply = replace(reply, computed_by=peer)
         return reply
 
-    def _bounded(self, peer: str, gradient: Tensor) -> Tensor:
+    def _bounded(self, peer: str, gradient: Tensor, microbatch: Microbatch) -> Tensor:
         """Return what counts of a gradient; Violation for a bad one, ConnectionAbortedError for an unusual size."""
         try:
-            return self.bound.bounded(peer, gradient)
+            return self.bound.bounded(peer, gradient, microbatch.learnt_share)
         except UnusualSizeError as error:
             raise ConnectionAbortedError(f"its gradient was refused: {error}") from None
         except ValueError as error:
@@ -268,10 +268,9 @@ class MicrobatchServer:
         """Take one microbatch through our stage and send the reply."""
         if not isinstance(microbatch, Microbatch):
             raise Violation(f"expected a microbatch, got {type(microbatch).__name__}")
-        least, greatest = microbatch.targets.aminmax()
-        if int(least) < 0 or int(greatest) >= self._context.vocabulary:
-            raise Violation(f"targets outside the vocabulary of {self._context.vocabulary}")
+        some_given = self._config.run.data.has_rows
         try:
+            check_marked(microbatch, self._context.vocabulary, some_given=some_given)
             hidden = self.bound.bounded(conversation.peer, microbatch.hidden)
         except ValueError as error:
             raise Violation(str(error)) from None

@@ -132,7 +132,9 @@ class Replica:
         async with self.rounds.weights.moving():
             self.progress = advance(self.progress, [outcome.progress for outcome in outcomes], loop_s())
             rate = learning_rate(self.progress.value, self._schedule)
-            report = await self._run(self._stage.step, rate, len(outcomes))
+            # Gradients are those of sums: a microbatch counts by its tokens that are learnt.
+            learnt = max(1, sum(outcome.tokens for outcome in outcomes))
+            report = await self._run(self._stage.step, rate, learnt / self.config.run.pipeline.microbatch_tokens)
             self._note_step(outcomes, rate, report.applied)
         going = RoundProgress(self.progress.value, speed(self._microbatch_s))
         await self.rounds.between_steps(self.inner_steps, self.seconds_per_step, going)
@@ -141,9 +143,10 @@ class Replica:
 
     def _note_step(self, outcomes: tuple[WindowOutcome, ...], rate: float, applied: bool) -> None:
         self.inner_steps += 1
-        now_s, tokens = loop_s(), sum(outcome.tokens for outcome in outcomes)
-        losses = [outcome.loss for outcome in outcomes if outcome.loss is not None]
-        self._loss = fmean(losses) if losses else None
+        now_s, tokens = loop_s(), len(outcomes) * self.config.run.pipeline.microbatch_tokens
+        known_losses = [(outcome.loss, outcome.tokens) for outcome in outcomes if outcome.loss is not None]
+        losses = [loss for loss, _ in known_losses]
+        self._loss = fmean(losses, [count for _, count in known_losses]) if losses else None
         others = (record for records in self._context.roster().stages for record in records)
         known = [record.loss for record in others if record.peer != self.config.peer and record.loss is not None]
         if (failed := self.starting_weights.failed(losses, known)) is not None:

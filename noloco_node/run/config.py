@@ -123,7 +123,7 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where text comes from. `source`: stdlib, text, json, parquet, or hub."""
+    """Where text or rows come from. `source`: stdlib, text, json, parquet, or hub."""
 
     source: Literal["stdlib", "text", "json", "parquet", "hub"] = "stdlib"
     path: str | None = None
@@ -132,6 +132,14 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     subset: str | None = None
     split: str = "train"
     field: str = "text"
+    form: Literal["text", "prompt", "messages"] = "text"
+    """text: each token of a document is learnt; prompt: of each row a completion, after its prompt; messages: of each
+    row, a conversation, what the assistant says."""
+    prompt_field: str = "prompt"
+    completion_field: str = "completion"
+    messages_field: str = "messages"
+    chat_template: Literal["", "chatml"] = ""
+    """How messages become a text: "" is the tokenizer's own template; "chatml" a built-in one."""
     tokenizer: str = "byt5"
     """byt5 (bytes, needs no files); files (those of `tokenizer_files`); with `tokenizer_commit` owner/name of the hub,
     without it a local directory."""
@@ -146,6 +154,17 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def is_public(self) -> bool:
         """Whether the text is the same for everybody, and no file of a machine."""
         return self.source in ("stdlib", "hub")
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the run learns the answers in rows, and no other token."""
+        return self.form != "text"
+
+    @property
+    def row_fields(self) -> tuple[str, ...]:
+        """The fields of a row that are read."""
+        of_form = {"text": (self.field,), "prompt": (self.prompt_field, self.completion_field)}
+        return of_form.get(self.form, (self.messages_field,))
 
     @property
     def text_name(self) -> str:
@@ -172,18 +191,24 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
         `source` is a path (json or parquet by its suffix, else text), or `stdlib`, or says its kind: `text:PATH`,
         `json:PATH`, `parquet:PATH`, `hub:OWNER/NAME@COMMIT`. Rows are read at this section's field, or at the one that
-        follows a #. Raises `UserError` (Exit.CONFIG).
+        follows a #. Raises `UserError` (Exit.CONFIG), also for a source without rows where the run learns answers.
         """
         whole, _, field = source.rpartition("#")
         if whole and field and "/" not in field:
             found = self.with_source(whole)
             if found.source in ("json", "parquet", "hub"):
-                return msgspec.structs.replace(found, field=field)
+                return found._reading(field, source)
         kind, colon, rest = source.partition(":")
-        if source == "stdlib":
+        if source == "stdlib" and not self.has_rows:
             return msgspec.structs.replace(self, source=kind, path=None, commit=None, subset=None, split="train")
         if not colon or kind not in ("text", "json", "parquet", "hub"):
             kind, rest = _kind_by_suffix(source), source
+        if self.has_rows and kind not in ("json", "parquet", "hub"):
+            raise config_error(
+                f"The data source {source!r} has no rows.",
+                f'this run learns the answers in rows: data.form = "{self.form}"',
+                "rows as JSON Lines, parquet or a data set of the hub; json:PATH says so where no suffix does",
+            )
         path, _, commit = rest.partition("@") if kind == "hub" else (rest, "", "")
         if not path or (kind == "hub" and not commit):
             raise config_error(
@@ -206,6 +231,17 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             subset=self.subset if same else None,
             split=self.split if same else "train",
         )
+
+    def _reading(self, field: str, source: str) -> DataConfig:
+        """Return this section with the field that follows a # in `source`; raise `UserError` where rows have two."""
+        if self.form == "prompt":
+            raise config_error(
+                f"The data source {source!r} names one field.",
+                'this run reads two of each row: data.form = "prompt"',
+                f"the source without #, and rows with the fields {' and '.join(self.row_fields)}",
+            )
+        fields = {"messages_field": field} if self.form == "messages" else {"field": field}
+        return msgspec.structs.replace(self, **fields)
 
 
 def _kind_by_suffix(path: str) -> str:

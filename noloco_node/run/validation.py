@@ -246,8 +246,25 @@ def _data(data: DataConfig) -> Iterator[Problem]:
         yield Problem("data.split", repr(data.split), "a split is named whole", '"train"')
     if not data.field:
         yield Problem("data.field", "''", "it is empty", 'the name of the column that holds the text, often "text"')
+    yield from _form(data)
     yield from _tokenizer(data.tokenizer, data.tokenizer_commit)
     yield from _tokenizer_files(data)
+
+
+def _form(data: DataConfig) -> Iterator[Problem]:
+    if data.has_rows and data.source in ("stdlib", "text"):
+        why = f"the source {data.source} has documents, and no rows"
+        hint = 'data.source = "json", "parquet" or "hub"; or the form "text"'
+        yield Problem("data.form", repr(data.form), why, hint)
+    if data.chat_template and data.form != "messages":
+        why = "only messages are written by a template"
+        yield Problem("data.chat_template", repr(data.chat_template), why, 'data.form = "messages"; or leave it out')
+    for name in ("prompt_field", "completion_field", "messages_field"):
+        if not getattr(data, name):
+            yield Problem(f"data.{name}", "''", "it is empty", "the name of a column, or of a key of JSON")
+    if data.prompt_field == data.completion_field:
+        why = "it is data.prompt_field as well"
+        yield Problem("data.completion_field", repr(data.completion_field), why, "another field")
 
 
 def _tokenizer(tokenizer: str, commit: str | None) -> Iterator[Problem]:

@@ -32,7 +32,7 @@ class ScaledSteps(TamperedStage):
         super().__init__(stage)
         self._factor = factor
 
-    def step(self, learning_rate: float, microbatches: int, /) -> StepReport:
+    def step(self, learning_rate: float, microbatches: float, /) -> StepReport:
         return super().step(self._factor * learning_rate, microbatches)
 
 

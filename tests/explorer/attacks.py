@@ -208,7 +208,7 @@ class TamperedStage:
         weights = self._stage.weights()
         return weights if self._weights is None else tuple(self._weights(tensor) for tensor in weights)
 
-    def step(self, learning_rate: float, microbatches: int, /) -> StepReport:
+    def step(self, learning_rate: float, microbatches: float, /) -> StepReport:
         return self._stage.step(learning_rate, microbatches)
 
     def current_weights(self) -> tuple[Tensor, ...]:

@@ -27,10 +27,9 @@ from noloco_node.libp2p.record_checks import (
     Signer,
     chosen,
     content_of,
-    keep_signed,
+    keep_believed,
     place_of,
     read_signer,
-    shorten,
 )
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity, peer_bytes
 
@@ -170,11 +169,11 @@ def test_a_bad_record_in_an_answer_does_not_spoil_the_good_ones(two: tuple[Ident
     found.store(other.name, good, soon + 1.0)
     for later_s, subkey in enumerate(("me", 7, "\udcff", "x" * 200), start=2):
         found.store(subkey, b"\xc4\x01x", soon + later_s)
-    keep_signed(PLACE, found, frozenset(), b"salt")
+    keep_believed(PLACE, found, Signatures(), frozenset(), b"salt")
     assert {subkey: entry.value for subkey, entry in found.items()} == {one.name: good}
     assert found.latest_expiration_time == soon
-    keep_signed(PLACE, found, frozenset(), b"salt", {one.name: soon})
-    assert not dict(found.items()), "what we keep ourselves is not heard again"
+    keep_believed(PLACE, found, Signatures(lambda *_: False), frozenset(), b"salt")
+    assert not dict(found.items()), "what is not accepted is not believed either"
 
 
 def hivemind_storage() -> tuple[Any, Any]:
@@ -221,19 +220,6 @@ def test_all_that_is_kept_together_is_bounded() -> None:
     taken = sum(store(dht_id(number // 3), str(number % 3), value, soon) for number in range(300))
     assert 2**27 - 2**21 < taken * len(value) <= 2**27
     assert store(dht_id(0), "0", value, soon + 1.0), "who is in may speak again"
-
-
-def test_a_reading_leaves_no_more_than_there_is_room_for() -> None:
-    load_hivemind()
-    from hivemind.dht.storage import DictionaryDHTValue
-
-    kept, soon = DictionaryDHTValue(), time.time() + RECORD_S
-    for number in range(2048):
-        kept.store(str(number), b"x", soon)
-    before = frozenset(dict(kept.items()))
-    kept.store("from others", b"x", soon)
-    shorten(kept, before)
-    assert dict(kept.items()).keys() == before
 
 
 def test_a_key_of_another_kind_cannot_sign(tmp_path: Path) -> None:

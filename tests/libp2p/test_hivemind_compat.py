@@ -24,10 +24,15 @@ SIGNATURES = {
     "p2p.p2p_daemon_bindings.datastructures:PeerID.from_base58": "base58_id",
     "p2p.p2p_daemon_bindings.datastructures:PeerID.to_base58": "self",
     "p2p.p2p_daemon_bindings.datastructures:PeerID.to_bytes": "self",
-    "dht.node:DHTNode.store": "self key value expiration_time subkey kwargs",
-    "dht.node:DHTNode.get": "self key latest kwargs",
+    "dht.node:DHTNode.find_nearest_nodes": (
+        "self queries k_nearest beam_size num_workers node_to_peer_id exclude_self kwargs"
+    ),
+    "dht.node:DHTNode._call_find_with_blacklist": "self peer_id keys",
+    "dht.node:Blacklist.__contains__": "self peer",
     "dht.node:DHTNode.shutdown": "self",
     "dht.protocol:DHTProtocol.call_ping": "self peer validate strict",
+    "dht.protocol:DHTProtocol.call_store": "self peer keys values expiration_time subkeys in_cache",
+    "dht.routing:DHTID.from_bytes": "raw byteorder signed",
     "dht.protocol:DHTProtocol._validate_dictionary": "self key_bytes dictionary",
     "dht.storage:DHTLocalStorage.store": "self key value expiration_time subkey",
     "dht.storage:DHTLocalStorage.store_subkey": "self key subkey value expiration_time",
@@ -40,7 +45,7 @@ SIGNATURES = {
     "dht.validation:RecordValidatorBase.strip_value": "self record",
 }
 CREATE_OPTIONS = """
-    p2p initial_peers wait_timeout cache_locally cache_nearest cache_on_store cache_refresh_before_expiry
+    p2p initial_peers bucket_size wait_timeout cache_locally cache_nearest cache_on_store cache_refresh_before_expiry
     record_validator ensure_bootstrap_success strict
 """
 MESSAGES = {

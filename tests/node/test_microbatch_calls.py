@@ -44,11 +44,12 @@ class Worker:
 
     def __init__(self) -> None:
         self.taken = self.lost = 0
+        self.work_s = WORK_S
         self.answer: Gradient | None = None
         """In place of the activations."""
 
     async def process(self, microbatch: Microbatch, sender: str) -> Reply:
-        await asyncio.sleep(WORK_S)
+        await asyncio.sleep(self.work_s)
         self.taken += 1
         return self.answer or Gradient(hidden=microbatch.hidden, loss=1.0, tokens=1)
 
@@ -202,3 +203,48 @@ async def test_a_gradient_without_a_bound_is_a_violation_that_is_journalled() ->
     (event,) = b.journal
     assert isinstance(event, events.PeerViolation)
     assert (event.peer, event.topic) == ("b", "microbatch")
+
+
+ROWS = structs.replace(RUN, data=structs.replace(RUN.data, source="json", path="rows.jsonl", form="messages"))
+FEW = MICROBATCH.targets.clone().fill_(-1)
+FEW[0, 3] = 5
+
+
+async def patience(run: RunConfig, microbatch: Microbatch) -> float:
+    """Return how long a client waits for a replica that has answered five times."""
+    b = await callee(run)
+    client = b.client()
+    for _ in range(5):
+        await client.call("b", microbatch)
+    b.worker.work_s = 1e9
+    begun_s = asyncio.get_running_loop().time()
+    with pytest.raises(ConnectionAbortedError, match="has not answered"):
+        await client.call("b", microbatch)
+    await client.aclose()
+    return asyncio.get_running_loop().time() - begun_s
+
+
+async def test_deadlines_with_rows_are_those_of_text() -> None:
+    """However few tokens of a microbatch are learnt: its work and its bytes are the same."""
+    three = structs.replace(ROWS, pipeline=structs.replace(RUN.pipeline, stages=3))
+    for run, like in ((ROWS, RUN), (three, structs.replace(three, data=RUN.data))):
+        waited_s = await patience(run, replace(MICROBATCH, targets=FEW))
+        assert waited_s == pytest.approx(await patience(like, MICROBATCH))
+
+
+@pytest.mark.parametrize(
+    ("run", "targets", "why"),
+    [
+        (RUN, FEW, "outside the vocabulary"),
+        (ROWS, FEW.clone().fill_(-1), "none is learnt"),
+        (ROWS, FEW.clone().fill_(-33), "outside the vocabulary"),
+        (ROWS, FEW.clone().fill_(32), "outside the vocabulary"),
+    ],
+)
+async def test_marks_that_no_peer_sends_are_a_violation(run: RunConfig, targets: Tensor, why: str) -> None:
+    b = await callee(run)
+    async with b.called() as conversation:
+        await conversation.send(replace(MICROBATCH, targets=targets))
+        with pytest.raises(ConnectionResetError, match=why):
+            await conversation.receive()
+    assert b.worker.taken == 0

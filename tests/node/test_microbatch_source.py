@@ -61,7 +61,7 @@ def test_no_refusal_puts_a_source_to_sleep_for_long(named_s: float) -> None:
         answers: list[Reply] = [Refused(reason=Reason.NO_ROUTE, retry_after_s=named_s)]
 
         async def draw() -> Tensor:
-            return torch.zeros(2, 5)
+            return torch.zeros(2, 5, dtype=torch.int64)
 
         async def process(microbatch: Microbatch, sender: str) -> Reply:
             return answers.pop() if answers else Gradient(hidden=None, loss=1.0, tokens=8, computed_by="last")

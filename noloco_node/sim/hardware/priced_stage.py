@@ -114,7 +114,7 @@ class PricedStage:
         self._collected += 1
         return hidden
 
-    def step(self, learning_rate: float, microbatches: int, /) -> StepReport:
+    def step(self, learning_rate: float, microbatches: float, /) -> StepReport:
         self._charge(self._prices.step_s)
         if self._collected != microbatches:
             self._wrong(f"an inner step for {microbatches} microbatches was taken on {self._collected}")

@@ -111,7 +111,7 @@ class QuadraticModel:
         self._collect(away)
         before = float(output[0, 0, 1]) if output.shape[-1] > 1 else 0.0
         loss = before + self._lost(away)
-        return Gradient(hidden=torch.zeros_like(output), loss=loss, tokens=targets.numel())
+        return Gradient(hidden=torch.zeros_like(output), loss=loss, tokens=hidden.shape[0] * hidden.shape[1])
 
     def _away(self, output: Tensor) -> list[float]:
         return [value - centre for value, centre in zip(self._values, self._centre(output), strict=True)]
@@ -130,7 +130,7 @@ class QuadraticModel:
         self._gradient = [sum_so_far + curvature * each for sum_so_far, curvature, each in terms]
         self._passes += 1
 
-    def step(self, learning_rate: float, microbatches: int, /) -> StepReport:
+    def step(self, learning_rate: float, microbatches: float, /) -> StepReport:
         """Take one SGD step on the mean slope; a slope that is not finite is thrown away."""
         slope = [each / microbatches if microbatches else math.nan for each in self._gradient]
         norm = math.hypot(*slope)

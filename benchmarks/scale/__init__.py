@@ -1,0 +1,1 @@
+"""What a swarm costs as it grows."""

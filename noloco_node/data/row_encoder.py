@@ -1,0 +1,191 @@
+"""From the text of a row to tokens, each learnt or only given (`pipeline.messages`).
+
+    prompt     the tokenizer's beginning and the prompt are given; the completion and the end token are learnt
+    messages   a chat template writes the conversation as a text; what the assistant says is learnt, with the mark that
+               ends it
+
+A token that holds a character of an answer is learnt. What an answer is in a template's text, the template says itself
+(`{% generation %}`), or it follows from the text of the messages before it and of those up to it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from noloco_node.data.encoding import Encoder, open_encoder, open_tokenizer
+from noloco_node.data.row_forms import ASSISTANT, data_error
+from noloco_node.run.config import DataConfig
+from pipeline.messages import given, learnt
+
+_SAYS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Span = tuple[int, int]
+
+
+class UnfitRowError(ValueError):
+    """A row does not become tokens; the text is the rest of a sentence about it, the same for all rows of its kind.
+
+    `detail`: what is wrong with this one.
+    """
+
+    def __init__(self, kind: str, detail: str = "") -> None:
+        super().__init__(kind)
+        self.detail = detail
+
+    def noted(self, where: str) -> tuple[str, str]:
+        """Return the arguments of `UnreadText.note` about the row at a place."""
+        return f"{self} and is left out", f"{where} ({self.detail})" if self.detail else where
+
+
+class RowEncoder:
+    """Turns the text of a row (`row_of`) into marked tokens."""
+
+    def __init__(self, data: DataConfig, sequence_length: int) -> None:
+        """Open the run's tokenizer and its template; raise `UserError` if one is missing."""
+        in_messages = data.form == "messages"
+        tokenizer = None if data.has_byte_tokenizer and not in_messages else open_tokenizer(data)
+        self._plain: Encoder = open_encoder(data, tokenizer)
+        self._length = sequence_length
+        self._tokenizer = None if data.has_byte_tokenizer else tokenizer
+        self._template = _template_of(data, tokenizer) if in_messages else None
+        self._ends = data.chat_template != "" and in_messages
+        """Whether the end token follows a conversation: a tokenizer's own template has its own end."""
+        self.name = f"{self._plain.name}|{data.form}|{data.chat_template}"
+        self.end = self._plain.end
+
+    def document(self, text: str) -> Tensor:
+        """Return a row as marked tokens, filled up to a sequence; raise `UnfitRowError` for one that does not fit.
+
+        The first token is only given, so that a sequence may end with the first token of the next.
+        """
+        tokens = self.tokens(text)
+        if len(tokens) > self._length:
+            raise UnfitRowError(f"is longer than a sequence of {self._length:,} tokens", f"{len(tokens):,} tokens")
+        return torch.cat([tokens, self.filling(self._length - len(tokens))])
+
+    def filling(self, count: int) -> Tensor:
+        """Return tokens that stand where a row has ended."""
+        return given(torch.full((count,), self.end, dtype=torch.int32))
+
+    def tokens(self, text: str) -> Tensor:
+        """Return a row as marked tokens, however many; raise `UnfitRowError` where none would be learnt."""
+        content = msgspec.json.decode(text)
+        if self._template is None:
+            prompt, completion = content
+            whole, spans, ends_learnt = prompt + completion, [(len(prompt), len(prompt) + len(completion))], True
+        else:
+            whole, spans = self._template.written(content)
+            ends_learnt = content[-1]["role"] == ASSISTANT
+        parts = [self._marked(whole, spans)]
+        if self._template is None:
+            parts.insert(0, given(torch.tensor(self._plain.begin, dtype=torch.int32)))
+        if self._template is None or self._ends:
+            end = torch.tensor([self.end], dtype=torch.int32)
+            parts.append(end if ends_learnt else given(end))
+        tokens = torch.cat(parts)
+        tokens[:1] = torch.where(tokens[:1] >= 0, given(tokens[:1]), tokens[:1])
+        if not learnt(tokens):
+            raise UnfitRowError("has no token to learn")
+        return tokens
+
+    def _marked(self, text: str, spans: list[Span]) -> Tensor:
+        """Return the tokens of a text; those that hold a character of a span are learnt."""
+        tokenizer, in_template = self._tokenizer, self._template is not None
+        if tokenizer is None or not tokenizer.is_fast:
+            return torch.cat([self._segment(text[begin:end], is_learnt) for begin, end, is_learnt in _cut(text, spans)])
+        encoded = tokenizer(
+            text,
+            add_special_tokens=False,
+            split_special_tokens=not in_template,
+            return_offsets_mapping=True,
+            verbose=False,
+        )
+        ids = torch.tensor(encoded["input_ids"], dtype=torch.int32)
+        places = encoded["offset_mapping"]
+        is_learnt = [any(first < end and last > begin for begin, end in spans) for first, last in places]
+        return ids.where(torch.tensor(is_learnt, dtype=torch.bool), given(ids))
+
+    def _segment(self, text: str, is_learnt: bool) -> Tensor:
+        if self._tokenizer is None or self._template is None:
+            ids = self._plain.encode(text)
+        else:
+            encoded = self._tokenizer(text, add_special_tokens=False, verbose=False)
+            ids = torch.tensor(encoded["input_ids"], dtype=torch.int32)
+        return ids if is_learnt else given(ids)
+
+
+def _cut(text: str, spans: list[Span]) -> Iterator[tuple[int, int, bool]]:
+    """Yield the stretches of a text, inside and outside of spans."""
+    at = 0
+    for begin, end in spans:
+        yield at, begin, False
+        yield begin, end, True
+        at = end
+    yield at, len(text), False
+
+
+class ChatTemplate(NamedTuple):
+    """Writes messages as a text. `render`: messages, and whether the beginning of an answer follows, to a text."""
+
+    render: Callable[[list[dict[str, Any]], bool], str]
+    render_marked: Callable[[list[dict[str, Any]]], tuple[str, list[Span]]] | None
+
+    def written(self, messages: list[dict[str, Any]]) -> tuple[str, list[Span]]:
+        """Return a conversation as a text, and where its answers are; raise `UnfitRowError` where that fails."""
+        try:
+            if self.render_marked is not None:
+                return self.render_marked(messages)
+            whole = self.render(messages, False)
+            places = [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
+            return whole, [self._answer(whole, messages, place) for place in places]
+        except UnfitRowError:
+            raise
+        except Exception as error:  # a template may raise whatever it likes
+            why = " ".join(str(error).split())[:120]
+            raise UnfitRowError("does not fit the chat template", why) from error
+
+    def _answer(self, whole: str, messages: list[dict[str, Any]], place: int) -> Span:
+        before = self.render(messages[:place], False) if place else ""
+        until = self.render(messages[: place + 1], False)
+        if not (whole.startswith(before) and whole.startswith(until) and len(before) < len(until)):
+            raise UnfitRowError("has answers that the chat template writes otherwise once another message follows")
+        # A template may begin an answer with more than it writes of an answer that is there.
+        begun = _common(self.render(messages[:place], True), until) if place else 0
+        return max(len(before), begun), len(until)
+
+
+def _common(one: str, other: str) -> int:
+    """Return how many characters two texts have in common at their beginning."""
+    shorter = min(len(one), len(other))
+    return next((place for place in range(shorter) if one[place] != other[place]), shorter)
+
+
+def _template_of(data: DataConfig, tokenizer: Any) -> ChatTemplate:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError as error:
+        raise data_error(
+            f"The tokenizer {data.tokenizer} has no chat template.",
+            why='data.form = "messages" needs one, to write a conversation as a text',
+            hint='data.chat_template = "chatml", a built-in one; or a tokenizer with a chat_template.jinja',
+        ) from error
+    special = dict(tokenizer.special_tokens_map)
+
+    def render(messages: list[dict[str, Any]], begins: bool) -> str:
+        (text,), _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=begins, **special)
+        return str(text)
+
+    def render_marked(messages: list[dict[str, Any]]) -> tuple[str, list[Span]]:
+        (text,), (spans,) = render_jinja_template(
+            [messages], chat_template=template, return_assistant_tokens_mask=True, **special
+        )
+        return text, list(spans)
+
+    return ChatTemplate(render, render_marked if _SAYS_ANSWERS.search(template) else None)

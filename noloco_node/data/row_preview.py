@@ -1,0 +1,176 @@
+"""What a run reads of its data: three sequences as text, with the tokens that are learnt marked, and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from statistics import median
+from textwrap import wrap
+from typing import Any, NamedTuple
+
+import msgspec
+from torch import Tensor
+
+from noloco_node.data.blocks import open_blocks
+from noloco_node.data.dataset_documents import RowDocuments, load_rows
+from noloco_node.data.encoding import open_tokenizer
+from noloco_node.data.file_documents import ReadingOrder, UnreadText, row_side_of
+from noloco_node.data.row_encoder import RowEncoder, UnfitRowError
+from noloco_node.data.row_forms import data_error
+from noloco_node.run.config import DataConfig, RunConfig
+from pipeline.messages import ids_of, learnt
+
+SHOWN = 3
+MEASURED = 10_000
+"""Rows of which the tokens are counted; of a data set on the hub no more are read."""
+WIDTH = 80
+GIVEN, LEARNT = "  | ", "  > "
+"""Begin a line of text: tokens that are only given, and tokens that are learnt."""
+MOST_LINES = 12
+"""Lines shown of a stretch of text; of a longer one its two ends."""
+
+
+class _Counts(NamedTuple):
+    """Of rows that fit: how many tokens each has, and how many of them are learnt."""
+
+    tokens: list[int]
+    learnt: list[int]
+    too_long: list[int]
+
+
+def preview(run: RunConfig, data: DataConfig) -> Iterator[str]:
+    """Yield the lines of a preview of `data`, read as in this run.
+
+    Raises `UserError` (DATA) at the end if rows do not fit, (CONFIG) if there is no data.
+    """
+    length = run.pipeline.sequence_length
+    yield from _filled(f"{data.text_name}, {_what_is_read(data)}. Sequences of {length:,} tokens. ")
+    yield ""
+    if data.has_rows:
+        yield from _rows(data, length)
+    else:
+        yield from _text(data, length, run.seed)
+
+
+def _what_is_read(data: DataConfig) -> str:
+    fields = " and ".join(data.row_fields)
+    match data.form:
+        case "prompt":
+            return f"rows of a prompt and its completion (fields {fields})"
+        case "messages":
+            template = "the built-in template chatml" if data.chat_template else "the tokenizer's own chat template"
+            return f"rows of messages (field {fields}), by {template}"
+    return "text" if data.source in ("stdlib", "text") else f"rows of text (field {fields})"
+
+
+def _text(data: DataConfig, length: int, seed: int) -> Iterator[str]:
+    blocks = open_blocks(data, length, seed, "")
+    tokenizer = open_tokenizer(data)
+    try:
+        for number in range(1, SHOWN + 1):
+            (block,) = blocks.next_batch(1)
+            yield f"Sequence {number}, which begins in {blocks.document}"
+            yield from _shown(block[:length], tokenizer)
+            yield ""
+    finally:
+        blocks.close()
+    yield f"Each token is learnt ({LEARNT.strip()}): the form is text."
+
+
+def _rows(data: DataConfig, length: int) -> Iterator[str]:
+    encoder, unread = RowEncoder(data, length), UnreadText(tell=None)
+    whole = msgspec.structs.replace(data, validation_percent=100.0)
+    documents = RowDocuments(whole, ReadingOrder("validation", 0, "", shuffle=False), lambda: load_rows(data), unread)
+    tokenizer = open_tokenizer(data)
+    counts, shown, fitting, held_out, more = _Counts([], [], []), 0, 0, 0, False
+    try:
+        while (document := documents.next()) is not None:
+            if data.source == "hub" and fitting == MEASURED:
+                more = True
+                break
+            (text,) = document.texts
+            if fitting < MEASURED:
+                try:
+                    tokens = encoder.tokens(text)
+                except UnfitRowError as error:
+                    unread.note(*error.noted(document.name))
+                    continue
+                _count(tokens, length, counts)
+                if shown < SHOWN and len(tokens) <= length:
+                    shown += 1
+                    yield f"{document.name}: {len(tokens):,} tokens, {learnt(tokens):,} of them learnt"
+                    yield from _shown(tokens, tokenizer)
+                    yield ""
+            fitting += 1
+            held_out += bool(row_side_of(text, "validation", data.validation_percent))
+    finally:
+        documents.close()
+    if counts.tokens:
+        yield from _summary(counts, length, fitting, held_out, more=more)
+    reasons = [each.removeprefix("text: ") for each in unread.summary()]
+    if reasons:
+        yield ""
+        yield "Rows that do not fit, the first of each kind:"
+        for reason in reasons:
+            yield from _filled(reason, "  ")
+    if reasons or not shown:
+        unfit = sum(unread.counts.values())
+        of_rows = f"of {fitting + unfit:,} rows"
+        what = f"{unfit:,} {of_rows} do not fit data.form" if shown else f"None {of_rows} fits data.form"
+        raise data_error(
+            f'{what} = "{data.form}".',
+            reasons[0] if reasons else f"each is longer than a sequence of {length:,} tokens",
+            "correct them; in training such rows are left out" if shown else "another data.form, or other fields",
+        )
+
+
+def _count(tokens: Tensor, length: int, counts: _Counts) -> None:
+    if len(tokens) > length:
+        counts.too_long.append(len(tokens))
+    else:
+        counts.tokens.append(len(tokens))
+        counts.learnt.append(learnt(tokens))
+
+
+def _summary(counts: _Counts, length: int, fitting: int, held_out: int, *, more: bool) -> Iterator[str]:
+    measured = len(counts.tokens) + len(counts.too_long)
+    total, shortest, longest = sum(counts.tokens), min(counts.tokens), max(counts.tokens)
+    of = "" if measured == fitting and not more else f" of the first {measured:,}"
+    rows = "row fits" if fitting == 1 else "rows fit"
+    yield from _filled(
+        f"{fitting:,} {rows} the form{' so far; there are more' if more else ''}; {held_out:,} held out for evaluation."
+    )
+    yield from _filled(
+        f"Those{of} that fit a sequence have {shortest:,} to {longest:,} tokens, half of them "
+        f"{median(counts.tokens):,.0f} or fewer; {sum(counts.learnt) / total:.0%} of the tokens are learnt "
+        f"({LEARNT.strip()}), the others are only given ({GIVEN.strip()}). A row takes a sequence of its own: "
+        f"{1 - total / (length * len(counts.tokens)):.0%} of what is computed is filling."
+    )
+    if count := len(counts.too_long):
+        are = "is" if count == 1 else "are"
+        yield from _filled(
+            f"{count:,}{of or ' of them'} {are} longer than a sequence and {are} left out in training: the longest has "
+            f"{max(counts.too_long):,} tokens."
+        )
+
+
+def _shown(tokens: Tensor, tokenizer: Any) -> Iterator[str]:
+    """Yield marked tokens as lines of text, each with its mark."""
+    for is_learnt, stretch in groupby(tokens.tolist(), lambda token: token >= 0):
+        ids = ids_of(tokens.new_tensor(list(stretch))).tolist()
+        lines = list(_lines(str(tokenizer.decode(ids, skip_special_tokens=False))))
+        if len(lines) > MOST_LINES:
+            half = MOST_LINES // 2
+            lines[half:-half] = [f"... {len(lines) - 2 * half:,} more lines"]
+        yield from (f"{LEARNT if is_learnt else GIVEN}{line}" for line in lines)
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Yield a text as lines that fit; the end of a line is shown, and what cannot be printed."""
+    for line in text.splitlines(keepends=True):
+        shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
+        yield from (shown[at : at + WIDTH - len(GIVEN)] for at in range(0, len(shown), WIDTH - len(GIVEN)))
+
+
+def _filled(text: str, indent: str = "") -> list[str]:
+    return wrap(text, WIDTH, initial_indent=indent, subsequent_indent=2 * indent)

@@ -1,0 +1,158 @@
+"""The nodes of the DHT that hold the records of one place, and which of them to ask. No I/O, no clock.
+
+A record is stored with the `WRITTEN` nodes nearest to its key, so each of them holds all records of the key. A reading
+therefore asks one of the `READ` nearest, another each time, and asks more nodes only where the answer calls for it: it
+lacks records that must still be there, or most of them are no newer than before.
+
+Nodes may place themselves beside a key, take all records, and return none, or to each peer its own. So a node that took
+our record and answers without it, or without most of what others have, is doubted: it comes last from then on, and the
+next nearest takes its place. All peers that publish under the key find that out. For there to be others that have it,
+the first publication and every twelfth go to all `SEARCHED` nodes; the first reading asks all of them, and every
+twelfth one asks all nodes that a record is stored with, and one of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from noloco_node.libp2p.hivemind_compat import PeerId
+
+READ, WRITTEN, SEARCHED = 3, 4, 12
+"""Nodes that readings take turns with, that a record is stored with, and that a search finds."""
+MORE_EVERY = 12
+"""So seldom a publication or a reading goes to more nodes. Even so much apart, a record in the DHT does not expire."""
+SEARCH_S, SEARCH_AGAIN_S = 180.0, 5.0
+"""A search is good for so long; after one, the next waits at least so long."""
+DOUBTED_S, SILENT_S = 600.0, 30.0
+"""A node comes last for so long: one that lost what it took, and one that did not answer."""
+STALE_S = 15.0
+"""A record that has not changed for so long may have a newer version elsewhere."""
+MARGIN_S = 60.0
+"""A record that expires within this time may be gone by another node's clock."""
+
+
+class Version(NamedTuple):
+    """One version of a record. `expiry`: Unix seconds; `packed`: the value as hivemind packs it."""
+
+    expiry: float
+    packed: bytes
+
+
+class _Known(NamedTuple):
+    """The expiry of the newest version that we know, and when we first saw it (loop seconds)."""
+
+    expiry: float
+    since_s: float
+
+
+class Holders:
+    """What we know of one place: the nodes near it, and the records that were there."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, _Known] = {}
+        """The records that the last reading found, by subkey."""
+        self._nearest: tuple[PeerId, ...] = ()
+        self._doubted_until_s: dict[PeerId, float] = {}
+        self._took: dict[PeerId, float] = {}
+        """The expiry of the version of our own record that each node has taken last."""
+        self._searched_s, self._neighbours = float("-inf"), 0
+        self._readings = self._writings = 0
+
+    # Which nodes there are.
+
+    def is_search_due(self, now_s: float, neighbours: int) -> bool:
+        """Say whether the nodes near the place are to be searched anew. `neighbours`: in our routing table."""
+        age_s = now_s - self._searched_s
+        changed = 8 * abs(neighbours - self._neighbours) > self._neighbours
+        good = sum(not self._is_doubted(peer, now_s) for peer in self._nearest)
+        return age_s > SEARCH_S or (age_s > SEARCH_AGAIN_S and (changed or good < WRITTEN < len(self._nearest)))
+
+    def note_search(self, nearest: Sequence[PeerId], now_s: float, neighbours: int) -> None:
+        self._nearest, self._searched_s, self._neighbours = tuple(nearest), now_s, neighbours
+        self._took = {peer: expiry for peer, expiry in self._took.items() if peer in nearest}
+        self._doubted_until_s = {peer: end_s for peer, end_s in self._doubted_until_s.items() if end_s > now_s}
+
+    def order(self, now_s: float) -> list[PeerId]:
+        """Return the nodes, the nearest first; those in doubt come last."""
+        return sorted(self._nearest, key=lambda peer: self._is_doubted(peer, now_s))
+
+    def doubt(self, peer: PeerId, now_s: float, for_s: float) -> None:
+        self._doubted_until_s[peer] = max(now_s + for_s, self._doubted_until_s.get(peer, 0.0))
+
+    def _is_doubted(self, peer: PeerId, now_s: float) -> bool:
+        return self._doubted_until_s.get(peer, 0.0) > now_s
+
+    # Writing.
+
+    def next_writing(self, now_s: float) -> tuple[list[PeerId], int]:
+        """Return whom to ask to take our record, in this order, and how many have to answer."""
+        turn = self._writings
+        self._writings += 1
+        return self.order(now_s), SEARCHED if turn % MORE_EVERY == 0 else WRITTEN
+
+    def note_written(self, peer: PeerId, expiry: float) -> None:
+        self._took[peer] = expiry
+
+    def written(self, peer: PeerId) -> float:
+        """Return the expiry of the version of our own record that a node has taken last; 0 where it has none."""
+        return self._took.get(peer, 0.0)
+
+    # Reading.
+
+    def next_reading(self, now_s: float) -> list[list[PeerId]]:
+        """Return whom the next reading asks: the first group, and each further one while the answers do not suffice."""
+        order, turn = self.order(now_s), self._readings
+        self._readings += 1
+        if turn == 0:
+            return [order]
+        written, others = order[:WRITTEN], order[WRITTEN:]
+        often, number = divmod(turn, MORE_EVERY)
+        if number == 0:
+            # The farthest first: a liar would place itself near.
+            other = others[-(often % len(others))] if others else None
+            return [[*written, *(peer for peer in others if peer == other)], [p for p in others if p != other]]
+        first = written[turn % min(READ, len(written))] if written else None
+        return [[peer for peer in written if peer == first], [peer for peer in written if peer != first], others]
+
+    def lacks(self, found: Mapping[str, Version], unix_s: float) -> bool:
+        """Say whether records are missing that must still be there."""
+        return any(subkey not in found for subkey in self._living(unix_s))
+
+    def is_stale(self, found: Mapping[str, Version], now_s: float, unix_s: float) -> bool:
+        """Say whether most of the records should have a newer version by now, and have none."""
+        living = self._living(unix_s)
+        stale = [
+            subkey
+            for subkey, known in living.items()
+            if now_s - known.since_s > STALE_S and (subkey not in found or found[subkey].expiry <= known.expiry)
+        ]
+        return 2 * len(stale) > len(living)
+
+    def judge(
+        self,
+        answers: Mapping[PeerId, Mapping[str, Version]],
+        me: str,
+        wrote: Mapping[PeerId, float],
+        now_s: float,
+        unix_s: float,
+    ) -> None:
+        """Doubt nodes that lost our record, or most of what others have. `wrote`: `written` when they were asked."""
+        everything = {subkey for answer in answers.values() for subkey in answer} & self.known.keys()
+        written = [peer for peer in self.order(now_s)[:WRITTEN] if peer in answers]
+        for peer in written:
+            answer = answers[peer]
+            lost = me not in answer or answer[me].expiry < wrote[peer]
+            if (lost and wrote[peer] > unix_s + MARGIN_S) or 2 * len(everything & answer.keys()) < len(everything):
+                self.doubt(peer, now_s, DOUBTED_S)
+
+    def note_found(self, found: Mapping[str, Version], now_s: float) -> None:
+        """Remember what a reading has found."""
+        before, self.known = self.known, {}
+        for subkey, version in found.items():
+            known = before.get(subkey)
+            is_newer = known is None or version.expiry > known.expiry
+            self.known[subkey] = _Known(version.expiry, now_s) if known is None or is_newer else known
+
+    def _living(self, unix_s: float) -> dict[str, _Known]:
+        return {subkey: known for subkey, known in self.known.items() if known.expiry > unix_s + MARGIN_S}

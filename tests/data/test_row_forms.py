@@ -1,0 +1,351 @@
+"""Rows of which the answers are learnt: which tokens these are, and that no row gets lost without a word."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import msgspec
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from checkpoints import write_tokenizer
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from noloco_node.data import dataset_documents
+from noloco_node.data.blocks import Blocks, open_blocks
+from noloco_node.data.encoding import CHATML, open_tokenizer
+from noloco_node.data.row_encoder import RowEncoder, UnfitRowError
+from noloco_node.data.row_forms import BadRow, GoodRow, row_of
+from noloco_node.errors import Exit, UserError
+from noloco_node.run.config import DataConfig
+from pipeline.messages import ids_of, learnt
+
+PROMPT = DataConfig(source="json", path="rows.jsonl", form="prompt")
+MESSAGES = DataConfig(source="json", path="rows.jsonl", form="messages", chat_template="chatml")
+quick = settings(max_examples=60, deadline=None)
+texts = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), max_size=12)
+conversations = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(("system", "user", "assistant")), "content": texts}),
+    min_size=1,
+    max_size=5,
+).filter(lambda messages: any(message["role"] == "assistant" for message in messages))
+
+
+def stretches(tokens: Tensor, decode: Any) -> list[tuple[bool, str]]:
+    """Return the text of tokens, by whether they are learnt."""
+    return [
+        (is_learnt, decode(ids_of(tokens.new_tensor(list(each))).tolist()))
+        for is_learnt, each in groupby(tokens.tolist(), lambda token: token >= 0)
+    ]
+
+
+def of_bytes(ids: list[int]) -> str:
+    return bytes(each - 3 for each in ids if each >= 3).decode()
+
+
+def spelt(tokenizer: Any) -> Any:
+    """Return what turns ids of the tokenizer `words` into text: it has no decoder."""
+
+    def decode(ids: list[int]) -> str:
+        return "".join(tokenizer.convert_ids_to_tokens(ids)).replace("Ġ", " ").replace("Ċ", "\n")
+
+    return decode
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of byte pairs, whose template ends each message with its end token."""
+    directory = tmp_path_factory.mktemp("words")
+    write_tokenizer(directory, ["the answer is four, and the question is what two and two are "] * 3)
+    return directory
+
+
+def templated(directory: Path, template: str, place: Path) -> DataConfig:
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(place)
+    return msgspec.structs.replace(MESSAGES, chat_template="", tokenizer=str(place))
+
+
+# Which tokens are learnt.
+
+
+@drawn(st.tuples(texts, texts.filter(bool)))
+@quick
+def test_the_completion_and_its_end_are_learnt(pair: tuple[str, str]) -> None:
+    prompt, completion = pair
+    tokens = RowEncoder(PROMPT, 512).tokens(json.dumps(pair))
+    assert ids_of(tokens).tolist() == [*(byte + 3 for byte in (prompt + completion).encode()), 1]
+    given = max(1, len(prompt.encode()))
+    assert tokens.lt(0).tolist() == [True] * given + [False] * (len(tokens) - given)
+
+
+@drawn(conversations)
+@quick
+def test_what_the_assistant_says_is_learnt(messages: list[dict[str, str]]) -> None:
+    tokens = RowEncoder(MESSAGES, 4096).tokens(json.dumps(messages))
+    whole = "".join(f"<|im_start|>{each['role']}\n{each['content']}<|im_end|>\n" for each in messages)
+    assert of_bytes(ids_of(tokens).tolist()) == whole
+    assert ids_of(tokens)[-1] == 1
+    answers = [f"{each['content']}<|im_end|>\n" for each in messages if each["role"] == "assistant"]
+    said = [text for is_learnt, text in stretches(tokens, of_bytes) if is_learnt]
+    if messages[0]["role"] == "assistant":
+        # Nothing is there to begin the answer, and its first token is predicted by no other.
+        answers[0] = f"|im_start|>assistant\n{answers[0]}".removeprefix("<")
+    assert said == answers
+    assert bool(tokens[-1] >= 0) == (messages[-1]["role"] == "assistant")
+
+
+ASKED = [
+    {"role": "user", "content": "what is two and two"},
+    {"role": "assistant", "content": "the answer is four"},
+    {"role": "user", "content": "and the question"},
+    {"role": "assistant", "content": "two and two"},
+]
+SAYS = r"""
+{%- for message in messages -%}
+{{ message['role'] + ':\n' }}
+{%- if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}
+{%- else %}{{ message['content'] + eos_token }}{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ 'assistant:\n' }}{% endif -%}"""
+FOLLOWS = SAYS.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+THINKS = FOLLOWS.replace(r"{{ 'assistant:\n' }}", r"{{ 'assistant:\n<think>' }}")
+
+
+@pytest.mark.parametrize("template", [SAYS, FOLLOWS, THINKS], ids=["says", "follows", "thinks"])
+def test_a_tokenizers_own_template_says_what_answers_are(words: Path, tmp_path: Path, template: str) -> None:
+    data = templated(words, template, tmp_path)
+    tokenizer = open_tokenizer(data)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    tokens = RowEncoder(data, 512).tokens(json.dumps(ASKED))
+    assert ids_of(tokens).tolist() == tokenizer.apply_chat_template(ASKED, return_dict=False)
+    assert stretches(tokens, spelt(tokenizer)) == [
+        (False, "user:\nwhat is two and two<|end|>assistant:\n"),
+        (True, "the answer is four<|end|>"),
+        (False, "user:\nand the question<|end|>assistant:\n"),
+        (True, "two and two<|end|>"),
+    ]
+
+
+def test_a_token_across_the_beginning_of_an_answer_is_learnt(words: Path) -> None:
+    """The prompt ends with a space that the tokenizer joins to the answer's first word."""
+    data = msgspec.structs.replace(PROMPT, tokenizer=str(words))
+    tokenizer = open_tokenizer(data)
+    tokens = RowEncoder(data, 512).tokens(json.dumps(["the answer is ", "four"]))
+    assert ids_of(tokens).tolist() == [*tokenizer("the answer is four")["input_ids"], tokenizer.eos_token_id]
+    assert stretches(tokens, spelt(tokenizer)) == [(False, "the answer is"), (True, " four<|end|>")]
+
+
+def test_special_tokens_in_a_prompt_are_text(words: Path) -> None:
+    data = msgspec.structs.replace(PROMPT, tokenizer=str(words))
+    tokens = RowEncoder(data, 512).tokens(json.dumps(["<|end|>", "four"]))
+    assert (ids_of(tokens) == open_tokenizer(data).eos_token_id).sum() == 1
+
+
+def test_what_a_template_does_not_take_or_writes_in_two_ways_is_unfit(words: Path, tmp_path: Path) -> None:
+    strict = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('the user begins') }}{% endif %}" + FOLLOWS
+    with pytest.raises(UnfitRowError, match="does not fit the chat template") as caught:
+        RowEncoder(templated(words, strict, tmp_path / "a"), 512).tokens(json.dumps(ASKED[1:]))
+    assert caught.value.detail == "the user begins"
+    forgets = FOLLOWS.replace("message['content'] + eos_token", "(message['content'] if loop.last else '') + eos_token")
+    with pytest.raises(UnfitRowError, match="otherwise once another message follows"):
+        RowEncoder(templated(words, forgets, tmp_path / "b"), 512).tokens(json.dumps(ASKED))
+
+
+@pytest.mark.parametrize("tokenizer", ["byt5", "words"])
+def test_a_tokenizer_without_a_template_is_said(words: Path, tokenizer: str) -> None:
+    name = str(words) if tokenizer == "words" else tokenizer
+    data = msgspec.structs.replace(MESSAGES, chat_template="", tokenizer=name)
+    with pytest.raises(UserError, match="has no chat template") as caught:
+        RowEncoder(data, 64)
+    assert caught.value.code is Exit.DATA
+    assert "chatml" in caught.value.hint
+    assert RowEncoder(msgspec.structs.replace(data, chat_template="chatml"), 64)
+
+
+def test_a_run_that_names_the_built_in_template_hands_it_on(words: Path) -> None:
+    assert open_tokenizer(msgspec.structs.replace(MESSAGES, tokenizer=str(words))).chat_template == CHATML
+
+
+# Which rows fit.
+
+ANSWER = {"role": "assistant", "content": "four"}
+
+
+@pytest.mark.parametrize(
+    ("data", "row", "why"),
+    [
+        (PROMPT, {"prompt": "a"}, "has no field 'completion'"),
+        (PROMPT, {"prompt": None, "completion": "b"}, "has null in the field 'prompt'"),
+        (PROMPT, {"prompt": "a", "completion": 3}, "has no text in the field 'completion'"),
+        (PROMPT, {"prompt": "a", "completion": ""}, "has an empty text in the field 'completion'"),
+        (MESSAGES, {"messages": "hello"}, "has in the field 'messages' no list of messages"),
+        (MESSAGES, {"messages": []}, "has in the field 'messages' no list of messages"),
+        (MESSAGES, {"messages": ["hello"]}, "a message that is no object"),
+        (MESSAGES, {"messages": [{"role": "user"}, ANSWER]}, "a message whose content is no text"),
+        (MESSAGES, {"messages": [{"content": "x"}, ANSWER]}, "a message whose role is no text"),
+        (MESSAGES, {"messages": ASKED[:1]}, "no message whose role is 'assistant'"),
+        (MESSAGES, {"text": "x", "more": 1}, "has no field 'messages'"),
+    ],
+)
+def test_a_row_that_does_not_fit_is_named_with_the_reason(data: DataConfig, row: dict[str, Any], why: str) -> None:
+    found = row_of(data, row, row, "rows.jsonl:7")
+    assert isinstance(found, BadRow)
+    assert why in found.kind
+    assert found.where.startswith("rows.jsonl:7")
+
+
+def test_other_fields_of_rows_and_messages_do_no_harm() -> None:
+    row = {"messages": [{"role": "user", "content": "x", "name": None, "id": 3}, ANSWER], "source": "y"}
+    assert row_of(MESSAGES, row, row, "a:1") == GoodRow(
+        '[{"content":"x","id":3,"role":"user"},{"content":"four","role":"assistant"}]', "a:1"
+    )
+
+
+# In blocks.
+
+LENGTH = 24
+ROWS = [{"prompt": f"{number} + 1 =", "completion": f" {number + 1}"} for number in range(60)]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_documents, "CHUNK_ROWS", 7)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """The rows as JSON Lines, and as parquet; line 31 has no completion, line 41 is long."""
+    rows: list[dict[str, str]] = [*ROWS[:30], {"prompt": "x"}, *ROWS[30:39], {"prompt": "x" * 99, "completion": "y"}]
+    rows += ROWS[39:]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = pyarrow.Table.from_pylist([{"prompt": None, "completion": None} | row for row in rows])
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=8)
+    return tmp_path
+
+
+def config(files: Path, source: str, **others: Any) -> DataConfig:
+    path = str(files / {"json": "rows.jsonl", "parquet": "rows.parquet"}[source])
+    return msgspec.convert(
+        {"source": source, "path": path, "form": "prompt", "validation_percent": 20.0} | others, DataConfig
+    )
+
+
+def rows_in(batch: Tensor) -> list[str]:
+    """Return the rows of blocks as text; check that each is one sequence, with the next row's first token behind it."""
+    found = []
+    for block in batch:
+        assert block[0] < 0
+        assert block[-1] < 0, "the next row's first token is not learnt here"
+        counted = learnt(block)
+        end = int((block >= 0).nonzero().max())
+        assert ids_of(block)[end] == 1
+        assert (ids_of(block)[end:-1] == 1).all(), "nothing but filling follows"
+        assert counted == (block[: end + 1] >= 0).sum()
+        found.append(of_bytes(ids_of(block[:end]).tolist()))
+    return found
+
+
+@pytest.mark.parametrize("source", ["json", "parquet"])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_each_row_that_fits_is_read_once_an_epoch_here_or_held_out(
+    files: Path, source: str, shuffle: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, expected = config(files, source, shuffle=shuffle), Counter(row["prompt"] + row["completion"] for row in ROWS)
+    held_out = Counter(rows_in(torch.cat(list(open_blocks(data, LENGTH, 0, "", "validation").batches(3)))))
+    assert 3 < len(held_out) < 30
+    assert held_out.total() == len(held_out)
+    trained = open_blocks(data, LENGTH, 0, "peer")
+    count = len(ROWS) - len(held_out)
+    for _ in range(2):
+        assert Counter(rows_in(trained.next_batch(count))) == expected - held_out
+    said = [line.partition("warning: ")[2] for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert sum("completion" in line for line in said) == 2, "by each of the two readers"
+    assert sum(f"is longer than a sequence of {LENGTH} tokens and is left out" in line for line in said) in (1, 2)
+    if source == "json":
+        assert any("rows.jsonl:31" in line for line in said)
+        assert any("rows.jsonl:41 (101 tokens)" in line for line in said)
+
+
+def test_json_and_parquet_hold_the_same_rows_and_hold_out_the_same(files: Path) -> None:
+    one, other = (
+        Counter(rows_in(torch.cat(list(open_blocks(config(files, each), LENGTH, 0, "", "validation").batches(4)))))
+        for each in ("json", "parquet")
+    )
+    assert one == other
+
+
+@pytest.mark.parametrize("source", ["json", "parquet"])
+@pytest.mark.parametrize("cut", [0, 1, 29, 47, 90])
+def test_cut_anywhere_and_restored_it_goes_on_the_same(files: Path, source: str, cut: int) -> None:
+    whole, resumed = (open_blocks(config(files, source), LENGTH, 5, "peer") for _ in range(2))
+    for blocks in (whole, resumed):
+        blocks.next_batch(cut)
+    position = json.loads(json.dumps(resumed.position()))
+    resumed = open_blocks(config(files, source), LENGTH, 5, "peer")
+    assert resumed.restore(position)
+    for _ in range(6):
+        assert torch.equal(whole.next_batch(9), resumed.next_batch(9))
+
+
+def test_a_position_is_of_one_form_and_one_template(files: Path) -> None:
+    position = open_blocks(config(files, "json"), LENGTH, 5, "peer").position()
+    turned = config(files, "json", prompt_field="completion", completion_field="prompt")
+    for other in (turned, config(files, "json", form="text", field="prompt")):
+        assert not open_blocks(other, LENGTH, 5, "peer").restore(position)
+
+
+@pytest.mark.parametrize("part", ["train", "validation"])
+def test_where_no_row_fits_a_sequence_that_is_said(files: Path, part: Any) -> None:
+    data = config(files, "json", validation_percent=20.0)
+    with pytest.raises(UserError) as caught:
+        list(islice(open_blocks(data, 4, 0, "p", part).batches(1), 1))
+    assert caught.value.code is (Exit.DATA if part == "train" else Exit.CONFIG)
+    assert "longer than a sequence of 4 tokens" in caught.value.why
+
+
+def test_where_no_row_fits_the_form_that_is_said(files: Path) -> None:
+    data = config(files, "json", form="messages", chat_template="chatml")
+    with pytest.raises(UserError, match="no rows that fit") as caught:
+        open_blocks(data, LENGTH, 0, "p").next_batch(1)
+    assert caught.value.code is Exit.DATA
+    assert "rows.jsonl:1" in caught.value.why
+
+
+def test_the_last_row_held_out_is_evaluated_too(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[7]))
+    data = msgspec.structs.replace(config(tmp_path, "json"), validation_percent=100.0)
+    (batch,) = open_blocks(data, LENGTH, 0, "", "validation").batches(8)
+    assert rows_in(batch) == ["7 + 1 = 8"]
+    assert len(batch) == 1
+
+
+def test_rows_of_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"messages": ASKED, "other": 1}, {"messages": ASKED[:1], "other": 2}]
+    stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
+    monkeypatch.setattr("noloco_node.data.blocks.load_rows", lambda data: stream)
+    data = DataConfig(
+        source="hub", path="some/rows", commit="0" * 40, form="messages", chat_template="chatml", validation_percent=0.0
+    )
+    blocks: Blocks = open_blocks(data, 512, 0, "p")
+    text = of_bytes(ids_of(blocks.next_batch(1)[0, :-1]).tolist())
+    assert text.startswith("<|im_start|>user\nwhat is two and two<|im_end|>\n<|im_start|>assistant\nthe answer is four")
+    assert blocks.news() == [
+        "text: row 2 has in the field 'messages' no message whose role is 'assistant' and is left out"
+    ]
+    monkeypatch.setattr(
+        "noloco_node.data.blocks.load_rows", lambda data: datasets.Dataset.from_list([{"a": 1}]).to_iterable_dataset()
+    )
+    with pytest.raises(UserError, match="no field 'messages'"):
+        open_blocks(data, 512, 0, "p").next_batch(1)

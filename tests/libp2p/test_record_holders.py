@@ -1,0 +1,271 @@
+"""Whom a reading asks and whom a record is stored with: all are found, whoever dies, lies or comes, for one answer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import Counter
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from coroutine_tests import run_main
+from hypothesis import given
+from hypothesis import strategies as st
+from limits import LAST_RESORT_S, PATIENT, RECORD_S
+
+from noloco_node.libp2p import dht_records
+from noloco_node.libp2p.dht_records import DhtRecords
+from noloco_node.libp2p.hivemind_compat import load_hivemind
+from noloco_node.libp2p.network import Libp2pNetwork
+from noloco_node.libp2p.record_checks import SIGNATURE_BYTES
+from noloco_node.libp2p.record_holders import MORE_EVERY, READ, SEARCH_S, SEARCHED, WRITTEN
+from noloco_node.libp2p.settings import NetworkSettings, RunSecret
+from noloco_node.sim.clock import run
+
+KEY, REFRESH_S, LIFETIME_S, ANSWER_S = "run/stage/0", 10.0, 330.0, 5.0
+UNIX_S = 1.8e9
+LOCAL = "/ip4/127.0.0.1/tcp/0"
+
+
+class Dht:
+    """A DHT in memory. `dead` nodes do not answer, `liars` take all and keep nothing, `frozen` keep what they have.
+
+    `mirrors` show each peer its own record alone.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[str, dict[str, SimpleNamespace]] = {}
+        self.dead, self.liars, self.frozen, self.mirrors = set[str](), set[str](), set[str](), set[str]()
+        self.asked = Counter[str]()
+
+    def nearest(self, place: bytes, most: int) -> list[str]:
+        return sorted(self.kept, key=lambda name: hashlib.sha256(place + name.encode()).digest())[:most]
+
+    def peer(self, name: str) -> DhtRecords:
+        self.kept[name] = {}
+        control: Any = SimpleNamespace(bounded=lambda call, wait_s: call)
+        records = DhtRecords(control, Path("unused"), RunSecret("run"), NetworkSettings(run="run"))
+        node: Any = Node(self, name)
+        records._node = node
+        records._sign = lambda key, expiry, content: bytes(SIGNATURE_BYTES) + content  # type: ignore[method-assign]
+        return records
+
+
+class Node:
+    """What `DhtNode` does, for one peer of a `Dht`."""
+
+    def __init__(self, dht: Dht, me: str) -> None:
+        self.dht, self.me = dht, me
+
+    @property
+    def neighbours(self) -> int:
+        return len(self.dht.kept) - 1
+
+    async def nearest(self, place: bytes, most: int) -> tuple[str, ...]:
+        return tuple(self.dht.nearest(place, most))
+
+    async def find(self, peer: str, place: bytes) -> dict[str, SimpleNamespace] | None:
+        self.dht.asked[self.me] += 1
+        if peer in self.dht.dead:
+            await asyncio.sleep(ANSWER_S)
+            return None
+        now_s = UNIX_S + asyncio.get_running_loop().time()
+        kept = {subkey: each for subkey, each in self.dht.kept[peer].items() if each.expiration_time > now_s}
+        return {subkey: each for subkey, each in kept.items() if peer not in self.dht.mirrors or subkey == self.me}
+
+    async def store(self, peer: str, place: bytes, subkey: str, packed: bytes, expiry: float) -> bool | None:
+        if peer in self.dht.dead:
+            await asyncio.sleep(ANSWER_S)
+            return None
+        if peer not in self.dht.liars | self.dht.frozen:
+            self.dht.kept[peer][subkey] = SimpleNamespace(value=packed, expiration_time=expiry)
+        return True
+
+
+@pytest.fixture(autouse=True)
+def virtual_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(time=lambda: UNIX_S + asyncio.get_running_loop().time())
+    monkeypatch.setattr(dht_records, "time", clock)
+
+
+async def refresh(peers: dict[str, DhtRecords], number: int) -> dict[str, dict[str, bytes]]:
+    """Have all peers publish and read once, in turn, as membership does; return what each has found."""
+    found = {}
+    for name, records in peers.items():
+        await records.publish(KEY, name, str(number).encode(), LIFETIME_S)
+        found[name] = dict(await records.read(KEY))
+    await asyncio.sleep(REFRESH_S)
+    return found
+
+
+@given(st.integers(3, 20), st.sets(st.integers(0, 19), max_size=6), st.sets(st.integers(0, 19), max_size=6))
+def test_the_living_find_each_other_whoever_is_dead_or_lies(count: int, dead: set[int], liars: set[int]) -> None:
+    """Dead nodes and liars stand nearest to the key, and there are no more of them than others."""
+
+    @run_main(run)
+    async def main() -> None:
+        dht = Dht()
+        peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
+        order = dht.nearest(dht_records.place_of(KEY), count)[: (count + 1) // 2]
+        dht.liars = {name for number, name in enumerate(order) if number in liars}
+        dht.dead = {name for number, name in enumerate(order) if number in dead} - dht.liars
+        living = {name: records for name, records in peers.items() if name not in dht.dead | dht.liars}
+        for number in range(4):
+            found = await refresh(living, number)
+        assert all(living.keys() <= each.keys() for each in found.values())
+
+    main()
+
+
+@given(st.integers(3, 20), st.integers(1, 8), st.integers(0, 5))
+def test_the_nearest_nodes_hide_nobody_by_showing_each_peer_its_own_record(
+    count: int, mirrors: int, known: int
+) -> None:
+    """Whether they come first or later; a newcomer sees all at once."""
+
+    @run_main(run)
+    async def main() -> None:
+        dht = Dht()
+        peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
+        nearest = dht.nearest(dht_records.place_of(KEY), min(mirrors, (count + 1) // 2))
+        for number in range(known):
+            await refresh(peers, number)
+        dht.mirrors = set(nearest)
+        living = {name: records for name, records in peers.items() if name not in nearest}
+        for number in range(2 * MORE_EVERY):
+            found = await refresh(living, number)
+        assert all(living.keys() <= each.keys() for each in found.values())
+        newcomer = dht.peer("newcomer")
+        assert living.keys() <= (await newcomer.read(KEY)).keys()
+
+    main()
+
+
+@given(st.integers(1, 30))
+def test_a_quiet_swarm_asks_one_node_a_reading(count: int) -> None:
+    @run_main(run)
+    async def main() -> None:
+        dht = Dht()
+        peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
+        for number in range(3):
+            await refresh(peers, number)
+        dht.asked.clear()
+        for number in range(MORE_EVERY):
+            found = await refresh(peers, number)
+        assert all(each.keys() == peers.keys() for each in found.values())
+        holders = min(WRITTEN, count)
+        assert set(dht.asked.values()) == {MORE_EVERY - 1 + holders + (count > WRITTEN)}
+        assert sum(map(bool, dht.kept.values())) == min(SEARCHED, count)
+
+    main()
+
+
+@given(st.integers(WRITTEN + 1, 20), st.integers(0, READ - 1))
+def test_newer_versions_are_seen_though_a_node_answers_with_old_ones(count: int, place: int) -> None:
+    @run_main(run)
+    async def main() -> None:
+        dht = Dht()
+        peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
+        await refresh(peers, 0)
+        dht.frozen = {dht.nearest(dht_records.place_of(KEY), count)[place]}
+        newest: dict[str, dict[str, bytes]] = {name: {} for name in peers}
+        for number in range(1, 2 * MORE_EVERY):
+            for reader, found in (await refresh(peers, number)).items():
+                for name, version in found.items():
+                    newest[reader][name] = max(
+                        version, newest[reader].get(name, b""), key=lambda each: int(each or b"0")
+                    )
+                assert min(map(int, newest[reader].values())) >= number - 2
+
+    main()
+
+
+@given(st.integers(2, 12), st.lists(st.booleans(), min_size=2, max_size=8), st.randoms(use_true_random=False))
+def test_newcomers_are_found_within_two_refreshes_and_the_dead_expire(
+    count: int, comes: list[bool], random: Any
+) -> None:
+    @run_main(run)
+    async def main() -> None:
+        dht = Dht()
+        peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
+        for number, newcomer in enumerate(comes):
+            await refresh(peers, number)
+            if newcomer:
+                name = f"newcomer {number}"
+                peers[name] = dht.peer(name)
+            elif len(peers) > 2:
+                gone = random.choice(sorted(peers))
+                del peers[gone]
+                dht.dead.add(gone)
+        for number in range(3):
+            found = await refresh(peers, number)
+        assert all(peers.keys() <= each.keys() for each in found.values())
+        await asyncio.sleep(LIFETIME_S - 4 * REFRESH_S)
+        for number in range(4):
+            found = await refresh(peers, number)
+        assert all(each.keys() == peers.keys() for each in found.values())
+
+    main()
+
+
+@run_main(run)
+async def test_where_nobody_answers_the_reading_fails() -> None:
+    dht = Dht()
+    dht.peer("other")
+    dht.dead = {"other", "me"}
+    with pytest.raises(ConnectionResetError, match="no node of the DHT answers"):
+        await dht.peer("me").read(KEY)
+
+
+@run_main(run)
+async def test_a_search_is_repeated_when_it_is_old_or_the_neighbours_are_others() -> None:
+    dht = Dht()
+    me = dht.peer("me")
+    await me.read(KEY)
+    holders = me._places[dht_records.place_of(KEY)]
+    now_s = asyncio.get_running_loop().time()
+    assert not holders.is_search_due(now_s + SEARCH_S / 2, 0)
+    assert holders.is_search_due(now_s + SEARCH_S / 2, 1)
+    assert holders.is_search_due(now_s + 2 * SEARCH_S, 0)
+
+
+@pytest.mark.network
+def test_six_nodes_beside_a_key_that_keep_nothing_hide_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With real daemons: the six have the run's id and choose their places in the DHT."""
+    monkeypatch.setattr(dht_records, "time", time)
+    load_hivemind()
+    from hivemind.dht.node import DHTNode
+    from hivemind.dht.routing import DHTID
+
+    honest_create, place = DHTNode.create, int.from_bytes(dht_records.place_of(KEY))
+
+    async def main() -> None:
+        async with AsyncExitStack() as networks:
+
+            async def opened(*doors: str) -> Libp2pNetwork:
+                settings = NetworkSettings(run="run", listen=(LOCAL,), bootstrap=doors, timeouts=PATIENT)
+                return await networks.enter_async_context(Libp2pNetwork.open(settings))
+
+            first = await opened()
+            doors = tuple(await first.addresses())
+            for number in range(6):
+                beside = partial(honest_create, node_id=DHTID(place ^ (number + 2)))
+                monkeypatch.setattr(DHTNode, "create", beside)
+                liar: Any = (await opened(*doors))._joined
+                liar.records._node.replace_store(lambda *_: True)
+            monkeypatch.setattr(DHTNode, "create", honest_create)
+            members = [first, await opened(*doors), await opened(*doors)]
+            everybody = {member.peer_id for member in members}
+            for _ in range(3):
+                found = []
+                for member in members:
+                    assert await member.publish(KEY, member.peer_id, b"here", RECORD_S)
+                    found.append((await member.read(KEY)).keys())
+            assert found == [everybody] * 3
+
+    asyncio.run(asyncio.wait_for(main(), LAST_RESORT_S))

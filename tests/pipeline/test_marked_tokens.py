@@ -1,0 +1,227 @@
+"""Tokens that are only given: no loss on them, and a microbatch counts by the tokens that are learnt."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
+from small_stages import INNER, VOCABULARY, cuts, drawn_ids, make_stage, prepared
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from pipeline.activation_codec import SCALE, SizeBound, UnusualSizeError, encode
+from pipeline.decoder_slice import Subspace
+from pipeline.forward_pass import PendingForward
+from pipeline.messages import (
+    ACTIVATION_CODECS,
+    UNLEARNT,
+    Gradient,
+    Microbatch,
+    as_targets,
+    check_marked,
+    given,
+    ids_of,
+    learnt,
+)
+from pipeline.next_stage import check_gradient
+from pipeline.stage import Stage
+
+SEQUENCES, LENGTH = 3, 13
+quick = settings(max_examples=50, deadline=None)
+
+
+def marked(seed: int, share: float) -> Tensor:
+    """Return tokens [batch, sequence + 1] of which about such a share is learnt."""
+    ids = drawn_ids(seed, SEQUENCES, LENGTH + 1)
+    chosen = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < share
+    return ids.where(chosen, given(ids))
+
+
+def run_microbatch(stages: list[Stage], tokens: Tensor, *, told: bool = False) -> Gradient:
+    """Walk one microbatch down and its gradient up."""
+    hidden, passes = ids_of(tokens[:, :-1]), list[PendingForward]()
+    targets = tokens if told else tokens[:, 1:]
+    for stage in stages[:-1]:
+        passes.append(stage.forward(hidden, targets))
+        hidden = passes[-1].output
+    reply = stages[-1].loss(hidden, targets)
+    gradient = reply.hidden
+    for waiting in reversed(passes):
+        assert gradient is not None
+        gradient = waiting.backward(gradient)
+    return reply
+
+
+def stages_of(number: int, subspace: Subspace | None = None) -> list[Stage]:
+    recipe = prepared("llama")
+    return [make_stage(recipe, piece) for piece in cuts(recipe, number, subspace)]
+
+
+@drawn(st.lists(st.tuples(st.integers(0, 2**40), st.booleans()), min_size=1, max_size=30))
+@quick
+def test_a_token_keeps_its_id_and_its_mark(tokens: list[tuple[int, bool]]) -> None:
+    ids, is_given = (torch.tensor(column) for column in zip(*tokens, strict=True))
+    travelling = ids.where(~is_given, given(ids))
+    assert torch.equal(ids_of(travelling), ids)
+    assert torch.equal(as_targets(travelling), ids.where(~is_given, torch.tensor(UNLEARNT)))
+    assert learnt(travelling) == int((~is_given).sum())
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_window_is_one_mean_over_all_tokens_that_are_learnt(
+    number: int, chunked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Microbatches of which few tokens are learnt count by these tokens alone."""
+    if chunked:
+        monkeypatch.setattr("pipeline.forward_pass.LOGITS", VOCABULARY)
+    stages = stages_of(number)
+    whole = AutoModelForCausalLM.from_config(prepared("llama").config)
+    whole.load_state_dict(
+        {name: weight for stage in stages for name, weight in zip(stage.names, stage.weights(), strict=True)}
+    )
+    weights = dict(whole.named_parameters())
+    optimiser = torch.optim.AdamW(
+        [
+            {"params": [w for w in weights.values() if w.ndim >= 2], "weight_decay": INNER.weight_decay},
+            {"params": [w for w in weights.values() if w.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=1e-3,
+        betas=(INNER.beta1, INNER.beta2),
+        eps=INNER.epsilon,
+    )
+    for step in range(5):
+        window = [marked(10 * step + place, share) for place, share in enumerate((0.05, 0.4, 1.0))]
+        replies = [run_microbatch(stages, tokens) for tokens in window]
+        total = torch.zeros(())
+        for tokens, reply in zip(window, replies, strict=True):
+            logits, targets = whole(ids_of(tokens[:, :-1])).logits.flatten(0, 1), as_targets(tokens[:, 1:]).flatten()
+            losses = functional.cross_entropy(logits, targets, ignore_index=UNLEARNT, reduction="sum")
+            assert reply.tokens == learnt(tokens[:, 1:])
+            assert reply.loss == pytest.approx(losses.item() / reply.tokens, rel=1e-5)
+            total = total + losses
+        counted = sum(reply.tokens for reply in replies)
+        (total / counted).backward()  # type: ignore[no-untyped-call]
+        for stage in stages:
+            norm = torch.nn.utils.clip_grad_norm_([weights[name] for name in stage.names], INNER.clip_norm).item()
+            report = stage.step(1e-3, counted / (SEQUENCES * LENGTH))
+            assert report.gradient_norm == pytest.approx(norm, rel=1e-4)
+        optimiser.step()
+        optimiser.zero_grad()
+    for stage in stages:
+        for name, weight in zip(stage.names, stage.weights(), strict=True):
+            assert torch.dist(weight, weights[name]) <= 1e-4 * weights[name].norm(), name
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_microbatch_without_a_token_to_learn_changes_nothing(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if chunked:
+        monkeypatch.setattr("pipeline.forward_pass.LOGITS", VOCABULARY)
+    stages, tokens = stages_of(2), marked(1, 0.5)
+    none = run_microbatch(stages, given(ids_of(tokens)))
+    assert (none.loss, none.tokens) == (0.0, 0)
+    assert none.hidden is not None
+    assert not none.hidden.any()
+    some = run_microbatch(stages, tokens)
+    alone = stages_of(2)
+    assert run_microbatch(alone, tokens).loss == some.loss
+    for stage, other in zip(stages, alone, strict=True):
+        share = some.tokens / (SEQUENCES * LENGTH)
+        assert stage.step(1e-3, share) == other.step(1e-3, share)
+
+
+def test_later_stages_know_given_tokens_in_a_subspace() -> None:
+    """Marks do not reach the features of a token, only its loss."""
+    stages, plain = (stages_of(2, Subspace(16, 3)) for _ in range(2))
+    tokens = marked(4, 0.5)
+    hidden = ids_of(tokens[:, :-1])
+    assert torch.equal(stages[0].forward(hidden, tokens).output, plain[0].forward(hidden, ids_of(tokens)).output)
+    reply = run_microbatch(stages, tokens, told=True)
+    assert reply.tokens == learnt(tokens[:, 1:])
+    everything = run_microbatch(plain, ids_of(tokens), told=True)
+    rest = run_microbatch(stages_of(2, Subspace(16, 3)), (~tokens).contiguous(), told=True)
+    assert everything.loss * everything.tokens == pytest.approx(
+        reply.loss * reply.tokens + rest.loss * rest.tokens, rel=1e-5
+    )
+
+
+# What strangers may send.
+
+
+def microbatch(targets: Tensor) -> Microbatch:
+    return Microbatch(hidden=torch.zeros(SEQUENCES, LENGTH, 4), targets=targets, progress=0.0, budget_s=1.0)
+
+
+@drawn(st.integers(-2 * VOCABULARY, 2 * VOCABULARY), st.booleans())
+@quick
+def test_marks_outside_the_vocabulary_are_refused(token: int, some_given: bool) -> None:
+    targets = drawn_ids(1, SEQUENCES, LENGTH)
+    targets[1, 2] = token
+    if (-VOCABULARY if some_given else 0) <= token < VOCABULARY:
+        check_marked(microbatch(targets), VOCABULARY, some_given=some_given)
+    else:
+        with pytest.raises(ValueError, match="outside"):
+            check_marked(microbatch(targets), VOCABULARY, some_given=some_given)
+
+
+def test_a_microbatch_in_which_nothing_is_learnt_is_refused() -> None:
+    """Also where the first token of a sequence, which nobody predicts, is the only one that is learnt."""
+    targets = given(drawn_ids(1, SEQUENCES, LENGTH + 1))
+    targets[:, 0] = 5
+    with pytest.raises(ValueError, match="none is learnt"):
+        check_marked(microbatch(targets), VOCABULARY, some_given=True)
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_gradient_over_another_number_of_tokens_is_refused(more: int) -> None:
+    """The step divides by their sum: a peer that says fewer would make its gradient count more."""
+    sent = microbatch(marked(1, 0.4)[:, 1:])
+    check_gradient(Gradient(hidden=sent.hidden, loss=1.0, tokens=sent.learnt), sent)
+    with pytest.raises(ConnectionAbortedError, match="over"):
+        check_gradient(Gradient(hidden=sent.hidden, loss=1.0, tokens=sent.learnt + more), sent)
+
+
+# How much of a gradient counts.
+
+CODE = ACTIVATION_CODECS["bfloat16"].back
+
+
+def gradient(share: float, size: float = 1.0) -> Tensor:
+    """Return a gradient as it comes back where such a share of the targets is learnt."""
+    return encode(CODE, size * share**0.5 * torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.fixture
+def taught() -> SizeBound:
+    with mock.patch.multiple("pipeline.activation_codec", CERTAIN=0, LEAST_VALUES=256):
+        bound = SizeBound(CODE)
+        for number in range(9):
+            bound.bounded(f"p{number % 3}", gradient(0.5), 0.5)
+        yield bound
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3, 0.5, 1.0])
+def test_a_gradient_of_few_or_many_tokens_counts_whole(taught: SizeBound, share: float) -> None:
+    wire = gradient(share)
+    assert taught.bounded("p0", wire, share) is wire
+
+
+def test_the_size_is_that_of_the_tokens_that_are_learnt(taught: SizeBound) -> None:
+    """What is usual where all tokens are learnt is loud where a quarter is."""
+    loud = gradient(1.0, 1.1 * SCALE * 0.5)
+    assert taught.bounded("p0", loud, 1.0) is loud
+    assert taught.bounded("p0", loud, 0.25) is not loud
+    with pytest.raises(UnusualSizeError):
+        taught.bounded("p0", gradient(1.0, 100.0), 0.5)
+
+
+def test_a_gradient_of_very_few_tokens_weighs_no_more_than_a_short_one_of_the_greatest_usual_size(
+    taught: SizeBound,
+) -> None:
+    bounded = taught.bounded("p0", gradient(1.0, 1e6), 0.01)
+    assert float(bounded.float().norm()) <= 1.05 * SCALE * 256**0.5
