@@ -44,7 +44,7 @@ from pipeline.decoder_slice import Cut, TokenFeatures, layer_list, multiplied_we
 from pipeline.hardware.device_type import DEVICE_TYPES
 from pipeline.hardware.loss_scale import LossScale
 from pipeline.hardware.split_weights import split
-from pipeline.messages import ACTIVATION_CODECS, UNLEARNT, Gradient, as_targets, ids_of, learnt
+from pipeline.messages import ACTIVATION_CODECS, UNLEARNT, Gradient, as_targets, ids_of, learnt, positions_in_rows
 
 T = TypeVar("T")
 Masters = Mapping[str, nn.Parameter]
@@ -56,6 +56,20 @@ _PIECE = 2**22
 """Logits of a chunk that are float32 at a time."""
 CALM_WINDOWS = 8
 """Memory may have been short because of another program for a while, and a shortage costs a window at most."""
+
+
+class Known(NamedTuple):
+    """What the targets of a microbatch say of its input, on the stage's device.
+
+    `tokens`: the ids behind activations that come in a subspace. `positions`: of tokens in their rows, where several
+    rows share a sequence.
+    """
+
+    tokens: Tensor | None = None
+    positions: Tensor | None = None
+
+
+NOTHING_KNOWN = Known()
 
 
 class Slice(nn.Module):
@@ -91,19 +105,23 @@ class Slice(nn.Module):
         whole._buffers |= {name: fn(buffer) for name, buffer in whole._buffers.items() if buffer is not None}
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
 
-    def forward(self, hidden: Tensor, tokens: Tensor | None = None, *, logits: bool = True) -> Tensor:
+    def forward(
+        self, hidden: Tensor, tokens: Tensor | None = None, positions: Tensor | None = None, *, logits: bool = True
+    ) -> Tensor:
         """Map ids [b, s] (int64, an embedding stage) or [b, s, width] to [b, s, width], or to logits at the head.
 
-        `tokens`: the ids behind activations that come in a subspace. Without `logits`: to what the head is given.
+        `tokens`, `positions`: as in `Known`. Without `logits`: to what the head is given.
         """
         (whole,), logits = self._whole, logits and self.cut.head
         called = whole if logits else whole.base_model
+        # Without a mask, attention ends where positions begin anew.
+        in_rows = {} if positions is None else {"position_ids": positions}
         if self.cut.embeds:
-            result = called(input_ids=hidden, use_cache=False)
+            result = called(input_ids=hidden, use_cache=False, **in_rows)
         else:
             if self.fixed is not None:
                 hidden = torch.cat((hidden, self.fixed(tokens)), -1)
-            result = called(inputs_embeds=hidden, use_cache=False)
+            result = called(inputs_embeds=hidden, use_cache=False, **in_rows)
         output: Tensor = result.logits if logits else result.last_hidden_state
         subspace = None if self.cut.head else self.cut.subspace
         return output if subspace is None else output[..., : subspace.numbers]
@@ -202,13 +220,12 @@ class Graph(NamedTuple):
 class PassInput(NamedTuple):
     """The inputs of a pass, from which it can be computed again.
 
-    `hidden`: as it came. `tokens`: the ids behind it, where the slice wants them. `version`: of the weights. `random`:
-    the state of the random numbers before it, None where it drew none. `seed`: returns that of the dither of the
-    input's gradient.
+    `hidden`: as it came. `version`: of the weights. `random`: the state of the random numbers before it, None where it
+    drew none. `seed`: returns that of the dither of the input's gradient.
     """
 
     hidden: Tensor
-    tokens: Tensor | None
+    known: Known
     weights: WeightSet
     version: int
     random: Tensor | None
@@ -315,31 +332,37 @@ class StagePasses:
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> PendingForward:
         """Run ids [b, s] (int64, the first stage) or activations, as they came, through every stage but the last.
 
-        `targets`: as `loss` has them; looked at where activations come in a subspace, and have each sequence's first
-        token before them, [b, s + 1].
+        `targets`: as `loss` has them; they say where rows begin. Where activations come in a subspace they have each
+        sequence's first token before them, [b, s + 1].
         """
         if self._last:
             raise ValueError("the last stage has no forward pass without a loss")
-        tokens = self._tokens(targets)
-        waiting = self._with_room(lambda: self._pass(hidden, tokens))
+        known = self._known(hidden, targets)
+        waiting = self._with_room(lambda: self._pass(hidden, known))
         if sum(each.has_graph for each in list(self._waiting)) >= self._graphs:
             waiting.drop_graph()
         self._waiting.add(waiting)
         self._counts["forwards"] += 1
         return waiting
 
-    def _tokens(self, targets: Tensor | None) -> Tensor | None:
-        """Return the ids behind activations that come in a subspace, from the targets that came with them."""
-        return None if self._module.fixed is None or targets is None else ids_of(targets[:, :-1]).to(self._device)
+    def _known(self, hidden: Tensor, targets: Tensor | None) -> Known:
+        """Return what the targets that came with a microbatch say of it."""
+        if targets is None:
+            return NOTHING_KNOWN
+        positions = positions_in_rows(targets[:, -hidden.shape[1] :])
+        return Known(
+            None if self._module.fixed is None else ids_of(targets[:, :-1]).to(self._device),
+            None if positions is None else positions.to(self._device),
+        )
 
-    def _pass(self, hidden: Tensor, tokens: Tensor | None) -> PendingForward:
+    def _pass(self, hidden: Tensor, known: Known) -> PendingForward:
         before, weights, seed = self._type.random_state(self._device), self._set, self._input_seed(hidden)
-        graph = self._graph(hidden, weights, tokens)
+        graph = self._graph(hidden, weights, known)
         if self._scale.adapts and not _is_finite(graph.output):
             self._compute_in_float32()
-            return self._pass(hidden, tokens)
+            return self._pass(hidden, known)
         drew = not torch.equal(before, self._type.random_state(self._device))
-        origin = PassInput(hidden, tokens, weights, weights.version, before if drew else None, seed)
+        origin = PassInput(hidden, known, weights, weights.version, before if drew else None, seed)
         return PendingForward(self, origin, graph)
 
     def _input_seed(self, hidden: Tensor) -> Callable[[], int]:
@@ -355,17 +378,17 @@ class StagePasses:
         if not self._last:
             raise ValueError("only the last stage has a loss")
         self._counts["forwards"] += 1
-        tokens, seed = self._tokens(targets), self._input_seed(hidden)
-        wanted = targets if tokens is None else targets[:, 1:]
-        graph = self._spoiling(lambda: self._loss(hidden, wanted, tokens))
+        known, seed = self._known(hidden, targets), self._input_seed(hidden)
+        wanted = targets if known.tokens is None else targets[:, 1:]
+        graph = self._spoiling(lambda: self._loss(hidden, wanted, known))
         while self._has_overflowed(graph):
-            graph = self._spoiling(lambda: self._loss(hidden, wanted, tokens))
+            graph = self._spoiling(lambda: self._loss(hidden, wanted, known))
         self._count_backward()
         counted = learnt(wanted)
         mean = graph.output.item() * wanted.numel() / max(1, counted)
         return Gradient(hidden=self._input_gradient(graph, seed), loss=mean, tokens=counted)
 
-    def _loss(self, hidden: Tensor, targets: Tensor, tokens: Tensor | None) -> Graph:
+    def _loss(self, hidden: Tensor, targets: Tensor, known: Known) -> Graph:
         name = self._module.head
         head, weights = self._module.get_submodule(name), self._set.leaves
         own = {key.removeprefix(f"{name}."): leaf for key, leaf in weights.items() if key.startswith(f"{name}.")}
@@ -373,7 +396,7 @@ class StagePasses:
         if targets.shape != hidden.shape[:2]:
             raise ValueError(f"targets of {list(targets.shape)} for logits of {list(hidden.shape[:2])}")
         # On a GPU an id outside the vocabulary would take the whole process down.
-        if targets.min() < -vocabulary or targets.max() >= vocabulary:
+        if ids_of(targets).max() >= vocabulary:
             raise ValueError(f"targets outside the vocabulary of {vocabulary}")
         targets = as_targets(targets.to(self._device))
 
@@ -382,13 +405,13 @@ class StagePasses:
                 logits: Tensor = functional_call(head, own, (states,))
                 return logits
 
-        if targets.numel() * vocabulary > LOGITS and self._has_plain_head(hidden, tokens, logits_of):
-            graph = self._graph(hidden, self._set, tokens, logits=False)
+        if targets.numel() * vocabulary > LOGITS and self._has_plain_head(hidden, known.tokens, logits_of):
+            graph = self._graph(hidden, self._set, known, logits=False)
             row = vocabulary * (self._autocast or torch.float32).itemsize
             tokens_at_once = max(1, LOGIT_BYTES * LOGITS // row)
             loss = _chunked_cross_entropy(graph.output, targets, logits_of, tokens_at_once, self._scale.value)
         else:
-            graph = self._graph(hidden, self._set, tokens)
+            graph = self._graph(hidden, self._set, known)
             logits, wanted = graph.output.float().flatten(0, 1), targets.flatten()
             loss = functional.cross_entropy(logits, wanted, ignore_index=UNLEARNT, reduction="sum") / len(wanted)
             torch.autograd.backward(loss, torch.full_like(loss, self._scale.value))
@@ -400,7 +423,7 @@ class StagePasses:
         if self._plain is None:
             self._module.eval()
             try:
-                few = None if tokens is None else tokens[:1, :2]
+                few = Known(None if tokens is None else tokens[:1, :2])
                 whole, states = (
                     self._graph(hidden[:1, :2], self._set, few, logits=each).output for each in (True, False)
                 )
@@ -417,20 +440,20 @@ class StagePasses:
         """
         self._module.eval()
         try:
-            return self._run(hidden.to(self._device), self._set, tokens).to("cpu", torch.float32)
+            return self._run(hidden.to(self._device), self._set, Known(tokens)).to("cpu", torch.float32)
         finally:
             self._module.train()
 
-    def _graph(self, hidden: Tensor, weights: WeightSet, tokens: Tensor | None, *, logits: bool = True) -> Graph:
+    def _graph(self, hidden: Tensor, weights: WeightSet, known: Known, *, logits: bool = True) -> Graph:
         given = hidden.to(self._device)
         if self._first:
-            return Graph(None, self._run(given, weights, logits=logits))
+            return Graph(None, self._run(given, weights, known, logits=logits))
         leaf = decode(self.codec.down, given).detach().requires_grad_()
-        return Graph(leaf, self._run(leaf, weights, tokens, logits=logits))
+        return Graph(leaf, self._run(leaf, weights, known, logits=logits))
 
-    def _run(self, given: Tensor, weights: WeightSet, tokens: Tensor | None = None, *, logits: bool = True) -> Tensor:
+    def _run(self, given: Tensor, weights: WeightSet, known: Known, *, logits: bool = True) -> Tensor:
         with self._precision():
-            output: Tensor = functional_call(self._module, weights.leaves, (given, tokens), {"logits": logits})
+            output: Tensor = functional_call(self._module, weights.leaves, (given, *known), {"logits": logits})
             return output
 
     def _precision(self) -> AbstractContextManager[object]:
@@ -495,7 +518,7 @@ class StagePasses:
         if origin.random is not None:
             self._type.set_random_state(self._device, origin.random)
         try:
-            return self._graph(origin.hidden, origin.weights, origin.tokens)
+            return self._graph(origin.hidden, origin.weights, origin.known)
         finally:
             if origin.random is not None:
                 self._type.set_random_state(self._device, now)

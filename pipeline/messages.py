@@ -16,8 +16,11 @@ In a code of fewer than 16 bits a token is one row of bytes:
     scales   uint8 a block: an upper bound of the block, as a fraction of the top
     codes    `bits` bits a value
 
-A run may learn some of its tokens alone, such as the answers of a conversation. Which ones travels with the ids: a
-token that is learnt is its id, one that is only given is `~id`, which is negative (`given`).
+A run may learn some of its tokens alone, such as the answers of a conversation. Which ones travels with the ids:
+
+    id               a token that is learnt
+    ~id              one that is only given
+    ~(id + FIRST)    one that is only given, the first of a row: attention and positions begin anew
 
 This module does not load torch: a plan asks for sizes without it. The arithmetic is in `pipeline.activation_codec`.
 """
@@ -86,6 +89,8 @@ class Microbatch:
 
 UNLEARNT = -1
 """Stands for a target without a loss."""
+FIRST = 2**30
+"""More than any id; the sum of both fits 32 bits."""
 
 
 def given(ids: Tensor) -> Tensor:
@@ -93,9 +98,25 @@ def given(ids: Tensor) -> Tensor:
     return ~ids
 
 
+def first(ids: Tensor) -> Tensor:
+    """Return tokens that are given, and first of their rows, as they travel."""
+    return ~(ids + FIRST)
+
+
 def ids_of(marked: Tensor) -> Tensor:
     """Return the ids of tokens, learnt or given."""
-    return marked.where(marked >= 0, ~marked)
+    return marked.where(marked >= 0, ~marked & (FIRST - 1))
+
+
+def positions_in_rows(targets: Tensor) -> Tensor | None:
+    """Return the place in its row of each token before these targets; None where each sequence is one row."""
+    begins = targets[:, :-1] < -FIRST
+    if not begins.any():
+        return None
+    places = begins.new_ones(targets.shape, dtype=targets.dtype).cumsum(1) - 1
+    started = places.clone()
+    started[:, 1:] *= begins
+    return places - started.cummax(1).values
 
 
 def as_targets(marked: Tensor) -> Tensor:
@@ -110,8 +131,9 @@ def learnt(marked: Tensor) -> int:
 
 def check_marked(microbatch: Microbatch, vocabulary: int, *, some_given: bool) -> None:
     """Raise ValueError for targets that no peer sends. `some_given`: whether tokens of this run may be only given."""
-    least, greatest = (int(bound) for bound in microbatch.targets.aminmax())
-    if least < (-vocabulary if some_given else 0) or greatest >= vocabulary:
+    if int(microbatch.targets.min()) < (-FIRST - vocabulary if some_given else 0) or (
+        int(ids_of(microbatch.targets).max()) >= vocabulary
+    ):
         raise ValueError(f"targets outside the vocabulary of {vocabulary}")
     if not microbatch.learnt:
         raise ValueError("targets of which none is learnt")

@@ -327,6 +327,42 @@ def verify_family(config: Config) -> None:
 
 
 @torch.no_grad()
+def verify_rows(config: Config) -> None:
+    """Check, at tiny sizes, that rows which share a sequence do not see each other; raise ValueError naming the family.
+
+    Attention has to end where positions begin anew, in every stage.
+    """
+    prepared = prepare(tiny_config(config))
+    pieces = cut(prepared.config, 3, (1, 2), sequence_length=8)
+    with alone_in_process():
+        torch.default_generator.manual_seed(0)
+        parts = [build(prepared, piece, seed=0).eval() for piece in pieces]
+        for weight in [weight for part in parts for weight in part.parameters()]:
+            weight.add_(0.1 * torch.randn_like(weight))  # what is small at first may see other rows too
+    ids = torch.arange(16).remainder(7).view(2, 8)
+    lengths = ([3, 5], [6, 2])
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+
+    def logits(ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        hidden = ids
+        for part in parts:
+            hidden = part(hidden, positions=positions)
+        return hidden
+
+    apart = [
+        torch.cat([logits(row) for row in torch.split(sequence[None], rows, 1)], 1)
+        for sequence, rows in zip(ids, lengths, strict=True)
+    ]
+    expected = torch.cat(apart)
+    try:
+        alike = torch.dist(logits(ids, positions), expected) <= 1e-5 * expected.norm()
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        alike = torch.tensor(False)
+    if not alike:
+        raise ValueError(f"a {config.model_type} model does not end attention where positions begin anew")
+
+
+@torch.no_grad()
 def verify_subspace(config: Config) -> None:
     """Check, at tiny sizes, that a family's layers write where a subspace lets them; raise ValueError naming it.
 

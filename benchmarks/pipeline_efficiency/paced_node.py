@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import pipeline.stage
-from pipeline.forward_pass import Graph, PendingForward, WeightSet
+from pipeline.forward_pass import Graph, Known, PendingForward, WeightSet
 from pipeline.messages import Gradient
 
 T = TypeVar("T")
@@ -54,13 +54,13 @@ class PacedStage(pipeline.stage.Stage):
         """Return a gradient of noise, after a microbatch's time."""
         return self.pace.keep(FORWARD + BACKWARD, lambda: super(PacedStage, self).loss(hidden, targets))
 
-    def _loss(self, hidden: Tensor, targets: Tensor, tokens: Tensor | None) -> Graph:
-        graph = self._graph(hidden, self._set, tokens)
+    def _loss(self, hidden: Tensor, targets: Tensor, known: Known) -> Graph:
+        graph = self._graph(hidden, self._set, known)
         loss = graph.output.square().mean()
         torch.autograd.backward(loss)
         return graph._replace(output=loss)
 
-    def _run(self, given: Tensor, weights: WeightSet, tokens: Tensor | None = None, *, logits: bool = True) -> Tensor:
+    def _run(self, given: Tensor, weights: WeightSet, known: Known, *, logits: bool = True) -> Tensor:
         norm = next(leaf for leaf in weights.leaves.values() if leaf.ndim == 1)
         shape = (*given.shape[:2], len(norm))
         if self._noise.shape != shape:

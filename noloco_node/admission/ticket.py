@@ -197,7 +197,10 @@ def _passed_by(rights: Right) -> Right:
     """Return what a key with these rights may grant."""
     if rights & Right.SIGN:
         return rights | Right.ONCE
-    return rights & (MEMBER if rights & Right.ONCE else Right.LOOK)
+    if rights & Right.ONCE:
+        return rights & MEMBER
+    # A member lets a passing identity of its own look, which lets nobody else.
+    return rights & Right.LOOK if rights & Right.TRAIN else Right(0)
 
 
 def _is_possible(link: TicketGrant) -> bool:

@@ -8,7 +8,9 @@ A ticket that only lets a peer look costs little work, and has bounds of its own
 those that train their share.
 
 The bounds are by address prefix (/24 of IPv4, /48 of IPv6), over time: making identities is free, coming from many
-networks is not. Peers that come through relays show no address of their own, and share one bound.
+networks is not. Where more prefixes ask than are remembered, those of one network (/16, /32) share a bound, so a person
+who has many prefixes of one network neither forgets a bound nor shuts others out. Peers that come through relays show
+no address of their own, and share one bound.
 
 The work is a number that is hard to find and easy to check: a second or so of a core, for this run and this peer id
 alone. That is nothing to one peer and a nuisance to thousands; the bounds hold back more than the work does.
@@ -21,6 +23,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from ipaddress import ip_network
 from typing import NamedTuple, Protocol
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -45,6 +48,9 @@ LOOK_BITS = 14
 """For a ticket that only lets a peer look: some hundredths of a second."""
 OPEN_DAYS = 365
 MOST_PREFIXES = 4096
+"""Remembered at a time, and as many networks."""
+LOOKED_AT = 64
+"""Prefixes that are looked at to make room for another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,27 +93,46 @@ class TicketSigner(NamedTuple):
 
 
 class PrefixQuota:
-    """How many tickets each address prefix may still have; of the least recent prefixes it forgets."""
+    """How many tickets each address prefix may still have; one that has its whole share again is forgotten."""
 
     def __init__(self, most: int = TICKETS_A_PREFIX, refill_s: float = REFILL_S) -> None:
         self._most, self._refill_s = float(most), refill_s
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """Tickets left, and when that was worked out (seconds)."""
+        self._left: list[OrderedDict[str, tuple[float, float]]] = [OrderedDict(), OrderedDict(), OrderedDict()]
+        """By prefix, by network, and of all others: tickets left, and when that was worked out (seconds)."""
 
     def take(self, prefix: str, now_s: float) -> bool:
         """Take one; say whether there was one. A clock that was set back takes nothing away."""
-        left, at_s = self._left.pop(prefix, (self._most, now_s))
-        left = min(self._most, left + max(0.0, now_s - at_s) / self._refill_s)
-        taken = left >= 1.0
-        self._left[prefix] = (left - 1.0 if taken else left), now_s
-        if len(self._left) > MOST_PREFIXES:
-            self._left.popitem(last=False)
-        return taken
+        for known, name in zip(self._left, (prefix, network_of(prefix), "others"), strict=True):
+            if name in known or self._has_room(known, now_s):
+                left = self._left_now(known.pop(name, (self._most, now_s)), now_s)
+                known[name] = left - (left >= 1.0), now_s
+                return left >= 1.0
+        raise AssertionError("the others are one name, for which there is room")
+
+    def _has_room(self, known: OrderedDict[str, tuple[float, float]], now_s: float) -> bool:
+        """Forget what no longer bounds anybody, of the names that have not asked for longest."""
+        for name in list(itertools.islice(known, LOOKED_AT)) if len(known) >= MOST_PREFIXES else ():
+            if self._left_now(known[name], now_s) >= self._most:
+                del known[name]
+        return len(known) < MOST_PREFIXES
+
+    def _left_now(self, known: tuple[float, float], now_s: float) -> float:
+        left, at_s = known
+        return min(self._most, left + max(0.0, now_s - at_s) / self._refill_s)
 
 
 def prefix_of(origin: str) -> str:
     """Return the prefix of the address that a peer comes from (a multiaddr); `relayed` where it shows none."""
     return str(address_prefix(origin) or "relayed")
+
+
+def network_of(prefix: str) -> str:
+    """Return the network, /16 or /32, that a prefix is part of; itself where it is no address."""
+    try:
+        found = ip_network(prefix)
+    except ValueError:
+        return prefix
+    return str(found.supernet(new_prefix=16 if found.version == 4 else 32))
 
 
 class TicketService:

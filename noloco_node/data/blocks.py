@@ -4,8 +4,9 @@ Documents are tokenised and joined, each between the tokens with which its token
 into blocks of `sequence_length + 1` that overlap by one, so that every token but the first is predicted once. Training
 reads a chunk of blocks and mixes them, because a window of blocks of one document would be about one thing.
 
-A row of which the answers are learnt (`noloco_node.data.row_forms`) is a sequence, filled up to its length; the block's
-last token is the first of the next row, which is only given. A row that is longer is left out.
+Rows of which the answers are learnt (`noloco_node.data.row_encoder`) are put into sequences, as many as fit, in the
+order in which they are read, and the sequence is filled up; or each row into one of its own. The block's last token is
+the first of the next row, which is only given. A row that is longer than a sequence is left out.
 
 A position is small, JSON holds it, and a fresh object goes on from it with the same blocks. `Blocks` waits for disks
 and networks: `TextSource` reads it in a thread.
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,13 +48,35 @@ CHUNK_TOKENS = 2**19  # in a chunk: some thirty source files, or two megabytes o
 R = TypeVar("R")
 
 
+class _Drawn(NamedTuple):
+    """The tokens of a document, or of rows that share a sequence; `place` and `name` are the first's."""
+
+    place: Place
+    tokens: Tensor
+    name: str
+
+
 class Blocks:
     """Blocks of token ids: without end for training, until the documents are used up for validation."""
 
-    def __init__(self, documents: Documents, encoder: Encoder | RowEncoder, sequence_length: int, owner: str) -> None:
-        """Cut `documents` into blocks. `owner`: whose order it is (a position is of no use to another)."""
+    def __init__(
+        self,
+        documents: Documents,
+        encoder: Encoder | RowEncoder,
+        sequence_length: int,
+        owner: str,
+        *,
+        packed: bool = False,
+    ) -> None:
+        """Cut `documents` into blocks. `owner`: whose order it is (a position is of no use to another).
+
+        `packed`: whether rows share sequences.
+        """
         self._documents, self._encoder, self._length = documents, encoder, sequence_length
-        self._pending: deque[tuple[Place, Tensor, str]] = deque()
+        self._packed = packed
+        self._pending: deque[_Drawn] = deque()
+        self._carried: _Drawn | None = None
+        """A row that did not fit into the last sequence."""
         self.document = ""
         """In which the last block begins, by its name."""
         self._offset = self._available = self._blocks = 0
@@ -90,7 +113,8 @@ class Blocks:
             yield batch
 
     def position(self) -> dict[str, Any]:
-        place = self._pending[0][0] if self._pending else self._documents.place
+        following = self._pending[0] if self._pending else self._carried
+        place = self._documents.place if following is None else following.place
         return {"source": self._source, "place": place, "offset": self._offset}
 
     def restore(self, position: dict[str, Any]) -> bool:
@@ -100,7 +124,7 @@ class Blocks:
         """
         if position.get("source") != self._source:
             return False
-        before, pending = self._documents.place, (self._offset, self._available, self._pending)
+        before, pending = self._documents.place, (self._offset, self._available, self._pending, self._carried)
         try:
             offset = position["offset"]
             self._documents.seek(position["place"])
@@ -108,10 +132,10 @@ class Blocks:
             raise ValueError(f"{position} is no position") from error
         if not isinstance(offset, int) or offset < 0:
             raise ValueError(f"{position} is no position")
-        self._offset, self._available, self._pending = 0, 0, deque()
+        self._offset, self._available, self._pending, self._carried = 0, 0, deque(), None
         if offset and not (self._draw() and offset < self._available):
             self._documents.seek(before)
-            self._offset, self._available, self._pending = pending
+            self._offset, self._available, self._pending, self._carried = pending
             return False
         self._offset, self._available = offset, self._available - offset
         return True
@@ -130,7 +154,29 @@ class Blocks:
         return True
 
     def _draw(self) -> bool:
-        """Tokenise one more document; say whether there was one."""
+        """Tokenise one more document, or rows for one more sequence; say whether there was one."""
+        drawn, self._carried = self._next() if self._carried is None else self._carried, None
+        if drawn is None:
+            return False
+        if isinstance(self._encoder, RowEncoder):
+            drawn = drawn._replace(tokens=self._sequence(drawn.tokens, self._encoder))
+        self._pending.append(drawn)
+        self._available += len(drawn.tokens)
+        return True
+
+    def _sequence(self, tokens: Tensor, encoder: RowEncoder) -> Tensor:
+        """Return a sequence that begins with this row, with the rows that follow as far as they fit."""
+        rows, room = [tokens], self._length - len(tokens)
+        while self._packed and room and (following := self._next()) is not None:
+            if len(following.tokens) > room:
+                self._carried = following
+                break
+            rows.append(following.tokens)
+            room -= len(following.tokens)
+        return torch.cat([*rows, encoder.filling(room)])
+
+    def _next(self) -> _Drawn | None:
+        """Tokenise the next document that can be used; None at the end."""
         left_out = set[int]()
         while (document := self._documents.next()) is not None:
             epoch = document.place.get("epoch", 0)
@@ -138,6 +184,9 @@ class Blocks:
                 self._first_epoch = epoch
             try:
                 tokens = torch.cat([self._encoder.document(text) for text in document.texts])
+                if isinstance(self._encoder, RowEncoder) and len(tokens) > self._length:
+                    kind, detail = f"is longer than a sequence of {self._length:,} tokens", f"{len(tokens):,} tokens"
+                    raise UnfitRowError(kind, detail)
             except UnfitRowError as unfit:
                 if epoch == self._first_epoch:  # a row that is read again is counted once
                     self._documents.unread.note(*unfit.noted(document.name))
@@ -146,16 +195,14 @@ class Blocks:
                 if len(left_out) > 2:
                     raise self._no_row() from unfit
                 continue
-            self._pending.append((document.place, tokens, document.name))
-            self._available += len(tokens)
-            return True
-        return False
+            return _Drawn(document.place, tokens, document.name)
+        return None
 
     def _follow_last_row(self) -> bool:
         """Put a token behind the last row of all, as another row would; say whether it had none."""
         if not isinstance(self._encoder, RowEncoder) or self._available != self._length:
             return False
-        self._pending.append((self._documents.place, self._encoder.filling(1), ""))
+        self._pending.append(_Drawn(self._documents.place, self._encoder.filling(1), ""))
         self._available += 1
         return True
 
@@ -168,17 +215,17 @@ class Blocks:
 
     def _take(self, block: Tensor) -> None:
         """Fill one block, and move on by all of its tokens but the last."""
-        filled, start, self.document = 0, self._offset, self._pending[0][2]
-        for _, tokens, _ in self._pending:
-            part = tokens[start : start + len(block) - filled]
+        filled, start, self.document = 0, self._offset, self._pending[0].name
+        for each in self._pending:
+            part = each.tokens[start : start + len(block) - filled]
             block[filled : filled + len(part)] = part
             filled, start = filled + len(part), 0
             if filled == len(block):
                 break
         self._offset += self._length
         self._available -= self._length
-        while self._offset >= len(self._pending[0][1]):
-            self._offset -= len(self._pending.popleft()[1])
+        while self._offset >= len(self._pending[0].tokens):
+            self._offset -= len(self._pending.popleft().tokens)
         self._blocks += 1
 
 
@@ -189,16 +236,18 @@ def open_blocks(data: DataConfig, sequence_length: int, seed: int, peer: str, pa
     Raises `UserError` (CONFIG) if a path, a field, a data set or the tokenizer is not there, (DATA) if the tokenizer
     lacks a template.
     """
-    encoder = RowEncoder(data, sequence_length) if data.has_rows else open_encoder(data)
+    encoder = RowEncoder(data) if data.has_rows else open_encoder(data)
     order = ReadingOrder(part, seed, peer, data.shuffle)
     owner = part if part == "validation" else f"{part}|{seed}|{peer}|{data.shuffle}"
+    # A model from elsewhere evaluates one row at a time.
+    packed = data.packs and part == "train"
     if part == "validation" and data.validation_percent == 0:
         raise config_error(
             "This run holds no text out for validation.",
             why="data.validation_percent is 0",
             hint="text of your own to evaluate on",
         )
-    return Blocks(_documents(data, order, sequence_length), encoder, sequence_length, owner)
+    return Blocks(_documents(data, order, sequence_length), encoder, sequence_length, owner, packed=packed)
 
 
 def _documents(data: DataConfig, order: ReadingOrder, sequence_length: int) -> Documents:

@@ -11,7 +11,7 @@ A token that holds a character of an answer is learnt. What an answer is in a te
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,7 +21,7 @@ from torch import Tensor
 from noloco_node.data.encoding import Encoder, open_encoder, open_tokenizer
 from noloco_node.data.row_forms import ASSISTANT, data_error
 from noloco_node.run.config import DataConfig
-from pipeline.messages import given, learnt
+from pipeline.messages import first, given, ids_of, learnt
 
 _SAYS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]
@@ -45,12 +45,11 @@ class UnfitRowError(ValueError):
 class RowEncoder:
     """Turns the text of a row (`row_of`) into marked tokens."""
 
-    def __init__(self, data: DataConfig, sequence_length: int) -> None:
+    def __init__(self, data: DataConfig) -> None:
         """Open the run's tokenizer and its template; raise `UserError` if one is missing."""
         in_messages = data.form == "messages"
         tokenizer = None if data.has_byte_tokenizer and not in_messages else open_tokenizer(data)
         self._plain: Encoder = open_encoder(data, tokenizer)
-        self._length = sequence_length
         self._tokenizer = None if data.has_byte_tokenizer else tokenizer
         self._template = _template_of(data, tokenizer) if in_messages else None
         self._ends = data.chat_template != "" and in_messages
@@ -58,22 +57,15 @@ class RowEncoder:
         self.name = f"{self._plain.name}|{data.form}|{data.chat_template}"
         self.end = self._plain.end
 
-    def document(self, text: str) -> Tensor:
-        """Return a row as marked tokens, filled up to a sequence; raise `UnfitRowError` for one that does not fit.
-
-        The first token is only given, so that a sequence may end with the first token of the next.
-        """
-        tokens = self.tokens(text)
-        if len(tokens) > self._length:
-            raise UnfitRowError(f"is longer than a sequence of {self._length:,} tokens", f"{len(tokens):,} tokens")
-        return torch.cat([tokens, self.filling(self._length - len(tokens))])
-
     def filling(self, count: int) -> Tensor:
         """Return tokens that stand where a row has ended."""
         return given(torch.full((count,), self.end, dtype=torch.int32))
 
-    def tokens(self, text: str) -> Tensor:
-        """Return a row as marked tokens, however many; raise `UnfitRowError` where none would be learnt."""
+    def document(self, text: str) -> Tensor:
+        """Return a row as marked tokens, however many; raise `UnfitRowError` where none would be learnt.
+
+        The first one is only given: a sequence may end with the first token of the next row.
+        """
         content = msgspec.json.decode(text)
         if self._template is None:
             prompt, completion = content
@@ -88,7 +80,7 @@ class RowEncoder:
             end = torch.tensor([self.end], dtype=torch.int32)
             parts.append(end if ends_learnt else given(end))
         tokens = torch.cat(parts)
-        tokens[:1] = torch.where(tokens[:1] >= 0, given(tokens[:1]), tokens[:1])
+        tokens[:1] = first(ids_of(tokens[:1]))
         if not learnt(tokens):
             raise UnfitRowError("has no token to learn")
         return tokens
@@ -107,7 +99,7 @@ class RowEncoder:
         )
         ids = torch.tensor(encoded["input_ids"], dtype=torch.int32)
         places = encoded["offset_mapping"]
-        is_learnt = [any(first < end and last > begin for begin, end in spans) for first, last in places]
+        is_learnt = [any(at < end and until > begin for begin, end in spans) for at, until in places]
         return ids.where(torch.tensor(is_learnt, dtype=torch.bool), given(ids))
 
     def _segment(self, text: str, is_learnt: bool) -> Tensor:
@@ -117,6 +109,16 @@ class RowEncoder:
             encoded = self._tokenizer(text, add_special_tokens=False, verbose=False)
             ids = torch.tensor(encoded["input_ids"], dtype=torch.int32)
         return ids if is_learnt else given(ids)
+
+
+def sequences_of(lengths: Iterable[int], room: int) -> int:
+    """Return how many sequences rows of these lengths take, one after the other, where each fits into one."""
+    count, left = 0, 0
+    for length in lengths:
+        if length > left:
+            count, left = count + 1, room
+        left -= length
+    return count
 
 
 def _cut(text: str, spans: list[Span]) -> Iterator[tuple[int, int, bool]]:

@@ -15,7 +15,7 @@ from noloco_node.data.blocks import open_blocks
 from noloco_node.data.dataset_documents import RowDocuments, load_rows
 from noloco_node.data.encoding import open_tokenizer
 from noloco_node.data.file_documents import ReadingOrder, UnreadText, row_side_of
-from noloco_node.data.row_encoder import RowEncoder, UnfitRowError
+from noloco_node.data.row_encoder import RowEncoder, UnfitRowError, sequences_of
 from noloco_node.data.row_forms import data_error
 from noloco_node.run.config import DataConfig, RunConfig
 from pipeline.messages import ids_of, learnt
@@ -78,7 +78,7 @@ def _text(data: DataConfig, length: int, seed: int) -> Iterator[str]:
 
 
 def _rows(data: DataConfig, length: int) -> Iterator[str]:
-    encoder, unread = RowEncoder(data, length), UnreadText(tell=None)
+    encoder, unread = RowEncoder(data), UnreadText(tell=None)
     whole = msgspec.structs.replace(data, validation_percent=100.0)
     documents = RowDocuments(whole, ReadingOrder("validation", 0, "", shuffle=False), lambda: load_rows(data), unread)
     tokenizer = open_tokenizer(data)
@@ -91,7 +91,7 @@ def _rows(data: DataConfig, length: int) -> Iterator[str]:
             (text,) = document.texts
             if fitting < MEASURED:
                 try:
-                    tokens = encoder.tokens(text)
+                    tokens = encoder.document(text)
                 except UnfitRowError as error:
                     unread.note(*error.noted(document.name))
                     continue
@@ -106,21 +106,26 @@ def _rows(data: DataConfig, length: int) -> Iterator[str]:
     finally:
         documents.close()
     if counts.tokens:
-        yield from _summary(counts, length, fitting, held_out, more=more)
+        yield from _summary(counts, length, data, fitting, held_out, more=more)
     reasons = [each.removeprefix("text: ") for each in unread.summary()]
     if reasons:
         yield ""
         yield "Rows that do not fit, the first of each kind:"
         for reason in reasons:
             yield from _filled(reason, "  ")
-    if reasons or not shown:
-        unfit = sum(unread.counts.values())
-        of_rows = f"of {fitting + unfit:,} rows"
-        what = f"{unfit:,} {of_rows} do not fit data.form" if shown else f"None {of_rows} fits data.form"
+    unfit = sum(unread.counts.values())
+    all_rows = f"{fitting + unfit:,} rows"
+    if not shown:
         raise data_error(
-            f'{what} = "{data.form}".',
-            reasons[0] if reasons else f"each is longer than a sequence of {length:,} tokens",
-            "correct them; in training such rows are left out" if shown else "another data.form, or other fields",
+            f'None of {all_rows} fits data.form = "{data.form}" and a sequence.',
+            "; ".join([*reasons[:1], *([f"{fitting:,} are longer than {length:,} tokens"] if fitting else [])]),
+            "other fields, another data.form, or a larger pipeline.sequence_length",
+        )
+    if unfit:
+        raise data_error(
+            f'{unfit:,} of {all_rows} do not fit data.form = "{data.form}".',
+            reasons[0],
+            "correct them; in training such rows are left out",
         )
 
 
@@ -132,7 +137,9 @@ def _count(tokens: Tensor, length: int, counts: _Counts) -> None:
         counts.learnt.append(learnt(tokens))
 
 
-def _summary(counts: _Counts, length: int, fitting: int, held_out: int, *, more: bool) -> Iterator[str]:
+def _summary(
+    counts: _Counts, length: int, data: DataConfig, fitting: int, held_out: int, *, more: bool
+) -> Iterator[str]:
     measured = len(counts.tokens) + len(counts.too_long)
     total, shortest, longest = sum(counts.tokens), min(counts.tokens), max(counts.tokens)
     of = "" if measured == fitting and not more else f" of the first {measured:,}"
@@ -143,9 +150,11 @@ def _summary(counts: _Counts, length: int, fitting: int, held_out: int, *, more:
     yield from _filled(
         f"Those{of} that fit a sequence have {shortest:,} to {longest:,} tokens, half of them "
         f"{median(counts.tokens):,.0f} or fewer; {sum(counts.learnt) / total:.0%} of the tokens are learnt "
-        f"({LEARNT.strip()}), the others are only given ({GIVEN.strip()}). A row takes a sequence of its own: "
-        f"{1 - total / (length * len(counts.tokens)):.0%} of what is computed is filling."
+        f"({LEARNT.strip()}), the others are only given ({GIVEN.strip()})."
     )
+    sequences = sequences_of(counts.tokens, length) if data.packs else len(counts.tokens)
+    together = f"{len(counts.tokens) / sequences:.1f} rows share a sequence" if data.packs else "A row is a sequence"
+    yield from _filled(f"{together}: {1 - total / (length * sequences):.0%} of what is computed is filling.")
     if count := len(counts.too_long):
         are = "is" if count == 1 else "are"
         yield from _filled(

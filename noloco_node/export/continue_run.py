@@ -83,12 +83,12 @@ def continuing_text(directory: Path, preset: str) -> str:
     return text
 
 
-def _data_of(before: RunConfig | None) -> dict[str, str]:
+def _data_of(before: RunConfig | None) -> dict[str, object]:
     """Return the text of the new run: that of the model's own run, else the owner's to name."""
     if before is None:
         return {"source": "text", "path": OWN_TEXT}
     place = ("source", "path", "commit", "subset", "split", "field")
-    fields = (*place, "form", "prompt_field", "completion_field", "messages_field", "chat_template")
+    fields = (*place, "form", "prompt_field", "completion_field", "messages_field", "chat_template", "packed")
     return {name: value for name in fields if (value := getattr(before.data, name)) is not None}
 
 

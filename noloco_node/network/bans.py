@@ -2,7 +2,8 @@
 
 Violations count against the authenticated identity, and against the public address prefix that it comes from, because
 one person may own many identities. Half of them is forgotten in each half-life, so a peer that errs now and then is
-never banned. Violations within a moment count as one: a peer that dies leaves several answers half sent.
+never banned. Violations within a moment count as one: a peer that dies leaves several answers half sent. A peer that
+has long talked with us without a violation is served though its prefix is banned: in a cloud, strangers share one.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ TIMES_LONGER = 4.0
 """Each ban lasts so many times the one before it, unless a day of good conduct lies between them."""
 FORGIVEN_S = 86_400.0
 MOST_KNOWN = 4096
+GOOD_S = 1800.0
+"""A peer is in good standing so long after its first conversation, if it has had no violation since."""
 MOST_AT_ONCE = 256
 """Conversations with one public address prefix that are answered at the same time."""
 
@@ -99,6 +102,8 @@ class BanHook(NetworkHook):
         self._counts: Counter[str] = Counter()
         self._answering: Counter[str] = Counter()
         """Conversations by address prefix."""
+        self._good_since_s: OrderedDict[str, float] = OrderedDict()
+        """When a conversation that each peer opened first ended without a violation; the last to talk comes last."""
 
     def calling(self, peer: str) -> AbstractAsyncContextManager[None]:
         self._refuse_banned(peer)
@@ -113,17 +118,23 @@ class BanHook(NetworkHook):
         prefix = str(place) if place is not None and place.is_global else ""
         self._refuse_banned(conversation.peer)
         if prefix:
-            self._refuse_banned(prefix)
+            if not self._is_good(conversation.peer):
+                self._refuse_banned(prefix)
             if self._answering[prefix] >= MOST_AT_ONCE:
                 self._counts["bans.crowded"] += 1
                 raise ConnectionRefusedError(f"busy with {MOST_AT_ONCE} conversations from {prefix}")
         self._answering[prefix] += 1
+        served_well = True
         try:
             yield NO_HOOK
-        except Violation:
-            self.note(conversation.peer, prefix)
+        except (Violation, ConnectionRefusedError) as error:  # another hook refuses strangers
+            served_well = False
+            if isinstance(error, Violation):
+                self.note(conversation.peer, prefix)
             raise
         finally:
+            if served_well:
+                self._note_good(conversation.peer)
             self._answering[prefix] -= 1
             if not self._answering[prefix]:
                 del self._answering[prefix]
@@ -134,6 +145,7 @@ class BanHook(NetworkHook):
     def note(self, peer: str, prefix: str = "") -> None:
         """Count a violation against a peer, and the public prefix that it came from."""
         now_s = loop_s()
+        self._good_since_s.pop(peer, None)
         banned = self._bans.note(peer, now_s) > 0.0
         if prefix:
             banned |= self._bans.note(prefix, now_s, MOST_OF_PREFIX) > 0.0
@@ -142,6 +154,14 @@ class BanHook(NetworkHook):
     def shut_out(self, peer: str, for_s: float) -> None:
         """Quarantine a peer for so long; 0 ends the quarantine."""
         self._bans.shut_out(peer, loop_s(), for_s)
+
+    def _note_good(self, peer: str) -> None:
+        self._good_since_s[peer] = self._good_since_s.pop(peer, loop_s())
+        if len(self._good_since_s) > MOST_KNOWN:
+            self._good_since_s.popitem(last=False)
+
+    def _is_good(self, peer: str) -> bool:
+        return loop_s() - self._good_since_s.get(peer, loop_s()) >= GOOD_S
 
     def _refuse_banned(self, who: str) -> None:
         left_s = self._bans.left_s(who, loop_s())

@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from noloco_node.machine.interface import Dimensions, StageModel
-from noloco_node.run.config import PipelineConfig
-from pipeline.messages import ACTIVATION_CODECS, ActivationCode
+from noloco_node.run.config import RunConfig
+from pipeline.messages import ACTIVATION_CODECS, ActivationCode, first
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,7 @@ class StageBenchmark(NamedTuple):
 
 
 def measure(
-    stage: StageModel, number: int, pipeline: PipelineConfig, layout: Dimensions, clock: Callable[[], float]
+    stage: StageModel, number: int, run: RunConfig, layout: Dimensions, clock: Callable[[], float]
 ) -> StageBenchmark:
     """Measure a microbatch at stage `number`; a job of the device's thread, as is `clock`.
 
@@ -45,7 +45,7 @@ def measure(
     from pipeline.activation_codec import encode
     from pipeline.forward_pass import LOGIT_BYTES, LOGITS
 
-    generator = torch.Generator().manual_seed(0)
+    generator, pipeline = torch.Generator().manual_seed(0), run.pipeline
     shape = pipeline.ids_shape
 
     def ids(shape: tuple[int, int]) -> Tensor:
@@ -57,6 +57,9 @@ def measure(
     codec = ACTIVATION_CODECS[pipeline.codec]
     hidden, gradient = ids(shape) if number == 0 else numbers(codec.down), numbers(codec.back)
     targets = ids(pipeline.targets_shape)
+    if run.data.packs:  # attention within rows takes a mask
+        middle = targets[:, targets.shape[1] // 2]
+        middle.copy_(first(middle))
     marks, saved = [], SavedTensors()
     if pipeline.is_last(number):
         marks.append(clock())

@@ -301,7 +301,7 @@ async def _measure(context: NodeContext, stage: StageModel, number: int) -> tupl
     """
     host, work, run = context.host, context.dimensions.work, context.run
     try:
-        probe = await host.device.run(measure, stage, number, run.pipeline, context.dimensions, host.device.clock)
+        probe = await host.device.run(measure, stage, number, run, context.dimensions, host.device.clock)
     except MemoryError as error:
         raise out_of_memory(number, f"a first microbatch ran out of it: {_in_a_line(error)}") from error
     device_s = tuple(max(probe.device_s * flops / work[number], host.line_s(each)) for each, flops in enumerate(work))

@@ -59,8 +59,8 @@ class _Kept(NamedTuple):
 class _Family:
     """The small models of one config, and what was measured of them."""
 
-    def __init__(self, config: Config, lengths: tuple[int, ...], half: bool) -> None:
-        self._config, self._lengths, self._half = config, lengths, half
+    def __init__(self, config: Config, lengths: tuple[int, ...], half: bool, packed: bool) -> None:
+        self._config, self._lengths, self._half, self._packed = config, lengths, half, packed
         depth = int(config.num_hidden_layers)
         whole = skeleton(config)
         layers = whole.get_submodule(find_decoder_parts(whole, depth).spine[-1])
@@ -116,29 +116,34 @@ class _Family:
     def _sample(self, part: Slice, width: int, batch: int, length: int) -> _Kept:
         ids = torch.arange(batch * length).remainder(_VOCABULARY).view(batch, length)
         given = ids if part.cut.embeds else torch.zeros(batch, length, width, requires_grad=True)
+        # Attention within rows takes a mask, which some of its implementations keep.
+        positions = torch.arange(length).remainder(-(-length // 2)).expand(batch, -1) if self._packed else None
         logits, rest = SavedTensors(_are_logits), SavedTensors(lambda each: not _are_logits(each))
         plain = True
         for counted in (rest, logits) if part.cut.head else (rest,):
             with counted:
                 with torch.autocast("cpu", torch.bfloat16) if self._half else nullcontext():
-                    output = part(given)
+                    output = part(given, positions=positions)
                 if part.cut.head:
                     plain = not str(output.grad_fn.name()).startswith(("Mul", "Div", "Tanh"))
                     functional.cross_entropy(output.float().flatten(0, 1), ids.flatten())
         return _Kept(rest.bytes, logits.bytes / (ids.numel() * _VOCABULARY), plain)
 
 
-_families: dict[tuple[str, tuple[int, ...], bool], _Family] = {}
+_families: dict[tuple[str, tuple[int, ...], bool, bool], _Family] = {}
 
 
-def graph_bytes(pipeline: PipelineConfig, layout: ModelLayout, number: int, *, half: bool) -> GraphBytes:
+def graph_bytes(
+    pipeline: PipelineConfig, layout: ModelLayout, number: int, *, half: bool, packed: bool = False
+) -> GraphBytes:
     """Return what autograd keeps of a microbatch at a stage, and what else the last one's pass holds of logits.
 
     By layers: the inputs of all of them, float32, and what autograd keeps of the one that keeps most. `half`: the
-    matrices are multiplied in bfloat16. What a stage is given does not count: it waits in main memory.
+    matrices are multiplied in bfloat16. `packed`: rows share a sequence. What a stage is given does not count: it waits
+    in main memory.
     """
     (batch, length), cut = pipeline.ids_shape, layout.cuts[number]
-    family = _family(layout.prepared.config, length, half)
+    family = _family(layout.prepared.config, length, half, packed)
 
     def kept(first: int, end: int, *, embeds: bool = False, head: bool = False) -> _Kept:
         return family.kept(Cut(first, end, embeds=embeds, head=head), batch, length)
@@ -165,18 +170,18 @@ def _rotated(config: Config, head: int) -> list[float]:
     return [round(share * head, 6), *(float(each) for each in named if each)]
 
 
-def _family(config: Config, length: int, half: bool) -> _Family:
+def _family(config: Config, length: int, half: bool, packed: bool) -> _Family:
     """Return the family of a config, whose windows are short where sequences of this length are longer."""
     cut = {name: _SHORT_WINDOW for name in _WINDOWS if 0 < (getattr(config, name, None) or 0) < length}
     lengths = _LENGTHS if length > _LENGTHS[-1] else (length,)
-    key = (config.to_json_string(use_diff=False) + str(cut), lengths, half)
+    key = (config.to_json_string(use_diff=False) + str(cut), lengths, half, packed)
     if key not in _families:
         if len(_families) >= _MOST_FAMILIES:
             _families.clear()
         config = copy.deepcopy(config)
         for name, window in cut.items():
             setattr(config, name, window)
-        _families[key] = _Family(config, lengths, half)
+        _families[key] = _Family(config, lengths, half, packed)
     return _families[key]
 
 

@@ -13,7 +13,16 @@ from noloco_node.units import format_bytes
 from pipeline.decoder_slice import NotSliceableError, Subspace
 from pipeline.messages import check_width
 from pipeline.model_config import Prepared, family_config, prepare
-from pipeline.partition import cut, family_notes, folded, forward_flops, slice_size, verify_family, verify_subspace
+from pipeline.partition import (
+    cut,
+    family_notes,
+    folded,
+    forward_flops,
+    slice_size,
+    verify_family,
+    verify_rows,
+    verify_subspace,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,6 +77,8 @@ def model_layout(run: RunConfig) -> ModelLayout:
     try:
         prepared = prepare(_config(run.model), run.model.dropout)
         verify_family(prepared.config)
+        if run.data.packs:
+            _check_rows(prepared)
         pipeline, width = run.pipeline, int(prepared.config.hidden_size)
         check_width(pipeline.codec, width, pipeline.subspace)
         cuts = cut(prepared.config, pipeline.stages, pipeline.boundaries, sequence_length=pipeline.sequence_length)
@@ -91,6 +102,17 @@ def model_layout(run: RunConfig) -> ModelLayout:
     return ModelLayout(
         prepared, cuts, tuple(size.shapes for size in sizes), work, tuple(size.multiplied for size in sizes)
     )
+
+
+def _check_rows(prepared: Prepared) -> None:
+    try:
+        verify_rows(prepared.config)
+    except ValueError as error:
+        raise config_error(
+            "Rows of this run cannot share a sequence.",
+            f"{error}: a row would see the one before it",
+            "data.packed = false: each row is a sequence of its own",
+        ) from error
 
 
 def build_stage(run: RunConfig, plan: ModelLayout, number: int, device: torch.device) -> Slice:

@@ -279,8 +279,8 @@ def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool, splits:
     cut, shapes, pipeline = drawn.cuts[number], tuple(drawn.shapes[number].values()), run.pipeline
     once, gossip = float32_bytes(shapes), gossip_memory(run.outer, shapes)._asdict()
     cast, split = 2 * drawn.multiplied[number] if half else 0, splits and run.inner.state == "int8"
-    graph, tokens = graph_bytes(pipeline, drawn, number, half=half), pipeline.microbatch_tokens
-    at_once = pipeline.in_flight(number)
+    graph = graph_bytes(pipeline, drawn, number, half=half, packed=run.data.packs)
+    at_once, tokens = pipeline.in_flight(number), pipeline.microbatch_tokens
     activations = ACTIVATION_CODECS[pipeline.codec].down.size_bytes(tokens, drawn.width)
     return Memory(
         # Of a multiplied weight the upper half is what passes compute with, and a byte of its float32 is left out.

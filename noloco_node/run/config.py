@@ -140,6 +140,8 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     messages_field: str = "messages"
     chat_template: Literal["", "chatml"] = ""
     """How messages become a text: "" is the tokenizer's own template; "chatml" a built-in one."""
+    packed: bool = True
+    """Whether rows share a sequence, of which none sees another, where the answers in rows are learnt."""
     tokenizer: str = "byt5"
     """byt5 (bytes, needs no files); files (those of `tokenizer_files`); with `tokenizer_commit` owner/name of the hub,
     without it a local directory."""
@@ -159,6 +161,11 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def has_rows(self) -> bool:
         """Whether the run learns the answers in rows, and no other token."""
         return self.form != "text"
+
+    @property
+    def packs(self) -> bool:
+        """Whether several rows may share a sequence."""
+        return self.has_rows and self.packed
 
     @property
     def row_fields(self) -> tuple[str, ...]:

@@ -127,7 +127,7 @@ def written(
     model: str | None = None,
     tokenizer: str = "byt5",
     tokenizer_files: str = "",
-    data: Mapping[str, str] | None = None,
+    data: Mapping[str, object] | None = None,
 ) -> str:
     """Return the text of a run file. `model`: another section [model]; `tokenizer_files`: sections of those.
 

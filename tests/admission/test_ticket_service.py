@@ -100,6 +100,25 @@ def test_no_prefix_has_more_than_its_share(asks: list[tuple[str, float]]) -> Non
     assert all(count <= TICKETS_A_PREFIX + now_s / REFILL_S for count in given_out.values())
 
 
+@pytest.mark.parametrize("count", [3, 40])
+def test_other_prefixes_reset_no_bound_and_take_nobody_s_place(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """One person has all prefixes of one network; what is remembered holds `count` prefixes and networks."""
+    monkeypatch.setattr(ticket_service, "MOST_PREFIXES", count)
+    quota, now_s = PrefixQuota(), 0.0
+    mine = [f"2001:db8:{number:x}::/48" for number in range(2 * count)]
+    got = dict.fromkeys([*mine, "8.8.8.0/24"], 0)
+    for _ in range(3 * TICKETS_A_PREFIX):
+        for prefix in mine:
+            got[prefix] += quota.take(prefix, now_s)
+    bound = TICKETS_A_PREFIX * (count + 1)
+    assert sum(got.values()) == bound, "those beyond the number remembered share the bound of their network"
+    assert all(quota.take("8.8.8.0/24", now_s) for _ in range(TICKETS_A_PREFIX)), "another network has its own"
+    assert not quota.take("8.8.9.0/24", now_s), "which its prefixes share as long as there is no more room"
+    now_s += REFILL_S * TICKETS_A_PREFIX
+    assert all(quota.take("1.1.1.0/24", now_s) for _ in range(TICKETS_A_PREFIX)), "those with a whole share make room"
+    assert all(len(known) <= count for known in quota._left)
+
+
 @given(st.lists(st.floats(-1e6, 1e6), max_size=100), st.floats(0, 1e5))
 def test_a_clock_that_is_set_takes_no_ticket_away(readings: list[float], pause_s: float) -> None:
     """However the clock was set, a prefix has after a pause what it would have by a clock that goes evenly."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from itertools import groupby, islice
+from itertools import groupby, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from noloco_node.data import dataset_documents
 from noloco_node.data.blocks import Blocks, open_blocks
 from noloco_node.data.encoding import CHATML, open_tokenizer
-from noloco_node.data.row_encoder import RowEncoder, UnfitRowError
+from noloco_node.data.row_encoder import RowEncoder, UnfitRowError, sequences_of
 from noloco_node.data.row_forms import BadRow, GoodRow, row_of
 from noloco_node.errors import Exit, UserError
-from noloco_node.run.config import DataConfig
-from pipeline.messages import ids_of, learnt
+from noloco_node.planning.model_layout import model_layout
+from noloco_node.run.config import DataConfig, ModelConfig, PipelineConfig, RunConfig
+from pipeline.messages import FIRST, ids_of
 
 PROMPT = DataConfig(source="json", path="rows.jsonl", form="prompt")
 MESSAGES = DataConfig(source="json", path="rows.jsonl", form="messages", chat_template="chatml")
@@ -84,7 +85,7 @@ def templated(directory: Path, template: str, place: Path) -> DataConfig:
 @quick
 def test_the_completion_and_its_end_are_learnt(pair: tuple[str, str]) -> None:
     prompt, completion = pair
-    tokens = RowEncoder(PROMPT, 512).tokens(json.dumps(pair))
+    tokens = RowEncoder(PROMPT).document(json.dumps(pair))
     assert ids_of(tokens).tolist() == [*(byte + 3 for byte in (prompt + completion).encode()), 1]
     given = max(1, len(prompt.encode()))
     assert tokens.lt(0).tolist() == [True] * given + [False] * (len(tokens) - given)
@@ -93,7 +94,7 @@ def test_the_completion_and_its_end_are_learnt(pair: tuple[str, str]) -> None:
 @drawn(conversations)
 @quick
 def test_what_the_assistant_says_is_learnt(messages: list[dict[str, str]]) -> None:
-    tokens = RowEncoder(MESSAGES, 4096).tokens(json.dumps(messages))
+    tokens = RowEncoder(MESSAGES).document(json.dumps(messages))
     whole = "".join(f"<|im_start|>{each['role']}\n{each['content']}<|im_end|>\n" for each in messages)
     assert of_bytes(ids_of(tokens).tolist()) == whole
     assert ids_of(tokens)[-1] == 1
@@ -128,7 +129,7 @@ def test_a_tokenizers_own_template_says_what_answers_are(words: Path, tmp_path: 
     data = templated(words, template, tmp_path)
     tokenizer = open_tokenizer(data)
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
-    tokens = RowEncoder(data, 512).tokens(json.dumps(ASKED))
+    tokens = RowEncoder(data).document(json.dumps(ASKED))
     assert ids_of(tokens).tolist() == tokenizer.apply_chat_template(ASKED, return_dict=False)
     assert stretches(tokens, spelt(tokenizer)) == [
         (False, "user:\nwhat is two and two<|end|>assistant:\n"),
@@ -142,25 +143,25 @@ def test_a_token_across_the_beginning_of_an_answer_is_learnt(words: Path) -> Non
     """The prompt ends with a space that the tokenizer joins to the answer's first word."""
     data = msgspec.structs.replace(PROMPT, tokenizer=str(words))
     tokenizer = open_tokenizer(data)
-    tokens = RowEncoder(data, 512).tokens(json.dumps(["the answer is ", "four"]))
+    tokens = RowEncoder(data).document(json.dumps(["the answer is ", "four"]))
     assert ids_of(tokens).tolist() == [*tokenizer("the answer is four")["input_ids"], tokenizer.eos_token_id]
     assert stretches(tokens, spelt(tokenizer)) == [(False, "the answer is"), (True, " four<|end|>")]
 
 
 def test_special_tokens_in_a_prompt_are_text(words: Path) -> None:
     data = msgspec.structs.replace(PROMPT, tokenizer=str(words))
-    tokens = RowEncoder(data, 512).tokens(json.dumps(["<|end|>", "four"]))
+    tokens = RowEncoder(data).document(json.dumps(["<|end|>", "four"]))
     assert (ids_of(tokens) == open_tokenizer(data).eos_token_id).sum() == 1
 
 
 def test_what_a_template_does_not_take_or_writes_in_two_ways_is_unfit(words: Path, tmp_path: Path) -> None:
     strict = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('the user begins') }}{% endif %}" + FOLLOWS
     with pytest.raises(UnfitRowError, match="does not fit the chat template") as caught:
-        RowEncoder(templated(words, strict, tmp_path / "a"), 512).tokens(json.dumps(ASKED[1:]))
+        RowEncoder(templated(words, strict, tmp_path / "a")).document(json.dumps(ASKED[1:]))
     assert caught.value.detail == "the user begins"
     forgets = FOLLOWS.replace("message['content'] + eos_token", "(message['content'] if loop.last else '') + eos_token")
     with pytest.raises(UnfitRowError, match="otherwise once another message follows"):
-        RowEncoder(templated(words, forgets, tmp_path / "b"), 512).tokens(json.dumps(ASKED))
+        RowEncoder(templated(words, forgets, tmp_path / "b")).document(json.dumps(ASKED))
 
 
 @pytest.mark.parametrize("tokenizer", ["byt5", "words"])
@@ -168,10 +169,10 @@ def test_a_tokenizer_without_a_template_is_said(words: Path, tokenizer: str) -> 
     name = str(words) if tokenizer == "words" else tokenizer
     data = msgspec.structs.replace(MESSAGES, chat_template="", tokenizer=name)
     with pytest.raises(UserError, match="has no chat template") as caught:
-        RowEncoder(data, 64)
+        RowEncoder(data)
     assert caught.value.code is Exit.DATA
     assert "chatml" in caught.value.hint
-    assert RowEncoder(msgspec.structs.replace(data, chat_template="chatml"), 64)
+    assert RowEncoder(msgspec.structs.replace(data, chat_template="chatml"))
 
 
 def test_a_run_that_names_the_built_in_template_hands_it_on(words: Path) -> None:
@@ -243,33 +244,38 @@ def config(files: Path, source: str, **others: Any) -> DataConfig:
 
 
 def rows_in(batch: Tensor) -> list[str]:
-    """Return the rows of blocks as text; check that each is one sequence, with the next row's first token behind it."""
+    """Return the rows of blocks as text; check that each is whole, and that the next row's first token follows."""
     found = []
     for block in batch:
-        assert block[0] < 0
+        assert block[0] < -FIRST
         assert block[-1] < 0, "the next row's first token is not learnt here"
-        counted = learnt(block)
-        end = int((block >= 0).nonzero().max())
-        assert ids_of(block)[end] == 1
-        assert (ids_of(block)[end:-1] == 1).all(), "nothing but filling follows"
-        assert counted == (block[: end + 1] >= 0).sum()
-        found.append(of_bytes(ids_of(block[:end]).tolist()))
+        begins = [*(block[:-1] < -FIRST).nonzero().flatten().tolist(), len(block) - 1]
+        for begin, end in pairwise(begins):
+            row = block[begin:end]
+            ends = int((row >= 0).nonzero().max())
+            assert (ids_of(row)[ends:] == 1).all(), "nothing but filling follows"
+            assert (end == begins[-1]) or ends + 1 == len(row), "filling stands at the end of a sequence"
+            found.append(of_bytes(ids_of(row[:ends]).tolist()))
     return found
 
 
 @pytest.mark.parametrize("source", ["json", "parquet"])
-@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("shuffle", "packed"), [(True, True), (True, False), (False, True)])
 def test_each_row_that_fits_is_read_once_an_epoch_here_or_held_out(
-    files: Path, source: str, shuffle: bool, capsys: pytest.CaptureFixture[str]
+    files: Path, source: str, shuffle: bool, packed: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data, expected = config(files, source, shuffle=shuffle), Counter(row["prompt"] + row["completion"] for row in ROWS)
+    data = config(files, source, shuffle=shuffle, packed=packed)
+    expected = Counter(row["prompt"] + row["completion"] for row in ROWS)
     held_out = Counter(rows_in(torch.cat(list(open_blocks(data, LENGTH, 0, "", "validation").batches(3)))))
     assert 3 < len(held_out) < 30
     assert held_out.total() == len(held_out)
     trained = open_blocks(data, LENGTH, 0, "peer")
-    count = len(ROWS) - len(held_out)
-    for _ in range(2):
-        assert Counter(rows_in(trained.next_batch(count))) == expected - held_out
+    found, blocks, count = list[str](), 0, len(ROWS) - len(held_out)
+    while len(found) < 2 * count:
+        found, blocks = found + rows_in(trained.next_batch(1)), blocks + 1
+    for epoch in range(2):
+        assert Counter(found[epoch * count :][:count]) == expected - held_out
+    assert blocks == 2 * count if not packed else blocks < 1.4 * count
     said = [line.partition("warning: ")[2] for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert sum("completion" in line for line in said) == 2, "by each of the two readers"
     assert sum(f"is longer than a sequence of {LENGTH} tokens and is left out" in line for line in said) in (1, 2)
@@ -287,13 +293,15 @@ def test_json_and_parquet_hold_the_same_rows_and_hold_out_the_same(files: Path) 
 
 
 @pytest.mark.parametrize("source", ["json", "parquet"])
+@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("cut", [0, 1, 29, 47, 90])
-def test_cut_anywhere_and_restored_it_goes_on_the_same(files: Path, source: str, cut: int) -> None:
-    whole, resumed = (open_blocks(config(files, source), LENGTH, 5, "peer") for _ in range(2))
+def test_cut_anywhere_and_restored_it_goes_on_the_same(files: Path, source: str, packed: bool, cut: int) -> None:
+    data = config(files, source, packed=packed)
+    whole, resumed = (open_blocks(data, LENGTH, 5, "peer") for _ in range(2))
     for blocks in (whole, resumed):
         blocks.next_batch(cut)
     position = json.loads(json.dumps(resumed.position()))
-    resumed = open_blocks(config(files, source), LENGTH, 5, "peer")
+    resumed = open_blocks(data, LENGTH, 5, "peer")
     assert resumed.restore(position)
     for _ in range(6):
         assert torch.equal(whole.next_batch(9), resumed.next_batch(9))
@@ -323,6 +331,20 @@ def test_where_no_row_fits_the_form_that_is_said(files: Path) -> None:
     assert "rows.jsonl:1" in caught.value.why
 
 
+def test_rows_share_a_sequence_as_far_as_they_fit(tmp_path: Path) -> None:
+    """In the order in which they are read, and no row is divided."""
+    rows = [{"prompt": "x" * count, "completion": "y"} for count in (3, 4, 9, 8, 30, 2)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = config(tmp_path, "json", validation_percent=0.0, shuffle=False)
+    one, two, three = open_blocks(data, LENGTH, 0, "p").next_batch(3)
+    assert [rows_in(block[None]) for block in (one, two, three)] == [
+        ["xxxy", "xxxxy", "x" * 9 + "y"],
+        ["x" * 8 + "y", "xxy", "xxxy"],
+        ["xxxxy", "x" * 9 + "y"],
+    ]
+    assert sequences_of([5, 6, 11, 10, 4, 5, 6, 11], LENGTH) == 3
+
+
 def test_the_last_row_held_out_is_evaluated_too(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[7]))
     data = msgspec.structs.replace(config(tmp_path, "json"), validation_percent=100.0)
@@ -349,3 +371,13 @@ def test_rows_of_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(UserError, match="no field 'messages'"):
         open_blocks(data, 512, 0, "p").next_batch(1)
+
+
+def test_a_run_whose_rows_would_see_each_other_is_refused() -> None:
+    sizes = {"hidden_size": 32, "n_layer": 3, "n_head": 4, "vocab_size": 384}
+    model, pipeline = ModelConfig(architecture="bloom", sizes=sizes), PipelineConfig(sequence_length=32)
+    run = RunConfig(model=model, pipeline=pipeline, data=PROMPT)
+    with pytest.raises(UserError, match="cannot share a sequence") as caught:
+        model_layout(run)
+    assert caught.value.code is Exit.CONFIG
+    assert model_layout(msgspec.structs.replace(run, data=msgspec.structs.replace(PROMPT, packed=False)))

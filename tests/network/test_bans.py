@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from noloco_node.network.bans import (
     FIRST_BAN_S,
+    GOOD_S,
     HALF_LIFE_S,
     LONGEST_BAN_S,
     MOST_AT_ONCE,
@@ -188,6 +189,43 @@ async def test_many_identities_of_one_place_are_shut_out_together() -> None:
         calls(hook, "honest", origin)
     await asyncio.sleep(LONGEST_BAN_S)
     calls(hook, "honest", place)
+
+
+@run_main(run)
+async def test_strangers_of_a_prefix_do_not_shut_out_its_members_in_good_standing() -> None:
+    hook, place = BanHook(), "/ip4/8.8.8.8/tcp/1"
+    for name in ("member", "offender"):
+        calls(hook, name, place).close()
+    with suppress(ConnectionRefusedError), calls(hook, "without a ticket", place):
+        raise ConnectionRefusedError("it has shown no ticket")
+    await asyncio.sleep(GOOD_S)
+    with suppress(ConnectionResetError), calls(hook, "member", place):
+        raise ConnectionResetError("its line broke")
+    calls(hook, "newcomer", place).close()
+    with suppress(Violation), calls(hook, "offender", place):
+        raise Violation("a bad word")
+    for number in range(round(MOST_OF_PREFIX)):
+        with suppress(Violation, ConnectionRefusedError), calls(hook, f"stranger {number}", place):
+            raise Violation("a bad word")
+        await asyncio.sleep(1.0)
+    for name in ("newcomer", "offender", "without a ticket"):
+        with pytest.raises(ConnectionRefusedError, match=r"8\.8\.8\.0/24 sent what no peer may send"):
+            calls(hook, name, place)
+    calls(hook, "member", place).close()
+    for _ in range(round(MOST_VIOLATIONS)):
+        with suppress(Violation, ConnectionRefusedError), calls(hook, "member", place):
+            raise Violation("a bad word")
+        await asyncio.sleep(1.0)
+    with pytest.raises(ConnectionRefusedError, match="shut out"):
+        calls(hook, "member", place)
+
+
+@run_main(run)
+async def test_of_peers_in_good_standing_a_bounded_number_is_remembered() -> None:
+    hook = BanHook()
+    for number in range(MOST_KNOWN + 10):
+        calls(hook, f"peer {number}", "").close()
+    assert len(hook._good_since_s) == MOST_KNOWN
 
 
 @pytest.mark.parametrize("surfaces", [("receive",), ("send",), ("send", "receive")])

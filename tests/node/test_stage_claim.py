@@ -348,23 +348,23 @@ async def test_without_the_dht_a_newcomer_gives_up_and_whoever_moves_waits() -> 
 # The measurement.
 
 
-@pytest.mark.parametrize("logits", [2**24, 64], ids=["at once", "in chunks"])
+@pytest.mark.parametrize(("logits", "form"), [(2**24, "text"), (64, "text"), (2**24, "messages")])
 def test_a_microbatch_is_measured_at_every_stage_of_a_real_model_and_leaves_no_trace(
-    logits: int, monkeypatch: pytest.MonkeyPatch
+    logits: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (forward_pass, graph_memory):
         monkeypatch.setattr(module, "LOGITS", logits)
-    what = recipe(stages=3)
+    what = recipe(stages=3, extra=f'[data]\nsource = "json"\npath = "x"\nform = "{form}"\n')
     plan, ticks = model_layout(what.run), iter(range(100))
     for number in range(3):
         stage = make_stage(what.run, plan, number, torch.device("cpu"))
         before = [tensor.clone() for tensor in stage.weights()]
-        probe = measure(stage, number, what.run.pipeline, plan, lambda: float(next(ticks)))
+        probe = measure(stage, number, what.run, plan, lambda: float(next(ticks)))
         assert probe.device_s == 1.0
         assert probe.kept_bytes == pytest.approx(device_needs(what.run, plan, CPU).graph[number].whole, rel=0.2)
         assert stage.statistics()["backwards"] == TIMES
         again = make_stage(what.run, plan, number, torch.device("cpu"), by_layers=True)
-        assert measure(again, number, what.run.pipeline, plan, lambda: 0.0).kept_bytes == 0, "autograd does not tell"
+        assert measure(again, number, what.run, plan, lambda: 0.0).kept_bytes == 0, "autograd does not tell"
         assert all(torch.equal(was, now) for was, now in zip(before, stage.weights(), strict=True))
         # A step on what was left behind would be a step on nothing.
         assert stage.step(0.1, 1).gradient_norm == 0.0

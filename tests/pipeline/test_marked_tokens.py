@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,16 +20,21 @@ from pipeline.decoder_slice import Subspace
 from pipeline.forward_pass import PendingForward
 from pipeline.messages import (
     ACTIVATION_CODECS,
+    FIRST,
     UNLEARNT,
     Gradient,
     Microbatch,
     as_targets,
     check_marked,
+    first,
     given,
     ids_of,
     learnt,
+    positions_in_rows,
 )
+from pipeline.model_config import family_config, prepare
 from pipeline.next_stage import check_gradient
+from pipeline.partition import verify_rows
 from pipeline.stage import Stage
 
 SEQUENCES, LENGTH = 3, 13
@@ -62,7 +68,7 @@ def stages_of(number: int, subspace: Subspace | None = None) -> list[Stage]:
     return [make_stage(recipe, piece) for piece in cuts(recipe, number, subspace)]
 
 
-@drawn(st.lists(st.tuples(st.integers(0, 2**40), st.booleans()), min_size=1, max_size=30))
+@drawn(st.lists(st.tuples(st.integers(0, FIRST - 1), st.booleans()), min_size=1, max_size=30))
 @quick
 def test_a_token_keeps_its_id_and_its_mark(tokens: list[tuple[int, bool]]) -> None:
     ids, is_given = (torch.tensor(column) for column in zip(*tokens, strict=True))
@@ -70,6 +76,9 @@ def test_a_token_keeps_its_id_and_its_mark(tokens: list[tuple[int, bool]]) -> No
     assert torch.equal(ids_of(travelling), ids)
     assert torch.equal(as_targets(travelling), ids.where(~is_given, torch.tensor(UNLEARNT)))
     assert learnt(travelling) == int((~is_given).sum())
+    assert torch.equal(ids_of(first(ids)), ids)
+    assert torch.equal(as_targets(first(ids)), torch.full_like(ids, UNLEARNT))
+    assert torch.equal(first(ids.int()).long(), first(ids)), "32 bits hold it"
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -148,6 +157,76 @@ def test_later_stages_know_given_tokens_in_a_subspace() -> None:
     assert everything.loss * everything.tokens == pytest.approx(
         reply.loss * reply.tokens + rest.loss * rest.tokens, rel=1e-5
     )
+
+
+# Rows that share a sequence.
+
+
+def packed(seed: int, *lengths: int) -> Tensor:
+    """Return a sequence of rows of these lengths, with the first token of another row behind them."""
+    rows = [marked(seed + number, 0.6)[0, :length] for number, length in enumerate((*lengths, 1))]
+    return torch.cat([torch.cat([first(ids_of(row[:1])), row[1:]]) for row in rows])[None]
+
+
+@drawn(st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=3))
+@quick
+def test_positions_begin_anew_with_each_row(sequences: list[list[bool]]) -> None:
+    width = min(map(len, sequences))
+    begins = torch.tensor([[*each[:width], True] for each in sequences])
+    ids = torch.ones_like(begins, dtype=torch.int64)
+    positions = positions_in_rows(first(ids).where(begins, ids))
+    expected = []
+    for each in sequences:
+        places = [0]
+        for begun in each[:width]:
+            places.append(0 if begun else places[-1] + 1)
+        expected.append(places)
+    if any(any(each[:width]) for each in sequences):
+        assert positions is not None
+        assert positions.tolist() == expected
+    else:
+        assert positions is None
+
+
+@pytest.mark.parametrize("choices", [{}, {"graphs": 0}, {"by_layers": True}], ids=["kept", "again", "layers"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_rows_in_one_sequence_are_learnt_as_apart(family: str, choices: dict[str, Any]) -> None:
+    """To rounding, through every stage, however the backward pass gets its graph."""
+    recipe, lengths = prepared(family), (5, 4, 3)
+
+    def learnt_by(tokens: Tensor) -> tuple[Gradient, Tensor]:
+        """Return the reply, and the sum of the gradients of all losses."""
+        stages = [make_stage(recipe, piece, **choices) for piece in cuts(recipe, 3)]
+        reply = run_microbatch(stages, tokens)
+        gradients = [weight.grad for stage in stages for weight in stage._weights if weight.grad is not None]
+        return reply, torch.cat([each.flatten() for each in gradients]) * (tokens.shape[1] - 1)
+
+    tokens = packed(7, *lengths)
+    reply, together = learnt_by(tokens)
+    apart = [learnt_by(tokens[:, at : at + length + 1]) for at, length in zip((0, 5, 9), lengths, strict=True)]
+    assert reply.tokens == sum(row.tokens for row, _ in apart) > 3
+    assert reply.loss == pytest.approx(sum(row.loss * row.tokens for row, _ in apart) / reply.tokens, rel=1e-5)
+    expected = sum(gradient for _, gradient in apart)
+    assert torch.dist(together, expected) <= 1e-5 * together.norm()  # type: ignore[arg-type]
+
+
+def test_a_row_of_a_sequence_in_a_subspace_is_learnt_as_apart() -> None:
+    tokens, subspace = packed(7, 6, 6), Subspace(16, 3)
+    one, two = (run_microbatch(stages_of(2, subspace), tokens[:, at : at + 7], told=True) for at in (0, 6))
+    both = run_microbatch(stages_of(2, subspace), tokens, told=True)
+    assert both.tokens == one.tokens + two.tokens
+    assert both.loss * both.tokens == pytest.approx(one.loss * one.tokens + two.loss * two.tokens, rel=1e-5)
+
+
+@pytest.mark.parametrize(("family", "apart"), [("llama", True), ("gpt2", True), ("bloom", False)])
+def test_a_family_whose_rows_see_each_other_is_refused(family: str, apart: bool) -> None:
+    sizes = {"hidden_size": 32, "n_layer": 3, "n_head": 4, "vocab_size": VOCABULARY}
+    config = prepare(family_config("bloom", sizes)).config if family == "bloom" else prepared(family).config
+    if apart:
+        verify_rows(config)
+    else:
+        with pytest.raises(ValueError, match="a bloom model does not end attention"):
+            verify_rows(config)
 
 
 # What strangers may send.

@@ -20,11 +20,11 @@ pytestmark = pytest.mark.network
 RUN = f"""
 name = "answers"
 seed = 3
-{TINY_MODEL.replace("64", "128")}
+{TINY_MODEL.replace("64", "256")}
 [pipeline]
 stages = 2
 replicas = 1
-sequence_length = 112
+sequence_length = 160
 microbatch_size = 4
 microbatches_per_step = 2
 [data]
@@ -49,7 +49,7 @@ def conversation(number: int) -> dict[str, object]:
 
 
 def write_rows(directory: Path) -> Path:
-    """Write two hundred rows, of which the third is no conversation."""
+    """Write two hundred rows, of which the third is no conversation. Two of them fit into a sequence."""
     rows = [conversation(number) for number in range(200)]
     rows[2] = {"text": "no conversation"}
     path = directory / "rows.jsonl"
@@ -76,7 +76,7 @@ def test_real_nodes_learn_the_answers_of_conversations_and_take_them_home(tmp_pa
         assert ours[0] > 5.0, "no better than chance"
         assert ours[-1] < 1.0
         assert theirs[-1] < 1.0
-        assert {step.tokens for step in source.events(InnerStep)} == {2 * 4 * 112}
+        assert {step.tokens for step in source.events(InnerStep)} == {2 * 4 * 160}
         (noticed,) = [event.text for event in source.events(Noticed) if event.what == "text"]
         assert noticed == "text: rows.jsonl:3, whose fields are text, has no field 'messages' and is left out"
         out = tmp_path / "model"
