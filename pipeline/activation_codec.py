@@ -1,4 +1,4 @@
-"""The arithmetic of the activation codecs, and how much of a received message counts.
+"""The arithmetic of messages: the activation codecs, the marks of tokens, and how much of a received message counts.
 
 - **Rotation.** A Hadamard matrix turns each block of 32 channels before rounding, and back afterwards. So a loud
   channel shares its magnitude with its neighbours, and the rounding errors of a block are alike.
@@ -41,7 +41,7 @@ from statistics import median, median_high
 import torch
 from torch import Tensor
 
-from pipeline.messages import BLOCK, TOP_BYTES, ActivationCode, ActivationCodec
+from pipeline.messages import BLOCK, FIRST, TOP_BYTES, UNLEARNT, ActivationCode, ActivationCodec, Microbatch
 
 LARGEST = 2.0**50
 """The largest top of a message: the sum of the squares of 65,536 such values is finite."""
@@ -283,6 +283,52 @@ MESSAGES, PEERS = 3, 16
 
 class UnusualSizeError(ValueError):
     """A message is well formed and finite, and much larger than others of its kind."""
+
+
+def given(ids: Tensor) -> Tensor:
+    """Return tokens that are given and not learnt, as they travel."""
+    return ~ids
+
+
+def first(ids: Tensor) -> Tensor:
+    """Return tokens that are given, and first of their rows, as they travel."""
+    return ~(ids + FIRST)
+
+
+def ids_of(marked: Tensor) -> Tensor:
+    """Return the ids of tokens, learnt or given."""
+    return marked.where(marked >= 0, ~marked & (FIRST - 1))
+
+
+def positions_in_rows(targets: Tensor) -> Tensor | None:
+    """Return the place in its row of each token before these targets; None where each sequence is one row."""
+    begins = targets[:, :-1] < -FIRST
+    if not begins.any():
+        return None
+    places = begins.new_ones(targets.shape, dtype=targets.dtype).cumsum(1) - 1
+    started = places.clone()
+    started[:, 1:] *= begins
+    return places - started.cummax(1).values
+
+
+def as_targets(marked: Tensor) -> Tensor:
+    """Return the ids of the tokens that are learnt, and UNLEARNT in place of the others."""
+    return marked.clamp(min=UNLEARNT)
+
+
+def learnt(marked: Tensor) -> int:
+    """Return how many tokens are learnt."""
+    return int((marked >= 0).sum())
+
+
+def check_marked(microbatch: Microbatch, vocabulary: int, *, some_given: bool) -> None:
+    """Raise ValueError for targets that no peer sends. `some_given`: whether tokens of this run may be only given."""
+    if int(microbatch.targets.min()) < (-FIRST - vocabulary if some_given else 0) or (
+        int(ids_of(microbatch.targets).max()) >= vocabulary
+    ):
+        raise ValueError(f"targets outside the vocabulary of {vocabulary}")
+    if not microbatch.learnt:
+        raise ValueError("targets of which none is learnt")
 
 
 class SizeBound:

@@ -39,12 +39,20 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.activation_codec import decode, encode, gradient_seed_beside
+from pipeline.activation_codec import (
+    as_targets,
+    decode,
+    encode,
+    gradient_seed_beside,
+    ids_of,
+    learnt,
+    positions_in_rows,
+)
 from pipeline.decoder_slice import Cut, TokenFeatures, layer_list, multiplied_weights
 from pipeline.hardware.device_type import DEVICE_TYPES
 from pipeline.hardware.loss_scale import LossScale
 from pipeline.hardware.split_weights import split
-from pipeline.messages import ACTIVATION_CODECS, UNLEARNT, Gradient, as_targets, ids_of, learnt, positions_in_rows
+from pipeline.messages import ACTIVATION_CODECS, UNLEARNT, Gradient
 
 T = TypeVar("T")
 Masters = Mapping[str, nn.Parameter]

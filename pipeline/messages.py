@@ -78,65 +78,18 @@ class Microbatch:
     @property
     def learnt(self) -> int:
         """How many tokens its loss is a mean over."""
-        return learnt(self.targets[:, -self.hidden.shape[1] :])
+        return int((self.targets[:, -self.hidden.shape[1] :] >= 0).sum())
 
     @property
     def learnt_share(self) -> float:
         """The share of its tokens that count in the loss."""
-        sequences, length = self.hidden.shape[:2]
-        return self.learnt / (sequences * length)
+        return self.learnt / self.hidden.shape[:2].numel()
 
 
 UNLEARNT = -1
 """Stands for a target without a loss."""
 FIRST = 2**30
 """More than any id; the sum of both fits 32 bits."""
-
-
-def given(ids: Tensor) -> Tensor:
-    """Return tokens that are given and not learnt, as they travel."""
-    return ~ids
-
-
-def first(ids: Tensor) -> Tensor:
-    """Return tokens that are given, and first of their rows, as they travel."""
-    return ~(ids + FIRST)
-
-
-def ids_of(marked: Tensor) -> Tensor:
-    """Return the ids of tokens, learnt or given."""
-    return marked.where(marked >= 0, ~marked & (FIRST - 1))
-
-
-def positions_in_rows(targets: Tensor) -> Tensor | None:
-    """Return the place in its row of each token before these targets; None where each sequence is one row."""
-    begins = targets[:, :-1] < -FIRST
-    if not begins.any():
-        return None
-    places = begins.new_ones(targets.shape, dtype=targets.dtype).cumsum(1) - 1
-    started = places.clone()
-    started[:, 1:] *= begins
-    return places - started.cummax(1).values
-
-
-def as_targets(marked: Tensor) -> Tensor:
-    """Return the ids of the tokens that are learnt, and UNLEARNT in place of the others."""
-    return marked.clamp(min=UNLEARNT)
-
-
-def learnt(marked: Tensor) -> int:
-    """Return how many tokens are learnt."""
-    return int((marked >= 0).sum())
-
-
-def check_marked(microbatch: Microbatch, vocabulary: int, *, some_given: bool) -> None:
-    """Raise ValueError for targets that no peer sends. `some_given`: whether tokens of this run may be only given."""
-    if int(microbatch.targets.min()) < (-FIRST - vocabulary if some_given else 0) or (
-        int(ids_of(microbatch.targets).max()) >= vocabulary
-    ):
-        raise ValueError(f"targets outside the vocabulary of {vocabulary}")
-    if not microbatch.learnt:
-        raise ValueError("targets of which none is learnt")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 from noloco_node.data.encoding import Encoder, open_encoder, open_tokenizer
 from noloco_node.data.row_forms import ASSISTANT, data_error
 from noloco_node.run.config import DataConfig
-from pipeline.messages import first, given, ids_of, learnt
+from pipeline.activation_codec import first, given, ids_of, learnt
 
 _SAYS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]

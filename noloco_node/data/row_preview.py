@@ -18,7 +18,7 @@ from noloco_node.data.file_documents import ReadingOrder, UnreadText, row_side_o
 from noloco_node.data.row_encoder import RowEncoder, UnfitRowError, sequences_of
 from noloco_node.data.row_forms import data_error
 from noloco_node.run.config import DataConfig, RunConfig
-from pipeline.messages import ids_of, learnt
+from pipeline.activation_codec import ids_of, learnt
 
 SHOWN = 3
 MEASURED = 10_000

@@ -34,7 +34,8 @@ from noloco_node.planning.model_layout import ModelLayout
 from noloco_node.run.config import DataConfig, RunConfig
 from noloco_node.state_sync.replica_mean import FACTOR, LeftOut
 from noloco_node.terminal import say
-from pipeline.messages import UNLEARNT, as_targets, ids_of, learnt
+from pipeline.activation_codec import as_targets, ids_of, learnt
+from pipeline.messages import UNLEARNT
 
 BATCH = 8  # sequences evaluated at a time
 MOST_READ = 8  # times as many sequences are read as are wanted

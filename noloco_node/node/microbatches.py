@@ -20,8 +20,8 @@ from noloco_node.run.protocols import MICROBATCH, topic
 from noloco_node.swarm.receipts import IssuedReceipts
 from noloco_node.swarm.roster import Roster
 from noloco_node.tasks import loop_s
-from pipeline.activation_codec import SizeBound, UnusualSizeError
-from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch, Refused, Reply, check_marked, ids_of
+from pipeline.activation_codec import SizeBound, UnusualSizeError, check_marked, ids_of
+from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch, Refused, Reply
 from pipeline.routing import Hop
 from pipeline.worker import Worker
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from noloco_node.machine.interface import Dimensions, StageModel
 from noloco_node.run.config import RunConfig
-from pipeline.messages import ACTIVATION_CODECS, ActivationCode, first
+from pipeline.messages import ACTIVATION_CODECS, ActivationCode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,7 @@ def measure(
     import torch
 
     from noloco_node.machine.memory import SavedTensors
-    from pipeline.activation_codec import encode
+    from pipeline.activation_codec import encode, first
     from pipeline.forward_pass import LOGIT_BYTES, LOGITS
 
     generator, pipeline = torch.Generator().manual_seed(0), run.pipeline

@@ -29,7 +29,8 @@ from noloco_node.data.row_forms import BadRow, GoodRow, row_of
 from noloco_node.errors import Exit, UserError
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.run.config import DataConfig, ModelConfig, PipelineConfig, RunConfig
-from pipeline.messages import FIRST, ids_of
+from pipeline.activation_codec import ids_of
+from pipeline.messages import FIRST
 
 PROMPT = DataConfig(source="json", path="rows.jsonl", form="prompt")
 MESSAGES = DataConfig(source="json", path="rows.jsonl", form="messages", chat_template="chatml")

@@ -15,23 +15,22 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from pipeline.activation_codec import SCALE, SizeBound, UnusualSizeError, encode
-from pipeline.decoder_slice import Subspace
-from pipeline.forward_pass import PendingForward
-from pipeline.messages import (
-    ACTIVATION_CODECS,
-    FIRST,
-    UNLEARNT,
-    Gradient,
-    Microbatch,
+from pipeline.activation_codec import (
+    SCALE,
+    SizeBound,
+    UnusualSizeError,
     as_targets,
     check_marked,
+    encode,
     first,
     given,
     ids_of,
     learnt,
     positions_in_rows,
 )
+from pipeline.decoder_slice import Subspace
+from pipeline.forward_pass import PendingForward
+from pipeline.messages import ACTIVATION_CODECS, FIRST, UNLEARNT, Gradient, Microbatch
 from pipeline.model_config import family_config, prepare
 from pipeline.next_stage import check_gradient
 from pipeline.partition import verify_rows
