@@ -96,7 +96,7 @@ class Conversation(Protocol):
 
 
 class Compute(Protocol):
-    """Runs a function where heavy arithmetic belongs: the device's thread."""
+    """Runs a function where heavy arithmetic belongs: in a thread beside the device's, one after the other."""
 
     def __call__(self, function: Callable[..., T], /, *args: object) -> Awaitable[T]:
         """Return what `function(*args)` returns, raise what it raises."""

@@ -8,8 +8,9 @@ both the most at any time, without what the device would hold (weights, gradient
 storages of tensors that Python knows, counted after each job; and *resident*, by the kernel, over what the process had
 before, with what the inner step needs for a moment. `check` plans the live ones; the last column is what it plans of
 the whole process, the device's part included, over what was resident. While a checkpoint is written, and while a copy
-is made and all its pieces are read, a round is taken. Arithmetic is processor time of one thread, the median over
-rounds after the first: encoding, checking and the step; to measure how far a partner is (`influence`) comes on top.
+is made and all its pieces are read, a round is taken. Each round has an inner step between outer step and correction.
+Arithmetic is processor time of one thread, the median over rounds after the first: encoding, checking and the step; to
+measure how far a partner is (`influence`) comes on top.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 from gossip.exchange.messages import ReplicaState
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, Step
+from gossip.rounds.weights_lock import WeightsLock
 from gossip.rule.outer_step import OuterState, Tensors
 from gossip.settings import Format, OuterConfig
 from gossip.transfer.chunks import cut, digest
@@ -76,6 +78,7 @@ class Replica:
         self.parameters: int = sum(weight.numel() for weight in module.parameters())
         self.gradients = list(module.parameters())
         self.live_bytes, self.cpu_s, self.bound_s = 0, 0.0, 0.0
+        self.weights = WeightsLock()
         self.train()
 
     def train(self) -> None:
@@ -173,7 +176,11 @@ async def one_round(replica: Replica, optimiser: OuterOptimiser) -> None:
     cpu_s = replica.cpu_s
     fast = await optimiser.bound_fast("partner", fast, snapshot)
     replica.cpu_s, replica.bound_s = cpu_s, replica.cpu_s - cpu_s
-    await optimiser.correct(Step(snapshot.fast, fast, slow))
+    async with replica.weights.slow.moving():
+        correction = await optimiser.take(Step(snapshot.fast, fast, slow))
+    async with replica.weights.fast.moving():
+        replica.train()  # the correction waits for the pause after it
+        await optimiser.correct(correction)
 
 
 def _steps(optimiser: OuterOptimiser, probe: Tensor | None) -> tuple[float, ...]:
@@ -227,7 +234,7 @@ async def measure(
 
 async def checkpoint_of(replica: Replica, optimiser: OuterOptimiser) -> Checkpoint:
     """Return what `noloco_node.node.replica.Replica.checkpoint` does."""
-    release, loop = await optimiser.weights.read(), asyncio.get_running_loop()
+    release, loop = await replica.weights.read(), asyncio.get_running_loop()
     outer, fast, moments = optimiser.state, replica.stage.current_weights(), replica.stage.optimiser_state().moments
     groups = {"slow": outer.slow, "fast": fast, "optimiser": moments} | (
         {"momentum": outer.momentum} if outer.momentum else {}
@@ -242,7 +249,7 @@ async def checkpoint_of(replica: Replica, optimiser: OuterOptimiser) -> Checkpoi
 
 async def give(replica: Replica, optimiser: OuterOptimiser, directory: Path) -> None:
     """Do what a donor does: have a copy made, and read each of its pieces."""
-    async with optimiser.weights.reading():
+    async with replica.weights.reading():
         outer, moments = optimiser.state, replica.stage.optimiser_state().moments
         counters = {"round": 0, "inner_steps": 0, "progress": 0.0, "optimiser_steps": 0}
         state = ReplicaState(slow=outer.slow, momentum=outer.momentum, optimiser=moments, **counters)  # type: ignore[arg-type]

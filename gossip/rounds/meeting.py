@@ -1,4 +1,4 @@
-"""A meeting, from the first proposal to a step that waits: partners are asked and answered, weights are exchanged.
+"""A meeting, from the first proposal to a step that was agreed: partners are asked and answered, weights are exchanged.
 
 A replica asks partners one after the other, and binds itself to nobody while it asks, so no cycle of waiting can form.
 Both sides of a meeting send probes first, and derive from them whose weights count, how weights are coded, and whether
@@ -7,7 +7,7 @@ absolute format; the partner takes no step and keeps its round open.
 
 A meeting that breaks is a loss: counted, recorded, and the partner is put off for a while. Nothing moves then, and our
 round stays open. The overlapped form exchanges the snapshot that was taken when the round opened. The blocking form
-first drains the replica, and applies the step before it admits microbatches again.
+first drains the replica, and takes the whole step before it admits microbatches again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NO_WEIGHTS = Weights(fast=(), slow=())
 class MeetingProtocol:
     """One replica's meetings, one at a time: `run` asks in the background, `answer_one` answers each incoming proposal.
 
-    `apply` applies an agreed step in a pause.
+    `step` ends the round with an agreed step.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class MeetingProtocol:
         optimiser: OuterOptimiser,
         replica: GossipReplica,
         context: RoundContext,
-        apply: Callable[[PendingStep], Awaitable[None]],
+        step: Callable[[PendingStep], Awaitable[None]],
     ) -> None:
         self._round_state, self._optimiser = round_state, optimiser
-        self._replica, self._context, self._apply = replica, context, apply
+        self._replica, self._context, self._step = replica, context, step
         self._blocked_s = 1.0
 
     async def run(self) -> None:
@@ -250,13 +250,7 @@ class MeetingProtocol:
                 bytes_received=received,
             )
             last_met = last_met_after(own, partner, adopted=adopted)
-            pending = PendingStep(swapped.step, snapshot.inner_steps, event, last_met)
-            if round_state.settings.blocking:
-                round_state.close()
-                round_state.note_met(meeting.partner)
-                await self._apply(pending)
-            else:
-                round_state.step(pending)
+            await self._step(PendingStep(swapped.step, snapshot.inner_steps, event, last_met))
 
         await conclude(conversation, commit, asked=asked)
 

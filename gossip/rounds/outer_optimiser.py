@@ -1,9 +1,10 @@
 """The outer step of one replica's slow weights: what it says of its weights, what it hears, and the step in place.
 
 `OuterOptimiser` applies the rule of `gossip.rule.outer_step` to a replica that trains on meanwhile; heavy arithmetic
-runs on the node's thread. Nothing moves, and the step may still be thrown away, until `correct` moves the slow weights
-and what the codec owes, and adds the correction to the fast ones. A caller that may be cancelled wraps it in
-`to_the_end`.
+runs on the node's thread. Nothing moves, and the step may still be thrown away, until `take` moves the slow weights and
+what the codec owes. `take` may run while the replica trains: it touches no fast weights. `correct` then adds the
+correction to the fast ones, in a pause. The caller keeps readers out meanwhile (`gossip.rounds.weights_lock`), and
+awaits both to their end even if it is cancelled.
 
 `take_step` moves slow weights, momentum, residuals and the snapshot a piece at a time, and decodes what both sent anew
 for each piece: it cannot fail half-way for what a partner has sent. The snapshot becomes the correction. Each value
@@ -17,9 +18,7 @@ partner's probe decides how coarsely ours are rounded, and that rounding could m
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sized
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sized
 from typing import NamedTuple
 
 import torch
@@ -78,9 +77,9 @@ class Rule(NamedTuple):
 class OuterOptimiser:
     """Slow weights and momentum of one replica.
 
-    `version`: the number of outer steps taken here; it changes with the slow weights. `weights`: the lock under which
-    they move. `seed`: of the run. `fixed`: numbers of the tensors that no round moves. `partners`: the other replicas.
-    `returned`: the weights are not a run's first ones.
+    `version`: the number of outer steps taken here; it changes with the slow weights. `seed`: of the run. `fixed`:
+    numbers of the tensors that no round moves. `partners`: the other replicas. `returned`: the weights are not a run's
+    first ones.
     """
 
     def __init__(
@@ -105,7 +104,6 @@ class OuterOptimiser:
         self._owed = self._nothing_owed()
         self.state = _of_rule(state, settings.alpha)
         """Its tensors move with the next step."""
-        self.weights = WeightsLock()
         self._fast_bound, self._slow_bound = (InfluenceBound(returned=returned) for _ in range(2))
         """Of the fast and of the slow weights that partners bring."""
         self.version = 0
@@ -203,11 +201,14 @@ class OuterOptimiser:
 
     # The step.
 
-    async def correct(self, step: Step) -> None:
-        """Take a step, in a pause: move the slow weights, and add the correction to the fast ones."""
-        async with self.weights.moving():
-            await self._compute(self._take, step)
-            await self._replica.correct(step.snapshot)
+    async def take(self, step: Step) -> Tensors:
+        """Move the slow weights; return the correction of the fast ones, in the memory of the step's snapshot."""
+        await self._compute(self._take, step)
+        return step.snapshot
+
+    async def correct(self, correction: Tensors) -> None:
+        """Add the correction of a step to the fast weights, in a pause."""
+        await self._replica.correct(correction)
 
     def _take(self, step: Step) -> None:
         self.state = take_step(step, self.state, self._owed, self._rule)
@@ -352,63 +353,3 @@ class _BothSides:
 
 def _part(tensors: Tensors, number: int, at: slice) -> Tensors:
     return (tensors[number].view(-1)[at],) if tensors else ()
-
-
-class WeightsLock:
-    """Lets any number of readers use a replica's weights without a copy, or one step move them.
-
-    Checkpoints and copies for newcomers read from the replica's own memory; passes go on meanwhile, inner and outer
-    steps wait. All have their turn in the order in which they came, so readers cannot keep a step waiting for ever.
-    """
-
-    def __init__(self) -> None:
-        self._turn = asyncio.Lock()
-        self._readers = 0
-        self._unread = asyncio.Event()
-        self._unread.set()
-
-    @asynccontextmanager
-    async def moving(self) -> AsyncIterator[None]:
-        """Wait until nobody reads, and keep readers out."""
-        async with self._turn:
-            await self._unread.wait()
-            yield
-
-    @asynccontextmanager
-    async def reading(self) -> AsyncIterator[None]:
-        release = await self.read()
-        try:
-            yield
-        finally:
-            release()
-
-    async def read(self) -> Callable[[], None]:
-        """Keep the weights as they are until the returned function is called; a second call does nothing."""
-        async with self._turn:
-            self._readers += 1
-            self._unread.clear()
-        released = False
-
-        def release() -> None:
-            nonlocal released
-            if not released:
-                released = True
-                self._readers -= 1
-                if not self._readers:
-                    self._unread.set()
-
-        return release
-
-
-async def to_the_end(work: Coroutine[None, None, None]) -> None:
-    """Await `work` to its end even when cancelled: no weights are left half corrected."""
-    task = asyncio.create_task(work)
-    cancelled = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as late:
-            cancelled = late
-    task.result()
-    if cancelled is not None:
-        raise cancelled

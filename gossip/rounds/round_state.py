@@ -1,4 +1,4 @@
-"""Where a replica's gossip stands: the phase of its round, its partners, and the step that waits for the next pause.
+"""Where a replica's gossip stands: the phase of its round, its partners, and the step that follows from it.
 
 `Rounds` opens and ends rounds, `MeetingProtocol` meets, `SlowWeightPrefetcher` works between rounds; all share this
 object. Each transition wakes those that wait for a change, so none is missed.
@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gossip.exchange.codec import Sides
 from gossip.exchange.messages import NOTHING
 from gossip.interface import Origin, OuterStepTaken, RoundContext
 from gossip.rounds.matching import SLACK_S, AnswerState, PartnerQueue, PartnerView, RoundClaims, RoundSchedule
 from gossip.rounds.outer_optimiser import Snapshot, Step
-from gossip.rule.outer_step import DISOWNED, WeightAge, staleness
+from gossip.rule.outer_step import DISOWNED, Tensors, WeightAge, staleness
 from gossip.settings import OuterConfig
 
 POLL_S = 1.0
@@ -74,7 +74,7 @@ class Prefetch:
 
 
 class PendingStep(NamedTuple):
-    """The round has been met, and its step waits for the next pause; its event still lacks the staleness.
+    """A step that was agreed, or that a replica takes alone; its event still lacks the staleness.
 
     `last_met`: the round in which the weights after it last met anybody's.
     """
@@ -87,7 +87,7 @@ class PendingStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Closed:
-    """No round is open, and no step waits."""
+    """No round is open, and the fast weights have the correction of the last step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,13 +105,37 @@ class InMeeting:
     meeting: Meeting
 
 
-Phase = Closed | Open | InMeeting | PendingStep
+@dataclass(frozen=True, slots=True, eq=False)
+class Stepping:
+    """The round is over, and its outer step is computed beside the training.
+
+    `task`: ends with the phase; if it fails, the phase stays, because slow weights may be half moved.
+    """
+
+    pending: PendingStep
+    task: asyncio.Task[None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingCorrection:
+    """The slow weights have moved, and the correction of the fast ones waits for the next pause; the rest is that of
+    the step.
+    """
+
+    correction: Tensors
+    snapshot_step: int
+    event: OuterStepTaken
+    last_met: int
+
+
+Phase = Closed | Open | InMeeting | Stepping | PendingCorrection
 """The phases of a round and their transitions:
 
-    Closed    -> Open (open)
+    Closed    -> Open (open), Stepping (step)
     Open      -> Open (open, with another snapshot), InMeeting (engage), Closed (close, leave)
-    InMeeting -> InMeeting (open), Open (end_meeting), PendingStep (step), Closed (close, leave)
-    PendingStep -> Closed (take_step)
+    InMeeting -> InMeeting (open), Open (end_meeting), Stepping (step), Closed (close, leave)
+    Stepping  -> PendingCorrection (correct_later)
+    PendingCorrection -> Closed (take_correction)
 """
 CLOSED = Closed()
 
@@ -120,10 +144,10 @@ class RoundState:
     """One replica's round: its phase, and what the parts of its gossip know in common.
 
     The phase changes only by the methods under "Transitions"; one that the phase does not allow raises RuntimeError.
-    They wake those who wait, unless they say why not. `leaving`: no further round will be met, but a step that waits is
-    still applied. `asking`: the peer whose answer we wait for, which may outlast the round. `last_met`: the round in
-    which our weights last met anybody's, 0 if in none, DISOWNED until we have adopted others. `steps_when_met`: the
-    inner steps of the snapshot of that meeting, or with which the weights began here.
+    They wake those who wait, unless they say why not. `leaving`: no further round will be met, but a step that was
+    agreed is still taken. `asking`: the peer whose answer we wait for, which may outlast the round. `last_met`: the
+    round in which our weights last met anybody's, 0 if in none, DISOWNED until we have adopted others.
+    `steps_when_met`: the inner steps of the snapshot of that meeting, or with which the weights began here.
     """
 
     def __init__(self, me: str, settings: OuterConfig, origin: Origin, context: RoundContext) -> None:
@@ -169,13 +193,36 @@ class RoundState:
         return self.phase.meeting if isinstance(self.phase, InMeeting) else None
 
     @property
+    def settled(self) -> bool:
+        """Whether slow and fast weights belong together: no outer step is under way, and no correction waits."""
+        return not isinstance(self.phase, Stepping | PendingCorrection)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether a round may be opened: none is, and the last one is over with its correction."""
+        return isinstance(self.phase, Closed)
+
+    @property
+    def step_task(self) -> asyncio.Task[None] | None:
+        """The outer step under way."""
+        return self.phase.task if isinstance(self.phase, Stepping) else None
+
+    @property
     def between_rounds(self) -> bool:
-        """Whether the slow weights are those of the next meeting: none is open, and no step waits."""
-        return isinstance(self.phase, Closed) and not self.leaving
+        """Whether the slow weights are those of the next meeting, which we may still have."""
+        return self.is_closed and not self.leaving
 
     @property
     def weight_age(self) -> WeightAge:
         return WeightAge(self.schedule.round, self.last_met)
+
+    @property
+    def slow_age(self) -> WeightAge:
+        """The last round whose step the slow weights hold, which `finish` has yet to count while a correction waits."""
+        if not isinstance(self.phase, PendingCorrection):
+            return WeightAge(self.schedule.finished, self.last_met)
+        event = self.phase.event
+        return WeightAge(event.round, self.phase.last_met if self.owns or event.adopted else self.last_met)
 
     @property
     def owns(self) -> bool:
@@ -249,7 +296,7 @@ class RoundState:
 
     def open(self, snapshot: Snapshot | None) -> None:
         """Let the round be met. A round that is open goes on with this snapshot, and so does a meeting in it."""
-        if isinstance(self.phase, PendingStep) or self.leaving:
+        if not self.settled or self.leaving:
             raise self._illegal("open")
         self.phase = Open(snapshot) if self.meeting is None else InMeeting(snapshot, self.meeting)
         self.ring()
@@ -270,28 +317,38 @@ class RoundState:
         self.phase = Open(self.phase.snapshot)
         self.ring()
 
-    def step(self, pending: PendingStep) -> None:
-        """End the meeting and its round with a step for the next pause."""
-        if not isinstance(self.phase, InMeeting):
+    def step(self, pending: PendingStep, take: Callable[[PendingStep], Coroutine[Any, Any, None]]) -> None:
+        """End the round, and its meeting if there was one, with a step, which `take` computes from now on."""
+        if not isinstance(self.phase, Closed | InMeeting):
             raise self._illegal("step")
-        partner = self.phase.meeting.partner
-        self.phase = pending
-        self.note_met(partner)
+        if isinstance(self.phase, InMeeting):
+            self._note_met(self.phase.meeting.partner)
+        self.phase = Stepping(pending, asyncio.create_task(take(pending), name="outer step"))
         self.ring()
 
-    def take_step(self) -> PendingStep | None:
-        """Return the step that waits, to be applied now. `finish` wakes those who wait."""
-        if not isinstance(self.phase, PendingStep):
-            return None
+    def correct_later(self, correction: Tensors) -> None:
+        """Leave the correction of a step that is computed to the next pause. Wakes nobody: all wait for that pause."""
+        if not isinstance(self.phase, Stepping):
+            raise self._illegal("correct_later")
+        _, snapshot_step, event, last_met = self.phase.pending
+        self.phase = PendingCorrection(correction, snapshot_step, event, last_met)
+
+    def take_correction(self) -> PendingCorrection:
+        """Return the correction that waits, to be applied now; if that fails half-way, it is not tried again.
+
+        `finish` wakes those who wait.
+        """
+        if not isinstance(self.phase, PendingCorrection):
+            raise self._illegal("take_correction")
         pending, self.phase = self.phase, CLOSED
         return pending
 
     def close(self) -> None:
-        """End the round with no step that waits; a meeting in it is given up.
+        """End the round without a step; a meeting in it is given up.
 
         Wakes nobody: in the same pause the caller takes a step, or opens the next round, and that does.
         """
-        if isinstance(self.phase, PendingStep):
+        if not self.settled:
             raise self._illegal("close")
         self.phase = CLOSED
 
@@ -311,9 +368,9 @@ class RoundState:
         self.leaving = True
 
     def leave(self) -> None:
-        """End the round, and open none any more; a step that waits still waits."""
+        """End the round, and open none any more; a step that was agreed is still taken."""
         self.leaving = True
-        if not isinstance(self.phase, PendingStep):
+        if self.settled:
             self.phase = CLOSED
         self.ring()
 
@@ -337,7 +394,7 @@ class RoundState:
         self._vain_meetings[partner] += 1
         self.queue.put_off(partner, self.timeouts.sleep_s, now())
 
-    def note_met(self, partner: str) -> None:
+    def _note_met(self, partner: str) -> None:
         """Note that a partner has brought weights that we could use."""
         self.met_partners.pop(partner, None)
         self.met_partners[partner] = None

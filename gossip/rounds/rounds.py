@@ -2,8 +2,8 @@
 
 Every H own inner steps the replica copies its fast weights (the **snapshot**), *opens* a round, and trains on. A
 background task asks possible partners, and incoming proposals are answered at once. The first agreement counts: the two
-exchange snapshots while both train on, each applies the outer rule to the same facts, and the correction is added at
-the next pause between inner steps.
+exchange snapshots while both train on, and each applies the outer rule to the same facts, also while it trains on. The
+correction of the fast weights is added at the next pause between inner steps.
 
 - Without a partner by the time the next round is due, the round is **skipped**: no outer step is taken and the
   pseudo-gradient keeps growing. After `skips_before_solo` skipped rounds in a row comes a **solo round**, the same rule
@@ -12,14 +12,16 @@ the next pause between inner steps.
   waiting for a partner can deadlock across stages.
 - The last round of a run does not wait for H steps, and without a partner the replica steps alone: work that is in no
   slow weights would be in no export.
+- The blocking form and a solo step take the whole step in the pause, so what a replica without a partner computes does
+  not depend on how fast it is.
 
-Weights and snapshots change under one lock, `RoundState.pause`; a replica is drained before the lock is taken.
+Fast weights and snapshots change under one lock, `RoundState.pause`; a replica is drained before the lock is taken.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -36,10 +38,11 @@ from gossip.interface import (
 )
 from gossip.rounds.matching import local_step_count
 from gossip.rounds.meeting import MeetingProtocol
-from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, Step, WeightsLock, to_the_end
+from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, Step
 from gossip.rounds.prefetch import SlowWeightPrefetcher
 from gossip.rounds.round_state import PendingStep, RoundState, now
-from gossip.rule.outer_step import OuterState
+from gossip.rounds.weights_lock import WeightsLock, to_the_end
+from gossip.rule.outer_step import OuterState, WeightAge
 from gossip.settings import OuterConfig
 
 NOT_KNOWN = -1
@@ -74,8 +77,8 @@ class Rounds:
             returned=origin.rounds > 0,
         )
         self._prefetcher = SlowWeightPrefetcher(self._round_state, self._optimiser, context)
-        self._meetings = MeetingProtocol(self._round_state, self._optimiser, replica, context, self._apply)
-        self.weights: WeightsLock = self._optimiser.weights
+        self._meetings = MeetingProtocol(self._round_state, self._optimiser, replica, context, self._end_round)
+        self.weights = WeightsLock()
         self.met_partners: Collection[str] = self._round_state.met_partners
         """The latest partners of meetings that ended in a step of ours."""
         self._gathered = origin.inner_steps if origin.gathered else NOT_KNOWN
@@ -83,7 +86,7 @@ class Rounds:
 
     @property
     def state(self) -> OuterState:
-        """Slow weights and momentum after the last round that was applied; they move with the next one."""
+        """Slow weights and momentum after the last outer step; they move with the next one."""
         return self._optimiser.state
 
     @property
@@ -92,9 +95,13 @@ class Rounds:
         return self._schedule.finished
 
     @property
-    def last_met(self) -> int:
-        """The round in which our weights last met anybody's, 0 if in none."""
-        return max(0, self._round_state.last_met)
+    def slow_age(self) -> WeightAge:
+        """The last round whose step the slow weights hold, and the one in which they last met anybody's, 0 if in none.
+
+        For a moment it may be later than `finished`: others learn of a round once the fast weights have its correction.
+        """
+        age = self._round_state.slow_age
+        return age._replace(last_met=max(0, age.last_met))
 
     def statistics(self) -> dict[str, int | float]:
         return self._round_state.statistics()
@@ -112,7 +119,7 @@ class Rounds:
     def disown(self) -> None:
         """Say that our weights count for nothing: in the next meeting we go on from the partner's.
 
-        A meeting under way, or a step that waits, may still be a mean with them; so another meeting follows.
+        A meeting or a step under way may still be a mean with them; so another meeting follows.
         """
         self._round_state.disown()
 
@@ -139,23 +146,34 @@ class Rounds:
             speeds = [candidate.speed for candidate in round_state.partners.candidates()]
             next_steps = local_step_count(self._settings, going, speeds)
             self._schedule.tick(inner_steps, seconds_per_step, next_steps)
-            await self._apply_pending()
+            if round_state.step_task is None:
+                await self._end_step()
             if round_state.is_free:
                 await self._tend()
-            if not round_state.is_open and self._schedule.due and not round_state.leaving:
+            # A step that is still computed delays the next opening, instead of the training.
+            if round_state.is_closed and self._schedule.due and not round_state.leaving:
                 await self._open_round()
             if round_state.is_open:
                 # Another partner may have become good enough.
                 round_state.ring()
 
     async def run(self) -> None:
-        """Ask partners while a round is open, and prepare the next one where that helps, until cancelled."""
-        if not self._optimiser.needs_slow:
-            await self._meetings.run()
-            return
+        """Ask partners while a round is open, and prepare the next one where that helps, until cancelled.
+
+        A step under way is then awaited to its end. Raises what a step raises that fails.
+        """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._meetings.run(), name="meetings")
-            group.create_task(self._prefetcher.run(), name="ahead")
+            group.create_task(self._watch_steps(), name="outer steps")
+            if self._optimiser.needs_slow:
+                group.create_task(self._prefetcher.run(), name="ahead")
+
+    async def _watch_steps(self) -> None:
+        while True:
+            if (task := self._round_state.step_task) is not None:
+                await to_the_end(task)
+            else:
+                await self._round_state.nap(None)
 
     async def serve(self, conversation: Conversation) -> None:
         """Answer one incoming proposal at once, and do what was agreed.
@@ -183,7 +201,7 @@ class Rounds:
         round_state = self._round_state
         await self._meeting_over()
         async with round_state.pause:
-            await self._apply_pending()
+            await self._end_step()
             if self._gathered == self._schedule.inner_steps:
                 round_state.leave()
                 return
@@ -192,8 +210,7 @@ class Rounds:
         await self._meeting_over()
         round_state.refuse_proposals()
         async with round_state.pause:
-            if not await self._apply_pending() and round_state.is_open:
-                await self._step_alone()
+            await (self._step_alone() if round_state.is_open else self._end_step())
 
     async def _meeting_over(self) -> None:
         """Wait for the meeting under way, if there is one, for as long as meetings may take; then give it up."""
@@ -204,13 +221,32 @@ class Rounds:
             round_state.end_meeting()
 
     async def leave(self) -> None:
-        """Take part in no further round; what has been agreed and is complete is still applied.
+        """Take part in no further round; a step that was agreed is still taken.
 
         Called in a pause that lasts: a partner that has stepped with us counts on our step too.
         """
         self._round_state.leave()
-        async with self._round_state.pause:
-            await self._apply_pending()
+        await self.settle()
+
+    @property
+    def settled(self) -> bool:
+        """Whether slow and fast weights belong together: no outer step is under way, and no correction waits."""
+        return self._round_state.settled
+
+    async def settle(self) -> None:
+        """End a step under way, and correct the fast weights; called in a pause."""
+        if not self.settled:
+            async with self._round_state.pause:
+                await self._end_step()
+
+    async def read_settled(self) -> Callable[[], None]:
+        """Keep all weights as they are, settled, until the returned function is called; called in a pause."""
+        while True:
+            await self.settle()
+            release = await self.weights.read()
+            if self.settled:
+                return release
+            release()
 
     # In a pause, under the lock.
 
@@ -255,33 +291,49 @@ class Rounds:
         event = OuterStepTaken(
             round=self._schedule.round, seconds=now() - started_s, staleness_rounds=round_state.staleness
         )
-        await self._apply(PendingStep(Step(taken.fast), taken.inner_steps, event, round_state.last_met))
+        round_state.step(PendingStep(Step(taken.fast), taken.inner_steps, event, round_state.last_met), self._take)
+        await self._end_step()
 
-    async def _apply_pending(self) -> bool:
-        """Apply the step that waits; say whether there was one."""
-        pending = self._round_state.take_step()
-        if pending is not None:
-            await self._apply(pending)
-        return pending is not None
+    # The outer step, beside the training.
 
-    async def _apply(self, pending: PendingStep) -> None:
-        self._gathered = pending.snapshot_step
-        await to_the_end(self._correct(pending))
+    async def _end_round(self, pending: PendingStep) -> None:
+        """End a round that was met; the blocking form, which is in a pause, takes the whole step at once."""
+        self._round_state.step(pending, self._take)
+        if self._settings.blocking:
+            await self._end_step()
 
-    async def _correct(self, pending: PendingStep) -> None:
-        event = pending.event
-        await self._optimiser.correct(pending.step)
-        event = replace(
-            event,
-            staleness=self._schedule.inner_steps - pending.snapshot_step,
-            bytes_sent=event.bytes_sent + self._round_state.prefetch.bytes_sent,
-            bytes_received=event.bytes_received + self._round_state.prefetch.bytes_received,
-        )
+    async def _take(self, pending: PendingStep) -> None:
+        # Nobody reads the slow weights before the phase says what they hold.
+        async with self.weights.slow.moving():
+            correction = await self._optimiser.take(pending.step)
+            self._round_state.correct_later(correction)
+
+    async def _end_step(self) -> None:
+        """End a step under way, and correct the fast weights; called in a pause, under the lock."""
+        if not self.settled:
+            await to_the_end(self._correct())
+
+    async def _correct(self) -> None:
+        if (task := self._round_state.step_task) is not None:
+            await asyncio.wait({task})
+            task.result()
+        round_state = self._round_state
+        async with self.weights.fast.moving():
+            pending = round_state.take_correction()
+            self._gathered = pending.snapshot_step
+            await self._optimiser.correct(pending.correction)
+            event, ahead = pending.event, round_state.prefetch
+            event = replace(
+                event,
+                staleness=self._schedule.inner_steps - pending.snapshot_step,
+                bytes_sent=event.bytes_sent + ahead.bytes_sent,
+                bytes_received=event.bytes_received + ahead.bytes_received,
+            )
+            if event.partner is not None:
+                round_state.steps_when_met = pending.snapshot_step
+            round_state.finish(event.round, pending.last_met, adopted=event.adopted)
         self._counts["solo" if event.partner is None else "met"] += 1
         self._counts["adopted"] += event.adopted
         self._counts["bytes_sent"] += event.bytes_sent
         self._counts["bytes_received"] += event.bytes_received
-        if event.partner is not None:
-            self._round_state.steps_when_met = pending.snapshot_step
-        self._round_state.finish(event.round, pending.last_met, adopted=event.adopted)
         self._context.record(event)

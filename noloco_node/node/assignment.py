@@ -391,9 +391,13 @@ class Assignment:
     # What lies on the disk.
 
     async def _in_pause(self) -> None:
-        """Save every round; between two inner steps weights, momentum and optimiser belong together."""
-        replica = self.replica
-        if not replica.starting_weights.doubtful and self._services.writer.due(replica.rounds.finished):
+        """Save every round; between two inner steps weights, momentum and optimiser belong together.
+
+        While an outer step is computed beside the training they do not: its end would be waited for.
+        """
+        replica, rounds = self.replica, self.replica.rounds
+        due = not replica.starting_weights.doubtful and self._services.writer.due(rounds.finished)
+        if due and rounds.settled:
             self._services.writer.begin(await self._checkpoint())
 
     async def _save(self) -> bool:

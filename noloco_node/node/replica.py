@@ -15,8 +15,8 @@ from statistics import fmean
 
 from gossip.exchange.messages import Parts, ReplicaState
 from gossip.interface import Candidate, Event, MeetingLost, OuterStepTaken, RoundContext, RoundProgress
-from gossip.rounds.outer_optimiser import to_the_end
 from gossip.rounds.rounds import Rounds
+from gossip.rounds.weights_lock import to_the_end
 from gossip.rule.outer_step import Tensors
 from gossip.transfer.chunks import HeldCopy
 from noloco_node import __version__
@@ -129,7 +129,7 @@ class Replica:
             await to_the_end(self._step(outcomes, in_pause))
 
     async def _step(self, outcomes: tuple[WindowOutcome, ...], in_pause: Callable[[], Awaitable[None]]) -> None:
-        async with self.rounds.weights.moving():
+        async with self.rounds.weights.fast.moving():
             self.progress = advance(self.progress, [outcome.progress for outcome in outcomes], loop_s())
             rate = learning_rate(self.progress.value, self._schedule)
             # Gradients are those of sums: a microbatch counts by its tokens that are learnt.
@@ -208,18 +208,18 @@ class Replica:
             return await self._context.hold(self._state(optimiser, whole=whole))
 
     def _state(self, optimiser: OptimiserState, *, whole: bool) -> ReplicaState:
-        outer = self.rounds.state
+        outer, age = self.rounds.state, self.rounds.slow_age
         return ReplicaState(
             slow=outer.slow,
             momentum=outer.momentum if whole else (),
             optimiser=optimiser.moments,
-            round=self.rounds.finished,
+            round=age.round,
             inner_steps=self.inner_steps,
             progress=self.progress.value,
             optimiser_steps=optimiser.steps,
             gathered=outer.gathered if whole else (),
             meetings=outer.meetings if whole else 0,
-            last_met=self.rounds.last_met,
+            last_met=age.last_met,
         )
 
     # What the rounds ask of us (gossip.interface.GossipReplica).
@@ -302,29 +302,31 @@ class Replica:
 
         If the device is lost, that is only what lies in main memory: the slow weights and their momentum.
         """
-        read = await self.rounds.weights.read()
+        lost = self.device_lost.done()
+        # Fast weights without the correction of a step that the slow ones have would be neither before nor after it.
+        read = await (self.rounds.weights.read() if lost else self.rounds.read_settled())
         fast: Tensors = ()
         optimiser = OptimiserState(0, ())
         try:
-            if not self.device_lost.done():
+            if not lost:
                 fast = await self._run(self._stage.current_weights)
                 optimiser = await self._run(self._stage.optimiser_state)
         except BaseException:
             read()
             raise
-        outer = self.rounds.state
+        outer, age = self.rounds.state, self.rounds.slow_age
         return Checkpoint(
             Counters(
                 run_id=self.config.run_id,
                 peer=self.config.peer,
                 stage=self.config.stage,
-                round=self.rounds.finished,
+                round=age.round,
                 inner_steps=self.inner_steps,
                 progress=self.progress.value,
                 samples=samples,
                 optimiser_steps=optimiser.steps,
                 meetings=outer.meetings,
-                last_met=self.rounds.last_met,
+                last_met=age.last_met,
                 data_position=data_position,
             ),
             {"slow": outer.slow}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 import torch
@@ -11,14 +13,22 @@ from torch import Tensor
 
 from gossip.exchange.messages import Parts, ReplicaState
 from gossip.interface import OuterStepTaken
+from gossip.rounds.outer_optimiser import OuterOptimiser
 from gossip.transfer.chunks import HeldCopy
 from noloco_node.journal import events
+from noloco_node.machine.interface import DeviceLost
 from noloco_node.sim.hardware.memory_host import MemoryHost
+from noloco_node.sim.hardware.priced_stage import VirtualDevice
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.storage.checkpoint import Checkpoint
+from noloco_node.swarm.run_distribution import RunFileText
+
+T = TypeVar("T")
 
 WRITES_S = 5.0
 """As long as dozens of inner steps."""
+STEPS_S = 3.0
+"""Of an outer step: as long as some inner steps."""
 
 
 class SlowDisk:
@@ -69,3 +79,95 @@ async def test_nothing_moves_while_it_is_written_and_training_goes_on(monkeypatc
         times = [event for event in peer.of(events.InnerStep) if event.seconds >= WRITES_S / 2]
         assert times, "a step has waited"
         assert len(times) < len(peer.of(events.InnerStep)) / 4, "and not all of them"
+
+
+# The outer step, beside the training.
+
+
+class SlowArithmetic(VirtualDevice):
+    """Takes long for an outer step, beside its own work; the slow weights move at the beginning of that time."""
+
+    async def beside(self, job: Callable[..., T], *args: object) -> T:
+        result = await super().beside(job, *args)
+        if getattr(job, "__func__", None) is OuterOptimiser._take:
+            await asyncio.sleep(STEPS_S)
+        return result
+
+
+class Stepping(Peer):
+    """A peer with such a device. `saves`: of each checkpoint its round, and the last round whose correction it has."""
+
+    def __init__(self, hub: SimNetwork, what: RunFileText, name: str) -> None:
+        super().__init__(hub, what, name, 0, device=SlowArithmetic(0.05))
+        self.saves: list[tuple[int, int]] = []
+
+    @property
+    def last_round(self) -> int:
+        return max((step.round for step in self.of(OuterStepTaken)), default=0)
+
+    async def _save(self, checkpoint: Checkpoint) -> str:
+        self.saves.append((checkpoint.counters.round, self.last_round))
+        return await super()._save(checkpoint)
+
+
+def stepping_pair() -> list[Stepping]:
+    hub, what = SimNetwork(), recipe(stages=1, replicas=2, steps=10_000, per_round=4)
+    return [Stepping(hub, what, f"peer-{name}") for name in "ab"]
+
+
+async def leave(*peers: Peer) -> None:
+    for peer in peers:
+        peer.leave.set()
+    await asyncio.wait({peer.task for peer in peers})
+
+
+async def test_the_device_does_not_stop_for_an_outer_step_and_no_checkpoint_has_half_of_one() -> None:
+    peers = stepping_pair()
+    await until(lambda: all(len(peer.of(OuterStepTaken)) >= 5 for peer in peers))
+    for peer in peers:
+        met = [step for step in peer.of(OuterStepTaken) if step.partner is not None]
+        assert all(step.staleness >= 3 for step in met), "steps were taken meanwhile"
+        assert max(step.seconds for step in peer.of(events.InnerStep)) < STEPS_S / 2
+    await leave(*peers)
+    for peer in peers:
+        assert len(peer.saves) >= 5
+        assert all(round == corrected for round, corrected in peer.saves)
+
+
+@pytest.mark.parametrize("after_s", [0.0, STEPS_S - 0.1, STEPS_S + 0.1])
+async def test_whoever_leaves_or_fails_amid_an_outer_step_saves_the_whole_of_it(after_s: float) -> None:
+    failing, leaving = stepping_pair()
+    for peer, ends in ((leaving, leaving.leave.set), (failing, lambda: fail_the_text(failing))):
+        met = len(peer.of(OuterStepTaken))
+        await until(lambda peer=peer: peer.node.replica is not None and not peer.replica.rounds.settled)  # type: ignore[misc]
+        await asyncio.sleep(after_s)
+        ends()
+        await asyncio.wait({peer.task})
+        assert len(peer.of(OuterStepTaken)) > met
+        assert peer.saves[-1] == (peer.last_round, peer.last_round)
+        assert peer.saved is not None
+        assert "fast" in peer.saved.tensors
+    assert isinstance(failing.task.exception(), ExceptionGroup)
+
+
+def fail_the_text(peer: Peer) -> None:
+    peer.text.failure = OSError("the text is gone")
+
+
+async def test_a_device_that_is_lost_amid_an_outer_step_leaves_the_slow_weights_after_it() -> None:
+    peers = stepping_pair()
+    await until(lambda: all(len(peer.of(OuterStepTaken)) >= 2 for peer in peers))
+    lost = peers[0]
+    # Nothing is saved before: a whole checkpoint of the round before would be kept instead.
+    lost.node._services.writer.due = lambda round: False  # type: ignore[method-assign]
+    lost.node._services.writer.holds = lambda round: False  # type: ignore[method-assign]
+    await until(lambda: not lost.replica.rounds.settled)
+    before, finished = [tensor.clone() for tensor in lost.replica.rounds.state.slow], lost.replica.rounds.finished
+    lost.replica.device_lost.set_result(DeviceLost("cuda", "unspecified launch failure"))
+    await asyncio.wait({lost.task})
+    assert lost.saved is not None
+    assert set(lost.saved.tensors) <= {"slow", "momentum", "gathered"}
+    # The step that was under way is awaited, and counted where it has moved the weights.
+    assert lost.counters.round > finished
+    assert all(map(torch.equal, lost.saved.tensors["slow"], before)), "moved already when the step began"
+    await leave(peers[1])

@@ -297,16 +297,16 @@ def test_a_momentum_that_is_not_carried_is_found(monkeypatch: pytest.MonkeyPatch
 
 def test_a_side_that_uses_its_exact_weights_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """What its partner sees of them is rounded: the two means differ."""
-    correct = OuterOptimiser.correct
+    take = OuterOptimiser.take
 
-    async def exact(self: OuterOptimiser, step: Step) -> None:
+    async def exact(self: OuterOptimiser, step: Step) -> Tensors:
         if step.fast is not None:
             form, wire, _ = step.fast.theirs
             theirs = Coded(Format.FLOAT32, decode(form, wire, step.snapshot))
             step = step._replace(fast=step.fast._replace(theirs=theirs))
-        await correct(self, step)
+        return await take(self, step)
 
-    monkeypatch.setattr(OuterOptimiser, "correct", exact)
+    monkeypatch.setattr(OuterOptimiser, "take", exact)
     assert first_broken(lambda scenario: with_outer(scenario, codec=Format.INT8, gamma=None)).kind == "pair"
 
 

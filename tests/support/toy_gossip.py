@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from gossip.interface import Candidate, Event, MeetingLost, Origin, OuterStepTaken, RoundContext
+from gossip.rounds.outer_optimiser import OuterOptimiser
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState, Tensors
 from gossip.settings import Format, OuterConfig, RoundTimeouts
@@ -138,7 +139,10 @@ class ToySettings(OuterConfig):
 
 
 class Toy:
-    """A replica: one tensor of weights that rolls towards its own optimum, `step_s` seconds an inner step."""
+    """A replica: one tensor of weights that rolls towards its own optimum, `step_s` seconds an inner step.
+
+    `outer_step_s`: how long it computes an outer step; the slow weights move at the beginning of it.
+    """
 
     def __init__(
         self,
@@ -147,11 +151,12 @@ class Toy:
         settings: ToySettings,
         *,
         step_s: float = 1.0,
+        outer_step_s: float = 0.0,
         optimum: float = 10.0,
         rounds: int = 0,
         origin: Origin | None = None,
     ) -> None:
-        self.world, self.name, self.step_s = world, name, step_s
+        self.world, self.name, self.step_s, self.outer_step_s = world, name, step_s, outer_step_s
         self.fast = torch.full((4,), 20.0) if origin is None else origin.state.slow[0].clone()
         self.optimum = optimum
         self.inner_steps = 0
@@ -165,7 +170,7 @@ class Toy:
             origin = Origin(OuterState((self.fast.clone(),), (torch.zeros(4),)), rounds)
         around = RoundContext(
             seed=settings.seed,
-            compute=at_once,
+            compute=self.compute,
             partners=self.partners,
             converse=world.conversing(name),
             record=self.events.append,
@@ -174,6 +179,12 @@ class Toy:
         self.rounds = Rounds(name, settings, origin, self, around)
         world.answerers[name] = self.rounds.serve
         world.toys[name] = self
+
+    async def compute(self, function: Callable[..., T], /, *args: object) -> T:
+        result = await at_once(function, *args)
+        if self.outer_step_s and getattr(function, "__func__", None) is OuterOptimiser._take:
+            await asyncio.sleep(self.outer_step_s)
+        return result
 
     # What gossip may do to it.
 

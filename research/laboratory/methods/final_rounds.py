@@ -77,7 +77,7 @@ async def meet(one: OuterOptimiser, other: OuterOptimiser) -> int:
     said = [await optimiser.encode_fast(snapshot, steps) for optimiser, snapshot in zip(pair, snapshots, strict=True)]
     for number, optimiser in enumerate(pair):
         heard = await optimiser.hear_fast(said[1 - number].coded.wire, snapshots[number], said[number])
-        await optimiser.correct(Step(snapshots[number].fast, heard))
+        await optimiser.correct(await optimiser.take(Step(snapshots[number].fast, heard)))
     sent = [slow_probe, *said[0].coded.wire, *([] if probes[0] is None else [probes[0]])]
     return sum(tensor.nbytes for tensor in sent)
 

@@ -261,7 +261,7 @@ async def test_solo_rounds_without_a_meeting_are_counted_and_a_meeting_ends_them
     (met,) = toy.met
     # Neither has ever met anybody.
     assert met.staleness_rounds == met.partner_staleness > 1
-    assert toy.rounds.last_met == met.staleness_rounds
+    assert toy.rounds.slow_age.last_met == met.staleness_rounds
 
 
 @both_forms
@@ -292,7 +292,7 @@ def test_the_stale_one_adopts_and_the_fresh_one_goes_on(codec: Format, outer: Ou
     # As absolute as the codec can: a 2^-8 of weights up to 10, whatever the distance.
     assert torch.allclose(stale.rounds.state.slow[0], theirs, atol=0.0 if codec is Format.FLOAT32 else 0.05)
     assert not stale.rounds.state.momentum[0].any()
-    assert stale.rounds.last_met == 16
+    assert stale.rounds.slow_age.last_met == 16
     # The stale one's weights stay at home; slow ones have travelled ahead both ways.
     assert step.bytes_received - step.bytes_sent == wire_bytes(absolute(codec), [(SIZE,)])
 
@@ -313,7 +313,7 @@ def test_whoever_disowns_its_weights_takes_the_partners_however_unlike(disowned:
     assert [step.adopted for step in newcomer.met] == ([True] if disowned else [])
     if disowned:
         assert (newcomer.rounds.state.slow[0] > 0.0).all()
-        assert newcomer.rounds.last_met == 9
+        assert newcomer.rounds.slow_age.last_met == 9
 
 
 @pytest.mark.parametrize(("rounds", "during_meeting"), [(40, False), (40, True), (2, False), (2, True)])
@@ -342,7 +342,7 @@ async def test_disowned_weights_are_given_up_for_a_partners_whenever_they_were_d
     assert adopted[: 1 + during_meeting] == [False, True][1 - during_meeting :]
     assert sum(adopted) == 1
     assert not newcomer.rounds.disowned
-    assert newcomer.rounds.last_met > rounds
+    assert newcomer.rounds.slow_age.last_met > rounds
 
 
 def undisturbed(start: Tensor, steps: int, optimum: float) -> Tensor:
@@ -413,7 +413,7 @@ async def test_a_copy_is_as_stale_as_its_donor_whatever_the_donor_has_done_meanw
     donor = Toy(world, "donor", settings)
     donor.stale_list = ()
     await donor.train(20 * 3 + 1)
-    taken = Origin(copy_of(donor.rounds.state), donor.rounds.finished, last_met=donor.rounds.last_met)
+    taken = Origin(copy_of(donor.rounds.state), donor.rounds.finished, last_met=donor.rounds.slow_age.last_met)
     await donor.train(20 * 5)
     donor.stale_list = None
     newcomer = Toy(world, "newcomer", settings, origin=taken)
@@ -717,14 +717,14 @@ async def test_a_second_swap_that_breaks_leaves_both_sides_with_the_same_slow_we
     settings = replace(SETTINGS, **APART._asdict(), codec=Format.INT4, patience=RoundTimeouts(exchange_s=4.0))
     toys = pair(settings, World(tamper=tamper), apart=0.1)
     for toy in toys:
-        correct = toy.rounds._optimiser.correct
+        take = toy.rounds._optimiser.take
 
-        async def noted(step: Step, name: str = toy.name, correct: Any = correct) -> None:
+        async def noted(step: Step, name: str = toy.name, take: Any = take) -> Tensors:
             if step.slow is not None:
                 used[name] = step.slow
-            await correct(step)
+            return await take(step)  # type: ignore[no-any-return]
 
-        toy.rounds._optimiser.correct = noted  # type: ignore[method-assign]
+        toy.rounds._optimiser.take = noted  # type: ignore[method-assign]
 
     async def step_alone() -> None:
         await asyncio.sleep(3.2)

@@ -1,8 +1,6 @@
 """A step in place and in pieces is the outer rule to the bit, and what cannot be right moves nothing."""
 
-import asyncio
 import math
-import random
 from dataclasses import replace
 
 import pytest
@@ -14,7 +12,14 @@ from toy_gossip import ToySettings, at_once
 
 from gossip.exchange.codec import OWED, PIECE, Encoded, Feedback, Sides, check, encode
 from gossip.exchange.messages import Implausible
-from gossip.rounds.outer_optimiser import OuterOptimiser, Owed, Rule, Snapshot, Step, WeightsLock, take_step
+from gossip.rounds.outer_optimiser import (
+    OuterOptimiser,
+    Owed,
+    Rule,
+    Snapshot,
+    Step,
+    take_step,
+)
 from gossip.rule.outer_step import EVEN, Delay, Outer, OuterState, Shares, Tensors, shares_by_steps
 from gossip.settings import BLOCK, Format
 from research.codec.whole_sets import decode, meant_by
@@ -236,23 +241,8 @@ async def test_a_meeting_that_breaks_half_way_leaves_everything_as_it_was(spoil:
         with pytest.raises(Implausible):
             await one.hear_fast(spoil(mine), snapshot, mine)  # type: ignore[operator]
         assert same(everything(one, snapshot), before)
-        await one.correct(Step(snapshot.fast, await one.hear_fast(mine.coded.wire, snapshot, mine)))
+        await one.correct(await one.take(Step(snapshot.fast, await one.hear_fast(mine.coded.wire, snapshot, mine))))
         assert not same(everything(one, snapshot), before)
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.5])
-async def test_a_step_waits_for_whoever_reads_the_weights_where_they_lie(alpha: float) -> None:
-    one = optimiser(alpha=alpha, beta=0.7, gamma=0.7)
-    for _ in range(3):
-        before = copied((*one.state.slow, *one.state.momentum))
-        async with one.weights.reading():
-            step = asyncio.create_task(one.correct(Step((await one.snapshot(0)).fast)))
-            for _ in range(5):
-                await asyncio.sleep(0)
-            assert not step.done()
-            assert same((*one.state.slow, *one.state.momentum), before)
-        await step
-        assert not same((*one.state.slow, *one.state.momentum), before)
 
 
 async def test_a_step_is_taken_in_the_memory_that_is_there() -> None:
@@ -261,7 +251,7 @@ async def test_a_step_is_taken_in_the_memory_that_is_there() -> None:
     places = [tensor.data_ptr() for tensor in one.state.slow]
     snapshot = await one.snapshot(0)
     fast = [tensor.data_ptr() for tensor in snapshot.fast]
-    await one.correct(Step(snapshot.fast))
+    await one.correct(await one.take(Step(snapshot.fast)))
     assert [tensor.data_ptr() for tensor in one.state.slow] == places
     assert [tensor.data_ptr() for tensor in one._replica.corrected] == fast  # type: ignore[attr-defined]
 
@@ -288,59 +278,3 @@ def test_coarse_steps_do_not_vouch_for_weights_that_are_nearly_nothing() -> None
     nothing = encode(Format.INT4, (torch.zeros(100),), (), steps).coded
     with pytest.raises(Implausible):
         check(nothing, own, Feedback(Format.INT4), 9.5)
-
-
-# Weights stand still while somebody reads them, and nobody waits for ever.
-
-
-@pytest.mark.parametrize("seed", range(20))
-async def test_nothing_moves_while_somebody_reads_and_all_have_their_turn(seed: int) -> None:
-    """Readers come one after the other without a gap, and some are cancelled while they wait or read."""
-    rng = random.Random(seed)
-
-    lock, readers, moved = WeightsLock(), 0, 0
-
-    async def read(first_s: float, for_s: float) -> None:
-        nonlocal readers
-        await asyncio.sleep(first_s)
-        async with lock.reading():
-            then, readers = moved, readers + 1
-            try:
-                await asyncio.sleep(for_s)
-                assert moved == then
-            finally:
-                readers -= 1
-
-    async def move() -> None:
-        nonlocal moved
-        for _ in range(10):
-            await asyncio.sleep(rng.random())
-            async with asyncio.timeout(30), lock.moving():
-                assert not readers
-                before = moved
-                await asyncio.sleep(rng.random())
-                assert not readers
-                assert moved == before
-                moved += 1
-
-    reading = [asyncio.create_task(read(place / 4, 1.0 + rng.random())) for place in range(80)]
-    movers = [asyncio.create_task(move()) for _ in range(2)]
-    for task in rng.sample(reading, 20):
-        await asyncio.sleep(rng.random() / 2)
-        task.cancel()
-    await asyncio.gather(*movers)
-    await asyncio.gather(*reading, return_exceptions=True)
-    assert moved == 20
-    assert all(task.cancelled() or task.exception() is None for task in reading)
-
-
-async def test_who_has_read_says_so_once() -> None:
-    lock = WeightsLock()
-    first, second = await lock.read(), await lock.read()
-    moving = asyncio.create_task(lock.moving().__aenter__())
-    first()
-    first()
-    await asyncio.sleep(1)
-    assert not moving.done()
-    second()
-    await moving

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,17 @@ from toy_gossip import ToySettings, at_once
 
 from gossip.interface import Candidate, Origin, OuterStepTaken, RoundContext
 from gossip.rounds.outer_optimiser import Snapshot, Step
-from gossip.rounds.round_state import Closed, InMeeting, Open, PendingStep, Phase, RoundState
-from gossip.rule.outer_step import OuterState
+from gossip.rounds.round_state import (
+    Closed,
+    InMeeting,
+    Open,
+    PendingCorrection,
+    PendingStep,
+    Phase,
+    RoundState,
+    Stepping,
+)
+from gossip.rule.outer_step import DISOWNED, OuterState
 from noloco_node.sim.clock import run
 
 WEIGHTS = (torch.zeros(2),)
@@ -49,9 +59,19 @@ def in_meeting() -> RoundState:
     return state
 
 
-def stepped() -> RoundState:
+async def take(pending: PendingStep) -> None:
+    """Take no time; the test says itself that the step is computed."""
+
+
+def stepping() -> RoundState:
     state = in_meeting()
-    state.step(PENDING)
+    state.step(PENDING, take)
+    return state
+
+
+def stepped() -> RoundState:
+    state = stepping()
+    state.correct_later(WEIGHTS)
     return state
 
 
@@ -59,14 +79,16 @@ PHASES: dict[type[Phase], Callable[[], RoundState]] = {
     Closed: closed,
     Open: opened,
     InMeeting: in_meeting,
-    PendingStep: stepped,
+    Stepping: stepping,
+    PendingCorrection: stepped,
 }
 TRANSITIONS: dict[str, Callable[[RoundState], object]] = {
     "open": lambda state: state.open(SNAPSHOT),
     "engage": lambda state: state.engage("b", 1),
     "end_meeting": RoundState.end_meeting,
-    "step": lambda state: state.step(PENDING),
-    "take_step": RoundState.take_step,
+    "step": lambda state: state.step(PENDING, take),
+    "correct_later": lambda state: state.correct_later(WEIGHTS),
+    "take_correction": RoundState.take_correction,
     "close": RoundState.close,
     "leave": RoundState.leave,
 }
@@ -74,10 +96,21 @@ LEADS: dict[str, dict[type[Phase], type[Phase]]] = {
     "open": {Closed: Open, Open: Open, InMeeting: InMeeting},
     "engage": {Open: InMeeting},
     "end_meeting": {InMeeting: Open},
-    "step": {InMeeting: PendingStep},
-    "take_step": {Closed: Closed, Open: Open, InMeeting: InMeeting, PendingStep: Closed},
+    "step": {Closed: Stepping, InMeeting: Stepping},
+    "correct_later": {Stepping: PendingCorrection},
+    "take_correction": {PendingCorrection: Closed},
     "close": {Closed: Closed, Open: Closed, InMeeting: Closed},
-    "leave": {Closed: Closed, Open: Closed, InMeeting: Closed, PendingStep: PendingStep},
+    "leave": {
+        Closed: Closed,
+        Open: Closed,
+        InMeeting: Closed,
+        Stepping: Stepping,
+        PendingCorrection: PendingCorrection,
+    },
+}
+_LEADS_TO: dict[type[Phase], tuple[type[Phase], ...]] = {
+    Stepping: (Closed, InMeeting),
+    PendingCorrection: (Stepping,),
 }
 WAKES = ("open", "end_meeting", "step", "leave")
 
@@ -113,11 +146,29 @@ def test_each_transition_leads_where_it_should_or_raises(phase: type[Phase], nam
 
 
 async def test_an_outer_step_wakes_and_counts() -> None:
-    state = stepped()
-    assert state.take_step() is PENDING
-    assert state.take_step() is None
+    state = stepping()
+    assert (state.schedule.finished, state.slow_age) == (0, (0, 0))
+    state.correct_later(WEIGHTS)
+    assert (state.schedule.finished, state.slow_age) == (0, (1, 1)), "others learn of it with the correction"
+    pending = state.take_correction()
+    assert (pending.correction, pending.snapshot_step, pending.event) == (WEIGHTS, 0, PENDING.event)
     assert await woken(state, lambda state: state.finish(1, last_met=1))
     assert state.schedule.finished == state.last_met == 1
+    assert state.slow_age == (1, 1)
+    assert list(state.met_partners) == ["b"]
+
+
+@pytest.mark.parametrize("adopted", [True, False])
+async def test_disowned_weights_are_worth_nothing_until_others_replace_them(adopted: bool) -> None:
+    state = in_meeting()
+    state.disown()
+    state.step(PENDING._replace(event=replace(PENDING.event, adopted=adopted)), take)
+    state.correct_later(WEIGHTS)
+    assert not state.owns, "the fast weights are still the old ones"
+    assert state.slow_age == (1, 1 if adopted else DISOWNED)
+    pending = state.take_correction()
+    state.finish(1, pending.last_met, adopted=adopted)
+    assert state.owns == adopted
 
 
 @hypothesis_settings(deadline=None)
@@ -143,7 +194,11 @@ def test_no_sequence_of_events_breaks_the_invariants(events: list[str]) -> None:
             assert state.leaving or not left, "nobody comes back"
             if left:
                 assert state.is_open <= isinstance(before, Open | InMeeting), "who leaves opens nothing"
-            assert not (state.between_rounds and (state.is_open or isinstance(phase, PendingStep)))
+            assert state.settled != isinstance(phase, Stepping | PendingCorrection)
+            assert not (state.between_rounds and (state.is_open or not state.settled))
+            assert (state.step_task is not None) == isinstance(phase, Stepping)
+            if not state.settled:
+                assert type(before) in (type(phase), *_LEADS_TO[type(phase)]), "no step is lost, or taken twice"
             answer_state = state.answer_state("b")
             assert (answer_state.open, answer_state.engaged) == (state.is_open, state.meeting is not None)
 
