@@ -4,6 +4,7 @@
 - After `Refused` (full, gossiping, leaving) another replica is asked, for the sender still holds the output. This uses
   up no attempt. All microbatches of this sender leave the replica alone for the time that it named. If all refuse, the
   microbatch sleeps until the earliest of these times, jittered.
+- A refusal that comes later than a gradient usually does is a loss, unless the replica's work excuses it.
 - After a loss another replica is asked, with one attempt less. The lost replica becomes a suspect; only a broken stream
   accuses no proved replica. If all are suspects they are asked, after a pause that doubles with each loss.
 - A replica on trial that takes three times the usual time is not accused: another one is asked, and the call goes on
@@ -259,7 +260,7 @@ class NextStage:
             await asyncio.wait([task], timeout=max(0.0, begun_s + LATE * self._standing.usual_s - now_s()))
 
     async def _call(self, peer: str, microbatch: Microbatch, search: _Search) -> Reply | None:
-        begun_s = now_s()
+        begun_s, by_others = now_s(), self._standing.by_others(peer)
         sent = replace(microbatch, budget_s=max(0.0, search.deadline_s - now_s()))
         try:
             reply = await self._ways.call(peer, sent)
@@ -281,6 +282,11 @@ class NextStage:
                 return reply
             untrue = ConnectionAbortedError(f'{peer} said "expired" with {left_s:.1f} s of {sent.budget_s:.1f} s left')
             self._lose(peer, untrue, search, now_s() - begun_s)
+            return None
+        took_s = now_s() - begun_s
+        if not self._standing.excuses(peer, took_s, by_others):
+            late = ConnectionAbortedError(f'{peer} said "{reply.reason}" only after {took_s:.1f} s')
+            self._lose(peer, late, search, took_s)
             return None
         if reply.reason is Reason.NO_ROUTE:
             search.losses += 1

@@ -5,6 +5,8 @@
 - A replica that could not be reached, fell silent or sent what no peer may send is a suspect. It is left alone for four
   seconds, or for ten times what its loss cost; twice as long after each further loss, up to ten minutes, unless it has
   worked in between for as long as it was left alone. Losses while it is a suspect count as one.
+- A late refusal is such a loss too, whatever its reason: the replica held the microbatch for longer than a gradient
+  usually takes, and has done no work. It is excused after ten times as much work, and while no other replica works.
 - On trial are suspects whose time is over and, where others are proved, the unproved. Each has one call at a time.
 - Once an unproved replica was lost, only the proved are in the bag, because the others may be names alone. One unproved
   at a time, first those that never were tried, gets a microbatch that a proved one gets as well. If no proved replica
@@ -170,6 +172,8 @@ FIRST_SUSPICION_S = 4.0
 TIMES_COST = 10.0
 """A suspect is left alone for so many times what its loss cost: it may take a tenth of a sender's time at most."""
 LONGEST_SUSPICION_S = 600.0
+SHORTEST_LATE_S = 0.5
+"""A refusal that comes sooner is not late: an event loop may have been busy for so long."""
 USUAL_WEIGHT = 1 / 8
 SOONER_WEIGHT, LATER_WEIGHT = 1 / 2, 1 / 32
 """Of the newest reply in a replica's usual shortest, by whether it came sooner: what a device takes when none waits."""
@@ -207,6 +211,9 @@ class Standing:
         self._refusals: dict[str, float] = {}
         """When each replica that refused may be asked again (loop seconds)."""
         self._busy: set[str] = set()
+        self._gradients = 0
+        self._work: dict[str, tuple[float, int | None]] = {}
+        """Of each replica since its last late refusal: seconds of calls with a gradient, and `by_others` then."""
         self._in_hand: Counter[str] = Counter()
         self._parted: tuple[Sequence[Hop], int, tuple[Hop, ...], tuple[str, ...]] = ((), 0, (), ())
         """The proved and the unproved of these hops, when so many had been proved; the newest names come last."""
@@ -227,6 +234,9 @@ class Standing:
     def succeed(self, peer: str, took_s: float) -> None:
         """Note a gradient."""
         self._count(peer, succeeded=1)
+        self._gradients += 1
+        worked_s, since = self._work.get(peer, (0.0, None))
+        self._work[peer] = (worked_s + took_s, since)
         if (suspicion := self.suspicions.get(peer)) is not None:
             self.suspicions[peer] = suspicion._replace(cleared=True)
         before_s = self.reply_s.setdefault(peer, took_s)
@@ -246,6 +256,23 @@ class Standing:
         self._busy = (self._busy - {peer}) & self._refusals.keys()
         if busy:
             self._busy.add(peer)
+
+    def by_others(self, peer: str) -> int:
+        """Return how many gradients other replicas have returned."""
+        return self._gradients - self.totals.get(peer, HopTotals()).succeeded
+
+    def excuses(self, peer: str, took_s: float, by_others: int) -> bool:
+        """Note a refusal; say whether it is no loss. `by_others`: as it was when the call began.
+
+        A refusal is late if it takes longer than a gradient usually does. It is excused by ten times as much work since
+        the last late one, so a tenth of a replica's time may be lost, or if no other replica has worked since then.
+        """
+        if not self.usual_s or took_s <= max(SHORTEST_LATE_S, self.usual_s):
+            return True
+        worked_s, since = self._work.get(peer, (0.0, None))
+        now = self.by_others(peer)
+        self._work[peer] = (0.0, now)
+        return worked_s >= TIMES_COST * took_s or now == (by_others if since is None else since)
 
     def forgive(self) -> None:
         """Forget all losses."""
@@ -309,6 +336,7 @@ class Standing:
             forgotten = next(iter(self.totals))
             del self.totals[forgotten]
             self.reply_s.pop(forgotten, None)
+            self._work.pop(forgotten, None)
 
     def _suspect(self, peer: str, now_s: float, cost_s: float) -> None:
         """Leave a replica alone from now on; a suspect stays one for as long as was said."""

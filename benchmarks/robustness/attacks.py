@@ -29,10 +29,12 @@ from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import Watcher, World, simulate
 from noloco_node.swarm.roster import PeerRecord
 from tests.explorer.attack_kinds import HUGE, KINDS, claims_rounds, claims_samples
-from tests.explorer.attacks import FASTEST_S, Attack, Identities, boast
+from tests.explorer.attacks import FASTEST_S, Attack, Identities, boast, hold
 
 APPEAR_S = 20.0
 """When identities without a node appear: a run that has begun."""
+HOLDS_S, HOLDS_AFTER_S = (2, 5, 9), 20.0
+"""How long a peer holds each microbatch before it refuses it, and when it begins to: it has worked until then."""
 LIAR = "s1r0"
 SWARM = SwarmConfig(stages=2, replicas=4, rounds=20, duration_s=36_000.0)
 
@@ -200,6 +202,10 @@ def _collude(world: World, seen: Seen) -> None:
     attacked(world, seen, Attack(receipts=lambda signed: signed | {"s0r0": 1000 * signed.get("s0r0", 0)}))
 
 
+def _holds(world: World, seen: Seen, hold_s: float) -> None:
+    attacked(world, seen, hold(hold_s, HOLDS_AFTER_S))
+
+
 def _end_the_run(world: World, seen: Seen) -> None:
     add_identities(world, seen, record_without_node(0), 10, samples=1, finished=True)
 
@@ -217,6 +223,11 @@ ROWS = (
     ),
     Row("boast", "B4: at most 30 %", routes, partial(attacked, attack=Attack(record=boast))),
     Row("hang", "B5: at most 1.2 times", seconds, partial(attacked, attack=KINDS["silent"]())),
+    *(
+        Row(name, "1.1 times absent", seconds, partial(_holds, hold_s=hold_s), played)
+        for hold_s in HOLDS_S
+        for name, played in ((f"holds-{hold_s}", Scenario(swarm=SWARM)), (f"holds-{hold_s}-long", scenario(rounds=80)))
+    ),
     Row("rounds", "B11: +1 an opening", rounds, partial(attacked, attack=claims_rounds())),
     Row("rounds-identities", "B10: 0 adoptions", rounds, _claims_rounds),
     Row("samples", "B3: 95 % of the clean steps", seconds, partial(_claims_samples, count=1), hostile=()),

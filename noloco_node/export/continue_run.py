@@ -84,10 +84,10 @@ def continuing_text(directory: Path, preset: str) -> str:
 
 
 def _data_of(before: RunConfig | None) -> dict[str, object]:
-    """Return the text of the new run: that of the model's own run, else the owner's to name."""
+    """Return the text of the new run: that of the model's own run, held out as there, else the owner's to name."""
     if before is None:
         return {"source": "text", "path": OWN_TEXT}
-    place = ("source", "path", "commit", "subset", "split", "field")
+    place = ("source", "path", "commit", "subset", "split", "field", "validation_percent")
     fields = (*place, "form", "prompt_field", "completion_field", "messages_field", "chat_template", "packed")
     return {name: value for name in fields if (value := getattr(before.data, name)) is not None}
 

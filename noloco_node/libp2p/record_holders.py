@@ -66,7 +66,9 @@ class Holders:
         age_s = now_s - self._searched_s
         changed = 8 * abs(neighbours - self._neighbours) > self._neighbours
         good = sum(not self._is_doubted(peer, now_s) for peer in self._nearest)
-        return age_s > SEARCH_S or (age_s > SEARCH_AGAIN_S and (changed or good < WRITTEN < len(self._nearest)))
+        # We count as one: a search finds us, too.
+        too_few = good < min(WRITTEN, neighbours + 1)
+        return age_s > SEARCH_S or (age_s > SEARCH_AGAIN_S and (changed or too_few))
 
     def note_search(self, nearest: Sequence[PeerId], now_s: float, neighbours: int) -> None:
         self._nearest, self._searched_s, self._neighbours = tuple(nearest), now_s, neighbours

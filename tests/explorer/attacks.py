@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -45,7 +46,8 @@ class Attack:
     """Which acts of a node are replaced; None leaves them as they are.
 
     `record`: what it publishes of itself. `source`: what it claims as a source. `receipts`: what it signs for sources.
-    `answer`: takes a call of the stage before. `say`: what it says in gossip. `arithmetic`: of its stage.
+    `answer`: takes a call of the stage before. `hear`: makes the node's conversation of one with the stage before.
+    `say`: what it says in gossip. `arithmetic`: of its stage.
     `corruption`: of its messages with tensors. `tell`: what it makes of each message, about any topic.
     `flood`: silent conversations that it opens with everybody about each of its topics, whenever it reads the roster.
     """
@@ -54,6 +56,7 @@ class Attack:
     source: Callable[[SourceRecord], SourceRecord] | None = None
     receipts: Callable[[dict[str, int]], dict[str, int]] | None = None
     answer: Handler | None = None
+    hear: Callable[[Conversation], Conversation] | None = None
     say: Callable[[Any], Any] | None = None
     tell: Callable[[Any], Any] | None = None
     arithmetic: Callable[[StageModel], Any] | None = None
@@ -113,6 +116,13 @@ class HostileNetwork(HookedNetwork):
         say = self._said(topic)
         if topic.startswith(MICROBATCH) and self._attack.answer is not None:
             handler = self._attack.answer
+        elif topic.startswith(MICROBATCH) and (hear := self._attack.hear) is not None:
+            works = handler
+
+            async def holding(conversation: Conversation) -> None:
+                await works(hear(conversation))
+
+            handler = holding
         elif say is not None:
             honest, tell = handler, say
 
@@ -131,6 +141,25 @@ class HostileNetwork(HookedNetwork):
     def _said(self, topic: str) -> Callable[[Any], Any] | None:
         """Return what becomes of what is said about a topic; None where it stays as it is."""
         return self._attack.tell or (self._attack.say if topic.startswith(GOSSIP) else None)
+
+
+class HoldingConversation(HookedConversation):
+    """A conversation with the stage before, in which microbatches are held and then refused.
+
+    `holds`: says for how long a microbatch is held; None lets the node have it.
+    """
+
+    def __init__(self, conversation: Conversation, holds: Callable[[], float | None], refusal: Refused) -> None:
+        super().__init__(conversation)
+        self._holds, self._refusal = holds, refusal
+
+    async def receive(self) -> Any:
+        message = await super().receive()
+        while (hold_s := self._holds()) is not None:
+            await asyncio.sleep(hold_s)
+            await self.send(self._refusal)
+            message = await super().receive()
+        return message
 
 
 class _Lying(HookedConversation):
@@ -220,6 +249,18 @@ def refuse(reason: Reason, retry_after_s: float) -> Handler:
         await conversation.send(Refused(reason=reason, retry_after_s=retry_after_s))
 
     return answer
+
+
+def hold(hold_s: float, after_s: float, reason: Reason = Reason.FULL, share: float = 1.0) -> Attack:
+    """Return an attack that boasts, and after a while holds a share of all microbatches before it refuses them."""
+    rng = Random(0)
+
+    def holds() -> float | None:
+        begun = asyncio.get_running_loop().time() >= after_s
+        return hold_s if begun and rng.random() < share else None
+
+    refusal = Refused(reason=reason)
+    return Attack(record=boast, hear=lambda conversation: HoldingConversation(conversation, holds, refusal))
 
 
 def in_round(number: int) -> Callable[[Any], Any]:

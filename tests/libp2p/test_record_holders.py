@@ -64,7 +64,7 @@ class Node:
 
     @property
     def neighbours(self) -> int:
-        return len(self.dht.kept) - 1
+        return max(0, len(self.dht.kept) - 1)
 
     async def nearest(self, place: bytes, most: int) -> tuple[str, ...]:
         return tuple(self.dht.nearest(place, most))
@@ -232,6 +232,20 @@ async def test_a_search_is_repeated_when_it_is_old_or_the_neighbours_are_others(
     assert not holders.is_search_due(now_s + SEARCH_S / 2, 0)
     assert holders.is_search_due(now_s + SEARCH_S / 2, 1)
     assert holders.is_search_due(now_s + 2 * SEARCH_S, 0)
+
+
+@run_main(run)
+async def test_a_search_that_finds_too_few_is_repeated_soon() -> None:
+    """As after a minute in which the line was down: nobody answered, and the DHT leaves the silent out for a while."""
+    dht = Dht()
+    peers = {name: dht.peer(name) for name in ("me", "other", "third")}
+    cut_off, dht.kept = dht.kept, {}
+    with pytest.raises(ConnectionResetError):
+        await peers["me"].read(KEY)
+    dht.kept = cut_off
+    await asyncio.sleep(REFRESH_S)
+    assert (await refresh(peers, 1))["third"].keys() == peers.keys()
+    assert (await refresh(peers, 2))["me"].keys() == peers.keys()
 
 
 @pytest.mark.network

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
+from benchmarks.robustness.attacks import HOLDS_AFTER_S, ROWS, absent, outcome
 from tests.explorer.attacks import TamperedStage
 
 
@@ -35,3 +37,12 @@ def test_a_stage_in_the_middle_returns_what_the_attack_makes_of_its_gradient() -
     honest = TamperedStage(middle, output=torch.neg).forward(ones)
     assert torch.equal(honest.output, -2.0 * ones)
     assert torch.equal(honest.backward(ones), 2.0 * ones)
+
+
+def test_one_that_holds_microbatches_before_it_refuses_them_costs_little_more_than_its_absence() -> None:
+    """Beside that only what it held at first: until a refusal has come nobody knows."""
+    row = next(row for row in ROWS if row.name == "holds-5")
+    played = structs.replace(row.scenario, swarm=structs.replace(row.scenario.swarm, rounds=12))
+    gone = outcome(absent(row._replace(scenario=played)), row.hostile)
+    held = outcome(played, row.hostile, row.begin)
+    assert HOLDS_AFTER_S < held.seconds < 1.1 * gone.seconds + 5.0

@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit
+from noloco_node.export.continue_run import continuing_text
 from noloco_node.journal.events import Finished, InnerStep, Noticed
+from noloco_node.run.runfile import decode_run
 
 pytestmark = pytest.mark.network
 
@@ -86,7 +88,9 @@ def test_real_nodes_learn_the_answers_of_conversations_and_take_them_home(tmp_pa
             command.interrupt()
         assert [command.wait() for command in (source, last, bootstrap)] == [Exit.OK] * 3
         shown = CliRunner().invoke(app, ["evaluate", str(out), "--data", str(rows), "--json"])
+        again = decode_run(continuing_text(out, "tiny"), "the run that goes on")
         assert shown.exit_code == 0, shown.output
+    assert again.data == decode_run(RUN, "the run").data, "held out as before, too"
     found = json.loads(shown.stdout)
     assert found["loss"] < 1.0
     # An answer, the marks that end it, and the end token.
