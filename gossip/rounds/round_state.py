@@ -128,14 +128,25 @@ class PendingCorrection:
     last_met: int
 
 
-Phase = Closed | Open | InMeeting | Stepping | PendingCorrection
+@dataclass(frozen=True, slots=True, eq=False)
+class Correcting:
+    """The correction is added to the fast weights.
+
+    If that fails, the phase stays, because they may be half corrected.
+    """
+
+    pending: PendingCorrection
+
+
+Phase = Closed | Open | InMeeting | Stepping | PendingCorrection | Correcting
 """The phases of a round and their transitions:
 
     Closed    -> Open (open), Stepping (step)
     Open      -> Open (open, with another snapshot), InMeeting (engage), Closed (close, leave)
     InMeeting -> InMeeting (open), Open (end_meeting), Stepping (step), Closed (close, leave)
     Stepping  -> PendingCorrection (correct_later)
-    PendingCorrection -> Closed (take_correction)
+    PendingCorrection -> Correcting (take_correction)
+    Correcting -> Closed (finish)
 """
 CLOSED = Closed()
 
@@ -195,7 +206,7 @@ class RoundState:
     @property
     def settled(self) -> bool:
         """Whether slow and fast weights belong together: no outer step is under way, and no correction waits."""
-        return not isinstance(self.phase, Stepping | PendingCorrection)
+        return not isinstance(self.phase, Stepping | PendingCorrection | Correcting)
 
     @property
     def is_closed(self) -> bool:
@@ -218,11 +229,12 @@ class RoundState:
 
     @property
     def slow_age(self) -> WeightAge:
-        """The last round whose step the slow weights hold, which `finish` has yet to count while a correction waits."""
-        if not isinstance(self.phase, PendingCorrection):
+        """The last round whose step the slow weights hold; `finish` counts it once the correction is in."""
+        pending = self.phase.pending if isinstance(self.phase, Correcting) else self.phase
+        if not isinstance(pending, PendingCorrection):
             return WeightAge(self.schedule.finished, self.last_met)
-        event = self.phase.event
-        return WeightAge(event.round, self.phase.last_met if self.owns or event.adopted else self.last_met)
+        event = pending.event
+        return WeightAge(event.round, pending.last_met if self.owns or event.adopted else self.last_met)
 
     @property
     def owns(self) -> bool:
@@ -334,13 +346,10 @@ class RoundState:
         self.phase = PendingCorrection(correction, snapshot_step, event, last_met)
 
     def take_correction(self) -> PendingCorrection:
-        """Return the correction that waits, to be applied now; if that fails half-way, it is not tried again.
-
-        `finish` wakes those who wait.
-        """
+        """Return the correction that waits, to be applied now; if that fails half-way, it is not tried again."""
         if not isinstance(self.phase, PendingCorrection):
             raise self._illegal("take_correction")
-        pending, self.phase = self.phase, CLOSED
+        pending, self.phase = self.phase, Correcting(self.phase)
         return pending
 
     def close(self) -> None:
@@ -357,6 +366,9 @@ class RoundState:
 
         A mean with disowned weights is no better than these.
         """
+        if not isinstance(self.phase, Correcting):
+            raise self._illegal("finish")
+        self.phase = CLOSED
         self.schedule.finish(round)
         self.prefetch = Prefetch()
         if self.owns or adopted:

@@ -15,6 +15,7 @@ from gossip.interface import Candidate, Origin, OuterStepTaken, RoundContext
 from gossip.rounds.outer_optimiser import Snapshot, Step
 from gossip.rounds.round_state import (
     Closed,
+    Correcting,
     InMeeting,
     Open,
     PendingCorrection,
@@ -75,12 +76,19 @@ def stepped() -> RoundState:
     return state
 
 
+def correcting() -> RoundState:
+    state = stepped()
+    state.take_correction()
+    return state
+
+
 PHASES: dict[type[Phase], Callable[[], RoundState]] = {
     Closed: closed,
     Open: opened,
     InMeeting: in_meeting,
     Stepping: stepping,
     PendingCorrection: stepped,
+    Correcting: correcting,
 }
 TRANSITIONS: dict[str, Callable[[RoundState], object]] = {
     "open": lambda state: state.open(SNAPSHOT),
@@ -89,6 +97,7 @@ TRANSITIONS: dict[str, Callable[[RoundState], object]] = {
     "step": lambda state: state.step(PENDING, take),
     "correct_later": lambda state: state.correct_later(WEIGHTS),
     "take_correction": RoundState.take_correction,
+    "finish": lambda state: state.finish(1, last_met=1),
     "close": RoundState.close,
     "leave": RoundState.leave,
 }
@@ -98,7 +107,8 @@ LEADS: dict[str, dict[type[Phase], type[Phase]]] = {
     "end_meeting": {InMeeting: Open},
     "step": {Closed: Stepping, InMeeting: Stepping},
     "correct_later": {Stepping: PendingCorrection},
-    "take_correction": {PendingCorrection: Closed},
+    "take_correction": {PendingCorrection: Correcting},
+    "finish": {Correcting: Closed},
     "close": {Closed: Closed, Open: Closed, InMeeting: Closed},
     "leave": {
         Closed: Closed,
@@ -106,13 +116,15 @@ LEADS: dict[str, dict[type[Phase], type[Phase]]] = {
         InMeeting: Closed,
         Stepping: Stepping,
         PendingCorrection: PendingCorrection,
+        Correcting: Correcting,
     },
 }
 _LEADS_TO: dict[type[Phase], tuple[type[Phase], ...]] = {
     Stepping: (Closed, InMeeting),
     PendingCorrection: (Stepping,),
+    Correcting: (PendingCorrection,),
 }
-WAKES = ("open", "end_meeting", "step", "leave")
+WAKES = ("open", "end_meeting", "step", "finish", "leave")
 
 
 async def woken(state: RoundState, change: Callable[[RoundState], object]) -> bool:
@@ -152,6 +164,7 @@ async def test_an_outer_step_wakes_and_counts() -> None:
     assert (state.schedule.finished, state.slow_age) == (0, (1, 1)), "others learn of it with the correction"
     pending = state.take_correction()
     assert (pending.correction, pending.snapshot_step, pending.event) == (WEIGHTS, 0, PENDING.event)
+    assert (state.schedule.finished, state.slow_age, state.settled) == (0, (1, 1), False)
     assert await woken(state, lambda state: state.finish(1, last_met=1))
     assert state.schedule.finished == state.last_met == 1
     assert state.slow_age == (1, 1)
@@ -194,7 +207,7 @@ def test_no_sequence_of_events_breaks_the_invariants(events: list[str]) -> None:
             assert state.leaving or not left, "nobody comes back"
             if left:
                 assert state.is_open <= isinstance(before, Open | InMeeting), "who leaves opens nothing"
-            assert state.settled != isinstance(phase, Stepping | PendingCorrection)
+            assert state.settled != isinstance(phase, Stepping | PendingCorrection | Correcting)
             assert not (state.between_rounds and (state.is_open or not state.settled))
             assert (state.step_task is not None) == isinstance(phase, Stepping)
             if not state.settled:
