@@ -116,7 +116,7 @@ class JsonShard:
         try:
             row = _ROW.decode(line)
             fields = {name: msgspec.json.decode(row[name]) for name in self._data.row_fields if name in row}
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             try:  # it may hold NaN, which is no JSON and often written all the same
                 return self._row_in(json.loads(line), where)
             except (ValueError, RecursionError):
@@ -159,11 +159,27 @@ class ParquetShard:
                     done += len(batch)
                     if done <= self._rows:
                         continue
-                    for row in batch.slice(len(batch) + self._rows - done).to_pylist():
+                    for row in _rows_of(batch.slice(len(batch) + self._rows - done)):
                         self._rows += 1
-                        yield row_of(self._data, row, names, f"{where}, row {self._rows}")
+                        place = f"{where}, row {self._rows}"
+                        bad = BadRow("cannot be read and is left out", place)
+                        yield bad if row is None else row_of(self._data, row, names, place)
         except (pyarrow.ArrowException, OSError) as error:
             yield BadRow("cannot be read and is left out", f"{where} ({_short(error)})")
+
+
+def _rows_of(batch: Any) -> Iterator[dict[str, Any] | None]:
+    """Yield the rows of a table; None for one that Python cannot hold, such as a date beyond its last year."""
+    try:
+        rows = batch.to_pylist()
+    except (ValueError, OverflowError):
+        if len(batch) == 1:
+            yield None
+            return
+        for number in range(len(batch)):
+            yield from _rows_of(batch.slice(number, 1))
+    else:
+        yield from rows
 
 
 def _count(state: Any, name: str) -> int:

@@ -66,7 +66,10 @@ class RowEncoder:
 
         The first one is only given: a sequence may end with the first token of the next row.
         """
-        content = msgspec.json.decode(text)
+        try:
+            content = msgspec.json.decode(text)
+        except RecursionError:
+            raise UnfitRowError("is nested too deeply") from None
         if self._template is None:
             prompt, completion = content
             whole, spans, ends_learnt = prompt + completion, [(len(prompt), len(prompt) + len(completion))], True

@@ -7,6 +7,7 @@ held out for validation, whole or not at all. `noloco_node.data.row_encoder` tur
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,6 +16,8 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.run.config import DataConfig
 
 ASSISTANT = "assistant"
+MOST_NAMES, LONGEST_NAME = 12, 40
+"""Of the fields of a row that a message shows."""
 _NO_ROW = object()
 
 
@@ -49,7 +52,7 @@ def row_of(data: DataConfig, fields: Mapping[str, Any], names: Iterable[str], wh
     for name in data.row_fields:
         value = fields.get(name, _NO_ROW)
         if value is _NO_ROW:
-            return BadRow(f"has no field {name!r} and is left out", f"{where}, whose fields are {', '.join(names)},")
+            return BadRow(f"has no field {name!r} and is left out", f"{where}, whose fields are {_shown(names)},")
         if value is None:
             return BadRow(f"has null in the field {name!r} and is left out", where)
         if data.form == "messages":
@@ -69,8 +72,20 @@ def row_of(data: DataConfig, fields: Mapping[str, Any], names: Iterable[str], wh
         content = [{key: each[key] for key in sorted(each) if each[key] is not None} for each in fields[name]]
     try:
         return GoodRow(msgspec.json.encode(content).decode(), where)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return BadRow(f"has in the field {name!r} what is no JSON and is left out", where)
+
+
+def printable(text: str) -> str:
+    """Return a text of somebody's so that it moves no cursor."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
+def _shown(names: Iterable[str]) -> str:
+    """Return the names of fields, of which a row may have any number of any length."""
+    first = list(islice(names, MOST_NAMES + 1))
+    shown = [printable(name[:LONGEST_NAME]) for name in first[:MOST_NAMES]]
+    return ", ".join([*shown, "..."] if len(first) > MOST_NAMES else shown) or "none"
 
 
 def _trouble_with(messages: Any) -> str | None:

@@ -16,7 +16,7 @@ from noloco_node.data.dataset_documents import RowDocuments, load_rows
 from noloco_node.data.encoding import open_tokenizer
 from noloco_node.data.file_documents import ReadingOrder, UnreadText, row_side_of
 from noloco_node.data.row_encoder import RowEncoder, UnfitRowError, sequences_of
-from noloco_node.data.row_forms import data_error
+from noloco_node.data.row_forms import data_error, printable
 from noloco_node.run.config import DataConfig, RunConfig
 from pipeline.activation_codec import ids_of, learnt
 
@@ -118,7 +118,8 @@ def _rows(data: DataConfig, length: int) -> Iterator[str]:
     if not shown:
         raise data_error(
             f'None of {all_rows} fits data.form = "{data.form}" and a sequence.',
-            "; ".join([*reasons[:1], *([f"{fitting:,} are longer than {length:,} tokens"] if fitting else [])]),
+            "; ".join([*reasons[:1], *([f"{fitting:,} are longer than {length:,} tokens"] if fitting else [])])
+            or "there are no rows",
             "other fields, another data.form, or a larger pipeline.sequence_length",
         )
     if unfit:
@@ -177,7 +178,7 @@ def _shown(tokens: Tensor, tokenizer: Any) -> Iterator[str]:
 def _lines(text: str) -> Iterator[str]:
     """Yield a text as lines that fit; the end of a line is shown, and what cannot be printed."""
     for line in text.splitlines(keepends=True):
-        shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
+        shown = printable(line)
         yield from (shown[at : at + WIDTH - len(GIVEN)] for at in range(0, len(shown), WIDTH - len(GIVEN)))
 
 

@@ -273,14 +273,16 @@ class _Judgement(NamedTuple):
         """
         reader = self.readers[number]
         standings = [reader.standing(place) for place in range(len(reader.filed))]
-        losses = self._losses(number, [place for place, each in enumerate(standings) if math.isfinite(each.norm)])
+        losses = self._losses(number, [place for place, each in enumerate(standings) if 0.0 < each.norm < math.inf])
         order = sorted(losses, key=lambda place: losses[place])
         if not order or losses[order[0]] >= self.guess:
             self.model.put(number, stage.weights)
             return stage, math.inf
         first = order[0]
         taken, mean, loss, least = [first], reader.weights(first), losses[first], losses[first]
-        why = {place: "its weights are not finite" for place in range(len(standings)) if place not in losses}
+        why = {
+            place: "its weights are not finite, or all zero" for place in range(len(standings)) if place not in losses
+        }
         for place in order[1:]:
             if losses[place] > (1.0 + WORSE) * losses[first]:
                 why[place] = f"loss {losses[place]:.3f} in its stage's place, the best has {losses[first]:.3f}"

@@ -24,6 +24,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from noloco_node.data import dataset_documents
 from noloco_node.data.blocks import Blocks, open_blocks
 from noloco_node.data.encoding import CHATML, open_tokenizer
+from noloco_node.data.local_rows import JsonShard, ParquetShard
 from noloco_node.data.row_encoder import RowEncoder, UnfitRowError, sequences_of
 from noloco_node.data.row_forms import BadRow, GoodRow, row_of
 from noloco_node.errors import Exit, UserError
@@ -213,6 +214,38 @@ def test_other_fields_of_rows_and_messages_do_no_harm() -> None:
     assert row_of(MESSAGES, row, row, "a:1") == GoodRow(
         '[{"content":"x","id":3,"role":"user"},{"content":"four","role":"assistant"}]', "a:1"
     )
+
+
+@drawn(st.dictionaries(st.text(), st.none(), max_size=30))
+def test_a_message_about_fields_is_short_and_moves_no_cursor(row: dict[str, None]) -> None:
+    found = row_of(MESSAGES, row, row, "a:1")
+    assert isinstance(found, BadRow)
+    assert found.where.isprintable()
+    assert len(found.where) < 6000
+
+
+@pytest.mark.parametrize("depth", [500, 985, 3000, 100_000])
+def test_a_row_of_any_depth_ends_nothing(tmp_path: Path, depth: int) -> None:
+    good = json.dumps({"messages": [*ASKED[:1], ANSWER]})
+    deep = good[:-2] + ', {"role": "user", "content": "x", "more": ' + "[" * depth + "]" * depth + "}]}"
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{good}\n{deep}\n{good}\n")
+    first, second, third = JsonShard("rows.jsonl", path, MESSAGES)
+    assert isinstance(first, GoodRow)
+    assert isinstance(third, GoodRow)
+    assert isinstance(second, GoodRow | BadRow)
+
+
+def test_a_row_of_a_table_that_python_cannot_hold_is_left_out_alone(tmp_path: Path) -> None:
+    message = pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string(), "at": pyarrow.timestamp("us")})
+    rows = [[ANSWER | {"at": at}] for at in (0, 2**62, 1)]
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"messages": pyarrow.array(rows, pyarrow.list_(message))}), path)
+    before, unreadable, after = ParquetShard("rows.parquet", path, 0, MESSAGES)
+    assert unreadable == BadRow("cannot be read and is left out", "rows.parquet, row group 0, row 2")
+    for row in (before, after):
+        assert isinstance(row, GoodRow | BadRow)
+        assert row.where.startswith("rows.parquet, row group 0, row ")
 
 
 # In blocks.

@@ -167,6 +167,13 @@ def test_of_two_replicas_that_predict_alike_and_have_no_mean_one_is_taken(tmp_pa
     assert loss_of(found) == pytest.approx(alone, rel=1e-3)
 
 
+def test_weights_of_zero_alone_make_no_mean(tmp_path: Path) -> None:
+    """A middle stage of zeros passes its input on, and beside a bad replica predicts best."""
+    zeros = [torch.zeros_like(each) for each in honest(1)]
+    filed = [lay(tmp_path, 0, "a", honest(0)), lay(tmp_path, 1, "b", bad(1)), lay(tmp_path, 1, "zero", zeros)]
+    assert peers(merged(filed)[1]) == (["b"], ["zero"])
+
+
 @settings(max_examples=5, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     kinds=st.lists(st.tuples(st.integers(0, 1), st.integers(-60, 50), st.integers(0, 40)), max_size=4),

@@ -11,6 +11,7 @@ import inspect
 import os
 import time
 from collections.abc import Callable
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,15 +25,14 @@ SIGNATURES = {
     "p2p.p2p_daemon_bindings.datastructures:PeerID.from_base58": "base58_id",
     "p2p.p2p_daemon_bindings.datastructures:PeerID.to_base58": "self",
     "p2p.p2p_daemon_bindings.datastructures:PeerID.to_bytes": "self",
-    "dht.node:DHTNode.find_nearest_nodes": (
-        "self queries k_nearest beam_size num_workers node_to_peer_id exclude_self kwargs"
-    ),
     "dht.node:DHTNode._call_find_with_blacklist": "self peer_id keys",
     "dht.node:Blacklist.__contains__": "self peer",
+    "dht.routing:RoutingTable.get_nearest_neighbors": "self query_id k exclude",
     "dht.node:DHTNode.shutdown": "self",
     "dht.protocol:DHTProtocol.call_ping": "self peer validate strict",
     "dht.protocol:DHTProtocol.call_store": "self peer keys values expiration_time subkeys in_cache",
     "dht.routing:DHTID.from_bytes": "raw byteorder signed",
+    "dht.protocol:DHTProtocol.update_routing_table": "self node_id peer_id responded",
     "dht.protocol:DHTProtocol._validate_dictionary": "self key_bytes dictionary",
     "dht.storage:DHTLocalStorage.store": "self key value expiration_time subkey",
     "dht.storage:DHTLocalStorage.store_subkey": "self key subkey value expiration_time",
@@ -156,6 +156,62 @@ def test_a_node_keeps_and_believes_what_we_decide() -> None:
     node.filter_answers(lambda place, dictionary: taken.append((place, dictionary)))
     assert protocol._validate_dictionary(b"place", "records")
     assert taken == [(7, "me", b"x", 9.0), (b"place", "records")]
+
+
+@pytest.mark.parametrize("liars", [0, 1, 5])
+@pytest.mark.parametrize("lie", ["invents", "renames"])
+@pytest.mark.parametrize("seed", range(5))
+def test_no_neighbours_hide_others_by_what_they_say_of_a_place(lie: str, liars: int, seed: int) -> None:
+    """With hivemind's own routing table. The liars name nodes beside the place that do not exist, or other peers there.
+
+    A tenth of the honest nodes has just died.
+    """
+    dht_id, make, rng = inside("dht.routing:DHTID"), load_hivemind().PeerID, Random(seed)
+
+    def somebody() -> Any:
+        return make(b"\x00\x24\x08\x01\x12\x20" + rng.randbytes(32))
+
+    nodes = {dht_id(rng.getrandbits(160)): somebody() for _ in range(60)}
+    (own, me), *others = nodes.items()
+    table = inside("dht.routing:RoutingTable")(own, bucket_size=8, depth_modulo=5)
+    for node_id, peer in others:
+        table.add_or_update_node(node_id, peer)
+    place = rng.randbytes(20)
+    query = dht_id(int.from_bytes(place) ^ 1)
+    order = sorted(nodes, key=query.xor_distance)
+    liar_ids = [node_id for node_id in order if nodes[node_id] != me][2 : 2 + liars]
+    dead = {nodes[node_id] for node_id in rng.sample(order, 6) if node_id not in (*liar_ids, own)}
+    lying = {nodes[node_id] for node_id in liar_ids}
+    asked = 0
+
+    async def enter(node_id: Any, peer_id: Any, responded: bool) -> None:
+        """The table has no room."""
+
+    protocol = SimpleNamespace(storage=None, routing_table=table, update_routing_table=enter)
+
+    async def find(peer: Any, keys: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        if peer not in nodes.values() or peer in dead:
+            return None
+        await protocol.update_routing_table(next(each for each in nodes if nodes[each] == peer), peer)
+        named = {node_id: nodes[node_id] for node_id in order[:20] if rng.random() < 0.4}
+        if peer in lying:
+            beside = [dht_id(int(query) ^ number) for number in range(2, 40)]
+            named = {each: somebody() if lie == "invents" else rng.choice(list(nodes.values())) for each in beside}
+        return {keys[0]: (None, named)}
+
+    async def main() -> None:
+        node = DhtNode(SimpleNamespace(node_id=own, peer_id=me, protocol=protocol, _call_find_with_blacklist=find))
+        node.note_places()
+        found = await node.nearest(place, 12)
+        assert len(found) == len(set(found)) == 12
+        assert set(found) <= set(nodes.values()) - dead
+        nearest = [nodes[node_id] for node_id in order if nodes[node_id] not in dead][:12]
+        assert len(set(found) & set(nearest)) >= 8
+        assert asked <= 48
+
+    asyncio.run(main())
 
 
 def test_a_reader_that_failed_is_asked_why() -> None:
