@@ -1,4 +1,4 @@
-"""Who may use or move a replica's weights: any number of readers without a copy, or the steps that move them."""
+"""Locks on a replica's weights: any number of readers use them without a copy, or one step moves them."""
 
 from __future__ import annotations
 

@@ -24,21 +24,14 @@ import logging
 import os
 import sys
 import types
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from noloco_node.errors import Exit, UserError
+from noloco_node.libp2p.node_search import NodeSearch
 
 _MOST_GHOSTS = 64
-_AT_ONCE, _MOST_ASKED = 4, 48
-"""Nodes that a search asks at the same time, and in all."""
-_MOST_NAMED = 32
-"""Nodes of one answer that are looked at."""
-_MOST_WRONG = 3
-"""Of the nodes that a node named, so many may be silent or elsewhere; beyond that no more than are right."""
 _MOST_PLACES = 1024
 _SILENT_S = 15.0
 """A peer that did not answer is left out for so long."""
@@ -220,7 +213,7 @@ class DhtNode:
         # Each node on the way would add all records of the place to its answer. Nobody has a record at the place beside
         # it, which has the same neighbours.
         query = type(node.node_id)(int.from_bytes(place) ^ 1)
-        search = _Search(query.xor_distance, most, dict(table.get_nearest_neighbors(query, most)), node.peer_id)
+        search = NodeSearch(query.xor_distance, most, dict(table.get_nearest_neighbors(query, most)), node.peer_id)
         search.answered[node.peer_id] = node.node_id
         while batch := search.next_batch():
             answers = await asyncio.gather(*(node._call_find_with_blacklist(peer, [query]) for peer in batch))
@@ -267,56 +260,6 @@ class DhtNode:
     async def shutdown(self) -> None:
         """Stop answering others."""
         await self._node.shutdown()
-
-
-class _Search:
-    """A search for the nodes nearest to a place: whom to ask next, by what others have said. No I/O.
-
-    `table`: the peers that our routing table knows, by node.
-    """
-
-    def __init__(self, distance: Callable[[Any], int], most: int, table: Mapping[Any, PeerId], me: PeerId) -> None:
-        self.answered: dict[PeerId, Any] = {}
-        """Where each node is that answered."""
-        self._distance, self._most = distance, most
-        self._told: dict[PeerId, dict[PeerId | None, Any]] = {peer: {None: place} for place, peer in table.items()}
-        """Where each node is, by who said so; None: our routing table."""
-        self._asked = {me}
-        self._right, self._wrong = Counter[PeerId | None](), Counter[PeerId | None]()
-        """How many of the nodes that each node named are where it said, and how many are silent or elsewhere."""
-
-    def nearest(self) -> list[PeerId]:
-        return sorted(self.answered, key=lambda peer: self._distance(self.answered[peer]))[: self._most]
-
-    def next_batch(self) -> list[PeerId]:
-        """Return the nodes to ask next; none where the nearest have answered."""
-        nearest = self.nearest()
-        within = self._distance(self.answered[nearest[-1]]) if len(nearest) == self._most else None
-        ahead = {}
-        for peer, told in self._told.items():
-            believed = [self._distance(place) for teller, place in told.items() if self._is_believed(teller)]
-            if believed and peer not in self._asked:
-                ahead[peer] = min(believed)
-        order = sorted((peer for peer in ahead if within is None or ahead[peer] < within), key=lambda peer: ahead[peer])
-        batch = order[: min(_AT_ONCE, _MOST_ASKED - len(self._asked))]
-        self._asked.update(batch)
-        return batch
-
-    def note(self, peer: PeerId, named: Mapping[Any, PeerId] | None, place: Any) -> None:
-        """Note the nodes that a node has named by its answer; None where it did not answer.
-
-        `place`: where it says that it is; None is unknown.
-        """
-        for teller, told in self._told[peer].items():
-            (self._wrong if named is None or place not in (None, told) else self._right)[teller] += 1
-        if named is None:
-            return
-        self.answered[peer] = min(self._told[peer].values(), key=self._distance) if place is None else place
-        for each, other in islice(named.items(), _MOST_NAMED):
-            self._told.setdefault(other, {})[peer] = each
-
-    def _is_believed(self, teller: PeerId | None) -> bool:
-        return teller is None or self._wrong[teller] < max(_MOST_WRONG, self._right[teller])
 
 
 class _RequestCodes:

@@ -4,11 +4,11 @@ A record is stored with the `WRITTEN` nodes nearest to its key, so each of them 
 therefore asks one of the `READ` nearest, another each time, and asks more nodes only where the answer calls for it: it
 lacks records that must still be there, or most of them are no newer than before.
 
-Nodes may place themselves beside a key, take all records, and return none, or to each peer its own. So a node that took
-our record and answers without it, or without most of what others have, is doubted: it comes last from then on, and the
-next nearest takes its place. All peers that publish under the key find that out. For there to be others that have it,
-the first publication and every twelfth go to all `SEARCHED` nodes; the first reading asks all of them, and every
-twelfth one asks all nodes that a record is stored with, and one of the others.
+Hostile nodes may place themselves beside a key, take all records, and return none, or return to each peer its own
+alone. So a node is doubted that took our record and answers without it, or without most of what others have. A doubted
+node comes last from then on, and the next nearest takes its place. All peers that publish under the key find that out.
+So that honest nodes have the records, the first publication and every twelfth go to all `SEARCHED` nodes. The first
+reading asks all of them; every twelfth one asks all nodes that a record is stored with, and one of the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from noloco_node.libp2p.hivemind_compat import PeerId
 READ, WRITTEN, SEARCHED = 3, 4, 12
 """Nodes that readings take turns with, that a record is stored with, and that a search finds."""
 MORE_EVERY = 12
-"""So seldom a publication or a reading goes to more nodes. Even so much apart, a record in the DHT does not expire."""
+"""One of so many publications, or readings, goes to more nodes. Records in the DHT outlive the time between two."""
 SEARCH_S, SEARCH_AGAIN_S = 180.0, 5.0
 """A search is good for so long; after one, the next waits at least so long."""
 DOUBTED_S, SILENT_S = 600.0, 30.0
@@ -88,7 +88,7 @@ class Holders:
     # Writing.
 
     def next_writing(self, now_s: float) -> tuple[list[PeerId], int]:
-        """Return whom to ask to take our record, in this order, and how many have to answer."""
+        """Return the nodes that the next publication asks, in this order, and how many of them have to answer."""
         turn = self._writings
         self._writings += 1
         return self.order(now_s), SEARCHED if turn % MORE_EVERY == 0 else WRITTEN
@@ -103,19 +103,19 @@ class Holders:
     # Reading.
 
     def next_reading(self, now_s: float) -> list[list[PeerId]]:
-        """Return whom the next reading asks: the first group, and each further one while the answers do not suffice."""
+        """Return the nodes that the next reading asks: a group, and each further one until the answers suffice."""
         order, turn = self.order(now_s), self._readings
         self._readings += 1
         if turn == 0:
             return [order]
         written, others = order[:WRITTEN], order[WRITTEN:]
         often, number = divmod(turn, MORE_EVERY)
-        if number == 0:
-            # The farthest first: a liar would place itself near.
-            other = others[-(often % len(others))] if others else None
-            return [[*written, *(peer for peer in others if peer == other)], [p for p in others if p != other]]
-        first = written[turn % min(READ, len(written))] if written else None
-        return [[peer for peer in written if peer == first], [peer for peer in written if peer != first], others]
+        if number:
+            written = _turned(written, turn % min(READ, len(written) or 1))
+            return [written[:1], written[1:], others]
+        # The farthest comes first: a liar would place itself near.
+        others = _turned(others[::-1], often - 1)
+        return [[*written, *others[:1]], others[1:]]
 
     def lacks(self, found: Mapping[str, Version], unix_s: float) -> bool:
         """Say whether records are missing that must still be there."""
@@ -158,3 +158,9 @@ class Holders:
 
     def _living(self, unix_s: float) -> dict[str, _Known]:
         return {subkey: known for subkey, known in self.known.items() if known.expiry > unix_s + MARGIN_S}
+
+
+def _turned(peers: list[PeerId], by: int) -> list[PeerId]:
+    """Return the peers in the same order, another one first."""
+    at = by % len(peers) if peers else 0
+    return peers[at:] + peers[:at]

@@ -1,4 +1,4 @@
-"""Whom a reading asks and whom a record is stored with: all are found, whoever dies, lies or comes, for one answer."""
+"""Holders of records: readers find all living peers though nodes die, lie or come, and mostly ask one node."""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ def test_a_gradient_of_few_or_many_tokens_counts_whole(taught: SizeBound, share:
 
 
 def test_the_size_is_that_of_the_tokens_that_are_learnt(taught: SizeBound) -> None:
-    """What is usual where all tokens are learnt is loud where a quarter is."""
+    """A size that is usual where all tokens are learnt is too large where only a quarter of them is."""
     loud = gradient(1.0, 1.1 * SCALE * 0.5)
     assert taught.bounded("p0", loud, 1.0) is loud
     assert taught.bounded("p0", loud, 0.25) is not loud
