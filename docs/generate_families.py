@@ -149,7 +149,7 @@ def lost_on_the_way(family: str, layout: ModelLayout, directory: Path) -> str:
     stages: list[dict[str, Tensor]] = []
     for number, (piece, shapes) in enumerate(zip(layout.cuts, layout.shapes, strict=True)):
         part = build(layout.prepared, piece, seed=number).eval()
-        for weight, tensor in zip(part.parameters(), read_parameters(layout.prepared, shapes, paths), strict=True):
+        for name, tensor in read_parameters(layout.prepared, shapes, paths):
             weight.copy_(tensor)
         hidden = part(hidden)
         stages.append(dict(part.named_parameters()))

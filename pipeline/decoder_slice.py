@@ -256,7 +256,7 @@ def multiplied_weights(module: nn.Module) -> frozenset[str]:
     Autocast casts matrices by itself. It leaves out the product of all experts with their tokens, which computes in
     the type that the weights have.
     """
-    names = set()
+    names = set[str]()
     for name, part in module.named_modules():
         # GPT-2's linear layers have a class of their own, which only `pipeline.partition` may import.
         if isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D":

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from noloco_node.errors import UserError, config_error
-from noloco_node.export.sources import NOTES, run_of
+from noloco_node.export.sources import NOTES, check_whole, run_of
 from noloco_node.run.config import TOKENIZER_FILES, TRAVELLING, DataConfig, RunConfig
 from noloco_node.run.presets import numbers_of, written
 from noloco_node.storage.weight_store import LARGEST_FILE_BYTES, described
@@ -164,7 +164,7 @@ def _check(text: str, files: list[Path]) -> None:
     from noloco_node.run.runfile import decode_run
 
     layout = model_layout(decode_run(text, "the new run file"))
-    check_files(layout.prepared, layout.shapes, files)
+    check_files(layout.prepared, layout.checkpoint, files)
     for note in layout.notes:
         say(note)
 
@@ -179,6 +179,7 @@ def _toml(value: Any) -> str:
 
 
 def _config_of(directory: Path) -> Any:
+    check_whole(directory)
     if not (directory / "config.json").is_file():
         raise _no_model(directory, "it has no config.json")
     from transformers import AutoConfig

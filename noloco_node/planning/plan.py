@@ -42,6 +42,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     weights: int
     """In float32, or the multiplied ones in bfloat16 with a correction of a byte each."""
+    frozen: int
+    """What adapters are trained over, in the form that the run file names."""
     gradients: int
     optimiser: int
     """AdamW's two moments, in the form that the run file names."""
@@ -100,7 +102,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def computing(self) -> int:
         """What the device computes with: of a GPU's own memory. Gossip's copies lie in the main memory."""
-        lasting = self.weights + self.gradients + self.optimiser + self.cast_weights
+        lasting = self.weights + self.frozen + self.gradients + self.optimiser + self.cast_weights
         return lasting + self.stale_weights + self.graph
 
     @property
@@ -114,8 +116,10 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[int, int]
     """First layer, and the one behind the last."""
     parameters: int
+    """Those that are trained."""
+    frozen_parameters: int
     flops_per_token: int
-    """Of a forward pass; a backward pass takes twice as many."""
+    """Of a forward pass; a backward pass takes twice as many, or as many where the model is frozen."""
     work: float
     """Share of the model's work."""
     memory: Memory
@@ -165,14 +169,16 @@ def plan(run: RunConfig) -> RunPlan:
         StagePlan(
             layers=(cut.first_layer, cut.end_layer),
             parameters=sum(map(prod, shapes)),
+            frozen_parameters=sum(map(prod, checkpoint.values())) if drawn.adapter is not None else 0,
             flops_per_token=flops,
             work=flops / sum(drawn.work),
             memory=memory,
             gpu=gpu,
             round_bytes=round_bytes(run.outer, shapes),
         )
-        for cut, flops, shapes, memory, gpu in zip(
+        for cut, checkpoint, flops, shapes, memory, gpu in zip(
             drawn.cuts,
+            drawn.checkpoint,
             drawn.work,
             stage_shapes,
             memories(run, drawn),
@@ -285,6 +291,7 @@ def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool, splits:
     return Memory(
         # Of a multiplied weight the upper half is what passes compute with, and a byte of its float32 is left out.
         weights=once - cast // 2 if split else once,
+        frozen=drawn.frozen_bytes[number],
         gradients=once,
         optimiser=2 * sum(moment_bytes(shape, run.inner.state) for shape in shapes),
         slow_weights=once,

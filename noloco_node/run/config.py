@@ -280,6 +280,24 @@ class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     weights as bfloat16 with an 8-bit correction: half the memory)."""
 
 
+class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Low-rank adapters (LoRA), which are trained over a finished model whose own weights stay as they are."""
+
+    rank: Annotated[int, Meta(ge=0, le=4096)] = 0
+    """Of each adapter; 0: there are none, and all weights are trained."""
+    alpha: Annotated[float, Meta(ge=1e-3, le=1e6)] = 32.0
+    """What an adapter adds counts alpha / rank times."""
+    dropout: Annotated[float, Meta(ge=0.0, le=0.95)] = 0.0
+    """Share of an adapter's input zeroed in training."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """The linear layers that have an adapter, by the ends of their names, such as q_proj; "all-linear" is each."""
+    freeze_a: bool = False
+    """Whether the first matrix of each adapter stays as it was drawn (FFA-LoRA): half of the bytes, and a mean of two
+    replicas' adapters is then that of their products."""
+    base: Literal["bfloat16", "float32"] = "bfloat16"
+    """The form of the model's own matrices, on each machine."""
+
+
 class AdmissionRule(StrEnum):
     """By which peers are let into a run that has an owner."""
 
@@ -315,6 +333,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     data: DataConfig = DataConfig()
     inner: InnerConfig = InnerConfig()
     outer: OuterConfig = OuterConfig()
+    adapter: AdapterConfig = AdapterConfig()
     admission: AdmissionConfig = AdmissionConfig()
 
     @property
@@ -373,9 +392,15 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         tokenizer = "the checkpoint's own" if data.has_travelling_tokenizer else data.tokenizer
         where = "" if data.tokenizer_commit is None else " of the hub"
         named = f"{model.architecture}, {begin}" if model.architecture else f"from {model.hub} of the hub"
+        adapters = (
+            []
+            if not self.adapter.rank
+            else [f"trained: adapters of rank {self.adapter.rank} over the frozen model in {self.adapter.base}"]
+        )
         return [
             f"run {short(self.name)!r}: {cut.stages} stages, {cut.replicas} replicas planned of each, "
             f"{self.tokens(self.budget_samples):,} tokens to train on",
             "model: " + short(named),
+            *adapters,
             f"text: {short(text)}; tokenizer: {short(tokenizer)}{where}",
         ]

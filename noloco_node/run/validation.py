@@ -17,6 +17,7 @@ from noloco_node.run.config import (
     LARGEST_TOKENIZER_BYTES,
     TOKENIZER_FILES,
     TRAVELLING,
+    AdapterConfig,
     AdmissionConfig,
     DataConfig,
     InnerConfig,
@@ -31,6 +32,7 @@ from pipeline.messages import check_width
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _WEIGHT_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors")
 _TOKENIZER_FILE = re.compile("|".join(map(re.escape, TOKENIZER_FILES)))
+_LAYER = re.compile(r"[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64}){0,7}")
 _AS_WRITTEN = "as `noloco-node init --from DIR` writes them"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
@@ -68,7 +70,24 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     yield from _data(run.data)
     yield from _inner(run.inner)
     yield from _outer(run.outer)
+    yield from _adapter(run.adapter, run.model)
     yield from _admission(run.admission)
+
+
+def _adapter(adapter: AdapterConfig, model: ModelConfig) -> Iterator[Problem]:
+    if not adapter.rank:
+        if adapter != AdapterConfig():
+            yield Problem("adapter.rank", "0", "without a rank there is no adapter", "16, for example")
+        return
+    if model.hub is None and not model.weights:
+        why = "adapters are trained over a finished model, and this one starts from random weights"
+        yield Problem("adapter.rank", str(adapter.rank), why, "`noloco-node init --from DIR --lora RANK`, or model.hub")
+    if not adapter.targets:
+        yield Problem("adapter.targets", "[]", "no layer would have an adapter", '["all-linear"]')
+    for number, target in enumerate(adapter.targets):
+        if not _LAYER.fullmatch(target):
+            hint = '"all-linear", or the end of a name such as "q_proj"'
+            yield Problem(f"adapter.targets.{number}", repr(target), "it is no name of a layer", hint)
 
 
 def _admission(admission: AdmissionConfig) -> Iterator[Problem]:

@@ -33,9 +33,9 @@ class FrozenLinear(nn.Module):
         super().__init__()
         weight, bias = whole.weight, whole.bias
         assert isinstance(weight, Tensor)
-        self._turned = not isinstance(whole, nn.Linear)
+        self.turned = not isinstance(whole, nn.Linear)
         """Whether a checkpoint has the weight as [inputs, outputs]."""
-        self.out_features, self.in_features = reversed(weight.shape) if self._turned else weight.shape
+        self.out_features, self.in_features = reversed(weight.shape) if self.turned else weight.shape
         shape = (self.out_features, self.in_features)
         self.register_buffer("weight", torch.empty(shape, dtype=_DTYPES[form], device="meta"))
         self.register_buffer("bias", bias if bias is None else torch.empty(self.out_features, device="meta"))
@@ -53,12 +53,12 @@ class FrozenLinear(nn.Module):
 
     def put(self, weight: Tensor) -> None:
         """Take the weight of a checkpoint."""
-        self.weight.copy_(weight.t() if self._turned else weight)
+        self.weight.copy_(weight.t() if self.turned else weight)
 
     def ordinary(self) -> Tensor:
         """Return the weight as a checkpoint has it, float32."""
         weight = self.dense(torch.float32)
-        return weight.t().contiguous() if self._turned else weight
+        return weight.t().contiguous() if self.turned else weight
 
 
 def as_multiplied(given: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class AdaptedLinear(FrozenLinear):
     def ordinary(self) -> Tensor:
         """Return the weight with its adapter's product added, as a checkpoint has it, float32."""
         delta = self._scale * (self.lora_B.weight.detach() @ self.lora_A.weight.detach())
-        return super().ordinary() + (delta.t() if self._turned else delta)
+        return super().ordinary() + (delta.t() if self.turned else delta)
 
 
 def adapt(whole: nn.Module, layers: str, adapter: Adapter) -> None:
@@ -76,9 +76,8 @@ def adapt(whole: nn.Module, layers: str, adapter: Adapter) -> None:
 
 
 def targets_of(whole: nn.Module, layers: str) -> list[str]:
-    """Return the last words of the names of the linear layers below `layers`."""
-    named = whole.get_submodule(layers).named_modules()
-    return sorted({name.rpartition(".")[2] for name, part in named if is_linear(part)})
+    """Return the names of the linear layers below `layers`."""
+    return [name for name, part in whole.named_modules() if is_linear(part) and name.startswith(f"{layers}.")]
 
 
 def frozen_bytes(part: nn.Module) -> int:
