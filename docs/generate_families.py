@@ -150,7 +150,7 @@ def lost_on_the_way(family: str, layout: ModelLayout, directory: Path) -> str:
     for number, (piece, shapes) in enumerate(zip(layout.cuts, layout.shapes, strict=True)):
         part = build(layout.prepared, piece, seed=number).eval()
         for name, tensor in read_parameters(layout.prepared, shapes, paths):
-            weight.copy_(tensor)
+            part.get_parameter(name).copy_(tensor)
         hidden = part(hidden)
         stages.append(dict(part.named_parameters()))
     expected = original(input_ids=ids, use_cache=False).logits

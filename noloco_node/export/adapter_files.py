@@ -68,10 +68,10 @@ def without_base(what: str) -> UserError:
 
 
 def merged_weights(
-    run: RunConfig, layout: ModelLayout, base: Sequence[Path], stages: Sequence[Mapping[str, Tensor]]
+    layout: ModelLayout, base: Sequence[Path], stages: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
     """Return the weights of the model with the adapters of all stages added to them, float32."""
-    whole = frozen_whole(run, layout, base, "float32")
+    whole = frozen_whole(layout, base, "float32")
     for weights in stages:
         whole.load_state_dict(weights, strict=False)
     return dict(ordinary(whole))

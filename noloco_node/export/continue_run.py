@@ -12,7 +12,7 @@ import msgspec
 
 from noloco_node.errors import UserError, config_error
 from noloco_node.export.sources import NOTES, check_whole, run_of
-from noloco_node.run.config import TOKENIZER_FILES, TRAVELLING, DataConfig, RunConfig
+from noloco_node.run.config import NO_ADAPTER, TOKENIZER_FILES, TRAVELLING, AdapterConfig, DataConfig, RunConfig
 from noloco_node.run.presets import numbers_of, written
 from noloco_node.storage.weight_store import LARGEST_FILE_BYTES, described
 from noloco_node.terminal import say
@@ -35,12 +35,30 @@ _NO_SIZE = {"architectures", "auto_map", "dtype", "model_type", "torch_dtype", "
 """Fields of a config that do not shape the model, or that the run decides."""
 
 
-def continuing_text(directory: Path, preset: str) -> str:
+_ADAPTER = """
+[adapter]
+# Low-rank adapters (LoRA) are trained over the model; its own weights stay as they are on each machine.
+rank = {rank}
+# What an adapter adds counts alpha / rank times.
+alpha = {alpha}
+# Share of an adapter's input zeroed in training.
+dropout = {dropout}
+# The linear layers that have an adapter, by the ends of their names; "all-linear": all in the decoder's layers.
+targets = {targets}
+# true: the first matrix of each adapter stays as it was drawn, and half of the bytes travel in a round.
+freeze_a = {freeze_a}
+# The form of the model's own matrices on each machine: "bfloat16" or "float32".
+base = {base}
+"""
+
+
+def continuing_text(directory: Path, preset: str, adapter: AdapterConfig = NO_ADAPTER) -> str:
     """Return the text of a run that goes on from the checkpoint in `directory`; raise `UserError` if it has none.
 
     Cut and sequences are those of the checkpoint's own run, else the preset's as far as the model has layers and
     positions; the learning rate is a tenth of the preset's. A checkpoint whose tokenizer is not ByT5's is read with its
-    own. The files are read whole, for their digests.
+    own. The files are read whole, for their digests. A run of adapters has the preset's learning rate, and one stage:
+    their rounds take few bytes, and between stages each token would take many.
     """
     directory = directory.expanduser().absolute()
     given, config, files = numbers_of(preset), _config_of(directory), weight_files(directory)
@@ -54,12 +72,15 @@ def continuing_text(directory: Path, preset: str) -> str:
         stages, length = before.pipeline.stages, before.pipeline.sequence_length
     if before is None or not before.data.has_byte_tokenizer:
         own_tokenizer = _tokenizer_files(directory, config.vocab_size)
+    if adapter.rank:
+        stages = 1
+    slower = 1 if adapter.rank else 10
     numbers = given | {
         "about": "going on from a finished model",
         "stages": stages,
         "microbatches_per_step": max(given["microbatches_per_step"], 2 * stages),
         "sequence_length": length,
-        "learning_rate": f"{float(given['learning_rate']) / 10:g}",
+        "learning_rate": f"{float(given['learning_rate']) / slower:g}",
     }
     model = _MODEL.format(
         architecture=_toml(config.model_type),
@@ -75,6 +96,8 @@ def continuing_text(directory: Path, preset: str) -> str:
         tokenizer_files=_sections("data.tokenizer_files", own_tokenizer),
         data=_data_of(before),
     )
+    if adapter.rank:
+        text += _ADAPTER.format(**{name: _toml(each) for name, each in msgspec.structs.asdict(adapter).items()})
     if before is None:
         say(f'text: set [data] in the run file: it trains on "{OWN_TEXT}", which each source names with --data')
     else:

@@ -242,7 +242,7 @@ def write(
         if layout.adapter is None:
             weights = [layout.ordinary(number, each) for number, each in enumerate(weights)]
         else:
-            weights = [merged_weights(recipe.run, layout, base, weights)]
+            weights = [merged_weights(layout, base, weights)]
         generation = own_generation(recipe.run.model, data)
         write_checkpoint(out, layout.prepared.config, weights, tokenizer, notes, generation)
     counts = "; ".join(

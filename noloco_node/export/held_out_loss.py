@@ -165,7 +165,6 @@ class WholeModel:
 
     def __init__(
         self,
-        run: RunConfig,
         layout: ModelLayout,
         stages: Sequence[MergedReplicas],
         text: HeldOutText,
@@ -177,7 +176,7 @@ class WholeModel:
             self._model = joined(layout.prepared.config, ordinary).eval()
             self._compute = logits_of(self._model)
             return
-        self._model = self._compute = frozen_whole(run, layout, base, layout.adapter.base)
+        self._model = self._compute = frozen_whole(layout, base, layout.adapter.base)
         for number, stage in enumerate(stages):
             self.put(number, stage.weights)
 
@@ -220,7 +219,7 @@ def judged_by_loss(
             opened.enter_context(ReplicaReader(pool, shapes)) for pool, shapes in zip(pools, layout.shapes, strict=True)
         ]
         guess = math.log(layout.prepared.config.vocab_size)
-        judgement = _Judgement(WholeModel(run, layout, stages, text, base), readers, snapshots, guess)
+        judgement = _Judgement(WholeModel(layout, stages, text, base), readers, snapshots, guess)
         return judgement.of(stages, Random(run.seed))
 
 

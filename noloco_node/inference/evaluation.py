@@ -179,7 +179,7 @@ def _of_homes(homes: Sequence[Path], source: str | None, batches: int | None) ->
     base = base_files(recipe, homes)
     if layout.adapter is not None and not base:
         raise without_base("evaluate")
-    model = WholeModel(run, layout, stages, text, base)
+    model = WholeModel(layout, stages, text, base)
     say(f"evaluating the merged model and {len(filed)} replicas, each on {_sequences(text)}")
     yield Measure("merged", model.loss(), entropy, text)
     for number, shapes in enumerate(layout.shapes):

@@ -182,12 +182,12 @@ def build_stage(run: RunConfig, plan: ModelLayout, number: int, device: torch.de
     return part
 
 
-def frozen_whole(run: RunConfig, layout: ModelLayout, paths: Sequence[Path], form: Form) -> Slice:
+def frozen_whole(layout: ModelLayout, paths: Sequence[Path], form: Form) -> Slice:
     """Return the whole model of a run that trains adapters, in this form, from the files that it starts from."""
     assert layout.adapter is not None, "adapters are trained"
     first, *_, last = (layout.cuts[0], *layout.cuts)
     whole = first._replace(end_layer=last.end_layer, head=True, adapter=layout.adapter._replace(base=form))
-    part = build(layout.prepared, whole, run.seed)
+    part = build(layout.prepared, whole, layout.adapter.seed)
     from noloco_node.planning.checkpoint_map import read_parameters
 
     shapes = {name: shape for stage in layout.checkpoint for name, shape in stage.items()}

@@ -298,6 +298,9 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The form of the model's own matrices, on each machine."""
 
 
+NO_ADAPTER = AdapterConfig()
+
+
 class AdmissionRule(StrEnum):
     """By which peers are let into a run that has an owner."""
 
@@ -333,7 +336,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     data: DataConfig = DataConfig()
     inner: InnerConfig = InnerConfig()
     outer: OuterConfig = OuterConfig()
-    adapter: AdapterConfig = AdapterConfig()
+    adapter: AdapterConfig = NO_ADAPTER
     admission: AdmissionConfig = AdmissionConfig()
 
     @property

@@ -15,6 +15,7 @@ from gossip.rule.stability import MOST, stability_bound, weighed_stability_bound
 from gossip.settings import OuterConfig
 from noloco_node.run.config import (
     LARGEST_TOKENIZER_BYTES,
+    NO_ADAPTER,
     TOKENIZER_FILES,
     TRAVELLING,
     AdapterConfig,
@@ -76,7 +77,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
 
 def _adapter(adapter: AdapterConfig, model: ModelConfig) -> Iterator[Problem]:
     if not adapter.rank:
-        if adapter != AdapterConfig():
+        if adapter != NO_ADAPTER:
             yield Problem("adapter.rank", "0", "without a rank there is no adapter", "16, for example")
         return
     if model.hub is None and not model.weights:

@@ -70,7 +70,7 @@ class Continued:
             self.recipe,
             name,
             stage,
-            first_weights=RunWeights(self.layout.prepared, self.layout.shapes, store),
+            first_weights=RunWeights(self.layout.prepared, self.layout.checkpoint, store),
             **more,
         )
 
