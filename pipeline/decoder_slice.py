@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeline.adapters.low_rank import Adapter
+from pipeline.adapters.lora import Adapter
 
 WRITERS = frozenset(
     {"o_proj", "out_proj", "dense", "wo", "down_proj", "dense_4h_to_h", "c_proj", "fc2", "fc_out", "w2"}

@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from pipeline.adapters import frozen_weights
-from pipeline.adapters.low_rank import Adapter, adapt, begin, frozen_bytes, targets_of
+from pipeline.adapters.lora import Adapter, adapt, begin, frozen_bytes, targets_of
 from pipeline.decoder_slice import (
     Cut,
     DecoderParts,

@@ -14,7 +14,7 @@ from noloco_node.run.config import RunConfig
 from noloco_node.storage.home import HomePaths
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.run_distribution import RunFileText
-from pipeline.adapters.low_rank import AdaptedLinear, drawn, ordinary
+from pipeline.adapters.lora import AdaptedLinear, drawn, ordinary
 from pipeline.partition import empty_slice
 
 

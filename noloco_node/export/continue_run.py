@@ -13,7 +13,7 @@ import msgspec
 from noloco_node.errors import UserError, config_error
 from noloco_node.export.sources import NOTES, check_whole, run_of
 from noloco_node.run.config import NO_ADAPTER, TOKENIZER_FILES, TRAVELLING, AdapterConfig, DataConfig, RunConfig
-from noloco_node.run.presets import numbers_of, written
+from noloco_node.run.presets import numbers_of, with_fields, written
 from noloco_node.storage.weight_store import LARGEST_FILE_BYTES, described
 from noloco_node.terminal import say
 
@@ -33,23 +33,6 @@ dropout = 0.0
 OWN_TEXT = "your-text/"  # stands in a run file for a text that each source names
 _NO_SIZE = {"architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "use_cache"}
 """Fields of a config that do not shape the model, or that the run decides."""
-
-
-_ADAPTER = """
-[adapter]
-# Low-rank adapters (LoRA) are trained over the model; its own weights stay as they are on each machine.
-rank = {rank}
-# What an adapter adds counts alpha / rank times.
-alpha = {alpha}
-# Share of an adapter's input zeroed in training.
-dropout = {dropout}
-# The linear layers that have an adapter, by the ends of their names; "all-linear": all in the decoder's layers.
-targets = {targets}
-# true: the first matrix of each adapter stays as it was drawn, and half of the bytes travel in a round.
-freeze_a = {freeze_a}
-# The form of the model's own matrices on each machine: "bfloat16" or "float32".
-base = {base}
-"""
 
 
 def continuing_text(directory: Path, preset: str, adapter: AdapterConfig = NO_ADAPTER) -> str:
@@ -97,7 +80,8 @@ def continuing_text(directory: Path, preset: str, adapter: AdapterConfig = NO_AD
         data=_data_of(before),
     )
     if adapter.rank:
-        text += _ADAPTER.format(**{name: _toml(each) for name, each in msgspec.structs.asdict(adapter).items()})
+        fields = {name: _toml(each) for name, each in msgspec.structs.asdict(adapter).items()}
+        text = with_fields(text, {"adapter": fields})
     if before is None:
         say(f'text: set [data] in the run file: it trains on "{OWN_TEXT}", which each source names with --data')
     else:

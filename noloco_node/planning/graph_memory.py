@@ -24,7 +24,7 @@ from torch.nn import functional
 from noloco_node.machine.memory import GraphBytes, SavedTensors
 from noloco_node.planning.model_layout import ModelLayout
 from noloco_node.run.config import PipelineConfig
-from pipeline.adapters.low_rank import Adapter
+from pipeline.adapters.lora import Adapter
 from pipeline.decoder_slice import Cut, find_decoder_parts, multiplied_weights
 from pipeline.forward_pass import LOGITS, Slice
 from pipeline.model_config import Config

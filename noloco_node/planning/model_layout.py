@@ -13,7 +13,7 @@ from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.run.config import ModelConfig, RunConfig
 from noloco_node.units import format_bytes
 from pipeline.adapters import frozen_weights
-from pipeline.adapters.low_rank import Adapter
+from pipeline.adapters.lora import Adapter
 from pipeline.decoder_slice import NotSliceableError, Subspace
 from pipeline.messages import check_width
 from pipeline.model_config import Prepared, family_config, prepare
