@@ -405,7 +405,7 @@ async def test_a_stage_that_died_comes_from_the_newest_snapshot_and_that_is_said
 ) -> None:
     monkeypatch.setattr(exporter, "visited", swarm.visited)
     # The weights are drawn, and the model is too small for the text of its run.
-    monkeypatch.setattr(exporter, "judged_by_loss", lambda run, layout, stages, filed, snapshots: stages)
+    monkeypatch.setattr(exporter, "judged_by_loss", lambda run, layout, stages, filed, snapshots, base: stages)
     out = tmp_path / "model"
 
     for peer in ("a", "b", "c"):

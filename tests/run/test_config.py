@@ -46,7 +46,8 @@ file = "tokenizer.json"
 size_bytes = 1000
 digest = "{"ab" * 32}"
 """
-SECTIONS = ("model", "pipeline", "data", "inner", "outer", "admission")
+ADAPTER = f"{MODEL}{WEIGHTS}[adapter]\nrank = 16\n"
+SECTIONS = ("model", "pipeline", "data", "inner", "outer", "adapter", "admission")
 
 
 def refused(text: str) -> UserError:
@@ -140,6 +141,11 @@ def test_it_loads_without_torch_or_transformers() -> None:
         (MODEL + "[data]\nshuffle = 1\n", "data.shuffle", "true or false"),
         (MODEL + "[outer]\ninner_steps_per_round = 8\n", "outer.overlap_steps = 8", "below"),
         (MODEL + "[outer]\noverlap_steps = 0\n", "outer.overlap_steps", "outer.blocking"),
+        (MODEL + "[adapter]\nalpha = 8.0\n", "adapter.rank = 0", "16"),
+        (MODEL + "[adapter]\nrank = 16\n", "adapter.rank = 16", "init --from DIR --lora"),
+        (ADAPTER + "targets = []\n", "adapter.targets = []", "all-linear"),
+        (ADAPTER + "targets = ['q proj']\n", "adapter.targets.0", "q_proj"),
+        (ADAPTER + "base = 'int3'\n", "adapter.base", '"bfloat16"'),
         (MODEL + "[admission]\nrule = 'listed'\n", "admission.rule", "`noloco-node init --admission RULE`"),
         (MODEL + "[admission]\nowner = 'x'\n", "admission.owner", "`noloco-node init --admission RULE`"),
         ("name = ''\n" + MODEL, "name", "letters"),

@@ -25,6 +25,7 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "max_position_embeddings": 64,
+    "initializer_range": 0.15,
 }
 FIELDS = {
     "stages": "1",
@@ -33,7 +34,7 @@ FIELDS = {
     "microbatches_per_step": "2",
     "steps": "150",
     "warmup_steps": "5",
-    "learning_rate": "0.03",
+    "learning_rate": "0.01",
     "inner_steps_per_round": "10",
     "late_inner_steps_per_round": "10",
     "overlap_steps": "4",
