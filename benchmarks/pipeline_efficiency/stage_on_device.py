@@ -24,7 +24,7 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -41,7 +41,7 @@ from noloco_node.planning.plan import memories
 from noloco_node.run.config import DataConfig, InnerConfig, ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.runfile import load_run
 from pipeline.activation_codec import encode
-from pipeline.adamw import Codes, advance, advance_split, compiled, encode_first, encode_second
+from pipeline.adamw import Codes, Move, compiled, encode_first, encode_second, move
 from pipeline.admission_window import AdmissionWindow
 from pipeline.forward_pass import PendingForward
 from pipeline.hardware.split_weights import split
@@ -260,16 +260,21 @@ def same_bits(_: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             found[f"{name} {way}"] = _apart(on_cpu, on_device)
     moments = encode_first(0.01 * gradient.view(-1, BLOCK)), encode_second((0.01 * gradient.view(-1, BLOCK)).square())
     numbers = torch.tensor([1 - 1e-5, 1e-3, 1.1, 0.1, 0.99, 0.01, 1e3, 1e-8])
-    for name, halves in (("advance", False), ("advance_split", True)):
-        plain: Callable[..., tuple[Tensor, ...]] = advance_split if halves else advance
-        weight = list(split(values.view(-1, BLOCK))) if halves else [values.view(-1, BLOCK)]
-        given = (*weight, gradient.view(-1, BLOCK))
-        expected = plain(*given, moments, numbers)
-        moved = [each.to(device) for each in given], tuple(Codes(*(t.to(device) for t in each)) for each in moments)
-        for form, compute in ((name, plain), (f"{name} compiled", compiled(device, halves=halves))):
+    for name, halves in (("step", False), ("split step", True)):
+        given = [*(split(values.view(-1, BLOCK)) if halves else [values.view(-1, BLOCK)]), *moments[0], *moments[1]]
+
+        def stepped(
+            compute: Move, where: torch.device, parts: int = 1 + halves, given: Sequence[Tensor] = given
+        ) -> list[Tensor]:
+            held = [each.to(where, copy=True) for each in given]
+            codes = Codes(*held[parts : parts + 2]), Codes(*held[parts + 2 :])
+            compute(held[:parts], gradient.view(-1, BLOCK).to(where), codes, numbers.to(where))
+            return held
+
+        for form, compute in ((name, move), (f"{name} compiled", compiled(device, halves=halves))):
             if compute is not None:
-                got = compute(*moved[0], moved[1], numbers.to(device))
-                found[form] = [_apart(a, b) for a, b in zip(expected, got, strict=True)]
+                pairs = zip(stepped(move, CPU), stepped(compute, device), strict=True)
+                found[form] = [_apart(a, b) for a, b in pairs]
     return found
 
 
