@@ -31,13 +31,15 @@ from pipeline.inner_step import BLOCK, SCALE_BYTES, Inner, is_coded, moment_byte
 
 PIECE = 2**20
 """Values that a step computes at once; whole blocks."""
-_COMPILED_PIECE = 7 * PIECE
-"""The same of a compiled step, which takes 8 bytes a value for a moment. A piece costs the host an eighth of a
-millisecond: with smaller ones a GPU waits for it."""
+_COMPILED_PIECE = 16 * PIECE
+"""The same of a compiled step. A piece costs the host a quarter of a millisecond: with smaller ones a GPU waits for
+it."""
+_COMPILED_ROOM = 2.125
+"""Numbers that a compiled step takes on a GPU for a moment, for each value of its largest piece."""
 LARGEST_RATIO = 1e3
 """Of a first moment to the root of its second, where nothing bounds it."""
 _ROOM = 16 * PIECE
-"""Numbers that a step takes on a GPU for a moment, and more."""
+"""Numbers that a step which is not compiled takes on a GPU for a moment, and more; so does a copy of weights."""
 _FIRST, _SECOND = 127.0, 255.0
 """The largest codes of a first and of a second moment."""
 _NORMAL = torch.finfo(torch.float32).tiny
@@ -161,6 +163,12 @@ class AdamW:
         faster = {halves: compiled(device, halves=halves) for halves in forms}
         self.compiled = None not in faster.values()
         self._faster = {halves: each for halves, each in faster.items() if each is not None}
+        self._pieces = {
+            weight: list(
+                pieces(weight.numel(), moments, _COMPILED_PIECE if (weight in remainders) in self._faster else PIECE)
+            )
+            for weight, moments in self._coded.items()
+        }
         self._room = self._reserve()
 
     def _optimiser(self, weights: list[nn.Parameter]) -> torch.optim.AdamW | None:
@@ -185,8 +193,10 @@ class AdamW:
 
     def _reserve(self) -> Tensor:
         """Return memory that a step gives back while it needs some: on a GPU it may be all that is left."""
-        needed = self._coded and self._device.type == "cuda"
-        return torch.empty(_ROOM if needed else 0, device=self._device)
+        if not self._coded or self._device.type != "cuda":
+            return torch.empty(0)
+        largest = min(_COMPILED_PIECE, max(map(torch.numel, self._coded))) if self._faster else 0
+        return torch.empty(max(_ROOM, int(_COMPILED_ROOM * largest)), device=self._device)
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
@@ -198,9 +208,9 @@ class AdamW:
             self._plain.step()
         numbers = _numbers(self._inner, learning_rate, self.steps).to(self._device)
         with self.room():
-            for weight, moments in self._coded.items():
+            for weight, own_pieces in self._pieces.items():
                 if weight.grad is not None:
-                    self._step_coded(weight, weight.grad.reshape(-1), moments, numbers)
+                    self._step_coded(weight, weight.grad.reshape(-1), own_pieces, numbers)
 
     @contextmanager
     def room(self) -> Iterator[None]:
@@ -211,11 +221,13 @@ class AdamW:
         finally:
             self._room = self._reserve()
 
-    def _step_coded(self, weight: nn.Parameter, gradient: Tensor, moments: tuple[Tensor, ...], numbers: Tensor) -> None:
+    def _step_coded(
+        self, weight: nn.Parameter, gradient: Tensor, own_pieces: list[MatrixPiece], numbers: Tensor
+    ) -> None:
         halves = weight in self._remainders
         parts = [weight.detach(), self._remainders[weight]] if halves else [weight.detach()]
         faster = self._faster.get(halves)
-        for piece in pieces(weight.numel(), moments, PIECE if faster is None else _COMPILED_PIECE):
+        for piece in own_pieces:
             shape = piece.moments[0].codes.shape
             # The last blocks of matrices have lengths of their own, and are few.
             compute = faster if faster is not None and shape[1] == BLOCK and shape[0] > 1 else move
