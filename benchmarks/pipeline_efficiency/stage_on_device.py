@@ -9,6 +9,7 @@ network. The bare loop trains the same model under autocast with AdamW, fused on
 Both take turns, and the median ratio of neighbours counts; the goal is 0.95. On a CPU seconds are those for which the
 process had a core, so that a busy machine can tell too. On a GPU the most memory that the stage takes alone is set
 beside the plan's. FLOPs a token are six times the parameters. `--run` takes the sizes of a run file, as one stage.
+Then the seconds for which a step, a copy of the weights for a round and a correction each stop the passes.
 
 A middle stage follows, with every graph of its window kept and with none: seconds a microbatch, and of a GPU the most
 memory that was in use, beside the plan's. A pass computed again must have the same output to the bit. Its gradients are
@@ -187,6 +188,30 @@ def throughput(args: argparse.Namespace, device: torch.device) -> dict[str, Any]
     return found | {"ratio": round(median(ratios), 3), "least": round(ratios[0], 3), "most": round(ratios[-1], 3)}
 
 
+def changes(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Return the seconds of all that stops the passes of a whole model: a step, a copy of the weights, a correction."""
+    run = a_run(args, 1)
+    one = SwarmOfOne(run, model_layout(run), device)
+    stage, seconds = one.stage, dict[str, list[float]]()
+
+    def timed(name: str, change: Callable[[], Any]) -> Any:
+        finish_work(device)
+        begun_s = time.perf_counter()
+        result = change()
+        finish_work(device)
+        seconds.setdefault(name, []).append(time.perf_counter() - begun_s)
+        return result
+
+    tokens = batch(run, model_layout(run), 0)
+    for _ in range(args.repeats + 1):
+        stage.loss(tokens[:, :-1], tokens[:, 1:])
+        timed("step_s", lambda: stage.step(RATE, 1))
+        weights = timed("copy_s", stage.weights)
+        timed("correction_s", lambda copy=weights: stage.correct(copy))
+    one.device.close()
+    return {name: round(median(each[1:]), 4) for name, each in seconds.items()}
+
+
 def middle_stage(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Return what a window takes with every graph kept and with none."""
     run, clock = a_run(args, 3), seconds_of(device)
@@ -282,7 +307,7 @@ def _apart(one: Tensor, other: Tensor) -> float:
     return float((one != other.cpu()).float().mean())
 
 
-PARTS = {part.__name__: part for part in (throughput, middle_stage, against_cpu, same_bits)}
+PARTS = {part.__name__: part for part in (throughput, changes, middle_stage, against_cpu, same_bits)}
 
 
 def main() -> None:
