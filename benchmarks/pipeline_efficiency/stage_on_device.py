@@ -26,6 +26,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -207,7 +208,7 @@ def changes(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         stage.loss(tokens[:, :-1], tokens[:, 1:])
         timed("step_s", lambda: stage.step(RATE, 1))
         weights = timed("copy_s", stage.weights)
-        timed("correction_s", lambda copy=weights: stage.correct(copy))
+        timed("correction_s", partial(stage.correct, weights))
     one.device.close()
     return {name: round(median(each[1:]), 4) for name, each in seconds.items()}
 
