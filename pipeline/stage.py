@@ -162,7 +162,7 @@ class Stage(StagePasses):
         with self._adamw.room():
             for own, given in zip(self._weights, given_values, strict=True):
                 for part, values in self._parts(own, given):
-                    _write(part, self._upload(values))
+                    _write(part, self._here(values))
         self._set.refresh()
 
     @torch.no_grad()
@@ -176,7 +176,7 @@ class Stage(StagePasses):
         with self._adamw.room():
             for own, given in zip(self._weights, delta, strict=True):
                 for part, values in self._parts(own, given):
-                    more = self._upload(values)
+                    more = self._here(values)
                     if isinstance(part, Split):
                         _write(part, join(*part).add_(more))
                     else:
@@ -184,6 +184,9 @@ class Stage(StagePasses):
         self._set.refresh()
         if not self._type.shares_memory and all(each.device.type == "cpu" for each in delta):
             self._spare = tuple(delta)
+
+    def _here(self, values: Tensor) -> Tensor:
+        return values if values.device == self._device else self._upload(values)
 
     def _parts(self, own: nn.Parameter, others: Tensor) -> Iterator[tuple[Tensor | Split, Tensor]]:
         """Yield views of a weight and of `others` of its shape, flat, piece by piece."""

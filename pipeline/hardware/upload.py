@@ -29,7 +29,7 @@ class Upload:
 
     def __init__(self, device: torch.device) -> None:
         """Take the memory; a CPU needs none."""
-        gpu, self._device, self._next = device.type == "cuda", device, 0
+        gpu, self._next = device.type == "cuda", 0
         self._places = [
             _Place(
                 torch.empty(PART, device=device),
@@ -41,8 +41,6 @@ class Upload:
 
     def __call__(self, part: Tensor) -> Tensor:
         """Return float32 values [n], n <= PART, on the device, where they stay until the next call but one."""
-        if part.device == self._device or not self._places:
-            return part.to(self._device)
         place = self._places[self._next]
         self._next = (self._next + 1) % _PLACES
         there, near = (memory[: len(part)] for memory in (place.there, place.near))
