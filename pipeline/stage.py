@@ -18,17 +18,16 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from pipeline.adamw import PIECE, AdamW
+from pipeline.adamw import AdamW
 from pipeline.forward_pass import Slice, StagePasses, StageSettings, or_memory_error
 from pipeline.hardware.split_weights import Split, join, split, values_of
+from pipeline.hardware.upload import PART, Upload
 from pipeline.inner_step import Inner, OptimiserState, StepReport
 
 _COUNTED = (
     *("forwards", "backwards", "recomputed", "stale_backwards", "weight_copies", "shortages"),
     *("inner_steps", "skipped_steps", "uncompiled_steps", "overflows"),
 )
-STAGED = 2**24
-"""Numbers of a correction that lie on a GPU at once."""
 
 
 class Stage(StagePasses):
@@ -52,8 +51,7 @@ class Stage(StagePasses):
         self.fixed = frozenset(n for n, weight in enumerate(self._weights) if not weight.requires_grad)
         self._clip_norm = inner.clip_norm
         self._adamw = AdamW(self._weights, inner, settings.device, self._remainders)
-        # On a GPU the memory for a correction is taken now: a change must not fail half-way. A CPU needs none.
-        self._staging = torch.empty(0 if settings.device.type == "cpu" else STAGED, device=settings.device)
+        self._upload = Upload(settings.device)
         self._spare: tuple[Tensor, ...] = ()
         """Memory for the next copy of the weights. The system takes longer to give it than a GPU to fill it."""
 
@@ -164,7 +162,7 @@ class Stage(StagePasses):
         with self._adamw.room():
             for own, given in zip(self._weights, given_values, strict=True):
                 for part, values in self._parts(own, given):
-                    _write(part, values.to(self._device))
+                    _write(part, self._here(values))
         self._set.refresh()
 
     @torch.no_grad()
@@ -178,7 +176,7 @@ class Stage(StagePasses):
         with self._adamw.room():
             for own, given in zip(self._weights, delta, strict=True):
                 for part, values in self._parts(own, given):
-                    more = values if values.device == self._device else self._staging[: len(values)].copy_(values)
+                    more = self._here(values)
                     if isinstance(part, Split):
                         _write(part, join(*part).add_(more))
                     else:
@@ -187,12 +185,14 @@ class Stage(StagePasses):
         if not self._type.shares_memory and all(each.device.type == "cpu" for each in delta):
             self._spare = tuple(delta)
 
+    def _here(self, values: Tensor) -> Tensor:
+        return values if values.device == self._device else self._upload(values)
+
     def _parts(self, own: nn.Parameter, others: Tensor) -> Iterator[tuple[Tensor | Split, Tensor]]:
         """Yield views of a weight and of `others` of its shape, flat, piece by piece."""
-        remainder, most = self._remainders.get(own), STAGED if own not in self._remainders else PIECE
-        held = own.detach().view(-1)
-        for start in range(0, len(held), most):
-            piece = slice(start, start + most)
+        remainder, held = self._remainders.get(own), own.detach().view(-1)
+        for start in range(0, len(held), PART):
+            piece = slice(start, start + PART)
             part = held[piece] if remainder is None else Split(held[piece], remainder.view(-1)[piece])
             yield part, others.reshape(-1)[piece]
 
