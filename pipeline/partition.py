@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from pipeline.adapters import frozen_weights
-from pipeline.adapters.lora import Adapter, adapt, begin, frozen_bytes, targets_of
+from pipeline.adapters.lora import Adapter, FrozenSize, adapt, begin, frozen_size, targets_of
 from pipeline.decoder_slice import (
     Cut,
     DecoderParts,
@@ -182,12 +182,12 @@ def cut(
 class SliceSize(NamedTuple):
     """Name and shape of every parameter of a slice, in its order, and how many numbers of them are multiplied.
 
-    `frozen_bytes`: of the weights that are no parameters, because adapters are trained in their place.
+    `frozen`: of the weights that are no parameters, because adapters are trained in their place.
     """
 
     shapes: dict[str, tuple[int, ...]]
     multiplied: int
-    frozen_bytes: int
+    frozen: FrozenSize
 
 
 def slice_size(config: Config, cut: Cut) -> SliceSize:
@@ -195,7 +195,7 @@ def slice_size(config: Config, cut: Cut) -> SliceSize:
     part = empty_slice(config, cut)
     shapes = {name: tuple(weight.shape) for name, weight in part.named_parameters()}
     multiplied = sum(part.get_parameter(name).numel() for name in multiplied_weights(part))
-    return SliceSize(shapes, multiplied, frozen_bytes(part))
+    return SliceSize(shapes, multiplied, frozen_size(part))
 
 
 def adapter_targets(config: Config) -> list[str]:

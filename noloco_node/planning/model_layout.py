@@ -13,7 +13,7 @@ from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.run.config import ModelConfig, RunConfig
 from noloco_node.units import format_bytes
 from pipeline.adapters import frozen_weights
-from pipeline.adapters.lora import Adapter
+from pipeline.adapters.lora import Adapter, FrozenSize
 from pipeline.decoder_slice import NotSliceableError, Subspace
 from pipeline.messages import check_width
 from pipeline.model_config import Prepared, family_config, prepare
@@ -52,7 +52,7 @@ class ModelLayout(NamedTuple):
 
     `work`: floating-point operations a token of each stage, forward. `multiplied`: parameters that are multiplied.
     `checkpoint`: name and shape of what each stage has of a checkpoint; `shapes`, but where adapters are trained.
-    `frozen_bytes`: what of it is not trained takes.
+    `frozen`: what of it is not trained takes.
     """
 
     prepared: Prepared
@@ -61,7 +61,7 @@ class ModelLayout(NamedTuple):
     work: tuple[int, ...]
     multiplied: tuple[int, ...]
     checkpoint: tuple[dict[str, tuple[int, ...]], ...]
-    frozen_bytes: tuple[int, ...]
+    frozen: tuple[FrozenSize, ...]
 
     @property
     def adapter(self) -> Adapter | None:
@@ -133,7 +133,7 @@ def model_layout(run: RunConfig) -> ModelLayout:
         work,
         tuple(size.multiplied for size in sizes),
         tuple(size.shapes for size in checkpoint),
-        tuple(size.frozen_bytes for size in sizes),
+        tuple(size.frozen for size in sizes),
     )
 
 

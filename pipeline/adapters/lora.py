@@ -80,10 +80,19 @@ def targets_of(whole: nn.Module, layers: str) -> list[str]:
     return [name for name, part in whole.named_modules() if is_linear(part) and name.startswith(f"{layers}.")]
 
 
-def frozen_bytes(part: nn.Module) -> int:
-    """Return what the frozen weights of a slice take."""
+class FrozenSize(NamedTuple):
+    """What the frozen weights of a slice take. `largest`: the numbers of the largest matrix that is multiplied."""
+
+    bytes: int = 0
+    largest: int = 0
+
+
+def frozen_size(part: nn.Module) -> FrozenSize:
     trained = dict(part.named_parameters())
-    return sum(each.nbytes for name, each in part.state_dict().items() if name not in trained)
+    return FrozenSize(
+        sum(each.nbytes for name, each in part.state_dict().items() if name not in trained),
+        max((each.weight.numel() for each in part.modules() if isinstance(each, FrozenLinear)), default=0),
+    )
 
 
 def begin(part: nn.Module, adapter: Adapter, device: torch.device | str) -> None:
