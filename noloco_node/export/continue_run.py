@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,7 +13,7 @@ import msgspec
 
 from noloco_node.errors import UserError, config_error
 from noloco_node.export.sources import NOTES, run_of
-from noloco_node.run.config import TOKENIZER_FILES, TRAVELLING, DataConfig, RunConfig
+from noloco_node.run.config import TOKENIZER_FILES, TRAVELLING, DataConfig, RunConfig, SourceConfig
 from noloco_node.run.presets import numbers_of, written
 from noloco_node.storage.weight_store import LARGEST_FILE_BYTES, described
 from noloco_node.terminal import say
@@ -64,7 +65,7 @@ def continuing_text(directory: Path, preset: str) -> str:
     model = _MODEL.format(
         architecture=_toml(config.model_type),
         sizes="\n".join(f"{name} = {_toml(value)}" for name, value in sizes_of(config).items()),
-        weights=_sections("model.weights", files),
+        weights="\n\n".join(_sections("model.weights", files)),
     )
     text = written(
         numbers,
@@ -72,7 +73,7 @@ def continuing_text(directory: Path, preset: str) -> str:
         0,
         model=model,
         tokenizer=TRAVELLING if own_tokenizer else "byt5",
-        tokenizer_files=_sections("data.tokenizer_files", own_tokenizer),
+        data_sections="\n\n".join((*_mixture(before), *_sections("data.tokenizer_files", own_tokenizer))),
         data=_data_of(before),
     )
     if before is None:
@@ -87,9 +88,15 @@ def _data_of(before: RunConfig | None) -> dict[str, object]:
     """Return the text of the new run: that of the model's own run, held out as there, else the owner's to name."""
     if before is None:
         return {"source": "text", "path": OWN_TEXT}
-    place = ("source", "path", "commit", "subset", "split", "field", "validation_percent")
-    fields = (*place, "form", "prompt_field", "completion_field", "messages_field", "chat_template", "packed")
+    fields = (*SourceConfig.__struct_fields__, "validation_percent", "chat_template", "packed")
     return {name: value for name in fields if (value := getattr(before.data, name)) is not None}
+
+
+def _mixture(before: RunConfig | None) -> Iterator[str]:
+    """Yield a section of each source of the mixture on which the model's own run trained."""
+    for source in before.data.mixture if before is not None else ():
+        given = msgspec.structs.asdict(source).items()
+        yield "\n".join(("[[data.mixture]]", *(f"{name} = {_toml(each)}" for name, each in given if each is not None)))
 
 
 def sizes_of(config: Any) -> dict[str, Any]:
@@ -141,8 +148,8 @@ def _tokenizer_files(directory: Path, vocabulary: int) -> list[Path]:
     return files
 
 
-def _sections(name: str, paths: list[Path]) -> str:
-    return "\n\n".join(_section(name, path) for path in paths)
+def _sections(name: str, paths: list[Path]) -> Iterator[str]:
+    return (_section(name, path) for path in paths)
 
 
 def _section(name: str, path: Path) -> str:
