@@ -47,10 +47,10 @@ def preview(run: RunConfig, data: DataConfig) -> Iterator[str]:
     length, unfit = run.pipeline.sequence_length, None
     weights = [each.weight for each in data.mixture] or [1.0]
     for number, (source, weight) in enumerate(zip(data.sources, weights, strict=True)):
-        share = f" {weight / sum(weights):.1%} of the sequences are of this source." if data.mixture else ""
+        share = f"{weight / sum(weights):.1%} of the sequences are of this source." if data.mixture else ""
         if number:
             yield ""
-        yield from _filled(f"{source.text_name}, {_what_is_read(source)}. Sequences of {length:,} tokens.{share}")
+        yield from _filled(f"{source.text_name}, {_what_is_read(source)}. Sequences of {length:,} tokens. {share}")
         yield ""
         try:
             yield from _rows(source, length) if source.has_rows else _text(source, length, run.seed)

@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 from noloco_node.data.blocks import BlockSource, open_blocks, run_blocks
 from noloco_node.data.row_preview import preview
 from noloco_node.errors import Exit, UserError
-from noloco_node.run.config import DataConfig, MixedSource, RunConfig
+from noloco_node.run.config import DataConfig, MixedSource
+from noloco_node.run.presets import run_text
+from noloco_node.run.runfile import decode_run
 
 LENGTH = 16
+A_RUN = decode_run(run_text("tiny"), "tiny")
 LETTERS = "abc"
 
 
@@ -60,7 +63,7 @@ def test_each_source_has_its_share_of_any_first_blocks(places: list[str], weight
 @given(before=st.integers(0, 60), batch=st.integers(1, 7), shuffle=st.booleans())
 def test_a_mixture_goes_on_from_any_place(places: list[str], before: int, batch: int, shuffle: bool) -> None:
     data = msgspec.structs.replace(mixed(places, 1.0, 2.5, 0.3), shuffle=shuffle)
-    run = msgspec.structs.replace(RunConfig(data=data), pipeline=RunConfig(data=data).pipeline)
+    run = msgspec.structs.replace(A_RUN, data=data)
 
     def opened() -> BlockSource:
         return run_blocks(run, None, "me", 384)
@@ -125,11 +128,10 @@ def test_a_preview_shows_each_source_and_all_that_does_not_fit(tmp_path: Path) -
     bad.write_text(json.dumps({"prompt": "p"}) + "\n" + json.dumps({"prompt": "q", "completion": "r"}) + "\n")
     sources = [MixedSource(source="json", path=str(path), form="prompt") for path in (bad, good)]
     data = DataConfig(mixture=tuple(sources))
-    shown = preview(RunConfig(data=data), data)
-    lines = []
+    shown = preview(A_RUN, data)
+    lines: list[str] = []
     with pytest.raises(UserError, match="1 of 2 rows do not fit") as unfit:
-        for line in shown:
-            lines.append(line)
+        lines.extend(shown)
     assert unfit.value.code is Exit.DATA
-    assert sum("50.0% of the sequences" in line for line in lines) == 2
+    assert " ".join(lines).count("50.0% of the sequences") == 2
     assert any("9 rows fit the form" in line for line in lines), "what follows a source that does not fit is shown"
