@@ -31,7 +31,7 @@ def base_files(recipe: RunFileText, homes: Sequence[Path], given: Path | None = 
     Raises `UserError` (CONFIG) if the directory that a person has `given` holds others.
     """
     model = recipe.run.model
-    if not recipe.run.adapter.rank:
+    if not recipe.run.adapter.is_trained:
         return []
     if (directory := hub_directory(model)) is not None:
         return sorted(directory.glob("*.safetensors"))
@@ -47,7 +47,7 @@ def base_files(recipe: RunFileText, homes: Sequence[Path], given: Path | None = 
 
 def check_merge(run: RunConfig, base: Sequence[Path]) -> None:
     """Raise `UserError` if a run cannot be exported as a merged model."""
-    if not run.adapter.rank:
+    if not run.adapter.is_trained:
         raise UserError(
             "There are no adapters to merge.",
             why="this run trains all weights of its model",

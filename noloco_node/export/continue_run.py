@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,7 +13,15 @@ import msgspec
 
 from noloco_node.errors import UserError, config_error
 from noloco_node.export.sources import NOTES, check_whole, run_of
-from noloco_node.run.config import NO_ADAPTER, TOKENIZER_FILES, TRAVELLING, AdapterConfig, DataConfig, RunConfig
+from noloco_node.run.config import (
+    NO_ADAPTER,
+    TOKENIZER_FILES,
+    TRAVELLING,
+    AdapterConfig,
+    DataConfig,
+    RunConfig,
+    SourceConfig,
+)
 from noloco_node.run.presets import numbers_of, with_fields, written
 from noloco_node.storage.weight_store import LARGEST_FILE_BYTES, described
 from noloco_node.terminal import say
@@ -55,9 +64,9 @@ def continuing_text(directory: Path, preset: str, adapter: AdapterConfig = NO_AD
         stages, length = before.pipeline.stages, before.pipeline.sequence_length
     if before is None or not before.data.has_byte_tokenizer:
         own_tokenizer = _tokenizer_files(directory, config.vocab_size)
-    if adapter.rank:
+    if adapter.is_trained:
         stages = 1
-    slower = 1 if adapter.rank else 10
+    slower = 1 if adapter.is_trained else 10
     numbers = given | {
         "about": "going on from a finished model",
         "stages": stages,
@@ -68,7 +77,7 @@ def continuing_text(directory: Path, preset: str, adapter: AdapterConfig = NO_AD
     model = _MODEL.format(
         architecture=_toml(config.model_type),
         sizes="\n".join(f"{name} = {_toml(value)}" for name, value in sizes_of(config).items()),
-        weights=_sections("model.weights", files),
+        weights="\n\n".join(_sections("model.weights", files)),
     )
     text = written(
         numbers,
@@ -76,10 +85,10 @@ def continuing_text(directory: Path, preset: str, adapter: AdapterConfig = NO_AD
         0,
         model=model,
         tokenizer=TRAVELLING if own_tokenizer else "byt5",
-        tokenizer_files=_sections("data.tokenizer_files", own_tokenizer),
+        data_sections="\n\n".join((*_mixture(before), *_sections("data.tokenizer_files", own_tokenizer))),
         data=_data_of(before),
     )
-    if adapter.rank:
+    if adapter.is_trained:
         fields = {name: _toml(each) for name, each in msgspec.structs.asdict(adapter).items()}
         text = with_fields(text, {"adapter": fields})
     if before is None:
@@ -94,9 +103,15 @@ def _data_of(before: RunConfig | None) -> dict[str, object]:
     """Return the text of the new run: that of the model's own run, held out as there, else the owner's to name."""
     if before is None:
         return {"source": "text", "path": OWN_TEXT}
-    place = ("source", "path", "commit", "subset", "split", "field", "validation_percent")
-    fields = (*place, "form", "prompt_field", "completion_field", "messages_field", "chat_template", "packed")
+    fields = (*SourceConfig.__struct_fields__, "validation_percent", "chat_template", "packed")
     return {name: value for name in fields if (value := getattr(before.data, name)) is not None}
+
+
+def _mixture(before: RunConfig | None) -> Iterator[str]:
+    """Yield a section of each source of the mixture on which the model's own run trained."""
+    for source in before.data.mixture if before is not None else ():
+        given = msgspec.structs.asdict(source).items()
+        yield "\n".join(("[[data.mixture]]", *(f"{name} = {_toml(each)}" for name, each in given if each is not None)))
 
 
 def sizes_of(config: Any) -> dict[str, Any]:
@@ -148,8 +163,8 @@ def _tokenizer_files(directory: Path, vocabulary: int) -> list[Path]:
     return files
 
 
-def _sections(name: str, paths: list[Path]) -> str:
-    return "\n\n".join(_section(name, path) for path in paths)
+def _sections(name: str, paths: list[Path]) -> Iterator[str]:
+    return (_section(name, path) for path in paths)
 
 
 def _section(name: str, path: Path) -> str:

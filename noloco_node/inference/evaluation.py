@@ -152,7 +152,7 @@ def _text(data: DataConfig, sequence_length: int, seed: int, batches: int | None
     try:
         text = validation_text(data, sequence_length, seed, batches)
     except UserError as error:
-        if named or data.path is None:
+        if named or data.is_public:
             raise
         hint = f"{error.hint}; or --data with the place of that text on this machine"
         raise UserError(error.what, why=error.why, hint=hint, code=error.code) from error

@@ -140,7 +140,7 @@ def model_layout(run: RunConfig) -> ModelLayout:
 def _adapter(run: RunConfig, prepared: Prepared) -> Adapter | None:
     """Return what a run trains over a frozen model; raise ValueError where the model does not allow it."""
     wanted = run.adapter
-    if not wanted.rank:
+    if not wanted.is_trained:
         return None
     adapter = Adapter(**msgspec.structs.asdict(wanted), seed=run.seed)
     names = adapter_targets(prepared.config)

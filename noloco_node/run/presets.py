@@ -131,10 +131,10 @@ def written(
     *,
     model: str | None = None,
     tokenizer: str = "byt5",
-    tokenizer_files: str = "",
+    data_sections: str = "",
     data: Mapping[str, object] | None = None,
 ) -> str:
-    """Return the text of a run file. `model`: another section [model]; `tokenizer_files`: sections of those.
+    """Return the text of a run file. `model`: another section [model]; `data_sections`: sections in [data].
 
     `data`: other fields of [data] than the template's.
     """
@@ -148,6 +148,6 @@ def written(
         found = re.search(rf"^(# )?{field} = .*$", text, flags=re.M)
         assert found is not None
         text = text[: found.start()] + line + text[found.end() :]
-    if tokenizer_files:
-        text = text.replace("[inner]\n", f"{tokenizer_files}\n\n[inner]\n")
+    if data_sections:
+        text = text.replace("[inner]\n", f"{data_sections}\n\n[inner]\n")
     return Template(text).substitute(numbers, name=name, seed=seed, model=model, tokenizer=tokenizer)

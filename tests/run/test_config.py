@@ -46,6 +46,7 @@ file = "tokenizer.json"
 size_bytes = 1000
 digest = "{"ab" * 32}"
 """
+MIX = MODEL + "[[data.mixture]]\n"
 ADAPTER = f"{MODEL}{WEIGHTS}[adapter]\nrank = 16\n"
 SECTIONS = ("model", "pipeline", "data", "inner", "outer", "adapter", "admission")
 
@@ -124,6 +125,15 @@ def test_it_loads_without_torch_or_transformers() -> None:
         (MODEL + "[data]\ntokenizer = ''\n", "data.tokenizer", "byt5"),
         (MODEL + f"[data]\ntokenizer_commit = '{COMMIT}'\n", "data.tokenizer_commit", "leave it out"),
         (MODEL + "[data]\ntokenizer = 'a/b'\ntokenizer_commit = 'main'\n", "data.tokenizer_commit", "40"),
+        (MODEL + "[data]\npath = 'x'\n[[data.mixture]]\n", "data.path = 'x'", "[[data.mixture]]"),
+        (
+            MIX + "[[data.mixture]]\nsource = 'json'\npath = 'x'\nform = 'prompt'\n",
+            "data.mixture = given",
+            "empty prompt",
+        ),
+        (MIX + "[[data.mixture]]\nsource = 'json'\n", "data.mixture.1.path is missing", "a glob"),
+        (MIX + "[[data.mixture]]\nweight = 0.0\n", "data.mixture.1.weight = 0.0", "1e-06"),
+        (MIX + 64 * "[[data.mixture]]\n", "data.mixture = 65 sources", "fewer"),
         (MODEL + "[data]\ntokenizer = 'files'\n", "data.tokenizer_files = missing", "init --from"),
         (MODEL + WORDS.replace("'files'", "'byt5'"), "data.tokenizer_files = given", "init --from"),
         (MODEL + WORDS.replace("[[", f"tokenizer_commit = '{COMMIT}'\n[["), "data.tokenizer_commit", "leave it out"),
