@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,3 +125,23 @@ def test_nobody_who_reads_is_no_reason_to_end(as_json: bool, monkeypatch: pytest
         terminal.complain("to whom?")
         monkeypatch.undo()
         os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # for what is still to be flushed
+
+
+@pytest.mark.usefixtures("_as_before")
+def test_a_thread_of_another_program_logs_and_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", heard := io.StringIO())
+    terminal.configure(terminal.LogLevel.INFO, as_json=False)
+    logged: list[str] = []
+    theirs = logging.Logger("theirs", logging.INFO)
+    theirs.addFilter(lambda record: logged.append(record.getMessage()))
+
+    def in_a_thread() -> None:
+        terminal.hand_to(theirs)
+        say("logged")
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+    say("printed")
+    assert logged == ["logged"]
+    assert [line.split()[-1] for line in heard.getvalue().splitlines()] == ["printed"]

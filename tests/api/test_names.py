@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from limits import LAST_RESORT_S
@@ -12,14 +14,18 @@ import noloco_node
 
 
 def test_the_names_are_there_and_no_others() -> None:
-    from noloco_node.api import gossip_optimizer, peer, run_files, swarm
+    from noloco_node.api import gossip_optimizer, peer, run_files, swarm, trainer_callback
 
     assert noloco_node.init is run_files.init
     assert noloco_node.join is peer.join
     assert noloco_node.Swarm is swarm.Swarm
     assert noloco_node.export is swarm.export
     assert noloco_node.GossipOptimizer is gossip_optimizer.GossipOptimizer
-    assert {"init", "join", "Swarm", "export", "GossipOptimizer"} <= set(dir(noloco_node))
+    assert noloco_node.GossipCallback is trainer_callback.GossipCallback
+    names = {"init", "join", "Swarm", "export", "GossipOptimizer", "GossipCallback"}
+    assert names <= set(dir(noloco_node))
+    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) - {"finished"} == names
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = noloco_node.nothing
 
