@@ -75,8 +75,8 @@ def _differences(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Te
 class ForeignStage:
     """The parameters of a foreign module; implements `noloco_node.machine.interface.StageModel`.
 
-    `due`: the inner step for which the program has computed its gradients. `loss_said`: of that step, if the program
-    says one. The inner optimiser's memory stays with the program.
+    `due`: the inner step for which the program has computed its gradients, None once it is taken. `loss_said`: of that
+    step, if the program says one. The inner optimiser's memory stays with the program.
     """
 
     fixed: frozenset[int] = frozenset()
@@ -86,10 +86,16 @@ class ForeignStage:
         self.shapes = tuple(tuple(each.shape) for each in self._parameters)
         self.due: Callable[[], object] | None = None
         self.loss_said: float | None = None
+        self._is_counted = False
         self.returned: object = None
         """What the last inner step returned."""
         self.error: BaseException | None = None
         """What the last inner step raised."""
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the program has gradients that no microbatch stands for yet."""
+        return self.due is not None and not self._is_counted
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> NoReturn:
         raise RuntimeError("a foreign module is the first stage and the last")
@@ -97,13 +103,14 @@ class ForeignStage:
     def loss(self, hidden: Tensor, targets: Tensor) -> Gradient:
         """Return what the program says of its gradient; a loss that it does not say is one over no token."""
         self._clock.charge()
+        self._is_counted = True
         said = self.loss_said
         known = said is not None and math.isfinite(said)
         return Gradient(hidden=None, loss=said if said is not None and known else 0.0, tokens=targets.numel() * known)
 
     def step(self, learning_rate: float, microbatches: float) -> StepReport:
         """Let the program's optimiser step; its learning rate is its own."""
-        due, self.due = self.due, None
+        due, self.due, self._is_counted = self.due, None, False
         if due is None:
             return StepReport(0.0, False)
         self.returned = self.error = None
@@ -114,7 +121,8 @@ class ForeignStage:
         return StepReport(0.0, self.error is None)
 
     def discard(self) -> None:
-        """Leave the gradients to the program."""
+        """Leave the gradients to the program; another microbatch will stand for them."""
+        self._is_counted = False
 
     @torch.no_grad()
     def weights(self) -> tuple[Tensor, ...]:
@@ -144,23 +152,25 @@ class ForeignStage:
 
 
 class StepSignal:
-    """Stands for the text of a run: the next sequences are drawn once the program has a gradient of them.
+    """Stands for the text of a run: the next sequences are drawn once the program has gradients of them.
 
     Implements `noloco_node.machine.interface.Text`.
     """
 
-    def __init__(self, run: RunConfig) -> None:
+    def __init__(self, run: RunConfig, stage: ForeignStage) -> None:
         batch, length = run.pipeline.ids_shape
-        self._sequences = torch.zeros((batch, length + 1), dtype=torch.int64)
-        self._has_stepped = asyncio.Event()
+        self._sequences, self._stage = torch.zeros((batch, length + 1), dtype=torch.int64), stage
+        self._changed = asyncio.Event()
 
-    def give(self) -> None:
-        """Let one draw return; called in the loop."""
-        self._has_stepped.set()
+    def look(self) -> None:
+        """Look at the stage again; called in the loop."""
+        self._changed.set()
 
     async def draw(self) -> Tensor:
-        await self._has_stepped.wait()
-        self._has_stepped.clear()
+        # What counts is the stage: a microbatch may be lost, where a node joins its stage again.
+        while not self._stage.has_news:
+            self._changed.clear()
+            await self._changed.wait()
         return self._sequences
 
     def position(self) -> dict[str, Any]:

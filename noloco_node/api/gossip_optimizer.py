@@ -102,10 +102,8 @@ class GossipOptimizer(torch.optim.Optimizer):
         self._clock.end()
         if loss is not None:
             self.note_loss(float(loss.detach() if isinstance(loss, Tensor) else loss))
-        has_stepped_before = stage.due is None  # else an interrupt came before the step that was given last
         stage.due = self._inner.step if closure is None else partial(self._inner.step, closure)
-        if has_stepped_before:
-            self._node.call(signal.give)
+        self._node.call(signal.look)
         self._training.work_until(lambda: stage.due is None or self._node.has_finished.is_set())
         self._clock.begin()
         error, stage.error = stage.error, None
@@ -208,7 +206,7 @@ class GossipOptimizer(torch.optim.Optimizer):
         (shapes,) = layout.shapes
         check_module(shapes, parameters)
         stage = self._stage = ForeignStage([parameters[name] for name in shapes], self._clock)
-        signal = self._signal = StepSignal(run)
+        signal = self._signal = StepSignal(run, stage)
         return Machine(layout, partial(ForeignHost, options, home, recipe, stage, self._training, self._clock, signal))
 
     def _refuse_second(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -51,7 +52,8 @@ class LoopThread(Generic[T]):
         """Wait for the end; return what the coroutine returned, or raise what ended it, a `UserError` if that is it."""
         self.wait()
         if self._error is not None:
-            raise user_error_of(self._error) or self._error
+            trouble = user_error_of(self._error)
+            raise (trouble and in_python(trouble)) or self._error
         return self._values[0]
 
     def call(self, function: Callable[..., object], *args: object) -> None:
@@ -92,6 +94,12 @@ class LoopThread(Generic[T]):
         if self._cancelled:
             raise asyncio.CancelledError
         return await self._main()
+
+
+def in_python(error: UserError) -> UserError:
+    """Return an error whose hint names arguments of Python, and no options of a command."""
+    hint = re.sub(r"--([a-z]+(?:-[a-z]+)*)", lambda found: found[1].replace("-", "_") + "=", error.hint)
+    return UserError(error.what, why=error.why, hint=hint, code=error.code) if hint != error.hint else error
 
 
 def finished(main: Callable[[], Coroutine[Any, Any, T]], name: str) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 import pytest
@@ -10,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from noloco_node.api.foreign_stage import ForeignStage, check_module, trained_parameters
+from noloco_node.api.foreign_stage import ForeignStage, StepSignal, check_module, trained_parameters
 from noloco_node.api.gossip_optimizer import _check_optimised
 from noloco_node.api.training_thread import IterationClock
 from noloco_node.errors import UserError
+from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
 
 TARGETS = torch.zeros((2, 3), dtype=torch.int64)
 
@@ -58,6 +60,28 @@ def test_only_a_step_of_the_program_is_taken_and_its_error_is_kept_for_it() -> N
     stage.due = lambda: 1 // 0
     assert not stage.step(0.1, 1.0).applied
     assert isinstance(stage.error, ZeroDivisionError)
+
+
+async def test_each_gradient_is_drawn_once_and_again_if_its_microbatch_was_lost() -> None:
+    stage = stage_of(nn.Linear(1, 1))
+    pipeline = PipelineConfig(stages=1, microbatch_size=2, sequence_length=3)
+    signal = StepSignal(RunConfig(model=ModelConfig(), pipeline=pipeline), stage)
+    drawing = asyncio.create_task(signal.draw())
+    await asyncio.sleep(0)
+    assert not drawing.done()
+    stage.due = lambda: None
+    signal.look()
+    assert (await drawing).shape == (2, 4)
+    stage.loss(TARGETS, TARGETS)
+    drawing = asyncio.create_task(signal.draw())
+    await asyncio.sleep(0)
+    assert not drawing.done(), "it stands for the same gradient"
+    drawing.cancel()
+    stage.discard()
+    await signal.draw()
+    stage.loss(TARGETS, TARGETS)
+    assert stage.step(0.1, 1.0).applied
+    assert not stage.has_news
 
 
 def test_what_is_trained_has_the_names_of_the_module_also_where_it_is_compiled() -> None:

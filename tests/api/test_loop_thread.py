@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from noloco_node.api.loop_thread import LoopThread, finished
+from noloco_node.api.loop_thread import LoopThread, finished, in_python
 from noloco_node.errors import Exit, UserError
 
 REFUSED = UserError("No.", why="a test", hint="nothing", code=Exit.USAGE)
@@ -35,6 +35,11 @@ def test_an_error_of_ours_comes_without_its_group() -> None:
     with pytest.raises(UserError) as refused:
         finished(refuse, "test")
     assert refused.value is REFUSED
+
+
+def test_a_hint_names_arguments_and_no_options() -> None:
+    error = in_python(UserError("No.", why="--that", hint="with --home, or --max-upload 3", code=Exit.USAGE))
+    assert (error.hint, error.why, error.code) == ("with home=, or max_upload= 3", "--that", Exit.USAGE)
 
 
 def test_a_coroutine_that_is_cancelled_cleans_up() -> None:

@@ -1,0 +1,78 @@
+"""`noloco_node.join`: a node in this process trains a model of its own, and says what goes wrong, over real daemons."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from process_swarm import LOCAL, host
+from processes import Commands
+from torch import nn
+
+import noloco_node
+from noloco_node.errors import Exit, UserError
+from noloco_node.journal.events import Finished, InnerStep
+from noloco_node.journal.reader import read
+
+SIZES = {
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.network
+def test_a_node_in_this_process_trains_to_the_end_of_the_run(tmp_path: Path) -> None:
+    with Commands() as commands:
+        model = {"architecture": "llama", "sizes": SIZES}
+        one = {"pipeline": {"stages": 1, "microbatches_per_step": 2}}
+        run = noloco_node.init(
+            commands.directory / "run.toml", model, steps=6, replicas=1, batch=2, sequence_length=32, sections=one
+        )
+        _, invite = host(commands, run)
+        home = commands.directory / "member"
+        with noloco_node.join(invite, home=home, device="cpu", threads=1, listen=[LOCAL], refresh=0.5) as peer:
+            assert peer.state in ("starting", "joining", "training")
+            assert not peer.wait(0.0)
+            assert peer.wait()
+            assert peer.state == "finished"
+            said = noloco_node.export(invite, tmp_path / "model", home=tmp_path)
+        assert "AutoModelForCausalLM" in said
+        assert peer.state == "left"
+        peer.leave()
+        events = list(read(home / "journal.jsonl"))
+        assert len([event for event in events if isinstance(event, InnerStep)]) == 6
+        assert [event.why for event in events if isinstance(event, Finished)] == ["the run is over"]
+
+
+@pytest.mark.network
+def test_a_node_that_cannot_train_the_run_says_why(tmp_path: Path) -> None:
+    with Commands() as commands:
+        run = noloco_node.init(commands.directory / "run.toml", nn.Linear(1, 1), steps=6)
+        _, invite = host(commands, run)
+        peer = noloco_node.join(invite, home=tmp_path, device="cpu", listen=[LOCAL])
+        with pytest.raises(UserError, match="trains a foreign module") as refused:
+            peer.wait()
+        assert "GossipOptimizer" in refused.value.hint
+        with pytest.raises(UserError, match="trains a foreign module"):
+            peer.leave()
+
+
+def test_what_cannot_be_read_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        noloco_node.join("no invite", home=tmp_path)
+    assert refused.value.code is Exit.CONFIG
+    with pytest.raises(UserError, match="10 parsecs"):
+        noloco_node.join("no invite", home=tmp_path, max_upload="10 parsecs")
+    with pytest.raises(UserError):
+        noloco_node.Swarm("no invite", home=tmp_path)
+
+
+@pytest.mark.network
+def test_a_node_leaves_before_it_has_found_anybody(tmp_path: Path) -> None:
+    nobody = f"noloco1:{64 * '0'}@/ip4/127.0.0.1/tcp/9/p2p/12D3KooWPF6C68sQVQGmwSo176xFe1frMnCRiyPVqRBmFwdQRd1g"
+    with noloco_node.join(nobody, home=tmp_path, device="cpu", listen=[LOCAL]):
+        pass
