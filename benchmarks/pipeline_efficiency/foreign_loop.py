@@ -7,8 +7,8 @@ A GPT of ten million parameters trains in this process, a second member in anoth
 machine. Turns alternate: in *bare* ones the loop steps with the wrapped optimiser, in *member* ones with
 `GossipOptimizer`. Shown are the medians over neighbouring turns, with the least and the most: the time in `step` beyond
 the bare one as a share of the bare iteration, and as ratios the core seconds of the thread that trains, those of the
-whole process (the other member's are not in it), and the tokens a second. The last line is one JSON object. What a round still sends when a member
-turn ends falls into the bare turn after it.
+whole process (the other member's are not in it), and the tokens a second. The last line is one JSON object. What a
+round still sends when a member turn ends falls into the bare turn after it.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
+from weakref import WeakMethod
 
 from noloco_node.api.loop_thread import LoopThread
 from noloco_node.cli.join import take_part
@@ -155,8 +156,17 @@ class NodeThread:
 
 
 def at_exit(leave: Callable[[], None]) -> None:
-    """Call `leave` at the end of a program that did not, or that failed, while a polite end has its threads."""
-    threading._register_atexit(leave)  # type: ignore[attr-defined] # `atexit` comes after the threads are gone
+    """Call a method at the end of a program that did not leave, or that failed, while a polite end has its threads.
+
+    What has the method, and so a module, is not kept in memory for it.
+    """
+    weak = WeakMethod(leave)
+
+    def leave_if_there() -> None:
+        if (method := weak()) is not None:
+            method()
+
+    threading._register_atexit(leave_if_there)  # type: ignore[attr-defined] # `atexit` comes after the threads are gone
 
 
 class JoinedPeer:
