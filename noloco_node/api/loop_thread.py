@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class LoopThread(Generic[T]):
-    """Runs one coroutine to its end. `ended`: called in the thread once it is over; `result` then has how."""
+    """Runs one coroutine to its end. `ended` is called in the thread once it is over."""
 
     def __init__(
         self, main: Callable[[], Coroutine[Any, Any, T]], name: str, ended: Callable[[], None] = lambda: None
