@@ -133,7 +133,7 @@ def ordinary(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, holder in part.named_modules():
         if name.endswith((f".{_A}", f".{_B}")):
             continue
+        frozen = isinstance(holder, FrozenLinear)
         for own, weight in holder.state_dict().items():
-            if "." not in own:
-                whole = isinstance(holder, FrozenLinear) and own == "weight"
-                yield f"{name}.{own}", holder.ordinary() if whole else weight.float()
+            if "." not in own and not (frozen and own == "scales"):
+                yield f"{name}.{own}", holder.ordinary() if frozen and own == "weight" else weight.float()
