@@ -352,8 +352,9 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     freeze_a: bool = False
     """Whether the first matrix of each adapter stays as it was drawn (FFA-LoRA): half of the bytes, and a mean of two
     replicas' adapters is then that of their products."""
-    base: Literal["bfloat16", "float32"] = "bfloat16"
-    """The form of the model's own matrices, on each machine."""
+    base: Literal["bfloat16", "float32", "int8", "nf4"] = "bfloat16"
+    """The form of the model's own matrices, on each machine; as codes ("int8", "nf4") those of the linear layers in the
+    decoder's layers, and the others bfloat16."""
 
     @property
     def is_trained(self) -> bool:
