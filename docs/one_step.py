@@ -105,9 +105,9 @@ class Peer:
             group.create_task(SWARM[peer].rounds.serve(Line(self.name, back, there)))
             yield Line(peer, there, back)
 
-    async def snapshot(self) -> Tensors:
-        """Return a copy of the fast weights, for a round that opens."""
-        return tuple(weight.clone() for weight in self.stage.weights())
+    async def snapshot(self, slow: Tensors) -> Tensors:
+        """Return a copy of the fast weights, or their difference from the slow ones, for a round that opens."""
+        return self.stage.weights(slow)
 
     async def correct(self, correction: Tensors) -> None:
         """Add to the fast weights what a round has changed of the slow ones."""

@@ -102,9 +102,9 @@ class Replica:
         self.note()
         return result
 
-    async def snapshot(self) -> Tensors:
-        """Return a copy of the fast weights."""
-        return self.stage.weights()
+    async def snapshot(self, slow: Tensors) -> Tensors:
+        """Return a copy of the fast weights, or their difference from slow ones."""
+        return self.stage.weights(slow)
 
     async def correct(self, correction: Tensors) -> None:
         """Add to the fast weights."""

@@ -224,8 +224,8 @@ class Replica:
 
     # What the rounds ask of us (gossip.interface.GossipReplica).
 
-    async def snapshot(self) -> Tensors:
-        return await self._run(self._stage.weights)
+    async def snapshot(self, slow: Tensors) -> Tensors:
+        return await self._run(self._stage.weights, slow)
 
     async def correct(self, correction: Tensors) -> None:
         await self._run(self._stage.correct, correction)

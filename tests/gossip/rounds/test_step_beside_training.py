@@ -36,10 +36,10 @@ class Watched(Toy):
         self.snapshots: list[tuple[int, Tensor]] = []
         self.corrections: list[tuple[int, Tensor]] = []
 
-    async def snapshot(self) -> Tensors:
+    async def snapshot(self, slow: Tensors) -> Tensors:
         """Nobody copies weights that lack a correction, nor is there memory for it."""
         assert self.rounds.settled
-        found = await super().snapshot()
+        found = await super().snapshot(slow)
         self.snapshots.append((self.inner_steps, found[0].clone()))
         return found
 
