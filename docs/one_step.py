@@ -113,6 +113,10 @@ class Peer:
         """Add to the fast weights what a round has changed of the slow ones."""
         self.stage.correct(correction)
 
+    async def replace(self, weights: Tensors) -> None:
+        """Replace the fast weights by a partner's; in this program nobody is so far behind."""
+        self.stage.set_weights(weights)
+
     def alone(self, retry_after_s: float) -> AbstractAsyncContextManager[None]:
         """Serve the paper's blocking form of a round, which these settings do not use."""
         return nullcontext()

@@ -114,6 +114,9 @@ class GossipReplica(Protocol):
     async def correct(self, correction: Tensors) -> None:
         """Add this, float32 or bfloat16, to the fast weights. Called only in a pause between two inner steps."""
 
+    async def replace(self, weights: Tensors) -> None:
+        """Replace the fast weights by a copy of these. Called only in a pause between two inner steps."""
+
     def alone(self, retry_after_s: float) -> AbstractAsyncContextManager[None]:
         """Admit no microbatch, wait until none is in flight, and admit them again at the end.
 

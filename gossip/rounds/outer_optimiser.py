@@ -9,6 +9,8 @@ awaits both to their end even if it is cancelled.
 `take_step` moves slow weights, momentum and the snapshot a piece at a time, and decodes what both sent anew for each
 piece: it cannot fail half-way for what a partner has sent. The snapshot becomes the correction. Each value goes through
 the same operations in the same order as in `research.theory.pair_step`, so the pieces may be of any size.
+A side that adopts has no correction: its new slow weights replace the fast ones, since a difference from weights that
+may be anywhere would be rounded too coarsely.
 
 With a lossy codec the rule takes means and pull over what *both* sides decode, or a pair that meets would drift apart.
 The slow weights still move from their exact values. The correction is what the rule yields of decoded weights: slow
@@ -202,14 +204,20 @@ class OuterOptimiser:
 
     # The step.
 
-    async def take(self, step: Step) -> Tensors:
-        """Move the slow weights; return the correction of the fast ones, in the memory of the step's snapshot."""
-        await self._compute(self._take, step)
-        return step.correction
+    async def take(self, step: Step) -> Tensors | None:
+        """Move the slow weights; return the correction of the fast ones, in the memory of the step's snapshot.
 
-    async def correct(self, correction: Tensors) -> None:
-        """Add the correction of a step to the fast weights, in a pause."""
-        await self._replica.correct(correction)
+        None: the slow weights, which are a partner's, take the place of the fast ones.
+        """
+        await self._compute(self._take, step)
+        return step.correction if step.adopts is None else None
+
+    async def correct(self, correction: Tensors | None) -> None:
+        """Correct the fast weights by what `take` has returned, in a pause."""
+        if correction is None:
+            await self._replica.replace(self.state.slow)
+        else:
+            await self._replica.correct(correction)
 
     def _take(self, step: Step) -> None:
         self.state = take_step(step, self.state, self._rule)
@@ -234,7 +242,7 @@ def take_step(step: Step, state: OuterState, rule: Rule, longest: int = PIECE) -
     `longest`: values of a piece, a whole number of blocks.
     """
     if step.adopts is not None:
-        return _adopt(step.adopts, step, state, rule.fixed, longest)
+        return _adopt(step.adopts, state, rule.fixed, longest)
     form = Format.FLOAT32 if step.fast is None else step.fast.theirs.form
     work, after = _Work(step, state, rule, longest), state
     for number, slow in enumerate(state.slow):
@@ -249,17 +257,15 @@ def take_step(step: Step, state: OuterState, rule: Rule, longest: int = PIECE) -
     return OuterState(state.slow, state.momentum, gathered, after.meetings)
 
 
-def _adopt(theirs: Coded, step: Step, state: OuterState, fixed: frozenset[int], longest: int) -> OuterState:
+def _adopt(theirs: Coded, state: OuterState, fixed: frozenset[int], longest: int) -> OuterState:
     """Go on from the partner's weights. The momentum starts at zero: it spoke of weights that are left behind."""
-    reader, memory, near = Reader(theirs, state.slow), *(scratch(state.slow, longest) for _ in range(2))
+    reader, memory = Reader(theirs, state.slow), scratch(state.slow, longest)
     for number, slow in enumerate(state.slow):
         if number in fixed:
-            step.correction[number].zero_()
             continue
         for at in pieces(theirs.form, slow.numel(), longest):
-            phi, fast = slow.view(-1)[at], step.snapshot.read(number, at, near)
+            phi = slow.view(-1)[at]
             phi.copy_(reader.read(number, at, phi, memory))
-            torch.sub(phi, fast, out=step.correction[number].view(-1)[at])
     for momentum in state.momentum:
         momentum.zero_()
     return OuterState(state.slow, state.momentum)

@@ -230,6 +230,9 @@ class Replica:
     async def correct(self, correction: Tensors) -> None:
         await self._run(self._stage.correct, correction)
 
+    async def replace(self, weights: Tensors) -> None:
+        await self._run(self._stage.set_weights, weights)
+
     def alone(self, retry_after_s: float) -> AbstractAsyncContextManager[None]:
         """Shut the admission window until nothing is in flight."""
         return self.admission.alone(retry_after_s, DRAIN_S if self.config.deadlines else math.inf)

@@ -106,6 +106,10 @@ class Trainee:
         """Add a correction to the weights."""
         self._weights = self._weights + correction[0]
 
+    async def replace(self, weights: Tensors) -> None:
+        """Replace the weights."""
+        self._weights = weights[0].clone()
+
     def _partners(self) -> tuple[Candidate, ...]:
         mine = self._network.peer_id
         return tuple(Candidate(peer, other.rounds.finished) for peer, other in self._here.items() if peer != mine)

@@ -44,6 +44,10 @@ class Still:
         """Add to the weights."""
         self._stage.correct(correction)
 
+    async def replace(self, weights: Tensors) -> None:
+        """Replace the weights."""
+        self._stage.set_weights(weights)
+
     def optimiser(self, settings: OuterConfig, seed: int, compute: Compute) -> OuterOptimiser:
         """Return what says, hears and moves its weights."""
         return OuterOptimiser(settings, OuterState(self._stage.weights()), self, compute, seed=seed)

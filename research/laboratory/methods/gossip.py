@@ -73,6 +73,10 @@ class Gossiper:
         """Add a correction to the fast weights."""
         self._stage.correct(correction)
 
+    async def replace(self, weights: Tensors) -> None:
+        """Replace the fast weights."""
+        self._stage.set_weights(weights)
+
     def _partners(self) -> tuple[Candidate, ...]:
         return self._crowd.others(self._network.peer_id)
 
