@@ -50,7 +50,9 @@ class Meeting:
         self.slow, self.momentum = drawn(0.02), drawn(APART) if outer.alpha else ()
         self.learned, other = (tuple(tensor.bfloat16() for tensor in drawn(APART)) for _ in range(2))
         self.steps = (APART * 9 / 8,) * len(SHAPES)
-        self.came = Coded(Format.INT4, encode(Format.INT4, OwnWeights(self.slow, other), self.steps).coded.wire, self.steps)
+        self.came = Coded(
+            Format.INT4, encode(Format.INT4, OwnWeights(self.slow, other), self.steps).coded.wire, self.steps
+        )
 
     def run(self) -> tuple[dict[str, float], Tensors]:
         """Return the seconds of each part, and all that was written."""

@@ -33,7 +33,20 @@ from research.laboratory.experiments.task import dimensions, source
 from research.laboratory.methods.gossip import gossip
 from research.laboratory.methods.replicas import Swarm
 
-STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 11: 2.20, 14: 2.14, 19: 2.09}
+STUDENT = {
+    1: 12.71,
+    2: 4.30,
+    3: 3.18,
+    4: 2.78,
+    5: 2.57,
+    6: 2.45,
+    7: 2.36,
+    8: 2.31,
+    9: 2.26,
+    11: 2.20,
+    14: 2.14,
+    19: 2.09,
+}
 """The 97.5 % quantile by degrees of freedom."""
 
 
