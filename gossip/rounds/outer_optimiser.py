@@ -2,9 +2,9 @@
 
 `OuterOptimiser` applies the rule of `gossip.rule.outer_step` to a replica that trains on meanwhile; heavy arithmetic
 runs on the node's thread. Nothing moves, and the step may still be thrown away, until `take` moves the slow weights.
-`take` may run while the replica trains: it touches no fast weights. `correct` then adds the correction to the fast ones,
-in a pause. The caller keeps readers out meanwhile (`gossip.rounds.weights_lock`), and
-awaits both to their end even if it is cancelled.
+`take` may run while the replica trains: it touches no fast weights. `correct` then adds the correction to the fast
+ones, in a pause. The caller keeps readers out meanwhile (`gossip.rounds.weights_lock`), and awaits both to their end
+even if it is cancelled.
 
 `take_step` moves slow weights, momentum and the snapshot a piece at a time, and decodes what both sent anew for each
 piece: it cannot fail half-way for what a partner has sent. The snapshot becomes the correction. Each value goes through
@@ -15,10 +15,10 @@ may be anywhere would be rounded too coarsely.
 With a lossy codec the rule takes means and pull over what *both* sides decode, or a pair that meets would drift apart.
 The slow weights still move from their exact values. The correction is what the rule yields of decoded weights: slow
 ones after the step minus the snapshot. So what rounding has left out of the snapshot stays in the fast weights and goes
-out with the next one, and what it has left out of slow weights is taken back there. Snapshot and correction are bfloat16
-differences then; what that rounds away from the snapshot stays likewise. Where a partner counts only in part, our own
-weights enter exactly: in int4 the partner's probe decides how coarsely ours are rounded, and that rounding could move
-us farther than the bound allows.
+out with the next one, and what it has done to slow weights is taken back there. Snapshot and correction are bfloat16
+differences then; what that rounds away from the snapshot stays in the fast weights likewise. Where a partner counts
+only in part, our own weights enter exactly: in int4 the partner's probe decides how coarsely ours are rounded, and that
+rounding could move us farther than the bound allows.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ end of each pause are remembered. So:
 - the mean of a solo round is one's own fast weights;
 - phi' = phi - u - the momentum's share, always;
 - who was too stale and took its partner's weights has no momentum left;
-- the fast weights have moved by phi' - snapshot, neither more nor less: gossip has its effect, and once.
+- the fast weights have moved by phi' - snapshot, neither more nor less, but for what the codec has rounded: gossip has
+  its effect, and once; who took its partner's weights has them in both places.
 
 A step that forgets its momentum shows in both means: the sides of a pair have different momenta as soon as they have
 met different partners.
@@ -36,6 +37,7 @@ from torch import Tensor
 
 from gossip.interface import OuterStepTaken
 from gossip.rule.outer_step import LIFT_BOUND, OuterState
+from gossip.settings import Format
 from tests.explorer.meetings import MeetingChecker, MeetingSide
 from tests.explorer.observation import CheckerContext, clipped
 from tests.explorer.session_records import SessionRecord, fast_of, state_of
@@ -44,6 +46,13 @@ TOLERANCE = 1e-3
 """Of a recovered mean, relative to the largest number that it was recovered from: float32, divided by beta."""
 ROUNDING = 1e-5
 """Of a difference of weights, relative to the largest of them: a few sums in float32."""
+DIFFERENCE = 2.0**-7
+"""Of a correction in bfloat16 and of the difference that it was, relative to the largest of them."""
+KEPT = {Format.FLOAT32: 0.0, Format.BFLOAT16: 2.0**-8, Format.INT8: 1.0 / 127, Format.INT4: 0.0}
+"""What a meeting in a codec leaves in the fast weights, relative to the largest number."""
+KEPT_INT4 = 0.5
+"""The same in int4, relative to how far the mean of both is from the snapshot: half a step is a tenth of how far apart
+the two are, and what they have decoded is as coarse."""
 
 
 @dataclass(slots=True, repr=False)
@@ -77,8 +86,9 @@ class RoundInvariants:
             sentence = f"{record.name} stepped on a snapshot {event.staleness} inner steps old"
             context.complain("rule", f"{sentence}, of which nothing is known")
             return
-        self._check_correction(record, fast - before_fast, phi_next - snapshot, scale)
+        mean = phi - added / context.outer.beta
         if event.adopted:
+            self._check_correction(record, fast, phi_next, ROUNDING * scale)
             self.adopted += 1
             record.met_s = now_s
             context.checked["adopted"] += 1
@@ -87,7 +97,8 @@ class RoundInvariants:
             return
         if not torch.allclose(phi_next, phi - added - self._share(before) * m, atol=TOLERANCE * scale):
             context.complain("rule", f"{record.name} moved its slow weights by other than its momentum")
-        mean = phi - added / context.outer.beta
+        rounding = self._rounding(event, scale, phi_next - snapshot, mean - snapshot)
+        self._check_correction(record, fast - before_fast, phi_next - snapshot, rounding)
         if event.partner is not None:
             self.met += 1
             record.met_s = now_s
@@ -118,10 +129,19 @@ class RoundInvariants:
             return after.gathered[0] - earlier
         return after.momentum[0] - self.context.outer.alpha * before.momentum[0] - earlier
 
-    def _check_correction(self, record: SessionRecord, moved: Tensor, due: Tensor, scale: float) -> None:
+    def _rounding(self, event: OuterStepTaken, scale: float, due: Tensor, way: Tensor) -> float:
+        """Return by how much a correction may be off; `way`: from the snapshot to the mean."""
+        codec, found = Format(self.context.outer.codec), ROUNDING * scale
+        if codec is not Format.FLOAT32:
+            found += DIFFERENCE * float(torch.maximum(due.abs(), way.abs()).max())
+        if event.partner is None:
+            return found
+        return found + KEPT[codec] * scale + KEPT_INT4 * codec.is_modular * float(way.abs().max())
+
+    def _check_correction(self, record: SessionRecord, moved: Tensor, due: Tensor, rounding: float) -> None:
         self.context.checked["correction"] += 1
         away = float((moved - due).abs().max())
-        if not away <= ROUNDING * scale:
+        if not away <= rounding:
             sentence = f"{record.name} moved its fast weights by other than new slow weights less snapshot"
             self.context.complain("rule", f"{sentence}: {away:.3g} off, of {float(due.abs().max()):.3g}")
 

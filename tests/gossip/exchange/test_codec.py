@@ -417,52 +417,46 @@ def test_float32_is_exact(seed: int, scale: float) -> None:
     assert same_bits(encoded.wire, weights)
     assert same_bits(decode(Format.FLOAT32, encoded.wire, weights), weights)
     assert same_bits(encoded.decoded, weights)
-    settle(feedback, weights, encoded.decoded)
-    assert feedback.residual == ()
 
 
 @given(seed=seeds)
 @few
 def test_what_is_probed_is_what_is_encoded(seed: int) -> None:
-    """The weights and what is still owed: with both inside the margin the partner decodes what we have."""
-    a, b = draw(seed), near(draw(seed), 0.01, seed)
-    owed = Feedback(Format.INT4, draw(seed + 1, 0.05)), Feedback(Format.INT4)
-    coordinates = probe_coordinates(seed, [tensor.numel() for tensor in a])
-    assert torch.equal(owed[1].probe(b, coordinates), probe(b, coordinates))
-    steps = common_steps(
-        owed[0].probe(a, coordinates), owed[1].probe(b, coordinates), [len(chosen) for chosen in coordinates]
-    )
-    encoded = encode(Format.INT4, a, owed[0].residual, steps)
+    """The weights with their difference: with both inside the margin the partner decodes what we have."""
+    own, b = OwnWeights(draw(seed), rounded(draw(seed + 1, 0.05))), near(draw(seed), 0.01, seed)
+    whole = tuple(map(torch.add, *own))
+    coordinates = probe_coordinates(seed, [tensor.numel() for tensor in b])
+    probes = own.probe(coordinates), OwnWeights(b).probe(coordinates)
+    steps = common_steps(*probes, [len(chosen) for chosen in coordinates])
+    encoded = encode(Format.INT4, whole, steps)
+    assert torch.equal(codec.encode(Format.INT4, own, steps).coded.wire[0], encoded.wire[0])
     assert same_bits(decode(Format.INT4, encoded.wire, b, steps), encoded.decoded)
 
 
-def agreement(form: Format, *, owing: bool, rounds: int = 40) -> float:
+def agreement(form: Format, rounds: int = 40) -> float:
     """Four replicas go half of the way to the mean of changing pairs; return how far apart they are in the end."""
     replicas = [near(draw(1, shapes=((3000,),)), 0.1, seed) for seed in range(4)]
-    feedback = [Feedback(form) for _ in replicas]
     coordinates = probe_coordinates(1, [3000])
     for number in range(rounds):
         for pair in (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2)))[number % 3]:
-            probes = [feedback[one].probe(replicas[one], coordinates) for one in pair]
+            probes = [probe(replicas[one], coordinates) for one in pair]
             steps = common_steps(*probes, [3000]) if form is Format.INT4 else ()
-            encoded = [encode(form, replicas[one], feedback[one].residual, steps) for one in pair]
-            meant = [meant_by(replicas[one], feedback[one].residual) for one in pair]
-            got = [decode(form, encoded[1 - side].wire, meant[side], steps) for side in (0, 1)]
+            encoded = [encode(form, replicas[one], steps) for one in pair]
+            got = [
+                decode(form, other.wire, replicas[one], steps) for one, other in zip(pair, encoded[::-1], strict=True)
+            ]
             for side, one in enumerate(pair):
                 assert same_bits(got[side], encoded[1 - side].decoded)
-                if owing:
-                    settle(feedback[one], replicas[one], encoded[side].decoded)
                 replicas[one] = mean(replicas[one], mean(encoded[side].decoded, got[side]))
     return max(worst(replicas[0], other) for other in replicas[1:])
 
 
-@pytest.mark.parametrize("owing", [False, True])
-def test_only_a_code_that_follows_the_distance_lets_replicas_agree(owing: bool) -> None:
+def test_only_a_code_that_follows_the_distance_lets_replicas_agree() -> None:
     """Absolute codes put a floor beneath the distance; that of int4 is its finest step, of weights up to 4."""
-    assert agreement(Format.FLOAT32, owing=owing) < 1e-6
-    assert agreement(Format.INT4, owing=owing) < 4 * FINEST * 1.5
-    assert 1e-3 < agreement(Format.BFLOAT16, owing=owing) < 0.05
-    assert 1e-3 < agreement(Format.INT8, owing=owing) < 0.05
+    assert agreement(Format.FLOAT32) < 1e-6
+    assert agreement(Format.INT4) < 4 * FINEST * 1.5
+    assert 1e-3 < agreement(Format.BFLOAT16) < 0.05
+    assert 1e-3 < agreement(Format.INT8) < 0.05
 
 
 def test_sizes_are_known_without_torch() -> None:

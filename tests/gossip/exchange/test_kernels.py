@@ -178,7 +178,7 @@ def test_a_meeting_has_the_bits_that_it_had(forms: Forms) -> None:
         wire = encode(Format.INT4, OwnWeights(case.slow, case.learned), case.steps).coded.wire[0]
         after = stepped(case, Outer(0.5, 0.7, 0.7), shares_by_steps(11, 3))
         sums = [crc32(tensor.view(torch.uint8).numpy().tobytes()) for tensor in (wire, *after)]
-        assert (name, crc32(repr(sums).encode())) == (name, 3579582620)
+        assert (name, crc32(repr(sums).encode())) == (name, 3139807647)
 
 
 def test_a_library_of_another_source_is_not_used(forms: Forms, tmp_path: Path) -> None:

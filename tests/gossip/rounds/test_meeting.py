@@ -121,7 +121,7 @@ def test_a_mean_is_weighed_by_the_inner_steps_that_each_brings(codec: Format) ->
 
 
 @codecs
-async def test_the_correction_starts_at_the_exact_snapshot(codec: Format) -> None:
+async def test_the_fast_weights_keep_what_rounding_has_left_out(codec: Format) -> None:
     toys = pair(replace(SETTINGS, codec=codec, blocking=True), World())
     after: dict[str, Tensor] = {}
     for toy in toys:
@@ -135,8 +135,12 @@ async def test_the_correction_starts_at_the_exact_snapshot(codec: Format) -> Non
     await live(list(toys), 30)
     for toy in toys:
         assert len(toy.met) == 1
-        # theta <- phi, though what the partner saw was not theta.
-        assert torch.allclose(after[toy.name], toy.rounds.state.slow[0], atol=1e-6)
+        # theta <- phi, but for what the partner did not see of theta.
+        kept = float((after[toy.name] - toy.rounds.state.slow[0]).abs().max())
+        least, most = {"float32": (0.0, 1e-6), "bfloat16": (1e-4, 0.02), "int8": (1e-4, 0.03), "int4": (1e-4, 0.2)}[
+            codec
+        ]
+        assert least <= kept <= most
 
 
 @lossy
@@ -223,9 +227,9 @@ def test_rounds_apply_the_joint_rule(period: int, share: float) -> None:
     )
     snapshot = toy.snapshot
 
-    async def taken() -> tuple[Tensor, ...]:
+    async def taken(slow: Tensors) -> Tensors:
         seen.append((toy.fast.clone(), copy_of(toy.rounds.state)))
-        return await snapshot()
+        return await snapshot(slow)
 
     toy.snapshot = taken  # type: ignore[method-assign]
     run(live([toy], 20 * 6))
