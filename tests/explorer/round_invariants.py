@@ -30,6 +30,7 @@ steps, and with the next one where those that it has met are ahead as far.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -47,12 +48,10 @@ TOLERANCE = 1e-3
 ROUNDING = 1e-5
 """Of a difference of weights, relative to the largest of them: a few sums in float32."""
 DIFFERENCE = 2.0**-7
-"""Of a correction in bfloat16 and of the difference that it was, relative to the largest of them."""
-KEPT = {Format.FLOAT32: 0.0, Format.BFLOAT16: 2.0**-8, Format.INT8: 1.0 / 127, Format.INT4: 0.0}
-"""What a meeting in a codec leaves in the fast weights, relative to the largest number."""
-KEPT_INT4 = 0.5
-"""The same in int4, relative to how far the mean of both is from the snapshot: half a step is a tenth of how far apart
-the two are, and what they have decoded is as coarse."""
+"""What bfloat16 rounds off a correction and off the difference from the slow weights that the snapshot is, relative to
+the largest of them."""
+KEPT = {Format.FLOAT32: 0.0, Format.BFLOAT16: 2.0**-8, Format.INT8: 1.0 / 127}
+"""What a meeting in a codec leaves in the fast weights, relative to the largest number; of int4 see `meetings`."""
 
 
 @dataclass(slots=True, repr=False)
@@ -97,12 +96,19 @@ class RoundInvariants:
             return
         if not torch.allclose(phi_next, phi - added - self._share(before) * m, atol=TOLERANCE * scale):
             context.complain("rule", f"{record.name} moved its slow weights by other than its momentum")
-        rounding = self._rounding(event, scale, phi_next - snapshot, mean - snapshot)
-        self._check_correction(record, fast - before_fast, phi_next - snapshot, rounding)
+        due, codec = phi_next - snapshot, Format(context.outer.codec)
+        rounding = ROUNDING * scale
+        if codec is not Format.FLOAT32:
+            rounding += DIFFERENCE * float(torch.maximum(due.abs(), (phi - snapshot).abs()).max())
+        kept = math.inf if codec.is_modular else KEPT[codec] * scale
+        off = self._check_correction(
+            record, fast - before_fast, due, rounding + (kept if event.partner is not None else 0.0)
+        )
         if event.partner is not None:
             self.met += 1
             record.met_s = now_s
-            side = MeetingSide(record, event, mean, slow=phi, snapshot=snapshot, scale=scale, at_s=now_s)
+            kept = max(0.0, off - rounding)
+            side = MeetingSide(record, event, mean, slow=phi, snapshot=snapshot, kept=kept, scale=scale, at_s=now_s)
             assert record.peer.replica is not None
             before_clipped, record.clipped = record.clipped, clipped(record.peer.replica)
             side.clipped = record.clipped > before_clipped
@@ -110,7 +116,7 @@ class RoundInvariants:
             return
         self.solo += 1
         away = float((mean - snapshot).abs().max())
-        if away > TOLERANCE * scale:
+        if away > max(TOLERANCE * scale, rounding):
             sentence = f"{record.name} took a solo step for round {event.round} that its own weights do not explain"
             context.complain("rule", f"{sentence}: the mean that it applied is {away:.3g} off")
 
@@ -129,21 +135,13 @@ class RoundInvariants:
             return after.gathered[0] - earlier
         return after.momentum[0] - self.context.outer.alpha * before.momentum[0] - earlier
 
-    def _rounding(self, event: OuterStepTaken, scale: float, due: Tensor, way: Tensor) -> float:
-        """Return by how much a correction may be off; `way`: from the snapshot to the mean."""
-        codec, found = Format(self.context.outer.codec), ROUNDING * scale
-        if codec is not Format.FLOAT32:
-            found += DIFFERENCE * float(torch.maximum(due.abs(), way.abs()).max())
-        if event.partner is None:
-            return found
-        return found + KEPT[codec] * scale + KEPT_INT4 * codec.is_modular * float(way.abs().max())
-
-    def _check_correction(self, record: SessionRecord, moved: Tensor, due: Tensor, rounding: float) -> None:
+    def _check_correction(self, record: SessionRecord, moved: Tensor, due: Tensor, rounding: float) -> float:
         self.context.checked["correction"] += 1
         away = float((moved - due).abs().max())
         if not away <= rounding:
             sentence = f"{record.name} moved its fast weights by other than new slow weights less snapshot"
             self.context.complain("rule", f"{sentence}: {away:.3g} off, of {float(due.abs().max()):.3g}")
+        return away
 
     def _check_number(self, record: SessionRecord, event: OuterStepTaken) -> None:
         context, last = self.context, record.finished[-1][1]
