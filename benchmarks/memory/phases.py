@@ -43,8 +43,8 @@ from pipeline.inner_step import Inner
 from pipeline.stage import Stage
 
 T = TypeVar("T")
-WIDTH = 3072
-"""Matrices of 36 MiB, which the C library takes from the system and gives back one by one."""
+WIDTH = 4352
+"""Matrices of 36 MiB in bfloat16, which the C library takes from the system and gives back one by one."""
 DEVICE = 16
 """Bytes a parameter on the device: weights, gradients, and AdamW's two moments."""
 
