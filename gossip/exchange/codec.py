@@ -14,7 +14,7 @@ arithmetic is float32, where division and remainder by 16 are exact, so no integ
 
 **Error feedback** takes no memory of its own. The correction after a meeting starts from what was sent, not from the
 exact snapshot (`gossip.rounds.outer_optimiser`), so what rounding has left out stays in the fast weights and is encoded
-with the next snapshot. What was sent in all differs from what was meant in all by one bounded rounding error.
+with the next snapshot. All that a replica has sent lacks one bounded rounding error of all that it has learned.
 
 Weights are float32 on the CPU, one tensor per parameter in the stage's order, or a sum of these and a difference
 (`OwnWeights`).
@@ -38,7 +38,7 @@ from gossip.settings import BLOCK, Format, blocks, packed_bytes, wire_specs
 PIECE = 1024 * BLOCK
 """Values worked on at a time, a whole number of blocks: 1 MiB, which stays in the cache."""
 DIFFERENCE = torch.bfloat16
-"""Of weights from others. Its rounding, a 512th of the difference, is nothing beside that of what travels."""
+"""The type of a difference between weights: its rounding, a 512th, is nothing beside that of what travels."""
 LARGEST_CODE = 127
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """A scale of a block of zeros, and of values too small to have a normal one."""

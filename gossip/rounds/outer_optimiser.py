@@ -48,7 +48,8 @@ class Snapshot(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step that may still be thrown away. `snapshot`: of the fast weights, whose memory becomes the correction.
+    """A step that may still be thrown away. `snapshot`: of the fast weights, whose memory becomes the correction; the
+    base of a difference is the slow weights that the step moves.
 
     `fast`: what both sides have sent; None where nobody was met. `slow`: likewise, None where the rule needs the fast
     ones only. `adopts`: the partner's weights, where ours were too stale to count; the others are None then.
