@@ -149,8 +149,8 @@ def lost_on_the_way(family: str, layout: ModelLayout, directory: Path) -> str:
     stages: list[dict[str, Tensor]] = []
     for number, (piece, shapes) in enumerate(zip(layout.cuts, layout.shapes, strict=True)):
         part = build(layout.prepared, piece, seed=number).eval()
-        for weight, tensor in zip(part.parameters(), read_parameters(layout.prepared, shapes, paths), strict=True):
-            weight.copy_(tensor)
+        for name, tensor in read_parameters(layout.prepared, shapes, paths):
+            part.get_parameter(name).copy_(tensor)
         hidden = part(hidden)
         stages.append(dict(part.named_parameters()))
     expected = original(input_ids=ids, use_cache=False).logits

@@ -31,13 +31,15 @@ from pipeline.inner_step import BLOCK, SCALE_BYTES, Inner, is_coded, moment_byte
 
 PIECE = 2**20
 """Values that a step computes at once; whole blocks."""
-_COMPILED_PIECE = 2**23
-"""The same of a compiled step. It takes memory for its results alone, 6 bytes a value, and each piece costs the host
-half a millisecond: with smaller ones a GPU waits for it."""
+_COMPILED_PIECE = 16 * PIECE
+"""The same of a compiled step. A piece costs the host a quarter of a millisecond: with smaller ones a GPU waits for
+it."""
+_COMPILED_ROOM = 2.125
+"""Numbers that a compiled step takes on a GPU for a moment, for each value of its largest piece."""
 LARGEST_RATIO = 1e3
 """Of a first moment to the root of its second, where nothing bounds it."""
 _ROOM = 16 * PIECE
-"""Numbers that a step takes on a GPU for a moment, and more."""
+"""Numbers that a step which is not compiled takes on a GPU for a moment, and more; so does a copy of weights."""
 _FIRST, _SECOND = 127.0, 255.0
 """The largest codes of a first and of a second moment."""
 _NORMAL = torch.finfo(torch.float32).tiny
@@ -101,26 +103,34 @@ def advance(weight: Tensor, gradient: Tensor, moments: tuple[Codes, Codes], numb
     return (weight, *encode_first(first), *encode_second(root.square()))
 
 
-def advance_split(
-    upper: Tensor, remainder: Tensor, gradient: Tensor, moments: tuple[Codes, Codes], numbers: Tensor
-) -> tuple[Tensor, ...]:
-    """Do as `advance` does with a weight in two parts; return both in its place."""
-    weight, *codes = advance(join(upper, remainder), gradient, moments, numbers)
-    return (*split(weight), *codes)
+def move(parts: Sequence[Tensor], gradient: Tensor, moments: tuple[Codes, Codes], numbers: Tensor) -> None:
+    """Take a step as `advance` does, where the memory is. `parts`: the weight, or both parts of a split one."""
+    weight, *codes = advance(join(*parts) if len(parts) > 1 else parts[0], gradient, moments, numbers)
+    fresh = (*(split(weight) if len(parts) > 1 else [weight]), *codes)
+    for memory, value in zip((*parts, *moments[0], *moments[1]), fresh, strict=True):
+        memory.copy_(value)
+
+
+Move = Callable[[Sequence[Tensor], Tensor, tuple[Codes, Codes], Tensor], None]
 
 
 @cache
-def compiled(device: torch.device, *, halves: bool = False) -> Callable[..., tuple[Tensor, ...]] | None:
-    """Return `advance`, or `advance_split`, compiled for a GPU, once it has worked there; None if torch cannot."""
-    faster = torch.compile(advance_split if halves else advance)
+@torch.no_grad()
+def compiled(device: torch.device, *, halves: bool = False) -> Move | None:
+    """Return `move` of a weight, or of both parts of one, compiled for a GPU; None if torch cannot.
+
+    It has worked once, as a step calls it: torch compiles anew for another kind of sequence or with gradients on.
+    """
+    faster = torch.compile(move)
     try:
         for blocks in (PIECE // BLOCK, 3):  # the second time the number of blocks becomes a variable
             first, second = (
                 Codes(torch.zeros(blocks, 1, device=device), torch.zeros(blocks, BLOCK, dtype=dtype, device=device))
                 for dtype in (torch.int8, torch.uint8)
             )
-            weight = torch.zeros(blocks, BLOCK, device=device)
-            faster(*(split(weight) if halves else [weight]), weight, (first, second), torch.ones(8, device=device))
+            parts = list(split(torch.zeros(blocks, BLOCK, device=device)))
+            gradient = torch.zeros(blocks, BLOCK, device=device)
+            faster(parts if halves else [gradient.clone()], gradient, (first, second), torch.ones(8, device=device))
     except (RuntimeError, OSError, ImportError) as error:
         if is_shortage(error):
             raise
@@ -152,10 +162,13 @@ class AdamW:
         forms = {weight in remainders for weight in self._coded} if device.type == "cuda" else set()
         faster = {halves: compiled(device, halves=halves) for halves in forms}
         self.compiled = None not in faster.values()
-        self._advance: dict[bool, Callable[..., tuple[Tensor, ...]]] = {
-            halves: faster.get(halves) or plain for halves, plain in ((False, advance), (True, advance_split))
+        self._faster = {halves: each for halves, each in faster.items() if each is not None}
+        self._pieces = {
+            weight: list(
+                pieces(weight.numel(), moments, _COMPILED_PIECE if (weight in remainders) in self._faster else PIECE)
+            )
+            for weight, moments in self._coded.items()
         }
-        self._longest = {halves: _COMPILED_PIECE if faster.get(halves) else PIECE for halves in (False, True)}
         self._room = self._reserve()
 
     def _optimiser(self, weights: list[nn.Parameter]) -> torch.optim.AdamW | None:
@@ -180,8 +193,10 @@ class AdamW:
 
     def _reserve(self) -> Tensor:
         """Return memory that a step gives back while it needs some: on a GPU it may be all that is left."""
-        needed = self._coded and self._device.type == "cuda"
-        return torch.empty(_ROOM if needed else 0, device=self._device)
+        if not self._coded or self._device.type != "cuda":
+            return torch.empty(0)
+        largest = min(_COMPILED_PIECE, max(map(torch.numel, self._coded))) if self._faster else 0
+        return torch.empty(max(_ROOM, int(_COMPILED_ROOM * largest)), device=self._device)
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
@@ -193,9 +208,9 @@ class AdamW:
             self._plain.step()
         numbers = _numbers(self._inner, learning_rate, self.steps).to(self._device)
         with self.room():
-            for weight, moments in self._coded.items():
+            for weight, own_pieces in self._pieces.items():
                 if weight.grad is not None:
-                    self._step_coded(weight, weight.grad.reshape(-1), moments, numbers)
+                    self._step_coded(weight, weight.grad.reshape(-1), own_pieces, numbers)
 
     @contextmanager
     def room(self) -> Iterator[None]:
@@ -206,19 +221,18 @@ class AdamW:
         finally:
             self._room = self._reserve()
 
-    def _step_coded(self, weight: nn.Parameter, gradient: Tensor, moments: tuple[Tensor, ...], numbers: Tensor) -> None:
+    def _step_coded(
+        self, weight: nn.Parameter, gradient: Tensor, own_pieces: list[MatrixPiece], numbers: Tensor
+    ) -> None:
         halves = weight in self._remainders
-        for piece in pieces(weight.numel(), moments, self._longest[halves]):
+        parts = [weight.detach(), self._remainders[weight]] if halves else [weight.detach()]
+        faster = self._faster.get(halves)
+        for piece in own_pieces:
             shape = piece.moments[0].codes.shape
-            held = [weight.detach(), self._remainders[weight]] if halves else [weight.detach()]
-            parts = [each.view(-1)[piece.values].view(shape) for each in held]
             # The last blocks of matrices have lengths of their own, and are few.
-            faster = shape[1] == BLOCK and shape[0] > 1
-            plain: Callable[..., tuple[Tensor, ...]] = advance_split if halves else advance
-            compute = self._advance[halves] if faster else plain
-            fresh = compute(*parts, gradient[piece.values].view(shape), piece.moments, numbers)
-            for memory, value in zip((*parts, *piece.moments[0], *piece.moments[1]), fresh, strict=True):
-                memory.copy_(value)
+            compute = faster if faster is not None and shape[1] == BLOCK and shape[0] > 1 else move
+            held = [part.view(-1)[piece.values].view(shape) for part in parts]
+            compute(held, gradient[piece.values].view(shape), piece.moments, numbers)
 
     def moments(self) -> tuple[Tensor, ...]:
         """Return the memory itself: the first moments of all weights in order, then the second."""

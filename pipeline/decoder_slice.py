@@ -29,6 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipeline.adapters.lora import Adapter
+
 WRITERS = frozenset(
     {"o_proj", "out_proj", "dense", "wo", "down_proj", "dense_4h_to_h", "c_proj", "fc2", "fc_out", "w2"}
 )
@@ -113,7 +115,8 @@ class NotSliceableError(ValueError):
 class Cut(NamedTuple):
     """The part of one stage: layers `first_layer` to `end_layer` (exclusive), the embeddings, the vocabulary head.
 
-    `subspace`: what travels between this and other stages, where that is not the whole width.
+    `subspace`: what travels between this and other stages, where that is not the whole width. `adapter`: what is
+    trained, where that is not the whole part.
     """
 
     first_layer: int
@@ -121,6 +124,7 @@ class Cut(NamedTuple):
     embeds: bool
     head: bool
     subspace: Subspace | None = None
+    adapter: Adapter | None = None
 
 
 class DecoderParts(NamedTuple):
@@ -247,16 +251,16 @@ def leave_out(whole: nn.Module, anatomy: DecoderParts, cut: Cut) -> None:
 
 
 def multiplied_weights(module: nn.Module) -> frozenset[str]:
-    """Return the names of the weights that are multiplied and nothing else: matrices, and those of experts.
+    """Return the names of the parameters that are multiplied and nothing else: matrices, and those of experts.
 
     Autocast casts matrices by itself. It leaves out the product of all experts with their tokens, which computes in
     the type that the weights have.
     """
-    names = set()
+    names = set[str]()
     for name, part in module.named_modules():
         # GPT-2's linear layers have a class of their own, which only `pipeline.partition` may import.
         if isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D":
-            names.add(f"{name}.weight")
+            names.update(f"{name}.{own}" for own in part._parameters if own == "weight")
         elif hasattr(part, "num_experts"):
             names.update(f"{name}.{own}" for own, weight in part.named_parameters(recurse=False) if weight.ndim == 3)
     return frozenset(names)

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Self, TypeVar
 from weakref import WeakSet
@@ -48,6 +48,7 @@ from pipeline.activation_codec import (
     learnt,
     positions_in_rows,
 )
+from pipeline.adapters import frozen_weights
 from pipeline.decoder_slice import Cut, TokenFeatures, layer_list, multiplied_weights
 from pipeline.hardware.device_type import DEVICE_TYPES
 from pipeline.hardware.loss_scale import LossScale
@@ -337,6 +338,11 @@ class StagePasses:
         """A backward pass of this window has failed half-way, or overflowed."""
         self._counts: Counter[str] = Counter()
 
+    def load_frozen(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Put weights of a checkpoint, by the names of their parameters, where adapters are trained over them."""
+        frozen_weights.load(self._module, weights)
+        self._plain = None  # with a frozen head of zeros, all logits are alike
+
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> PendingForward:
         """Run ids [b, s] (int64, the first stage) or activations, as they came, through every stage but the last.
 
@@ -400,7 +406,7 @@ class StagePasses:
         name = self._module.head
         head, weights = self._module.get_submodule(name), self._set.leaves
         own = {key.removeprefix(f"{name}."): leaf for key, leaf in weights.items() if key.startswith(f"{name}.")}
-        vocabulary = len(own["weight"])
+        vocabulary = len(own["weight"] if own else head.get_buffer("weight"))
         if targets.shape != hidden.shape[:2]:
             raise ValueError(f"targets of {list(targets.shape)} for logits of {list(hidden.shape[:2])}")
         # On a GPU an id outside the vocabulary would take the whole process down.

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
+from pipeline.adapters import frozen_weights
+from pipeline.adapters.lora import Adapter, FrozenSize, adapt, begin, frozen_size, targets_of
 from pipeline.decoder_slice import (
     Cut,
     DecoderParts,
@@ -178,17 +180,28 @@ def cut(
 
 
 class SliceSize(NamedTuple):
-    """Name and shape of every parameter of a slice, in its order, and how many numbers of them are multiplied."""
+    """Name and shape of every parameter of a slice, in its order, and how many numbers of them are multiplied.
+
+    `frozen`: of the weights that are no parameters, because adapters are trained in their place.
+    """
 
     shapes: dict[str, tuple[int, ...]]
     multiplied: int
+    frozen: FrozenSize
 
 
 def slice_size(config: Config, cut: Cut) -> SliceSize:
     """Return the parameters of a slice, in the stage's order, without taking memory for them."""
     part = empty_slice(config, cut)
     shapes = {name: tuple(weight.shape) for name, weight in part.named_parameters()}
-    return SliceSize(shapes, sum(part.get_parameter(name).numel() for name in multiplied_weights(part)))
+    multiplied = sum(part.get_parameter(name).numel() for name in multiplied_weights(part))
+    return SliceSize(shapes, multiplied, frozen_size(part))
+
+
+def adapter_targets(config: Config) -> list[str]:
+    """Return the names of the linear layers of a model that may have adapters."""
+    whole = skeleton(config)
+    return targets_of(whole, find_decoder_parts(whole, config.num_hidden_layers).spine[-1])
 
 
 def _slice_decoder(whole: Any, anatomy: DecoderParts, cut: Cut) -> Slice:
@@ -198,6 +211,8 @@ def _slice_decoder(whole: Any, anatomy: DecoderParts, cut: Cut) -> Slice:
     if cut.subspace is not None and not cut.head:
         constrain(whole, anatomy.embedding, anatomy.spine[-1], whole.config, cut.subspace)
     leave_out(whole, anatomy, cut)
+    if cut.adapter is not None:
+        adapt(whole, anatomy.spine[-1], cut.adapter)
     return Slice(whole, cut, anatomy.head)
 
 
@@ -221,13 +236,19 @@ def forward_flops(config: Config, cuts: Sequence[Cut], sequence_length: int) -> 
 
 
 def build(prepared: Prepared, cut: Cut, seed: int, device: torch.device | str = "cpu") -> Slice:
-    """Build one slice with its initial weights, which depend on (seed, parameter name) and not on the cut."""
+    """Build one slice with its initial weights, which depend on (seed, parameter name) and not on the cut.
+
+    Where adapters are trained, the frozen weights are zero (`pipeline.adapters.frozen_weights.load`).
+    """
     with alone_in_process():
         whole = skeleton(prepared.config)
         anatomy = find_decoder_parts(whole, prepared.config.num_hidden_layers)
         anatomy = anatomy._replace(tuples=_layers_return_tuples(prepared.config))
         embedding = whole.get_submodule(anatomy.embedding)
         part = _slice_decoder(whole, anatomy, cut)
+        if cut.adapter is not None:
+            begin(part, cut.adapter, device)
+            return part.to(device)
         initialise(whole, anatomy, seed, tied_to=embedding if prepared.tied and cut.head else None)
     return part.to(device)
 
@@ -386,3 +407,20 @@ def verify_subspace(config: Config) -> None:
             f"a {config.model_type} model cannot be trained with a subspace: something else than the linear layers "
             "that are known writes into its activations, or rescales them"
         )
+
+
+@torch.no_grad()
+def verify_adapters(config: Config, adapter: Adapter) -> None:
+    """Check, at tiny sizes, that a family computes the same with frozen weights; raise ValueError naming it.
+
+    Adapters that have not been trained add nothing.
+    """
+    prepared = prepare(tiny_config(config))
+    (piece,) = cut(prepared.config, 1, sequence_length=8)
+    whole = build(prepared, piece, seed=0).eval()
+    part = build(prepared, piece._replace(adapter=adapter._replace(base="float32")), seed=0).eval()
+    frozen_weights.load(part, whole.named_parameters())
+    ids = torch.arange(16).remainder(7).view(2, 8)
+    expected = whole(ids)
+    if not torch.dist(part(ids), expected) <= 1e-5 * expected.norm():
+        raise ValueError(f"a {config.model_type} model cannot be trained by adapters: its linear layers do more")

@@ -19,17 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.adamw import PIECE, AdamW
+from pipeline.adamw import AdamW
 from pipeline.forward_pass import Slice, StagePasses, StageSettings, or_memory_error
 from pipeline.hardware.split_weights import Split, join, split, values_of
+from pipeline.hardware.upload import PART, Upload
 from pipeline.inner_step import Inner, OptimiserState, StepReport
 
 _COUNTED = (
     *("forwards", "backwards", "recomputed", "stale_backwards", "weight_copies", "shortages"),
     *("inner_steps", "skipped_steps", "uncompiled_steps", "overflows"),
 )
-STAGED = 2**24
-"""Numbers of a correction that lie on a GPU at once."""
 
 
 class Stage(StagePasses):
@@ -53,8 +52,7 @@ class Stage(StagePasses):
         self.fixed = frozenset(n for n, weight in enumerate(self._weights) if not weight.requires_grad)
         self._clip_norm = inner.clip_norm
         self._adamw = AdamW(self._weights, inner, settings.device, self._remainders)
-        # On a GPU the memory for a correction is taken now: a change must not fail half-way. A CPU needs none.
-        self._staging = torch.empty(0 if settings.device.type == "cpu" else STAGED, device=settings.device)
+        self._upload = Upload(settings.device)
         self._spare: tuple[Tensor, ...] = ()
         """Memory for the next copy of the weights. The system takes longer to give it than a GPU to fill it."""
 
@@ -155,7 +153,7 @@ class Stage(StagePasses):
                 for part, values, *others in self._parts(own, copy, *less[number : number + 1]):
                     held = join(*part) if isinstance(part, Split) else part
                     for other in others:
-                        there = self._staged(other)
+                        there = self._here(other)
                         # Rounded on the device, of which then half the bytes come.
                         held = torch.sub(held, there, out=values if there is other else there).to(form)
                     values.copy_(held)
@@ -173,7 +171,7 @@ class Stage(StagePasses):
         with self._adamw.room():
             for own, given in zip(self._weights, given_values, strict=True):
                 for part, values in self._parts(own, given):
-                    _write(part, values.to(self._device))
+                    _write(part, self._here(values))
         self._set.refresh()
 
     @torch.no_grad()
@@ -188,7 +186,7 @@ class Stage(StagePasses):
         with self._adamw.room():
             for own, given in zip(self._weights, delta, strict=True):
                 for part, values in self._parts(own, given):
-                    more = self._staged(values)
+                    more = self._here(values)
                     if isinstance(part, Split):
                         _write(part, join(*part).add_(more))
                     else:
@@ -197,19 +195,14 @@ class Stage(StagePasses):
         if not self._type.shares_memory and all(each.device.type == "cpu" for each in delta):
             self._spare = tuple(delta)
 
-    def _staged(self, values: Tensor) -> Tensor:
-        """Return a piece on the device: where it is, or in the memory for it."""
-        if values.device == self._device:
-            return values
-        return self._staging.view(values.dtype)[: len(values)].copy_(values)
+    def _here(self, values: Tensor) -> Tensor:
+        return values if values.device == self._device else self._upload(values)
 
     def _parts(self, own: nn.Parameter, *others: Tensor) -> Iterator[tuple[Any, ...]]:
         """Yield views of a weight, a tensor or a `Split`, and of `others` of its shape, flat, piece by piece."""
-        remainder = self._remainders.get(own)
-        most = STAGED if remainder is None and len(self._staging) else PIECE
-        held = own.detach().view(-1)
-        for start in range(0, len(held), most):
-            piece = slice(start, start + most)
+        remainder, held = self._remainders.get(own), own.detach().view(-1)
+        for start in range(0, len(held), PART):
+            piece = slice(start, start + PART)
             part = held[piece] if remainder is None else Split(held[piece], remainder.view(-1)[piece])
             yield part, *(other.reshape(-1)[piece] for other in others)
 

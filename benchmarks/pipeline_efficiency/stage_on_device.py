@@ -9,6 +9,7 @@ network. The bare loop trains the same model under autocast with AdamW, fused on
 Both take turns, and the median ratio of neighbours counts; the goal is 0.95. On a CPU seconds are those for which the
 process had a core, so that a busy machine can tell too. On a GPU the most memory that the stage takes alone is set
 beside the plan's. FLOPs a token are six times the parameters. `--run` takes the sizes of a run file, as one stage.
+Then the seconds for which a step, a copy of the weights for a round and a correction each stop the passes.
 
 A middle stage follows, with every graph of its window kept and with none: seconds a microbatch, and of a GPU the most
 memory that was in use, beside the plan's. A pass computed again must have the same output to the bit. Its gradients are
@@ -24,7 +25,8 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -41,7 +43,7 @@ from noloco_node.planning.plan import memories
 from noloco_node.run.config import DataConfig, InnerConfig, ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.runfile import load_run
 from pipeline.activation_codec import encode
-from pipeline.adamw import Codes, advance, advance_split, compiled, encode_first, encode_second
+from pipeline.adamw import Codes, Move, compiled, encode_first, encode_second, move
 from pipeline.admission_window import AdmissionWindow
 from pipeline.forward_pass import PendingForward
 from pipeline.hardware.split_weights import split
@@ -187,6 +189,30 @@ def throughput(args: argparse.Namespace, device: torch.device) -> dict[str, Any]
     return found | {"ratio": round(median(ratios), 3), "least": round(ratios[0], 3), "most": round(ratios[-1], 3)}
 
 
+def changes(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Return the seconds of all that stops the passes of a whole model: a step, a copy of the weights, a correction."""
+    run = a_run(args, 1)
+    one = SwarmOfOne(run, model_layout(run), device)
+    stage, seconds = one.stage, dict[str, list[float]]()
+
+    def timed(name: str, change: Callable[[], Any]) -> Any:
+        finish_work(device)
+        begun_s = time.perf_counter()
+        result = change()
+        finish_work(device)
+        seconds.setdefault(name, []).append(time.perf_counter() - begun_s)
+        return result
+
+    tokens = batch(run, model_layout(run), 0)
+    for _ in range(args.repeats + 1):
+        stage.loss(tokens[:, :-1], tokens[:, 1:])
+        timed("step_s", lambda: stage.step(RATE, 1))
+        weights = timed("copy_s", stage.weights)
+        timed("correction_s", partial(stage.correct, weights))
+    one.device.close()
+    return {name: round(median(each[1:]), 4) for name, each in seconds.items()}
+
+
 def middle_stage(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Return what a window takes with every graph kept and with none."""
     run, clock = a_run(args, 3), seconds_of(device)
@@ -260,16 +286,21 @@ def same_bits(_: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             found[f"{name} {way}"] = _apart(on_cpu, on_device)
     moments = encode_first(0.01 * gradient.view(-1, BLOCK)), encode_second((0.01 * gradient.view(-1, BLOCK)).square())
     numbers = torch.tensor([1 - 1e-5, 1e-3, 1.1, 0.1, 0.99, 0.01, 1e3, 1e-8])
-    for name, halves in (("advance", False), ("advance_split", True)):
-        plain: Callable[..., tuple[Tensor, ...]] = advance_split if halves else advance
-        weight = list(split(values.view(-1, BLOCK))) if halves else [values.view(-1, BLOCK)]
-        given = (*weight, gradient.view(-1, BLOCK))
-        expected = plain(*given, moments, numbers)
-        moved = [each.to(device) for each in given], tuple(Codes(*(t.to(device) for t in each)) for each in moments)
-        for form, compute in ((name, plain), (f"{name} compiled", compiled(device, halves=halves))):
+    for name, halves in (("step", False), ("split step", True)):
+        given = [*(split(values.view(-1, BLOCK)) if halves else [values.view(-1, BLOCK)]), *moments[0], *moments[1]]
+
+        def stepped(
+            compute: Move, where: torch.device, parts: int = 1 + halves, given: Sequence[Tensor] = given
+        ) -> list[Tensor]:
+            held = [each.to(where, copy=True) for each in given]
+            codes = Codes(*held[parts : parts + 2]), Codes(*held[parts + 2 :])
+            compute(held[:parts], gradient.view(-1, BLOCK).to(where), codes, numbers.to(where))
+            return held
+
+        for form, compute in ((name, move), (f"{name} compiled", compiled(device, halves=halves))):
             if compute is not None:
-                got = compute(*moved[0], moved[1], numbers.to(device))
-                found[form] = [_apart(a, b) for a, b in zip(expected, got, strict=True)]
+                pairs = zip(stepped(move, CPU), stepped(compute, device), strict=True)
+                found[form] = [_apart(a, b) for a, b in pairs]
     return found
 
 
@@ -277,7 +308,7 @@ def _apart(one: Tensor, other: Tensor) -> float:
     return float((one != other.cpu()).float().mean())
 
 
-PARTS = {part.__name__: part for part in (throughput, middle_stage, against_cpu, same_bits)}
+PARTS = {part.__name__: part for part in (throughput, changes, middle_stage, against_cpu, same_bits)}
 
 
 def main() -> None:

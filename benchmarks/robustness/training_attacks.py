@@ -33,7 +33,7 @@ from torch.nn import functional
 
 from benchmarks.robustness.bounded_pushes import any_way, back, longer, one_way, pushes
 from gossip.exchange.swap import InfluenceBound
-from noloco_node.data.blocks import Blocks, open_blocks
+from noloco_node.data.blocks import open_blocks
 from noloco_node.journal import events
 from noloco_node.machine.interface import StageModel
 from noloco_node.sim.peer import SimulatedPeer
@@ -172,7 +172,7 @@ def _ended(world: World, hostile: Collection[str], violations: Counter[str]) -> 
 
 def _loss(setup: SimSetup, stages: Sequence[Stage]) -> float:
     run = setup.run
-    blocks: Blocks = open_blocks(run.data, run.pipeline.sequence_length, run.seed, "", "validation")
+    blocks = open_blocks(run.data, run.pipeline.sequence_length, run.seed, "", "validation")
     losses = []
     for batch in islice(blocks.batches(8), HELD_OUT):
         hidden = batch[:, :-1]

@@ -146,7 +146,7 @@ async def host(options: BootstrapOptions) -> None:
             say(admissions.rule)
             say(admissions.advice(invite, from_where(addresses)))
             if not recipe.run.data.is_public:
-                say(f"each machine trains on text that its owner names: join --data PATH ({recipe.run.data.path} here)")
+                say(f"each machine trains on text that its owner names: join --data PATH ({recipe.run.data.text_name})")
             if recipe.run.model.weights:
                 say(weights_line(options.weights))
             if relays:

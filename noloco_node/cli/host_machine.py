@@ -142,7 +142,9 @@ def first_checkpoint(options: JoinOptions, home: RunPaths, run: RunConfig, layou
             WeightStore.whole(options.weights, tokenizer.files).copy_to(tokenizer)
     elif run.model.weights:
         weights = WeightStore.filling(home.weights, run.model.weights, options.most_disk_bytes)
-    return FirstCheckpoint(None if weights is None else RunWeights(layout.prepared, layout.shapes, weights), tokenizer)
+    frozen = layout.adapter is not None
+    first = None if weights is None else RunWeights(layout.prepared, layout.checkpoint, weights, frozen=frozen)
+    return FirstCheckpoint(first, tokenizer)
 
 
 def _save(directory: Path, checkpoint: Checkpoint, keep: int) -> str:

@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from noloco_node.cli.options import OWNER_RUN, HomeOption, LocalOption, OwnerOption, default_home, invite_text
+from noloco_node.cli.options import (
+    OWNER_RUN,
+    HomeOption,
+    LocalOption,
+    OwnerOption,
+    default_home,
+    directory_there,
+    invite_text,
+)
 from noloco_node.export.sources import check_export, check_models, known_run
 from noloco_node.machine.signals import run
 from noloco_node.swarm.access import Visitor
@@ -39,15 +47,34 @@ def export(
     local: LocalOption = None,
     home: HomeOption = None,
     owner_run: OwnerOption = OWNER_RUN,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of a run of adapters: the whole model, adapters added to its weights.")
+    ] = False,
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            "--weights",
+            metavar="DIR",
+            help="The checkpoint that a run of adapters started from (init --from DIR): to merge, and to judge replicas"
+            " by their loss.",
+            callback=directory_there,
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
-    """Gather every stage, average its replicas, write one Hugging Face checkpoint; after an interruption, go on."""
+    """Gather every stage, average its replicas, write one Hugging Face checkpoint; after an interruption, go on.
+
+    A run of adapters is written as PEFT's files, or with --merge as a whole model.
+    """
     place = home or default_home("node")
     given = None if invite is None else found(invite, place)
     check_export(out, given, from_home or ())
     from noloco_node.export.exporter import export as export_model
 
     visitor = Visitor(tuple(local or ()), place, owner_run)
-    typer.echo(run(export_model(out, given, from_home or (), visitor)))
+    from noloco_node.export.adapter_files import AdapterExport
+
+    typer.echo(run(export_model(out, given, from_home or (), visitor, AdapterExport(merge, weights))))
 
 
 def evaluate(

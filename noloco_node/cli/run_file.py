@@ -14,7 +14,8 @@ from noloco_node.cli.options import CapOption, DownloadOption, UploadOption, dir
 from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.limits.budget import read_owner_limits, read_rate, read_size
 from noloco_node.machine.signals import unwound
-from noloco_node.run.config import AdmissionRule
+from noloco_node.run.config import NO_ADAPTER, AdapterConfig, AdmissionRule
+from noloco_node.run.fields import converted
 from noloco_node.run.presets import machines_of, run_text, with_owner, with_values, write_text
 from noloco_node.run.runfile import decode_run, load_run
 
@@ -162,6 +163,22 @@ def init(
             show_default="no owner: whoever has the invite",
         ),
     ] = None,
+    lora: Annotated[
+        int | None,
+        typer.Option(
+            metavar="RANK",
+            min=1,
+            max=4096,
+            help="With --from: train low-rank adapters of this rank, and leave the model's own weights as they are.",
+            show_default=False,
+        ),
+    ] = None,
+    target: Annotated[
+        str, typer.Option(metavar="NAMES", help="Layers that have an adapter, by name: q_proj,v_proj; or all-linear.")
+    ] = "all-linear",
+    base: Annotated[
+        str, typer.Option(metavar="FORM", help="Form of the model's own weights: bfloat16 or float32.")
+    ] = "bfloat16",
 ) -> None:
     """Write a commented run file, the recipe that all peers of a run share.
 
@@ -170,7 +187,24 @@ def init(
     most tokens a second that fit, with the preset's budget of tokens.
     """
     with unwound():
-        typer.echo(write_run(path, preset, origin, admission, options, overwrite=force))
+        adapter = adapter_of(origin, lora, target, base)
+        typer.echo(write_run(path, preset, origin, admission, options, adapter, overwrite=force))
+
+
+def adapter_of(origin: Path | None, rank: int | None, targets: str, base: str) -> AdapterConfig:
+    """Return the adapters that a person asks for; raise `UserError` if that is no adapter."""
+    if rank is None:
+        return NO_ADAPTER
+    if origin is None:
+        raise UserError(
+            "--lora has no model to adapt.",
+            why="adapters are trained over a finished model",
+            hint="noloco-node init --from DIR --lora RANK",
+            code=Exit.USAGE,
+        )
+    names = [each.strip() for each in targets.split(",") if each.strip()]
+    table = {"rank": rank, "alpha": 2.0 * rank, "targets": names, "base": base}
+    return converted(table, AdapterConfig, "the adapter of --lora")
 
 
 def write_run(
@@ -179,12 +213,13 @@ def write_run(
     origin: Path | None,
     rule: AdmissionRule | None,
     options: MachineOptions,
+    adapter: AdapterConfig = NO_ADAPTER,
     *,
     overwrite: bool,
 ) -> str:
     """Write a run file, with an owner if there is a rule; return what was done. An existing key stays.
 
-    `origin`: a checkpoint to go on from. `options`: machines to plan for, if any.
+    `origin`: a checkpoint to go on from; `adapter`: what is trained of it. `options`: machines to plan for, if any.
     """
     options.figures()
     if origin is None:
@@ -192,7 +227,7 @@ def write_run(
     else:
         from noloco_node.export.continue_run import continuing_text
 
-        text = continuing_text(origin, preset)
+        text = continuing_text(origin, preset, adapter)
     expected = ""
     if options.are_given:
         from noloco_node.planning.expectation import describe_changes, describe_expectation, planned_values

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from random import Random
 from typing import Any, NamedTuple, TypeVar
@@ -56,7 +58,45 @@ class _Drawn(NamedTuple):
     name: str
 
 
-class Blocks:
+class BlockSource(ABC):
+    """What deals out blocks of token ids, and goes on from a position. `document`: in which the last block began."""
+
+    document = ""
+
+    @abstractmethod
+    def next_batch(self, batch_size: int) -> Tensor:
+        """Return the next blocks, marked tokens, int64 [batch, sequence_length + 1].
+
+        Validation ends with a smaller batch, then empty ones. Raises `UserError` (CONFIG) if the source is unreadable
+        or has less than one block, (DATA) if none of its rows can be used.
+        """
+
+    @abstractmethod
+    def position(self) -> dict[str, Any]:
+        """Return where the next block comes from."""
+
+    @abstractmethod
+    def restore(self, position: dict[str, Any]) -> bool:
+        """Go on from a position; return False, and begin anew, if it is of another source, tokenizer, seed or peer.
+
+        A source whose files have changed is another one. Raises ValueError for what never was a position.
+        """
+
+    @abstractmethod
+    def news(self) -> list[str]:
+        """Return what cannot be read, each kind when it is new."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of files and connections; a read in another thread ends soon, with an error."""
+
+    def batches(self, batch_size: int) -> Iterator[Tensor]:
+        """Yield batches until no block is left (never, in training)."""
+        while len(batch := self.next_batch(batch_size)):
+            yield batch
+
+
+class Blocks(BlockSource):
     """Blocks of token ids: without end for training, until the documents are used up for validation."""
 
     def __init__(
@@ -77,8 +117,6 @@ class Blocks:
         self._pending: deque[_Drawn] = deque()
         self._carried: _Drawn | None = None
         """A row that did not fit into the last sequence."""
-        self.document = ""
-        """In which the last block begins, by its name."""
         self._offset = self._available = self._blocks = 0
         self._first_epoch: int | None = None
         """Of the documents that we have drawn."""
@@ -86,11 +124,6 @@ class Blocks:
         self._source = hashlib.sha256(described.encode()).hexdigest()[:32]
 
     def next_batch(self, batch_size: int) -> Tensor:
-        """Return the next blocks, marked tokens, int64 [batch, sequence_length + 1].
-
-        Validation ends with a smaller batch, then empty ones. Raises `UserError` (CONFIG) if the source is unreadable
-        or has less than one block, (DATA) if none of its rows can be used.
-        """
         batch = torch.empty(batch_size, self._length + 1, dtype=torch.int64)
         for row in range(batch_size):
             if not self._gather():
@@ -107,21 +140,12 @@ class Blocks:
             self._take(batch[row])
         return batch
 
-    def batches(self, batch_size: int) -> Iterator[Tensor]:
-        """Yield batches until no block is left (never, in training)."""
-        while len(batch := self.next_batch(batch_size)):
-            yield batch
-
     def position(self) -> dict[str, Any]:
         following = self._pending[0] if self._pending else self._carried
         place = self._documents.place if following is None else following.place
         return {"source": self._source, "place": place, "offset": self._offset}
 
     def restore(self, position: dict[str, Any]) -> bool:
-        """Go on from a position; return False, and begin anew, if it is of another source, tokenizer, seed or peer.
-
-        A source whose files have changed is another one. Raises ValueError for what never was a position.
-        """
         if position.get("source") != self._source:
             return False
         before, pending = self._documents.place, (self._offset, self._available, self._pending, self._carried)
@@ -144,7 +168,6 @@ class Blocks:
         return self._documents.unread.news()
 
     def close(self) -> None:
-        """Let go of files and connections; a read in another thread ends soon, with an error."""
         self._documents.close()
 
     def _gather(self) -> bool:
@@ -229,13 +252,79 @@ class Blocks:
         self._blocks += 1
 
 
-def open_blocks(data: DataConfig, sequence_length: int, seed: int, peer: str, part: Part = "train") -> Blocks:
-    """Open the text of a run as blocks of `sequence_length + 1` tokens.
+class MixedBlocks(BlockSource):
+    """Blocks of several sources, of each as many as its share; of what is held out, until all sources are used up.
+
+    The next block comes from the source that is furthest behind its share, so every window has nearly its shares.
+    """
+
+    def __init__(self, sources: Sequence[Blocks], weights: Sequence[float]) -> None:
+        self._sources, self._weights = sources, weights
+        self._dealt = [0] * len(sources)
+        self._ended = [False] * len(sources)
+
+    def next_batch(self, batch_size: int) -> Tensor:
+        rows: list[Tensor] = []
+        while len(rows) < batch_size and not all(self._ended):
+            number = min(
+                (number for number, ended in enumerate(self._ended) if not ended),
+                key=lambda number: (self._dealt[number] + 1) / self._weights[number],
+            )
+            row = self._sources[number].next_batch(1)
+            self._ended[number] = not len(row)
+            if len(row):
+                rows.append(row[0])
+                self._dealt[number] += 1
+                self.document = self._sources[number].document
+        return torch.stack(rows) if rows else torch.empty(0, 0, dtype=torch.int64)
+
+    def position(self) -> dict[str, Any]:
+        return {"dealt": [*self._dealt], "sources": [each.position() for each in self._sources]}
+
+    def restore(self, position: dict[str, Any]) -> bool:
+        dealt, places = position.get("dealt"), position.get("sources")
+        if not isinstance(dealt, list) or not isinstance(places, list):
+            return False  # of a run with one source
+        if len(dealt) != len(self._dealt) or len(places) != len(self._dealt):
+            return False
+        if not all(isinstance(count, int) and count >= 0 for count in dealt):
+            raise ValueError(f"{position} is no position")
+        before = [each.position() for each in self._sources]
+        for source, place in zip(self._sources, places, strict=True):
+            if not source.restore(place):
+                for changed, earlier in zip(self._sources, before, strict=True):
+                    changed.restore(earlier)
+                return False
+        self._dealt = [*dealt]
+        return True
+
+    def news(self) -> list[str]:
+        return [line for each in self._sources for line in each.news()]
+
+    def close(self) -> None:
+        for each in self._sources:
+            each.close()
+
+
+def open_blocks(data: DataConfig, sequence_length: int, seed: int, peer: str, part: Part = "train") -> BlockSource:
+    """Open the text of a run as blocks of `sequence_length + 1` tokens; of a mixture each source by its weight.
 
     `train`: without end, in an order of (seed, peer). `validation`: one pass over held-out text, the same for all.
     Raises `UserError` (CONFIG) if a path, a field, a data set or the tokenizer is not there, (DATA) if the tokenizer
     lacks a template.
     """
+    if data.mixture:
+        with ExitStack() as unless_all_open:
+            opened = []
+            for source in data.sources:
+                opened.append(_open_source(source, sequence_length, seed, peer, part))
+                unless_all_open.callback(opened[-1].close)
+            unless_all_open.pop_all()
+        return MixedBlocks(opened, [each.weight for each in data.mixture])
+    return _open_source(data, sequence_length, seed, peer, part)
+
+
+def _open_source(data: DataConfig, sequence_length: int, seed: int, peer: str, part: Part) -> Blocks:
     encoder = RowEncoder(data) if data.has_rows else open_encoder(data)
     order = ReadingOrder(part, seed, peer, data.shuffle)
     owner = part if part == "validation" else f"{part}|{seed}|{peer}|{data.shuffle}"
@@ -261,10 +350,10 @@ def _documents(data: DataConfig, order: ReadingOrder, sequence_length: int) -> D
     return RowDocuments(data, order, lambda: load_rows(data))
 
 
-class ShuffledBlocks:
+class ShuffledBlocks(BlockSource):
     """Blocks without end, in a mixed order."""
 
-    def __init__(self, blocks: Blocks, chunk_blocks: int, rng: Callable[[int], Random]) -> None:
+    def __init__(self, blocks: BlockSource, chunk_blocks: int, rng: Callable[[int], Random]) -> None:
         """Deal out `blocks` by chunks of `chunk_blocks`; `rng`: the generator of a chunk's order, by its number."""
         self._blocks, self._chunk_blocks, self._rng = blocks, chunk_blocks, rng
         self._chunk = torch.empty(0, 0, dtype=torch.int64)
@@ -286,7 +375,6 @@ class ShuffledBlocks:
         return {"chunk": self._began, "number": self._number, "dealt": self._dealt}
 
     def restore(self, position: dict[str, Any]) -> bool:
-        """Do as `Blocks.restore` does."""
         try:
             number, dealt, began = position["number"], position["dealt"], position["chunk"]
             possible = number >= -1 and 0 <= dealt <= (self._chunk_blocks if number >= 0 else 0)
@@ -315,12 +403,12 @@ class ShuffledBlocks:
         self._number, self._dealt = number, 0
 
 
-def shuffled(blocks: Blocks, sequence_length: int, seed: int, peer: str) -> ShuffledBlocks:
+def shuffled(blocks: BlockSource, sequence_length: int, seed: int, peer: str) -> ShuffledBlocks:
     chunk_blocks = max(1, CHUNK_TOKENS // sequence_length)
     return ShuffledBlocks(blocks, chunk_blocks, lambda number: Random(f"{seed}|mixing|{peer}|{number}"))
 
 
-def run_blocks(run: RunConfig, own_source: str | None, peer: str, vocabulary: int) -> Blocks | ShuffledBlocks:
+def run_blocks(run: RunConfig, own_source: str | None, peer: str, vocabulary: int) -> BlockSource:
     """Return the training blocks of one peer as its run mixes them. `own_source`: another text than the run's."""
     data = run.data if own_source is None else run.data.with_source(own_source)
     check_vocabulary(data, vocabulary)

@@ -17,6 +17,7 @@ from noloco_node.data.encoding import open_tokenizer
 from noloco_node.data.file_documents import ReadingOrder, UnreadText, row_side_of
 from noloco_node.data.row_encoder import RowEncoder, UnfitRowError, sequences_of
 from noloco_node.data.row_forms import data_error, printable
+from noloco_node.errors import Exit, UserError
 from noloco_node.run.config import DataConfig, RunConfig
 from pipeline.activation_codec import ids_of, learnt
 
@@ -43,13 +44,22 @@ def preview(run: RunConfig, data: DataConfig) -> Iterator[str]:
 
     Raises `UserError` (DATA) at the end if rows do not fit, (CONFIG) if there is no data.
     """
-    length = run.pipeline.sequence_length
-    yield from _filled(f"{data.text_name}, {_what_is_read(data)}. Sequences of {length:,} tokens. ")
-    yield ""
-    if data.has_rows:
-        yield from _rows(data, length)
-    else:
-        yield from _text(data, length, run.seed)
+    length, unfit = run.pipeline.sequence_length, None
+    weights = [each.weight for each in data.mixture] or [1.0]
+    for number, (source, weight) in enumerate(zip(data.sources, weights, strict=True)):
+        share = f"{weight / sum(weights):.1%} of the sequences are of this source." if data.mixture else ""
+        if number:
+            yield ""
+        yield from _filled(f"{source.text_name}, {_what_is_read(source)}. Sequences of {length:,} tokens. {share}")
+        yield ""
+        try:
+            yield from _rows(source, length) if source.has_rows else _text(source, length, run.seed)
+        except UserError as error:
+            if error.code is not Exit.DATA:
+                raise
+            unfit = unfit or error  # a reader of several sources sees them all
+    if unfit is not None:
+        raise unfit
 
 
 def _what_is_read(data: DataConfig) -> str:

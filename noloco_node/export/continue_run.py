@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,9 +12,17 @@ from typing import Any
 import msgspec
 
 from noloco_node.errors import UserError, config_error
-from noloco_node.export.sources import NOTES, run_of
-from noloco_node.run.config import TOKENIZER_FILES, TRAVELLING, DataConfig, RunConfig
-from noloco_node.run.presets import numbers_of, written
+from noloco_node.export.sources import NOTES, check_whole, run_of
+from noloco_node.run.config import (
+    NO_ADAPTER,
+    TOKENIZER_FILES,
+    TRAVELLING,
+    AdapterConfig,
+    DataConfig,
+    RunConfig,
+    SourceConfig,
+)
+from noloco_node.run.presets import numbers_of, with_fields, written
 from noloco_node.storage.weight_store import LARGEST_FILE_BYTES, described
 from noloco_node.terminal import say
 
@@ -35,12 +44,13 @@ _NO_SIZE = {"architectures", "auto_map", "dtype", "model_type", "torch_dtype", "
 """Fields of a config that do not shape the model, or that the run decides."""
 
 
-def continuing_text(directory: Path, preset: str) -> str:
+def continuing_text(directory: Path, preset: str, adapter: AdapterConfig = NO_ADAPTER) -> str:
     """Return the text of a run that goes on from the checkpoint in `directory`; raise `UserError` if it has none.
 
     Cut and sequences are those of the checkpoint's own run, else the preset's as far as the model has layers and
     positions; the learning rate is a tenth of the preset's. A checkpoint whose tokenizer is not ByT5's is read with its
-    own. The files are read whole, for their digests.
+    own. The files are read whole, for their digests. A run of adapters has the preset's learning rate, and one stage:
+    their rounds take few bytes, and between stages each token would take many.
     """
     directory = directory.expanduser().absolute()
     given, config, files = numbers_of(preset), _config_of(directory), weight_files(directory)
@@ -54,17 +64,20 @@ def continuing_text(directory: Path, preset: str) -> str:
         stages, length = before.pipeline.stages, before.pipeline.sequence_length
     if before is None or not before.data.has_byte_tokenizer:
         own_tokenizer = _tokenizer_files(directory, config.vocab_size)
+    if adapter.is_trained:
+        stages = 1
+    slower = 1 if adapter.is_trained else 10
     numbers = given | {
         "about": "going on from a finished model",
         "stages": stages,
         "microbatches_per_step": max(given["microbatches_per_step"], 2 * stages),
         "sequence_length": length,
-        "learning_rate": f"{float(given['learning_rate']) / 10:g}",
+        "learning_rate": f"{float(given['learning_rate']) / slower:g}",
     }
     model = _MODEL.format(
         architecture=_toml(config.model_type),
         sizes="\n".join(f"{name} = {_toml(value)}" for name, value in sizes_of(config).items()),
-        weights=_sections("model.weights", files),
+        weights="\n\n".join(_sections("model.weights", files)),
     )
     text = written(
         numbers,
@@ -72,9 +85,12 @@ def continuing_text(directory: Path, preset: str) -> str:
         0,
         model=model,
         tokenizer=TRAVELLING if own_tokenizer else "byt5",
-        tokenizer_files=_sections("data.tokenizer_files", own_tokenizer),
+        data_sections="\n\n".join((*_mixture(before), *_sections("data.tokenizer_files", own_tokenizer))),
         data=_data_of(before),
     )
+    if adapter.is_trained:
+        fields = {name: _toml(each) for name, each in msgspec.structs.asdict(adapter).items()}
+        text = with_fields(text, {"adapter": fields})
     if before is None:
         say(f'text: set [data] in the run file: it trains on "{OWN_TEXT}", which each source names with --data')
     else:
@@ -87,9 +103,15 @@ def _data_of(before: RunConfig | None) -> dict[str, object]:
     """Return the text of the new run: that of the model's own run, held out as there, else the owner's to name."""
     if before is None:
         return {"source": "text", "path": OWN_TEXT}
-    place = ("source", "path", "commit", "subset", "split", "field", "validation_percent")
-    fields = (*place, "form", "prompt_field", "completion_field", "messages_field", "chat_template", "packed")
+    fields = (*SourceConfig.__struct_fields__, "validation_percent", "chat_template", "packed")
     return {name: value for name in fields if (value := getattr(before.data, name)) is not None}
+
+
+def _mixture(before: RunConfig | None) -> Iterator[str]:
+    """Yield a section of each source of the mixture on which the model's own run trained."""
+    for source in before.data.mixture if before is not None else ():
+        given = msgspec.structs.asdict(source).items()
+        yield "\n".join(("[[data.mixture]]", *(f"{name} = {_toml(each)}" for name, each in given if each is not None)))
 
 
 def sizes_of(config: Any) -> dict[str, Any]:
@@ -141,8 +163,8 @@ def _tokenizer_files(directory: Path, vocabulary: int) -> list[Path]:
     return files
 
 
-def _sections(name: str, paths: list[Path]) -> str:
-    return "\n\n".join(_section(name, path) for path in paths)
+def _sections(name: str, paths: list[Path]) -> Iterator[str]:
+    return (_section(name, path) for path in paths)
 
 
 def _section(name: str, path: Path) -> str:
@@ -164,7 +186,7 @@ def _check(text: str, files: list[Path]) -> None:
     from noloco_node.run.runfile import decode_run
 
     layout = model_layout(decode_run(text, "the new run file"))
-    check_files(layout.prepared, layout.shapes, files)
+    check_files(layout.prepared, layout.checkpoint, files)
     for note in layout.notes:
         say(note)
 
@@ -179,6 +201,7 @@ def _toml(value: Any) -> str:
 
 
 def _config_of(directory: Path) -> Any:
+    check_whole(directory)
     if not (directory / "config.json").is_file():
         raise _no_model(directory, "it has no config.json")
     from transformers import AutoConfig

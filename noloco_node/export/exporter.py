@@ -16,11 +16,13 @@ from functools import partial
 from pathlib import Path
 
 from msgspec import structs
+from torch import Tensor
 
 from noloco_node.data.encoding import open_tokenizer
 from noloco_node.errors import UserError, reason_of, storage_error
+from noloco_node.export.adapter_files import AdapterExport, base_files, check_merge, merged_weights, peft_adapter
 from noloco_node.export.held_out_loss import judged_by_loss
-from noloco_node.export.huggingface import own_generation, write_checkpoint
+from noloco_node.export.huggingface import own_generation, write_adapter, write_checkpoint
 from noloco_node.export.replica_fetch import (
     Look,
     at_work,
@@ -55,6 +57,7 @@ async def export(
     invite: str | None = None,
     homes: Sequence[Path] = (),
     visitor: Visitor = Visitor(),  # noqa: B008 - it is frozen
+    wanted: AdapterExport = AdapterExport(),  # noqa: B008 - it is frozen
 ) -> str:
     """Gather, merge, write and verify one Hugging Face directory; return what was done, in words.
 
@@ -62,8 +65,9 @@ async def export(
     """
     check_export(out, invite, homes)
     if invite is None:
-        return await asyncio.to_thread(_from_homes, out, homes)
+        return await asyncio.to_thread(_from_homes, out, homes, wanted)
     async with visited(invite, visitor) as (network, recipe, membership):
+        base = await asyncio.to_thread(_base_of, recipe, homes, wanted)
         layout = await asyncio.to_thread(model_layout, recipe.run)
         filed = await asyncio.to_thread(of_homes, homes, recipe)
         parts = parts_of(out, recipe, layout)
@@ -75,8 +79,8 @@ async def export(
     snapshots = [parts.snapshots(number) if stage.kept_by is not None else [] for number, stage in enumerate(found)]
     lying = [newest([*filed, *parts.replicas(number, ()), *snapshots[number]], number) for number in range(len(found))]
     run = structs.replace(recipe.run, data=data)
-    found = await asyncio.to_thread(judged_by_loss, run, layout, found, lying, snapshots)
-    done = await asyncio.to_thread(write, out, recipe, layout, found, data)
+    found = await asyncio.to_thread(judged_by_loss, run, layout, found, lying, snapshots, base)
+    done = await asyncio.to_thread(write, out, recipe, layout, found, data, wanted, base)
     parts.remove()
     return done
 
@@ -92,15 +96,25 @@ def merge_files(filed: Sequence[ReplicaFile], recipe: RunFileText, layout: Model
     return [merged(number, newest(filed, number), shapes, rounds_behind) for number, shapes in enumerate(layout.shapes)]
 
 
-def _from_homes(out: Path, homes: Sequence[Path]) -> str:
+def _base_of(recipe: RunFileText, homes: Sequence[Path], wanted: AdapterExport) -> list[Path]:
+    """Return the files of the model that a run adapts, as far as they are here; raise `UserError` if they must be."""
+    base = base_files(recipe, homes, wanted.base)
+    if wanted.merge:
+        check_merge(recipe.run, base)
+    return base
+
+
+def _from_homes(out: Path, homes: Sequence[Path], wanted: AdapterExport) -> str:
     recipe = recipe_of(homes)
+    base = _base_of(recipe, homes, wanted)
     layout = model_layout(recipe.run)
     data = reading_with_tokenizer(homes, recipe)
     filed = of_homes(homes, recipe)
     stages = merge_files(filed, recipe, layout)
     lying = [newest(filed, number) for number in range(len(stages))]
     run = structs.replace(recipe.run, data=data)
-    return write(out, recipe, layout, judged_by_loss(run, layout, stages, lying, [[] for _ in stages]), data)
+    found = judged_by_loss(run, layout, stages, lying, [[] for _ in stages], base)
+    return write(out, recipe, layout, found, data, wanted, base)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,9 +209,18 @@ def parts_of(out: Path, recipe: RunFileText, layout: ModelLayout) -> PartsDirect
 
 
 def write(
-    out: Path, recipe: RunFileText, layout: ModelLayout, stages: Sequence[MergedReplicas], data: DataConfig
+    out: Path,
+    recipe: RunFileText,
+    layout: ModelLayout,
+    stages: Sequence[MergedReplicas],
+    data: DataConfig,
+    wanted: AdapterExport = AdapterExport(),  # noqa: B008 - it is frozen
+    base: Sequence[Path] = (),
 ) -> str:
-    """Write the checkpoint of all stages; return what was done, in words. `data`: the run's, its tokenizer here."""
+    """Write the checkpoint of all stages, or their adapters; return what was done, in words.
+
+    `data`: the run's, its tokenizer here. `base`: the files of the model that a run adapts.
+    """
     kept_by = {number: stage.kept_by for number, stage in enumerate(stages) if stage.kept_by is not None}
     snapshots = noted([stage.taken for stage in stages], kept_by)
     notes = Provenance(
@@ -210,26 +233,29 @@ def write(
         left_out=tuple(stage.left_out for stage in stages),
         snapshots=snapshots,
     )
-    tokenizer = open_tokenizer(data)
-    write_checkpoint(
-        out,
-        layout.prepared.config,
-        [layout.ordinary(number, stage.weights) for number, stage in enumerate(stages)],
-        tokenizer,
-        notes,
-        own_generation(recipe.run.model, data),
-    )
+    tokenizer, loads = open_tokenizer(data), "AutoModelForCausalLM.from_pretrained"
+    weights: list[dict[str, Tensor]] = [stage.weights for stage in stages]
+    if layout.adapter is not None and not wanted.merge:
+        write_adapter(out, *peft_adapter(recipe.run, layout, wanted.base, weights), tokenizer, notes)
+        loads = "PeftModel.from_pretrained, over the model that the run started from"
+    else:
+        if layout.adapter is None:
+            weights = [layout.ordinary(number, each) for number, each in enumerate(weights)]
+        else:
+            weights = [merged_weights(layout, base, weights)]
+        generation = own_generation(recipe.run.model, data)
+        write_checkpoint(out, layout.prepared.config, weights, tokenizer, notes, generation)
     counts = "; ".join(
         f"stage {number}: {len(stage.taken)}, {rounds_of(stage.taken)}" for number, stage in enumerate(stages)
     )
     lines = [
         f"Wrote {out}: the mean of the replicas ({counts}), loaded again and compared.",
-        "Load it with AutoModelForCausalLM.from_pretrained.",
+        f"Load it with {loads}.",
     ]
     lines += map(told_of, snapshots)
     for number, stage in enumerate(stages):
         lines += [f"Left out of stage {number}: {each.peer} ({each.why})." for each in stage.left_out]
-    if layout.prepared.tied:
+    if layout.prepared.tied and layout.adapter is None:
         lines.append(
             "The original ties the vocabulary head to the embedding; here they were trained apart: two tensors."
         )

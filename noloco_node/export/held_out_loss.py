@@ -19,6 +19,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from noloco_node.data.blocks import open_blocks
 from noloco_node.errors import UserError
 from noloco_node.export.huggingface import joined
 from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, ReplicaReader
-from noloco_node.planning.model_layout import ModelLayout
+from noloco_node.planning.model_layout import ModelLayout, frozen_whole
 from noloco_node.run.config import DataConfig, RunConfig
 from noloco_node.state_sync.replica_mean import FACTOR, LeftOut
 from noloco_node.terminal import say
@@ -157,18 +158,33 @@ def logits_of(model: Any) -> Model:
 
 
 class WholeModel:
-    """The model of all stages on one text; the weights of single stages may be put in place of others."""
+    """The model of all stages on one text; the weights of single stages may be put in place of others.
 
-    def __init__(self, layout: ModelLayout, stages: Sequence[MergedReplicas], text: HeldOutText) -> None:
-        ordinary = [layout.ordinary(number, stage.weights) for number, stage in enumerate(stages)]
-        self._model = joined(layout.prepared.config, ordinary).eval()
+    `base`: the files of the model over which the run trains adapters; none where all of it is trained.
+    """
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        stages: Sequence[MergedReplicas],
+        text: HeldOutText,
+        base: Sequence[Path] = (),
+    ) -> None:
         self._layout, self._text = layout, text
+        if layout.adapter is None:
+            ordinary = [layout.ordinary(number, stage.weights) for number, stage in enumerate(stages)]
+            self._model = joined(layout.prepared.config, ordinary).eval()
+            self._compute = logits_of(self._model)
+            return
+        self._model = self._compute = frozen_whole(layout, base, layout.adapter.base)
+        for number, stage in enumerate(stages):
+            self.put(number, stage.weights)
 
     def put(self, number: int, weights: dict[str, Tensor]) -> None:
         self._model.load_state_dict(self._layout.ordinary(number, weights), strict=False, assign=True)
 
     def loss(self) -> Loss:
-        return text_loss(logits_of(self._model), self._text)
+        return text_loss(self._compute, self._text)
 
 
 def judged_by_loss(
@@ -177,14 +193,19 @@ def judged_by_loss(
     stages: Sequence[MergedReplicas],
     filed: Sequence[Sequence[ReplicaFile]],
     snapshots: Sequence[Sequence[ReplicaFile]],
+    base: Sequence[Path] = (),
 ) -> list[MergedReplicas]:
     """Return the stages with the means that have the least loss, made of all files, whatever their rounds say.
 
     `filed`: the newest file of each peer, a replica's or a snapshot, of each stage. `snapshots`: which are snapshots.
+    `base`: as in `WholeModel`; a run that trains adapters is not judged without these files.
     If there is no choice, or the run's held-out text cannot be read here, the stages are returned as they are.
     """
     pools = [_pool(stage, files) for stage, files in zip(stages, filed, strict=True)]
     if not any(pools):
+        return list(stages)
+    if layout.adapter is not None and not base:
+        say("the replicas are not judged by their loss: the model that they adapt is not here (--weights DIR)")
         return list(stages)
     length = run.pipeline.sequence_length
     try:
@@ -198,7 +219,7 @@ def judged_by_loss(
             opened.enter_context(ReplicaReader(pool, shapes)) for pool, shapes in zip(pools, layout.shapes, strict=True)
         ]
         guess = math.log(layout.prepared.config.vocab_size)
-        judgement = _Judgement(WholeModel(layout, stages, text), readers, snapshots, guess)
+        judgement = _Judgement(WholeModel(layout, stages, text, base), readers, snapshots, guess)
         return judgement.of(stages, Random(run.seed))
 
 

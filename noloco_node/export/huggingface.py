@@ -20,16 +20,20 @@ from typing import Any
 import msgspec
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
 from noloco_node.errors import Exit, UserError, storage_error
-from noloco_node.export.sources import NOTES, Provenance, check_target
+from noloco_node.export.sources import ADAPTER_CONFIG, NOTES, Provenance, check_target
 from noloco_node.run.config import DataConfig, ModelConfig
 from noloco_node.storage.atomic_file import flush
 from noloco_node.terminal import say
 from pipeline.partition import skeleton
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""PEFT's name of the file."""
 
 
 def quiet_unless_watched() -> None:
@@ -62,9 +66,31 @@ def write_checkpoint(
     with _written_aside(directory) as aside:
         whole.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
-        (aside / NOTES).write_bytes(msgspec.json.format(msgspec.json.encode(notes), indent=2) + b"\n")
+        _write_notes(aside, notes)
         del whole
         _compare(aside, stages)
+
+
+def write_adapter(
+    directory: Path, settings: Mapping[str, object], weights: Mapping[str, Tensor], tokenizer: Any, notes: Provenance
+) -> None:
+    """Write one directory of PEFT from the adapters of all stages, as `write_checkpoint` does.
+
+    `settings`: what its adapter_config.json says.
+    """
+    named = {f"base_model.model.{name}": weight.contiguous() for name, weight in weights.items()}
+    with _written_aside(directory) as aside:
+        (aside / ADAPTER_CONFIG).write_bytes(msgspec.json.format(msgspec.json.encode(settings), indent=2) + b"\n")
+        save_file(named, aside / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        tokenizer.save_pretrained(aside)
+        _write_notes(aside, notes)
+        found = load_file(aside / ADAPTER_WEIGHTS)
+        if found.keys() != named.keys() or not all(torch.equal(found[name], named[name]) for name in named):
+            raise OSError(f"{ADAPTER_WEIGHTS} was read back from the disk as something else")
+
+
+def _write_notes(aside: Path, notes: Provenance) -> None:
+    (aside / NOTES).write_bytes(msgspec.json.format(msgspec.json.encode(notes), indent=2) + b"\n")
 
 
 def _compare(directory: Path, stages: Sequence[Mapping[str, Tensor]]) -> None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from random import Random
+from random import Random, SystemRandom
 
 from gossip.exchange.messages import Manifest
 from gossip.transfer.download import DonorBusy, download_state
@@ -49,17 +49,18 @@ COMPARED = 3  # snapshots that are fetched of a stage
 async def fetched(
     network: PeerNetwork, run_id: str, look: Look, number: int, shapes: Shapes, here: Collection[str] = ()
 ) -> AsyncIterator[Checkpoint]:
-    """Yield one replica of a stage after the other, as many as answer, `MOST_GIVEN` at most.
+    """Yield one replica of a stage after the other, in an order that nobody can foresee, `MOST_GIVEN` at most.
 
     `here`: peers whose weights are here already; they count among those that have given.
     """
+    rng = SystemRandom()
     loop, subject = asyncio.get_running_loop(), WeightsOf(number, tuple(shapes.values()), STATE)
     begun_s, given = loop.time(), len(here)
     again_s: dict[str, float] = {}
     """Of each replica that was asked: when to ask it again, infinity for never."""
     while given < MOST_GIVEN and len(again_s) < MOST_ASKED:
         listed = [record.peer for record in at_work(await look(), number) if record.peer not in here]
-        peer = next_to_ask(listed, again_s)
+        peer = next_to_ask(listed, again_s, rng)
         if peer is None:
             return
         if peer in again_s:
@@ -85,10 +86,15 @@ async def fetched(
             begun_s = loop.time()
 
 
-def next_to_ask(listed: Collection[str], again_s: Mapping[str, float]) -> str | None:
-    """Return a replica that was not asked yet, or the busy one that is free first; None if none is left."""
-    left = [peer for peer in listed if again_s.get(peer, 0.0) < math.inf]
-    return min(left, key=lambda peer: (again_s.get(peer, -math.inf), peer), default=None)
+def next_to_ask(listed: Collection[str], again_s: Mapping[str, float], rng: Random) -> str | None:
+    """Return any replica that was not asked yet, else the busy one that is free first; None if none is left.
+
+    The first ones are drawn: by an order of their ids, somebody with many ids would be asked before all others.
+    """
+    if fresh := sorted(peer for peer in listed if peer not in again_s):
+        return rng.choice(fresh)
+    left = [peer for peer in listed if again_s[peer] < math.inf]
+    return min(left, key=again_s.__getitem__, default=None)
 
 
 def at_work(roster: Roster, number: int) -> list[PeerRecord]:

@@ -17,6 +17,8 @@ from noloco_node.swarm import invite as invites
 from noloco_node.swarm.run_distribution import RunFileText
 
 NOTES = "noloco.json"
+ADAPTER_CONFIG = "adapter_config.json"
+"""PEFT's name of the file that makes a directory an adapter's."""
 
 
 def check_export(out: Path, invite: str | None, homes: Sequence[Path]) -> None:
@@ -120,8 +122,19 @@ def run_of(directory: Path) -> RunConfig:
     return decode_run(read_provenance(directory).run_file, str(directory / NOTES))
 
 
+def check_whole(directory: Path) -> None:
+    """Raise `UserError` (CONFIG) if a directory holds an adapter without the model that it adapts."""
+    if (directory / ADAPTER_CONFIG).exists() and not (directory / "config.json").exists():
+        raise config_error(
+            f"{directory} holds an adapter, and no model.",
+            why="an adapter alone computes nothing",
+            hint="export it again with --merge",
+        )
+
+
 def known_run(directory: Path) -> RunConfig | None:
     """Return the run of a checkpoint, None if it comes from no swarm; raise `UserError` if there is no model."""
+    check_whole(directory)
     if not (directory / NOTES).exists() and (directory / "config.json").exists():
         return None
     return run_of(directory)

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from noloco_node.errors import UserError, config_error
+from noloco_node.export.adapter_files import base_files, without_base
 from noloco_node.export.exporter import merge_files, of_homes
 from noloco_node.export.held_out_loss import HeldOutText, Loss, WholeModel, logits_of, text_loss, validation_text
 from noloco_node.export.huggingface import quiet_unless_watched
@@ -151,7 +152,7 @@ def _text(data: DataConfig, sequence_length: int, seed: int, batches: int | None
     try:
         text = validation_text(data, sequence_length, seed, batches)
     except UserError as error:
-        if named or data.path is None:
+        if named or data.is_public:
             raise
         hint = f"{error.hint}; or --data with the place of that text on this machine"
         raise UserError(error.what, why=error.why, hint=hint, code=error.code) from error
@@ -175,7 +176,10 @@ def _of_homes(homes: Sequence[Path], source: str | None, batches: int | None) ->
     say(f"merging what lies in {len(homes)} home{'s' * (len(homes) > 1)}")
     entropy, filed = unigram_entropy(text.batches), of_homes(homes, recipe)
     stages = merge_files(filed, recipe, layout)
-    model = WholeModel(layout, stages, text)
+    base = base_files(recipe, homes)
+    if layout.adapter is not None and not base:
+        raise without_base("evaluate")
+    model = WholeModel(layout, stages, text, base)
     say(f"evaluating the merged model and {len(filed)} replicas, each on {_sequences(text)}")
     yield Measure("merged", model.loss(), entropy, text)
     for number, shapes in enumerate(layout.shapes):

@@ -220,8 +220,15 @@ class FirstWeights(Protocol):
     def pieces(self, stage: int, /) -> list[FilePieceKey]:
         """Return the pieces that a stage needs; the headers of all files must be here."""
 
-    def read(self, stage: int, /) -> Sequence[Tensor]:
-        """Return a stage's parameters, whose pieces must be here; raise `UserError` for files of another model."""
+    @property
+    def frozen(self) -> bool:
+        """Whether adapters are trained over them: then a stage needs them whatever state it starts from."""
+
+    def put(self, stage: int, part: StageModel, /) -> None:
+        """Put a stage's parameters into it; their pieces must be here. The device's thread runs this.
+
+        Raises `UserError` for files of another model.
+        """
 
 
 class Host(ComputeHost, Protocol):

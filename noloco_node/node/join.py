@@ -142,6 +142,10 @@ class _StateSearch:
         while tokenizer is not None and not await self._fetch_tokenizer(tokenizer):
             self._say(f"waiting for the tokenizer of the run: nobody reached has it; {_ASKING_AGAIN}")
             await self._wait_for(WaitCause.TOKENIZER, COPY_AGAIN_S)
+        weights = self._context.host.first_weights
+        if weights is not None and weights.frozen:
+            while not await self._put_first_weights(weights):
+                await self._wait_for_first_weights()
         while True:
             outcome: StartingState | DownloadFailed | SnapshotNotFound | None
             match choose_source(self._membership.roster, seeker, attempts):
@@ -170,12 +174,8 @@ class _StateSearch:
 
     async def _from_seed(self, lost: bool) -> StartingState | None:
         weights = self._context.host.first_weights
-        if weights is not None and not await self._put_first_weights(weights):
-            self._say(
-                "waiting for the weights that the run starts from: nobody reached has all of stage"
-                f" {self._number}'s; {_ASKING_AGAIN}"
-            )
-            await self._wait_for(WaitCause.WEIGHTS, COPY_AGAIN_S)
+        if weights is not None and not weights.frozen and not await self._put_first_weights(weights):
+            await self._wait_for_first_weights()
             return None
         if lost:
             self._say(
@@ -208,9 +208,17 @@ class _StateSearch:
                 return False
         finally:
             line.close()
-        await self._device.run(self._stage.set_weights, await job(weights.read, self._number))
-        self._say(f"stage {self._number} begins with the weights of the checkpoint that the run goes on from")
+        await self._device.run(weights.put, self._number, self._stage)
+        does = "is frozen at" if weights.frozen else "begins with"
+        self._say(f"stage {self._number} {does} the weights of the checkpoint that the run goes on from")
         return True
+
+    async def _wait_for_first_weights(self) -> None:
+        self._say(
+            "waiting for the weights that the run starts from: nobody reached has all of stage"
+            f" {self._number}'s; {_ASKING_AGAIN}"
+        )
+        await self._wait_for(WaitCause.WEIGHTS, COPY_AGAIN_S)
 
     async def _fetch_tokenizer(self, store: WeightStore) -> bool:
         """Fetch the files of the run's tokenizer; return False if one is missing."""

@@ -22,10 +22,12 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from noloco_node.errors import UserError, config_error
+from noloco_node.machine.interface import StageModel
 from noloco_node.storage.weight_store import FilePieceKey, WeightStore
 from pipeline.decoder_slice import find_decoder_parts
 from pipeline.model_config import Prepared
 from pipeline.partition import skeleton
+from pipeline.stage import Stage
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Name and shape of parameters."""
@@ -66,12 +68,11 @@ class CheckpointMap:
         origins = (self._origins[name] for name in parameters if name in self._origins)
         return list(dict.fromkeys(name for origin in origins for name, _ in origin.tensors))
 
-    def load(self, shapes: Shapes, read: Callable[[str], Tensor]) -> list[Tensor]:
-        """Return these parameters as float32, in their order; `read` returns a tensor of the checkpoint by its name.
+    def load(self, shapes: Shapes, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield these parameters as float32, in their order; `read` returns a tensor of the checkpoint by its name.
 
-        Raises ValueError naming what is missing or of another shape.
+        At the end it raises ValueError naming what is missing or of another shape.
         """
-        found: list[Tensor] = []
         wrong: list[str] = []
         made: tuple[_Origin | None, dict[str, Tensor]] = (None, {})
         for name, shape in shapes.items():
@@ -91,11 +92,10 @@ class CheckpointMap:
             elif tuple(tensor.shape) != shape:
                 wrong.append(f"{name} is {list(tensor.shape)}, not {list(shape)}")
             else:
-                found.append(tensor.to(torch.float32))
+                yield name, tensor.to(torch.float32)
         if wrong:
             more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise ValueError(f"the checkpoint does not fit the model: {'; '.join(wrong[:3])}{more}")
-        return found
 
     def _add(self, name: str) -> None:
         prefix = self._whole.base_model_prefix
@@ -127,11 +127,11 @@ class CheckpointMap:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
-def read_parameters(prepared: Prepared, shapes: Shapes, paths: Sequence[Path]) -> list[Tensor]:
-    """Return parameters from safetensors files; `UserError` (CONFIG) where these are of another model."""
+def read_parameters(prepared: Prepared, shapes: Shapes, paths: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters from safetensors files; `UserError` (CONFIG) where these are of another model."""
     try:
         with _opened(paths) as files:
-            return CheckpointMap(prepared, files).load(shapes, lambda name: files[name].get_tensor(name))
+            yield from CheckpointMap(prepared, files).load(shapes, lambda name: files[name].get_tensor(name))
     except (ValueError, OSError, SafetensorError) as error:
         raise unfit(_directory_of(paths), error) from error
 
@@ -149,7 +149,8 @@ def check_shapes(prepared: Prepared, stages: Iterable[Shapes], found: Mapping[st
     """Raise ValueError unless tensors of these shapes, by their names in a checkpoint, make all stages' parameters."""
     outline = CheckpointMap(prepared, found)
     for shapes in stages:
-        outline.load(shapes, lambda name: torch.empty(tuple(found[name]), device="meta"))
+        for _ in outline.load(shapes, lambda name: torch.empty(tuple(found[name]), device="meta")):
+            pass
 
 
 @contextmanager
@@ -179,11 +180,14 @@ def unfit(where: str, error: Exception) -> UserError:
 class RunWeights:
     """The weights that a run starts from; implements `noloco_node.machine.interface.FirstWeights`.
 
-    `stages`: the parameters of each stage. `store`: the files as this machine has them.
+    `stages`: what each stage has of them. `store`: the files as this machine has them. `frozen`: whether adapters are
+    trained over them.
     """
 
-    def __init__(self, prepared: Prepared, stages: Sequence[Shapes], store: WeightStore) -> None:
-        self._prepared, self._stages, self.store = prepared, stages, store
+    def __init__(
+        self, prepared: Prepared, stages: Sequence[Shapes], store: WeightStore, *, frozen: bool = False
+    ) -> None:
+        self._prepared, self._stages, self.store, self.frozen = prepared, stages, store, frozen
 
     def pieces(self, stage: int) -> list[FilePieceKey]:
         """Return the pieces that hold a stage's parameters; the headers of all files are here.
@@ -196,7 +200,12 @@ class RunWeights:
         except ValueError as error:
             raise unfit(str(self.store.directory), error) from error
 
-    def read(self, stage: int) -> list[Tensor]:
-        """Return a stage's parameters; its pieces are here. Raises `UserError` where the files are of another model."""
+    def put(self, stage: int, part: StageModel) -> None:
+        """Put a stage's parameters into it; its pieces are here. Raises `UserError` for files of another model."""
         paths = [self.store.directory / each.file for each in self.store.files]
-        return read_parameters(self._prepared, self._stages[stage], paths)
+        found = read_parameters(self._prepared, self._stages[stage], paths)
+        if self.frozen:
+            assert isinstance(part, Stage)
+            part.load_frozen(found)
+        else:
+            part.set_weights([weight for _, weight in found])

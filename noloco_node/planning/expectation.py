@@ -53,6 +53,10 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
     run, layout, needs, found = planned
     pipeline, tokens = run.pipeline, run.tokens(run.budget_samples)
     parameters = sum(prod(shape) for shapes in layout.shapes for shape in shapes.values())
+    enough = (
+        f"; they are {tokens / parameters:.2g} a parameter ({TOKENS_A_PARAMETER} use the work best, by a rule of thumb "
+        "of Hoffmann and others, 2022)"
+    )
     device = max(memory.computing for memory in needs)
     beside = max(memory.beside for memory in needs)
     said = [
@@ -64,9 +68,8 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
         f"{pipeline.windows_in_flight} in flight, {pipeline.codec}: about {found.tokens_per_s:,.0f} tokens/s, "
         f"{found.tokens_per_s / found.possible:.0%} of what these devices could do without a network. Those of the "
         f"slowest stage are {found.busy:.0%} busy, and {found.bound} set the pace. "
-        f"{format_count(tokens)} tokens take {format_duration(tokens / found.tokens_per_s)}; they are "
-        f"{tokens / parameters:.2g} a parameter ({TOKENS_A_PARAMETER} use the work best, by a rule of thumb of "
-        "Hoffmann and others, 2022).",
+        f"{format_count(tokens)} tokens take {format_duration(tokens / found.tokens_per_s)}"
+        f"{enough if layout.adapter is None else ''}.",
         *_alone(planned, machines),
         _other_form(planned, machines),
         f"Memory: {format_bytes(device)} on the GPU at least, and {format_bytes(beside)} beside it at most "

@@ -24,6 +24,7 @@ from torch.nn import functional
 from noloco_node.machine.memory import GraphBytes, SavedTensors
 from noloco_node.planning.model_layout import ModelLayout
 from noloco_node.run.config import PipelineConfig
+from pipeline.adapters.lora import Adapter
 from pipeline.decoder_slice import Cut, find_decoder_parts, multiplied_weights
 from pipeline.forward_pass import LOGITS, Slice
 from pipeline.model_config import Config
@@ -59,7 +60,10 @@ class _Kept(NamedTuple):
 class _Family:
     """The small models of one config, and what was measured of them."""
 
-    def __init__(self, config: Config, lengths: tuple[int, ...], half: bool, packed: bool) -> None:
+    def __init__(
+        self, config: Config, lengths: tuple[int, ...], half: bool, packed: bool, adapter: Adapter | None
+    ) -> None:
+        self._adapter = adapter
         self._config, self._lengths, self._half, self._packed = config, lengths, half, packed
         depth = int(config.num_hidden_layers)
         whole = skeleton(config)
@@ -110,7 +114,7 @@ class _Family:
 
     def _measure(self, cut: Cut, scale: float, shapes: Sequence[tuple[int, int]]) -> list[_Kept]:
         config = shrunk(self._config, scale)
-        part = _filled(empty_slice(config, cut), self._half)
+        part = _filled(empty_slice(config, cut._replace(adapter=self._adapter)), self._half)
         return [self._sample(part, int(config.hidden_size), *shape) for shape in shapes]
 
     def _sample(self, part: Slice, width: int, batch: int, length: int) -> _Kept:
@@ -130,7 +134,7 @@ class _Family:
         return _Kept(rest.bytes, logits.bytes / (ids.numel() * _VOCABULARY), plain)
 
 
-_families: dict[tuple[str, tuple[int, ...], bool, bool], _Family] = {}
+_families: dict[tuple[str, tuple[int, ...], bool, bool, Adapter | None], _Family] = {}
 
 
 def graph_bytes(
@@ -143,7 +147,7 @@ def graph_bytes(
     in main memory.
     """
     (batch, length), cut = pipeline.ids_shape, layout.cuts[number]
-    family = _family(layout.prepared.config, length, half, packed)
+    family = _family(layout.prepared.config, length, half, packed, layout.adapter)
 
     def kept(first: int, end: int, *, embeds: bool = False, head: bool = False) -> _Kept:
         return family.kept(Cut(first, end, embeds=embeds, head=head), batch, length)
@@ -170,18 +174,18 @@ def _rotated(config: Config, head: int) -> list[float]:
     return [round(share * head, 6), *(float(each) for each in named if each)]
 
 
-def _family(config: Config, length: int, half: bool, packed: bool) -> _Family:
+def _family(config: Config, length: int, half: bool, packed: bool, adapter: Adapter | None) -> _Family:
     """Return the family of a config, whose windows are short where sequences of this length are longer."""
     cut = {name: _SHORT_WINDOW for name in _WINDOWS if 0 < (getattr(config, name, None) or 0) < length}
     lengths = _LENGTHS if length > _LENGTHS[-1] else (length,)
-    key = (config.to_json_string(use_diff=False) + str(cut), lengths, half, packed)
+    key = (config.to_json_string(use_diff=False) + str(cut), lengths, half, packed, adapter)
     if key not in _families:
         if len(_families) >= _MOST_FAMILIES:
             _families.clear()
         config = copy.deepcopy(config)
         for name, window in cut.items():
             setattr(config, name, window)
-        _families[key] = _Family(config, lengths, half, packed)
+        _families[key] = _Family(config, lengths, half, packed, adapter)
     return _families[key]
 
 
@@ -218,6 +222,9 @@ def _filled(part: Slice, half: bool) -> Slice:
         for name, weight in list(module.named_parameters(recurse=False)):
             kind = torch.bfloat16 if f"{prefix}.{name}" in multiplied else torch.float32
             module.register_parameter(name, nn.Parameter(torch.zeros(weight.shape, dtype=kind)))
+        for name, frozen in list(module.named_buffers(recurse=False)):
+            if frozen.is_meta:
+                module.register_buffer(name, torch.zeros_like(frozen, device="cpu"))
     return part
 
 

@@ -7,29 +7,37 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.run.config import ModelConfig, RunConfig
 from noloco_node.units import format_bytes
+from pipeline.adapters import frozen_weights
+from pipeline.adapters.lora import Adapter, FrozenSize
 from pipeline.decoder_slice import NotSliceableError, Subspace
 from pipeline.messages import check_width
 from pipeline.model_config import Prepared, family_config, prepare
 from pipeline.partition import (
+    adapter_targets,
+    build,
     cut,
     family_notes,
     folded,
     forward_flops,
     slice_size,
+    verify_adapters,
     verify_family,
     verify_rows,
     verify_subspace,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
     from torch import Tensor
 
+    from pipeline.adapters.frozen_weights import Form
     from pipeline.decoder_slice import Cut
     from pipeline.forward_pass import Slice
     from pipeline.stage import Stage
@@ -40,9 +48,11 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.json", "token
 
 
 class ModelLayout(NamedTuple):
-    """A model as a run cuts it. `shapes`: name and shape of every parameter of every stage, in the stage's order.
+    """A model as a run cuts it. `shapes`: name and shape of every trained parameter of every stage, in its order.
 
     `work`: floating-point operations a token of each stage, forward. `multiplied`: parameters that are multiplied.
+    `checkpoint`: name and shape of what each stage has of a checkpoint; `shapes`, but where adapters are trained.
+    `frozen`: what of it is not trained takes.
     """
 
     prepared: Prepared
@@ -50,6 +60,18 @@ class ModelLayout(NamedTuple):
     shapes: tuple[dict[str, tuple[int, ...]], ...]
     work: tuple[int, ...]
     multiplied: tuple[int, ...]
+    checkpoint: tuple[dict[str, tuple[int, ...]], ...]
+    frozen: tuple[FrozenSize, ...]
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """What is trained over the frozen model; None where all of it is trained."""
+        return self.cuts[0].adapter
+
+    @property
+    def passes(self) -> float:
+        """What a microbatch costs, in forward passes: a frozen weight has no gradient."""
+        return 3.0 if self.adapter is None else 2.0
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -85,7 +107,12 @@ def model_layout(run: RunConfig) -> ModelLayout:
         if pipeline.subspace is not None:
             verify_subspace(prepared.config)
             cuts = tuple(each._replace(subspace=Subspace(pipeline.subspace, run.seed)) for each in cuts)
-        sizes = [slice_size(prepared.config, part) for part in cuts]
+        checkpoint = sizes = [slice_size(prepared.config, part) for part in cuts]
+        if (adapter := _adapter(run, prepared)) is not None:
+            cuts = tuple(each._replace(adapter=adapter) for each in cuts)
+            sizes = [slice_size(prepared.config, part) for part in cuts]
+            if (idle := next((number for number, size in enumerate(sizes) if not size.shapes), None)) is not None:
+                raise ValueError(f"stage {idle} has none of the layers in adapter.targets: it would train nothing")
         work = forward_flops(prepared.config, cuts, pipeline.sequence_length)
     except NotSliceableError as error:
         raise config_error(
@@ -97,11 +124,32 @@ def model_layout(run: RunConfig) -> ModelLayout:
         raise config_error(
             "The run file describes a model that cannot be built.",
             str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}",
-            "correct [model] or [pipeline] in the run file",
+            "correct [model], [pipeline] or [adapter] in the run file",
         ) from error
     return ModelLayout(
-        prepared, cuts, tuple(size.shapes for size in sizes), work, tuple(size.multiplied for size in sizes)
+        prepared,
+        cuts,
+        tuple(size.shapes for size in sizes),
+        work,
+        tuple(size.multiplied for size in sizes),
+        tuple(size.shapes for size in checkpoint),
+        tuple(size.frozen for size in sizes),
     )
+
+
+def _adapter(run: RunConfig, prepared: Prepared) -> Adapter | None:
+    """Return what a run trains over a frozen model; raise ValueError where the model does not allow it."""
+    wanted = run.adapter
+    if not wanted.is_trained:
+        return None
+    adapter = Adapter(**msgspec.structs.asdict(wanted), seed=run.seed)
+    names = adapter_targets(prepared.config)
+    for target in wanted.targets:
+        if not any(adapter._replace(targets=(target,)).is_for(name) for name in names):
+            there = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+            raise ValueError(f"adapter.targets names {target}, and the linear layers of this model are {there}")
+    verify_adapters(prepared.config, adapter)
+    return adapter
 
 
 def _check_rows(prepared: Prepared) -> None:
@@ -120,17 +168,31 @@ def build_stage(run: RunConfig, plan: ModelLayout, number: int, device: torch.de
 
     Those that travel through the swarm take their place when a stage is to begin with them.
     """
-    from pipeline.partition import build
-
     part = build(plan.prepared, plan.cuts[number], run.seed, device)
     directory = hub_directory(run.model)
     if directory is not None:
         from noloco_node.planning.checkpoint_map import read_parameters
 
-        found = read_parameters(plan.prepared, plan.shapes[number], sorted(directory.glob("*.safetensors")))
-        for weight, tensor in zip(part.parameters(), found, strict=True):
-            weight.data.copy_(tensor)
+        found = read_parameters(plan.prepared, plan.checkpoint[number], sorted(directory.glob("*.safetensors")))
+        if plan.adapter is not None:
+            frozen_weights.load(part, found)
+        else:
+            for name, tensor in found:
+                part.get_parameter(name).data.copy_(tensor)
     return part
+
+
+def frozen_whole(layout: ModelLayout, paths: Sequence[Path], form: Form) -> Slice:
+    """Return the whole model of a run that trains adapters, in this form, from the files that it starts from."""
+    assert layout.adapter is not None, "adapters are trained"
+    first, *_, last = (layout.cuts[0], *layout.cuts)
+    whole = first._replace(end_layer=last.end_layer, head=True, adapter=layout.adapter._replace(base=form))
+    part = build(layout.prepared, whole, layout.adapter.seed)
+    from noloco_node.planning.checkpoint_map import read_parameters
+
+    shapes = {name: shape for stage in layout.checkpoint for name, shape in stage.items()}
+    frozen_weights.load(part, read_parameters(layout.prepared, shapes, paths))
+    return part.eval()
 
 
 def make_stage(
@@ -188,7 +250,7 @@ def check_hub_weights(model: ModelConfig, layout: ModelLayout) -> None:
         raise unfit(model.hub, error) from error
     try:
         shapes = {name: tensor.shape for file in files for name, tensor in file.tensors.items()}
-        check_shapes(layout.prepared, layout.shapes, shapes)
+        check_shapes(layout.prepared, layout.checkpoint, shapes)
     except ValueError as error:
         raise unfit(model.hub, error) from error
 

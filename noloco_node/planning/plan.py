@@ -42,6 +42,10 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     weights: int
     """In float32, or the multiplied ones in bfloat16 with a correction of a byte each."""
+    frozen: int
+    """What adapters are trained over, in the form that the run file names."""
+    unpacked: int
+    """The largest matrix of it, in the type in which it is multiplied, where that is another."""
     gradients: int
     optimiser: int
     """AdamW's two moments, in the form that the run file names."""
@@ -99,7 +103,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def computing(self) -> int:
         """What the device computes with: of a GPU's own memory. Gossip's copies lie in the main memory."""
-        lasting = self.weights + self.gradients + self.optimiser + self.cast_weights
+        lasting = self.weights + self.frozen + self.unpacked + self.gradients + self.optimiser + self.cast_weights
         return lasting + self.stale_weights + self.graph
 
     @property
@@ -113,8 +117,10 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[int, int]
     """First layer, and the one behind the last."""
     parameters: int
+    """Those that are trained."""
+    frozen_parameters: int
     flops_per_token: int
-    """Of a forward pass; a backward pass takes twice as many."""
+    """Of a forward pass; a backward pass takes twice as many, or as many where the model is frozen."""
     work: float
     """Share of the model's work."""
     memory: Memory
@@ -164,14 +170,16 @@ def plan(run: RunConfig) -> RunPlan:
         StagePlan(
             layers=(cut.first_layer, cut.end_layer),
             parameters=sum(map(prod, shapes)),
+            frozen_parameters=sum(map(prod, checkpoint.values())) if drawn.adapter is not None else 0,
             flops_per_token=flops,
             work=flops / sum(drawn.work),
             memory=memory,
             gpu=gpu,
             round_bytes=round_bytes(run.outer, shapes),
         )
-        for cut, flops, shapes, memory, gpu in zip(
+        for cut, checkpoint, flops, shapes, memory, gpu in zip(
             drawn.cuts,
+            drawn.checkpoint,
             drawn.work,
             stage_shapes,
             memories(run, drawn),
@@ -278,12 +286,15 @@ def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool, splits:
     cut, shapes, pipeline = drawn.cuts[number], tuple(drawn.shapes[number].values()), run.pipeline
     once, gossip = float32_bytes(shapes), gossip_memory(run.outer, shapes)._asdict()
     cast, split = 2 * drawn.multiplied[number] if half else 0, splits and run.inner.state == "int8"
+    multiplied, kept = 2 if half else 4, 4 if run.adapter.base == "float32" else 2
     graph = graph_bytes(pipeline, drawn, number, half=half, packed=run.data.packs)
     at_once, tokens = pipeline.in_flight(number), pipeline.microbatch_tokens
     activations = ACTIVATION_CODECS[pipeline.codec].down.size_bytes(tokens, drawn.width)
     return Memory(
         # Of a multiplied weight the upper half is what passes compute with, and a byte of its float32 is left out.
         weights=once - cast // 2 if split else once,
+        frozen=drawn.frozen[number].bytes,
+        unpacked=0 if kept == multiplied else multiplied * drawn.frozen[number].largest,
         gradients=once,
         optimiser=2 * sum(moment_bytes(shape, run.inner.state) for shape in shapes),
         slow_weights=once,

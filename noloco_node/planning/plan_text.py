@@ -18,8 +18,12 @@ WIDTH = 80
 
 def describe(plan: RunPlan) -> list[str]:
     stages = "1 stage" if len(plan.stages) == 1 else f"{len(plan.stages)} stages"
+    frozen = sum(stage.frozen_parameters for stage in plan.stages)
+    parameters = f"{format_count(plan.parameters)} parameters" + (
+        f" over {format_count(frozen)} frozen" if frozen else ""
+    )
     lines = [
-        f"{plan.name}: {format_count(plan.parameters)} parameters in {stages}, run id {plan.run_id[:16]}",
+        f"{plan.name}: {parameters} in {stages}, run id {plan.run_id[:16]}",
         "",
         *_stage_table(plan),
         "",
@@ -97,8 +101,9 @@ def _more_graphs(plan: RunPlan) -> str:
     memories = [(stage.memory, stage.gpu) for stage in plan.stages]
     whole = most(lambda memory: memory.whole_graph - memory.graph)
     others = most(lambda memory: memory.other_graphs)
+    more = "half as much" if any(stage.frozen_parameters for stage in plan.stages) else "a third"
     said = (
-        "These graphs are the least: the backward pass computes each layer again, a third more work. A graph of the "
+        f"These graphs are the least: the backward pass computes each layer again, {more} more work. A graph of the "
         f"whole pass, which is kept where it fits, takes {in_words(whole)}."
     )
     if any(others):

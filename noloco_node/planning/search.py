@@ -114,7 +114,7 @@ def merit(plan: Planned, asked: RunConfig) -> float:
 def _bases(run: RunConfig, machines: Machines) -> list[RunConfig]:
     """Return the run with each number of stages that may fit, the fewest first; with the most where none does."""
     whole = layout_of(_with_stages(run, 1, machines))
-    bytes_in_all = _LEAST_BYTES[run.inner.state] * sum(map(prod, whole.shapes[0].values()))
+    bytes_in_all = _LEAST_BYTES[run.inner.state] * sum(map(prod, whole.shapes[0].values())) + whole.frozen[0].bytes
     counts = range(1, 1 + min(machines.count, int(whole.prepared.config.num_hidden_layers)))
     return [
         _with_stages(run, stages, machines)
@@ -131,7 +131,15 @@ def layout_of(run: RunConfig) -> ModelLayout:
     """Return the layout of a run, made once for all runs that differ in other fields."""
     pipeline = run.pipeline
     key = msgspec.json.encode(
-        (run.seed, run.model, pipeline.stages, pipeline.boundaries, pipeline.sequence_length, pipeline.subspace)
+        (
+            run.seed,
+            run.model,
+            pipeline.stages,
+            pipeline.boundaries,
+            pipeline.sequence_length,
+            pipeline.subspace,
+            run.adapter,
+        )
     )
     if key not in _layouts:
         if len(_layouts) >= _MOST_LAYOUTS:

@@ -122,7 +122,7 @@ def stage_loads(
     found = []
     for number, (work, memory) in enumerate(zip(layout.work, needs, strict=True)):
         sends, takes = not pipeline.is_last(number), number > 0
-        passes = 3.0 + _computed_again(pipeline.in_flight(number), memory, machines)
+        passes = layout.passes + _computed_again(pipeline.in_flight(number), memory, machines)
         found.append(
             MicrobatchSeconds(
                 device_s=passes * tokens * work / machines.flops + 2 * (sends + takes) * coding_s,
@@ -180,7 +180,7 @@ def forecast(run: RunConfig, layout: ModelLayout, machines: Machines, needs: Seq
     return Throughput(
         tokens_per_s=speed,
         busy=max(load.device_s * part for load, part in zip(loads, parts, strict=True)) / each_s,
-        possible=machines.count * machines.flops / (3.0 * sum(layout.work)),
+        possible=machines.count * machines.flops / (layout.passes * sum(layout.work)),
         bound=bound,
         computed_again=max(
             _computed_again(pipeline.in_flight(number), memory, machines) for number, memory in enumerate(needs)

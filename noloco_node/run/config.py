@@ -122,8 +122,8 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return 1 if self.is_last(stage) else self.microbatches_per_step * self.windows_in_flight
 
 
-class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where text or rows come from. `source`: stdlib, text, json, parquet, or hub."""
+class SourceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where text or rows come from, and what is read there. `source`: stdlib, text, json, parquet, or hub."""
 
     source: Literal["stdlib", "text", "json", "parquet", "hub"] = "stdlib"
     path: str | None = None
@@ -138,6 +138,34 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     prompt_field: str = "prompt"
     completion_field: str = "completion"
     messages_field: str = "messages"
+
+    @property
+    def learns_answers(self) -> bool:
+        """Whether the answers in rows are learnt, and no other token."""
+        return self.form != "text"
+
+    @property
+    def row_fields(self) -> tuple[str, ...]:
+        """The fields of a row that are read."""
+        of_form = {"text": (self.field,), "prompt": (self.prompt_field, self.completion_field)}
+        return of_form.get(self.form, (self.messages_field,))
+
+    @property
+    def place_name(self) -> str:
+        names = {"stdlib": "Python's standard library", "hub": f"{self.path} of the hub"}
+        return names.get(self.source, f"{self.path}")
+
+
+class MixedSource(SourceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One source of a mixture. `weight`: its part of the sequences, beside the other weights."""
+
+    weight: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
+
+
+class DataConfig(SourceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The text or rows of a run: one source, or a mixture of several."""
+
+    mixture: tuple[MixedSource, ...] = ()
     chat_template: Literal["", "chatml"] = ""
     """How messages become a text: "" is the tokenizer's own template; "chatml" a built-in one."""
     packed: bool = True
@@ -153,14 +181,21 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     shuffle: bool = True
 
     @property
+    def sources(self) -> tuple[DataConfig, ...]:
+        """Each source as a section of its own; without a mixture this one."""
+        names = SourceConfig.__struct_fields__
+        each = ({name: getattr(source, name) for name in names} for source in self.mixture)
+        return tuple(msgspec.structs.replace(self, mixture=(), **fields) for fields in each) or (self,)
+
+    @property
     def is_public(self) -> bool:
         """Whether the text is the same for everybody, and no file of a machine."""
-        return self.source in ("stdlib", "hub")
+        return all(each.source in ("stdlib", "hub") for each in self.mixture or (self,))
 
     @property
     def has_rows(self) -> bool:
         """Whether the run learns the answers in rows, and no other token."""
-        return self.form != "text"
+        return any(each.learns_answers for each in self.mixture or (self,))
 
     @property
     def packs(self) -> bool:
@@ -168,15 +203,8 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.has_rows and self.packed
 
     @property
-    def row_fields(self) -> tuple[str, ...]:
-        """The fields of a row that are read."""
-        of_form = {"text": (self.field,), "prompt": (self.prompt_field, self.completion_field)}
-        return of_form.get(self.form, (self.messages_field,))
-
-    @property
     def text_name(self) -> str:
-        names = {"stdlib": "Python's standard library", "hub": f"{self.path} of the hub"}
-        return names.get(self.source, f"{self.path}")
+        return " and ".join(each.place_name for each in self.mixture or (self,))
 
     @property
     def has_byte_tokenizer(self) -> bool:
@@ -198,8 +226,12 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
         `source` is a path (json or parquet by its suffix, else text), or `stdlib`, or says its kind: `text:PATH`,
         `json:PATH`, `parquet:PATH`, `hub:OWNER/NAME@COMMIT`. Rows are read at this section's field, or at the one that
-        follows a #. Raises `UserError` (Exit.CONFIG), also for a source without rows where the run learns answers.
+        follows a #. Of a mixture, as many sources joined by + take the places of its own, in their order; one source
+        takes the place of all. Raises `UserError` (Exit.CONFIG), also for a source without rows where the run learns
+        answers.
         """
+        if self.mixture:
+            return self._with_mixture(source.split("+"))
         whole, _, field = source.rpartition("#")
         if whole and field and "/" not in field:
             found = self.with_source(whole)
@@ -238,6 +270,23 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             subset=self.subset if same else None,
             split=self.split if same else "train",
         )
+
+    def _with_mixture(self, named: list[str]) -> DataConfig:
+        if len(named) == 1:
+            return self.sources[0].with_source(named[0])
+        if len(named) != len(self.mixture):
+            raise config_error(
+                f"The data source {'+'.join(named)!r} names {len(named)} sources.",
+                f"the mixture of this run has {len(self.mixture)}: {self.text_name}",
+                "one source for each of them, in their order, joined by +; or a single one in place of all",
+            )
+        places = [own.with_source(name) for own, name in zip(self.sources, named, strict=True)]
+        names = SourceConfig.__struct_fields__
+        mixture = (
+            msgspec.structs.replace(mixed, **{name: getattr(place, name) for name in names})
+            for mixed, place in zip(self.mixture, places, strict=True)
+        )
+        return msgspec.structs.replace(self, mixture=tuple(mixture))
 
     def _reading(self, field: str, source: str) -> DataConfig:
         """Return this section with the field that follows a # in `source`; raise `UserError` where rows have two."""
@@ -280,6 +329,32 @@ class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     weights as bfloat16 with an 8-bit correction: half the memory)."""
 
 
+class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Low-rank adapters (LoRA), which are trained over a finished model whose own weights stay as they are."""
+
+    rank: Annotated[int, Meta(ge=0, le=4096)] = 0
+    """Of each adapter; 0: there are none, and all weights are trained."""
+    alpha: Annotated[float, Meta(ge=1e-3, le=1e6)] = 32.0
+    """What an adapter adds counts alpha / rank times."""
+    dropout: Annotated[float, Meta(ge=0.0, le=0.95)] = 0.0
+    """Share of an adapter's input zeroed in training."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """The linear layers that have an adapter, by the ends of their names, such as q_proj; "all-linear" is each."""
+    freeze_a: bool = False
+    """Whether the first matrix of each adapter stays as it was drawn (FFA-LoRA): half of the bytes, and a mean of two
+    replicas' adapters is then that of their products."""
+    base: Literal["bfloat16", "float32"] = "bfloat16"
+    """The form of the model's own matrices, on each machine."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a run trains adapters, and not all weights."""
+        return self.rank > 0
+
+
+NO_ADAPTER = AdapterConfig()
+
+
 class AdmissionRule(StrEnum):
     """By which peers are let into a run that has an owner."""
 
@@ -315,6 +390,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     data: DataConfig = DataConfig()
     inner: InnerConfig = InnerConfig()
     outer: OuterConfig = OuterConfig()
+    adapter: AdapterConfig = NO_ADAPTER
     admission: AdmissionConfig = AdmissionConfig()
 
     @property
@@ -353,7 +429,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             yield "data.tokenizer", data.tokenizer_directory
         on_hub = (
             ("model.hub", self.model.hub),
-            ("data.path", data.path if data.source == "hub" else None),
+            *(("data.path", each.path) for each in data.sources if each.source == "hub"),
             ("data.tokenizer", None if data.tokenizer_commit is None else data.tokenizer),
         )
         for field, name in on_hub:
@@ -373,9 +449,15 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         tokenizer = "the checkpoint's own" if data.has_travelling_tokenizer else data.tokenizer
         where = "" if data.tokenizer_commit is None else " of the hub"
         named = f"{model.architecture}, {begin}" if model.architecture else f"from {model.hub} of the hub"
+        adapters = (
+            []
+            if not self.adapter.is_trained
+            else [f"trained: adapters of rank {self.adapter.rank} over the frozen model in {self.adapter.base}"]
+        )
         return [
             f"run {short(self.name)!r}: {cut.stages} stages, {cut.replicas} replicas planned of each, "
             f"{self.tokens(self.budget_samples):,} tokens to train on",
             "model: " + short(named),
+            *adapters,
             f"text: {short(text)}; tokenizer: {short(tokenizer)}{where}",
         ]

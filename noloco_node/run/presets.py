@@ -50,6 +50,11 @@ def with_owner(text: str, owner: str, rule: str) -> str:
 
 def with_values(text: str, values: Mapping[str, Mapping[str, object]], machines: str) -> str:
     """Return a run file's text with other values, by section and field, meant for other machines (see the presets)."""
+    return _MACHINES.sub(f"#     noloco-node check FILE {machines}", with_fields(text, values), count=1)
+
+
+def with_fields(text: str, values: Mapping[str, Mapping[str, object]]) -> str:
+    """Return a run file's text with other values, by section and field."""
     for section, fields in values.items():
         begin, heading, end = text.partition(f"\n[{section}]\n")
         for name, value in fields.items():
@@ -57,7 +62,7 @@ def with_values(text: str, values: Mapping[str, Mapping[str, object]], machines:
             if not found:
                 raise ValueError(f"the text has no {section}.{name}")
         text = begin + heading + end
-    return _MACHINES.sub(f"#     noloco-node check FILE {machines}", text, count=1)
+    return text
 
 
 def machines_of(text: str) -> str | None:
@@ -126,10 +131,10 @@ def written(
     *,
     model: str | None = None,
     tokenizer: str = "byt5",
-    tokenizer_files: str = "",
+    data_sections: str = "",
     data: Mapping[str, object] | None = None,
 ) -> str:
-    """Return the text of a run file. `model`: another section [model]; `tokenizer_files`: sections of those.
+    """Return the text of a run file. `model`: another section [model]; `data_sections`: sections in [data].
 
     `data`: other fields of [data] than the template's.
     """
@@ -143,6 +148,6 @@ def written(
         found = re.search(rf"^(# )?{field} = .*$", text, flags=re.M)
         assert found is not None
         text = text[: found.start()] + line + text[found.end() :]
-    if tokenizer_files:
-        text = text.replace("[inner]\n", f"{tokenizer_files}\n\n[inner]\n")
+    if data_sections:
+        text = text.replace("[inner]\n", f"{data_sections}\n\n[inner]\n")
     return Template(text).substitute(numbers, name=name, seed=seed, model=model, tokenizer=tokenizer)

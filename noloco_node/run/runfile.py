@@ -89,10 +89,16 @@ def canonical(run: RunConfig, contents: Mapping[str, str]) -> bytes:
 def _off_default(section: Any) -> dict[str, Any]:
     """Return a section's fields that differ from their defaults, and those that have none; sections in it likewise."""
     return {
-        field.name: _off_default(value) if is_section(type(value)) else msgspec.to_builtins(value)
+        field.name: _plain(value)
         for field in fields_of(type(section))
         if (value := getattr(section, field.name)) != field.default
     }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return _off_default(value) if is_section(type(value)) else msgspec.to_builtins(value)
 
 
 def run_digest(run: RunConfig, contents: Mapping[str, str]) -> str:

@@ -15,14 +15,17 @@ from gossip.rule.stability import MOST, stability_bound, weighed_stability_bound
 from gossip.settings import OuterConfig
 from noloco_node.run.config import (
     LARGEST_TOKENIZER_BYTES,
+    NO_ADAPTER,
     TOKENIZER_FILES,
     TRAVELLING,
+    AdapterConfig,
     AdmissionConfig,
     DataConfig,
     InnerConfig,
     ModelConfig,
     PipelineConfig,
     RunConfig,
+    SourceConfig,
 )
 from noloco_node.run.fields import Problem, out_of_bounds, within
 from noloco_node.storage.weight_store import WeightFile
@@ -31,9 +34,12 @@ from pipeline.messages import check_width
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _WEIGHT_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors")
 _TOKENIZER_FILE = re.compile("|".join(map(re.escape, TOKENIZER_FILES)))
+_LAYER = re.compile(r"[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64}){0,7}")
 _AS_WRITTEN = "as `noloco-node init --from DIR` writes them"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
+MOST_SOURCES = 64
+"""Of a mixture: each is opened, and keeps a chunk of its rows in memory."""
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
 """Names that families have for the width of their activations."""
 _LARGEST_SIZE = {
@@ -68,7 +74,24 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     yield from _data(run.data)
     yield from _inner(run.inner)
     yield from _outer(run.outer)
+    yield from _adapter(run.adapter, run.model)
     yield from _admission(run.admission)
+
+
+def _adapter(adapter: AdapterConfig, model: ModelConfig) -> Iterator[Problem]:
+    if not adapter.is_trained:
+        if adapter != NO_ADAPTER:
+            yield Problem("adapter.rank", "0", "without a rank there is no adapter", "16, for example")
+        return
+    if model.hub is None and not model.weights:
+        why = "adapters are trained over a finished model, and this one starts from random weights"
+        yield Problem("adapter.rank", str(adapter.rank), why, "`noloco-node init --from DIR --lora RANK`, or model.hub")
+    if not adapter.targets:
+        yield Problem("adapter.targets", "[]", "no layer would have an adapter", '["all-linear"]')
+    for number, target in enumerate(adapter.targets):
+        if not _LAYER.fullmatch(target):
+            hint = '"all-linear", or the end of a name such as "q_proj"'
+            yield Problem(f"adapter.targets.{number}", repr(target), "it is no name of a layer", hint)
 
 
 def _admission(admission: AdmissionConfig) -> Iterator[Problem]:
@@ -229,42 +252,57 @@ def _boundaries(boundaries: tuple[int, ...], stages: int, layers: int | None) ->
 
 
 def _data(data: DataConfig) -> Iterator[Problem]:
-    if data.source == "stdlib":
-        if data.path is not None:
-            yield Problem("data.path", repr(data.path), "the source stdlib needs no path", "leave it out")
-    elif not data.path:
-        place = "owner/name" if data.source == "hub" else "a file, a directory or a glob"
-        why = f'a run with data.source = "{data.source}" reads its text from there'
-        yield Problem("data.path", repr(data.path), why, f'path = "..." under [data], with {place}')
-    yield from _hub("data", "path", data.path or None if data.source == "hub" else None, data.commit)
-    if data.source != "hub":
-        if data.subset is not None:
-            yield Problem("data.subset", repr(data.subset), "only hub data sets have subsets", "leave it out")
-        if data.split != "train":
-            yield Problem("data.split", repr(data.split), "only hub data sets have splits", "leave it out")
-    if not data.split or "[" in data.split:
-        yield Problem("data.split", repr(data.split), "a split is named whole", '"train"')
-    if not data.field:
-        yield Problem("data.field", "''", "it is empty", 'the name of the column that holds the text, often "text"')
-    yield from _form(data)
+    for number, each in enumerate(data.mixture):
+        yield from _source(each, f"data.mixture.{number}")
+    yield from _mixture(data) if data.mixture else _source(data, "data")
+    if data.chat_template and all(each.form != "messages" for each in data.sources):
+        why = "only messages are written by a template"
+        yield Problem("data.chat_template", repr(data.chat_template), why, 'the form "messages"; or leave it out')
     yield from _tokenizer(data.tokenizer, data.tokenizer_commit)
     yield from _tokenizer_files(data)
 
 
-def _form(data: DataConfig) -> Iterator[Problem]:
-    if data.has_rows and data.source in ("stdlib", "text"):
+def _mixture(data: DataConfig) -> Iterator[Problem]:
+    for name, value in msgspec.structs.asdict(SourceConfig()).items():
+        if (given := getattr(data, name)) != value:
+            why = "each source of the mixture has its own"
+            yield Problem(f"data.{name}", repr(given), why, "leave it out, and name it under [[data.mixture]]")
+    if len({each.learns_answers for each in data.mixture}) > 1:
+        why = "some of its sources are text, of which all is learnt, and some are rows, of which the answers are"
+        yield Problem("data.mixture", "given", why, 'rows with the form "prompt" (an empty prompt) in place of text')
+    if len(data.mixture) > MOST_SOURCES:
+        yield Problem("data.mixture", f"{len(data.mixture)} sources", f"{MOST_SOURCES} are the most", "fewer of them")
+
+
+def _source(data: SourceConfig, section: str) -> Iterator[Problem]:
+    def wrong(field: str, why: str, hint: str) -> Problem:
+        return Problem(f"{section}.{field}", repr(getattr(data, field)), why, hint)
+
+    if data.source == "stdlib":
+        if data.path is not None:
+            yield wrong("path", "the source stdlib needs no path", "leave it out")
+    elif not data.path:
+        place = "owner/name" if data.source == "hub" else "a file, a directory or a glob"
+        why = f'a run with {section}.source = "{data.source}" reads its text from there'
+        yield wrong("path", why, f'path = "...", with {place}')
+    yield from _hub(section, "path", data.path or None if data.source == "hub" else None, data.commit)
+    if data.source != "hub":
+        if data.subset is not None:
+            yield wrong("subset", "only hub data sets have subsets", "leave it out")
+        if data.split != "train":
+            yield wrong("split", "only hub data sets have splits", "leave it out")
+    if not data.split or "[" in data.split:
+        yield wrong("split", "a split is named whole", '"train"')
+    if not data.field:
+        yield wrong("field", "it is empty", 'the name of the column that holds the text, often "text"')
+    if data.learns_answers and data.source in ("stdlib", "text"):
         why = f"the source {data.source} has documents, and no rows"
-        hint = 'data.source = "json", "parquet" or "hub"; or the form "text"'
-        yield Problem("data.form", repr(data.form), why, hint)
-    if data.chat_template and data.form != "messages":
-        why = "only messages are written by a template"
-        yield Problem("data.chat_template", repr(data.chat_template), why, 'data.form = "messages"; or leave it out')
+        yield wrong("form", why, 'the source "json", "parquet" or "hub"; or the form "text"')
     for name in ("prompt_field", "completion_field", "messages_field"):
         if not getattr(data, name):
-            yield Problem(f"data.{name}", "''", "it is empty", "the name of a column, or of a key of JSON")
+            yield wrong(name, "it is empty", "the name of a column, or of a key of JSON")
     if data.prompt_field == data.completion_field:
-        why = "it is data.prompt_field as well"
-        yield Problem("data.completion_field", repr(data.completion_field), why, "another field")
+        yield wrong("completion_field", f"it is {section}.prompt_field as well", "another field")
 
 
 def _tokenizer(tokenizer: str, commit: str | None) -> Iterator[Problem]:

@@ -31,7 +31,7 @@ from noloco_node.export.sources import read_provenance, recipe_of
 from noloco_node.inference.evaluation import _text, evaluate
 from noloco_node.inference.generation import Sampling, generate
 from noloco_node.planning.checkpoint_map import RunWeights
-from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
+from noloco_node.planning.model_layout import ModelLayout, build_stage, make_stage, model_layout
 from noloco_node.run.presets import PRESETS, demo_run_text, run_text
 from noloco_node.run.runfile import decode_run
 from noloco_node.storage.checkpoint import Checkpoint, Counters, save
@@ -285,7 +285,10 @@ def test_a_run_that_goes_on_from_an_export_begins_with_exactly_that_model(
     before = made.recipe.run.data
     assert (run_.data.source, run_.data.path, run_.data.field) == (before.source, before.path, before.field)
     first = RunWeights(again.plan.prepared, again.plan.shapes, WeightStore.whole(out, run_.model.weights))
-    homes = [again.make(f"again-{stage}", stage, tuple(first.read(stage))) for stage in (0, 1)]
+    parts = [make_stage(run_, again.plan, stage, torch.device("cpu")) for stage in (0, 1)]
+    for number, part in enumerate(parts):
+        first.put(number, part)
+    homes = [again.make(f"again-{number}", number, part.weights()) for number, part in enumerate(parts)]
     asyncio.run(export(tmp_path / "again", homes=tuple(homes)))
     assert same(exported(out), exported(tmp_path / "again"))
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -171,6 +172,18 @@ class Swarm:
         self.interrupted_at = math.inf
 
 
+class First(Random):
+    """Draws the first of all."""
+
+    def choice(self, seq: Any) -> Any:
+        return seq[0]
+
+
+@pytest.fixture(autouse=True)
+def _asked_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_fetch, "SystemRandom", First)
+
+
 @pytest.fixture
 def swarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Swarm:
     made: list[Swarm] = []
@@ -299,9 +312,12 @@ async def test_however_many_strangers_offer_weights_so_many_are_taken(
 @given(
     listed=st.sets(st.sampled_from("abcdef")),
     again_s=st.dictionaries(st.sampled_from("abcdef"), st.one_of(st.floats(0.0, 1e6), st.just(math.inf))),
+    rng=st.randoms(use_true_random=False),
 )
-def test_nobody_is_asked_twice_before_all_were_asked_once(listed: set[str], again_s: dict[str, float]) -> None:
-    peer = replica_fetch.next_to_ask(listed, again_s)
+def test_nobody_is_asked_twice_before_all_were_asked_once(
+    listed: set[str], again_s: dict[str, float], rng: Random
+) -> None:
+    peer = replica_fetch.next_to_ask(listed, again_s, rng)
     left = {each for each in listed if again_s.get(each) != math.inf}
     if peer is None:
         assert not left
@@ -310,6 +326,17 @@ def test_nobody_is_asked_twice_before_all_were_asked_once(listed: set[str], agai
     if peer in again_s:
         assert left <= again_s.keys()
         assert all(again_s[peer] <= again_s[other] for other in left)
+
+
+def test_ids_that_come_first_are_not_asked_first() -> None:
+    """Of 192 replicas 64 are asked; somebody who chose 128 ids that come first has only his share of them."""
+    strangers, honest = [f"a{number:03d}" for number in range(128)], [f"b{number:03d}" for number in range(64)]
+    asked, rng = dict[str, float](), Random(5)
+    for _ in range(replica_fetch.MOST_GIVEN):
+        peer = replica_fetch.next_to_ask([*strangers, *honest], asked, rng)
+        assert peer is not None
+        asked[peer] = math.inf
+    assert 10 <= sum(peer in honest for peer in asked) <= 33
 
 
 # Going on.
@@ -405,7 +432,7 @@ async def test_a_stage_that_died_comes_from_the_newest_snapshot_and_that_is_said
 ) -> None:
     monkeypatch.setattr(exporter, "visited", swarm.visited)
     # The weights are drawn, and the model is too small for the text of its run.
-    monkeypatch.setattr(exporter, "judged_by_loss", lambda run, layout, stages, filed, snapshots: stages)
+    monkeypatch.setattr(exporter, "judged_by_loss", lambda run, layout, stages, filed, snapshots, base: stages)
     out = tmp_path / "model"
 
     for peer in ("a", "b", "c"):

@@ -40,14 +40,14 @@ SIZES = {
 class Continued:
     """A run that goes on from a checkpoint, and what nodes of it are given."""
 
-    def __init__(self, directory: Path, *, own_tokenizer: bool) -> None:
+    def __init__(self, directory: Path, *, own_tokenizer: bool = False, adapter: str = "") -> None:
         self.directory = directory
         self.model = write_model(directory / "checkpoint", sizes=SIZES, shard_size="3KB")
         plain = recipe(steps=40).text
         section = weights_section(directory / "checkpoint")
         words = [directory / "checkpoint" / name for name in ("config.json", "tokenizer_config.json")]
         tokenizer = f'[data]\ntokenizer = "files"\n{listed("data.tokenizer_files", words)}'
-        text = plain.replace("[pipeline]", f"{section}{tokenizer if own_tokenizer else ''}[pipeline]")
+        text = plain.replace("[pipeline]", f"{section}{tokenizer if own_tokenizer else ''}{adapter}[pipeline]")
         self.recipe = RunFileText(text, "the test's run file")
         self.layout = model_layout(self.recipe.run)
         self.hub = SimNetwork()
@@ -70,7 +70,9 @@ class Continued:
             self.recipe,
             name,
             stage,
-            first_weights=RunWeights(self.layout.prepared, self.layout.shapes, store),
+            first_weights=RunWeights(
+                self.layout.prepared, self.layout.checkpoint, store, frozen=self.layout.adapter is not None
+            ),
             **more,
         )
 
@@ -175,6 +177,33 @@ async def test_a_download_that_was_cut_is_resumed_from_another(made: Continued) 
     again = made.peer("newcomer again", 0, mine, bootstrap_peers=("bootstrap",))
     await until(lambda: any("begins with the weights" in line for line in again.said))
     await leave(again)
+
+
+async def test_whoever_trains_adapters_needs_the_frozen_weights_and_copies_adapters_alone(tmp_path: Path) -> None:
+    """A newcomer, and who comes back with a checkpoint of its own."""
+    made = Continued(tmp_path, adapter='[adapter]\nrank = 2\nbase = "float32"\n')
+
+    def has_the_frozen_weights(peer: Peer, stage: int) -> bool:
+        held, own = peer.stages[-1]._module.state_dict(), made.model.state_dict()
+        return all(torch.equal(held[name], own[name]) for name in made.layout.checkpoint[stage])
+
+    await made.bootstrap()
+    options: dict[str, Any] = {"bootstrap_peers": ("bootstrap",)}
+    peers = [made.peer(f"peer-{stage}", stage, **options) for stage in (0, 1)]
+    await until(lambda: any(record.round > 0 for record in peers[0].node.roster.stage(0)))
+    late = made.peer("late", 0, **options)
+    await until(lambda: bool(late.of(events.InnerStep)))
+    assert late.copied_stages == [0]
+    assert has_the_frozen_weights(late, 0)
+    trained = sum(weight.numel() for weight in late.stages[-1].weights())
+    assert {each.total_bytes for each in late.of(events.CatchUp)} == {12 * trained}, "slow weights and two moments"
+    await leave(late)
+    assert late.saved is not None
+    back = made.peer("back", 0, saved=late.saved, **options)
+    await until(lambda: bool(back.of(events.InnerStep)))
+    assert has_the_frozen_weights(back, 0)
+    assert not back.copied_stages
+    await leave(back, *peers)
 
 
 async def test_members_alone_are_given_the_weights_of_a_run_with_an_owner(made: Continued) -> None:

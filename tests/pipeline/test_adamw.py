@@ -192,7 +192,7 @@ def test_where_torch_cannot_compile_the_plain_body_steps(monkeypatch: pytest.Mon
     assert adamw.compiled(CPU) is None
     adamw.compiled.cache_clear()
     monkeypatch.setattr(torch, "compile", lambda function: function)
-    assert adamw.compiled(CPU) is adamw.advance
+    assert adamw.compiled(CPU) is adamw.move
     monkeypatch.setattr(AdamW, "compiled", property(lambda _: False, lambda *_: None), raising=False)
     stage, losses = train_stage(CODED)
     assert stage.statistics()["uncompiled_steps"] == len(losses)

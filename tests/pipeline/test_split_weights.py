@@ -176,7 +176,7 @@ def test_a_matrix_of_several_pieces_changes_throughout() -> None:
     stage, whole = staged(), staged()
     delta = [torch.randn(shape, generator=torch.Generator().manual_seed(2)) for shape in stage.shapes]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.stage.PIECE", BLOCK)
+        patch.setattr("pipeline.stage.PART", BLOCK)
         stage.correct(delta)
         read = stage.weights()
     whole.correct(delta)

@@ -46,7 +46,9 @@ file = "tokenizer.json"
 size_bytes = 1000
 digest = "{"ab" * 32}"
 """
-SECTIONS = ("model", "pipeline", "data", "inner", "outer", "admission")
+MIX = MODEL + "[[data.mixture]]\n"
+ADAPTER = f"{MODEL}{WEIGHTS}[adapter]\nrank = 16\n"
+SECTIONS = ("model", "pipeline", "data", "inner", "outer", "adapter", "admission")
 
 
 def refused(text: str) -> UserError:
@@ -123,6 +125,15 @@ def test_it_loads_without_torch_or_transformers() -> None:
         (MODEL + "[data]\ntokenizer = ''\n", "data.tokenizer", "byt5"),
         (MODEL + f"[data]\ntokenizer_commit = '{COMMIT}'\n", "data.tokenizer_commit", "leave it out"),
         (MODEL + "[data]\ntokenizer = 'a/b'\ntokenizer_commit = 'main'\n", "data.tokenizer_commit", "40"),
+        (MODEL + "[data]\npath = 'x'\n[[data.mixture]]\n", "data.path = 'x'", "[[data.mixture]]"),
+        (
+            MIX + "[[data.mixture]]\nsource = 'json'\npath = 'x'\nform = 'prompt'\n",
+            "data.mixture = given",
+            "empty prompt",
+        ),
+        (MIX + "[[data.mixture]]\nsource = 'json'\n", "data.mixture.1.path is missing", "a glob"),
+        (MIX + "[[data.mixture]]\nweight = 0.0\n", "data.mixture.1.weight = 0.0", "1e-06"),
+        (MIX + 64 * "[[data.mixture]]\n", "data.mixture = 65 sources", "fewer"),
         (MODEL + "[data]\ntokenizer = 'files'\n", "data.tokenizer_files = missing", "init --from"),
         (MODEL + WORDS.replace("'files'", "'byt5'"), "data.tokenizer_files = given", "init --from"),
         (MODEL + WORDS.replace("[[", f"tokenizer_commit = '{COMMIT}'\n[["), "data.tokenizer_commit", "leave it out"),
@@ -140,6 +151,11 @@ def test_it_loads_without_torch_or_transformers() -> None:
         (MODEL + "[data]\nshuffle = 1\n", "data.shuffle", "true or false"),
         (MODEL + "[outer]\ninner_steps_per_round = 8\n", "outer.overlap_steps = 8", "below"),
         (MODEL + "[outer]\noverlap_steps = 0\n", "outer.overlap_steps", "outer.blocking"),
+        (MODEL + "[adapter]\nalpha = 8.0\n", "adapter.rank = 0", "16"),
+        (MODEL + "[adapter]\nrank = 16\n", "adapter.rank = 16", "init --from DIR --lora"),
+        (ADAPTER + "targets = []\n", "adapter.targets = []", "all-linear"),
+        (ADAPTER + "targets = ['q proj']\n", "adapter.targets.0", "q_proj"),
+        (ADAPTER + "base = 'int3'\n", "adapter.base", '"bfloat16"'),
         (MODEL + "[admission]\nrule = 'listed'\n", "admission.rule", "`noloco-node init --admission RULE`"),
         (MODEL + "[admission]\nowner = 'x'\n", "admission.owner", "`noloco-node init --admission RULE`"),
         ("name = ''\n" + MODEL, "name", "letters"),

@@ -1,0 +1,169 @@
+"""Adapters taken home from what lies in homes: as PEFT's files, and as a whole model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import LLAMA, write_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from noloco_node.cli.main import app
+from noloco_node.errors import Exit, UserError
+from noloco_node.export.adapter_files import AdapterExport
+from noloco_node.export.continue_run import continuing_text
+from noloco_node.export.exporter import export
+from noloco_node.export.sources import known_run
+from noloco_node.planning.model_layout import build_stage, model_layout
+from noloco_node.run.config import AdapterConfig
+from noloco_node.run.presets import with_fields
+from noloco_node.storage.checkpoint import Checkpoint, Counters, save
+from noloco_node.storage.home import Home
+from noloco_node.storage.weight_store import WeightStore
+from noloco_node.swarm.run_distribution import RunFileText
+
+pytestmark = pytest.mark.usefixtures("short_text")
+TEXT: dict[str, dict[str, object]] = {"data": {"source": '"stdlib"'}, "pipeline": {"stages": 2, "replicas": 2}}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 384, "n_positions": 64},
+}
+
+
+class Adapted:
+    """Two replicas of each of two stages, whose adapters lie in their homes, and the checkpoint that they adapt."""
+
+    def __init__(self, directory: Path, family: str, *, freeze_a: bool) -> None:
+        self.directory, self.checkpoint = directory, directory / "checkpoint"
+        self.model = write_model(self.checkpoint, family, FAMILIES[family])
+        adapter = AdapterConfig(rank=2, alpha=4.0, freeze_a=freeze_a)
+        text = with_fields(continuing_text(self.checkpoint, "tiny", adapter), TEXT).replace('path = "your-text/"', "")
+        self.recipe = RunFileText(text, "the test's run file")
+        self.layout = model_layout(self.recipe.run)
+        self.homes = [self._home(stage, peer) for stage in (0, 1) for peer in (0, 1)]
+
+    def _home(self, stage: int, peer: int) -> Path:
+        part = build_stage(self.recipe.run, self.layout, stage, torch.device("cpu"))
+        generator = torch.Generator().manual_seed(stage)
+        noise = [0.1 * torch.randn(each.shape, generator=generator) for each in part.parameters()]
+        moved = tuple(
+            each.detach() + (1.0 + 0.1 * peer) * far for each, far in zip(part.parameters(), noise, strict=True)
+        )
+        counters = Counters(
+            run_id=self.recipe.digest,
+            stage=stage,
+            round=40,
+            inner_steps=400,
+            progress=0.5,
+            samples=0,
+            optimiser_steps=0,
+            peer=f"peer-{stage}-{peer}",
+        )
+        place = self.directory / counters.peer
+        with Home.open(place) as home:
+            paths = home.enter(self.recipe.digest)
+            files = self.recipe.run.data.tokenizer_files
+            WeightStore.whole(self.checkpoint, files).copy_to(WeightStore.filling(paths.tokenizer, files))
+            save(paths.checkpoint, Checkpoint(counters, {"slow": moved, "fast": moved}), 1)
+            for each in (paths, home):
+                each.keep_run_file(self.recipe.text)
+        return place
+
+    def export(self, name: str, *, merge: bool = False, base: Path | None = None) -> Path:
+        out = self.directory / name
+        asyncio.run(export(out, homes=tuple(self.homes), wanted=AdapterExport(merge, base)))
+        return out
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=torch.arange(3, 19).view(2, 8), use_cache=False).logits
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("freeze_a", [False, True])
+def test_the_mean_of_the_adapters_is_what_both_forms_hold(tmp_path: Path, family: str, freeze_a: bool) -> None:
+    made = Adapted(tmp_path, family, freeze_a=freeze_a)
+    adapter, merged = made.export("adapter"), made.export("merged", merge=True, base=made.checkpoint)
+    settings, weights = (
+        json.loads((adapter / "adapter_config.json").read_bytes()),
+        load_file(adapter / "adapter_model.safetensors"),
+    )
+    assert (settings["peft_type"], settings["r"], settings["lora_alpha"]) == ("LORA", 2, 4.0)
+    assert settings["fan_in_fan_out"] == (family == "gpt2")
+    own = made.model.state_dict()
+    own.setdefault("lm_head.weight", made.model.get_output_embeddings().weight)
+    for name, weight in own.items():
+        a, b = (weights.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{each}.weight") for each in "AB")
+        if a is not None and b is not None:
+            delta = 2.0 * (b @ a)
+            own[name] = weight + (delta.t() if family == "gpt2" else delta)
+    found = AutoModelForCausalLM.from_pretrained(merged)
+    assert any(
+        not torch.equal(each, made.model.state_dict()[name]) for name, each in own.items() if name != "lm_head.weight"
+    )
+    for name, each in found.state_dict().items():
+        assert torch.allclose(each, own[name], atol=1e-6), name
+    assert known_run(merged) == made.recipe.run
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_loads_the_adapter_over_the_model(tmp_path: Path, family: str) -> None:
+    peft = pytest.importorskip("peft")
+    made = Adapted(tmp_path, family, freeze_a=False)
+    adapter, merged = made.export("adapter"), made.export("merged", merge=True, base=made.checkpoint)
+    base = AutoModelForCausalLM.from_pretrained(made.checkpoint)
+    before, expected = logits(base), logits(AutoModelForCausalLM.from_pretrained(merged))
+    found = logits(peft.PeftModel.from_pretrained(base, adapter))
+    assert torch.dist(found, expected) <= 1e-5 * expected.norm() < 1e-2 * torch.dist(before, expected)
+
+
+def test_a_base_that_is_not_the_runs_is_refused(tmp_path: Path) -> None:
+    made = Adapted(tmp_path, "llama", freeze_a=False)
+    write_model(tmp_path / "other", sizes={**LLAMA, "intermediate_size": 64})
+    for base, why in ((tmp_path / "other", "run file lists"), (None, "no home")):
+        with pytest.raises(UserError, match=why) as caught:
+            made.export("merged", merge=True, base=base)
+        assert caught.value.code is Exit.CONFIG
+    assert not (tmp_path / "merged").exists()
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    made = Adapted(tmp_path, "llama", freeze_a=False)
+    adapter = made.export("adapter")
+    for command in (["evaluate", str(adapter)], ["init", "--from", str(adapter), str(tmp_path / "run.toml")]):
+        shown = CliRunner().invoke(app, command)
+        assert isinstance(shown.exception, UserError)
+        assert shown.exception.code is Exit.CONFIG
+        assert "--merge" in shown.exception.hint
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--target", "q_prj"], Exit.CONFIG, "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"),
+        (["--base", "int3"], Exit.CONFIG, "bfloat16"),
+    ],
+)
+def test_init_refuses_adapters_that_do_not_fit(tmp_path: Path, options: list[str], code: Exit, said: str) -> None:
+    write_model(tmp_path / "checkpoint")
+    run = tmp_path / "run.toml"
+    shown = CliRunner().invoke(app, ["init", "--from", str(tmp_path / "checkpoint"), "--lora", "4", *options, str(run)])
+    assert isinstance(shown.exception, UserError)
+    assert shown.exception.code is code
+    assert said in str(shown.exception)
+    assert not run.exists()
+
+
+def test_init_wants_a_model_for_adapters(tmp_path: Path) -> None:
+    shown = CliRunner().invoke(app, ["init", "--lora", "4", str(tmp_path / "run.toml")])
+    assert isinstance(shown.exception, UserError)
+    assert shown.exception.code is Exit.USAGE
