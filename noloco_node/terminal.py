@@ -13,6 +13,7 @@ import shutil
 import sys
 import time
 from contextlib import suppress
+from contextvars import ContextVar
 from enum import StrEnum
 from textwrap import fill
 
@@ -39,13 +40,24 @@ DEVICE_VARIABLE = "NOLOCO_DEVICE"
 """Of the environment: the device that each line names, where the nodes of several devices print to one screen."""
 
 
+_LOGGER: ContextVar[logging.Logger | None] = ContextVar("logger", default=None)
+"""Takes the lines of a context instead of the terminal: of a thread of ours in a program that is not."""
+
+
 class _Log:
     """Writes lines. `peer`: our short id, once we have one. `device`: ours, if others print beside us."""
 
     def __init__(self) -> None:
         self.least, self.as_json, self.peer, self.device = LogLevel.INFO, False, "", ""
 
-    def write(self, level: LogLevel, text: str, source: str = "") -> None:
+    def write(self, level: LogLevel, text: str) -> None:
+        logger = _LOGGER.get()
+        if logger is None:
+            self.print(level, text)
+        else:
+            logger.log(level.number, text)
+
+    def print(self, level: LogLevel, text: str, source: str = "") -> None:
         if level.number < self.least.number:
             return
         if self.as_json:
@@ -71,7 +83,7 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         known = [level for level in LogLevel if level.number <= record.levelno]
-        _LOG.write(known[-1] if known else LogLevel.DEBUG, record.getMessage(), record.name)
+        _LOG.print(known[-1] if known else LogLevel.DEBUG, record.getMessage(), record.name)
 
 
 _HANDLER = _Handler()
@@ -84,6 +96,11 @@ def configure(least: LogLevel, *, as_json: bool) -> None:
     root.addHandler(_HANDLER)  # once, however often
     if least is LogLevel.DEBUG:
         root.setLevel(logging.DEBUG)
+
+
+def hand_to(logger: logging.Logger) -> None:
+    """Hand the lines of this context, and of those that follow from it, to a logger from now on, and print none."""
+    _LOGGER.set(logger)
 
 
 def terminal_options() -> tuple[str, ...]:

@@ -25,7 +25,7 @@ SOURCE = read_tree()
 TOP_ORDER = """
     noloco_node | errors units tasks terminal charts | gossip pipeline network | storage | admission | libp2p run |
     journal limits data | machine swarm | planning state_sync observe | web | node export doctor | inference sim |
-    demo | cli | __main__
+    demo | cli | api | __main__
 """
 INNER_ORDERS = {
     "gossip": "rule settings | interface | exchange | rounds transfer",

@@ -24,7 +24,7 @@ from noloco_node.machine.memory import SavedTensors
 from noloco_node.node.stage_benchmark import LOGITS_BESIDE
 from noloco_node.planning.graph_memory import graph_bytes
 from noloco_node.planning.model_layout import ModelLayout, build_stage, make_stage, model_layout
-from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
+from noloco_node.run.config import NO_ADAPTER, AdapterConfig, ModelConfig, PipelineConfig, RunConfig
 from pipeline.forward_pass import StageSettings
 from pipeline.inner_step import Inner
 from pipeline.stage import Stage
@@ -96,10 +96,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Sizes under the names of each family's config: those of docs/families.md that can be trained in stages."""
 
 
-def compared(family: str, *, length: int, halves: Sequence[bool] = (False, True)) -> Iterator[float]:
+def compared(
+    family: str, *, length: int, halves: Sequence[bool] = (False, True), adapter: AdapterConfig = NO_ADAPTER
+) -> Iterator[float]:
     """Yield planned over real bytes, for the first and the last stage and each precision."""
     pipeline = PipelineConfig(stages=2, boundaries=(2,), sequence_length=length, microbatch_size=3)
-    run = RunConfig(model=ModelConfig(architecture=family, sizes=FAMILIES[family]), pipeline=pipeline)
+    model = ModelConfig(architecture=family, sizes=FAMILIES[family])
+    run = RunConfig(model=model, pipeline=pipeline, adapter=adapter)
     layout = model_layout(run)
     for half in halves:
         for number in range(2):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from msgspec import structs
@@ -17,10 +18,11 @@ from noloco_node.data.blocks import BackgroundOpen, TextSource
 from noloco_node.data.encoding import with_tokenizer_in
 from noloco_node.machine import memory
 from noloco_node.machine.device import Device
+from noloco_node.machine.interface import Dimensions, Host
 from noloco_node.machine.system import asleep_s
 from noloco_node.planning.bandwidth import bandwidth_seconds, microbatch_bytes
 from noloco_node.planning.checkpoint_map import RunWeights
-from noloco_node.planning.model_layout import ModelLayout, make_stage
+from noloco_node.planning.model_layout import ModelLayout, make_stage, model_layout
 from noloco_node.planning.plan import device_needs, graphs_that_fit
 from noloco_node.run.config import RunConfig
 from noloco_node.storage.checkpoint import Checkpoint, save
@@ -34,7 +36,44 @@ from pipeline.hardware.device_type import DEVICE_TYPES
 from pipeline.stage import Stage
 
 
-class HostMachine:
+class HostDisk:
+    """The part of a host that is its home: checkpoints, snapshots and copies of a node's stages; and its clock."""
+
+    device: Device
+
+    def __init__(self, options: JoinOptions, home: RunPaths, recipe: RunFileText, peer: str) -> None:
+        self._options, self._home, self._recipe = options, home, recipe
+        self.former = CheckpointStore(home.checkpoint, home.snapshots, recipe.digest, peer, say)
+        self.snapshots = SnapshotDirectory(home.snapshots, recipe.digest) if options.keep_snapshots else None
+
+    async def last_stage(self) -> int | None:
+        return await self.former.served()
+
+    async def load(self, stage: int) -> Checkpoint | None:
+        return await self.former.load(stage)
+
+    async def save(self, checkpoint: Checkpoint) -> str:
+        loop = asyncio.get_running_loop()
+
+        def read() -> None:
+            loop.call_soon_threadsafe(checkpoint.read)
+
+        return await asyncio.to_thread(_save, self._home.checkpoint, checkpoint._replace(read=read), self._options.keep)
+
+    async def hold(self, state: ReplicaState) -> StateFile:
+        return await self.device.beside(StateFile, self._home.path, state)
+
+    def partial_download(self, stage: int, weight_bytes: int) -> PartialDownloadFile:
+        return PartialDownloadFile(self._home.partial_download, self._recipe.digest, stage, weight_bytes, say)
+
+    def unix_time(self) -> float:
+        return time.time()
+
+    def asleep_s(self) -> float:
+        return asleep_s()
+
+
+class HostMachine(HostDisk):
     """What this machine gives to one node of a run, as `noloco_node.machine.interface.Host` asks; to be closed."""
 
     def __init__(
@@ -47,13 +86,11 @@ class HostMachine:
         checkpoint: FirstCheckpoint,
         peer: str,
     ) -> None:
-        self._options, self._home, self._torch_device = options, home, torch_device
-        self._recipe, self._layout = recipe, layout
+        super().__init__(options, home, recipe, peer)
+        self._torch_device, self._layout = torch_device, layout
         needs = device_needs(recipe.run, layout, torch_device)
         self.needs_bytes, self.graph_bytes = list(needs.device), list(needs.graph)
         self.beside_bytes = list(needs.beside)
-        self.former = CheckpointStore(home.checkpoint, home.snapshots, recipe.digest, peer, say)
-        self.snapshots = SnapshotDirectory(home.snapshots, recipe.digest) if options.keep_snapshots else None
         self.first_weights, self.tokenizer = checkpoint
         data = with_tokenizer_in(recipe.run.data, home.tokenizer)
         run = structs.replace(recipe.run, data=data)
@@ -91,34 +128,29 @@ class HostMachine:
     async def open_text(self) -> TextSource:
         return await self._text.opened()
 
-    async def last_stage(self) -> int | None:
-        return await self.former.served()
-
-    async def load(self, stage: int) -> Checkpoint | None:
-        return await self.former.load(stage)
-
-    async def save(self, checkpoint: Checkpoint) -> str:
-        loop = asyncio.get_running_loop()
-
-        def read() -> None:
-            loop.call_soon_threadsafe(checkpoint.read)
-
-        return await asyncio.to_thread(_save, self._home.checkpoint, checkpoint._replace(read=read), self._options.keep)
-
-    async def hold(self, state: ReplicaState) -> StateFile:
-        return await self.device.beside(StateFile, self._home.path, state)
-
-    def partial_download(self, stage: int, weight_bytes: int) -> PartialDownloadFile:
-        return PartialDownloadFile(self._home.partial_download, self._recipe.digest, stage, weight_bytes, say)
-
-    def unix_time(self) -> float:
-        return time.time()
-
-    def asleep_s(self) -> float:
-        return asleep_s()
-
     def line_s(self, stage: int) -> float:
         return bandwidth_seconds(microbatch_bytes(self._recipe.run, self._layout, stage), self._options.allowance)
+
+
+class Machine(NamedTuple):
+    """What this machine gives to a node of one run: the sizes of its model, and the host of the peer with an id."""
+
+    dimensions: Dimensions
+    host: Callable[[str], ClosableHost]
+
+
+class ClosableHost(Host, Protocol):
+    """A host that is to be closed."""
+
+    def close(self) -> None:
+        """End its threads."""
+
+
+def machine_for(options: JoinOptions, home: RunPaths, torch_device: torch.device, recipe: RunFileText) -> Machine:
+    """Work out what this machine gives to a node of a run; this may read large files, and raise `UserError`."""
+    layout = model_layout(recipe.run)
+    checkpoint = first_checkpoint(options, home, recipe.run, layout)
+    return Machine(layout, partial(HostMachine, options, home, torch_device, recipe, layout, checkpoint))
 
 
 class FirstCheckpoint(NamedTuple):
@@ -133,18 +165,24 @@ def first_checkpoint(options: JoinOptions, home: RunPaths, run: RunConfig, layou
 
     Raises `UserError` if the owner named a directory with other files.
     """
-    weights = tokenizer = None
+    tokenizer = None
     if run.data.tokenizer_files:
         tokenizer = WeightStore.filling(home.tokenizer, run.data.tokenizer_files, options.most_disk_bytes)
-    if options.weights is not None:
-        weights = WeightStore.whole(options.weights, run.model.weights)
-        if tokenizer is not None:
-            WeightStore.whole(options.weights, tokenizer.files).copy_to(tokenizer)
-    elif run.model.weights:
-        weights = WeightStore.filling(home.weights, run.model.weights, options.most_disk_bytes)
+    weights = weight_store(options, home, run)
+    if options.weights is not None and tokenizer is not None:
+        WeightStore.whole(options.weights, tokenizer.files).copy_to(tokenizer)
     frozen = layout.adapter is not None
     first = None if weights is None else RunWeights(layout.prepared, layout.checkpoint, weights, frozen=frozen)
     return FirstCheckpoint(first, tokenizer)
+
+
+def weight_store(options: JoinOptions, home: RunPaths, run: RunConfig) -> WeightStore | None:
+    """Return the files of the weights that a run starts from, as far as they are here; None if it lists none."""
+    if options.weights is not None:
+        return WeightStore.whole(options.weights, run.model.weights)
+    if not run.model.weights:
+        return None
+    return WeightStore.filling(home.weights, run.model.weights, options.most_disk_bytes)
 
 
 def _save(directory: Path, checkpoint: Checkpoint, keep: int) -> str:

@@ -9,12 +9,13 @@ import asyncio
 import gc
 import os
 import sys
-from contextlib import AsyncExitStack, closing
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from msgspec import structs
 
@@ -54,9 +55,10 @@ from noloco_node.web.served_views import ServedViews, views_served
 if TYPE_CHECKING:
     import torch
 
-    from noloco_node.cli.host_machine import FirstCheckpoint
+    from noloco_node.cli.host_machine import Machine
     from noloco_node.machine.device import EnergyMeter
-    from noloco_node.planning.model_layout import ModelLayout
+
+    PrepareMachine: TypeAlias = Callable[[JoinOptions, RunPaths, torch.device, RunFileText], Machine]
 
 
 def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
@@ -88,10 +90,21 @@ def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
     run(take_part(parsed, options))
 
 
-async def take_part(invite: invites.Invite, options: JoinOptions) -> None:
-    """Join the swarm of an invite, and stay until the run ends or we are asked to leave."""
+async def take_part(
+    invite: invites.Invite,
+    options: JoinOptions,
+    departs: Callable[[], AbstractAsyncContextManager[Departure]] | None = None,
+    prepare: PrepareMachine | None = None,
+    observe: Callable[[events.Event], None] = lambda _: None,
+) -> None:
+    """Join the swarm of an invite, and stay until the run ends or we are asked to leave.
+
+    `departs`: tells when to leave; signals do by default. `prepare`: works out what this machine gives to a node of the
+    run that was found; a stage of the run's own model by default. `observe`: takes the events of the journal too.
+    """
     import torch
 
+    from noloco_node.cli.host_machine import machine_for
     from noloco_node.machine.device import choose_device, energy_meter
 
     memory.share_arenas()
@@ -114,15 +127,25 @@ async def take_part(invite: invites.Invite, options: JoinOptions) -> None:
         given = await asyncio.to_thread(ledger_of, read(home.journal))
         own = PeerHistory(checked_name(options.name), 0, ledger=given)
         async with (
-            departure(say) as leaving,
+            (departs or partial(departure, say))() as leaving,
             views_served(metrics_at, page_at, invite.digest, own) as views,
         ):
-            recorder = Recorder(journal, views, torch_device, energy_meter(torch_device))
+            recorder = Recorder(journal, views, torch_device, energy_meter(torch_device), observe)
             recorder.record_energy()  # by it readers of the journal know that this total begins anew
             reporter = Reporter(record=recorder.record, say=say, draw=bar.draw, warn=warn)
             asked = [each.peer for each in met]
             participant = _Participant(
-                access, options, home, paths, torch_device, reporter, leaving, views, sessions, asked
+                access,
+                options,
+                home,
+                paths,
+                torch_device,
+                reporter,
+                leaving,
+                views,
+                sessions,
+                asked,
+                prepare or machine_for,
             )
             await live_in_sessions(
                 sessions, leaving, lambda: connected(settings, known_peers), participant.take_part, say
@@ -130,18 +153,20 @@ async def take_part(invite: invites.Invite, options: JoinOptions) -> None:
 
 
 class Recorder(NamedTuple):
-    """Writes events to the journal and shows them; adds to `Started` the device and the process id."""
+    """Writes events to the journal and shows them, also to `observe`; adds to `Started` device and process id."""
 
     journal: Journal
     views: ServedViews
     torch_device: torch.device
     meter: EnergyMeter | None
+    observe: Callable[[events.Event], None] = lambda _: None
 
     def record(self, event: events.Event) -> None:
         if isinstance(event, events.Started):
             event = structs.replace(event, device=str(self.torch_device), pid=os.getpid())
         self.journal.write(event)
         self.views.take(event)
+        self.observe(event)
         if isinstance(event, events.Traffic):
             self.record_energy()
 
@@ -153,7 +178,10 @@ class Recorder(NamedTuple):
 
 @dataclass
 class _Participant:
-    """This peer in all of its sessions, with a node for each. `met`: peers that this home met before."""
+    """This peer in all of its sessions, with a node for each.
+
+    `met`: peers that this home met before. `prepare`: works out what this machine gives to a node of the run.
+    """
 
     access: RunAccess
     options: JoinOptions
@@ -165,12 +193,12 @@ class _Participant:
     views: ServedViews
     sessions: Sessions
     met: list[str]
-    run: tuple[RunFileText, ModelLayout, FirstCheckpoint] | None = None
+    prepare: PrepareMachine
+    run: tuple[RunFileText, Machine] | None = None
     """What the first session fetched: in a later one no peer of the invite may be there to ask."""
 
     async def take_part(self, network: PeerNetwork, leave: asyncio.Event) -> None:
         """Live as a node until the session or the run is over."""
-        from noloco_node.cli.host_machine import HostMachine
         from noloco_node.node.node import Node
         from noloco_node.node.node_context import NodeOptions
         from noloco_node.run.protocols import GOSSIP
@@ -179,11 +207,10 @@ class _Participant:
         say(f"we are {network.peer_id}")
         network = await self.access.enter(network)
         self.run = self.run or await self._fetch_run(network)
-        recipe, layout, checkpoint = self.run
+        recipe, machine = self.run
         self.sessions.share_with_rounds(GOSSIP, recipe.run.outer.line_share)
         history = RunHistory(self.paths.run_history, recipe.digest, say)
-        host = HostMachine(self.options, self.paths, self.torch_device, recipe, layout, checkpoint, network.peer_id)
-        with closing(host):
+        with closing(machine.host(network.peer_id)) as host:
             await network.serve(HISTORY_TOPIC, HISTORY_SCHEMA, history.serve)
             asked, options = self._asked(network), self.options
             node_options = NodeOptions(
@@ -199,7 +226,7 @@ class _Participant:
                 name=checked_name(options.name),
                 given=partial(self.views.own.ledger.given, self.access.invite.digest),
             )
-            node = Node(recipe, layout, network, host, node_options, self.reporter)
+            node = Node(recipe, machine.dimensions, network, host, node_options, self.reporter)
             self.leaving.polite = True
             kept = KeptInvite(self.home.invite, self.access.invite, await network.addresses(), say)
             say(f"an invite of our own, kept in {self.home.invite}: {invites.without_secret(kept.keep())}")
@@ -218,9 +245,8 @@ class _Participant:
         """Return the peers of the invite without ourselves, since the invite may be our own."""
         return list(dict.fromkeys(each.peer for each in self.access.invite.addresses if each.peer != network.peer_id))
 
-    async def _fetch_run(self, network: PeerNetwork) -> tuple[RunFileText, ModelLayout, FirstCheckpoint]:
-        from noloco_node.cli.host_machine import first_checkpoint
-        from noloco_node.planning.model_layout import check_download, model_layout
+    async def _fetch_run(self, network: PeerNetwork) -> tuple[RunFileText, Machine]:
+        from noloco_node.planning.model_layout import check_download
 
         options = self.options
         asked = dict.fromkeys((*self._asked(network), *self.met))
@@ -233,12 +259,13 @@ class _Participant:
         await asyncio.to_thread(check_download, recipe.run.model, options.most_disk_bytes)
         for place in (self.paths, self.home):
             place.keep_run_file(recipe.text)
-        layout = await asyncio.to_thread(model_layout, recipe.run)
-        sizes = {stage: 4 * sum(map(prod, shapes.values())) for stage, shapes in enumerate(layout.shapes)}
+        machine = await asyncio.to_thread(self.prepare, options, self.paths, self.torch_device, recipe)
+        shapes_of = enumerate(machine.dimensions.shapes)
+        sizes = {stage: 4 * sum(map(prod, shapes.values())) for stage, shapes in shapes_of}
         wished = {stage: size for stage, size in sizes.items() if stage == options.stage}
         if (full := require_disk(self.paths, wished or sizes, options.keep)) is not None:
             warn(full)
-        return recipe, layout, await asyncio.to_thread(first_checkpoint, options, self.paths, recipe.run, layout)
+        return recipe, machine
 
 
 def _say_other_runs(paths: RunPaths) -> None:

@@ -177,7 +177,7 @@ def init(
         str, typer.Option(metavar="NAMES", help="Layers that have an adapter, by name: q_proj,v_proj; or all-linear.")
     ] = "all-linear",
     base: Annotated[
-        str, typer.Option(metavar="FORM", help="Form of the model's own weights: bfloat16 or float32.")
+        str, typer.Option(metavar="FORM", help="Form of the model's own weights: bfloat16, float32, int8 or nf4.")
     ] = "bfloat16",
 ) -> None:
     """Write a commented run file, the recipe that all peers of a run share.

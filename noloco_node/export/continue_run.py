@@ -22,6 +22,7 @@ from noloco_node.run.config import (
     RunConfig,
     SourceConfig,
 )
+from noloco_node.run.fields import toml
 from noloco_node.run.presets import numbers_of, with_fields, written
 from noloco_node.storage.weight_store import LARGEST_FILE_BYTES, described
 from noloco_node.terminal import say
@@ -75,8 +76,8 @@ def continuing_text(directory: Path, preset: str, adapter: AdapterConfig = NO_AD
         "learning_rate": f"{float(given['learning_rate']) / slower:g}",
     }
     model = _MODEL.format(
-        architecture=_toml(config.model_type),
-        sizes="\n".join(f"{name} = {_toml(value)}" for name, value in sizes_of(config).items()),
+        architecture=toml(config.model_type),
+        sizes="\n".join(f"{name} = {toml(value)}" for name, value in sizes_of(config).items()),
         weights="\n\n".join(_sections("model.weights", files)),
     )
     text = written(
@@ -89,7 +90,7 @@ def continuing_text(directory: Path, preset: str, adapter: AdapterConfig = NO_AD
         data=_data_of(before),
     )
     if adapter.is_trained:
-        fields = {name: _toml(each) for name, each in msgspec.structs.asdict(adapter).items()}
+        fields = {name: toml(each) for name, each in msgspec.structs.asdict(adapter).items()}
         text = with_fields(text, {"adapter": fields})
     if before is None:
         say(f'text: set [data] in the run file: it trains on "{OWN_TEXT}", which each source names with --data')
@@ -111,7 +112,7 @@ def _mixture(before: RunConfig | None) -> Iterator[str]:
     """Yield a section of each source of the mixture on which the model's own run trained."""
     for source in before.data.mixture if before is not None else ():
         given = msgspec.structs.asdict(source).items()
-        yield "\n".join(("[[data.mixture]]", *(f"{name} = {_toml(each)}" for name, each in given if each is not None)))
+        yield "\n".join(("[[data.mixture]]", *(f"{name} = {toml(each)}" for name, each in given if each is not None)))
 
 
 def sizes_of(config: Any) -> dict[str, Any]:
@@ -175,7 +176,7 @@ def _section(name: str, path: Path) -> str:
     if file.size_bytes > LARGEST_FILE_BYTES:
         why = f"{path.name} is larger than {LARGEST_FILE_BYTES // 2**30} GiB"
         raise config_error(f"{path.parent} cannot travel.", why, "save it in shards of 5 GB, as transformers does")
-    lines = (f"{field} = {_toml(value)}" for field, value in msgspec.structs.asdict(file).items())
+    lines = (f"{field} = {toml(value)}" for field, value in msgspec.structs.asdict(file).items())
     return "\n".join((f"[[{name}]]", *lines))
 
 
@@ -189,15 +190,6 @@ def _check(text: str, files: list[Path]) -> None:
     check_files(layout.prepared, layout.checkpoint, files)
     for note in layout.notes:
         say(note)
-
-
-def _toml(value: Any) -> str:
-    """Return a value of JSON in TOML, in a line."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(name)} = {_toml(each)}" for name, each in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(value)
 
 
 def _config_of(directory: Path) -> Any:

@@ -22,7 +22,13 @@ from noloco_node.data.encoding import open_tokenizer
 from noloco_node.errors import UserError, reason_of, storage_error
 from noloco_node.export.adapter_files import AdapterExport, base_files, check_merge, merged_weights, peft_adapter
 from noloco_node.export.held_out_loss import judged_by_loss
-from noloco_node.export.huggingface import own_generation, write_adapter, write_checkpoint
+from noloco_node.export.huggingface import (
+    PARAMETERS,
+    own_generation,
+    write_adapter,
+    write_checkpoint,
+    write_parameters,
+)
 from noloco_node.export.replica_fetch import (
     Look,
     at_work,
@@ -43,9 +49,11 @@ from noloco_node.export.replica_files import (
     passed,
 )
 from noloco_node.export.sources import Provenance, check_export, noted, recipe_of, told_of
+from noloco_node.machine.interface import Dimensions
 from noloco_node.network.interface import PeerNetwork
+from noloco_node.planning.foreign_layout import ForeignLayout, foreign_layout
 from noloco_node.planning.model_layout import ModelLayout, model_layout
-from noloco_node.run.config import DataConfig
+from noloco_node.run.config import DataConfig, RunConfig
 from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary
 from noloco_node.swarm.access import Visitor, visited
 from noloco_node.swarm.run_distribution import RunFileText
@@ -68,7 +76,7 @@ async def export(
         return await asyncio.to_thread(_from_homes, out, homes, wanted)
     async with visited(invite, visitor) as (network, recipe, membership):
         base = await asyncio.to_thread(_base_of, recipe, homes, wanted)
-        layout = await asyncio.to_thread(model_layout, recipe.run)
+        layout = await asyncio.to_thread(_layout_of, recipe.run)
         filed = await asyncio.to_thread(of_homes, homes, recipe)
         parts = parts_of(out, recipe, layout)
         data = await fetched_tokenizer(network, recipe, membership.peek, invite, parts.path / "tokenizer")
@@ -78,11 +86,32 @@ async def export(
         found = await swarm.stages()
     snapshots = [parts.snapshots(number) if stage.kept_by is not None else [] for number, stage in enumerate(found)]
     lying = [newest([*filed, *parts.replicas(number, ()), *snapshots[number]], number) for number in range(len(found))]
-    run = structs.replace(recipe.run, data=data)
-    found = await asyncio.to_thread(judged_by_loss, run, layout, found, lying, snapshots, base)
-    done = await asyncio.to_thread(write, out, recipe, layout, found, data, wanted, base)
+    done = await asyncio.to_thread(_write_best, out, recipe, layout, found, lying, snapshots, data, wanted, base)
     parts.remove()
     return done
+
+
+def _layout_of(run: RunConfig) -> ModelLayout | ForeignLayout:
+    return foreign_layout(run) if run.model.is_foreign else model_layout(run)
+
+
+def _write_best(
+    out: Path,
+    recipe: RunFileText,
+    layout: ModelLayout | ForeignLayout,
+    found: Sequence[MergedReplicas],
+    lying: Sequence[Sequence[ReplicaFile]],
+    snapshots: Sequence[Sequence[ReplicaFile]],
+    data: DataConfig,
+    wanted: AdapterExport,
+    base: Sequence[Path],
+) -> str:
+    """Write the stages with the least loss on held-out text; of a foreign module nobody else can know the loss."""
+    if isinstance(layout, ForeignLayout):
+        return write_foreign(out, recipe, found)
+    run = structs.replace(recipe.run, data=data)
+    found = judged_by_loss(run, layout, found, lying, snapshots, base)
+    return write(out, recipe, layout, found, data, wanted, base)
 
 
 def of_homes(homes: Sequence[Path], recipe: RunFileText) -> list[ReplicaFile]:
@@ -90,7 +119,7 @@ def of_homes(homes: Sequence[Path], recipe: RunFileText) -> list[ReplicaFile]:
     return [filed for home in homes for filed in in_home(home, recipe.digest)]
 
 
-def merge_files(filed: Sequence[ReplicaFile], recipe: RunFileText, layout: ModelLayout) -> list[MergedReplicas]:
+def merge_files(filed: Sequence[ReplicaFile], recipe: RunFileText, layout: Dimensions) -> list[MergedReplicas]:
     """Return every stage, merged from these files; raise `UserError` if a stage is missing."""
     rounds_behind = recipe.run.outer.staleness_at_most
     return [merged(number, newest(filed, number), shapes, rounds_behind) for number, shapes in enumerate(layout.shapes)]
@@ -107,14 +136,12 @@ def _base_of(recipe: RunFileText, homes: Sequence[Path], wanted: AdapterExport) 
 def _from_homes(out: Path, homes: Sequence[Path], wanted: AdapterExport) -> str:
     recipe = recipe_of(homes)
     base = _base_of(recipe, homes, wanted)
-    layout = model_layout(recipe.run)
+    layout = _layout_of(recipe.run)
     data = reading_with_tokenizer(homes, recipe)
     filed = of_homes(homes, recipe)
     stages = merge_files(filed, recipe, layout)
     lying = [newest(filed, number) for number in range(len(stages))]
-    run = structs.replace(recipe.run, data=data)
-    found = judged_by_loss(run, layout, stages, lying, [[] for _ in stages], base)
-    return write(out, recipe, layout, found, data, wanted, base)
+    return _write_best(out, recipe, layout, stages, lying, [[] for _ in stages], data, wanted, base)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +154,7 @@ class SwarmExport:
     network: PeerNetwork
     recipe: RunFileText
     look: Look
-    layout: ModelLayout
+    layout: Dimensions
     parts: PartsDirectory
     filed: Sequence[ReplicaFile] = ()
 
@@ -204,7 +231,7 @@ class SwarmExport:
         return [record.round for record in at_work(await self.look(), number)]
 
 
-def parts_of(out: Path, recipe: RunFileText, layout: ModelLayout) -> PartsDirectory:
+def parts_of(out: Path, recipe: RunFileText, layout: Dimensions) -> PartsDirectory:
     return PartsDirectory(parts_beside(out), recipe.digest, layout.shapes, recipe.run.outer.staleness_at_most)
 
 
@@ -221,18 +248,7 @@ def write(
 
     `data`: the run's, its tokenizer here. `base`: the files of the model that a run adapts.
     """
-    kept_by = {number: stage.kept_by for number, stage in enumerate(stages) if stage.kept_by is not None}
-    snapshots = noted([stage.taken for stage in stages], kept_by)
-    notes = Provenance(
-        run_id=recipe.digest,
-        rounds=tuple(max(each.round for each in stage.taken) for stage in stages),
-        replicas=tuple(len(stage.taken) for stage in stages),
-        untied=layout.prepared.tied,
-        run_file=recipe.text,
-        taken=tuple(stage.taken for stage in stages),
-        left_out=tuple(stage.left_out for stage in stages),
-        snapshots=snapshots,
-    )
+    notes = _provenance(recipe, stages, untied=layout.prepared.tied)
     tokenizer, loads = open_tokenizer(data), "AutoModelForCausalLM.from_pretrained"
     weights: list[dict[str, Tensor]] = [stage.weights for stage in stages]
     if layout.adapter is not None and not wanted.merge:
@@ -245,21 +261,48 @@ def write(
             weights = [merged_weights(layout, base, weights)]
         generation = own_generation(recipe.run.model, data)
         write_checkpoint(out, layout.prepared.config, weights, tokenizer, notes, generation)
-    counts = "; ".join(
-        f"stage {number}: {len(stage.taken)}, {rounds_of(stage.taken)}" for number, stage in enumerate(stages)
-    )
-    lines = [
-        f"Wrote {out}: the mean of the replicas ({counts}), loaded again and compared.",
-        f"Load it with {loads}.",
-    ]
-    lines += map(told_of, snapshots)
-    for number, stage in enumerate(stages):
-        lines += [f"Left out of stage {number}: {each.peer} ({each.why})." for each in stage.left_out]
+    lines = _told(out, stages, notes, f"Load it with {loads}.")
     if layout.prepared.tied and layout.adapter is None:
         lines.append(
             "The original ties the vocabulary head to the embedding; here they were trained apart: two tensors."
         )
     return "\n".join(lines)
+
+
+def write_foreign(out: Path, recipe: RunFileText, stages: Sequence[MergedReplicas]) -> str:
+    """Write the trained parameters of a foreign module, by name; return what was done, in words."""
+    notes = _provenance(recipe, stages, untied=False)
+    write_parameters(out, stages[0].weights, notes)
+    how = (
+        f"module.load_state_dict(safetensors.torch.load_file('{PARAMETERS}'), strict=False) puts them into the module."
+    )
+    return "\n".join(_told(out, stages, notes, how))
+
+
+def _provenance(recipe: RunFileText, stages: Sequence[MergedReplicas], *, untied: bool) -> Provenance:
+    kept_by = {number: stage.kept_by for number, stage in enumerate(stages) if stage.kept_by is not None}
+    return Provenance(
+        run_id=recipe.digest,
+        rounds=tuple(max(each.round for each in stage.taken) for stage in stages),
+        replicas=tuple(len(stage.taken) for stage in stages),
+        untied=untied,
+        run_file=recipe.text,
+        taken=tuple(stage.taken for stage in stages),
+        left_out=tuple(stage.left_out for stage in stages),
+        snapshots=noted([stage.taken for stage in stages], kept_by),
+    )
+
+
+def _told(out: Path, stages: Sequence[MergedReplicas], notes: Provenance, how: str) -> list[str]:
+    """Return what was written, in sentences. `how`: to load it."""
+    counts = "; ".join(
+        f"stage {number}: {len(stage.taken)}, {rounds_of(stage.taken)}" for number, stage in enumerate(stages)
+    )
+    lines = [f"Wrote {out}: the mean of the replicas ({counts}), loaded again and compared.", how]
+    lines += map(told_of, notes.snapshots)
+    for number, stage in enumerate(stages):
+        lines += [f"Left out of stage {number}: {each.peer} ({each.why})." for each in stage.left_out]
+    return lines
 
 
 def rounds_of(taken: Sequence[ReplicaSummary]) -> str:

@@ -32,6 +32,7 @@ from noloco_node.storage.atomic_file import flush
 from noloco_node.terminal import say
 from pipeline.partition import skeleton
 
+PARAMETERS = "model.safetensors"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 """PEFT's name of the file."""
 
@@ -69,6 +70,19 @@ def write_checkpoint(
         _write_notes(aside, notes)
         del whole
         _compare(aside, stages)
+
+
+def write_parameters(directory: Path, parameters: Mapping[str, Tensor], notes: Provenance) -> None:
+    """Write the parameters of a foreign module by name, and the notes, in place of `directory` or not at all.
+
+    Raises `UserError` if the target is not empty or the disk refuses.
+    """
+    with _written_aside(directory) as aside:
+        save_file({name: each.contiguous() for name, each in parameters.items()}, aside / PARAMETERS)
+        _write_notes(aside, notes)
+        found = load_file(aside / PARAMETERS)
+        if any(not torch.equal(found[name], each) for name, each in parameters.items()):
+            raise OSError(f"{PARAMETERS} was read back from the disk as something else")
 
 
 def write_adapter(

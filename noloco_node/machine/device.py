@@ -116,9 +116,18 @@ def autocast_dtype(device: torch.device, precision: str) -> torch.dtype | None:
 
 
 class Device:
-    """One thread for tensor work; counts the seconds it works. `slowdown`: each job takes so many times longer."""
+    """One thread for tensor work; counts the seconds it works. `slowdown`: each job takes so many times longer.
 
-    def __init__(self, device: torch.device, slowdown: float = 1.0, wall: WallClock = WALL) -> None:
+    `thread`: another thread than one of its own, one job after the other.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        slowdown: float = 1.0,
+        wall: WallClock = WALL,
+        thread: concurrent.futures.Executor | None = None,
+    ) -> None:
         if not 1.0 <= slowdown <= MOST_SLOWDOWN:
             raise UserError(
                 f"A device cannot be slowed down {slowdown:g} times.",
@@ -132,7 +141,7 @@ class Device:
         self._begun_s: float | None = None
         self.busy_s = 0.0
         self._lost: DeviceLost | None = None
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"device-{device}")
+        self._thread = thread or concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"device-{device}")
         self._beside = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"beside-{device}")
 
     def clock(self) -> float:

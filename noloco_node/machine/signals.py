@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -66,6 +67,27 @@ def answered(answer: Callable[[int], None], *, hears_interrupts: bool = False) -
         yield
     finally:
         put_back()
+
+
+@contextmanager
+def deferred(note: Callable[[], None]) -> Iterator[None]:
+    """Let a stop signal wait for the end of the body, and `note` it at once; only the main thread gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+
+    def keep(number: int) -> None:
+        came.append(number)
+        note()
+
+    put_back = set_answer(keep)
+    try:
+        yield
+    finally:
+        put_back()
+        if came:
+            signal.raise_signal(came[0])
 
 
 def end_of_service() -> None:

@@ -144,7 +144,8 @@ class Replica:
     def _note_step(self, outcomes: tuple[WindowOutcome, ...], rate: float, applied: bool) -> None:
         self.inner_steps += 1
         now_s, tokens = loop_s(), len(outcomes) * self.config.run.pipeline.microbatch_tokens
-        known_losses = [(outcome.loss, outcome.tokens) for outcome in outcomes if outcome.loss is not None]
+        # A loss over no token is none: a foreign module may not say its loss.
+        known_losses = [(each.loss, each.tokens) for each in outcomes if each.loss is not None and each.tokens]
         losses = [loss for loss, _ in known_losses]
         self._loss = fmean(losses, [count for _, count in known_losses]) if losses else None
         others = (record for records in self._context.roster().stages for record in records)

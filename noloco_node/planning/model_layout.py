@@ -96,6 +96,12 @@ class ModelLayout(NamedTuple):
 
 def model_layout(run: RunConfig) -> ModelLayout:
     """Work out config, cuts and shapes of a run; raise `UserError` naming what in the run file does not fit."""
+    if run.model.is_foreign:
+        raise config_error(
+            "The run trains a foreign module, which only the program that builds it can run.",
+            "its run file names parameters and no architecture",
+            "noloco_node.GossipOptimizer in that program (docs/python.md)",
+        )
     try:
         prepared = prepare(_config(run.model), run.model.dropout)
         verify_family(prepared.config)

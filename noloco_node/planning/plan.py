@@ -286,6 +286,7 @@ def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool, splits:
     cut, shapes, pipeline = drawn.cuts[number], tuple(drawn.shapes[number].values()), run.pipeline
     once, gossip = float32_bytes(shapes), gossip_memory(run.outer, shapes)._asdict()
     cast, split = 2 * drawn.multiplied[number] if half else 0, splits and run.inner.state == "int8"
+    frozen = drawn.frozen[number]
     multiplied, kept = 2 if half else 4, 4 if run.adapter.base == "float32" else 2
     graph = graph_bytes(pipeline, drawn, number, half=half, packed=run.data.packs)
     at_once, tokens = pipeline.in_flight(number), pipeline.microbatch_tokens
@@ -293,8 +294,8 @@ def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool, splits:
     return Memory(
         # Of a multiplied weight the upper half is what passes compute with, and a byte of its float32 is left out.
         weights=once - cast // 2 if split else once,
-        frozen=drawn.frozen[number].bytes,
-        unpacked=0 if kept == multiplied else multiplied * drawn.frozen[number].largest,
+        frozen=frozen.bytes,
+        unpacked=multiplied * max(frozen.coded, 0 if kept == multiplied else frozen.plain),
         gradients=once,
         optimiser=2 * sum(moment_bytes(shape, run.inner.state) for shape in shapes),
         slow_weights=once,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from enum import StrEnum
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -45,10 +46,11 @@ LARGEST_TOKENIZER_BYTES = 64 * 2**20
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which decoder to train.
+    """Which model to train.
 
     Exactly one of: `architecture` (a transformers model type, with `sizes` for its config; it starts from random
-    weights, or from those of `weights`), `hub` with `commit` (a model of the hub to continue from).
+    weights, or from those of `weights`), `hub` with `commit` (a model of the hub to continue from),
+    `foreign_parameters` (a foreign module, which each peer's own program builds and trains; it starts from `weights`).
     """
 
     architecture: str | None = None
@@ -61,7 +63,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A model of the hub to continue from, owner/name."""
     commit: str | None = None
     """The commit of the hub model, 40 hexadecimal digits."""
+    foreign_parameters: dict[str, tuple[int, ...]] = {}
+    """The trained parameters of a foreign module, each with its shape, as `noloco_node.init` writes them."""
     dropout: Annotated[float, Meta(ge=0.0, le=0.95)] = 0.0
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether peers train a module of their own programs (docs/python.md)."""
+        return bool(self.foreign_parameters)
 
 
 class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -343,8 +352,9 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     freeze_a: bool = False
     """Whether the first matrix of each adapter stays as it was drawn (FFA-LoRA): half of the bytes, and a mean of two
     replicas' adapters is then that of their products."""
-    base: Literal["bfloat16", "float32"] = "bfloat16"
-    """The form of the model's own matrices, on each machine."""
+    base: Literal["bfloat16", "float32", "int8", "nf4"] = "bfloat16"
+    """The form of the model's own matrices, on each machine; as codes ("int8", "nf4") those of the linear layers in the
+    decoder's layers, and the others bfloat16."""
 
     @property
     def is_trained(self) -> bool:
@@ -454,9 +464,15 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             if not self.adapter.is_trained
             else [f"trained: adapters of rank {self.adapter.rank} over the frozen model in {self.adapter.base}"]
         )
-        return [
+        planned = (
             f"run {short(self.name)!r}: {cut.stages} stages, {cut.replicas} replicas planned of each, "
-            f"{self.tokens(self.budget_samples):,} tokens to train on",
+            f"{self.tokens(self.budget_samples):,} tokens to train on"
+        )
+        if model.is_foreign:
+            numbers = sum(prod(shape) for shape in model.foreign_parameters.values())
+            return [planned, f"model: a module of your own program, {numbers:,} trained numbers, {begin}"]
+        return [
+            planned,
             "model: " + short(named),
             *adapters,
             f"text: {short(text)}; tokenizer: {short(tokenizer)}{where}",

@@ -258,3 +258,12 @@ def _in_words(annotation: Any) -> str:
         return "a section with the fields " + ", ".join(field.name for field in fields_of(annotation))
     simple = {int: "a whole number", float: "a number", bool: "true or false", str: 'a text in "quotes"'}
     return simple.get(annotation, "a table such as {hidden_size = 128, num_hidden_layers = 4}")
+
+
+def toml(value: Any) -> str:
+    """Return a value of JSON in TOML, in a line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(name)} = {toml(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    return json.dumps(value)

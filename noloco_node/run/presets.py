@@ -82,15 +82,21 @@ def numbers_of(preset: str) -> Preset:
     return _PRESETS[preset]
 
 
-def write_text(path: Path, text: str, *, overwrite: bool) -> None:
-    """Write a run file's text to `path`; raise `UserError` if a file is in the way."""
-    if not overwrite and path.exists():
+def check_free(path: Path) -> None:
+    """Raise `UserError` if a file is where a run file is to be written."""
+    if path.exists():
         raise UserError(
             f"{path} is there already.",
             why="a run file may be all that is left of a run, so it is not overwritten unasked",
             hint="another path, or --force",
             code=Exit.USAGE,
         )
+
+
+def write_text(path: Path, text: str, *, overwrite: bool) -> None:
+    """Write a run file's text to `path`; raise `UserError` if a file is in the way."""
+    if not overwrite:
+        check_free(path)
     try:
         atomic_file.write(path, text.encode(), public=True)
     except OSError as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import msgspec
@@ -34,6 +35,9 @@ from pipeline.messages import check_width
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _WEIGHT_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors")
 _TOKENIZER_FILE = re.compile("|".join(map(re.escape, TOKENIZER_FILES)))
+_AS_INIT_WRITES = "as `noloco_node.init` writes it"
+_MOST_PARAMETERS = 4096
+"""Of a foreign module: one entry of the run file each."""
 _LAYER = re.compile(r"[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64}){0,7}")
 _AS_WRITTEN = "as `noloco-node init --from DIR` writes them"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
@@ -70,6 +74,12 @@ def problems(run: RunConfig) -> Iterator[Problem]:
         )
     yield from _model(run.model)
     yield from _pipeline(run.pipeline, layers_of(run.model))
+    if run.model.is_foreign and run.pipeline.stages > 1:
+        why = "each peer holds the whole of a foreign module"
+        yield Problem("pipeline.stages", str(run.pipeline.stages), why, "1")
+    if run.model.is_foreign and run.pipeline.microbatches_per_step > 1:
+        why = "an inner step of a foreign module counts as one microbatch"
+        yield Problem("pipeline.microbatches_per_step", str(run.pipeline.microbatches_per_step), why, "1")
     yield from _width(run.pipeline, run.model)
     yield from _data(run.data)
     yield from _inner(run.inner)
@@ -114,6 +124,7 @@ def layers_of(model: ModelConfig) -> int | None:
 
 def _model(model: ModelConfig) -> Iterator[Problem]:
     given = [name for name in ("architecture", "hub") if getattr(model, name) is not None]
+    given += ["foreign_parameters"] * model.is_foreign
     if len(given) != 1:
         yield Problem(
             "model",
@@ -122,6 +133,8 @@ def _model(model: ModelConfig) -> Iterator[Problem]:
             "`architecture` with `sizes`, or `hub` with `commit`; `noloco-node init --from DIR` writes a checkpoint's",
         )
         return
+    if model.is_foreign:
+        yield from _parameters(model)
     if model.architecture is not None and not model.sizes:
         yield Problem(
             "model.sizes",
@@ -131,14 +144,35 @@ def _model(model: ModelConfig) -> Iterator[Problem]:
         )
     if model.architecture is None and model.sizes:
         yield Problem("model.sizes", "given", f"the sizes come with the model at model.{given[0]}", "leave `sizes` out")
-    if given[0] != "architecture" and not getattr(model, given[0]):
+    if given[0] == "hub" and not model.hub:
         yield Problem(f"model.{given[0]}", "''", "it is empty", "a directory, or owner/name")
-    if model.architecture is None and model.weights:
+    if model.hub is not None and model.weights:
         yield Problem("model.weights", "given", "the weights come with the model on the hub", "leave them out")
     yield from _files("model.weights", model.weights, _WEIGHT_FILE, "it is no name of a safetensors file")
     yield from _hub("model", "hub", model.hub, model.commit)
     for name, value in model.sizes.items():
         yield from _size(f"model.sizes.{name}", value, _LARGEST_SIZE.get(name, 2**31), depth=0)
+
+
+def _parameters(model: ModelConfig) -> Iterator[Problem]:
+    if not model.weights:
+        why = "peers build a foreign module each for itself, and would begin with different weights"
+        yield Problem("model.weights", "nothing", why, _AS_INIT_WRITES)
+    if len(model.foreign_parameters) > _MOST_PARAMETERS:
+        why = f"a module of so many parameters has no room in a run file: at most {_MOST_PARAMETERS}"
+        yield Problem(
+            "model.foreign_parameters",
+            str(len(model.foreign_parameters)),
+            why,
+            "fewer parameters that require a gradient",
+        )
+    for name, shape in model.foreign_parameters.items():
+        field = f"model.foreign_parameters.{name}"
+        if not name.isprintable() or not 0 < len(name) <= 512:
+            yield Problem("model.foreign_parameters", repr(name), "it is no name of a parameter", _AS_INIT_WRITES)
+        for size in shape:
+            yield from within(field, size, 1, 2**31)
+        yield from within(field, prod(shape), 1, 2**34)
 
 
 def _files(section: str, files: tuple[WeightFile, ...], names: re.Pattern[str], misnamed: str) -> Iterator[Problem]:

@@ -1,21 +1,40 @@
 """Weights that stay as a checkpoint has them, in the form in which a run keeps them.
 
 A frozen weight is a buffer: the parameters of a slice are what is trained, and nothing else. Vectors are float32.
-Matrices of linear layers and embeddings are float32 or bfloat16; a product computes in the type of what it is given, or
-in that of autocast. What autograd keeps of a product holds no weight in that type: the backward pass makes it again.
+Matrices of linear layers and embeddings are float32 or bfloat16. Those of linear layers may be codes as well, which are
+made on the CPU, so that every replica has the same:
+
+- "int8": 8 bits a value, and one float32 scale for each row, its largest magnitude over 127;
+- "nf4": 4 bits a value, the nearest of 16 quantiles of a normal distribution (QLoRA, arXiv 2305.14314), and one
+  bfloat16 scale for each `NF4_BLOCK` values, their largest magnitude.
+
+A product computes in the type of what it is given, or in that of autocast. What autograd keeps of a product holds no
+weight in that type: the backward pass makes it again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-Form = Literal["float32", "bfloat16"]
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Form = Literal["float32", "bfloat16", "int8", "nf4"]
+PLAIN = ("float32", "bfloat16")
+"""Forms that are no codes."""
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "nf4": torch.uint8}
+NF4_BLOCK = 64
+"""Values that share a scale."""
+# fmt: off
+_QUANTILES = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)
+# fmt: on
 
 
 def is_linear(part: nn.Module) -> bool:
@@ -27,6 +46,7 @@ class FrozenLinear(nn.Module):
     """A linear layer whose weight, [outputs, inputs], is frozen. It begins without memory."""
 
     weight: Tensor
+    scales: Tensor
     bias: Tensor | None
 
     def __init__(self, whole: nn.Module, form: Form) -> None:
@@ -36,8 +56,14 @@ class FrozenLinear(nn.Module):
         self.turned = not isinstance(whole, nn.Linear)
         """Whether a checkpoint has the weight as [inputs, outputs]."""
         self.out_features, self.in_features = reversed(weight.shape) if self.turned else weight.shape
-        shape = (self.out_features, self.in_features)
+        self.form, rows, columns = form, self.out_features, self.in_features
+        blocks = -(-rows * columns // NF4_BLOCK)
+        shape = (blocks, NF4_BLOCK // 2) if form == "nf4" else (rows, columns)
         self.register_buffer("weight", torch.empty(shape, dtype=_DTYPES[form], device="meta"))
+        if form == "int8":
+            self.register_buffer("scales", torch.empty(rows, 1, device="meta"))
+        elif form == "nf4":
+            self.register_buffer("scales", torch.empty(blocks, 1, dtype=torch.bfloat16, device="meta"))
         self.register_buffer("bias", bias if bias is None else torch.empty(self.out_features, device="meta"))
 
     def forward(self, given: Tensor) -> Tensor:
@@ -49,16 +75,50 @@ class FrozenLinear(nn.Module):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the weight in this type; it is no copy where it is kept so."""
-        return self.weight.to(dtype)
+        if self.form in PLAIN:
+            return self.weight.to(dtype)
+        if self.form == "int8":
+            return self.weight.to(dtype).mul_(self.scales)
+        values = _pairs(dtype, self.weight.device)[self.weight.int()].view(-1, NF4_BLOCK).mul_(self.scales)
+        return values.view(-1)[: self.out_features * self.in_features].view(self.out_features, self.in_features)
 
     def put(self, weight: Tensor) -> None:
-        """Take the weight of a checkpoint."""
-        self.weight.copy_(weight.t() if self.turned else weight)
+        """Take the weight of a checkpoint, float32 on the CPU."""
+        weight = weight.t() if self.turned else weight
+        if self.form in PLAIN:
+            self.weight.copy_(weight)
+            return
+        scales, codes = _int8(weight) if self.form == "int8" else _nf4(weight)
+        self.weight.copy_(codes)
+        self.scales.copy_(scales)
 
     def ordinary(self) -> Tensor:
         """Return the weight as a checkpoint has it, float32."""
         weight = self.dense(torch.float32)
         return weight.t().contiguous() if self.turned else weight
+
+
+def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scales and codes."""
+    scales = weight.abs().amax(1, keepdim=True) / 127.0
+    return scales, (weight / scales.where(scales > 0.0, 1.0)).round().to(torch.int8)
+
+
+def _nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scales and codes, two in a byte."""
+    blocks = functional.pad(weight.reshape(-1), (0, -weight.numel() % NF4_BLOCK)).view(-1, NF4_BLOCK)
+    scales = blocks.abs().amax(1, keepdim=True).bfloat16()
+    quantiles = torch.tensor(_QUANTILES)
+    shares = blocks / scales.float().where(scales > 0.0, 1.0)
+    codes = torch.bucketize(shares, (quantiles[1:] + quantiles[:-1]) / 2).to(torch.uint8)
+    return scales, codes[:, ::2] << 4 | codes[:, 1::2]
+
+
+@cache
+def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the two values of each byte of codes."""
+    quantiles = torch.tensor(_QUANTILES, dtype=dtype, device=device)
+    return torch.cartesian_prod(quantiles, quantiles)
 
 
 def as_multiplied(given: Tensor) -> Tensor:

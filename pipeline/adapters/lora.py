@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeline.adapters.frozen_weights import Form, FrozenLinear, as_multiplied, freeze, is_linear
+from pipeline.adapters.frozen_weights import PLAIN, Form, FrozenLinear, as_multiplied, freeze, is_linear
 
 ALL_LINEAR = "all-linear"
 """The target that is every linear layer of the decoder's layers."""
@@ -81,17 +81,23 @@ def targets_of(whole: nn.Module, layers: str) -> list[str]:
 
 
 class FrozenSize(NamedTuple):
-    """What the frozen weights of a slice take. `largest`: the numbers of the largest matrix that is multiplied."""
+    """What the frozen weights of a slice take.
+
+    `plain` and `coded`: the numbers of the largest matrix that is multiplied and is no codes, and of one that is.
+    """
 
     bytes: int = 0
-    largest: int = 0
+    plain: int = 0
+    coded: int = 0
 
 
 def frozen_size(part: nn.Module) -> FrozenSize:
     trained = dict(part.named_parameters())
+    layers = [each for each in part.modules() if isinstance(each, FrozenLinear)]
+    sizes = [(each.form in PLAIN, each.in_features * each.out_features) for each in layers]
     return FrozenSize(
         sum(each.nbytes for name, each in part.state_dict().items() if name not in trained),
-        max((each.weight.numel() for each in part.modules() if isinstance(each, FrozenLinear)), default=0),
+        *(max((size for plain, size in sizes if plain is wanted), default=0) for wanted in (True, False)),
     )
 
 
@@ -127,7 +133,7 @@ def ordinary(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, holder in part.named_modules():
         if name.endswith((f".{_A}", f".{_B}")):
             continue
+        frozen = isinstance(holder, FrozenLinear)
         for own, weight in holder.state_dict().items():
-            if "." not in own:
-                whole = isinstance(holder, FrozenLinear) and own == "weight"
-                yield f"{name}.{own}", holder.ordinary() if whole else weight.float()
+            if "." not in own and not (frozen and own == "scales"):
+                yield f"{name}.{own}", holder.ordinary() if frozen and own == "weight" else weight.float()

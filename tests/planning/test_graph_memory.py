@@ -10,8 +10,11 @@ import torch
 from benchmarks.memory.families import FAMILIES, MOST, compared, spared
 from noloco_node.planning import graph_memory
 from noloco_node.planning.graph_memory import extrapolated, graph_bytes
-from noloco_node.planning.model_layout import ModelLayout, make_stage, model_layout
-from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
+from noloco_node.planning.model_layout import ModelLayout, build_stage, make_stage, model_layout
+from noloco_node.planning.plan import memories
+from noloco_node.run.config import AdapterConfig, ModelConfig, PipelineConfig, RunConfig
+from pipeline.forward_pass import StageSettings
+from pipeline.inner_step import Inner
 from pipeline.stage import Stage
 
 
@@ -25,6 +28,32 @@ def test_the_plan_of_a_family_is_within_a_fifth_of_what_its_stages_keep(family: 
 def test_so_it_is_in_bfloat16(family: str) -> None:
     for ratio in compared(family, length=96, halves=(True,)):
         assert 1 / MOST <= ratio <= MOST
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("base", ["float32", "bfloat16", "int8", "nf4"])
+def test_so_it_is_with_adapters_over_any_form_of_the_model(family: str, base: Any) -> None:
+    for ratio in compared(family, length=96, adapter=AdapterConfig(rank=4, base=base)):
+        assert 1 / MOST <= ratio <= MOST
+
+
+@pytest.mark.parametrize("base", ["float32", "bfloat16", "int8", "nf4"])
+@pytest.mark.parametrize("half", [False, True])
+def test_a_stage_with_adapters_holds_just_what_is_planned(base: Any, half: bool) -> None:
+    model = ModelConfig(architecture="llama", sizes=FAMILIES["llama"])
+    run = RunConfig(
+        model=model, pipeline=PipelineConfig(stages=2, sequence_length=96), adapter=AdapterConfig(rank=4, base=base)
+    )
+    layout = model_layout(run)
+    for number, planned in enumerate(memories(run, layout, half=half)):
+        part = build_stage(run, layout, number, torch.device("cpu"))
+        settings = StageSettings(torch.device("cpu"), torch.bfloat16 if half else None)
+        stage = Stage(part, Inner(0.9, 0.99, 1e-8, 0.1, 1.0), settings, first=number == 0, last=number == 1)
+        held = {each.data_ptr(): each.nbytes for each in part.state_dict().values()}
+        cast = sum(leaf.nbytes for leaf in stage._set.leaves.values() if leaf.dtype is torch.bfloat16)
+        moments = sum(each.nbytes for each in stage.optimiser_state().moments)
+        assert planned.frozen + planned.weights == sum(held.values())
+        assert (planned.cast_weights, planned.optimiser) == (cast, moments)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])

@@ -492,7 +492,7 @@ def test_a_preset_is_a_run_with_every_field_explained(preset: str) -> None:
     names = [
         name
         for section, name in leaves()
-        if (section, name) not in {("model", n) for n in ("sizes", "weights", "hub", "commit")}
+        if (section, name) not in {("model", n) for n in ("sizes", "weights", "hub", "commit", "foreign_parameters")}
         and name != "tokenizer_files"  # which `init --from` lists
     ]
     for name in names:

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,9 +40,11 @@ _NEVER = threading.Event()
 
 
 class Command:
-    """One process of `noloco-node`, leader of its own process group as under a shell."""
+    """One process of `noloco-node`, or of a program that uses it; leader of its own process group as under a shell."""
 
-    def __init__(self, name: str, directory: Path, arguments: Iterable[str], *, forked: bool) -> None:
+    def __init__(
+        self, name: str, directory: Path, arguments: Iterable[str], *, forked: bool, program: Path | None = None
+    ) -> None:
         self.name = name
         self.home, self.temporary = directory / "home", directory / "tmp"
         self.temporary.mkdir(parents=True)
@@ -53,7 +55,7 @@ class Command:
         environment = {"TORCHINDUCTOR_CACHE_DIR": str(directory / "inductor"), "TMPDIR": str(self.temporary)}
         self._out.touch()
         self._err.touch()
-        start = _fork if forked else _spawn
+        start = _fork if forked else partial(_spawn, program)
         self.process = start(
             Request([*arguments], environment, str(self._out), str(self._err), str(directory / "code"))
         )
@@ -117,15 +119,23 @@ class Commands:
         finally:
             shutil.rmtree(self.directory, ignore_errors=True)
 
-    def start(self, *arguments: str, name: str | None = None, home: bool = False, forked: bool = True) -> Command:
-        """Start `noloco-node` with `arguments`; with `home`, also with a home of its own.
+    def start(
+        self,
+        *arguments: str,
+        name: str | None = None,
+        home: bool = False,
+        forked: bool = True,
+        program: Path | None = None,
+    ) -> Command:
+        """Start `noloco-node`, or a Python program, with `arguments`; with `home`, also with a home of its own.
 
-        `forked`: where it would load torch, it begins with that behind it.
+        `forked`: where `noloco-node` would load torch, it begins with that behind it.
         """
         name = name or f"{arguments[0]}{len(self._commands)}"
         directory = self.directory / name
         more = ("--home", str(directory / "home")) if home else ()
-        command = Command(name, directory, [*arguments, *more], forked=forked and arguments[0] in LOAD_TORCH)
+        forked = forked and program is None and arguments[0] in LOAD_TORCH
+        command = Command(name, directory, [*arguments, *more], forked=forked, program=program)
         self._commands.append(command)
         return command
 
@@ -165,10 +175,10 @@ class Commands:
         return f"Commands({self._commands!r})"
 
 
-def _spawn(request: Request) -> subprocess.Popen[bytes]:
+def _spawn(program: Path | None, request: Request) -> subprocess.Popen[bytes]:
     with Path(request.out).open("wb") as out, Path(request.err).open("wb") as err:
         return subprocess.Popen(
-            [sys.executable, "-m", "noloco_node", *request.arguments],
+            [sys.executable, *(("-m", "noloco_node") if program is None else (str(program),)), *request.arguments],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,

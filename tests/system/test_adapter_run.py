@@ -47,9 +47,9 @@ def invoke(*arguments: object) -> str:
     return shown.stdout
 
 
-def write_run(directory: Path, checkpoint: Path, **fields: str) -> Path:
+def write_run(directory: Path, checkpoint: Path, base: str, **fields: str) -> Path:
     run = directory / "run.toml"
-    invoke("init", "--from", checkpoint, "--lora", 4, run)
+    invoke("init", "--from", checkpoint, "--lora", 4, "--base", base, run)
     text = run.read_text()
     for name, value in (FIELDS | fields).items():
         text, found = re.subn(rf"(?m)^{name} = .*$", f"{name} = {value}", text, count=1)
@@ -74,12 +74,12 @@ def loss(directory: Path, text: Path) -> float:
     return float(found["loss"])
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_real_nodes_train_adapters_and_take_them_home(tmp_path: Path, stages: int) -> None:
+@pytest.mark.parametrize(("stages", "base"), [(1, "bfloat16"), (2, "nf4")])
+def test_real_nodes_train_adapters_and_take_them_home(tmp_path: Path, stages: int, base: str) -> None:
     checkpoint, text = tmp_path / "checkpoint", write_text(tmp_path)
     write_model(checkpoint, sizes=SIZES)
     with Commands() as commands:
-        run = write_run(commands.directory, checkpoint, stages=str(stages))
+        run = write_run(commands.directory, checkpoint, base, stages=str(stages))
         started = ("bootstrap", "--run", str(run), "--listen", LOCAL, "--weights", str(checkpoint))
         bootstrap = commands.start(*started, home=True)
         invite = commands.until(lambda: bootstrap.output.strip(), "a bootstrap peer invites", alive=[bootstrap])

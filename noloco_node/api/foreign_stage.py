@@ -1,0 +1,221 @@
+"""A foreign module as the one stage of its run, and the host that hands it to a node.
+
+The program computes gradients and calls `GossipOptimizer.step`. For the node that is a microbatch whose gradient has
+come: its text is drawn when the program steps, its loss is what the program says, and its inner step is that of the
+program's optimiser. Rounds, snapshots, catching up and checkpoints are those of every node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from noloco_node.api.training_thread import IterationClock, TrainingThread
+from noloco_node.cli.host_machine import HostDisk, weight_store
+from noloco_node.cli.options import JoinOptions
+from noloco_node.errors import config_error
+from noloco_node.planning.foreign_layout import ForeignWeights, foreign_layout
+from noloco_node.run.config import RunConfig
+from noloco_node.storage.home import RunPaths
+from noloco_node.swarm.run_distribution import RunFileText
+from pipeline.inner_step import OptimiserState, StepReport
+from pipeline.messages import Gradient
+
+EXCHANGED = (torch.float32, torch.bfloat16)
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return what requires a gradient, by name; `UserError` (CONFIG) if that is nothing, or of another format.
+
+    A compiled module has the names of the one that it was made of.
+    """
+    found = {name.replace("_orig_mod.", ""): each for name, each in module.named_parameters() if each.requires_grad}
+    if not found:
+        raise config_error(
+            "The module has no parameter that requires a gradient.",
+            "a run exchanges what is trained, and nothing else",
+            "module.requires_grad_(True), or the module that holds the adapters",
+        )
+    for name, each in found.items():
+        if each.dtype not in EXCHANGED:
+            raise config_error(
+                f"The parameter {name} is {str(each.dtype).removeprefix('torch.')}.",
+                "a run exchanges parameters in float32 and bfloat16",
+                "keep trained parameters in float32 and compute in float16 with torch.autocast",
+            )
+    return found
+
+
+def check_module(shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, Tensor]) -> None:
+    """Raise `UserError` (CONFIG) that names the first parameter in which a module is not the run's, by its shapes."""
+    for problem in _differences(shapes, parameters):
+        raise config_error(
+            "The module is not the one that the run trains.",
+            problem,
+            "build it as the program did that wrote the run file, and freeze the same parameters",
+        )
+
+
+def _differences(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Tensor]) -> Iterator[str]:
+    for name, shape in expected.items():
+        if name not in found:
+            yield f"it has no trained parameter {name}"
+        elif tuple(found[name].shape) != shape:
+            yield f"its parameter {name} is {list(found[name].shape)}, and the run's is {list(shape)}"
+    for name in found:
+        if name not in expected:
+            yield f"its parameter {name} is trained, and the run has none of this name"
+
+
+class ForeignStage:
+    """The parameters of a foreign module; implements `noloco_node.machine.interface.StageModel`.
+
+    `due`: the inner step for which the program has computed its gradients. `loss_said`: of that step, if the program
+    says one. The inner optimiser's memory stays with the program.
+    """
+
+    fixed: frozenset[int] = frozenset()
+
+    def __init__(self, parameters: Sequence[nn.Parameter], clock: IterationClock) -> None:
+        self._parameters, self._clock = tuple(parameters), clock
+        self.shapes = tuple(tuple(each.shape) for each in self._parameters)
+        self.due: Callable[[], object] | None = None
+        self.loss_said: float | None = None
+        self.returned: object = None
+        """What the last inner step returned."""
+        self.error: BaseException | None = None
+        """What the last inner step raised."""
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> NoReturn:
+        raise RuntimeError("a foreign module is the first stage and the last")
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Gradient:
+        """Return what the program says of its gradient; a loss that it does not say is one over no token."""
+        self._clock.charge()
+        said = self.loss_said
+        known = said is not None and math.isfinite(said)
+        return Gradient(hidden=None, loss=said if said is not None and known else 0.0, tokens=targets.numel() * known)
+
+    def step(self, learning_rate: float, microbatches: float) -> StepReport:
+        """Let the program's optimiser step; its learning rate is its own."""
+        due, self.due = self.due, None
+        if due is None:
+            return StepReport(0.0, False)
+        self.returned = self.error = None
+        try:
+            self.returned = due()
+        except BaseException as error:  # the program's, and raised there
+            self.error = error
+        return StepReport(0.0, self.error is None)
+
+    def discard(self) -> None:
+        """Leave the gradients to the program."""
+
+    @torch.no_grad()
+    def weights(self) -> tuple[Tensor, ...]:
+        return tuple([each.detach().to("cpu", torch.float32, copy=True) for each in self._parameters])
+
+    @torch.no_grad()
+    def set_weights(self, weights: Sequence[Tensor]) -> None:
+        for own, given in zip(self._parameters, weights, strict=True):
+            own.copy_(given)
+
+    @torch.no_grad()
+    def correct(self, delta: Sequence[Tensor]) -> None:
+        for own, given in zip(self._parameters, delta, strict=True):
+            own.add_(given.to(own.device))
+
+    def current_weights(self) -> tuple[Tensor, ...]:
+        return tuple([each.detach().to("cpu") for each in self._parameters])
+
+    def optimiser_state(self) -> OptimiserState:
+        return OptimiserState(0, ())
+
+    def load_optimiser_state(self, state: OptimiserState) -> None:
+        """Take nothing: the program keeps the memory of its optimiser."""
+
+    def statistics(self) -> dict[str, int | float]:
+        return {}
+
+
+class StepSignal:
+    """Stands for the text of a run: the next sequences are drawn once the program has a gradient of them.
+
+    Implements `noloco_node.machine.interface.Text`.
+    """
+
+    def __init__(self, run: RunConfig) -> None:
+        batch, length = run.pipeline.ids_shape
+        self._sequences = torch.zeros((batch, length + 1), dtype=torch.int64)
+        self._has_stepped = asyncio.Event()
+
+    def give(self) -> None:
+        """Let one draw return; called in the loop."""
+        self._has_stepped.set()
+
+    async def draw(self) -> Tensor:
+        await self._has_stepped.wait()
+        self._has_stepped.clear()
+        return self._sequences
+
+    def position(self) -> dict[str, Any]:
+        return {}
+
+    async def restore(self, position: Mapping[str, Any]) -> bool:
+        return not position
+
+    def news(self) -> list[str]:
+        return []
+
+
+class ForeignHost(HostDisk):
+    """What the program gives to a node: its thread, its module, the home on the disk; to be closed."""
+
+    tokenizer = None
+
+    def __init__(
+        self,
+        options: JoinOptions,
+        home: RunPaths,
+        recipe: RunFileText,
+        stage: ForeignStage,
+        thread: TrainingThread,
+        clock: IterationClock,
+        signal: StepSignal,
+        peer: str,
+    ) -> None:
+        super().__init__(options, home, recipe, peer)
+        self._stage, self._signal = stage, signal
+        self.device = clock.device(thread)
+        self.needs_bytes: list[int] = []
+        self.graph_bytes: list[Any] = []
+        self.beside_bytes: list[int] = []
+        store = weight_store(options, home, recipe.run)
+        assert store is not None, "the run file of a foreign module lists its first weights"
+        self.first_weights = ForeignWeights(foreign_layout(recipe.run).shapes[0], store)
+
+    def close(self) -> None:
+        self.device.close()
+
+    def build(self, stage: int) -> ForeignStage:
+        return self._stage
+
+    def free_bytes(self, given_back: int = 0) -> int | None:
+        return None
+
+    def free_beside_bytes(self) -> int | None:
+        return None
+
+    def prepare_text(self, stage: int) -> None:
+        """Prepare nothing: the program has its text."""
+
+    async def open_text(self) -> StepSignal:
+        return self._signal
+
+    def line_s(self, stage: int) -> float:
+        return 0.0

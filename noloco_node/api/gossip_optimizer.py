@@ -1,0 +1,261 @@
+"""`GossipOptimizer`: any torch optimiser, whose module gossips with those of other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from os import PathLike
+from typing import Any, ClassVar, Self, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from noloco_node.api.foreign_stage import ForeignHost, ForeignStage, StepSignal, check_module, trained_parameters
+from noloco_node.api.peer import NodeThread, PeerOptions, at_exit, parsed
+from noloco_node.api.training_thread import IterationClock, TrainingThread
+from noloco_node.cli.host_machine import Machine
+from noloco_node.cli.options import JoinOptions
+from noloco_node.errors import Exit, UserError, config_error
+from noloco_node.planning.foreign_layout import foreign_layout
+from noloco_node.run.peer_state import PeerState
+from noloco_node.storage.home import RunPaths
+from noloco_node.swarm.run_distribution import RunFileText
+
+
+class GossipOptimizer(torch.optim.Optimizer):
+    """Wraps an optimiser: `step` also counts the step for the run, and lets rounds with other peers move the weights.
+
+    What requires a gradient in `module` is exchanged; its order in the optimiser is of no matter. Weights change inside
+    of `step`, `catch_up` and `leave` alone, in the thread that calls them. `param_groups`, `state`, `zero_grad`,
+    `state_dict` and `load_state_dict` are the wrapped optimiser's, so learning-rate schedules work as ever.
+
+    Making one joins the run: the call returns when the module has the run's weights, a living replica's or those that
+    this home saved. All errors are `noloco_node.errors.UserError`: what happened, why, what to try.
+    """
+
+    _alive: ClassVar[GossipOptimizer | None] = None
+    _step_supports_amp_scaling = False
+    """`torch.amp.GradScaler` looks for values that are not finite itself, and then leaves the step out."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        module: nn.Module,
+        invite: str | PathLike[str],
+        **options: Unpack[PeerOptions],
+    ) -> None:
+        """Join the run of an invite (its text, a file that holds it, or a home that keeps one) with a module."""
+        self._inner = optimizer  # first: what this class has not, the wrapped optimiser has
+        self._refuse_second()
+        parameters = trained_parameters(module)
+        _check_optimised(parameters, optimizer)
+        found, read = parsed(invite, {**options, "stage": 0, "device": _device_name(parameters)})
+        self._training, self._clock = TrainingThread(), IterationClock()
+        self._stage: ForeignStage | None = None
+        self._signal: StepSignal | None = None
+        self._has_left = False
+        self._node = NodeThread(found, read, partial(self._prepare, parameters), self._training.wake)
+        GossipOptimizer._alive = self
+        at_exit(self._end)
+        try:
+            self._training.work_until(lambda: self._node.state is PeerState.TRAINING or self._node.is_over)
+            self._check_node()
+        except BaseException:
+            self._end()
+            raise
+        self._clock.begin()
+
+    # What torch's optimisers have.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimiser's groups."""
+        return self._inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._inner.param_groups = groups
+
+    @property
+    def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]
+        """The wrapped optimiser's memory."""
+        return self._inner.state
+
+    def step(self, closure: Callable[[], float] | None = None, *, loss: float | Tensor | None = None) -> Any:
+        """Take one step of the wrapped optimiser, and return what it returns; raise what it raises.
+
+        `loss`: of this step, which others see in the status of the run. A round that is due may begin here, and the
+        correction of one that has ended is added before the step. The step that ends the run is left out: `finished` is
+        true after it, and the module has the weights of the last round. A call after that raises `UserError`.
+        """
+        self._check_usable()
+        if self.finished:
+            raise UserError(
+                "The run is over.",
+                why="its budget of steps is used up; a step now would be in nobody's weights",
+                hint="end the loop once optimizer.finished is true, then call optimizer.leave()",
+                code=Exit.USAGE,
+            )
+        stage, signal = self._stage, self._signal
+        assert stage is not None, "the node trains"
+        assert signal is not None
+        self._clock.end()
+        if loss is not None:
+            self.note_loss(float(loss.detach() if isinstance(loss, Tensor) else loss))
+        has_stepped_before = stage.due is None  # else an interrupt came before the step that was given last
+        stage.due = self._inner.step if closure is None else partial(self._inner.step, closure)
+        if has_stepped_before:
+            self._node.call(signal.give)
+        self._training.work_until(lambda: stage.due is None or self._node.has_finished.is_set())
+        self._clock.begin()
+        error, stage.error = stage.error, None
+        if error is not None:
+            raise error
+        if stage.due is not None:
+            stage.due = None
+            self._check_node()
+            return None
+        returned, stage.returned = stage.returned, None
+        if closure is not None and isinstance(returned, float | Tensor):
+            self.note_loss(float(returned))  # others see it with the next step
+        return returned
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, as the wrapped optimiser does."""
+        self._inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimiser's state."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state of the wrapped optimiser: a peer that comes back keeps its moments by it."""
+        self._inner.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: the parameters of a run are those of its run file. Raises `UserError`."""
+        raise UserError(
+            "A run's parameters cannot grow.",
+            why="all peers exchange those that the run file lists",
+            hint="add them to the optimiser before noloco_node.init and GossipOptimizer",
+            code=Exit.USAGE,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    def __repr__(self) -> str:
+        return f"GossipOptimizer({self._inner!r})"
+
+    # What the run has beside.
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over: the module has the weights of its last round, and steps count no more."""
+        return self._node.has_finished.is_set() and not self._node.is_over
+
+    def note_loss(self, loss: float) -> None:
+        """Let others see this loss from the next step on; for loops that do not know it at each step."""
+        if self._stage is not None:
+            self._stage.loss_said = loss
+
+    def catch_up(self) -> None:
+        """Do what waits for this thread: add a correction, begin a round, give a newcomer its copy.
+
+        Each `step` does so too. Call it now and then where steps are minutes apart, such as in a long evaluation.
+        """
+        self._check_usable()
+        self._training.work_waiting()
+        self._check_node()
+
+    def leave(self) -> None:
+        """Leave the run politely: save the weights in the home, and tell the others. A second call does nothing."""
+        self._node.check_process()
+        if not self._has_left:
+            self._end()
+            self._node.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.leave()
+        else:  # what the program raised says more than what its node does
+            self._end()
+
+    def _end(self) -> None:
+        """Ask the node to leave, and do its last work on the weights until it has ended."""
+        self._has_left = True
+        if GossipOptimizer._alive is self:
+            GossipOptimizer._alive = None
+        if self._node.is_ours and not self._node.is_over:
+            self._node.ask_to_leave()
+            self._training.work_until(lambda: self._node.is_over)
+
+    def _prepare(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        options: JoinOptions,
+        home: RunPaths,
+        _: torch.device,
+        recipe: RunFileText,
+    ) -> Machine:
+        """Work out what this program gives to a node of the run; raise `UserError` if its module is another one."""
+        run, layout = recipe.run, foreign_layout(recipe.run)
+        (shapes,) = layout.shapes
+        check_module(shapes, parameters)
+        stage = self._stage = ForeignStage([parameters[name] for name in shapes], self._clock)
+        signal = self._signal = StepSignal(run)
+        return Machine(layout, partial(ForeignHost, options, home, recipe, stage, self._training, self._clock, signal))
+
+    def _refuse_second(self) -> None:
+        if GossipOptimizer._alive is not None and GossipOptimizer._alive._node.is_ours:
+            raise UserError(
+                "This process has a GossipOptimizer already.",
+                why="one thread trains, and does the work of one peer",
+                hint="leave() the first one, or another process",
+                code=Exit.USAGE,
+            )
+
+    def _check_usable(self) -> None:
+        self._node.check_process()
+        if self._has_left:
+            raise UserError(
+                "This optimiser has left its run.",
+                why="leave() was called, or its context has ended",
+                hint="a new GossipOptimizer with the same home goes on from the weights that were saved",
+                code=Exit.USAGE,
+            )
+        self._check_node()
+
+    def _check_node(self) -> None:
+        """Raise what ended the node, if it has ended without being asked."""
+        if self._node.is_over:
+            self._node.result()
+            raise UserError(
+                "The node has ended.",
+                why="it left the run without being asked",
+                hint="a new GossipOptimizer with the same home; if it happens again, please report it",
+                code=Exit.BUG,
+            )
+
+
+def _device_name(parameters: Mapping[str, nn.Parameter]) -> str:
+    """Return the device that the journal names, with its energy; the CPU for a kind that a node does not know."""
+    device = next(iter(parameters.values())).device
+    return str(device) if device.type in ("cpu", "cuda", "mps") else "cpu"
+
+
+def _check_optimised(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Raise `UserError` that names a parameter which requires a gradient and is in no group of the optimiser."""
+    optimised = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    for name, each in parameters.items():
+        if id(each) not in optimised:
+            raise config_error(
+                f"The parameter {name} requires a gradient, and is not in the optimiser.",
+                "it would be exchanged and never trained",
+                "make the optimiser of all that requires a gradient, or freeze it with requires_grad_(False)",
+            )

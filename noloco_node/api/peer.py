@@ -1,0 +1,213 @@
+"""`join`: a node in this process, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
+
+from noloco_node.api.loop_thread import LoopThread
+from noloco_node.cli.join import take_part
+from noloco_node.cli.options import JoinOptions, default_home, invite_text
+from noloco_node.journal import events
+from noloco_node.libp2p.addresses import check_announce, check_listen
+from noloco_node.machine.signals import Departure
+from noloco_node.run.peer_state import PeerState
+from noloco_node.swarm import invite as invites
+from noloco_node.swarm.invite import Invite
+from noloco_node.swarm.roster import checked_name
+
+if TYPE_CHECKING:
+    from noloco_node.cli.join import PrepareMachine
+
+STAYS_S = 10.0**9
+"""A peer serves its weights until it is asked to leave."""
+
+
+class PeerOptions(TypedDict, total=False):
+    """What the owner of this machine chooses for a peer; each is an option of `noloco-node join` (docs/reference.md).
+
+    `home`: the directory of the peer, ~/.noloco/node by default; one running peer each. `name`: shown beside its id.
+    `weights`: the directory with the weights that the run starts from. `refresh`: seconds between two readings of the
+    roster.
+    """
+
+    home: str | PathLike[str]
+    name: str
+    listen: Sequence[str]
+    announce: Sequence[str]
+    relayed: bool
+    weights: str | PathLike[str]
+    max_upload: str
+    max_download: str
+    keep: int
+    refresh: float
+    begin_anew: bool
+
+
+class OwnModelOptions(PeerOptions, total=False):
+    """More options for a run that trains a model of its own: the device, the text, the stage, and the CPU threads."""
+
+    device: str
+    data: str
+    stage: int
+    threads: int
+    max_memory: str
+
+
+def parsed(invite: str | PathLike[str], options: Mapping[str, object]) -> tuple[Invite, JoinOptions]:
+    """Return an invite (its text, a file that holds it, or a home that keeps one) and the options of a node.
+
+    Raises `UserError` for what cannot be read.
+    """
+    given: dict[str, Any] = dict(options)
+    given |= {name: Path(given[name]).expanduser() for name in ("home", "weights") if name in given}
+    given |= {name: list(given[name]) for name in ("listen", "announce") if name in given}
+    read = JoinOptions(**given, linger=STAYS_S)
+    _ = read.allowance, read.most_memory_bytes, checked_name(read.name)
+    check_listen(read.listen or ())
+    check_announce(read.announce or ())
+    return invites.parse(invites.found(invite_text(str(invite)), read.home or default_home("node"))), read
+
+
+class NodeThread:
+    """A node in a thread of its own. `changed`: called in that thread when its state changes, or it has ended."""
+
+    def __init__(
+        self,
+        invite: Invite,
+        options: JoinOptions,
+        prepare: PrepareMachine | None = None,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.state: PeerState | None = None
+        """The state that the node announces; None until it has found the run."""
+        self.has_finished = threading.Event()
+        """Set once the run is over, or the node has ended."""
+        self._departure: Departure | None = None
+        self._changed, self._leaves = changed, False
+
+        async def live() -> None:
+            await take_part(invite, options, self._departs, prepare, self._observe)
+
+        self._thread = LoopThread(live, "noloco-node", self._over)
+
+    @property
+    def is_over(self) -> bool:
+        return self._thread.is_over
+
+    @property
+    def is_ours(self) -> bool:
+        return self._thread.is_ours
+
+    def check_process(self) -> None:
+        """Raise `UserError` in a process that was forked from ours."""
+        self._thread.check_process()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self._thread.wait(timeout_s)
+
+    def result(self) -> None:
+        """Wait for the end; raise what ended the node. To be asked to leave is no error."""
+        try:
+            self._thread.result()
+        except asyncio.CancelledError:
+            if not self._leaves:
+                raise
+
+    def call(self, function: Callable[..., object], *args: object) -> None:
+        self._thread.call(function, *args)
+
+    def ask_to_leave(self) -> None:
+        """Let the node leave: politely if others know of it, else at once."""
+        self._leaves = True
+        if self._departure is None:
+            self._thread.cancel()
+        else:
+            self.call(self._leave)
+
+    def _leave(self) -> None:
+        assert self._departure is not None
+        if self._departure.polite:
+            self._departure.asked.set()
+        else:
+            self._thread.cancel()
+
+    @asynccontextmanager
+    async def _departs(self) -> AsyncIterator[Departure]:
+        self._departure = Departure(asyncio.Event())
+        yield self._departure
+
+    def _observe(self, event: events.Event) -> None:
+        if isinstance(event, events.StateChanged):
+            self.state = event.state
+            if event.state is PeerState.FINISHED:
+                self.has_finished.set()
+            self._changed()
+
+    def _over(self) -> None:
+        self.has_finished.set()
+        self._changed()
+
+
+def at_exit(leave: Callable[[], None]) -> None:
+    """Call `leave` at the end of a program that did not, or that failed, while a polite end has its threads."""
+    threading._register_atexit(leave)  # type: ignore[attr-defined] # `atexit` comes after the threads are gone
+
+
+class JoinedPeer:
+    """A node in this process, as `join` begins it. As a context it leaves at the end."""
+
+    def __init__(self, node: NodeThread) -> None:
+        self._node = node
+        at_exit(self._end)
+
+    @property
+    def state(self) -> str:
+        """What the node does, in a word or two; "starting" until it has found the run."""
+        return "left" if self._node.is_over else str(self._node.state or "starting")
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the run is over, at most `timeout` seconds; return whether it is.
+
+        Raises `noloco_node.errors.UserError` if the node had to end: what happened, why, and what to try.
+        """
+        self._node.check_process()
+        if not self._node.has_finished.wait(timeout):
+            return False
+        if self._node.is_over:
+            self._node.result()
+        return True
+
+    def leave(self) -> None:
+        """Leave politely: the node saves its weights and tells the others. A second call does nothing."""
+        self._node.check_process()
+        self._end()
+        self._node.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.leave()
+        else:  # what the program raised says more than what its node does
+            self._end()
+
+    def _end(self) -> None:
+        if self._node.is_ours and not self._node.is_over:
+            self._node.ask_to_leave()
+            self._node.wait()
+
+
+def join(invite: str | PathLike[str], **options: Unpack[OwnModelOptions]) -> JoinedPeer:
+    """Begin a node in this process: it takes a stage of the run and trains, like `noloco-node join`.
+
+    `invite`: the line of a bootstrap peer, a file that holds it, or the home of a node. The node works in threads of
+    its own. Raises `noloco_node.errors.UserError` for options that cannot be used.
+    """
+    return JoinedPeer(NodeThread(*parsed(invite, options)))

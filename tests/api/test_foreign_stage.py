@@ -1,0 +1,97 @@
+"""A foreign module does for a node what a stage does, and its program notices nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from noloco_node.api.foreign_stage import ForeignStage, check_module, trained_parameters
+from noloco_node.api.gossip_optimizer import _check_optimised
+from noloco_node.api.training_thread import IterationClock
+from noloco_node.errors import UserError
+
+TARGETS = torch.zeros((2, 3), dtype=torch.int64)
+
+
+def stage_of(module: nn.Module) -> ForeignStage:
+    return ForeignStage([*trained_parameters(module).values()], IterationClock())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_correction_is_added_and_a_copy_stays_as_it_was(dtype: torch.dtype) -> None:
+    module = nn.Linear(3, 2).to(dtype)
+    stage = stage_of(module)
+    before = stage.weights()
+    kept = [each.clone() for each in before]
+    stage.correct([torch.ones_like(each) for each in before])
+    assert all(each.dtype == torch.float32 for each in before)
+    assert all(torch.equal(each, same) for each, same in zip(before, kept, strict=True))
+    expected = [(each + 1.0).to(dtype) for each in before]
+    assert all(torch.equal(own, each) for own, each in zip(module.parameters(), expected, strict=True))
+    stage.set_weights(kept)
+    assert all(torch.equal(now, then) for now, then in zip(stage.weights(), kept, strict=True))
+
+
+@given(st.none() | st.floats())
+def test_a_loss_that_is_unknown_is_one_over_no_token(said: float | None) -> None:
+    stage = stage_of(nn.Linear(1, 1))
+    stage.loss_said = said
+    reply = stage.loss(TARGETS, TARGETS)
+    if said is None or not math.isfinite(said):
+        assert (reply.loss, reply.tokens) == (0.0, 0)
+    else:
+        assert (reply.loss, reply.tokens) == (said, 6)
+
+
+def test_only_a_step_of_the_program_is_taken_and_its_error_is_kept_for_it() -> None:
+    stage = stage_of(nn.Linear(1, 1))
+    assert not stage.step(0.1, 1.0).applied
+    stage.due = lambda: "returned"
+    assert stage.step(0.1, 1.0).applied
+    assert stage.returned == "returned"
+    assert not stage.step(0.1, 1.0).applied, "a gradient is used once"
+    stage.due = lambda: 1 // 0
+    assert not stage.step(0.1, 1.0).applied
+    assert isinstance(stage.error, ZeroDivisionError)
+
+
+def test_what_is_trained_has_the_names_of_the_module_also_where_it_is_compiled() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[0].requires_grad_(False)
+    assert list(trained_parameters(module)) == ["1.weight", "1.bias"]
+    compiled = nn.ModuleDict({"_orig_mod": module})  # so does torch.compile name what it was made of
+    assert list(trained_parameters(compiled)) == ["1.weight", "1.bias"]
+
+
+def test_a_module_without_anything_to_train_or_in_another_format_is_refused() -> None:
+    with pytest.raises(UserError, match="no parameter that requires a gradient"):
+        trained_parameters(nn.Linear(1, 1).requires_grad_(False))
+    with pytest.raises(UserError, match="The parameter weight is float16"):
+        trained_parameters(nn.Linear(1, 1).half())
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (nn.Sequential(nn.Linear(2, 3), nn.Linear(4, 2)), r"its parameter 0.weight is [3, 2], and the run's is [4, 2]"),
+        (nn.Sequential(nn.Linear(2, 4, bias=False)), "it has no trained parameter 0.bias"),
+        (nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2), nn.Linear(2, 1)), "its parameter 2.weight is trained"),
+    ],
+)
+def test_the_first_parameter_that_differs_is_named(other: nn.Module, why: str) -> None:
+    module = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
+    shapes = {name: tuple(each.shape) for name, each in trained_parameters(module).items()}
+    with pytest.raises(UserError) as refused:
+        check_module(shapes, trained_parameters(other))
+    assert why in refused.value.why
+
+
+def test_a_parameter_that_the_optimiser_lacks_is_named() -> None:
+    module = nn.Linear(2, 2)
+    with pytest.raises(UserError, match="The parameter bias requires a gradient, and is not in the optimiser"):
+        _check_optimised(trained_parameters(module), torch.optim.SGD([module.weight], lr=0.1))

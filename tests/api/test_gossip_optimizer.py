@@ -1,0 +1,150 @@
+"""Optimisers in this process as members of a run, over real daemons: how they train, and what they refuse."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from process_swarm import LOCAL, host
+from processes import Commands
+from torch import Tensor, nn
+
+import noloco_node
+from noloco_node.errors import Exit, UserError
+from noloco_node.journal.events import Event, Finished, InnerStep
+from noloco_node.journal.reader import read
+
+pytestmark = [pytest.mark.network, pytest.mark.shared]
+
+STEPS = 12
+
+
+class Run(NamedTuple):
+    directory: Path
+    invite: str
+
+
+def module() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """A bootstrap peer of a run that two replicas would end after `STEPS` steps of each."""
+    with Commands() as commands:
+        path = noloco_node.init(commands.directory / "run.toml", module(), steps=STEPS, batch=2, every=3)
+        _, invite = host(commands, path, "--weights", str(commands.directory))
+        yield Run(commands.directory, invite)
+
+
+def joined(run: Run, name: str, net: nn.Module) -> noloco_node.GossipOptimizer:
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    return noloco_node.GossipOptimizer(inner, net, run.invite, home=run.directory / name, listen=[LOCAL], refresh=0.5)
+
+
+def loss_of(net: nn.Module) -> Tensor:
+    inputs = torch.linspace(-1.0, 1.0, 8).view(2, 4)
+    loss: Tensor = (net(inputs) - 1.0).square().mean()
+    return loss
+
+
+def events(run: Run, name: str, kind: type[Event]) -> list[Event]:
+    return [event for event in read(run.directory / name / "journal.jsonl") if isinstance(event, kind)]
+
+
+def test_a_member_begins_with_the_runs_weights_and_trains_as_its_optimiser_does(run: Run) -> None:
+    net, alone = module(), module()
+    with joined(run, "one", net) as optimizer:
+        alone.load_state_dict(net.state_dict())
+        plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (optimizer, plain)]
+        for _ in range(3):
+            for each, its in ((net, optimizer), (alone, plain)):
+                its.zero_grad()
+                loss = loss_of(each)
+                loss.backward()
+                _ = optimizer.step(loss=loss) if its is optimizer else plain.step()
+            for schedule in schedules:
+                schedule.step()
+        assert all(torch.equal(a, b) for a, b in zip(net.parameters(), alone.parameters(), strict=True))
+        assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+        assert optimizer.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
+        with pytest.raises(UserError, match="has a GossipOptimizer already"):
+            joined(run, "two", module())
+        status = next(iter(noloco_node.Swarm(run.invite, home=run.directory / "look").watch()))
+        assert [each.state for each in status.peers] == ["training"]
+        optimizer.catch_up()
+        child = os.fork()
+        if child == 0:
+            try:
+                optimizer.step()
+            except UserError as error:
+                os._exit(0 if "forked" in error.what else 2)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    for call in (optimizer.step, optimizer.catch_up):
+        with pytest.raises(UserError, match="has left its run"):
+            call()
+    optimizer.leave()
+    steps = events(run, "one", InnerStep)
+    assert [step.loss is not None for step in steps] == [True] * 3
+    assert events(run, "one", Finished)
+
+
+def test_a_loop_that_fails_leaves_politely_and_goes_on_from_what_was_saved(run: Run) -> None:
+    net, again = module(), module()
+
+    def train() -> None:
+        with joined(run, "failed", net) as optimizer:
+            loss_of(net).backward()
+            optimizer.step()
+            _ = 1 // 0
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert [event.why for event in events(run, "failed", Finished)] == ["asked to leave"]
+    with joined(run, "failed", again):
+        assert all(torch.equal(a, b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
+
+
+def test_what_the_inner_optimiser_raises_is_the_programs(run: Run) -> None:
+    net = module()
+
+    def closure() -> float:
+        raise FloatingPointError("mine")
+
+    with joined(run, "raising", net) as optimizer:
+        with pytest.raises(FloatingPointError, match="mine"):
+            optimizer.step(closure)
+        loss_of(net).backward()
+        assert optimizer.step() is None
+
+
+def test_a_module_of_other_shapes_is_refused_by_name(run: Run) -> None:
+    with pytest.raises(UserError) as refused:
+        joined(run, "other", nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
+    assert refused.value.code is Exit.CONFIG
+    assert "2.weight is [2, 8], and the run's is [1, 8]" in refused.value.why
+    with joined(run, "other", module()):
+        pass  # the refused one is no second one
+
+
+def test_a_run_ends_with_its_budget(run: Run) -> None:
+    net, count = module(), 0
+    with joined(run, "last", net) as optimizer:
+        while not optimizer.finished:
+            optimizer.zero_grad()
+            loss_of(net).backward()
+            optimizer.step()
+            count += 1
+            assert count < 10 * STEPS
+        with pytest.raises(UserError, match="The run is over"):
+            optimizer.step()
+    assert count > STEPS
+    out = run.directory / "model"
+    noloco_node.export(None, out, homes=[run.directory / "last"])
+    assert (out / "model.safetensors").is_file()

@@ -1,0 +1,95 @@
+"""`noloco_node.init` writes a run that every part of the product reads."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import noloco_node
+from noloco_node.api.foreign_stage import ForeignStage, trained_parameters
+from noloco_node.api.training_thread import IterationClock
+from noloco_node.errors import Exit, UserError
+from noloco_node.planning.foreign_layout import ForeignWeights, foreign_layout
+from noloco_node.planning.model_layout import model_layout
+from noloco_node.run.runfile import load_run
+from noloco_node.storage.weight_store import WeightStore
+
+
+def test_the_run_of_a_module_begins_with_its_weights(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1).bfloat16())
+    module[0].bias.requires_grad_(False)
+    path = noloco_node.init(tmp_path / "run.toml", module, steps=7, batch=5, replicas=3, every=4, codec="int8", seed=1)
+    run = load_run(path)
+    assert run.budget_samples == 7 * 5 * 3
+    assert (run.outer.inner_steps_per_round, run.outer.codec, run.seed) == (4, "int8", 1)
+    layout = foreign_layout(run)
+    assert layout.shapes[0] == {"0.weight": (4, 3), "2.weight": (1, 4), "2.bias": (1,)}
+    weights = ForeignWeights(layout.shapes[0], WeightStore.whole(tmp_path, run.model.weights))
+    assert weights.pieces(0)
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        for each in other.parameters():
+            each.zero_()
+    weights.put(0, ForeignStage([*trained_parameters(other).values()], IterationClock()))
+    assert torch.equal(other[0].weight, module[0].weight)
+    assert torch.equal(other[2].bias, module[2].bias)
+    assert not other[0].bias.any(), "it is not trained"
+
+
+def test_the_run_of_a_model_that_nodes_build_takes_its_section(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = {"architecture": "llama", "sizes": sizes}
+    path = noloco_node.init(tmp_path / "run.toml", model, steps=9, sections={"inner": {"learning_rate": 0.01}})
+    run = load_run(path)
+    assert (run.model.architecture, run.inner.steps, run.inner.learning_rate) == ("llama", 9, 0.01)
+    assert run.pipeline.stages == 2
+    with pytest.raises(UserError, match="trains a model of its own"):
+        foreign_layout(run)
+
+
+def test_a_file_that_is_there_stays(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("mine")
+    with pytest.raises(UserError, match="is there already"):
+        noloco_node.init(path, nn.Linear(1, 1), steps=1)
+    assert [each.name for each in tmp_path.iterdir()] == ["run.toml"]
+    assert path.read_text() == "mine"
+    noloco_node.init(path, nn.Linear(1, 1), steps=1, overwrite=True)
+    assert load_run(path).model.is_foreign
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"steps": 0}, "inner.steps"),
+        ({"steps": 1, "batch": 5000}, "pipeline.microbatch_size"),
+        ({"steps": 1, "codec": "int3"}, "outer.codec"),
+        ({"steps": 1, "sections": {"pipeline": {"stages": 2}}}, "pipeline.stages"),
+        ({"steps": 1, "sections": {"pipeline": {"microbatches_per_step": 2}}}, "pipeline.microbatches_per_step"),
+    ],
+)
+def test_what_is_wrong_is_named_and_nothing_is_written(tmp_path: Path, wrong: dict[str, object], field: str) -> None:
+    with pytest.raises(UserError) as refused:
+        noloco_node.init(tmp_path / "run.toml", nn.Linear(1, 1), **wrong)  # type: ignore[arg-type]
+    assert refused.value.code is Exit.CONFIG
+    assert field in refused.value.what
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_node_without_the_program_says_what_trains_the_run(tmp_path: Path) -> None:
+    run = load_run(noloco_node.init(tmp_path / "run.toml", nn.Linear(1, 1), steps=1))
+    with pytest.raises(UserError, match="only the program that builds it can run") as refused:
+        model_layout(run)
+    assert "GossipOptimizer" in refused.value.hint
+
+
+def test_weights_of_another_module_are_refused(tmp_path: Path) -> None:
+    run = load_run(noloco_node.init(tmp_path / "run.toml", nn.Linear(2, 1), steps=1))
+    store = WeightStore.whole(tmp_path, run.model.weights)
+    with pytest.raises(UserError, match="cannot be loaded") as refused:
+        ForeignWeights({"weight": (1, 3)}, store).put(0, ForeignStage([], IterationClock()))
+    assert "weight is missing, or of another shape" in refused.value.why

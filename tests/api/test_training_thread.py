@@ -1,0 +1,88 @@
+"""Jobs of a node wait for the thread that trains, and no signal interrupts one."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_node.api.training_thread import IterationClock, TrainingThread
+
+
+@given(st.lists(st.integers(), min_size=1, max_size=20))
+def test_jobs_run_in_their_order_in_the_thread_that_asks(numbers: list[int]) -> None:
+    thread, seen = TrainingThread(), list[tuple[int, int]]()
+    futures = [thread.submit(lambda n=number: seen.append((n, threading.get_ident()))) for number in numbers]
+    assert seen == []
+    thread.work_until(futures[-1].done)
+    assert seen == [(number, threading.get_ident()) for number in numbers]
+    assert all(future.done() for future in futures)
+
+
+def test_what_a_job_raises_is_its_callers() -> None:
+    thread = TrainingThread()
+    future = thread.submit(lambda: 1 // 0)
+    thread.work_waiting()
+    assert isinstance(future.exception(), ZeroDivisionError)
+
+
+def test_an_interrupt_waits_for_the_end_of_a_job_and_leaves_the_next_one_waiting() -> None:
+    thread, done = TrainingThread(), list[str]()
+
+    def interrupted() -> None:
+        signal.raise_signal(signal.SIGINT)
+        done.append("whole")
+
+    first, second = thread.submit(interrupted), thread.submit(done.append, "next")
+    with pytest.raises(KeyboardInterrupt):
+        thread.work_until(second.done)
+    assert first.done()
+    assert not second.done()
+    assert done == ["whole"]
+    thread.work_until(second.done)
+    assert done == ["whole", "next"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_ends_a_wait() -> None:
+    thread = TrainingThread()
+    timer = threading.Timer(0.05, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        thread.work_until(lambda: False)
+    timer.join()
+
+
+def test_a_thread_other_than_the_main_one_trains_too() -> None:
+    thread = TrainingThread()
+    future = thread.submit(threading.get_ident)
+    other = threading.Thread(target=thread.work_until, args=(future.done,))
+    other.start()
+    other.join()
+    assert future.result() == other.ident
+
+
+def test_what_waits_at_the_end_is_cancelled() -> None:
+    thread = TrainingThread()
+    future = thread.submit(int)
+    thread.shutdown(cancel_futures=True)
+    with pytest.raises(CancelledError):
+        future.result()
+    with pytest.raises(RuntimeError, match="has ended"):
+        thread.submit(int)
+
+
+def test_a_step_costs_its_device_what_the_iteration_took() -> None:
+    clock = IterationClock()
+    device = clock.device(TrainingThread())
+    clock.begin()
+    clock.end()
+    before_s = device.clock()
+    assert device.clock() == before_s
+    clock.charge()
+    assert device.clock() > before_s
+    device.close()
