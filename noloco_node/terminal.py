@@ -110,7 +110,8 @@ def terminal_options() -> tuple[str, ...]:
 
 def sign(peer: str) -> None:
     """Add our peer's short id to later lines of a log that several peers may share."""
-    _LOG.peer = peer
+    if _LOGGER.get() is None:
+        _LOG.peer = peer
 
 
 def say(text: str) -> None:
