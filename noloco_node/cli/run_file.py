@@ -180,7 +180,7 @@ def init(
         str,
         typer.Option(
             metavar="FORM",
-            help="Form of the model's own weights: float32, bfloat16, int8, nf4; or auto, by the machines, else bfloat16.",
+            help="Form of the model's own weights: float32, bfloat16, int8, nf4; auto: by the machines, or bfloat16.",
         ),
     ] = "auto",
 ) -> None:
@@ -225,8 +225,8 @@ def write_run(
 ) -> str:
     """Write a run file, with an owner if there is a rule; return what was done. An existing key stays.
 
-    `origin`: a checkpoint to go on from; `adapter`: what is trained of it, with `any_base` in the form of the model that
-    suits the machines. `options`: machines to plan for, if any.
+    `origin`: a checkpoint to go on from; `adapter`: what is trained of it, with `any_base` in the form of the model
+    that suits the machines. `options`: machines to plan for, if any.
     """
     options.figures()
     if origin is None:

@@ -169,7 +169,7 @@ def test_a_frozen_model_has_fewer_bits_only_where_they_bring_clearly_more() -> N
     run = RunConfig(model=model, pipeline=pipeline, inner=RUN.inner, adapter=AdapterConfig(rank=16))
     found = []
     for gpu_bytes in (80e9, 24e9, 12e9):
-        machines = structs.replace(LARGE, count=4, gpu_bytes=gpu_bytes, ram_bytes=16e9, up_bytes_per_s=2.5e6)
+        machines = structs.replace(LARGE, count=4, gpu_bytes=gpu_bytes, ram_bytes=16e9, flops=40e12)
         best = plan_in_any_form(run, machines)
         assert best.run.pipeline.stages == 1
         assert fits(best.needs, machines)
