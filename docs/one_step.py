@@ -105,13 +105,17 @@ class Peer:
             group.create_task(SWARM[peer].rounds.serve(Line(self.name, back, there)))
             yield Line(peer, there, back)
 
-    async def snapshot(self) -> Tensors:
-        """Return a copy of the fast weights, for a round that opens."""
-        return tuple(weight.clone() for weight in self.stage.weights())
+    async def snapshot(self, slow: Tensors) -> Tensors:
+        """Return a copy of the fast weights, or their difference from the slow ones, for a round that opens."""
+        return self.stage.weights(slow)
 
     async def correct(self, correction: Tensors) -> None:
         """Add to the fast weights what a round has changed of the slow ones."""
         self.stage.correct(correction)
+
+    async def replace(self, weights: Tensors) -> None:
+        """Replace the fast weights by a partner's; in this program nobody is so far behind."""
+        self.stage.set_weights(weights)
 
     def alone(self, retry_after_s: float) -> AbstractAsyncContextManager[None]:
         """Serve the paper's blocking form of a round, which these settings do not use."""

@@ -105,11 +105,17 @@ class Compute(Protocol):
 class GossipReplica(Protocol):
     """What a round may do to the replica."""
 
-    async def snapshot(self) -> Tensors:
-        """Return a copy of the fast weights, float32 on the CPU. Called only in a pause between two inner steps."""
+    async def snapshot(self, slow: Tensors) -> Tensors:
+        """Return a copy of the fast weights, float32 on the CPU, or their difference from any `slow` ones in bfloat16.
+
+        Called only in a pause between two inner steps.
+        """
 
     async def correct(self, correction: Tensors) -> None:
-        """Add this to the fast weights. Called only in a pause between two inner steps."""
+        """Add this, float32 or bfloat16, to the fast weights. Called only in a pause between two inner steps."""
+
+    async def replace(self, weights: Tensors) -> None:
+        """Replace the fast weights by a copy of these. Called only in a pause between two inner steps."""
 
     def alone(self, retry_after_s: float) -> AbstractAsyncContextManager[None]:
         """Admit no microbatch, wait until none is in flight, and admit them again at the end.

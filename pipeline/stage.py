@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -141,13 +142,21 @@ class Stage(StagePasses):
         return (*(weight.detach() for weight in self._weights), *self._remainders.values())
 
     @torch.no_grad()
-    def weights(self) -> tuple[Tensor, ...]:
-        """Return a copy of the fast weights (float32, CPU)."""
-        found, self._spare = self._spare or tuple([torch.empty(shape) for shape in self.shapes]), ()
+    def weights(self, less: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """Return a copy of the fast weights (float32, CPU); `less` others, the difference from these in bfloat16."""
+        form = torch.bfloat16 if less else torch.float32
+        spare, self._spare = self._spare, ()
+        fits = all(each.dtype is form for each in spare)
+        found = spare if spare and fits else tuple([torch.empty(shape, dtype=form) for shape in self.shapes])
         with self._adamw.room():
-            for own, copy in zip(self._weights, found, strict=True):
-                for part, values in self._parts(own, copy):
-                    values.copy_(join(*part) if isinstance(part, Split) else part)
+            for number, (own, copy) in enumerate(zip(self._weights, found, strict=True)):
+                for part, values, *others in self._parts(own, copy, *less[number : number + 1]):
+                    held = join(*part) if isinstance(part, Split) else part
+                    for other in others:
+                        there = self._here(other)
+                        # Rounded on the device, of which then half the bytes come.
+                        held = torch.sub(held, there, out=values if there is other else there).to(form)
+                    values.copy_(held)
         return found
 
     @torch.no_grad()
@@ -167,7 +176,8 @@ class Stage(StagePasses):
 
     @torch.no_grad()
     def correct(self, delta: Sequence[Tensor]) -> None:
-        """Add `delta` (float32) to the fast weights; raise ValueError, with nothing changed, if shapes are not ours.
+        """Add `delta` (float32 or bfloat16) to the fast weights; raise ValueError, with nothing changed, if shapes are
+        not ours.
 
         A stage on a GPU keeps a `delta` in main memory: its next copy of the weights is written there.
         """
@@ -188,13 +198,13 @@ class Stage(StagePasses):
     def _here(self, values: Tensor) -> Tensor:
         return values if values.device == self._device else self._upload(values)
 
-    def _parts(self, own: nn.Parameter, others: Tensor) -> Iterator[tuple[Tensor | Split, Tensor]]:
-        """Yield views of a weight and of `others` of its shape, flat, piece by piece."""
+    def _parts(self, own: nn.Parameter, *others: Tensor) -> Iterator[tuple[Any, ...]]:
+        """Yield views of a weight, a tensor or a `Split`, and of `others` of its shape, flat, piece by piece."""
         remainder, held = self._remainders.get(own), own.detach().view(-1)
         for start in range(0, len(held), PART):
             piece = slice(start, start + PART)
             part = held[piece] if remainder is None else Split(held[piece], remainder.view(-1)[piece])
-            yield part, others.reshape(-1)[piece]
+            yield part, *(other.reshape(-1)[piece] for other in others)
 
 
 def _write(part: Tensor | Split, values: Tensor) -> None:

@@ -43,8 +43,8 @@ from pipeline.inner_step import Inner
 from pipeline.stage import Stage
 
 T = TypeVar("T")
-WIDTH = 3072
-"""Matrices of 36 MiB, which the C library takes from the system and gives back one by one."""
+WIDTH = 4352
+"""Matrices of 36 MiB in bfloat16, which the C library takes from the system and gives back one by one."""
 DEVICE = 16
 """Bytes a parameter on the device: weights, gradients, and AdamW's two moments."""
 
@@ -102,9 +102,9 @@ class Replica:
         self.note()
         return result
 
-    async def snapshot(self) -> Tensors:
-        """Return a copy of the fast weights."""
-        return self.stage.weights()
+    async def snapshot(self, slow: Tensors) -> Tensors:
+        """Return a copy of the fast weights, or their difference from slow ones."""
+        return self.stage.weights(slow)
 
     async def correct(self, correction: Tensors) -> None:
         """Add to the fast weights."""
@@ -200,8 +200,8 @@ async def measure(
     optimiser = OuterOptimiser(outer, state, replica, replica.compute, seed=0)  # type: ignore[arg-type]
     planned = gossip_memory(outer, replica.stage.shapes)
     once = 4 * replica.parameters
-    steps_bytes = once + planned.momentum + planned.gathered + planned.owed
-    round_bytes = steps_bytes + once + planned.exchange
+    steps_bytes = once + planned.momentum + planned.gathered
+    round_bytes = steps_bytes + planned.snapshot + planned.exchange
     nanoseconds, bounding = list[float](), list[float]()
     await one_round(replica, optimiser)
     found = []

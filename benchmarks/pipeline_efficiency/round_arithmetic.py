@@ -23,9 +23,9 @@ from typing import TypeVar
 import torch
 
 from gossip.exchange import kernels
-from gossip.exchange.codec import Coded, Feedback, Sides, encode
+from gossip.exchange.codec import Coded, OwnWeights, Sides, encode
 from gossip.exchange.swap import measure
-from gossip.rounds.outer_optimiser import Owed, Rule, Step, take_step
+from gossip.rounds.outer_optimiser import Rule, Step, take_step
 from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors
 from gossip.settings import Format
 
@@ -48,17 +48,18 @@ class Meeting:
 
         self.outer, self.values = outer, sum(torch.Size(shape).numel() for shape in SHAPES)
         self.slow, self.momentum = drawn(0.02), drawn(APART) if outer.alpha else ()
-        self.fast, other = (tuple(w + d for w, d in zip(self.slow, drawn(APART), strict=True)) for _ in range(2))
-        self.owed = tuple(tensor.bfloat16() for tensor in drawn(APART / 4))
+        self.learned, other = (tuple(tensor.bfloat16() for tensor in drawn(APART)) for _ in range(2))
         self.steps = (APART * 9 / 8,) * len(SHAPES)
-        self.came = Coded(Format.INT4, encode(Format.INT4, other, (), self.steps).coded.wire, self.steps)
+        self.came = Coded(
+            Format.INT4, encode(Format.INT4, OwnWeights(self.slow, other), self.steps).coded.wire, self.steps
+        )
 
     def run(self) -> tuple[dict[str, float], Tensors]:
         """Return the seconds of each part, and all that was written."""
-        slow, fast, owed, momentum = (
-            tuple(tensor.clone() for tensor in each) for each in (self.slow, self.fast, self.owed, self.momentum)
+        slow, learned, momentum = (
+            tuple(tensor.clone() for tensor in each) for each in (self.slow, self.learned, self.momentum)
         )
-        feedback, seconds = Owed(Feedback(Format.INT4, owed), Feedback(Format.INT4)), dict[str, float]()
+        fast, seconds = OwnWeights(slow, learned), dict[str, float]()
 
         def timed(part: str, work: Callable[[], T]) -> T:
             begun_s = time.process_time()
@@ -66,11 +67,11 @@ class Meeting:
             seconds[part] = time.process_time() - begun_s
             return result
 
-        mine = timed("encode", lambda: encode(Format.INT4, fast, owed, self.steps)).coded
-        timed("measure", lambda: measure(self.came, fast, feedback.fast, slow, fast))
+        mine = timed("encode", lambda: encode(Format.INT4, fast, self.steps)).coded
+        timed("measure", lambda: measure(self.came, fast, slow, fast))
         step, state = Step(fast, Sides(mine, self.came)), OuterState(slow, momentum)
-        timed("step", lambda: take_step(step, state, feedback, Rule(self.outer, Delay())))
-        return seconds, (*mine.wire, *slow, *momentum, *fast, *owed)
+        timed("step", lambda: take_step(step, state, Rule(self.outer, Delay())))
+        return seconds, (*mine.wire, *slow, *momentum, *learned)
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ import torch
 
 from benchmarks.pipeline_efficiency.stage_on_device import SwarmOfOne, a_run
 from gossip.exchange import kernels
+from gossip.exchange.codec import OwnWeights
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, Step
 from gossip.rule.outer_step import OuterState, Tensors
 from gossip.settings import Format, OuterConfig
@@ -43,9 +44,9 @@ class Trainee:
     def __init__(self, swarm: SwarmOfOne) -> None:
         self._swarm = swarm
 
-    async def snapshot(self) -> Tensors:
-        """Return a copy of the fast weights."""
-        return await self._swarm.device.run(self._swarm.stage.weights)
+    async def snapshot(self, slow: Tensors) -> Tensors:
+        """Return a copy of the fast weights, or their difference from slow ones."""
+        return await self._swarm.device.run(self._swarm.stage.weights, slow)
 
     async def correct(self, correction: Tensors) -> None:
         """Add to the fast weights."""
@@ -56,10 +57,10 @@ async def meeting(optimiser: OuterOptimiser, turn: int) -> Step:
     """Return the step that follows from a meeting with somebody who has learned something else."""
     snapshot, source = await optimiser.snapshot(0), torch.Generator().manual_seed(turn)
     other = tuple(slow + APART * torch.randn(slow.shape, generator=source) for slow in optimiser.state.slow)
-    mine_probe, other_probe = optimiser.fast_probe(snapshot), optimiser.fast_probe(Snapshot(other, 0))
+    mine_probe, other_probe = optimiser.fast_probe(snapshot), optimiser.fast_probe(Snapshot(OwnWeights(other), 0))
     steps = optimiser.steps(mine_probe, other_probe)
     mine = await optimiser.encode_fast(snapshot, steps)
-    came = await optimiser.encode_fast(Snapshot(other, 0), steps)
+    came = await optimiser.encode_fast(Snapshot(OwnWeights(other), 0), steps)
     heard = await optimiser.hear_fast(came.coded.wire, snapshot, mine)
     return Step(snapshot.fast, heard)
 
@@ -94,7 +95,7 @@ async def measure(args: argparse.Namespace, device: torch.device) -> dict[str, d
             else:
                 window_s = await timed(swarm.window())
                 step_s = before_s = await timed(optimiser.take(step))
-            pause_s = before_s + await timed(optimiser.correct(step.snapshot))
+            pause_s = before_s + await timed(optimiser.correct(step.correction))
             if turn:  # the first one pays for what is done once
                 for part, seconds in zip(PARTS, (pause_s, window_s, pause_s + window_s, step_s), strict=True):
                     parts[part].append(seconds)

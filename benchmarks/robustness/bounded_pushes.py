@@ -39,7 +39,7 @@ class Pushing(TamperedStage):
         """Return its own."""
         return self._stage.current_weights()
 
-    def weights(self) -> tuple[Tensor, ...]:
+    def claimed(self) -> tuple[Tensor, ...]:
         """Say more than it has."""
         own = self._stage.weights()
         way = self._way(own, self._first)

@@ -12,12 +12,12 @@ weight y. It is k * step, to the bit what the sender has, whenever |x - y| < 7.5
 Either way it is within 8 steps of y, which bounds a liar. `swap.common_steps` derives a step per parameter. All
 arithmetic is float32, where division and remainder by 16 are exact, so no integer overflows.
 
-**Error feedback.** A residual per parameter (bfloat16) holds what was meant and has not been sent: x + e is encoded,
-then e <- x + e - decoded. So what was sent in all differs from what was meant in all by one bounded residual. With int4
-probe and decode are relative to x + e on both sides. The residual changes only in `Feedback.settle`, after an exchange
-that came to its end.
+**Error feedback** takes no memory of its own. The correction after a meeting starts from what was sent, not from the
+exact snapshot (`gossip.rounds.outer_optimiser`), so what rounding has left out stays in the fast weights and is encoded
+with the next snapshot. All that a replica has sent lacks one bounded rounding error of all that it has learned.
 
-Weights are float32 on the CPU, one tensor per parameter in the stage's order.
+Weights are float32 on the CPU, one tensor per parameter in the stage's order, or a sum of these and a difference
+(`OwnWeights`).
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from gossip.settings import BLOCK, Format, blocks, packed_bytes, wire_specs
 
 PIECE = 1024 * BLOCK
 """Values worked on at a time, a whole number of blocks: 1 MiB, which stays in the cache."""
+DIFFERENCE = torch.bfloat16
+"""The type of a difference between weights: its rounding, a 512th, is nothing beside that of what travels."""
 LARGEST_CODE = 127
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """A scale of a block of zeros, and of values too small to have a normal one."""
@@ -107,12 +109,12 @@ def restore_int4(codes: Tensor, near: Tensor, step: float, out: Tensor, *, high:
     _nearest(codes, torch.mul(near, 1 / step, out=out), high=high).mul_(step)
 
 
-def restore_both_int4(codes: Tensor, meant: Tensor, step: float, own: Tensor, theirs: Tensor, *, high: bool) -> None:
-    """Write into `theirs` what `restore_int4` does near `meant`, and into `own` what it would of our own codes.
+def restore_both_int4(codes: Tensor, exact: Tensor, step: float, own: Tensor, theirs: Tensor, *, high: bool) -> None:
+    """Write into `theirs` what `restore_int4` does near `exact`, and into `own` what it would of our own codes.
 
-    Our own are those of `meant`: it is the whole number of steps that they were made of, to the bit and without them.
+    Our own are those of `exact`: it is the whole number of steps that they were made of, to the bit and without them.
     """
-    torch.mul(meant, 1 / step, out=theirs)
+    torch.mul(exact, 1 / step, out=theirs)
     torch.round(theirs, out=own).mul_(step)
     _nearest(codes, theirs, high=high).mul_(step)
 
@@ -132,8 +134,37 @@ def _rows(piece: Tensor) -> Iterator[tuple[int, Tensor]]:
         yield whole, piece[whole:].view(1, -1)
 
 
-OWED = torch.bfloat16
-"""Of a residual. Half a step of the code is rounded to a 512th of itself, which is nothing beside the next rounding."""
+class OwnWeights(NamedTuple):
+    """One's own weights: float32 ones, and what comes on top of them in bfloat16, or nothing."""
+
+    base: Tensors
+    difference: Tensors = ()
+
+    def read(self, number: int, at: slice, memory: Tensor) -> Tensor:
+        """Return values of a parameter, in `memory` or where they are."""
+        base = self.base[number].view(-1)[at]
+        if not self.difference:
+            return base
+        # A sum of two types would make a tensor of one of them before.
+        return memory[: len(base)].copy_(self.difference[number].view(-1)[at]).add_(base)
+
+    def probe(self, coordinates: Tensors) -> Tensor:
+        """Return the values at these flat indices, one int64 tensor per parameter: float32 [k]."""
+        taken = [tensor.flatten()[at] for tensor, at in zip(self.base, coordinates, strict=True)]
+        if self.difference:
+            on_top = (tensor.flatten()[at] for tensor, at in zip(self.difference, coordinates, strict=True))
+            taken = [here + more for here, more in zip(taken, on_top, strict=True)]
+        return torch.cat(taken) if taken else torch.empty(0)
+
+    def norm(self) -> float:
+        """Return the norm over all; not finite if a value is not, or if that of a piece overflows float32."""
+        memory = scratch(self.base)
+        places = ((number, at) for number, each in enumerate(self.base) for at in pieces(Format.FLOAT32, each.numel()))
+        return math.hypot(*(float(torch.linalg.vector_norm(self.read(*place, memory))) for place in places))
+
+    def addresses(self, number: int) -> tuple[int, int | None]:
+        """Return where `kernels` finds a parameter and its difference."""
+        return self.base[number].data_ptr(), self.difference[number].data_ptr() if self.difference else None
 
 
 class Coded(NamedTuple):
@@ -159,54 +190,54 @@ class Sides(NamedTuple):
     share: float = 1.0
 
 
-def encode(form: Format, weights: Tensors, residual: Tensors = (), steps: Sequence[float] = ()) -> Encoded:
-    """Encode weights plus residual (see `Feedback`); nothing is written into the arguments.
+def encode(form: Format, weights: OwnWeights, steps: Sequence[float] = ()) -> Encoded:
+    """Encode weights; nothing is written into the arguments.
 
     `steps` belongs to int4: see `common_steps`. What travels is no memory of the weights: they may move while it is on
     its way. Raises ValueError where an argument does not fit the weights, and ConnectionAbortedError where a value is
     not finite in this form: weights that nobody should get.
     """
-    _check_steps(form, weights, steps)
-    if any(tensor.dtype != torch.float32 for tensor in weights):
+    base, difference = weights
+    _check_steps(form, base, steps)
+    if any(tensor.dtype != torch.float32 for tensor in base):
         raise ValueError("weights to encode are float32")
-    if residual and [tensor.shape for tensor in residual] != [tensor.shape for tensor in weights]:
-        raise ValueError("the residual is of other shapes than the weights")
-    specs = wire_specs(form, [tuple(tensor.shape) for tensor in weights])
+    if any(tensor.dtype != DIFFERENCE for tensor in difference):
+        raise ValueError("a difference of weights is bfloat16")
+    if difference and [tensor.shape for tensor in difference] != [tensor.shape for tensor in base]:
+        raise ValueError("the difference is of other shapes than the weights")
+    specs = wire_specs(form, [tuple(tensor.shape) for tensor in base])
     wire = tuple(torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs)
     norms: list[float] = []
-    memory = scratch(weights)
-    for number, parts in enumerate(_parts(form, wire, weights)):
-        own = weights[number].detach().reshape(-1).contiguous()
-        owed = residual[number].contiguous() if residual else None
-        if form.is_modular and kernels.COMPILED and (owed is None or owed.dtype is OWED):
-            places = own.data_ptr(), None if owed is None else owed.data_ptr()
-            squares = kernels.COMPILED.kernels_encode(*places, len(own), steps[number], parts[0].data_ptr())
+    memory = scratch(base)
+    own = OwnWeights(*(tuple([tensor.detach().contiguous() for tensor in tensors]) for tensors in weights))
+    for number, parts in enumerate(_parts(form, wire, base)):
+        count = base[number].numel()
+        if form.is_modular and kernels.COMPILED:
+            places = own.addresses(number)
+            squares = kernels.COMPILED.kernels_encode(*places, count, steps[number], parts[0].data_ptr())
             if math.isfinite(squares):
                 norms.append(math.sqrt(squares))
                 continue
-        for at in pieces(form, len(own)):
-            meant = memory[: at.stop - at.start]
-            if residual and form is not Format.FLOAT32:
-                meant.copy_(residual[number].reshape(-1)[at]).add_(own[at])
-            else:
-                meant.copy_(own[at])
-            size = float(torch.linalg.vector_norm(meant))
+        for at in pieces(form, count):
+            values = memory[: at.stop - at.start]
+            values.copy_(own.read(number, at, values))
+            size = float(torch.linalg.vector_norm(values))
             norms.append(size)
-            largest = _write(form, parts, at, meant, steps[number] if steps else 0.0, size)
+            largest = _write(form, parts, at, values, steps[number] if steps else 0.0, size)
             # A norm overflows before any value does.
             if not (math.isfinite(size) or math.isfinite(largest())):
                 raise ConnectionAbortedError(f"{NOT_FINITE}: tensor {number} in {form}")
     return Encoded(Coded(form, wire, steps), math.hypot(*norms))
 
 
-def check(theirs: Coded, own: Tensors, owed: Feedback, own_norm: float) -> None:
-    """Raise Implausible where what came cannot be right for a receiver of weights `own`, of which it owes something.
+def check(theirs: Coded, own: OwnWeights, own_norm: float) -> None:
+    """Raise Implausible where what came cannot be right for a receiver of weights `own`.
 
     A shape, a dtype, a scale below zero, a value that is not finite, a norm far from `own_norm`. Nothing that is
     decoded is kept. Raises ConnectionAbortedError where `own_norm` is not finite.
     """
-    form, sizes = theirs.form, [tensor.numel() for tensor in own]
-    reader = Reader(theirs, own)
+    form, sizes = theirs.form, [tensor.numel() for tensor in own.base]
+    reader = Reader(theirs, own.base)
     if form is Format.INT8 and not (_finite(theirs.wire[1]) and bool((theirs.wire[1] >= 0).all())):
         raise Implausible("weights in int8: a scale is negative or not finite")
     if form.is_modular and math.isfinite(own_norm):
@@ -214,10 +245,10 @@ def check(theirs: Coded, own: Tensors, owed: Feedback, own_norm: float) -> None:
         reach = 8.1 * math.hypot(*(step * math.sqrt(size) for step, size in zip(theirs.steps, sizes, strict=True)))
         if reach <= own_norm * (1 - 1.01 / NORM_RATIO):
             return
-    norms, memory, near = [0.0], scratch(own), scratch(own)
+    norms, memory, near = [0.0], scratch(own.base), scratch(own.base)
     for number, size in enumerate(sizes):
         for at in pieces(form, size):
-            values = reader.read(number, at, owed.meant(own, number, at, near), memory)
+            values = reader.read(number, at, own.read(number, at, near), memory)
             if not _finite(values):
                 raise Implausible(f"weights in {form}, tensor {number}: not finite")
             norms.append(float(torch.linalg.vector_norm(values)))
@@ -260,55 +291,16 @@ class Reader:
             restore_int4(parts[0][_packed(at, parts[0])], near, self._steps[number], out, high=high)
         return out
 
-    def arguments(self, number: int, *sets: Tensors) -> list[float | None]:
-        """Return what functions of `kernels` take first: a parameter's place in each set, its size, step and codes."""
-        places = [tensors[number].data_ptr() if tensors else None for tensors in sets]
-        return [*places, self._sizes[number], self._steps[number], self._parts[number][0].data_ptr()]
+    def arguments(self, number: int) -> tuple[float, ...]:
+        """Return what functions of `kernels` take after the places of weights: a parameter's size, step and codes."""
+        return self._sizes[number], self._steps[number], self._parts[number][0].data_ptr()
 
-    def read_both(self, number: int, at: slice, meant: Tensor, own: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what both have sent of a piece, in `own` and `theirs`: of a modular form, `meant` being ours."""
-        parts, mine, out = self._parts[number], own[: len(meant)], theirs[: len(meant)]
+    def read_both(self, number: int, at: slice, exact: Tensor, own: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what both have sent of a piece, in `own` and `theirs`: of a modular form, `exact` being ours."""
+        parts, mine, out = self._parts[number], own[: len(exact)], theirs[: len(exact)]
         high = at.start >= len(parts[0])
-        restore_both_int4(parts[0][_packed(at, parts[0])], meant, self._steps[number], mine, out, high=high)
+        restore_both_int4(parts[0][_packed(at, parts[0])], exact, self._steps[number], mine, out, high=high)
         return mine, out
-
-
-class Feedback:
-    """What one replica meant to send and has not: a residual per parameter.
-
-    Empty until the first exchange is settled, and for ever in float32, which is exact. Checkpoints do not hold it: a
-    restart loses what the last rounding left out, once.
-    """
-
-    def __init__(self, form: Format, residual: Tensors = ()) -> None:
-        self._form = form
-        self.residual = residual
-
-    def probe(self, weights: Tensors, coordinates: Tensors) -> Tensor:
-        """Return weights plus residual at these flat indices, one int64 tensor per parameter: float32 [k]."""
-        taken = [tensor.flatten()[at] for tensor, at in zip(weights, coordinates, strict=True)]
-        if self.residual:
-            owed = (tensor.flatten()[at] for tensor, at in zip(self.residual, coordinates, strict=True))
-            taken = [here + rest for here, rest in zip(taken, owed, strict=True)]
-        return torch.cat(taken) if taken else torch.empty(0)
-
-    def meant(self, weights: Tensors, number: int, at: slice, memory: Tensor) -> Tensor:
-        """Return values of a parameter with what is owed of them, in `memory` or where they are."""
-        own = weights[number].view(-1)[at]
-        if not self.residual:
-            return own
-        # A sum of two types would make a tensor of one of them before.
-        return memory[: len(own)].copy_(self.residual[number].view(-1)[at]).add_(own)
-
-    def begin(self, like: Tensors) -> None:
-        """Take the memory for what will be owed: `settle` needs it."""
-        if not self.residual and self._form is not Format.FLOAT32:
-            self.residual = tuple([torch.zeros_like(tensor, dtype=OWED) for tensor in like])
-
-    def settle(self, number: int, at: slice, meant: Tensor, sent: Tensor) -> None:
-        """Take note that `sent` was used for what was `meant` of a parameter, both decoded; `meant` is used up."""
-        if self.residual:
-            self.residual[number].view(-1)[at].copy_(meant.sub_(sent))
 
 
 def _write(form: Format, parts: Tensors, at: slice, values: Tensor, step: float, norm: float) -> Callable[[], float]:

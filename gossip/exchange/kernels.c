@@ -6,7 +6,8 @@
    in LANES places whatever the machine's vectors are, so they too are the same everywhere.
 
    A parameter of n values has h = (n + 1) / 2 bytes of codes. Byte i holds value i in its low half, value h + i in its
-   high half; the last high half of an odd n is zero. `owed` is bfloat16, NULL where nothing is owed. */
+   high half; the last high half of an odd n is zero. One's own weights are `base` and, on top of it, `difference`, which is
+   bfloat16, or NULL where nothing is on top. */
 
 #include <math.h>
 #include <stddef.h>
@@ -51,14 +52,15 @@ INLINE ptrdiff_t values_in(ptrdiff_t size, ptrdiff_t at)
     return size - at < BLOCK ? (size > at ? size - at : 0) : BLOCK;
 }
 
-/* What is meant: the weights and what is owed of them. */
-INLINE void sum_up(float *restrict meant, const float *restrict own, const uint16_t *restrict owed, ptrdiff_t count)
+/* One's own weights. */
+INLINE void sum_up(float *restrict own, const float *restrict base, const uint16_t *restrict difference,
+                   ptrdiff_t count)
 {
-    if (owed)
+    if (difference)
         for (ptrdiff_t i = 0; i < count; i++)
-            meant[i] = from_bfloat16(owed[i]) + own[i];
+            own[i] = from_bfloat16(difference[i]) + base[i];
     else
-        memcpy(meant, own, (size_t)count * sizeof *meant);
+        memcpy(own, base, (size_t)count * sizeof *own);
 }
 
 /* Add the products of two blocks, which are zero beyond their values. */
@@ -83,8 +85,9 @@ INLINE double total(const Sum *sum)
     return all;
 }
 
-/* Write the codes of n values; return the sum of squares of what was meant. */
-INLINE double encode_any(const float *own, const uint16_t *owed, int64_t n, double step, uint8_t *restrict codes)
+/* Write the codes of n values; return their sum of squares. */
+INLINE double encode_any(const float *base, const uint16_t *difference, int64_t n, double step,
+                         uint8_t *restrict codes)
 {
     float inverse = (float)(1.0 / step);
     ptrdiff_t half = (ptrdiff_t)(n + 1) / 2;
@@ -92,13 +95,13 @@ INLINE double encode_any(const float *own, const uint16_t *owed, int64_t n, doub
     for (ptrdiff_t at = 0; at < half; at += BLOCK)
         for (int high = 0; high < 2; high++) {
             ptrdiff_t first = high ? half + at : at, count = values_in(high ? (ptrdiff_t)n - half : half, at);
-            float meant[BLOCK];
+            float own[BLOCK];
             if (count < BLOCK)
-                memset(meant, 0, sizeof meant);
-            sum_up(meant, own + first, owed ? owed + first : NULL, count);
-            add_products(&squares, meant, meant);
+                memset(own, 0, sizeof own);
+            sum_up(own, base + first, difference ? difference + first : NULL, count);
+            add_products(&squares, own, own);
             for (ptrdiff_t i = 0; i < count; i++) {
-                float whole = rintf(meant[i] * inverse);
+                float whole = rintf(own[i] * inverse);
                 /* Beyond 2^28 float32 holds multiples of 16 alone. */
                 int code = (int)(fabsf(whole) < 0x1p28f ? whole : 0.0f) & 15;
                 codes[at + i] = (uint8_t)(high ? codes[at + i] | code << 4 : code);
@@ -107,36 +110,36 @@ INLINE double encode_any(const float *own, const uint16_t *owed, int64_t n, doub
     return total(&squares);
 }
 
-/* Add to five sums over n values, of what is meant, of the difference to what the partner has sent, and of the move from
-   the fast to the slow weights: difference^2, move^2, move * difference, meant^2, meant * difference. */
-INLINE void measure_any(const float *own, const uint16_t *owed, const float *slow, const float *fast, int64_t n,
-                        double step, const uint8_t *codes, double *sums)
+/* Add to five sums over n values, of our own, of the way from them to what the partner has sent, and of what we have
+   learned, from the slow to the fast weights: way^2, learned^2, learned * way, own^2, own * way. */
+INLINE void measure_any(const float *base, const uint16_t *difference, const uint16_t *learned, int64_t n, double step,
+                        const uint8_t *codes, double *sums)
 {
     float inverse = (float)(1.0 / step), size = (float)step;
     ptrdiff_t half = (ptrdiff_t)(n + 1) / 2;
-    Sum apart = {{0}}, learned = {{0}}, along = {{0}}, ours = {{0}}, across = {{0}};
+    Sum apart = {{0}}, learning = {{0}}, along = {{0}}, ours = {{0}}, across = {{0}};
     for (ptrdiff_t at = 0; at < half; at += BLOCK)
         for (int high = 0; high < 2; high++) {
             ptrdiff_t first = high ? half + at : at, count = values_in(high ? (ptrdiff_t)n - half : half, at);
-            float meant[BLOCK], difference[BLOCK], move[BLOCK];
+            float own[BLOCK], way[BLOCK], move[BLOCK];
             if (count < BLOCK) {
-                memset(meant, 0, sizeof meant);
-                memset(difference, 0, sizeof difference);
+                memset(own, 0, sizeof own);
+                memset(way, 0, sizeof way);
                 memset(move, 0, sizeof move);
             }
-            sum_up(meant, own + first, owed ? owed + first : NULL, count);
+            sum_up(own, base + first, difference ? difference + first : NULL, count);
             for (ptrdiff_t i = 0; i < count; i++) {
-                move[i] = slow[first + i] - fast[first + i];
-                difference[i] = nearest(meant[i] * inverse, codes[at + i] >> 4 * high & 15) * size - meant[i];
+                move[i] = from_bfloat16(learned[first + i]);
+                way[i] = nearest(own[i] * inverse, codes[at + i] >> 4 * high & 15) * size - own[i];
             }
-            add_products(&apart, difference, difference);
-            add_products(&learned, move, move);
-            add_products(&along, move, difference);
-            add_products(&ours, meant, meant);
-            add_products(&across, meant, difference);
+            add_products(&apart, way, way);
+            add_products(&learning, move, move);
+            add_products(&along, move, way);
+            add_products(&ours, own, own);
+            add_products(&across, own, way);
         }
     sums[0] += total(&apart);
-    sums[1] += total(&learned);
+    sums[1] += total(&learning);
     sums[2] += total(&along);
     sums[3] += total(&ours);
     sums[4] += total(&across);
@@ -147,25 +150,24 @@ typedef struct {
 } Rule;
 
 /* Take an outer step on a block. `momentum`: of a rule that has one, else NULL. */
-INLINE void step_block(float *restrict slow, float *restrict fast, uint16_t *restrict owed, float *restrict momentum,
+INLINE void step_block(float *restrict slow, uint16_t *restrict difference, float *restrict momentum,
                        const uint8_t *restrict codes, int shift, ptrdiff_t count, Rule rule)
 {
     for (ptrdiff_t i = 0; i < count; i++) {
-        float snapshot = fast[i], meant = from_bfloat16(owed[i]) + snapshot, steps = meant * rule.inverse;
+        float steps = (from_bfloat16(difference[i]) + slow[i]) * rule.inverse;
         float own = rintf(steps) * rule.step, theirs = nearest(steps, codes[i] >> shift & 15) * rule.step;
-        owed[i] = to_bfloat16(meant - own);
         float mean = (own * rule.own_share + theirs * rule.their_share) * rule.scale;
         float moved = (slow[i] - mean) * rule.beta;
         if (momentum)
             momentum[i] = moved = momentum[i] * rule.alpha + moved;
         slow[i] -= moved;
-        fast[i] = slow[i] - snapshot;
+        difference[i] = to_bfloat16(slow[i] - own);
     }
 }
 
-/* Take an outer step with gamma = beta on n values: `fast`, the snapshot, becomes the correction. */
-INLINE void step_any(float *slow, float *fast, uint16_t *owed, float *momentum, int64_t n, double step,
-                     const uint8_t *codes, double own_share, double their_share, double alpha, double beta)
+/* Take an outer step with gamma = beta on n values: `difference`, that of the snapshot, becomes the correction. */
+INLINE void step_any(float *slow, uint16_t *difference, float *momentum, int64_t n, double step, const uint8_t *codes,
+                     double own_share, double their_share, double alpha, double beta)
 {
     int even = own_share == 0.5 && their_share == 0.5; /* then half of the sum, as torch's path does */
     Rule rule = {
@@ -182,9 +184,9 @@ INLINE void step_any(float *slow, float *fast, uint16_t *owed, float *momentum, 
         for (int high = 0; high < 2; high++) {
             ptrdiff_t first = high ? half + at : at, count = values_in(high ? (ptrdiff_t)n - half : half, at);
             if (momentum)
-                step_block(slow + first, fast + first, owed + first, momentum + first, codes + at, 4 * high, count, rule);
+                step_block(slow + first, difference + first, momentum + first, codes + at, 4 * high, count, rule);
             else
-                step_block(slow + first, fast + first, owed + first, NULL, codes + at, 4 * high, count, rule);
+                step_block(slow + first, difference + first, NULL, codes + at, 4 * high, count, rule);
         }
 }
 
@@ -211,13 +213,13 @@ INLINE void step_any(float *slow, float *fast, uint16_t *owed, float *momentum, 
         return HAS_WIDEST ? name##_widest arguments : HAS_WIDE ? name##_wide arguments : name##_plain arguments;        \
     }
 
-WIDTHS(double, encode, (const float *own, const uint16_t *owed, int64_t n, double step, uint8_t *codes),
-       (own, owed, n, step, codes))
+WIDTHS(double, encode, (const float *base, const uint16_t *difference, int64_t n, double step, uint8_t *codes),
+       (base, difference, n, step, codes))
 WIDTHS(void, measure,
-       (const float *own, const uint16_t *owed, const float *slow, const float *fast, int64_t n, double step,
+       (const float *base, const uint16_t *difference, const uint16_t *learned, int64_t n, double step,
         const uint8_t *codes, double *sums),
-       (own, owed, slow, fast, n, step, codes, sums))
+       (base, difference, learned, n, step, codes, sums))
 WIDTHS(void, step,
-       (float *slow, float *fast, uint16_t *owed, float *momentum, int64_t n, double step, const uint8_t *codes,
+       (float *slow, uint16_t *difference, float *momentum, int64_t n, double step, const uint8_t *codes,
         double own_share, double their_share, double alpha, double beta),
-       (slow, fast, owed, momentum, n, step, codes, own_share, their_share, alpha, beta))
+       (slow, difference, momentum, n, step, codes, own_share, their_share, alpha, beta))

@@ -4,7 +4,7 @@ The callers work with torch where `COMPILED` is None: no C compiler was there wh
 was built from another source than the one beside it. Both forms yield the same bits, but for the last ones of sums,
 which only say how far weights are apart. The compiled form goes over the memory once instead of once an operation.
 
-Addresses (`Tensor.data_ptr`) are those of contiguous tensors on the CPU: float32 values, bfloat16 residuals, uint8
+Addresses (`Tensor.data_ptr`) are those of contiguous tensors on the CPU: float32 values, bfloat16 differences, uint8
 codes. A call lets other threads run Python meanwhile.
 """
 
@@ -21,7 +21,7 @@ class Kernels(Protocol):
     """The functions of the library. `kernels.c` names their arguments: numbers, addresses, None for NULL."""
 
     def kernels_encode(self, *arguments: float | None) -> float:
-        """Write the codes of a parameter; return the sum of squares of what was meant."""
+        """Write the codes of a parameter; return the sum of its squares."""
 
     def kernels_measure(self, *arguments: float | None) -> None:
         """Add to the five sums, float64, of `swap.measure`."""
@@ -45,9 +45,9 @@ def load(folder: Path) -> Kernels | None:
         library.kernels_encode.restype = real
         library.kernels_encode.argtypes = (address, address, count, real, address)
         library.kernels_measure.restype = None
-        library.kernels_measure.argtypes = (*(address,) * 4, count, real, address, address)
+        library.kernels_measure.argtypes = (*(address,) * 3, count, real, address, address)
         library.kernels_step.restype = None
-        library.kernels_step.argtypes = (*(address,) * 4, count, real, address, real, real, real, real)
+        library.kernels_step.argtypes = (*(address,) * 3, count, real, address, real, real, real, real)
         return cast(Kernels, library)
     return None
 

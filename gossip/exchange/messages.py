@@ -93,8 +93,8 @@ class Probe:
     `round`: the sender's; `last_met`: the round in which its weights last met anybody's, -1 where the sender has
     disowned them. `version`: of the sender's slow weights, another one after every outer step. `holds`: the version of
     the receiver's slow weights that the sender holds, NOTHING if none. `slow`: float32 [k], the slow weights at
-    coordinates that both sides know, with what a lossy codec still owes of them. `fast`: the snapshot likewise, where
-    the codec's step follows from it; None elsewhere.
+    coordinates that both sides know. `fast`: the snapshot likewise, where the codec's step follows from it; None
+    elsewhere.
     `inner_steps`: of the snapshot since its weights last met anybody's; 0 ahead of a round.
     """
 

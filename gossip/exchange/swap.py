@@ -57,7 +57,7 @@ from gossip.exchange.codec import (
     NORM_RATIO,
     NOT_FINITE,
     Coded,
-    Feedback,
+    OwnWeights,
     Reader,
     check_finite,
     largest_of,
@@ -269,28 +269,32 @@ class Deviation(NamedTuple):
     direction: float = 0.0
 
 
-def measure(theirs: Coded, own: Tensors, owed: Feedback, slow: Tensors, fast: Tensors) -> Deviation:
-    """Measure a partner's weights beside ours, `own`: either `slow` or `fast`, with what is still `owed` of them."""
-    reader, near, memory, moved = Reader(theirs, own), *(scratch(own) for _ in range(3))
+def measure(theirs: Coded, own: OwnWeights, slow: Tensors, fast: OwnWeights) -> Deviation:
+    """Measure a partner's weights beside ours: `own` is `fast`, or holds the `slow` ones."""
+    reader, near, memory, moved = Reader(theirs, slow), *(scratch(slow) for _ in range(3))
     sums = torch.zeros(5, dtype=torch.float64)
-    for number, tensor in enumerate(own):
-        if theirs.form.is_modular and kernels.COMPILED:
-            first = reader.arguments(number, own, owed.residual, slow, fast)
-            kernels.COMPILED.kernels_measure(*first, sums.data_ptr())
+    for number, tensor in enumerate(slow):
+        if theirs.form.is_modular and kernels.COMPILED and fast.difference:
+            places = *own.addresses(number), fast.difference[number].data_ptr()
+            kernels.COMPILED.kernels_measure(*places, *reader.arguments(number), sums.data_ptr())
             continue
         for at in pieces(theirs.form, tensor.numel()):
-            meant = owed.meant(own, number, at, near)
-            difference = torch.sub(reader.read(number, at, meant, memory), meant, out=memory[: len(meant)])
-            move = torch.sub(slow[number].view(-1)[at], fast[number].view(-1)[at], out=moved[: len(meant)])
-            pairs = (difference, difference), (move, move), (move, difference), (meant, meant), (meant, difference)
+            ours = own.read(number, at, near)
+            way = torch.sub(reader.read(number, at, ours, memory), ours, out=memory[: len(ours)])
+            if fast.difference:
+                learned = moved[: len(ours)].copy_(fast.difference[number].view(-1)[at])
+            else:
+                learned = torch.sub(fast.base[number].view(-1)[at], slow[number].view(-1)[at], out=moved[: len(ours)])
+            pairs = (way, way), (learned, learned), (learned, way), (ours, ours), (ours, way)
             sums += torch.stack([torch.dot(*pair) for pair in pairs])
-    apart, learned, along, ours, across = sums.tolist()
-    values = sum(tensor.numel() for tensor in own)
+    apart, learned_square, along, square, across = sums.tolist()
+    values = sum(tensor.numel() for tensor in slow)
     if not math.isfinite(apart):
-        return Deviation(values, math.inf, math.sqrt(learned))
-    alike = _cosine(ours + across, ours, ours + 2.0 * across + apart) if ours else 1.0
-    back = _cosine(learned - along, learned, learned - 2.0 * along + apart) if own is fast else 0.0
-    return Deviation(values, math.sqrt(apart), math.sqrt(learned), alike, back)
+        return Deviation(values, math.inf, math.sqrt(learned_square))
+    alike = _cosine(square + across, square, square + 2.0 * across + apart) if square else 1.0
+    towards = learned_square + along, learned_square, learned_square + 2.0 * along + apart
+    back = _cosine(*towards) if own is fast else 0.0
+    return Deviation(values, math.sqrt(apart), math.sqrt(learned_square), alike, back)
 
 
 def _cosine(product: float, square: float, other: float) -> float:
@@ -382,8 +386,8 @@ class InfluenceBound:
         return max(TYPICAL, median_low(voices if self._in_doubt else [*voices, TYPICAL]))
 
 
-def check_alike(theirs: Coded, own: Tensors) -> None:
+def check_alike(theirs: Coded, own: OwnWeights) -> None:
     """Raise Implausible where weights that we are to adopt have nothing in common with ours."""
-    deviation = measure(theirs, own, Feedback(theirs.form), own, own)
+    deviation = measure(theirs, own, own.base, own)
     if deviation.values >= LEAST_VALUES and deviation.alike < LEAST_ALIKE:
         raise Implausible(f"weights to adopt that are not like ours: cosine {deviation.alike:.2f}")

@@ -1,19 +1,24 @@
 """The outer step of one replica's slow weights: what it says of its weights, what it hears, and the step in place.
 
 `OuterOptimiser` applies the rule of `gossip.rule.outer_step` to a replica that trains on meanwhile; heavy arithmetic
-runs on the node's thread. Nothing moves, and the step may still be thrown away, until `take` moves the slow weights and
-what the codec owes. `take` may run while the replica trains: it touches no fast weights. `correct` then adds the
-correction to the fast ones, in a pause. The caller keeps readers out meanwhile (`gossip.rounds.weights_lock`), and
-awaits both to their end even if it is cancelled.
+runs on the node's thread. Nothing moves, and the step may still be thrown away, until `take` moves the slow weights.
+`take` may run while the replica trains: it touches no fast weights. `correct` then adds the correction to the fast
+ones, in a pause. The caller keeps readers out meanwhile (`gossip.rounds.weights_lock`), and awaits both to their end
+even if it is cancelled.
 
-`take_step` moves slow weights, momentum, residuals and the snapshot a piece at a time, and decodes what both sent anew
-for each piece: it cannot fail half-way for what a partner has sent. The snapshot becomes the correction. Each value
-goes through the same operations in the same order as in `research.theory.pair_step`, so the pieces may be of any size.
+`take_step` moves slow weights, momentum and the snapshot a piece at a time, and decodes what both sent anew for each
+piece: it cannot fail half-way for what a partner has sent. The snapshot becomes the correction. Each value goes through
+the same operations in the same order as in `research.theory.pair_step`, so the pieces may be of any size.
+A side that adopts has no correction: its new slow weights replace the fast ones, since a difference from weights that
+may be anywhere would be rounded too coarsely.
 
 With a lossy codec the rule takes means and pull over what *both* sides decode, or a pair that meets would drift apart.
-The slow weights still move from their exact values, and the correction starts from the exact snapshot. Where a partner
-counts only in part, our own weights enter exactly, and error feedback does not count them as sent: in int4 the
-partner's probe decides how coarsely ours are rounded, and that rounding could move us farther than the bound allows.
+The slow weights still move from their exact values. The correction is what the rule yields of decoded weights: slow
+ones after the step minus the snapshot. So what rounding has left out of the snapshot stays in the fast weights and goes
+out with the next one, and what it has done to slow weights is taken back there. Snapshot and correction are bfloat16
+differences then; what that rounds away from the snapshot stays in the fast weights likewise. Where a partner counts
+only in part, our own weights enter exactly: in int4 the partner's probe decides how coarsely ours are rounded, and that
+rounding could move us farther than the bound allows.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ import torch
 from torch import Tensor
 
 from gossip.exchange import kernels
-from gossip.exchange.codec import PIECE, Coded, Encoded, Feedback, Reader, Sides, check, encode, norm, pieces, scratch
+from gossip.exchange.codec import PIECE, Coded, Encoded, OwnWeights, Reader, Sides, check, encode, pieces, scratch
 from gossip.exchange.swap import InfluenceBound, check_alike, common_steps, measure, probe_coordinates
 from gossip.interface import Compute, GossipReplica
 from gossip.rule.outer_step import EVEN, Delay, Outer, OuterState, Shares, Tensors, mean_into, move, shares_by_steps
@@ -33,37 +38,39 @@ from gossip.settings import Format, OuterConfig, absolute
 
 
 class Snapshot(NamedTuple):
-    """A copy of the fast weights, and the inner steps that the replica had taken by then."""
+    """The fast weights at a moment, and the inner steps that the replica had taken by then.
 
-    fast: Tensors
+    `fast`: a copy where the codec is exact; else a difference from the slow weights, which move with the next step.
+    """
+
+    fast: OwnWeights
     inner_steps: int
 
 
 class Step(NamedTuple):
-    """A step that may still be thrown away. `snapshot`: of the fast weights, which it uses up.
+    """A step that may still be thrown away. `snapshot`: of the fast weights, whose memory becomes the correction; the
+    base of a difference is the slow weights that the step moves.
 
     `fast`: what both sides have sent; None where nobody was met. `slow`: likewise, None where the rule needs the fast
     ones only. `adopts`: the partner's weights, where ours were too stale to count; the others are None then.
     `shares`: what the two sides count in the means.
     """
 
-    snapshot: Tensors
+    snapshot: OwnWeights
     fast: Sides | None = None
     slow: Sides | None = None
     adopts: Coded | None = None
     shares: Shares = EVEN
 
     @property
+    def correction(self) -> Tensors:
+        """The snapshot's own memory, which holds the correction after the step."""
+        return self.snapshot.difference or self.snapshot.base
+
+    @property
     def clipped(self) -> bool:
         """Whether less than all of what a partner sent counts."""
         return any(sides is not None and sides.share != 1.0 for sides in (self.fast, self.slow))
-
-
-class Owed(NamedTuple):
-    """The rounding errors of the fast and of the slow weights that are still to be sent."""
-
-    fast: Feedback
-    slow: Feedback
 
 
 class Rule(NamedTuple):
@@ -101,15 +108,11 @@ class OuterOptimiser:
         self._replica = replica
         self._compute, self._partners = compute, partners
         self._coordinates = probe_coordinates(seed, [tensor.numel() for tensor in state.slow])
-        self._owed = self._nothing_owed()
         self.state = _of_rule(state, settings.alpha)
         """Its tensors move with the next step."""
         self._fast_bound, self._slow_bound = (InfluenceBound(returned=returned) for _ in range(2))
         """Of the fast and of the slow weights that partners bring."""
         self.version = 0
-
-    def _nothing_owed(self) -> Owed:
-        return Owed(Feedback(self._codec), Feedback(self._codec))
 
     @property
     def needs_slow(self) -> bool:
@@ -117,19 +120,21 @@ class OuterOptimiser:
         return self._rule.outer.gamma != self._rule.outer.beta
 
     async def snapshot(self, inner_steps: int) -> Snapshot:
-        return Snapshot(_contiguous(await self._replica.snapshot()), inner_steps)
+        slow = () if self._codec is Format.FLOAT32 else self.state.slow
+        taken = _contiguous(await self._replica.snapshot(slow))
+        return Snapshot(OwnWeights(slow, taken) if slow else OwnWeights(taken), inner_steps)
 
     # What we send.
 
     def slow_probe(self) -> Tensor:
-        """Return the slow weights, with what is owed of them, at the coordinates that both sides know."""
-        return self._owed.slow.probe(self.state.slow, self._coordinates)
+        """Return the slow weights at the coordinates that both sides know."""
+        return OwnWeights(self.state.slow).probe(self._coordinates)
 
     def fast_probe(self, snapshot: Snapshot) -> Tensor | None:
         """Return the snapshot likewise; None where the codec needs no probe of it."""
         if not self._codec.is_modular:
             return None
-        return self._owed.fast.probe(snapshot.fast, self._coordinates)
+        return snapshot.fast.probe(self._coordinates)
 
     def steps(self, mine: Tensor | None, theirs: Tensor | None) -> tuple[float, ...]:
         """Return the steps of int4 that follow from two probes, one a parameter, the same on both sides; else none."""
@@ -142,48 +147,47 @@ class OuterOptimiser:
         return shares_by_steps(own_steps, their_steps) if self._weighs else EVEN
 
     async def encode_fast(self, snapshot: Snapshot, steps: tuple[float, ...]) -> Encoded:
-        return await self._compute(encode, self._codec, snapshot.fast, self._owed.fast.residual, steps)
+        return await self._compute(encode, self._codec, snapshot.fast, steps)
 
     async def encode_slow(self, steps: tuple[float, ...]) -> Encoded:
         """Return the slow weights likewise: the same for the same steps, until the next outer step."""
-        return await self._compute(encode, self._codec, self.state.slow, self._owed.slow.residual, steps)
+        return await self._compute(encode, self._codec, OwnWeights(self.state.slow), steps)
 
     async def encode_absolute(self, snapshot: Snapshot) -> Encoded:
-        """Return what a partner that adopts our weights gets: in the absolute form, without what is owed."""
+        """Return what a partner that adopts our weights gets: in the absolute form."""
         return await self._compute(encode, absolute(self._codec), self._adopted(snapshot))
 
-    def _adopted(self, snapshot: Snapshot) -> Tensors:
+    def _adopted(self, snapshot: Snapshot) -> OwnWeights:
         """Return the weights that are adopted or replaced: the slow ones where they travel, else the fast ones."""
-        return self.state.slow if self.needs_slow else snapshot.fast
+        return OwnWeights(self.state.slow) if self.needs_slow else snapshot.fast
 
     # What the partner sent. All raise Implausible where it cannot be right.
 
     async def hear_fast(self, wire: Tensors, snapshot: Snapshot, mine: Encoded) -> Sides:
         """Check the partner's fast weights, given what we have sent of ours."""
-        return await self._compute(self._heard, wire, snapshot.fast, self._owed.fast, mine)
+        return await self._compute(self._heard, wire, snapshot.fast, mine)
 
     async def hear_slow(self, wire: Tensors, mine: Encoded) -> Sides:
-        return await self._compute(self._heard, wire, self.state.slow, self._owed.slow, mine)
+        return await self._compute(self._heard, wire, OwnWeights(self.state.slow), mine)
 
-    def _heard(self, wire: Tensors, own: Tensors, owed: Feedback, mine: Encoded) -> Sides:
+    def _heard(self, wire: Tensors, own: OwnWeights, mine: Encoded) -> Sides:
         theirs = mine.coded._replace(wire=wire)
-        check(theirs, own, owed, mine.norm)
+        check(theirs, own, mine.norm)
         return Sides(mine.coded, theirs)
 
     async def bound_fast(self, partner: str, sides: Sides, snapshot: Snapshot) -> Sides:
         """Return both sides with the share of the partner's that counts; raise Implausible where none does."""
-        ours = snapshot.fast, self._owed.fast
-        return await self._compute(self._bounded, self._fast_bound, partner, sides, ours, snapshot)
+        return await self._compute(self._bounded, self._fast_bound, partner, sides, snapshot.fast, snapshot)
 
     async def bound_slow(self, partner: str, sides: Sides, snapshot: Snapshot) -> Sides:
         """Do likewise with slow weights; the snapshot says how far ours have come since."""
-        ours = self.state.slow, self._owed.slow
+        ours = OwnWeights(self.state.slow)
         return await self._compute(self._bounded, self._slow_bound, partner, sides, ours, snapshot)
 
     def _bounded(
-        self, bound: InfluenceBound, partner: str, sides: Sides, ours: tuple[Tensors, Feedback], snapshot: Snapshot
+        self, bound: InfluenceBound, partner: str, sides: Sides, ours: OwnWeights, snapshot: Snapshot
     ) -> Sides:
-        deviation = measure(sides.theirs, *ours, self.state.slow, snapshot.fast)
+        deviation = measure(sides.theirs, ours, self.state.slow, snapshot.fast)
         return sides._replace(share=bound.share(partner, deviation, only=len(self._partners()) < 2))
 
     async def adopting(self, wire: Tensors, snapshot: Snapshot, *, alike: bool) -> Step:
@@ -192,7 +196,7 @@ class OuterOptimiser:
         own = self._adopted(snapshot)
 
         def check_theirs() -> None:
-            check(theirs, own, Feedback(theirs.form), norm(own))
+            check(theirs, own, own.norm())
             if alike:
                 check_alike(theirs, own)
 
@@ -201,19 +205,23 @@ class OuterOptimiser:
 
     # The step.
 
-    async def take(self, step: Step) -> Tensors:
-        """Move the slow weights; return the correction of the fast ones, in the memory of the step's snapshot."""
-        await self._compute(self._take, step)
-        return step.snapshot
+    async def take(self, step: Step) -> Tensors | None:
+        """Move the slow weights; return the correction of the fast ones, in the memory of the step's snapshot.
 
-    async def correct(self, correction: Tensors) -> None:
-        """Add the correction of a step to the fast weights, in a pause."""
-        await self._replica.correct(correction)
+        None: the slow weights, which are a partner's, take the place of the fast ones.
+        """
+        await self._compute(self._take, step)
+        return step.correction if step.adopts is None else None
+
+    async def correct(self, correction: Tensors | None) -> None:
+        """Correct the fast weights by what `take` has returned, in a pause."""
+        if correction is None:
+            await self._replica.replace(self.state.slow)
+        else:
+            await self._replica.correct(correction)
 
     def _take(self, step: Step) -> None:
-        self.state = take_step(step, self.state, self._owed, self._rule)
-        if step.adopts is not None:
-            self._owed = self._nothing_owed()
+        self.state = take_step(step, self.state, self._rule)
         self.version += 1
 
 
@@ -229,22 +237,18 @@ def _contiguous(tensors: Tensors) -> Tensors:
     return tuple([tensor.detach().contiguous() for tensor in tensors])
 
 
-def take_step(step: Step, state: OuterState, owed: Owed, rule: Rule, longest: int = PIECE) -> OuterState:
-    """Take a step; return the state after it, in the same tensors. The snapshot holds the correction then.
+def take_step(step: Step, state: OuterState, rule: Rule, longest: int = PIECE) -> OuterState:
+    """Take a step; return the state after it, in the same tensors. The snapshot's memory holds the correction then.
 
     `longest`: values of a piece, a whole number of blocks.
     """
     if step.adopts is not None:
-        return _adopt(step.adopts, step.snapshot, state, rule.fixed, longest)
-    if step.fast is not None:
-        owed.fast.begin(step.snapshot)
-    if step.slow is not None:
-        owed.slow.begin(state.slow)
+        return _adopt(step.adopts, state, rule.fixed, longest)
     form = Format.FLOAT32 if step.fast is None else step.fast.theirs.form
-    work, after = _Work(step, state, owed, rule, longest), state
+    work, after = _Work(step, state, rule, longest), state
     for number, slow in enumerate(state.slow):
         if number in rule.fixed:
-            step.snapshot[number].zero_()
+            step.correction[number].zero_()
             continue
         if (moved := work.move_compiled(number)) is None:
             for at in pieces(form, slow.numel(), longest):
@@ -254,17 +258,15 @@ def take_step(step: Step, state: OuterState, owed: Owed, rule: Rule, longest: in
     return OuterState(state.slow, state.momentum, gathered, after.meetings)
 
 
-def _adopt(theirs: Coded, snapshot: Tensors, state: OuterState, fixed: frozenset[int], longest: int) -> OuterState:
+def _adopt(theirs: Coded, state: OuterState, fixed: frozenset[int], longest: int) -> OuterState:
     """Go on from the partner's weights. The momentum starts at zero: it spoke of weights that are left behind."""
     reader, memory = Reader(theirs, state.slow), scratch(state.slow, longest)
     for number, slow in enumerate(state.slow):
         if number in fixed:
-            snapshot[number].zero_()
             continue
         for at in pieces(theirs.form, slow.numel(), longest):
-            phi, fast = slow.view(-1)[at], snapshot[number].view(-1)[at]
+            phi = slow.view(-1)[at]
             phi.copy_(reader.read(number, at, phi, memory))
-            torch.sub(phi, fast, out=fast)
     for momentum in state.momentum:
         momentum.zero_()
     return OuterState(state.slow, state.momentum)
@@ -273,10 +275,11 @@ def _adopt(theirs: Coded, snapshot: Tensors, state: OuterState, fixed: frozenset
 class _Work:
     """One step under way. `gathered`: new tensors for what a momentum period gathers, where one has just begun."""
 
-    def __init__(self, step: Step, state: OuterState, owed: Owed, rule: Rule, longest: int) -> None:
-        self._step, self.state, self._owed, self._rule = step, state, owed, rule
+    def __init__(self, step: Step, state: OuterState, rule: Rule, longest: int) -> None:
+        self._step, self.state, self._rule = step, state, rule
         self._fast, self._slow = (None if sides is None else _BothSides(sides, state.slow) for sides in step[1:3])
-        self._near, self._own, self._fast_mean, self._slow_mean = (scratch(state.slow, longest) for _ in range(4))
+        self._near, *memory = (scratch(state.slow, longest) for _ in range(5))
+        self._fast_memory, self._slow_memory = memory[:2], memory[2:]
         self.gathered: Tensors = ()
         if rule.delay.period > 1 and state.momentum and not state.gathered:
             self.gathered = tuple([torch.zeros_like(slow) for slow in state.slow])
@@ -285,52 +288,51 @@ class _Work:
         """Do with a whole parameter what `move` does with its pieces; None where no compiled form does this step."""
         (slow, momentum, gathered, _), seen, outer = self.state, self._fast, self._rule.outer
         plain = not gathered and self._rule.delay.period == 1 and self._slow is None
-        if kernels.COMPILED is None or seen is None or not seen.whole or not plain:
+        compiled = kernels.COMPILED if self._step.snapshot.difference else None
+        if compiled is None or seen is None or not seen.whole or not plain:
             return None
-        first = seen.theirs.arguments(number, slow, self._step.snapshot, self._owed.fast.residual, momentum)
-        kernels.COMPILED.kernels_step(*first, *self._step.shares, outer.alpha, outer.beta)
+        places = *self._step.snapshot.addresses(number), momentum[number].data_ptr() if momentum else None
+        compiled.kernels_step(*places, *seen.theirs.arguments(number), *self._step.shares, outer.alpha, outer.beta)
         return OuterState(slow, momentum)
 
     def move(self, number: int, at: slice) -> OuterState:
         slow, momentum, gathered, meetings = self.state
-        fast, phi = self._step.snapshot[number].view(-1)[at], slow[number].view(-1)[at]
+        phi = slow[number].view(-1)[at]
         before = OuterState((phi,), _part(momentum, number, at), _part(gathered, number, at), meetings)
-        fast_mean, _ = self._mean(self._fast, self._owed.fast, self._step.snapshot, number, at, self._fast_mean)
+        fast_mean, sent = self._mean(self._fast, self._step.snapshot, number, at, *self._fast_memory)
+        moved = phi
         if self._slow is None:
             # Alone the mean is over one; in a pair the partner's slow weights cancel, or there would be some.
             alone = self._step.fast is None and self._rule.outer.gamma != self._rule.outer.beta
-            slow_mean = (self._slow_mean[: len(phi)].copy_(phi),) if alone else None
+            slow_mean = (self._slow_memory[0][: len(phi)].copy_(phi),) if alone else None
             after = move(before, (fast_mean,), slow_mean, self._rule.outer, self._rule.delay)
         else:
-            pair_mean, decoded = self._mean(self._slow, self._owed.slow, slow, number, at, self._slow_mean)
-            seen = decoded.clone() if self._slow.lossy else phi
-            after = move(before._replace(slow=(seen,)), (fast_mean,), (pair_mean,), self._rule.outer, self._rule.delay)
+            pair_mean, decoded = self._mean(self._slow, OwnWeights(slow), number, at, *self._slow_memory)
             if self._slow.lossy:
-                phi.add_(seen).sub_(decoded)
+                moved = decoded.clone()
+            after = move(before._replace(slow=(moved,)), (fast_mean,), (pair_mean,), self._rule.outer, self._rule.delay)
+            if self._slow.lossy:
+                phi.add_(moved).sub_(decoded)
         if after.gathered and self.gathered:
             self.gathered[number].view(-1)[at].copy_(after.gathered[0])
-        torch.sub(phi, fast, out=fast)
+        torch.sub(moved, sent, out=self._step.correction[number].view(-1)[at])
         return after
 
     def _mean(
-        self, seen: _BothSides | None, owed: Feedback, weights: Tensors, number: int, at: slice, out: Tensor
+        self, seen: _BothSides | None, weights: OwnWeights, number: int, at: slice, own: Tensor, out: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the mean of what both decode of a piece of one set of weights, and what both decode of ours.
 
-        Notes the rounding error that ours then owes. `seen` None: there is no partner, and both are our own piece.
+        `seen` None: there is no partner, and both are our own piece.
         """
-        out = out[: at.stop - at.start]
+        exact, out = weights.read(number, at, self._near), out[: at.stop - at.start]
         if seen is None:
-            return out.copy_(weights[number].view(-1)[at]), out
-        meant = owed.meant(weights, number, at, self._near)
-        own, theirs = seen.read(number, at, meant, self._own, out)
+            return out.copy_(exact), exact
+        sent, theirs = seen.read(number, at, exact, own, out)
         if seen.share != 1.0:
-            own = self._own[: len(meant)].copy_(weights[number].view(-1)[at])
-            theirs = torch.sub(theirs, meant, out=out).mul_(seen.share).add_(own)
-        else:
-            owed.settle(number, at, meant, own)
-        mean_into(out, own, theirs, self._step.shares)
-        return out, own
+            sent = own[: len(exact)].copy_(exact)
+            theirs = torch.sub(theirs, exact, out=out).mul_(seen.share).add_(exact)
+        return mean_into(out, sent, theirs, self._step.shares), sent
 
 
 class _BothSides:
@@ -343,12 +345,12 @@ class _BothSides:
         self._mine = Reader(sides.mine, own) if self.lossy else None
         self.theirs = Reader(sides.theirs, own)
 
-    def read(self, number: int, at: slice, meant: Tensor, own: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a piece of ours and of the partner's; `meant`: what ours were encoded from."""
+    def read(self, number: int, at: slice, exact: Tensor, own: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a piece of ours and of the partner's; `exact`: what ours were encoded from."""
         if self._modular:
-            return self.theirs.read_both(number, at, meant, own, theirs)
-        mine = meant if self._mine is None else self._mine.read(number, at, meant, own)
-        return mine, self.theirs.read(number, at, meant, theirs)
+            return self.theirs.read_both(number, at, exact, own, theirs)
+        mine = exact if self._mine is None else self._mine.read(number, at, exact, own)
+        return mine, self.theirs.read(number, at, exact, theirs)
 
 
 def _part(tensors: Tensors, number: int, at: slice) -> Tensors:

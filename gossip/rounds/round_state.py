@@ -119,10 +119,10 @@ class Stepping:
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingCorrection:
     """The slow weights have moved, and the correction of the fast ones waits for the next pause; the rest is that of
-    the step.
+    the step. `correction`: None where the slow weights take their place.
     """
 
-    correction: Tensors
+    correction: Tensors | None
     snapshot_step: int
     event: OuterStepTaken
     last_met: int
@@ -338,7 +338,7 @@ class RoundState:
         self.phase = Stepping(pending, asyncio.create_task(take(pending), name="outer step"))
         self.ring()
 
-    def correct_later(self, correction: Tensors) -> None:
+    def correct_later(self, correction: Tensors | None) -> None:
         """Leave the correction of a step that is computed to the next pause. Wakes nobody: all wait for that pause."""
         if not isinstance(self.phase, Stepping):
             raise self._illegal("correct_later")

@@ -117,8 +117,9 @@ class ForeignStage:
         """Leave the gradients to the program."""
 
     @torch.no_grad()
-    def weights(self) -> tuple[Tensor, ...]:
-        return tuple([each.detach().to("cpu", torch.float32, copy=True) for each in self._parameters])
+    def weights(self, less: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        copies = (each.detach().to("cpu", torch.float32, copy=True) for each in self._parameters)
+        return tuple([own.sub_(other).bfloat16() for own, other in zip(copies, less, strict=True)] if less else copies)
 
     @torch.no_grad()
     def set_weights(self, weights: Sequence[Tensor]) -> None:

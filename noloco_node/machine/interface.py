@@ -97,8 +97,8 @@ class StageModel(worker.WorkerStage, Protocol):
     def discard(self) -> None:
         """Forget the gradients collected so far."""
 
-    def weights(self) -> tuple[Tensor, ...]:
-        """Return a copy of the fast weights."""
+    def weights(self, less: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """Return a copy of the fast weights; `less` others, the difference from these in bfloat16."""
 
     def set_weights(self, weights: Sequence[Tensor], /) -> None:
         """Replace the fast weights: float32, or as `current_weights` of any stage has them."""

@@ -225,11 +225,14 @@ class Replica:
 
     # What the rounds ask of us (gossip.interface.GossipReplica).
 
-    async def snapshot(self) -> Tensors:
-        return await self._run(self._stage.weights)
+    async def snapshot(self, slow: Tensors) -> Tensors:
+        return await self._run(self._stage.weights, slow)
 
     async def correct(self, correction: Tensors) -> None:
         await self._run(self._stage.correct, correction)
+
+    async def replace(self, weights: Tensors) -> None:
+        await self._run(self._stage.set_weights, weights)
 
     def alone(self, retry_after_s: float) -> AbstractAsyncContextManager[None]:
         """Shut the admission window until nothing is in flight."""

@@ -43,7 +43,7 @@ class GossipMemory(NamedTuple):
 
     momentum: int
     gathered: int
-    owed: int
+    snapshot: int
     ahead: int
     exchange: int
     adopted: int
@@ -60,13 +60,13 @@ def round_bytes(outer: OuterConfig, shapes: Shapes) -> int:
 
 
 def gossip_memory(outer: OuterConfig, shapes: Shapes) -> GossipMemory:
-    """Return what gossip needs besides slow weights, momentum and snapshot."""
-    once, lossy = float32_bytes(shapes), outer.codec is not Format.FLOAT32
+    """Return what gossip needs besides slow weights."""
+    once = float32_bytes(shapes)
     return GossipMemory(
         momentum=once if outer.alpha else 0,
         gathered=once if outer.gathers else 0,
-        # In bfloat16.
-        owed=outer.weight_sets * once // 2 if lossy else 0,
+        # With a lossy codec a difference in bfloat16.
+        snapshot=once if outer.codec is Format.FLOAT32 else once // 2,
         ahead=2 * wire_bytes(outer.codec, shapes) if outer.weight_sets == 2 else 0,
         # What travels is decoded a piece at a time, and a step is taken in place.
         exchange=2 * coded_bytes(outer, shapes),

@@ -52,12 +52,11 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     slow_weights: int
     outer_momentum: int
     snapshot: int
+    """Of the fast weights, which becomes the correction; with a lossy codec a difference from the slow ones."""
     exchange: int
     """The weights of both sides as they travel, until the step of their meeting has been taken."""
     adopted: int
     """The weights of one side as they travel to a side that adopts them."""
-    owed: int
-    """What the codec has left out so far."""
     ahead: int
     """Slow weights of both sides, where they travel ahead of time."""
     gathered: int
@@ -82,7 +81,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         In steps it keeps the memory of its last snapshot; where the device computes in main memory it does not.
         """
         lasting = self.slow_weights + self.outer_momentum + self.gathered
-        steps = lasting + self.owed + self.ahead + self.waiting
+        steps = lasting + self.ahead + self.waiting
         return {
             "steps": steps + self.snapshot,
             "a round": steps + self.snapshot + self.exchange,
@@ -301,7 +300,6 @@ def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool, splits:
         optimiser=2 * sum(moment_bytes(shape, run.inner.state) for shape in shapes),
         slow_weights=once,
         outer_momentum=gossip.pop("momentum"),
-        snapshot=once,
         **gossip,
         cast_weights=0 if split else cast,
         # What is cast has a copy of its own; the rest moves on to one.

@@ -40,10 +40,13 @@ class Upload:
         ]
 
     def __call__(self, part: Tensor) -> Tensor:
-        """Return float32 values [n], n <= PART, on the device, where they stay until the next call but one."""
+        """Return values [n], n <= PART, on the device, where they stay until the next call but one.
+
+        They are float32 or of fewer bytes.
+        """
         place = self._places[self._next]
         self._next = (self._next + 1) % _PLACES
-        there, near = (memory[: len(part)] for memory in (place.there, place.near))
+        there, near = (memory.view(part.dtype)[: len(part)] for memory in (place.there, place.near))
         if place.taken is not None:
             place.taken.synchronize()
         there.copy_(near.copy_(part), non_blocking=place.taken is not None)

@@ -19,11 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossip.exchange.codec import Feedback
+from gossip.exchange.codec import OwnWeights
 from gossip.exchange.swap import FEW, MARGIN, common_steps, probe_coordinates
 from gossip.rule.outer_step import Tensors
 from gossip.settings import Format
-from research.codec.whole_sets import decode, encode, settle
+from research.codec.whole_sets import decode, encode
 from research.laboratory.experiments.cell import Cell
 from research.laboratory.methods.replicas import Swarm
 from research.theory.pair_step import mean
@@ -107,7 +107,7 @@ def trained(seed: int, steps: int) -> Apart:
 def probes(apart: Apart, seed: int) -> tuple[Tensor, Tensor, list[int]]:
     """Return both probes, and the number of coordinates in each parameter."""
     coordinates = probe_coordinates(seed, [tensor.numel() for tensor in apart.own])
-    shown = [Feedback(Format.INT4).probe(weights, coordinates) for weights in apart]
+    shown = [OwnWeights(weights).probe(coordinates) for weights in apart]
     return shown[0], shown[1], [len(indices) for indices in coordinates]
 
 
@@ -130,7 +130,7 @@ def steps_of_rms(apart: Apart, seed: int) -> tuple[float, ...]:
 
 def seen(apart: Apart, steps: Sequence[float]) -> Seen:
     """Send one replica's weights to the other."""
-    said = encode(Format.INT4, apart.own, (), steps)
+    said = encode(Format.INT4, apart.own, steps)
     heard = decode(Format.INT4, said.wire, apart.other, steps)
     wrapped = count = 0
     rounding = distance = 0.0
@@ -157,7 +157,7 @@ def farther_by_feedback(drift: float) -> float:
     for feeds in (False, True):
         source, order = torch.Generator().manual_seed(0), Random(0)
         every: list[Tensors] = [(torch.randn(4096, generator=source),) for _ in range(8)]
-        owed = [Feedback(Format.INT8) for _ in every]
+        owed = [torch.zeros(4096) for _ in every]
         width = drift * float(encode(Format.INT8, every[0]).wire[1].mean())
         distances = []
         for number in range(ROUNDS):
@@ -165,9 +165,9 @@ def farther_by_feedback(drift: float) -> float:
             for one, other in zip(pairs[::2], pairs[1::2], strict=True):
                 heard = []
                 for side in (one, other):
-                    coded = encode(Format.INT8, every[side], owed[side].residual if feeds else ())
-                    settle(owed[side], every[side], coded.decoded)
-                    heard.append(coded.decoded)
+                    meant = every[side][0] + owed[side] if feeds else every[side][0]
+                    heard.append(encode(Format.INT8, (meant,)).decoded)
+                    owed[side] = meant - heard[-1][0]
                 middle = mean(heard[0], heard[1])
                 every[one] = every[other] = middle
             every = [(w[0] + width * torch.randn(w[0].shape, generator=source),) for w in every]

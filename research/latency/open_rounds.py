@@ -98,13 +98,17 @@ class Trainee:
         """Return the virtual seconds that its inner steps took, waiting included and alone, and its rounds' counts."""
         return {"took_s": self.took_s, "steps_s": sum(self._steps_s)} | self.rounds.statistics()
 
-    async def snapshot(self) -> Tensors:
-        """Return a copy of the weights."""
+    async def snapshot(self, slow: Tensors) -> Tensors:
+        """Return a copy of the weights; no codec has them as a difference from slow ones."""
         return (self._weights.clone(),)
 
     async def correct(self, correction: Tensors) -> None:
         """Add a correction to the weights."""
         self._weights = self._weights + correction[0]
+
+    async def replace(self, weights: Tensors) -> None:
+        """Replace the weights."""
+        self._weights = weights[0].clone()
 
     def _partners(self) -> tuple[Candidate, ...]:
         mine = self._network.peer_id

@@ -33,8 +33,13 @@ def test_a_correction_is_added_and_a_copy_stays_as_it_was(dtype: torch.dtype) ->
     assert all(torch.equal(each, same) for each, same in zip(before, kept, strict=True))
     expected = [(each + 1.0).to(dtype) for each in before]
     assert all(torch.equal(own, each) for own, each in zip(module.parameters(), expected, strict=True))
+    difference = stage.weights(kept)
+    assert all(
+        torch.equal(each, (own - was).bfloat16()) for each, own, was in zip(difference, expected, kept, strict=True)
+    )
     stage.set_weights(kept)
     assert all(torch.equal(now, then) for now, then in zip(stage.weights(), kept, strict=True))
+    assert not any(each.any() for each in stage.weights(kept))
 
 
 @given(st.none() | st.floats())

@@ -51,15 +51,14 @@ def like(tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 
 def first_weights() -> Attack:
-    kept: list[tuple[Tensor, ...]] = []
+    kept: list[Tensor] = []
 
-    class Old(TamperedStage):
-        def weights(self) -> tuple[Tensor, ...]:
-            if not kept:
-                kept.append(super().weights())
-            return tuple(tensor.clone() for tensor in kept[0])
+    def first(weights: Tensor) -> Tensor:
+        if not kept:
+            kept.append(weights)
+        return kept[0].clone()
 
-    return Attack(arithmetic=Old)
+    return weights(first)
 
 
 def claims_rounds() -> Attack:

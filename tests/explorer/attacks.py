@@ -203,16 +203,20 @@ class TamperedStage:
             return reply
         return replace(reply, hidden=self._gradient(reply.hidden))
 
-    def weights(self) -> tuple[Tensor, ...]:
+    def claimed(self) -> tuple[Tensor, ...]:
         """Return what partners are to take for the fast weights."""
         weights = self._stage.weights()
         return weights if self._weights is None else tuple(self._weights(tensor) for tensor in weights)
+
+    def weights(self, less: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        claimed = self.claimed()
+        return tuple((own - other).bfloat16() for own, other in zip(claimed, less, strict=True)) if less else claimed
 
     def step(self, learning_rate: float, microbatches: float, /) -> StepReport:
         return self._stage.step(learning_rate, microbatches)
 
     def current_weights(self) -> tuple[Tensor, ...]:
-        return self.weights()
+        return self.claimed()
 
 
 class _TamperedPass:

@@ -37,6 +37,8 @@ ROUNDING = {Format.FLOAT32: TOLERANCE, Format.BFLOAT16: 2.0**-7, Format.INT8: 2.
 """Of the mean that both decode, from that of the snapshots, relative to the largest number: two roundings, since what
 the last exchange left out is sent with this one; slow weights that travel are rounded likewise. Of int4 it is a share
 of how far apart the two are, so this is loose."""
+KEPT = 0.1
+"""What int4 leaves in the fast weights, of how far apart the two are: half a step."""
 FEW_STEPS = 3
 """Inner steps within which a step that is agreed has been applied."""
 
@@ -44,7 +46,8 @@ FEW_STEPS = 3
 class MeetingSide:
     """One side of a meeting: who with whom, in which round, the gap that it saw, the mean that it applied.
 
-    `slow` and `snapshot`: weights before the step. `scale`: its largest number. `begun_s`: no later than the exchange
+    `slow` and `snapshot`: weights before the step. `kept`: what it has left of the snapshot in the fast weights, and of
+    slow weights that travel, at most. `scale`: its largest number. `begun_s`: no later than the exchange
     began. `stepped_s`: when the step was applied.
     """
 
@@ -56,12 +59,14 @@ class MeetingSide:
         *,
         slow: Tensor,
         snapshot: Tensor,
+        kept: float,
         scale: float,
         at_s: float,
     ) -> None:
         assert event.partner is not None
         self.name, self.partner, self.round, self.gap = record.name, event.partner, event.round, event.gap or 0.0
         self.mean, self.slow, self.snapshot, self.scale, self.stepped_s = mean, slow, snapshot, scale, at_s
+        self.kept = kept
         # It was agreed after the last pause but one.
         agreed_s = record.stepped_s[-2] if len(record.stepped_s) > 1 else record.began_s
         self.begun_s = agreed_s - event.seconds
@@ -105,7 +110,12 @@ class MeetingChecker:
         away = float((side.mean - pull - (side.snapshot + other.snapshot) / 2).abs().max())
         codec = Format(self.context.outer.codec)
         if codec.is_modular:
-            scale = max(scale, 2 * float((side.snapshot - other.snapshot).abs().max()))
+            apart = [float((a - b).abs().max()) for a, b in ((side.snapshot, other.snapshot), (side.slow, other.slow))]
+            kept = max(side.kept, other.kept)
+            if not kept <= KEPT * sum(apart):
+                sentence = f"{side.name} and {other.name} met in round {side.round} and one has kept {kept:.3g}"
+                self.context.complain("rule", f"{sentence} of its snapshot, of {sum(apart):.3g} that they were apart")
+            scale = max(scale, 2 * apart[0])
         # What the slow weights were rounded by is in the pull.
         if not away <= (1.0 + abs(self._pulled)) * ROUNDING[codec] * scale:
             sentence = f"{side.name} and {other.name} met in round {side.round} and applied a mean of other weights"

@@ -12,7 +12,8 @@ end of each pause are remembered. So:
 - the mean of a solo round is one's own fast weights;
 - phi' = phi - u - the momentum's share, always;
 - who was too stale and took its partner's weights has no momentum left;
-- the fast weights have moved by phi' - snapshot, neither more nor less: gossip has its effect, and once.
+- the fast weights have moved by phi' - snapshot, neither more nor less, but for what the codec has rounded: gossip has
+  its effect, and once; who took its partner's weights has them in both places.
 
 A step that forgets its momentum shows in both means: the sides of a pair have different momenta as soon as they have
 met different partners.
@@ -29,6 +30,7 @@ steps, and with the next one where those that it has met are ahead as far.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +38,7 @@ from torch import Tensor
 
 from gossip.interface import OuterStepTaken
 from gossip.rule.outer_step import LIFT_BOUND, OuterState
+from gossip.settings import Format
 from tests.explorer.meetings import MeetingChecker, MeetingSide
 from tests.explorer.observation import CheckerContext, clipped
 from tests.explorer.session_records import SessionRecord, fast_of, state_of
@@ -44,6 +47,11 @@ TOLERANCE = 1e-3
 """Of a recovered mean, relative to the largest number that it was recovered from: float32, divided by beta."""
 ROUNDING = 1e-5
 """Of a difference of weights, relative to the largest of them: a few sums in float32."""
+DIFFERENCE = 2.0**-7
+"""What bfloat16 rounds off a correction and off the difference from the slow weights that the snapshot is, relative to
+the largest of them."""
+KEPT = {Format.FLOAT32: 0.0, Format.BFLOAT16: 2.0**-8, Format.INT8: 1.0 / 127}
+"""What a meeting in a codec leaves in the fast weights, relative to the largest number; of int4 see `meetings`."""
 
 
 @dataclass(slots=True, repr=False)
@@ -77,8 +85,9 @@ class RoundInvariants:
             sentence = f"{record.name} stepped on a snapshot {event.staleness} inner steps old"
             context.complain("rule", f"{sentence}, of which nothing is known")
             return
-        self._check_correction(record, fast - before_fast, phi_next - snapshot, scale)
+        mean = phi - added / context.outer.beta
         if event.adopted:
+            self._check_correction(record, fast, phi_next, ROUNDING * scale)
             self.adopted += 1
             record.met_s = now_s
             context.checked["adopted"] += 1
@@ -87,11 +96,19 @@ class RoundInvariants:
             return
         if not torch.allclose(phi_next, phi - added - self._share(before) * m, atol=TOLERANCE * scale):
             context.complain("rule", f"{record.name} moved its slow weights by other than its momentum")
-        mean = phi - added / context.outer.beta
+        due, codec = phi_next - snapshot, Format(context.outer.codec)
+        rounding = ROUNDING * scale
+        if codec is not Format.FLOAT32:
+            rounding += DIFFERENCE * float(torch.maximum(due.abs(), (phi - snapshot).abs()).max())
+        kept = math.inf if codec.is_modular else KEPT[codec] * scale
+        off = self._check_correction(
+            record, fast - before_fast, due, rounding + (kept if event.partner is not None else 0.0)
+        )
         if event.partner is not None:
             self.met += 1
             record.met_s = now_s
-            side = MeetingSide(record, event, mean, slow=phi, snapshot=snapshot, scale=scale, at_s=now_s)
+            kept = max(0.0, off - rounding)
+            side = MeetingSide(record, event, mean, slow=phi, snapshot=snapshot, kept=kept, scale=scale, at_s=now_s)
             assert record.peer.replica is not None
             before_clipped, record.clipped = record.clipped, clipped(record.peer.replica)
             side.clipped = record.clipped > before_clipped
@@ -99,7 +116,7 @@ class RoundInvariants:
             return
         self.solo += 1
         away = float((mean - snapshot).abs().max())
-        if away > TOLERANCE * scale:
+        if away > max(TOLERANCE * scale, rounding):
             sentence = f"{record.name} took a solo step for round {event.round} that its own weights do not explain"
             context.complain("rule", f"{sentence}: the mean that it applied is {away:.3g} off")
 
@@ -118,12 +135,13 @@ class RoundInvariants:
             return after.gathered[0] - earlier
         return after.momentum[0] - self.context.outer.alpha * before.momentum[0] - earlier
 
-    def _check_correction(self, record: SessionRecord, moved: Tensor, due: Tensor, scale: float) -> None:
+    def _check_correction(self, record: SessionRecord, moved: Tensor, due: Tensor, rounding: float) -> float:
         self.context.checked["correction"] += 1
         away = float((moved - due).abs().max())
-        if not away <= ROUNDING * scale:
+        if not away <= rounding:
             sentence = f"{record.name} moved its fast weights by other than new slow weights less snapshot"
             self.context.complain("rule", f"{sentence}: {away:.3g} off, of {float(due.abs().max()):.3g}")
+        return away
 
     def _check_number(self, record: SessionRecord, event: OuterStepTaken) -> None:
         context, last = self.context, record.finished[-1][1]

@@ -359,7 +359,9 @@ async def test_the_last_step_of_a_run_is_in_its_last_round_however_long_it_lasts
     assert len(peer.of(events.InnerStep)) == 3
     assert len(peer.of(OuterStepTaken)) == 2
     assert peer.saved is not None
-    assert all(map(torch.equal, peer.saved.tensors["slow"], peer.saved.tensors["fast"]))
+    # But for what a difference from slow weights is rounded by.
+    for slow, fast in zip(peer.saved.tensors["slow"], peer.saved.tensors["fast"], strict=True):
+        torch.testing.assert_close(slow, fast, rtol=0.0, atol=1e-4)
 
 
 def assert_counted(peer: Peer) -> None:

@@ -183,6 +183,21 @@ def test_a_matrix_of_several_pieces_changes_throughout() -> None:
     assert all(map(torch.equal, read, whole.weights()))
 
 
+def test_a_difference_is_that_of_the_joined_weights() -> None:
+    """Rounded once, and a correction in bfloat16 is added as one in float32."""
+    stage, other = staged(), staged()
+    train(stage, 2)
+    before = other.weights()
+    found = stage.weights(before)
+    assert any(each.any() for each in found)
+    due = [(own - was).bfloat16() for own, was in zip(stage.weights(), before, strict=True)]
+    assert all(map(torch.equal, found, due))
+    stage.correct(found)
+    expected = [own + each for own, each in zip(before, due, strict=True)]
+    other.correct([each.float() for each in found])
+    assert all(torch.allclose(*pair, rtol=1e-4) for pair in zip(other.weights(), expected, strict=True))
+
+
 def test_training_goes_as_in_float32() -> None:
     """Losses of the last stage after some steps, of weights in 24 and in 32 bits; moments are codes in one of them."""
     losses = []

@@ -366,6 +366,13 @@ def test_the_next_copy_of_the_weights_takes_the_memory_of_a_correction_where_the
     assert all(torch.equal(2 * before, after) for before, after in zip(expected, second, strict=True))
     third = stage.weights()
     assert not {each.data_ptr() for each in second} & {each.data_ptr() for each in third}, "one caller has it"
+    difference = stage.weights(third)
+    assert not any(each.any() for each in difference)
+    stage.correct(difference)
+    assert all(each.dtype is torch.float32 for each in stage.weights()), "memory of another type is of no use"
+    stage.correct(difference)
+    again = stage.weights(third)
+    assert [a.data_ptr() == b.data_ptr() for a, b in zip(difference, again, strict=True)] == [apart] * len(again)
 
 
 def test_what_a_stage_lends_is_its_own_memory_and_what_it_copies_is_not() -> None:
@@ -387,6 +394,12 @@ def test_weights_are_copied_out_and_corrected_in_place() -> None:
     stage.correct([torch.full(shape, 0.25) for shape in stage.shapes])
     for old, new in zip(taken, stage.weights(), strict=True):
         assert torch.equal(old + 0.25, new)
+    difference = stage.weights(taken)
+    assert all(
+        torch.equal(each, torch.full(shape, 0.25).bfloat16())
+        for each, shape in zip(difference, stage.shapes, strict=True)
+    )
+    stage.correct([-each for each in difference])
     stage.set_weights(taken)
     assert all(torch.equal(a, b) for a, b in zip(taken, stage.weights(), strict=True))
     wrong = [*taken[:-1], taken[-1][:-1]]

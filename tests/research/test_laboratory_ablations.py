@@ -180,7 +180,8 @@ def test_a_last_meeting_moves_both_to_their_mean(form: Format) -> None:
     sent = clock.run(meet(*(Still(stage).optimiser(plain_mean(form), 0, Device().compute) for stage in sides)))
     assert sent >= wire_bytes(form, sides[0].shapes)
     for mine, theirs, one, other in zip(*(stage.weights() for stage in sides), *before, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0.0, atol=1e-6)
+        # What rounding has left out of each stays with it, and nothing is lost.
+        torch.testing.assert_close(mine + theirs, one + other, rtol=0.0, atol=1e-6 if form is Format.FLOAT32 else 1e-3)
         rounding = {Format.FLOAT32: 1e-6, Format.BFLOAT16: 2.0**-8, Format.INT8: 0.01, Format.INT4: 0.02}[form]
         torch.testing.assert_close(mine, (one + other) / 2, rtol=0.0, atol=rounding * max(1.0, float(one.abs().max())))
 

@@ -57,7 +57,7 @@ def coded(codec: Format, seed: int) -> tuple[Encoded, tuple[float, ...]]:
     if codec is Format.INT4:
         probes = [torch.cat([tensor.flatten() for tensor in drawn(each)]) for each in (seed, seed + 1)]
         steps = common_steps(*probes, [prod(shape) for shape in SHAPES])
-    return encode(codec, drawn(seed), (), steps), steps
+    return encode(codec, drawn(seed), steps), steps
 
 
 @codecs

@@ -302,7 +302,7 @@ def test_a_side_that_uses_its_exact_weights_is_found(monkeypatch: pytest.MonkeyP
     async def exact(self: OuterOptimiser, step: Step) -> Tensors:
         if step.fast is not None:
             form, wire, _ = step.fast.theirs
-            theirs = Coded(Format.FLOAT32, decode(form, wire, step.snapshot))
+            theirs = Coded(Format.FLOAT32, decode(form, wire, step.snapshot.base))
             step = step._replace(fast=step.fast._replace(theirs=theirs))
         return await take(self, step)
 
@@ -313,9 +313,9 @@ def test_a_side_that_uses_its_exact_weights_is_found(monkeypatch: pytest.MonkeyP
 def test_a_momentum_that_survives_adoption_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     adopt = gossip.rounds.outer_optimiser._adopt
 
-    def clinging(theirs: Coded, snapshot: Tensors, state: OuterState, *rest: Any) -> OuterState:
+    def clinging(theirs: Coded, state: OuterState, *rest: Any) -> OuterState:
         momentum = tuple(m.clone() for m in state.momentum)
-        return adopt(theirs, snapshot, state, *rest)._replace(momentum=momentum)
+        return adopt(theirs, state, *rest)._replace(momentum=momentum)
 
     monkeypatch.setattr(gossip.rounds.outer_optimiser, "_adopt", clinging)
     broken = first_broken(lambda scenario: with_outer(scenario, staleness_at_most=1))

@@ -21,7 +21,7 @@ SNAPSHOT, SLOW = torch.full((256,), 2.0 + 1 / 256), torch.full((256,), 2.0 + 3 /
 def side(name: str, partner: str, mean: Tensor) -> MeetingSide:
     record = cast(Any, SimpleNamespace(name=name, stepped_s=deque[float](), began_s=0.0))
     event = OuterStepTaken(round=3, seconds=1.0, partner=partner, gap=0.0)
-    return MeetingSide(record, event, mean, slow=SLOW, snapshot=SNAPSHOT, scale=float(SLOW.max()), at_s=1.0)
+    return MeetingSide(record, event, mean, slow=SLOW, snapshot=SNAPSHOT, kept=0.0, scale=float(SLOW.max()), at_s=1.0)
 
 
 def complaints(gamma: float, off: float) -> list[str]:

@@ -188,13 +188,18 @@ class Toy:
 
     # What gossip may do to it.
 
-    async def snapshot(self) -> Tensors:
+    async def snapshot(self, slow: Tensors) -> Tensors:
         await asyncio.sleep(0)
-        return (self.fast.clone(),)
+        return tuple([(self.fast - each).bfloat16() for each in slow]) or (self.fast.clone(),)
 
     async def correct(self, correction: Tensors) -> None:
         await asyncio.sleep(0)
         self.fast = self.fast + correction[0]
+        await asyncio.sleep(0)
+
+    async def replace(self, weights: Tensors) -> None:
+        await asyncio.sleep(0)
+        self.fast = weights[0].clone()
         await asyncio.sleep(0)
 
     @asynccontextmanager

@@ -126,9 +126,9 @@ class PricedStage:
         self._collected = 0
         self._stage.discard()
 
-    def weights(self) -> tuple[Tensor, ...]:
+    def weights(self, less: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         self._charge(self._prices.copy_s)
-        return self._stage.weights()
+        return self._stage.weights(less)
 
     def set_weights(self, weights: Sequence[Tensor], /) -> None:
         self._note_change()

@@ -145,8 +145,8 @@ class QuadraticModel:
     def discard(self) -> None:
         self._gradient = [0.0] * self._size
 
-    def weights(self) -> tuple[Tensor, ...]:
-        return (self._weights.clone(),)
+    def weights(self, less: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        return tuple([(self._weights - other).bfloat16() for other in less]) or (self._weights.clone(),)
 
     def set_weights(self, weights: Sequence[Tensor], /) -> None:
         (only,) = weights

@@ -36,13 +36,17 @@ class Still:
     def __repr__(self) -> str:
         return f"<Still: {self._stage!r}>"
 
-    async def snapshot(self) -> Tensors:
-        """Return a copy of the weights."""
-        return self._stage.weights()
+    async def snapshot(self, slow: Tensors) -> Tensors:
+        """Return a copy of the weights, or their difference from slow ones."""
+        return self._stage.weights(slow)
 
     async def correct(self, correction: Tensors) -> None:
         """Add to the weights."""
         self._stage.correct(correction)
+
+    async def replace(self, weights: Tensors) -> None:
+        """Replace the weights."""
+        self._stage.set_weights(weights)
 
     def optimiser(self, settings: OuterConfig, seed: int, compute: Compute) -> OuterOptimiser:
         """Return what says, hears and moves its weights."""

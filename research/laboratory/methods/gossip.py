@@ -65,13 +65,17 @@ class Gossiper:
     def __repr__(self) -> str:
         return f"<Gossiper {self._network.peer_id}: {self.rounds!r}>"
 
-    async def snapshot(self) -> Tensors:
-        """Return a copy of the fast weights."""
-        return self._stage.weights()
+    async def snapshot(self, slow: Tensors) -> Tensors:
+        """Return a copy of the weights, or their difference from slow ones."""
+        return self._stage.weights(slow)
 
     async def correct(self, correction: Tensors) -> None:
         """Add a correction to the fast weights."""
         self._stage.correct(correction)
+
+    async def replace(self, weights: Tensors) -> None:
+        """Replace the fast weights."""
+        self._stage.set_weights(weights)
 
     def _partners(self) -> tuple[Candidate, ...]:
         return self._crowd.others(self._network.peer_id)

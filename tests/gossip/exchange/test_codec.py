@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 from torch import Tensor
 
+from gossip.exchange import codec
 from gossip.exchange.codec import (
+    DIFFERENCE,
     NORM_RATIO,
     PIECE,
     Coded,
-    Feedback,
+    OwnWeights,
     check,
     norm,
     restore_both_int4,
@@ -28,7 +30,7 @@ from gossip.exchange.swap import FAR, FEW, FINEST, STEP_OF_NOTHING, common_steps
 from gossip.rule.outer_step import Tensors
 from gossip.settings import BLOCK, Format, wire_bytes, wire_specs
 from noloco_node.network.schema import TensorSpec
-from research.codec.whole_sets import decode, encode, meant_by, settle
+from research.codec.whole_sets import decode, encode
 from research.theory.pair_step import mean
 
 SHAPES = ((3, 7), (), (0,), (2 * BLOCK + 5,), (BLOCK,), (2, 0, 3), (1,))
@@ -56,6 +58,10 @@ def near(weights: Tensors, distance: float, seed: int) -> Tensors:
     """Weights that differ from these by less than `distance` everywhere."""
     source = generator(seed)
     return tuple(w + (torch.rand(w.shape, generator=source) * 2 - 1) * distance for w in weights)
+
+
+def rounded(tensors: Tensors) -> Tensors:
+    return tuple(tensor.to(DIFFERENCE) for tensor in tensors)
 
 
 def steps_for(form: Format, weights: Tensors, step: float) -> tuple[float, ...]:
@@ -87,7 +93,7 @@ def worst(a: Tensors, b: Tensors) -> float:
 @few
 def test_what_travels_is_known_from_the_shapes(form: Format, shapes: tuple[tuple[int, ...], ...], seed: int) -> None:
     weights = draw(seed, shapes=shapes)
-    encoded = encode(form, weights, (), steps_for(form, weights, 0.01))
+    encoded = encode(form, weights, steps_for(form, weights, 0.01))
     specs = wire_specs(form, shapes)
     assert [(str(t.dtype), tuple(t.shape)) for t in encoded.wire] == [(f"torch.{s.dtype}", s.shape) for s in specs]
     assert sum(tensor.nbytes for tensor in encoded.wire) == wire_bytes(form, shapes)
@@ -103,7 +109,7 @@ def test_both_sides_hold_the_same_numbers(form: Format, seed: int, shared: int) 
     centre = draw(shared)
     a, b = near(centre, 3.7 * step, seed), near(centre, 3.7 * step, seed + 1)
     steps = steps_for(form, centre, step)
-    sent_a, sent_b = encode(form, a, (), steps), encode(form, b, (), steps)
+    sent_a, sent_b = encode(form, a, steps), encode(form, b, steps)
     at_b, at_a = decode(form, sent_a.wire, b, steps), decode(form, sent_b.wire, a, steps)
     assert same_bits(at_b, sent_a.decoded)
     assert same_bits(at_a, sent_b.decoded)
@@ -113,14 +119,27 @@ def test_both_sides_hold_the_same_numbers(form: Format, seed: int, shared: int) 
 @given(form=formats, seed=seeds)
 @few
 def test_nothing_is_written_into_the_arguments(form: Format, seed: int) -> None:
-    weights, residual, own = draw(seed), draw(seed + 1, 0.001), draw(seed + 2)
-    before = [tensor.clone() for tensor in (*weights, *residual, *own)]
+    weights, difference, own = draw(seed), rounded(draw(seed + 1, 0.001)), draw(seed + 2)
+    before = [tensor.clone() for tensor in (*weights, *difference, *own)]
     steps = steps_for(form, weights, 0.01)
-    encoded = encode(form, weights, residual, steps)
-    wire = [tensor.clone() for tensor in encoded.wire]
-    decode(form, encoded.wire, own, steps)
-    assert all(torch.equal(now, then) for now, then in zip((*weights, *residual, *own), before, strict=True))
-    assert all(torch.equal(now, then) for now, then in zip(encoded.wire, wire, strict=True))
+    came = codec.encode(form, OwnWeights(weights, difference), steps).coded.wire
+    wire = [tensor.clone() for tensor in came]
+    decode(form, came, own, steps)
+    assert all(torch.equal(now, then) for now, then in zip((*weights, *difference, *own), before, strict=True))
+    assert all(torch.equal(now, then) for now, then in zip(came, wire, strict=True))
+
+
+@given(form=formats, seed=seeds)
+@few
+def test_a_difference_is_added_before_anything_else(form: Format, seed: int) -> None:
+    """Weights as a sum are encoded, probed and measured to the bit as the weights that they add up to."""
+    base, difference = draw(seed), rounded(draw(seed + 1, 0.01))
+    whole = tuple(torch.add(w, d) for w, d in zip(base, difference, strict=True))
+    steps, both = steps_for(form, base, 0.01), OwnWeights(base, difference)
+    assert all(map(torch.equal, codec.encode(form, both, steps).coded.wire, encode(form, whole, steps).wire))
+    coordinates = probe_coordinates(seed, [tensor.numel() for tensor in base])
+    assert torch.equal(both.probe(coordinates), probe(whole, coordinates))
+    assert both.norm() == OwnWeights(whole).norm() == pytest.approx(norm(whole), rel=1e-5)
 
 
 @given(seed=seeds, scale=scales)
@@ -169,7 +188,7 @@ def test_int4_keeps_multiples_of_its_step_that_are_near(seed: int, exponent: int
     away = torch.rand(multiples.shape, generator=source) * 14.9 - 7.45
     weights = ((multiples * step).float(),)
     own = ((multiples + away).mul(step).float(),)
-    encoded = encode(Format.INT4, weights, (), (step,))
+    encoded = encode(Format.INT4, weights, (step,))
     assert torch.equal(encoded.decoded[0], weights[0])
     assert same_bits(decode(Format.INT4, encoded.wire, own, (step,)), weights)
 
@@ -180,7 +199,7 @@ def test_int4_is_within_half_a_step(seed: int, step: float) -> None:
     weights = draw(seed)
     own = near(weights, 7.4 * step, seed + 1)
     steps = (step,) * len(weights)
-    encoded = encode(Format.INT4, weights, (), steps)
+    encoded = encode(Format.INT4, weights, steps)
     assert worst(encoded.decoded, weights) <= 0.501 * step
     assert same_bits(decode(Format.INT4, encoded.wire, own, steps), encoded.decoded)
 
@@ -204,9 +223,9 @@ def test_pieces_join(form: Format) -> None:
     """A parameter of several pieces: the same as its blocks one by one, and odd at the end."""
     (values,) = draw(3, shapes=((2 * PIECE + BLOCK + 3,),))
     steps = steps_for(form, (values,), 0.25)
-    encoded = encode(form, (values,), (), steps)
+    encoded = encode(form, (values,), steps)
     blocks = values.split(BLOCK)
-    apart = encode(form, blocks, (), steps_for(form, blocks, 0.25))
+    apart = encode(form, blocks, steps_for(form, blocks, 0.25))
     assert same_bits((torch.cat(apart.decoded),), encoded.decoded)
     assert same_bits(decode(form, encoded.wire, (values + 0.3,), steps), encoded.decoded)
 
@@ -214,10 +233,10 @@ def test_pieces_join(form: Format) -> None:
 @pytest.mark.parametrize("form", Format)
 def test_zeros_and_the_largest(form: Format) -> None:
     zeros = tuple(torch.zeros(shape) for shape in SHAPES)
-    assert same_bits(encode(form, zeros, (), steps_for(form, zeros, 0.5)).decoded, zeros)
+    assert same_bits(encode(form, zeros, steps_for(form, zeros, 0.5)).decoded, zeros)
     large = tuple(torch.full(shape, HUGE) for shape in SHAPES)
     steps = steps_for(form, large, 2.0**120)
-    assert worst(encode(form, large, (), steps).decoded, large) <= HUGE * 2**-8
+    assert worst(encode(form, large, steps).decoded, large) <= HUGE * 2**-8
 
 
 @pytest.mark.parametrize("form", Format)
@@ -226,7 +245,7 @@ def test_what_is_not_finite_is_not_encoded(form: Format, poison: float) -> None:
     weights = draw(1)
     weights[3][7] = poison
     with pytest.raises(ConnectionAbortedError, match="not finite: tensor 3"):
-        encode(form, weights, (), steps_for(form, weights, 0.01))
+        encode(form, weights, steps_for(form, weights, 0.01))
 
 
 @pytest.mark.parametrize("form", Format)
@@ -234,18 +253,22 @@ def test_arguments_that_do_not_fit_the_weights_are_an_error(form: Format) -> Non
     weights = draw(1)
     steps = steps_for(form, weights, 0.01)
     with pytest.raises(ValueError, match="float32"):
-        encode(form, (*weights[:-1], weights[-1].double()), (), steps)
-    with pytest.raises(ValueError, match="residual"):
-        encode(form, weights, tuple(torch.zeros(3) for _ in weights), steps)
+        encode(form, (*weights[:-1], weights[-1].double()), steps)
+    for difference, why in (
+        (tuple(torch.zeros(3, dtype=DIFFERENCE) for _ in weights), "other shapes"),
+        (tuple(map(torch.zeros_like, weights)), "bfloat16"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            codec.encode(form, OwnWeights(weights, difference), steps)
     with pytest.raises(ValueError, match="steps for"):
-        encode(form, weights, (), (*steps, 1.0))
+        encode(form, weights, (*steps, 1.0))
 
 
 @pytest.mark.parametrize("form", Format)
 def test_what_came_is_of_our_shapes_or_implausible(form: Format) -> None:
     own = draw(1)
     steps = steps_for(form, own, 0.01)
-    wire = encode(form, own, (), steps).wire
+    wire = encode(form, own, steps).wire
     for wrong in (
         wire[:-1],
         (*wire, torch.zeros(1)),
@@ -263,16 +286,16 @@ def test_what_came_is_finite_or_implausible() -> None:
             wire = tuple(tensor.clone() for tensor in encode(form, own).wire)
             wire[0][0, 0] = poison
             with pytest.raises(Implausible, match="tensor 0: not finite"):
-                check(Coded(form, wire), own, Feedback(form), norm(own))
+                check(Coded(form, wire), OwnWeights(own), norm(own))
     codes, good = encode(Format.INT8, own).wire
     for poison in (math.nan, math.inf, -1.0):
         bad = good.clone()
         bad[1] = poison
         with pytest.raises(Implausible, match="a scale is negative or not finite"):
-            check(Coded(Format.INT8, (codes, bad)), own, Feedback(Format.INT8), norm(own))
+            check(Coded(Format.INT8, (codes, bad)), OwnWeights(own), norm(own))
     large = torch.full_like(codes, -128), torch.full_like(good, HUGE)
     with pytest.raises(Implausible, match="tensor 0: not finite"):
-        check(Coded(Format.INT8, large), own, Feedback(Format.INT8), norm(own))
+        check(Coded(Format.INT8, large), OwnWeights(own), norm(own))
 
 
 @given(length=st.floats(0.01, 7.4), numerator=st.integers(128, 255))
@@ -280,10 +303,10 @@ def test_what_came_is_finite_or_implausible() -> None:
 def test_int4_weights_of_nothing_are_implausible_however_near_ours_in_steps(length: float, numerator: int) -> None:
     """No short way round the norm for what may be less than a tenth of ours."""
     step = numerator / 1024
-    nothing = Coded(Format.INT4, encode(Format.INT4, (torch.zeros(300),), (), (step,)).wire, (step,))
+    nothing = Coded(Format.INT4, encode(Format.INT4, (torch.zeros(300),), (step,)).wire, (step,))
     own = (torch.full((300,), length * step),)
     with pytest.raises(Implausible, match="norm 0 where ours is"):
-        check(nothing, own, Feedback(Format.INT4), norm(own))
+        check(nothing, OwnWeights(own), norm(own))
 
 
 # The step of int4.
@@ -386,85 +409,54 @@ def test_a_probe_of_another_form_is_implausible() -> None:
         common_steps(torch.full((100,), math.nan), own, [100])
 
 
-# Error feedback.
-
-
-@given(form=lossy, seed=seeds)
-@settings(max_examples=15, deadline=None)
-def test_what_was_sent_adds_up_to_what_was_meant(form: Format, seed: int) -> None:
-    """All that is missing after many rounds is one residual, and that is one rounding."""
-    feedback = Feedback(form)
-    rounds = 40
-    start = draw(seed)
-    sent, meant = ([torch.zeros(shape, dtype=torch.float64) for shape in SHAPES] for _ in range(2))
-    for number in range(rounds):
-        weights = near(start, 0.2, seed + number)
-        encoded = encode(form, weights, feedback.residual, steps_for(form, weights, 0.05))
-        settle(feedback, weights, encoded.decoded)
-        for total, tensor in zip((*sent, *meant), (*encoded.decoded, *weights), strict=True):
-            total.add_(tensor)
-    missing = tuple(m - s for m, s in zip(meant, sent, strict=True))
-    largest = max(float(tensor.abs().max()) for tensor in start if tensor.numel()) + 0.3
-    rounding = {Format.BFLOAT16: largest * 2**-8, Format.INT8: largest / 127 * 0.51, Format.INT4: 0.026}[form]
-    assert worst(feedback.residual, tuple(torch.zeros(shape) for shape in SHAPES)) <= rounding
-    assert worst(missing, feedback.residual) < rounds * (1e-6 + rounding * 2**-9), "each is kept in bfloat16"
-
-
 @given(seed=seeds, scale=scales)
 @few
-def test_float32_is_exact_and_owes_nothing(seed: int, scale: float) -> None:
+def test_float32_is_exact(seed: int, scale: float) -> None:
     weights = draw(seed, scale)
-    feedback = Feedback(Format.FLOAT32)
-    encoded = encode(Format.FLOAT32, weights, feedback.residual)
+    encoded = encode(Format.FLOAT32, weights)
     assert same_bits(encoded.wire, weights)
     assert same_bits(decode(Format.FLOAT32, encoded.wire, weights), weights)
     assert same_bits(encoded.decoded, weights)
-    settle(feedback, weights, encoded.decoded)
-    assert feedback.residual == ()
 
 
 @given(seed=seeds)
 @few
 def test_what_is_probed_is_what_is_encoded(seed: int) -> None:
-    """The weights and what is still owed: with both inside the margin the partner decodes what we have."""
-    a, b = draw(seed), near(draw(seed), 0.01, seed)
-    owed = Feedback(Format.INT4, draw(seed + 1, 0.05)), Feedback(Format.INT4)
-    coordinates = probe_coordinates(seed, [tensor.numel() for tensor in a])
-    assert torch.equal(owed[1].probe(b, coordinates), probe(b, coordinates))
-    steps = common_steps(
-        owed[0].probe(a, coordinates), owed[1].probe(b, coordinates), [len(chosen) for chosen in coordinates]
-    )
-    encoded = encode(Format.INT4, a, owed[0].residual, steps)
+    """The weights with their difference: with both inside the margin the partner decodes what we have."""
+    own, b = OwnWeights(draw(seed), rounded(draw(seed + 1, 0.05))), near(draw(seed), 0.01, seed)
+    whole = tuple(map(torch.add, *own))
+    coordinates = probe_coordinates(seed, [tensor.numel() for tensor in b])
+    probes = own.probe(coordinates), OwnWeights(b).probe(coordinates)
+    steps = common_steps(*probes, [len(chosen) for chosen in coordinates])
+    encoded = encode(Format.INT4, whole, steps)
+    assert torch.equal(codec.encode(Format.INT4, own, steps).coded.wire[0], encoded.wire[0])
     assert same_bits(decode(Format.INT4, encoded.wire, b, steps), encoded.decoded)
 
 
-def agreement(form: Format, *, owing: bool, rounds: int = 40) -> float:
+def agreement(form: Format, rounds: int = 40) -> float:
     """Four replicas go half of the way to the mean of changing pairs; return how far apart they are in the end."""
     replicas = [near(draw(1, shapes=((3000,),)), 0.1, seed) for seed in range(4)]
-    feedback = [Feedback(form) for _ in replicas]
     coordinates = probe_coordinates(1, [3000])
     for number in range(rounds):
         for pair in (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2)))[number % 3]:
-            probes = [feedback[one].probe(replicas[one], coordinates) for one in pair]
+            probes = [probe(replicas[one], coordinates) for one in pair]
             steps = common_steps(*probes, [3000]) if form is Format.INT4 else ()
-            encoded = [encode(form, replicas[one], feedback[one].residual, steps) for one in pair]
-            meant = [meant_by(replicas[one], feedback[one].residual) for one in pair]
-            got = [decode(form, encoded[1 - side].wire, meant[side], steps) for side in (0, 1)]
+            encoded = [encode(form, replicas[one], steps) for one in pair]
+            got = [
+                decode(form, other.wire, replicas[one], steps) for one, other in zip(pair, encoded[::-1], strict=True)
+            ]
             for side, one in enumerate(pair):
                 assert same_bits(got[side], encoded[1 - side].decoded)
-                if owing:
-                    settle(feedback[one], replicas[one], encoded[side].decoded)
                 replicas[one] = mean(replicas[one], mean(encoded[side].decoded, got[side]))
     return max(worst(replicas[0], other) for other in replicas[1:])
 
 
-@pytest.mark.parametrize("owing", [False, True])
-def test_only_a_code_that_follows_the_distance_lets_replicas_agree(owing: bool) -> None:
+def test_only_a_code_that_follows_the_distance_lets_replicas_agree() -> None:
     """Absolute codes put a floor beneath the distance; that of int4 is its finest step, of weights up to 4."""
-    assert agreement(Format.FLOAT32, owing=owing) < 1e-6
-    assert agreement(Format.INT4, owing=owing) < 4 * FINEST * 1.5
-    assert 1e-3 < agreement(Format.BFLOAT16, owing=owing) < 0.05
-    assert 1e-3 < agreement(Format.INT8, owing=owing) < 0.05
+    assert agreement(Format.FLOAT32) < 1e-6
+    assert agreement(Format.INT4) < 4 * FINEST * 1.5
+    assert 1e-3 < agreement(Format.BFLOAT16) < 0.05
+    assert 1e-3 < agreement(Format.INT8) < 0.05
 
 
 def test_sizes_are_known_without_torch() -> None:

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossip.exchange.codec import Feedback, Sides, encode, norm
+from gossip.exchange.codec import Coded, Encoded, OwnWeights, Sides, norm
+from gossip.exchange.codec import encode as encode_own
 from gossip.exchange.messages import Implausible
 from gossip.exchange.swap import (
     CLIP,
@@ -27,7 +28,7 @@ from gossip.exchange.swap import (
     check_alike,
     measure,
 )
-from gossip.rounds.outer_optimiser import Owed, Rule, Step, take_step
+from gossip.rounds.outer_optimiser import Rule, Step, take_step
 from gossip.rule.outer_step import UNDELAYED, Outer, OuterState, Tensors
 from gossip.settings import Format
 from research.theory.pair_step import pseudo_gradient, step_pair
@@ -48,16 +49,25 @@ def plus(*summands: Tensors) -> Tensors:
     return tuple(sum(tensors[1:], tensors[0]) for tensors in zip(*summands, strict=True))
 
 
+def encode(form: Format, weights: Tensors, steps: tuple[float, ...] = ()) -> Encoded:
+    return encode_own(form, OwnWeights(weights), steps)
+
+
+def measured(theirs: Coded, slow: Tensors, fast: Tensors) -> Deviation:
+    """Return what a replica with these weights measures of a partner's fast ones."""
+    own = OwnWeights(fast)
+    return measure(theirs, own, slow, own)
+
+
 def at(ratio: float, **other: float) -> Deviation:
     return Deviation(1000, ratio, 1.0, **{"alike": 0.9, "direction": 0.5, **other})
 
 
 def step_of(slow: Tensors, fast: Tensors, sides: Sides) -> Tensors:
     """Return the slow weights after a meeting."""
-    owed = Owed(Feedback(Format.FLOAT32), Feedback(Format.FLOAT32))
     copies = (tuple(tensor.clone() for tensor in each) for each in (fast, slow))
     snapshot, state = next(copies), OuterState(next(copies))
-    return take_step(Step(snapshot, sides), state, owed, Rule(OUTER, UNDELAYED)).slow
+    return take_step(Step(OwnWeights(snapshot), sides), state, Rule(OUTER, UNDELAYED)).slow
 
 
 @quick
@@ -69,7 +79,7 @@ def test_an_honest_partner_is_never_altered(seed: int, distances: list[float]) -
     for number, distance in enumerate(distances):
         theirs = plus(fast, draw(seed + 2 + number, distance))
         coded = encode(Format.FLOAT32, theirs).coded
-        deviation = measure(coded, fast, Feedback(Format.FLOAT32), slow, fast)
+        deviation = measured(coded, slow, fast)
         sides = Sides(encode(Format.FLOAT32, fast).coded, coded, bound.share(f"p{number % 3}", deviation))
         assert sides.share == 1.0
         expected = step_pair(OuterState(slow), fast, theirs, None, OUTER).state.slow
@@ -93,7 +103,7 @@ def test_the_influence_of_any_partner_on_the_mean_is_bounded(
     usual = max([TYPICAL, *before])
     for number, length in enumerate(lengths[: VOICES + len(before)]):
         coded = encode(Format.FLOAT32, plus(fast, draw(seed + 2 + number, length))).coded
-        deviation = measure(coded, fast, Feedback(Format.FLOAT32), slow, fast)
+        deviation = measured(coded, slow, fast)
         try:
             share = bound.share("liar", deviation)
         except Implausible:
@@ -108,7 +118,7 @@ def test_what_is_not_finite_never_passes(value: float) -> None:
     fast = draw(1, 10.0)
     theirs = tuple(torch.full_like(tensor, value) for tensor in fast)
     coded = encode(Format.FLOAT32, fast).coded._replace(wire=theirs)
-    deviation = measure(coded, fast, Feedback(Format.FLOAT32), draw(2, 10.0), fast)
+    deviation = measured(coded, draw(2, 10.0), fast)
     with pytest.raises(Implausible):
         InfluenceBound().share("liar", deviation)
 
@@ -119,13 +129,13 @@ def test_weights_that_are_not_like_ours_do_not_count(times: float | str) -> None
     theirs = draw(9, 1.0) if isinstance(times, str) else tuple(tensor * times for tensor in fast)
     coded = encode(Format.FLOAT32, theirs).coded
     # A step as long as the weights: no distance would show it.
-    deviation = measure(coded, fast, Feedback(Format.FLOAT32), plus(fast, draw(3, 3.0)), fast)
+    deviation = measured(coded, plus(fast, draw(3, 3.0)), fast)
     assert deviation.alike < LEAST_ALIKE
     with pytest.raises(Implausible, match="not like ours"):
         InfluenceBound().share("liar", deviation)
     with pytest.raises(Implausible, match="not like ours"):
-        check_alike(coded, fast)
-    check_alike(encode(Format.FLOAT32, plus(fast, draw(4, 1.0))).coded, fast)
+        check_alike(coded, OwnWeights(fast))
+    check_alike(encode(Format.FLOAT32, plus(fast, draw(4, 1.0))).coded, OwnWeights(fast))
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(-1.0, 1.0)), max_size=40))
@@ -168,7 +178,7 @@ def test_the_direction_is_seen_from_our_slow_weights() -> None:
     fast = plus(slow, learned)
     for sign in (1.0, -1.0):
         coded = encode(Format.FLOAT32, plus(slow, tuple(sign * tensor for tensor in learned))).coded
-        assert measure(coded, fast, Feedback(Format.FLOAT32), slow, fast).direction == pytest.approx(sign, abs=1e-3)
+        assert measured(coded, slow, fast).direction == pytest.approx(sign, abs=1e-3)
 
 
 def test_distances_that_grow_shut_nobody_out_for_ever() -> None:
@@ -254,8 +264,8 @@ def test_few_values_only_have_to_be_finite() -> None:
 def test_every_form_is_measured_as_it_is_decoded(form: Format) -> None:
     fast, apart = draw(1, 10.0), draw(2, 1.0)
     steps = (0.02,) * len(SHAPES) if form.is_modular else ()
-    coded = encode(form, plus(fast, apart), (), steps).coded
-    deviation = measure(coded, fast, Feedback(form), fast, fast)
+    coded = encode(form, plus(fast, apart), steps).coded
+    deviation = measured(coded, fast, fast)
     assert deviation.distance == pytest.approx(1.0, rel=0.2)
     assert (deviation.values, deviation.own) == (1100, 0.0)
 

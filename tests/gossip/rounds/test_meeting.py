@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from toy_gossip import CUT, SWALLOW, Line, Toy, ToySettings, World, changed, honest, live
 
-from gossip.exchange.codec import Sides, encode
+from gossip.exchange.codec import OwnWeights, Sides, encode
 from gossip.exchange.messages import (
     NOTHING,
     Accept,
@@ -121,7 +121,7 @@ def test_a_mean_is_weighed_by_the_inner_steps_that_each_brings(codec: Format) ->
 
 
 @codecs
-async def test_the_correction_starts_at_the_exact_snapshot(codec: Format) -> None:
+async def test_the_fast_weights_keep_what_rounding_has_left_out(codec: Format) -> None:
     toys = pair(replace(SETTINGS, codec=codec, blocking=True), World())
     after: dict[str, Tensor] = {}
     for toy in toys:
@@ -135,19 +135,22 @@ async def test_the_correction_starts_at_the_exact_snapshot(codec: Format) -> Non
     await live(list(toys), 30)
     for toy in toys:
         assert len(toy.met) == 1
-        # theta <- phi, though what the partner saw was not theta.
-        assert torch.allclose(after[toy.name], toy.rounds.state.slow[0], atol=1e-6)
+        # theta <- phi, but for what the partner did not see of theta.
+        kept = float((after[toy.name] - toy.rounds.state.slow[0]).abs().max())
+        least, most = {"float32": (0.0, 1e-6), "bfloat16": (1e-4, 0.02), "int8": (1e-4, 0.03), "int4": (1e-4, 0.2)}[
+            codec
+        ]
+        assert least <= kept <= most
 
 
 @lossy
 @pytest.mark.parametrize("fate", [CUT, SWALLOW], ids=["cut", "swallowed"])
-def test_an_exchange_that_breaks_leaves_nothing_owed(codec: Format, fate: object) -> None:
+def test_an_exchange_that_breaks_moves_nothing(codec: Format, fate: object) -> None:
     world = World(tamper=lambda sender, receiver, message: fate if isinstance(message, Weights) else message)
     toys = pair(replace(SETTINGS, codec=codec, patience=RoundTimeouts(exchange_s=4.0)), world)
     run(live(list(toys), 30))
     for toy in toys:
         assert toy.lost
-        assert toy.rounds._optimiser._owed.fast.residual == ()
         assert torch.equal(toy.rounds.state.slow[0], drawn(1))
 
 
@@ -224,9 +227,9 @@ def test_rounds_apply_the_joint_rule(period: int, share: float) -> None:
     )
     snapshot = toy.snapshot
 
-    async def taken() -> tuple[Tensor, ...]:
+    async def taken(slow: Tensors) -> Tensors:
         seen.append((toy.fast.clone(), copy_of(toy.rounds.state)))
-        return await snapshot()
+        return await snapshot(slow)
 
     toy.snapshot = taken  # type: ignore[method-assign]
     run(live([toy], 20 * 6))
@@ -671,7 +674,7 @@ def test_weights_ahead_that_cannot_be_right_are_a_violation() -> None:
 @pytest.mark.parametrize("codec", [Format.FLOAT32, Format.INT8, Format.INT4])
 def test_slow_weights_other_than_those_sent_ahead_are_checked_and_bounded_like_any(codec: Format) -> None:
     ahead, probes = 0, dict[str, Tensor]()
-    far = encode(codec, (9.0 * drawn(1),)).coded.wire if codec is not Format.INT4 else ()
+    far = encode(codec, OwnWeights((9.0 * drawn(1),))).coded.wire if codec is not Format.INT4 else ()
 
     def tamper(sender: str, receiver: str, message: Any) -> Any:
         nonlocal ahead

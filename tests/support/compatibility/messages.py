@@ -95,7 +95,9 @@ def _probe(slow: Tensor, fast: Tensor | None) -> Any:
 
 
 def encoded(form: product.Format, first: int) -> tuple[Tensor, ...]:
-    return product.codec.encode(form, weights(first), (), steps() if form is product.Format.INT4 else ()).coded.wire
+    return product.codec.encode(
+        form, product.codec.OwnWeights(weights(first)), steps() if form is product.Format.INT4 else ()
+    ).coded.wire
 
 
 def weights(first: int) -> tuple[Tensor, ...]:
