@@ -177,8 +177,12 @@ def init(
         str, typer.Option(metavar="NAMES", help="Layers that have an adapter, by name: q_proj,v_proj; or all-linear.")
     ] = "all-linear",
     base: Annotated[
-        str, typer.Option(metavar="FORM", help="Form of the model's own weights: bfloat16, float32, int8 or nf4.")
-    ] = "bfloat16",
+        str,
+        typer.Option(
+            metavar="FORM",
+            help="Form of the model's own weights: float32, bfloat16, int8, nf4; auto: by the machines, or bfloat16.",
+        ),
+    ] = "auto",
 ) -> None:
     """Write a commented run file, the recipe that all peers of a run share.
 
@@ -187,8 +191,9 @@ def init(
     most tokens a second that fit, with the preset's budget of tokens.
     """
     with unwound():
-        adapter = adapter_of(origin, lora, target, base)
-        typer.echo(write_run(path, preset, origin, admission, options, adapter, overwrite=force))
+        any_base = lora is not None and base == "auto"
+        adapter = adapter_of(origin, lora, target, NO_ADAPTER.base if any_base else base)
+        typer.echo(write_run(path, preset, origin, admission, options, adapter, any_base=any_base, overwrite=force))
 
 
 def adapter_of(origin: Path | None, rank: int | None, targets: str, base: str) -> AdapterConfig:
@@ -215,11 +220,13 @@ def write_run(
     options: MachineOptions,
     adapter: AdapterConfig = NO_ADAPTER,
     *,
+    any_base: bool = False,
     overwrite: bool,
 ) -> str:
     """Write a run file, with an owner if there is a rule; return what was done. An existing key stays.
 
-    `origin`: a checkpoint to go on from; `adapter`: what is trained of it. `options`: machines to plan for, if any.
+    `origin`: a checkpoint to go on from; `adapter`: what is trained of it, with `any_base` in the form of the model
+    that suits the machines. `options`: machines to plan for, if any.
     """
     options.figures()
     if origin is None:
@@ -231,10 +238,10 @@ def write_run(
     expected = ""
     if options.are_given:
         from noloco_node.planning.expectation import describe_changes, describe_expectation, planned_values
-        from noloco_node.planning.search import plan_for
+        from noloco_node.planning.search import plan_for, plan_in_any_form
 
         before, machines = decode_run(text, f"the preset {preset}"), options.machines()
-        planned = plan_for(before, machines)
+        planned = plan_in_any_form(before, machines) if any_base else plan_for(before, machines)
         text = with_values(text, planned_values(planned.run), options.in_words())
         expected = "\n".join(["\n", *describe_expectation(planned, machines)])
         expected = "\n".join(["", *describe_changes(planned, before, machines)]).rstrip("\n") + expected

@@ -45,6 +45,7 @@ def planned_values(run: RunConfig) -> dict[str, dict[str, object]]:
             "inner_steps_per_round": outer.inner_steps_per_round,
             **({} if late is None else {"late_inner_steps_per_round": late}),
         },
+        **({"adapter": {"base": f'"{run.adapter.base}"'}} if run.adapter.is_trained else {}),
     }
 
 

@@ -37,6 +37,8 @@ STALE = 1.1
 (research/results.md, "Two windows")."""
 CLEARLY = 1.1
 """What 8-bit codes must bring in tokens a second to take the place of float32."""
+_FORMS = ("bfloat16", "int8", "nf4")
+"""Of a frozen model, from the most bits to the fewest."""
 _LEAST_BYTES = {"float32": 16, "int8": 9}
 """A parameter takes on a device, by the form of the state: weights, gradients and two moments."""
 _AMPLE = 1e15
@@ -69,6 +71,26 @@ def plan_for(run: RunConfig, machines: Machines) -> Planned:
         raise _nothing_fits(run, machines)
     if coded is not None and merit(coded, run) >= CLEARLY * merit(best, run):
         return coded
+    return best
+
+
+def plan_in_any_form(run: RunConfig, machines: Machines) -> Planned:
+    """Return the best plan of a run of adapters, with the frozen model in the form of most bits that reaches as much.
+
+    Raises `UserError` (Exit.CONFIG) where nothing fits in any form.
+    """
+    best: Planned | None = None
+    for form in _FORMS:
+        adapter = structs.replace(run.adapter, base=form)
+        try:
+            plan = plan_for(structs.replace(run, adapter=adapter), machines)
+        except UserError:
+            if best is None and form == _FORMS[-1]:
+                raise
+            continue
+        if best is None or merit(plan, run) >= CLEARLY * merit(best, run):
+            best = plan
+    assert best is not None
     return best
 
 

@@ -23,6 +23,7 @@ from noloco_node.export.sources import known_run
 from noloco_node.planning.model_layout import build_stage, model_layout
 from noloco_node.run.config import AdapterConfig
 from noloco_node.run.presets import with_fields
+from noloco_node.run.runfile import load_run
 from noloco_node.storage.checkpoint import Checkpoint, Counters, save
 from noloco_node.storage.home import Home
 from noloco_node.storage.weight_store import WeightStore
@@ -161,6 +162,17 @@ def test_init_refuses_adapters_that_do_not_fit(tmp_path: Path, options: list[str
     assert shown.exception.code is code
     assert said in str(shown.exception)
     assert not run.exists()
+
+
+def test_init_plans_adapters_for_machines(tmp_path: Path) -> None:
+    write_model(tmp_path / "checkpoint")
+    run = tmp_path / "run.toml"
+    command = ["init", "--from", str(tmp_path / "checkpoint"), "--lora", "4", "--gpu", "4GiB", "--peers", "3", str(run)]
+    shown = CliRunner().invoke(app, command)
+    assert shown.exit_code == Exit.OK, shown.output
+    found = load_run(run)
+    assert (found.adapter.rank, found.adapter.alpha, found.adapter.base) == (4, 8.0, "bfloat16")
+    assert (found.pipeline.stages, found.pipeline.replicas) == (1, 3)
 
 
 def test_init_wants_a_model_for_adapters(tmp_path: Path) -> None:

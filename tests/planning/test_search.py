@@ -24,9 +24,18 @@ from noloco_node.planning.expectation import IDLE
 from noloco_node.planning.model_layout import ModelLayout, model_layout
 from noloco_node.planning.plan import LEAST_ROUNDS, LEAST_STEPS, plan
 from noloco_node.planning.plan_text import WIDTH
-from noloco_node.planning.search import CLEARLY, DOUBLING, MOST_TOKENS, Planned, in_fewer_stages, plan_for, plan_in
+from noloco_node.planning.search import (
+    CLEARLY,
+    DOUBLING,
+    MOST_TOKENS,
+    Planned,
+    in_fewer_stages,
+    plan_for,
+    plan_in,
+    plan_in_any_form,
+)
 from noloco_node.planning.throughput import Machines, fits, forecast, gpu_memories
-from noloco_node.run.config import InnerConfig, ModelConfig, PipelineConfig, RunConfig
+from noloco_node.run.config import AdapterConfig, InnerConfig, ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.presets import PRESETS, numbers_of, run_text
 from noloco_node.run.runfile import decode_run, load_run, validate
 
@@ -146,6 +155,28 @@ def test_the_state_is_float32_unless_codes_bring_clearly_more_and_one_stage_is_e
         plan, larger = fewer
         assert fits(plan.needs, larger)
         assert plan.run.pipeline.replicas > found.run.pipeline.replicas
+
+
+def test_a_frozen_model_has_fewer_bits_only_where_they_bring_clearly_more() -> None:
+    """Of eight billion parameters: on large cards as it came, on smaller ones coded; one stage on each."""
+    model = ModelConfig(
+        architecture="llama",
+        sizes=SIZES
+        | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+        | {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 1024},
+    )
+    pipeline = PipelineConfig(sequence_length=1024, microbatch_size=1, microbatches_per_step=16, replicas=4)
+    run = RunConfig(model=model, pipeline=pipeline, inner=RUN.inner, adapter=AdapterConfig(rank=16))
+    found = []
+    for gpu_bytes in (80e9, 24e9, 12e9):
+        machines = structs.replace(LARGE, count=4, gpu_bytes=gpu_bytes, ram_bytes=16e9, flops=40e12)
+        best = plan_in_any_form(run, machines)
+        assert best.run.pipeline.stages == 1
+        assert fits(best.needs, machines)
+        found.append(best.run.adapter.base)
+    assert found == ["bfloat16", "int8", "nf4"]
+    with pytest.raises(UserError):
+        plan_in_any_form(run, structs.replace(LARGE, count=1))
 
 
 def test_an_ample_line_is_not_squeezed_and_a_narrow_one_is() -> None:
