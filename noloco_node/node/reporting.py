@@ -81,8 +81,7 @@ class ProgressReporter:
         alone = self._meetings.look(int(counts["met"]), int(counts["solo"]), others)
         if alone is not None:
             text = (
-                f"{alone} outer steps in a row were taken alone, though {others} other replica{'s' * (others > 1)} of "
-                f"stage {me.stage} {'are' if others > 1 else 'is'} listed: "
+                f"{alone} outer steps in a row were taken alone, though the roster lists {others} more of stage {me.stage}: "
                 f"{self._replica.rounds.silence or 'none of them was ready when we were'}"
             )
             self._warn(text)
