@@ -202,6 +202,7 @@ class ForeignHost(HostDisk):
     ) -> None:
         super().__init__(options, home, recipe, peer)
         self._stage, self._signal = stage, signal
+        stage.discard()  # a microbatch of the node before us is lost
         self.device = clock.device(thread)
         self.needs_bytes: list[int] = []
         self.graph_bytes: list[Any] = []

@@ -152,7 +152,7 @@ class GossipOptimizer(torch.optim.Optimizer):
     @property
     def finished(self) -> bool:
         """Whether the run is over: the module has the weights of its last round, and steps count no more."""
-        return self._node.has_finished.is_set() and not self._node.is_over
+        return self._node.run_is_over
 
     def note_loss(self, loss: float) -> None:
         """Let others see this loss from the next step on; for loops that do not know it at each step."""

@@ -87,6 +87,7 @@ class NodeThread:
     ) -> None:
         self.state: PeerState | None = None
         """The state that the node announces; None until it has found the run."""
+        self.run_is_over = False
         self.has_finished = threading.Event()
         """Set once the run is over, or the node has ended."""
         self._departure: Departure | None = None
@@ -147,6 +148,7 @@ class NodeThread:
         if isinstance(event, events.StateChanged):
             self.state = event.state
             if event.state is PeerState.FINISHED:
+                self.run_is_over = True
                 self.has_finished.set()
             self._changed()
 

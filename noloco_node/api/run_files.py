@@ -21,6 +21,8 @@ from noloco_node.run.runfile import decode_run
 from noloco_node.storage import atomic_file
 from noloco_node.storage.weight_store import described
 
+_HINT = "another path, or overwrite=True"
+
 
 def init(
     path: str | PathLike[str],
@@ -69,12 +71,15 @@ def init(
         stand_in = {"file": weights.name, "size_bytes": 1, "digest": 64 * "0"}
         decode_run(_text({**table, "model": {**table["model"], "weights": [stand_in]}}), str(path))
         if not overwrite:
-            check_free(path)
+            check_free(path, _HINT)
+            check_free(weights, _HINT)
         _write_weights(weights, model)
         table["model"]["weights"] = [msgspec.structs.asdict(described(weights))]
     text = _text(table)
     decode_run(text, str(path))
-    write_text(path, text, overwrite=overwrite)
+    if not overwrite:
+        check_free(path, _HINT)
+    write_text(path, text, overwrite=True)
     return path
 
 

@@ -6,6 +6,7 @@ So weights change in that thread alone, inside of `GossipOptimizer`, and never u
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -33,10 +34,15 @@ class _Job(NamedTuple):
 
 
 class TrainingThread(Executor):
-    """Keeps jobs for the thread that trains."""
+    """Keeps jobs for the thread that trains. A node that ends shuts it down; the next one opens it again."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._is_closed = False
+        self._working = threading.RLock()  # a closure of the program may call us in a job
+
+    def open(self) -> None:
+        """Take jobs again: a node that lost its network is followed by another one."""
         self._is_closed = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -47,13 +53,16 @@ class TrainingThread(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more jobs, and cancel those that wait."""
+        """Take no more jobs, cancel those that wait, and let the one in hand end."""
         self._is_closed = True
         while not self._jobs.empty():
             job = self._jobs.get()
             if job is not None:
                 job.future.cancel()
         self.wake()
+        if wait:
+            with self._working:
+                pass
 
     def wake(self) -> None:
         """Let the thread that trains look again whether it is done; also safe in a handler of a signal."""
@@ -72,7 +81,8 @@ class TrainingThread(Executor):
             while not (came or is_done()):
                 job = self._jobs.get()
                 if job is not None:
-                    job.run()
+                    with self._working:
+                        job.run()
 
     def work_waiting(self) -> None:
         """Run the jobs that wait now."""
@@ -104,6 +114,7 @@ class IterationClock:
         def now() -> float:
             return self._now_s
 
+        thread.open()
         # Nothing waits for a GPU here: the passes are the program's own.
         wall = WallClock(clock=now, core=now, finish=lambda _: None)
         return Device(torch.device("cpu"), wall=wall, thread=thread)

@@ -14,7 +14,7 @@ from noloco_node.run.config import RunConfig
 from noloco_node.storage.home import HomePaths
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.run_distribution import RunFileText
-from pipeline.adapters.lora import AdaptedLinear, drawn, ordinary
+from pipeline.adapters.lora import ALL_LINEAR, AdaptedLinear, drawn, ordinary
 from pipeline.partition import empty_slice
 
 
@@ -94,6 +94,7 @@ def peft_adapter(
     weights = {name: weight for stage in stages for name, weight in stage.items()}
     for part in parts:
         weights |= drawn(part, layout.adapter)
+    ends = {name.rpartition(".")[2] for name in layers}
     settings: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -102,7 +103,7 @@ def peft_adapter(
         "r": layout.adapter.rank,
         "lora_alpha": layout.adapter.alpha,
         "lora_dropout": layout.adapter.dropout,
-        "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
+        "target_modules": sorted(set(run.adapter.targets) if ALL_LINEAR not in run.adapter.targets else ends),
         "fan_in_fan_out": any(layer.turned for layer in layers.values()),
         "bias": "none",
         "inference_mode": True,

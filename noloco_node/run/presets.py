@@ -82,13 +82,13 @@ def numbers_of(preset: str) -> Preset:
     return _PRESETS[preset]
 
 
-def check_free(path: Path) -> None:
-    """Raise `UserError` if a file is where a run file is to be written."""
+def check_free(path: Path, hint: str = "another path, or --force") -> None:
+    """Raise `UserError` if a file is where one of a run is to be written."""
     if path.exists():
         raise UserError(
             f"{path} is there already.",
-            why="a run file may be all that is left of a run, so it is not overwritten unasked",
-            hint="another path, or --force",
+            why="it may be all that is left of a run, so it is not overwritten unasked",
+            hint=hint,
             code=Exit.USAGE,
         )
 

@@ -144,6 +144,7 @@ def test_a_run_ends_with_its_budget(run: Run) -> None:
             assert count < 10 * STEPS
         with pytest.raises(UserError, match="The run is over"):
             optimizer.step()
+    assert optimizer.finished, "also after it has left"
     assert count > STEPS
     out = run.directory / "model"
     noloco_node.export(None, out, homes=[run.directory / "last"])

@@ -54,10 +54,16 @@ def test_the_run_of_a_model_that_nodes_build_takes_its_section(tmp_path: Path) -
 def test_a_file_that_is_there_stays(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("mine")
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="is there already") as refused:
         noloco_node.init(path, nn.Linear(1, 1), steps=1)
+    assert "overwrite=True" in refused.value.hint
     assert [each.name for each in tmp_path.iterdir()] == ["run.toml"]
     assert path.read_text() == "mine"
+    weights = tmp_path / "other.safetensors"
+    weights.write_text("mine")
+    with pytest.raises(UserError, match="is there already"):
+        noloco_node.init(tmp_path / "other.toml", nn.Linear(1, 1), steps=1)
+    assert weights.read_text() == "mine"
     noloco_node.init(path, nn.Linear(1, 1), steps=1, overwrite=True)
     assert load_run(path).model.is_foreign
 

@@ -76,6 +76,36 @@ def test_what_waits_at_the_end_is_cancelled() -> None:
         thread.submit(int)
 
 
+def test_the_node_of_a_later_session_gives_jobs_again() -> None:
+    thread, clock = TrainingThread(), IterationClock()
+    clock.device(thread).close()
+    device = clock.device(thread)
+    future = thread.submit(threading.get_ident)
+    thread.work_waiting()
+    assert future.result() == threading.get_ident()
+    device.close()
+
+
+def test_the_end_of_a_node_waits_for_the_job_in_hand() -> None:
+    thread, began, goes_on, done = TrainingThread(), threading.Event(), threading.Event(), list[str]()
+
+    def work() -> None:
+        began.set()
+        goes_on.wait()
+        done.append("job")
+
+    future = thread.submit(work)
+    trainer = threading.Thread(target=thread.work_until, args=(future.done,))
+    trainer.start()
+    began.wait()
+    ending = threading.Thread(target=lambda: (thread.shutdown(), done.append("end")))
+    ending.start()
+    goes_on.set()
+    for each in (trainer, ending):
+        each.join()
+    assert done == ["job", "end"]
+
+
 def test_a_step_costs_its_device_what_the_iteration_took() -> None:
     clock = IterationClock()
     device = clock.device(TrainingThread())

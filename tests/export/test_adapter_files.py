@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit, UserError
-from noloco_node.export.adapter_files import AdapterExport
+from noloco_node.export.adapter_files import AdapterExport, peft_adapter
 from noloco_node.export.continue_run import continuing_text
 from noloco_node.export.exporter import export
 from noloco_node.export.sources import known_run
@@ -125,6 +125,17 @@ def test_peft_loads_the_adapter_over_the_model(tmp_path: Path, family: str) -> N
     before, expected = logits(base), logits(AutoModelForCausalLM.from_pretrained(merged))
     found = logits(peft.PeftModel.from_pretrained(base, adapter))
     assert torch.dist(found, expected) <= 1e-5 * expected.norm() < 1e-2 * torch.dist(before, expected)
+
+
+@pytest.mark.parametrize(
+    ("targets", "named"), [(("mlp.c_proj",), ["mlp.c_proj"]), (("all-linear",), ["c_attn", "c_fc", "c_proj"])]
+)
+def test_peft_is_told_of_the_layers_that_have_an_adapter_alone(
+    tmp_path: Path, targets: tuple[str, ...], named: list[str]
+) -> None:
+    write_model(tmp_path, "gpt2", FAMILIES["gpt2"])
+    run = RunFileText(continuing_text(tmp_path, "tiny", AdapterConfig(rank=2, targets=targets)), "the test's").run
+    assert peft_adapter(run, model_layout(run), None, []).settings["target_modules"] == named
 
 
 def test_a_base_that_is_not_the_runs_is_refused(tmp_path: Path) -> None:
