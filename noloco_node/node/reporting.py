@@ -81,7 +81,8 @@ class ProgressReporter:
         alone = self._meetings.look(int(counts["met"]), int(counts["solo"]), others)
         if alone is not None:
             text = (
-                f"{alone} outer steps in a row were taken alone, though the roster lists {others} more of stage {me.stage}: "
+                f"{alone} outer steps in a row were taken alone, though the roster lists {others} more of stage "
+                f"{me.stage}: "
                 f"{self._replica.rounds.silence or 'none of them was ready when we were'}"
             )
             self._warn(text)
