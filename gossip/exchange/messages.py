@@ -208,7 +208,7 @@ class ReplicaState:
     and for `Parts.SLOW`. `optimiser`: the inner optimiser's tensors in an order that the node fixes, two for each
     parameter; empty where they are not sent. `round`: rounds finished. `progress`: of the run, 0 to 1.
     `optimiser_steps`: the inner optimiser's own counter. `last_met`: the round in which these weights last met
-    anybody's, 0 if in none. What a lossy codec owes does not travel.
+    anybody's, 0 if in none.
     """
 
     slow: tuple[Tensor, ...]

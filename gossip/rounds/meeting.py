@@ -127,6 +127,7 @@ class MeetingProtocol:
                 answers.record_timeout(peer, asked_s, now())
             if meeting is None:
                 round_state.counts["unanswered"] += 1
+                round_state.silence = str(loss) or f"{peer} has not answered in time"
                 round_state.queue.put_off(peer, patience.sleep_s, now())
         finally:
             round_state.asking = None

@@ -170,6 +170,8 @@ class RoundState:
         self.rng = random.Random(f"{context.seed}|jitter|{me}")
         self.queue = PartnerQueue(self.timeouts, self.rng)
         self.counts: Counter[str] = Counter()
+        self.silence = ""
+        """Why the last partner that did not answer did not."""
         self.pause = asyncio.Lock()
         self.phase: Phase = CLOSED
         self.leaving = False

@@ -107,6 +107,11 @@ class Rounds:
         return self._round_state.statistics()
 
     @property
+    def silence(self) -> str:
+        """Why the last partner that did not answer a proposal did not; empty if all have answered."""
+        return self._round_state.silence
+
+    @property
     def holds_training(self) -> bool:
         """Whether a blocking round is at its meeting: no microbatch is admitted before its end."""
         return self._settings.blocking and self._round_state.meeting is not None

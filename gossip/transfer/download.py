@@ -1,7 +1,7 @@
 """A newcomer becomes a replica: it copies slow weights, momenta and counters from a replica that trains.
 
-Fast weights do not travel: the newcomer starts from the slow ones, as every replica does right after a round. The
-feedback of a lossy codec stays with the donor, which will send it. Each newcomer asks the replicas in an order of its
+Fast weights do not travel: the newcomer starts from the slow ones. What a lossy codec has rounded off stays in the
+donor's fast weights, and the donor sends it with its next snapshot. Each newcomer asks the replicas in an order of its
 own, so that many newcomers spread over many donors. A right piece stays (`assembly`): a broken stream is dialled again,
 and if the donor dies, the next manifest says what is still missing.
 """

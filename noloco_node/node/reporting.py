@@ -31,6 +31,7 @@ class ProgressReporter:
         self._membership, self._network, self._reporter = context.membership, context.network, context.reporter
         self._hops = HopSample(loop_s())
         self._device, self._speed = context.host.device, DeviceSpeed()
+        self._meetings = MissedMeetings()
         self._warn = context.warn
         self.hops: tuple[tuple[str, int], ...] = ()
         """Next hops for our record, as `HopSample` has them."""
@@ -51,6 +52,7 @@ class ProgressReporter:
             if now_s - speed_at >= SPEED_EVERY_S:
                 speed_at = now_s
                 self._look_at_speed()
+            self._look_at_meetings()
             waits = self._replica.waits()
             waits_for = waits and (waits.cause, waits.detail)
             if waits_for != waited_for:
@@ -72,6 +74,19 @@ class ProgressReporter:
             )
             self._warn(text)
             self._reporter.record(events.Noticed(what="device", text=text))
+
+    def _look_at_meetings(self) -> None:
+        counts, me = self._replica.rounds.statistics(), self._replica.config
+        others = sum(record.peer != me.peer for record in self._membership.roster.stage(me.stage))
+        alone = self._meetings.look(int(counts["met"]), int(counts["solo"]), others)
+        if alone is not None:
+            text = (
+                f"{alone} outer steps in a row were taken alone, though the roster lists {others} more of stage "
+                f"{me.stage}: "
+                f"{self._replica.rounds.silence or 'none of them was ready when we were'}"
+            )
+            self._warn(text)
+            self._reporter.record(events.Noticed(what="rounds", text=text))
 
     def record_totals(self) -> None:
         """Journal the totals so far: microbatches by next hop, bytes by purpose."""
@@ -101,6 +116,26 @@ class ProgressReporter:
             claimed = {source.peer: tokens(source.claimed) for source in largest}
             signed = {source.peer: tokens(source.signed) for source in largest}
             self._reporter.record(events.Receipts(claimed=claimed, signed=signed, own=tokens(own)))
+
+
+class MissedMeetings:
+    """Notices that a replica trains alone beside others: once, and again after the next meeting."""
+
+    ALONE = 3
+
+    def __init__(self) -> None:
+        self._met = self._solo_before = 0
+        self._said = False
+
+    def look(self, met: int, solo: int, others: int) -> int | None:
+        """Return how many outer steps in a row were taken alone, where that is to be said."""
+        if met > self._met or not others:
+            self._met, self._solo_before, self._said = met, solo, False
+        alone = solo - self._solo_before
+        if self._said or alone < self.ALONE:
+            return None
+        self._said = True
+        return alone
 
 
 class DeviceSpeed:

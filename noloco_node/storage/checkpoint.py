@@ -46,8 +46,8 @@ class Checkpoint(NamedTuple):
     """One replica at rest: `tensors` by group, each a tuple in the stage's order.
 
     The groups are slow, momentum (absent if alpha = 0), gathered (absent between two momentum periods), fast and
-    optimiser (absent if their device was lost); a snapshot for others has slow alone. The feedback of a lossy codec is
-    not kept: a restart loses one rounding. The tensors may be the replica's own; they stay until `read` is called.
+    optimiser (absent if their device was lost); a snapshot for others has slow alone. What a lossy codec has rounded
+    off is in the fast weights. The tensors may be the replica's own; they stay until `read` is called.
     """
 
     counters: Counters

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_node.journal import events
-from noloco_node.node.reporting import DeviceSpeed, HopSample, ProgressReporter
+from noloco_node.node.reporting import DeviceSpeed, HopSample, MissedMeetings, ProgressReporter
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.roster import HOP_LETTERS, MOST_HOPS
 
@@ -88,3 +88,18 @@ def test_a_process_that_was_stopped_once_is_no_slow_device() -> None:
     assert [speed.look(*each) for each in (*totals[:2], *stopped)] == [None] * 5
     paged = [(3640.0 + 200.0 * number, 40 + 10 * number) for number in range(1, 5)]
     assert [speed.look(*each) for each in paged] == [None, None, 20.0, None]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 2)), max_size=40))
+def test_a_replica_that_trains_alone_beside_others_is_told_so_once(steps: list[tuple[bool, int]]) -> None:
+    missed, met, solo, alone, said = MissedMeetings(), 0, 0, 0, False
+    for meets, others in steps:
+        met, solo = met + meets, solo + (not meets)
+        found = missed.look(met, solo, others)
+        if meets or not others:
+            alone, said = 0, False
+        else:
+            alone += 1
+        due = alone >= MissedMeetings.ALONE and not said
+        assert found == (alone if due else None)
+        said |= due
