@@ -14,7 +14,7 @@ from torch import nn
 
 from gossip.settings import OuterConfig
 from noloco_node.api.foreign_stage import trained_parameters
-from noloco_node.errors import reason_of, storage_error
+from noloco_node.errors import config_error, reason_of, storage_error
 from noloco_node.run.fields import toml
 from noloco_node.run.presets import check_free, write_text
 from noloco_node.run.runfile import decode_run
@@ -70,6 +70,12 @@ def init(
         # Before a file of weights is written, all the rest is known to be right.
         stand_in = {"file": weights.name, "size_bytes": 1, "digest": 64 * "0"}
         decode_run(_text({**table, "model": {**table["model"], "weights": [stand_in]}}), str(path))
+        if weights == path:
+            raise config_error(
+                f"The run file {path} would take the place of its own weights.",
+                "they are written beside it, with the same name and the ending .safetensors",
+                "a run file with another ending, such as run.toml",
+            )
         if not overwrite:
             check_free(path, _HINT)
             check_free(weights, _HINT)

@@ -42,6 +42,8 @@ _LAYER = re.compile(r"[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64}){0,7}")
 _AS_WRITTEN = "as `noloco-node init --from DIR` writes them"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
+MOST_TARGETS = 64
+"""Of adapters: each is compared with the name of every layer."""
 MOST_SOURCES = 64
 """Of a mixture: each is opened, and keeps a chunk of its rows in memory."""
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
@@ -98,6 +100,9 @@ def _adapter(adapter: AdapterConfig, model: ModelConfig) -> Iterator[Problem]:
         yield Problem("adapter.rank", str(adapter.rank), why, "`noloco-node init --from DIR --lora RANK`, or model.hub")
     if not adapter.targets:
         yield Problem("adapter.targets", "[]", "no layer would have an adapter", '["all-linear"]')
+    if len(adapter.targets) > MOST_TARGETS or len(set(adapter.targets)) < len(adapter.targets):
+        why = f"a name stands there once, and {MOST_TARGETS} names are the most"
+        yield Problem("adapter.targets", f"{len(adapter.targets)} names", why, '["all-linear"]')
     for number, target in enumerate(adapter.targets):
         if not _LAYER.fullmatch(target):
             hint = '"all-linear", or the end of a name such as "q_proj"'

@@ -99,3 +99,10 @@ def test_weights_of_another_module_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be loaded") as refused:
         ForeignWeights({"weight": (1, 3)}, store).put(0, ForeignStage([], IterationClock()))
     assert "weight is missing, or of another shape" in refused.value.why
+
+
+def test_a_run_file_does_not_take_the_place_of_its_weights(tmp_path: Path) -> None:
+    place = tmp_path / "run.safetensors"
+    with pytest.raises(UserError, match="its own weights"):
+        noloco_node.init(place, nn.Linear(2, 1), steps=10, overwrite=True)
+    assert not place.exists()
