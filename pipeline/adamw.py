@@ -32,8 +32,7 @@ from pipeline.inner_step import BLOCK, SCALE_BYTES, Inner, is_coded, moment_byte
 PIECE = 2**20
 """Values that a step computes at once; whole blocks."""
 _COMPILED_PIECE = 16 * PIECE
-"""The same of a compiled step. A piece costs the host a quarter of a millisecond: with smaller ones a GPU waits for
-it."""
+"""The same of a compiled step: with smaller pieces a GPU waits for the host."""
 _COMPILED_ROOM = 2.125
 """Numbers that a compiled step takes on a GPU for a moment, for each value of its largest piece."""
 LARGEST_RATIO = 1e3

@@ -65,7 +65,7 @@ class ModelLayout(NamedTuple):
 
     @property
     def adapter(self) -> Adapter | None:
-        """What is trained over the frozen model; None where all of it is trained."""
+        """The adapters over the frozen model; None where all weights are trained."""
         return self.cuts[0].adapter
 
     @property

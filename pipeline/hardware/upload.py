@@ -1,7 +1,7 @@
 """Copies of tensors from main memory to a device, part by part.
 
-A GPU copies several times as fast from pinned memory as from other memory (an H100 52 GB/s against 6.4). So each part
-is written to pinned memory first, and while the GPU takes it the next part is written to another such place.
+A GPU copies several times as fast from pinned memory as from other memory. So each part is written to
+pinned memory first, and while the GPU takes it the next part is written to another such place.
 """
 
 from __future__ import annotations
