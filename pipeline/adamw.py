@@ -104,7 +104,7 @@ def advance(weight: Tensor, gradient: Tensor, moments: tuple[Codes, Codes], numb
 
 def move(parts: Sequence[Tensor], gradient: Tensor, moments: tuple[Codes, Codes], numbers: Tensor) -> None:
     """Take a step as `advance` does, where the memory is. `parts`: the weight, or both parts of a split one."""
-    weight, *codes = advance(join(*parts) if len(parts) > 1 else parts[0], gradient, moments, numbers)
+    weight, *codes = advance(join(*parts) if len(parts) > 1 else parts[0], gradient.float(), moments, numbers)
     fresh = (*(split(weight) if len(parts) > 1 else [weight]), *codes)
     for memory, value in zip((*parts, *moments[0], *moments[1]), fresh, strict=True):
         memory.copy_(value)
@@ -128,7 +128,7 @@ def compiled(device: torch.device, *, halves: bool = False) -> Move | None:
                 for dtype in (torch.int8, torch.uint8)
             )
             parts = list(split(torch.zeros(blocks, BLOCK, device=device)))
-            gradient = torch.zeros(blocks, BLOCK, device=device)
+            gradient = torch.zeros(blocks, BLOCK, dtype=torch.bfloat16 if halves else torch.float32, device=device)
             faster(parts if halves else [gradient.clone()], gradient, (first, second), torch.ones(8, device=device))
     except (RuntimeError, OSError, ImportError) as error:
         if is_shortage(error):

@@ -1,7 +1,7 @@
 """One stage's forward and backward passes of a microbatch, and the version of the weights that they compute with.
 
-The masters are float32, or split into bfloat16 and the 8 bits below (`pipeline.hardware.split_weights`). Their
-gradients are float32 always (`pipeline.stage`). A pass computes with a `WeightSet`: one version of the weights as
+The masters are float32, or split into bfloat16 and the 8 bits below (`pipeline.hardware.split_weights`). Gradients of
+float32 masters add up in float32, those of split ones in bfloat16 (`pipeline.stage`). A pass computes with a `WeightSet`: one version of the weights as
 leaves of autograd. A set on which a pass waits is not written to: the masters move on to a copy. So each backward pass
 runs on the weights of its forward pass.
 
@@ -210,7 +210,7 @@ def _leaf(values: Tensor, master: nn.Parameter) -> Tensor:
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None
         if master.grad is None:
-            master.grad = gradient.float()
+            master.grad = gradient.to(master.grad_dtype)
         else:
             master.grad.add_(gradient)
 
@@ -316,7 +316,7 @@ class StagePasses:
         self._first, self._last, self._device, self._autocast = first, last, device, autocast
         self.codec = ACTIVATION_CODECS[codec]
         self._masters = dict(self._module.named_parameters())
-        """With the gradients, which are float32."""
+        """With the gradients of the window."""
         self._remainders: dict[nn.Parameter, Tensor] = {}
         """Of the masters that are split."""
         cast = frozenset[str]() if autocast is None else multiplied_weights(module)
@@ -324,7 +324,7 @@ class StagePasses:
             for name in (name for name in self._masters if name in cast):
                 master = self._masters[name]
                 master.data, self._remainders[master] = split(master.data)
-                master.grad_dtype = torch.float32
+                master.grad_dtype = torch.bfloat16
             cast = frozenset()
         self._set = WeightSet(self._masters, cast, autocast or torch.float32)
         self._waiting: WeakSet[PendingForward] = WeakSet()

@@ -96,9 +96,14 @@ class Stage(StagePasses):
                 continue  # without a gradient AdamW leaves it as it is
             # A weight that no token used gets a gradient of zero, so that all weights take the same number of steps.
             if weight.grad is None:
-                weight.grad = torch.zeros_like(weight, dtype=torch.float32)
+                weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
             weight.grad.div_(microbatches * self._scale.value)
-        return nn.utils.clip_grad_norm_(self._weights, self._clip_norm).item()
+        gradients = [weight.grad for weight in self._weights if weight.grad is not None]
+        # A norm in bfloat16 would be wrong by a part in 256.
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        nn.utils.clip_grads_with_norm_(self._weights, self._clip_norm, norm)
+        return norm.item()
 
     def discard(self) -> None:
         """Forget the gradients so far, and give up the passes that wait for theirs."""

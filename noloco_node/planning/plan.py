@@ -47,6 +47,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     unpacked: int
     """The largest matrix of it, in the type in which it is multiplied, where that is another."""
     gradients: int
+    """In float32, or in bfloat16 where the weights are so."""
     optimiser: int
     """AdamW's two moments, in the form that the run file names."""
     slow_weights: int
@@ -296,7 +297,7 @@ def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool, splits:
         weights=once - cast // 2 if split else once,
         frozen=frozen.bytes,
         unpacked=multiplied * max(frozen.coded, 0 if kept == multiplied else frozen.plain),
-        gradients=once,
+        gradients=once - cast if split else once,
         optimiser=2 * sum(moment_bytes(shape, run.inner.state) for shape in shapes),
         slow_weights=once,
         outer_momentum=gossip.pop("momentum"),

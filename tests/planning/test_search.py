@@ -180,8 +180,8 @@ def test_a_frozen_model_has_fewer_bits_only_where_they_bring_clearly_more() -> N
 
 
 def test_an_ample_line_is_not_squeezed_and_a_narrow_one_is() -> None:
-    ample = planned(structs.replace(LARGE, gpu_bytes=6.04e8, up_bytes_per_s=1e12, down_bytes_per_s=1e12, latency_s=0.0))
-    narrow = planned(structs.replace(LARGE, gpu_bytes=6.04e8, up_bytes_per_s=1e4, down_bytes_per_s=1e4))
+    ample = planned(structs.replace(LARGE, gpu_bytes=6.031e8, up_bytes_per_s=1e12, down_bytes_per_s=1e12, latency_s=0.0))
+    narrow = planned(structs.replace(LARGE, gpu_bytes=6.031e8, up_bytes_per_s=1e4, down_bytes_per_s=1e4))
     assert ample is not None
     assert narrow is not None
     assert ample.run.pipeline.codec == "bfloat16"
@@ -206,10 +206,10 @@ def test_machines_on_which_nothing_fits_get_one_message() -> None:
 
 
 def test_rounds_take_no_more_than_their_share_of_the_forecast() -> None:
-    found = planned(structs.replace(LARGE, gpu_bytes=6.04e8, up_bytes_per_s=2e5))
+    found = planned(structs.replace(LARGE, gpu_bytes=6.031e8, up_bytes_per_s=2e5))
     assert found is not None
     needs = gpu_memories(found.run, found.layout)
-    again = forecast(found.run, found.layout, structs.replace(LARGE, gpu_bytes=6.04e8, up_bytes_per_s=2e5), needs)
+    again = forecast(found.run, found.layout, structs.replace(LARGE, gpu_bytes=6.031e8, up_bytes_per_s=2e5), needs)
     assert found.run.outer.inner_steps_per_round >= again.steps_per_round
 
 
