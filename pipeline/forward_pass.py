@@ -1,9 +1,9 @@
 """One stage's forward and backward passes of a microbatch, and the version of the weights that they compute with.
 
 The masters are float32, or split into bfloat16 and the 8 bits below (`pipeline.hardware.split_weights`). Gradients of
-float32 masters add up in float32, those of split ones in bfloat16 (`pipeline.stage`). A pass computes with a `WeightSet`: one version of the weights as
-leaves of autograd. A set on which a pass waits is not written to: the masters move on to a copy. So each backward pass
-runs on the weights of its forward pass.
+float32 masters add up in float32, those of split ones in bfloat16 (`pipeline.stage`). A pass computes with a
+`WeightSet`: one version of the weights as leaves of autograd. A set on which a pass waits is not written to: the
+masters move on to a copy. So each backward pass runs on the weights of its forward pass.
 
 At most `graphs` autograd graphs are kept. For other passes backward computes the graph again from the input, the set
 and the state of the random numbers, with the same gradient to the bit. Ordinary gradient checkpointing would take the

@@ -101,9 +101,9 @@ class Stage(StagePasses):
         gradients = [weight.grad for weight in self._weights if weight.grad is not None]
         # A norm in bfloat16 would be wrong by a part in 256.
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         nn.utils.clip_grads_with_norm_(self._weights, self._clip_norm, norm)
-        return norm.item()
+        return float(norm)
 
     def discard(self) -> None:
         """Forget the gradients so far, and give up the passes that wait for theirs."""
