@@ -293,13 +293,14 @@ class StageSettings(NamedTuple):
     """How a stage computes. `autocast`: what the matrices are multiplied in; None: float32.
 
     `graphs`: how many passes that wait for their gradient may keep their graph; None for all. `by_layers`: a graph is
-    the inputs of the layers alone.
+    the inputs of the layers alone. `moments_beside`: whether coded moments lie in main memory.
     """
 
     device: torch.device
     autocast: torch.dtype | None = None
     graphs: int | None = None
     by_layers: bool = False
+    moments_beside: bool = False
 
 
 class StagePasses:
@@ -309,7 +310,7 @@ class StagePasses:
         self, module: Slice, settings: StageSettings, *, first: bool, last: bool, codec: str, coded: bool = False
     ) -> None:
         """Split the multiplied weights where they are computed with in bfloat16 and the optimiser keeps codes."""
-        device, autocast, graphs, self._by_layers = settings
+        device, autocast, graphs, self._by_layers, _ = settings
         self._module = module.to(device).train()
         if self._by_layers:
             module.compute_layers_again()

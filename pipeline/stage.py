@@ -51,7 +51,8 @@ class Stage(StagePasses):
         self.shapes = tuple(tuple(weight.shape) for weight in self._weights)
         self.fixed = frozenset(n for n, weight in enumerate(self._weights) if not weight.requires_grad)
         self._clip_norm = inner.clip_norm
-        self._adamw = AdamW(self._weights, inner, settings.device, self._remainders)
+        beside = settings.moments_beside and coded
+        self._adamw = AdamW(self._weights, inner, settings.device, self._remainders, beside=beside)
         self._upload = Upload(settings.device)
         self._spare: tuple[Tensor, ...] = ()
         """Memory for the next copy of the weights. The system takes longer to give it than a GPU to fill it."""
@@ -130,7 +131,7 @@ class Stage(StagePasses):
                     waiting.give_up(short=True)
 
     def optimiser_state(self) -> OptimiserState:
-        """Return AdamW's memory itself, on the device; the next step changes it."""
+        """Return AdamW's memory itself, on the device or beside it; the next step changes it."""
         return OptimiserState(self._adamw.steps, self._adamw.moments())
 
     def load_optimiser_state(self, state: OptimiserState) -> None:

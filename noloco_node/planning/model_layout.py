@@ -209,10 +209,11 @@ def make_stage(
     graphs: int | None = None,
     *,
     by_layers: bool = False,
+    moments_beside: bool = False,
 ) -> Stage:
     """Return stage `number` with its inner optimiser; raise `UserError` as `build_stage` does.
 
-    `graphs` and `by_layers`: which graphs are kept (`pipeline.forward_pass.StageSettings`).
+    `graphs`, `by_layers` and `moments_beside`: as `pipeline.forward_pass.StageSettings` has them.
     """
     from noloco_node.machine.device import autocast_dtype
     from pipeline.forward_pass import StageSettings
@@ -223,7 +224,7 @@ def make_stage(
     return Stage(
         build_stage(run, plan, number, device),
         Inner(inner.beta1, inner.beta2, inner.epsilon, inner.weight_decay, inner.clip_norm, inner.state),
-        StageSettings(device, autocast_dtype(device, run.precision), graphs, by_layers),
+        StageSettings(device, autocast_dtype(device, run.precision), graphs, by_layers, moments_beside),
         first=number == 0,
         last=run.pipeline.is_last(number),
         codec=run.pipeline.codec,
