@@ -88,7 +88,8 @@ class HostMachine(HostDisk):
     ) -> None:
         super().__init__(options, home, recipe, peer)
         self._torch_device, self._layout = torch_device, layout
-        needs = device_needs(recipe.run, layout, torch_device)
+        needs = device_needs(recipe.run, layout, torch_device, self.free_bytes(), self.free_beside_bytes())
+        self._moments_beside = needs.moments_beside
         self.needs_bytes, self.graph_bytes = list(needs.device), list(needs.graph)
         self.beside_bytes = list(needs.beside)
         self.first_weights, self.tokenizer = checkpoint
@@ -111,7 +112,10 @@ class HostMachine(HostDisk):
         run = self._recipe.run
         needs, graph, most = self.needs_bytes[stage], self.graph_bytes[stage], run.pipeline.in_flight(stage)
         kept = graphs_that_fit(self.free_bytes(), needs, graph, most)
-        return make_stage(run, self._layout, stage, self._torch_device, kept.number, by_layers=kept.by_layers)
+        beside = stage in self._moments_beside
+        return make_stage(
+            run, self._layout, stage, self._torch_device, kept.number, by_layers=kept.by_layers, moments_beside=beside
+        )
 
     def free_bytes(self, given_back: int = 0) -> int:
         memory.trim()

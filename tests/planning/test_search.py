@@ -106,7 +106,7 @@ def test_what_is_planned_is_a_run_that_fits_and_is_planned_again(machines: Machi
     if found is None:
         return
     validate(found.run)
-    assert fits(gpu_memories(found.run, found.layout), machines)
+    assert fits(gpu_memories(found.run, found.layout, machines), machines)
     assert found.run.pipeline.stages * found.run.pipeline.replicas <= machines.count
     assert found.run.budget_samples == pytest.approx(RUN.budget_samples, rel=0.05)
     assert found.run.inner.steps >= LEAST_STEPS
@@ -148,7 +148,7 @@ def test_the_state_is_float32_unless_codes_bring_clearly_more_and_one_stage_is_e
         if each is not None and each.run.pipeline.stages > 1:
             alone = structs.replace(each.run.pipeline, stages=1, windows_in_flight=1, microbatch_size=1)
             whole = structs.replace(each.run, pipeline=alone)
-            assert not fits(gpu_memories(whole, search.model_layout(whole)), machines)
+            assert not fits(gpu_memories(whole, search.model_layout(whole), machines), machines)
     fewer = in_fewer_stages(found, machines)
     assert (fewer is None) == (found.run.pipeline.stages == 1)
     if fewer is not None:
@@ -180,8 +180,10 @@ def test_a_frozen_model_has_fewer_bits_only_where_they_bring_clearly_more() -> N
 
 
 def test_an_ample_line_is_not_squeezed_and_a_narrow_one_is() -> None:
-    ample = planned(structs.replace(LARGE, gpu_bytes=6.031e8, up_bytes_per_s=1e12, down_bytes_per_s=1e12, latency_s=0.0))
-    narrow = planned(structs.replace(LARGE, gpu_bytes=6.031e8, up_bytes_per_s=1e4, down_bytes_per_s=1e4))
+    ample = planned(
+        structs.replace(LARGE, gpu_bytes=6.022e8, up_bytes_per_s=1e12, down_bytes_per_s=1e12, latency_s=0.0)
+    )
+    narrow = planned(structs.replace(LARGE, gpu_bytes=6.022e8, up_bytes_per_s=1e4, down_bytes_per_s=1e4))
     assert ample is not None
     assert narrow is not None
     assert ample.run.pipeline.codec == "bfloat16"
@@ -206,10 +208,11 @@ def test_machines_on_which_nothing_fits_get_one_message() -> None:
 
 
 def test_rounds_take_no_more_than_their_share_of_the_forecast() -> None:
-    found = planned(structs.replace(LARGE, gpu_bytes=6.031e8, up_bytes_per_s=2e5))
+    machines = structs.replace(LARGE, gpu_bytes=6.022e8, up_bytes_per_s=2e5)
+    found = planned(machines)
     assert found is not None
-    needs = gpu_memories(found.run, found.layout)
-    again = forecast(found.run, found.layout, structs.replace(LARGE, gpu_bytes=6.031e8, up_bytes_per_s=2e5), needs)
+    needs = gpu_memories(found.run, found.layout, machines)
+    again = forecast(found.run, found.layout, machines, needs)
     assert found.run.outer.inner_steps_per_round >= again.steps_per_round
 
 
