@@ -25,9 +25,9 @@ from handlers import echo
 from noloco_node.errors import UserError
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.settings import NetworkSettings, Reachability
-from noloco_node.network.calls import ConversationPool
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema, TensorSpec
+from noloco_node.node.microbatches import ConversationPool
 
 MIB = 2**18
 
