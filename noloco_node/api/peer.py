@@ -171,7 +171,40 @@ def at_exit(leave: Callable[[], None]) -> None:
     threading._register_atexit(leave_if_there)  # type: ignore[attr-defined] # `atexit` comes after the threads are gone
 
 
-class JoinedPeer:
+class Leaves:
+    """What lets a node leave: at a call, at the end of a context, and at the end of the program."""
+
+    _node: NodeThread
+    _has_left = False
+
+    def leave(self) -> None:
+        """Leave the run politely: save the weights in the home, and tell the others. A second call does nothing."""
+        self._node.check_process()
+        if not self._has_left:
+            self._end()
+            self._node.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.leave()
+        else:  # what the program raised says more than what its node does
+            self._end()
+
+    def _end(self) -> None:
+        """Ask the node to leave, and wait until it has ended."""
+        self._has_left = True
+        if self._node.is_ours and not self._node.is_over:
+            self._node.ask_to_leave()
+            self._await_end()
+
+    def _await_end(self) -> None:
+        self._node.wait()
+
+
+class JoinedPeer(Leaves):
     """A node in this process, as `join` begins it. As a context it leaves at the end."""
 
     def __init__(self, node: NodeThread) -> None:
@@ -194,26 +227,6 @@ class JoinedPeer:
         if self._node.is_over:
             self._node.result()
         return True
-
-    def leave(self) -> None:
-        """Leave politely: the node saves its weights and tells the others. A second call does nothing."""
-        self._node.check_process()
-        self._end()
-        self._node.result()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.leave()
-        else:  # what the program raised says more than what its node does
-            self._end()
-
-    def _end(self) -> None:
-        if self._node.is_ours and not self._node.is_over:
-            self._node.ask_to_leave()
-            self._node.wait()
 
 
 def join(invite: str | PathLike[str], **options: Unpack[OwnModelOptions]) -> JoinedPeer:

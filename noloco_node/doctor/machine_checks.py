@@ -17,7 +17,7 @@ import msgspec
 
 from gossip.exchange import kernels
 from noloco_node.admission.ticket import peer_of_file
-from noloco_node.errors import Exit, UserError, reason_of
+from noloco_node.errors import Exit, UserError, reason_of, storage_error
 from noloco_node.libp2p.settings import ensure_identity
 from noloco_node.machine.memory import free_bytes, machine_free_bytes, wanted_bytes
 from noloco_node.machine.system import allow_files, allowed_files
@@ -159,11 +159,10 @@ def require_disk(paths: RunPaths, weights: Mapping[int, int], kept: int) -> str 
             f"the disk has no room for checkpoints ({finding.says}): nothing is saved until there is; the last"
             f" checkpoint stays, and we go on from it; {finding.hint}"
         )
-    raise UserError(
+    raise storage_error(
         f"The disk at {paths.path} has no room for checkpoints.",
         why=finding.says,
         hint=f"{finding.hint}; --keep 1 takes less",
-        code=Exit.STORAGE,
     )
 
 
