@@ -451,7 +451,7 @@ class StagePasses:
         return self._plain
 
     def token_losses(self, tokens: Tensor) -> Tensor:
-        """Return the loss of each token but the first of marked `tokens` [b, s + 1], where the stage is the whole model.
+        """Return the loss of each token but the first of marked `tokens` [b, s + 1]; the stage is the whole model.
 
         Float32 [b, s] on the CPU, 0 where a token is only given; without dropout, in the precision of the training.
         Raises MemoryError where memory is short.

@@ -17,7 +17,9 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from noloco_node.data.held_out_text import HeldOutText, Loss, LossSums
 from noloco_node.errors import UserError
@@ -27,9 +29,6 @@ from noloco_node.network.wire import is_usable
 from noloco_node.run.peer_state import Evaluation, PeerState
 from noloco_node.swarm.roster import Roster
 from noloco_node.tasks import loop_s
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 EVALUATION = "evaluation"
 """What is noticed where an evaluation comes to nothing."""
@@ -143,7 +142,7 @@ class Evaluator:
         """Return the loss on the sample; None if the node leaves meanwhile."""
         sums, context = LossSums(text.documents), self._context
         for batch in text.batches:
-            for sequences in batch.split(context.sequences):
+            for sequences in torch.split(batch, context.sequences):
                 if context.is_ending():
                     return None
                 sums.add(sequences, await context.token_losses(sequences))

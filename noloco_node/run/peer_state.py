@@ -60,9 +60,9 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """The last evaluation of a peer's replica on held-out text. `number`: of the run's evaluations. `loss`: nats a token.
+    """A peer's last evaluation of its replica on held-out text. `number`: of the evaluation, counted in the run.
 
-    `margin`: half of the 95 % interval of `loss`; None over too few documents.
+    `loss`: nats a token. `margin`: half of its 95 % interval; None over too few documents.
     """
 
     number: Count
