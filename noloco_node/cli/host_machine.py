@@ -109,7 +109,7 @@ class HostMachine(HostDisk):
         data = with_tokenizer_in(recipe.run.data, home.tokenizer)
         run = structs.replace(recipe.run, data=data)
         self._text = BackgroundOpen(partial(TextSource, run, options.data, peer, layout.vocabulary))
-        self.evaluation = EvaluationMachine(run, options.data)
+        self.evaluation = EvaluationMachine(run, options.data) if run.data.evaluate_every_rounds else None
         self.device = Device(torch_device, options.slowdown)
 
     def close(self) -> None:
@@ -117,7 +117,8 @@ class HostMachine(HostDisk):
         # The text first: a thread that waits for it ends with it.
         try:
             self._text.close()
-            self.evaluation.close()
+            if self.evaluation is not None:
+                self.evaluation.close()
         finally:
             self.device.close()
 

@@ -264,7 +264,7 @@ class Host(ComputeHost, Protocol):
 
     @property
     def evaluation(self) -> EvaluationHost | None:
-        """What an evaluation takes; None where nothing is evaluated."""
+        """What an evaluation takes; None where the run has none."""
 
     @property
     def former(self) -> ArchivedStages:

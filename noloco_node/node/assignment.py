@@ -427,7 +427,7 @@ class Assignment:
     def _make_evaluator(self) -> Evaluator | None:
         """Return what evaluates our replica; None where nothing is to be evaluated."""
         context, replica, run = self._context, self.replica, self._context.run
-        if context.host.evaluation is None or not run.data.evaluate_every_rounds:
+        if context.host.evaluation is None:
             return None
         evaluated = EvaluatorContext(
             run_id=context.run_file.digest,
