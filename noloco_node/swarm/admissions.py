@@ -86,10 +86,10 @@ class HostedAdmissions:
             return network
         owns = key_file(self._run_file).is_file()
         if owns:
-            key = await asyncio.to_thread(load_owner_key, self._run_file, self._admission)
-            sign: Sign | None = TicketSigner(key).ticket
-            ticket = sign(self._recipe.digest, network.peer_id, MEMBER, int(time.time()) + HOST_S)
+            owner = TicketSigner(await asyncio.to_thread(load_owner_key, self._run_file, self._admission))
+            ticket = owner.ticket(self._recipe.digest, network.peer_id, MEMBER, int(time.time()) + HOST_S)
             admitted: PeerNetwork = HookedNetwork(network, AdmissionHook(network, self._state, ticket))
+            sign: Sign | None = owner.ticket
         else:
             admitted, sign = await self._as_delegate(network)
         if sign is not None:
