@@ -123,13 +123,11 @@ def judge_memory(free: int, needs: Sequence[Need], *, beside_gpu: bool = False) 
 
 
 def judge_gpu(free: int, needs: Sequence[Need]) -> Finding:
-    """Judge the GPU's free memory."""
     wanted = {need.stage: wanted_bytes(need.computing) for need in needs}
     return _against("GPU memory", free, wanted, "--device cpu, or end what else runs on the GPU")
 
 
 def judge_disk(free: int | None, needs: Sequence[Need], home: Path) -> Finding:
-    """Judge the free space where the home is."""
     if free is None:
         return fail("disk", f"{home} cannot be looked at", "give a directory of yours with --home")
     if needs or free >= LITTLE_DISK_BYTES:

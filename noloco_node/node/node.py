@@ -121,7 +121,6 @@ class Node:
 
     @property
     def roster(self) -> Roster:
-        """The last roster."""
         return self._context.membership.roster
 
     @property

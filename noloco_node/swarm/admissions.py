@@ -63,12 +63,10 @@ class HostedAdmissions:
 
     @property
     def credential(self) -> InviteCredential | None:
-        """The credential of the invite that we print."""
         return InviteCredential() if self._admission.owner is not None and self._admission.rule == "open" else None
 
     @property
     def rule(self) -> str:
-        """The admission rule, in words."""
         if self._admission.owner is None:
             return "open to everybody who holds this invite, for the run has no owner"
         return RULES[self._admission.rule]
