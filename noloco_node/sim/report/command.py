@@ -128,15 +128,11 @@ def _replicas(peers: int, stages: int) -> int:
     if peers % stages == 0:
         return peers // stages
     near = [count for count in (peers - peers % stages, peers - peers % stages + stages) if count]
-    raise _misuse(
+    raise usage_error(
         f"{peers} peers cannot be shared out over {stages} stages.",
         "all stages of a simulated swarm have equally many replicas",
         " or ".join(f"--peers {count}" for count in near),
     )
-
-
-def _misuse(what: str, why: str, hint: str) -> UserError:
-    return usage_error(what, why=why, hint=hint)
 
 
 def complete(scenario: Scenario, path: Path | None) -> SimSetup:
