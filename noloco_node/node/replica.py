@@ -331,6 +331,7 @@ class Replica:
                 optimiser_steps=optimiser.steps,
                 meetings=outer.meetings,
                 last_met=age.last_met,
+                slow_steps=self.rounds.slow_steps,
                 data_position=data_position,
             ),
             {"slow": outer.slow}
