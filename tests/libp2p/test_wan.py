@@ -94,7 +94,7 @@ class Numbers:
 
 
 SIZES = {"greet": 1, "exchange": 2 * 2**18}
-"""Numbers of each request, by topic: one, and 2 MiB, many times what a relay of libp2p carries unless told otherwise."""
+"""Numbers of each request, by topic: one, and 2 MiB, many times what a relay carries unless it is told to."""
 SCHEMAS = {
     topic: Schema({Numbers: MessageSpec("Numbers", {"numbers": TensorSpec((size,), "float32")})})
     for topic, size in SIZES.items()
