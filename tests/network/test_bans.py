@@ -79,7 +79,7 @@ def test_a_day_of_good_conduct_makes_the_next_ban_a_short_one() -> None:
 def test_what_is_remembered_of_strangers_is_bounded() -> None:
     bans = BanList()
     bans.shut_out("liar", 0.0, DAY_S)
-    for number in range(2 * MOST_KNOWN):
+    for number in range(MOST_KNOWN + 100):
         bans.note(f"x{number}", 0.0)
     assert len(bans._standings) == MOST_KNOWN
     assert bans.left_s("liar", 0.0) == DAY_S  # no number of names makes us forget it
