@@ -402,23 +402,27 @@ class StagePasses:
         mean = graph.output.item() * wanted.numel() / max(1, counted)
         return Gradient(hidden=self._input_gradient(graph, seed), loss=mean, tokens=counted)
 
-    def _loss(self, hidden: Tensor, targets: Tensor, known: Known) -> Graph:
+    def _head(self) -> tuple[Callable[[Tensor], Tensor], int]:
+        """Return what computes logits of what the head is given, and the size of the vocabulary."""
         name = self._module.head
         head, weights = self._module.get_submodule(name), self._set.leaves
         own = {key.removeprefix(f"{name}."): leaf for key, leaf in weights.items() if key.startswith(f"{name}.")}
-        vocabulary = len(own["weight"] if own else head.get_buffer("weight"))
-        if targets.shape != hidden.shape[:2]:
-            raise ValueError(f"targets of {list(targets.shape)} for logits of {list(hidden.shape[:2])}")
-        # On a GPU an id outside the vocabulary would take the whole process down.
-        if ids_of(targets).max() >= vocabulary:
-            raise ValueError(f"targets outside the vocabulary of {vocabulary}")
-        targets = as_targets(targets.to(self._device))
 
         def logits_of(states: Tensor) -> Tensor:
             with self._precision():
                 logits: Tensor = functional_call(head, own, (states,))
                 return logits
 
+        return logits_of, len(own["weight"] if own else head.get_buffer("weight"))
+
+    def _loss(self, hidden: Tensor, targets: Tensor, known: Known) -> Graph:
+        logits_of, vocabulary = self._head()
+        if targets.shape != hidden.shape[:2]:
+            raise ValueError(f"targets of {list(targets.shape)} for logits of {list(hidden.shape[:2])}")
+        # On a GPU an id outside the vocabulary would take the whole process down.
+        if ids_of(targets).max() >= vocabulary:
+            raise ValueError(f"targets outside the vocabulary of {vocabulary}")
+        targets = as_targets(targets.to(self._device))
         if targets.numel() * vocabulary > LOGITS and self._has_plain_head(hidden, known.tokens, logits_of):
             graph = self._graph(hidden, self._set, known, logits=False)
             row = vocabulary * (self._autocast or torch.float32).itemsize
@@ -445,6 +449,38 @@ class StagePasses:
                 self._module.train()
             self._plain = torch.equal(whole, logits_of(states))
         return self._plain
+
+    def token_losses(self, tokens: Tensor) -> Tensor:
+        """Return the loss of each token but the first of marked `tokens` [b, s + 1]; the stage is the whole model.
+
+        Float32 [b, s] on the CPU, 0 where a token is only given; without dropout, in the precision of the training.
+        Raises MemoryError where memory is short.
+        """
+        if not (self._first and self._last):
+            raise ValueError("only a stage that is the whole model has a loss of its own")
+        return self._with_room(lambda: self._token_losses(ids_of(tokens[:, :-1]), as_targets(tokens[:, 1:])))
+
+    @torch.no_grad()
+    def _token_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
+        logits_of, vocabulary = self._head()
+        # In training the same logits have their gradients beside them: here more of them fit at once.
+        in_parts = targets.numel() * vocabulary > LOGITS and self._has_plain_head(ids, None, logits_of)
+        self._module.eval()
+        try:
+            output = self._graph(ids, self._set, NOTHING_KNOWN, logits=not in_parts).output.flatten(0, 1)
+        finally:
+            self._module.train()
+        parts = zip(
+            *(torch.split(each, max(1, LOGITS // vocabulary)) for each in (output, targets.flatten().to(self._device))),
+            strict=True,
+        )
+        losses = [
+            functional.cross_entropy(
+                (logits_of(part) if in_parts else part).float(), wanted, ignore_index=UNLEARNT, reduction="none"
+            )
+            for part, wanted in parts
+        ]
+        return torch.cat(losses).view(targets.shape).cpu()
 
     @torch.no_grad()
     def infer(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:

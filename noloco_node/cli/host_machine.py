@@ -16,6 +16,7 @@ from gossip.exchange.messages import ReplicaState
 from noloco_node.cli.options import JoinOptions
 from noloco_node.data.blocks import BackgroundOpen, TextSource
 from noloco_node.data.encoding import with_tokenizer_in
+from noloco_node.data.held_out_text import EvaluationText, HeldOutText
 from noloco_node.machine import memory
 from noloco_node.machine.device import Device
 from noloco_node.machine.interface import Dimensions, Host
@@ -73,6 +74,19 @@ class HostDisk:
         return asleep_s()
 
 
+class EvaluationMachine:
+    """Implements `noloco_node.machine.interface.EvaluationHost`; to be closed."""
+
+    def __init__(self, run: RunConfig, own_source: str | None) -> None:
+        self._text = EvaluationText(run, own_source)
+
+    async def text(self) -> HeldOutText:
+        return await asyncio.to_thread(self._text.read)
+
+    def close(self) -> None:
+        self._text.close()
+
+
 class HostMachine(HostDisk):
     """What this machine gives to one node of a run, as `noloco_node.machine.interface.Host` asks; to be closed."""
 
@@ -95,6 +109,7 @@ class HostMachine(HostDisk):
         data = with_tokenizer_in(recipe.run.data, home.tokenizer)
         run = structs.replace(recipe.run, data=data)
         self._text = BackgroundOpen(partial(TextSource, run, options.data, peer, layout.vocabulary))
+        self.evaluation = EvaluationMachine(run, options.data) if run.data.evaluate_every_rounds else None
         self.device = Device(torch_device, options.slowdown)
 
     def close(self) -> None:
@@ -102,6 +117,8 @@ class HostMachine(HostDisk):
         # The text first: a thread that waits for it ends with it.
         try:
             self._text.close()
+            if self.evaluation is not None:
+                self.evaluation.close()
         finally:
             self.device.close()
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gossip.exchange.messages import ReplicaState
     from gossip.transfer.assembly import ChunkStore
     from gossip.transfer.chunks import HeldCopy
+    from noloco_node.data.held_out_text import HeldOutText
     from noloco_node.machine.memory import GraphBytes
     from pipeline.inner_step import OptimiserState, StepReport
 
@@ -97,6 +98,12 @@ class StageModel(worker.WorkerStage, Protocol):
     def discard(self) -> None:
         """Forget the gradients collected so far."""
 
+    def token_losses(self, tokens: Tensor, /) -> Tensor:
+        """Return the loss of each token but the first of marked `tokens` [b, s + 1]: [b, s], 0 where one is only given.
+
+        Only a stage that is the whole model can.
+        """
+
     def weights(self, less: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         """Return a copy of the fast weights; `less` others, the difference from these in bfloat16."""
 
@@ -153,6 +160,13 @@ class Text(Protocol):
 
     def news(self) -> list[str]:
         """Return sentences about what was left out of the text since the last call; the owner has been told."""
+
+
+class EvaluationHost(Protocol):
+    """What an evaluation takes of a machine. `noloco_node.cli.host_machine.EvaluationMachine` is the real one."""
+
+    async def text(self) -> HeldOutText:
+        """Read the sample of held-out text, beside the training; raise `UserError` if there is none."""
 
 
 class SnapshotStore(Protocol):
@@ -247,6 +261,10 @@ class Host(ComputeHost, Protocol):
     @property
     def tokenizer(self) -> WeightStore | None:
         """The files of the run's tokenizer, as far as they are here; None if peers do not send them."""
+
+    @property
+    def evaluation(self) -> EvaluationHost | None:
+        """What an evaluation takes; None where the run has none."""
 
     @property
     def former(self) -> ArchivedStages:

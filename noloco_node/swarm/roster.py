@@ -12,7 +12,7 @@ from typing import Annotated, Generic, TypeVar
 import msgspec
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.run.peer_state import PeerState, Wait
+from noloco_node.run.peer_state import Evaluation, PeerState, Wait
 from noloco_node.units import Amount, Count, Fraction, Seconds, UnixSeconds
 
 T = TypeVar("T")
@@ -78,6 +78,7 @@ class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
     hops: tuple[tuple[str, Count], ...] = ()
     """Some of the next hops of its microbatches, by turns: the end of each one's id, and how many it takes a minute."""
     given: Given | None = None
+    evaluation: Evaluation | None = None
 
     @property
     def speed(self) -> float:

@@ -37,9 +37,9 @@ from gossip.interface import OuterStepTaken
 from noloco_node.journal.events import CatchUp
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.settings import NetworkSettings, Reachability
-from noloco_node.network.calls import ConversationPool
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema, TensorSpec
+from noloco_node.node.microbatches import ConversationPool
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from gossip.exchange.messages import ReplicaState
 from gossip.transfer.assembly import ChunkStore
 from gossip.transfer.chunks import CopyInMemory, HeldCopy
 from noloco_node.data.blocks import run_blocks
-from noloco_node.machine.interface import FirstWeights, Runner, SnapshotStore, StageModel, Text
+from noloco_node.machine.interface import EvaluationHost, FirstWeights, Runner, SnapshotStore, StageModel, Text
 from noloco_node.machine.memory import GraphBytes
 from noloco_node.run.config import RunConfig
 from noloco_node.storage.checkpoint import Checkpoint
@@ -75,6 +75,7 @@ class MemoryHost:
         self.snapshots: SnapshotStore | None = None
         self.first_weights: FirstWeights | None = None
         self.tokenizer: WeightStore | None = None
+        self.evaluation: EvaluationHost | None = None
         self.needs_bytes: list[int] = []
         self.graph_bytes: list[GraphBytes] = []
         self.beside_bytes: list[int] = []
