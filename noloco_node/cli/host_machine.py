@@ -14,9 +14,9 @@ from msgspec import structs
 
 from gossip.exchange.messages import ReplicaState
 from noloco_node.cli.options import JoinOptions
-from noloco_node.data.blocks import BackgroundOpen, TextSource
 from noloco_node.data.encoding import with_tokenizer_in
 from noloco_node.data.held_out_text import EvaluationText, HeldOutText
+from noloco_node.data.text_source import BackgroundOpen, TextSource
 from noloco_node.machine import memory
 from noloco_node.machine.device import Device
 from noloco_node.machine.interface import Dimensions, Host
@@ -44,14 +44,8 @@ class HostDisk:
 
     def __init__(self, options: JoinOptions, home: RunPaths, recipe: RunFileText, peer: str) -> None:
         self._options, self._home, self._recipe = options, home, recipe
-        self.former = CheckpointStore(home.checkpoint, home.snapshots, recipe.digest, peer, say)
+        self.checkpoints = CheckpointStore(home.checkpoint, home.snapshots, recipe.digest, peer, say)
         self.snapshots = SnapshotDirectory(home.snapshots, recipe.digest) if options.keep_snapshots else None
-
-    async def last_stage(self) -> int | None:
-        return await self.former.served()
-
-    async def load(self, stage: int) -> Checkpoint | None:
-        return await self.former.load(stage)
 
     async def save(self, checkpoint: Checkpoint) -> str:
         loop = asyncio.get_running_loop()

@@ -69,7 +69,7 @@ class OwnedRun:
         named = None if self.rule == "open" else lambda found: self.named.get(found, 0)
         service = TicketService(
             self.state,
-            signer,
+            signer.ticket,
             self.now_s,
             named,
             lambda found: self.signs.get(found, 0),
