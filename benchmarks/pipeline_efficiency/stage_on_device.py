@@ -43,9 +43,10 @@ from noloco_node.planning.plan import memories
 from noloco_node.run.config import DataConfig, InnerConfig, ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.runfile import load_run
 from pipeline.activation_codec import encode
-from pipeline.adamw import Codes, Move, compiled, encode_first, encode_second, move
+from pipeline.adamw import Move, compiled, encode_first, encode_second, move
 from pipeline.admission_window import AdmissionWindow
 from pipeline.forward_pass import PendingForward
+from pipeline.hardware.moments_beside import Codes
 from pipeline.hardware.split_weights import split
 from pipeline.inner_step import BLOCK
 from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch

@@ -50,7 +50,10 @@ class MomentsBeside:
     def __init__(self, device: torch.device, blocks: int, values: int) -> None:
         """`blocks`, `values`: the most of a piece."""
         gpu, self._next = device.type == "cuda", 0
-        self._inward, self._outward = (torch.cuda.Stream(device) if gpu else None for _ in range(2))
+        self._inward, self._outward = (
+            torch.cuda.Stream(device) if gpu else None  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
         self._places = [
             _Place(
                 torch.empty(2, blocks, device=device),

@@ -14,7 +14,8 @@ from small_stages import CPU, INNER, cuts, drawn_ids, make_stage, prepared
 from torch import Tensor, nn
 
 from pipeline import adamw
-from pipeline.adamw import AdamW, Codes, decode_first, decode_second, encode_first, encode_second
+from pipeline.adamw import AdamW, decode_first, decode_second, encode_first, encode_second
+from pipeline.hardware.moments_beside import Codes
 from pipeline.inner_step import Inner, OptimiserState, moment_bytes, moment_ratio
 from pipeline.stage import Stage
 
