@@ -213,6 +213,7 @@ def _needs(run_file: RunFileText) -> tuple[list[Need], list[MicrobatchBytes]]:
             stage.gpu.computing,
             stage.gpu.beside,
             machine_checks.disk_bytes(stage.memory.weights),
+            stage.gpu.coded_moments,
         )
         for number, stage in enumerate(plan(run).stages)
     ]

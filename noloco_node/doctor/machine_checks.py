@@ -19,7 +19,13 @@ from gossip.exchange import kernels
 from noloco_node.admission.ticket import peer_of_file
 from noloco_node.errors import Exit, UserError, reason_of, storage_error
 from noloco_node.libp2p.settings import ensure_identity
-from noloco_node.machine.memory import free_bytes, machine_free_bytes, wanted_bytes
+from noloco_node.machine.memory import (
+    free_bytes,
+    machine_free_bytes,
+    puts_moments_beside,
+    usable_bytes,
+    wanted_bytes,
+)
 from noloco_node.machine.system import allow_files, allowed_files
 from noloco_node.storage.checkpoint import KEPT, files
 from noloco_node.storage.home import HomePaths, RunPaths
@@ -90,13 +96,23 @@ def exit_code(findings: Sequence[Finding]) -> Exit:
 
 
 class Need(NamedTuple):
-    """Bytes that a stage needs: on a CPU; on a GPU, and in main memory beside it; on the disk, for checkpoints."""
+    """Bytes that a stage needs: on a CPU; on a GPU, and in main memory beside it; on the disk, for checkpoints.
+
+    `moments`: of those on a GPU, what can lie beside it.
+    """
 
     stage: int
     memory: int
     computing: int
     beside: int
     disk: int
+    moments: int = 0
+
+    def placed(self, gpu: float, ram: float) -> Need:
+        """Return what a node takes of a machine with so many bytes free."""
+        room = usable_bytes(gpu), usable_bytes(ram)
+        moments = self.moments if puts_moments_beside(self.computing, self.beside, self.moments, *room) else 0
+        return self._replace(computing=self.computing - moments, beside=self.beside + moments)
 
 
 def judge_files(limit: int) -> Finding:
@@ -196,7 +212,10 @@ def capacity(home: Path, device: str, needs: Sequence[Need], run_id: str | None 
     announce_torch()
     seen, gpu = _device(device)
     yield seen
-    yield judge_memory(machine_free_bytes(), needs, beside_gpu=gpu is not None)
+    memory = machine_free_bytes()
+    if gpu is not None:
+        needs = [need.placed(gpu, memory) for need in needs]
+    yield judge_memory(memory, needs, beside_gpu=gpu is not None)
     if gpu is not None:
         yield judge_gpu(gpu, needs)
 

@@ -44,6 +44,14 @@ def wanted_bytes(needs: float) -> float:
     return needs / _USABLE
 
 
+def puts_moments_beside(computing: float, beside: float, moments: float, gpu: float, ram: float) -> bool:
+    """Say whether a stage fits a GPU only with its 8-bit moments in main memory, and does so.
+
+    `computing`, `beside`: what it takes of both with the moments on the GPU. `gpu`, `ram`: what it may take.
+    """
+    return moments > 0 and computing > gpu and computing - moments <= gpu and beside + moments <= ram
+
+
 def free_of_gpu(size_bytes: float) -> float:
     """Return what the driver of a GPU of this size calls free in a process that trains."""
     return max(0.0, size_bytes - _CONTEXT_BYTES)

@@ -14,7 +14,7 @@ import msgspec
 
 from gossip.settings import OuterConfig
 from noloco_node.data.encoding import check_vocabulary
-from noloco_node.machine.memory import GraphBytes, usable_bytes
+from noloco_node.machine.memory import GraphBytes, puts_moments_beside, usable_bytes
 from noloco_node.planning.bandwidth import float32_bytes, gossip_memory, hop_bytes, round_bytes
 from noloco_node.planning.queue_model import BUSY, WindowSuggestion, predict_efficiency, suggest_windows
 from noloco_node.run.config import RunConfig
@@ -50,8 +50,10 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """In float32, or in bfloat16 where the weights are so."""
     optimiser: int
     """AdamW's two moments on the device, in the form that the run file names."""
+    coded_moments: int
+    """Of those, the ones that can lie in main memory instead."""
     moments_beside: int
-    """The coded ones in main memory, where the device has no room for them."""
+    """Moments in main memory, where the device has no room for them."""
     slow_weights: int
     outer_momentum: int
     snapshot: int
@@ -108,6 +110,18 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         """What the device computes with: of a GPU's own memory. Gossip's copies lie in the main memory."""
         lasting = self.weights + self.frozen + self.unpacked + self.gradients + self.optimiser + self.cast_weights
         return lasting + self.stale_weights + self.graph
+
+    def placed(self, gpu: float, ram: float) -> Memory:
+        """Return the same with the moments beside the GPU where a stage fits in no other way.
+
+        `gpu`, `ram`: bytes that it may take of a GPU, and of main memory beside it.
+        """
+        moments = self.coded_moments
+        if not puts_moments_beside(self.computing, self.beside, moments, gpu, ram):
+            return self
+        return msgspec.structs.replace(
+            self, optimiser=self.optimiser - moments, coded_moments=0, moments_beside=moments
+        )
 
     @property
     def graphs(self) -> GraphBytes:
@@ -246,33 +260,13 @@ def device_needs(
     graph = tuple(memory.graphs for memory in found)
     if DEVICE_TYPES[device.type].shares_memory:
         return DeviceNeeds(tuple(memory.total for memory in found), graph, ())
-    found = placed(run, drawn, found, usable_bytes(free), usable_bytes(free_beside))
+    found = tuple(memory.placed(usable_bytes(free), usable_bytes(free_beside)) for memory in found)
     return DeviceNeeds(
         tuple(memory.computing for memory in found),
         graph,
         tuple(memory.beside for memory in found),
         frozenset(number for number, memory in enumerate(found) if memory.moments_beside),
     )
-
-
-def placed(
-    run: RunConfig, drawn: ModelLayout, needs: tuple[Memory, ...], device: float, beside: float
-) -> tuple[Memory, ...]:
-    """Return what stages need, with coded moments beside the device where a stage fits in no other way.
-
-    `device`, `beside`: bytes that may be used of a GPU, and of main memory beside it.
-    """
-
-    def choose(number: int, memory: Memory) -> Memory:
-        if run.inner.state != "int8" or memory.computing <= device:
-            return memory
-        coded = 2 * sum(
-            moment_bytes(shape, "int8") for shape in drawn.shapes[number].values() if is_coded(shape, "int8")
-        )
-        other = msgspec.structs.replace(memory, optimiser=memory.optimiser - coded, moments_beside=coded)
-        return other if other.computing <= device and other.beside <= beside else memory
-
-    return tuple(choose(number, memory) for number, memory in enumerate(needs))
 
 
 class KeptGraphs(NamedTuple):
@@ -330,6 +324,7 @@ def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool, splits:
         unpacked=multiplied * max(frozen.coded, 0 if kept == multiplied else frozen.plain),
         gradients=once - cast if split else once,
         optimiser=2 * sum(moment_bytes(shape, run.inner.state) for shape in shapes),
+        coded_moments=sum(2 * moment_bytes(shape, "int8") for shape in shapes if is_coded(shape, run.inner.state)),
         moments_beside=0,
         slow_weights=once,
         outer_momentum=gossip.pop("momentum"),

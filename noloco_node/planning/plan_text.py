@@ -29,6 +29,7 @@ def describe(plan: RunPlan) -> list[str]:
         "",
         _largest_memory(plan),
         _phases(plan),
+        *_moments(plan),
         _more_graphs(plan),
         "",
         f"Tokens: {format_count(plan.tokens)} in all, {format_count(plan.tokens_per_step)} an inner step of a replica; "
@@ -62,7 +63,9 @@ def _stage_table(plan: RunPlan) -> list[str]:
 def _largest_memory(plan: RunPlan) -> str:
     number, memory = max(enumerate(stage.memory for stage in plan.stages), key=lambda stage: stage[1].total)
     sizes = {
-        name: getattr(memory, name) for name in Memory.__struct_fields__ if not name.endswith(("_graph", "_graphs"))
+        name: getattr(memory, name)
+        for name in Memory.__struct_fields__
+        if not name.endswith(("_graph", "_graphs", "coded_moments"))
     }
     parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in sizes.items() if size)
     return f"Memory at stage {number} on a CPU, in float32, with the graph of one microbatch: {parts}."
@@ -71,6 +74,13 @@ def _largest_memory(plan: RunPlan) -> str:
 def _phases(plan: RunPlan) -> str:
     number, memory = max(enumerate(stage.gpu for stage in plan.stages), key=lambda stage: stage[1].beside)
     return f"Beside a GPU stage {number} takes, by phase: {in_phases(memory)}."
+
+
+def _moments(plan: RunPlan) -> list[str]:
+    moments = max(stage.gpu.coded_moments for stage in plan.stages)
+    if not moments:
+        return []
+    return [f"A GPU with too little memory for that leaves up to {format_bytes(moments)} of 8-bit moments beside it."]
 
 
 def in_phases(memory: Memory) -> str:

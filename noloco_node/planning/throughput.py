@@ -19,7 +19,7 @@ import msgspec
 from noloco_node.machine.memory import free_of_gpu, usable_bytes
 from noloco_node.planning.bandwidth import hop_bytes, round_bytes
 from noloco_node.planning.model_layout import ModelLayout
-from noloco_node.planning.plan import Memory, graphs_that_fit, memories, placed
+from noloco_node.planning.plan import Memory, graphs_that_fit, memories
 from noloco_node.run.config import PipelineConfig, RunConfig
 from noloco_node.units import format_bytes
 from pipeline.messages import ACTIVATION_CODECS
@@ -139,7 +139,7 @@ def stage_loads(
 def gpu_memories(run: RunConfig, layout: ModelLayout, machines: Machines) -> tuple[Memory, ...]:
     """Return what a replica of each stage needs of such a machine."""
     needs = memories(run, layout, half=run.precision == "auto")
-    return placed(run, layout, needs, *_usable(machines))
+    return tuple(memory.placed(*_usable(machines)) for memory in needs)
 
 
 def _usable(machines: Machines) -> tuple[float, float]:

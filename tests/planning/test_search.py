@@ -304,13 +304,16 @@ def test_moments_lie_in_main_memory_where_a_stage_fits_in_no_other_way(gpu: str,
     assert fits((needs,), machines) == (beside or gpu == "24GiB")
 
 
-@pytest.mark.parametrize("size", [int(17.9e9), int(22.9e9), 24 * 2**30])
+@pytest.mark.parametrize("size", [12 * 2**30, int(17.9e9), int(22.9e9), 24 * 2**30])
 def test_doctor_finds_what_is_planned_for_a_gpu_good_on_that_gpu(size: int) -> None:
     machines = structs.replace(LARGE, count=16, gpu_bytes=size, ram_bytes=32 * 2**30, flops=6e13)
     found = plan_for(decode_run(run_text("1b"), "preset"), machines)
+    gpus = [stage.gpu for stage in plan(found.run).stages]
     needs = [
-        Need(number, memory.total, memory.computing, memory.beside, 0) for number, memory in enumerate(found.needs)
+        Need(number, 0, gpu.computing, gpu.beside, 0, gpu.coded_moments).placed(free_of_gpu(size), machines.ram_bytes)
+        for number, gpu in enumerate(gpus)
     ]
+    assert [(need.computing, need.beside) for need in needs] == [(each.computing, each.beside) for each in found.needs]
     assert judge_memory(int(machines.ram_bytes), needs, beside_gpu=True).grade is Grade.GOOD
     assert judge_gpu(int(free_of_gpu(size)), needs).grade is Grade.GOOD
 
