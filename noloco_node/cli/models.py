@@ -118,7 +118,7 @@ def generate(
 ) -> None:
     """Let an exported checkpoint go on from a prompt, token by token."""
     known_run(directory)  # before torch is loaded
-    from noloco_node.inference.generation import Sampling
+    from noloco_node.data.token_text import Sampling
     from noloco_node.inference.generation import generate as pieces
 
     added = pieces(directory, prompt, Sampling(max_tokens, temperature, top_k, seed))
