@@ -59,7 +59,8 @@ class Checkpoint(NamedTuple):
 
     The groups are slow, momentum (absent if alpha = 0), gathered (absent between two momentum periods), fast and
     optimiser (absent if their device was lost); a snapshot for others has slow alone, evaluated weights are fast alone.
-    What a lossy codec has rounded off is in the fast weights. The tensors may be the replica's own; they stay until `read` is called.
+    What a lossy codec has rounded off is in the fast weights. The tensors may be the replica's own; they stay until
+    `read` is called.
     """
 
     counters: Counters
