@@ -45,14 +45,8 @@ class HostDisk:
 
     def __init__(self, options: JoinOptions, home: RunPaths, recipe: RunFileText, peer: str) -> None:
         self._options, self._home, self._recipe = options, home, recipe
-        self.former = CheckpointStore(home.checkpoint, home.snapshots, recipe.digest, peer, say)
+        self.checkpoints = CheckpointStore(home.checkpoint, home.snapshots, recipe.digest, peer, say)
         self.snapshots = SnapshotDirectory(home.snapshots, recipe.digest) if options.keep_snapshots else None
-
-    async def last_stage(self) -> int | None:
-        return await self.former.served()
-
-    async def load(self, stage: int) -> Checkpoint | None:
-        return await self.former.load(stage)
 
     async def save(self, checkpoint: Checkpoint) -> str:
         loop = asyncio.get_running_loop()

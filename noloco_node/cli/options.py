@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from noloco_node.errors import Exit, UserError, config_error
+from noloco_node.errors import config_error, usage_error
 from noloco_node.limits.budget import OwnerLimits, read_owner_limits, read_size
 from noloco_node.run.config import MOST_SLOWDOWN
 from noloco_node.storage.checkpoint import KEPT
@@ -210,11 +210,8 @@ def page_place(web: str | None, *, is_open: bool, home: HomePaths | None = None)
     """
     if web is None:
         if is_open:
-            raise UserError(
-                "There is no page to open.",
-                why="--web-open was given without --web",
-                hint="add --web and a port",
-                code=Exit.USAGE,
+            raise usage_error(
+                "There is no page to open.", why="--web-open was given without --web", hint="add --web and a port"
             )
         return None
     place = parse_place(web, "--web")
@@ -371,12 +368,11 @@ class JoinOptions:
         """The prompts of `--sample`; raises `UserError` if they are too many, too long, or one is empty."""
         prompts = tuple(self.sample or ())
         if len(prompts) > MOST_PROMPTS or any(not 0 < len(each) <= LONGEST_PROMPT for each in prompts):
-            raise UserError(
+            raise usage_error(
                 "--sample cannot take these prompts.",
                 why=f"the training waits while the model writes, so there are {MOST_PROMPTS} at most, each of 1 to "
                 f"{LONGEST_PROMPT} characters",
                 hint='a few short ones, such as --sample "Once upon a time"',
-                code=Exit.USAGE,
             )
         return prompts
 

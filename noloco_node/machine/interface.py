@@ -192,8 +192,14 @@ class SnapshotStore(Protocol):
         """Return the last stage snapshot, or None."""
 
 
-class ArchivedStages(Protocol):
-    """Checkpoints of stages that this peer served before; `noloco_node.storage.checkpoint_store.CheckpointStore`."""
+class CheckpointArchive(Protocol):
+    """Checkpoints of stages that this peer served; `noloco_node.storage.checkpoint_store.CheckpointStore`."""
+
+    async def served(self) -> int | None:
+        """Return the stage that this peer served last, or None."""
+
+    async def load(self, stage: int) -> Checkpoint | None:
+        """Return this peer's last checkpoint of a stage, or None."""
 
     async def set_aside(self, own: int) -> None:
         """Put checkpoints of other stages than `own` where those of `own` do not replace them."""
@@ -280,18 +286,12 @@ class Host(ComputeHost, Protocol):
         """What an evaluation takes; None where the run has none."""
 
     @property
-    def former(self) -> ArchivedStages:
-        """Checkpoints of the stages that this peer served before."""
+    def checkpoints(self) -> CheckpointArchive:
+        """Checkpoints of the stages that this peer served."""
 
     @property
     def snapshots(self) -> SnapshotStore | None:
         """Stage snapshots; None if the owner did not ask to keep any."""
-
-    async def last_stage(self) -> int | None:
-        """Return the stage that this peer served last, or None."""
-
-    async def load(self, stage: int, /) -> Checkpoint | None:
-        """Return this peer's last checkpoint of a stage, or None."""
 
     async def save(self, checkpoint: Checkpoint, /) -> str:
         """Write a checkpoint and return where it is; raise `OSError` if the disk refuses.

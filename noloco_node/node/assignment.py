@@ -465,7 +465,6 @@ class Assignment:
 
 
 def _make_replica(context: NodeContext, services: NodeServices, start: Start) -> Replica:
-    """Make a replica of what joining yielded."""
     run, options, membership = context.run, context.options, context.membership
     services.work.begin(start.starting_state.progress, start.counted)
     membership.focus(run.pipeline.all_stages if context.keeps_snapshots else (start.number, start.number + 1))

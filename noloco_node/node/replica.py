@@ -24,11 +24,10 @@ from noloco_node import __version__
 from noloco_node.journal import events
 from noloco_node.machine.device import WatchedDevice
 from noloco_node.machine.interface import Runner, StageModel
-from noloco_node.network.calls import SendTurns
 from noloco_node.network.interface import Conversation
 from noloco_node.network.timeouts import ANSWERS, AdaptiveTimeout
 from noloco_node.network.wire import is_usable
-from noloco_node.node.microbatches import MicrobatchClient, MicrobatchServer
+from noloco_node.node.microbatches import MicrobatchClient, MicrobatchServer, SendTurns
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext, rate_schedule, round_timeouts
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.run.protocols import GOSSIP, topic

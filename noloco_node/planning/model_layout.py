@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from noloco_node.errors import Exit, UserError, config_error
+from noloco_node.errors import config_error, storage_error
 from noloco_node.run.config import ModelConfig, RunConfig
 from noloco_node.units import format_bytes
 from pipeline.adapters import frozen_weights
@@ -277,11 +277,10 @@ def check_download(model: ModelConfig, most_bytes: int | None) -> None:
     place = next(path for path in (cache, *cache.parents) if path.exists())
     free = shutil.disk_usage(place).free
     if size > (allowed := min(free, free if most_bytes is None else most_bytes)):
-        raise UserError(
+        raise storage_error(
             f"The model of this run, {model.hub}, takes {format_bytes(size)} of the disk.",
             why=f"{format_bytes(free)} are free at {place}, and {format_bytes(allowed)} may be used",
             hint="free some space, allow more with --max-disk, or join another run",
-            code=Exit.STORAGE,
         )
 
 

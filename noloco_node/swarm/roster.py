@@ -11,7 +11,7 @@ from typing import Annotated, Generic, TypeVar
 
 import msgspec
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import usage_error
 from noloco_node.run.peer_state import Evaluation, PeerState, Wait
 from noloco_node.units import Amount, Count, Fraction, Seconds, UnixSeconds
 
@@ -166,11 +166,10 @@ def checked_name(text: str | None) -> str:
     """Return the name that a person asks for, "" for none; raise `UserError` if others would see it changed."""
     name = "" if text is None else unicodedata.normalize("NFC", text)
     if shown_name(name) != name:
-        raise UserError(
+        raise usage_error(
             f"{text!r} is no name for a peer.",
             why=f"a name has at most {MOST_LETTERS} letters, digits, signs or single spaces, and none beside them",
             hint="give --name something shorter and plainer",
-            code=Exit.USAGE,
         )
     return name
 

@@ -21,7 +21,7 @@ from noloco_node.storage.weight_store import WeightStore
 
 
 class MemoryStore:
-    """Implements `machine.interface.ArchivedStages`. `present`: returns the last checkpoint that the peer has saved."""
+    """Implements `machine.interface.CheckpointArchive`. `present`: returns the last checkpoint that the peer saved."""
 
     def __init__(self, present: Callable[[], Checkpoint | None]) -> None:
         self._present = present
@@ -71,7 +71,7 @@ class MemoryHost:
         save: Callable[[Checkpoint], Awaitable[str]],
         line_s: Sequence[float] = (),
     ) -> None:
-        self.device, self.former = device, disk
+        self.device, self.checkpoints = device, disk
         self.snapshots: SnapshotStore | None = None
         self.first_weights: FirstWeights | None = None
         self.tokenizer: WeightStore | None = None
@@ -95,12 +95,6 @@ class MemoryHost:
 
     async def open_text(self) -> Text:
         return await self._open_text()
-
-    async def last_stage(self) -> int | None:
-        return await self.former.served()
-
-    async def load(self, stage: int) -> Checkpoint | None:
-        return await self.former.load(stage)
 
     async def save(self, checkpoint: Checkpoint) -> str:
         groups = {name: tuple([tensor.clone() for tensor in group]) for name, group in checkpoint.tensors.items()}
