@@ -24,7 +24,7 @@ from noloco_node.terminal import warn
 from noloco_node.web.places import PagePlace, kept_token, new_token, parse_place
 
 INVITE_VARIABLE = "NOLOCO_INVITE"
-MOST_PROMPTS, LONGEST_PROMPT = 4, 1000
+MOST_PROMPTS, LONGEST_PROMPT = 4, 200
 TYPED_SECRET = (
     "this invite is a secret, and every user of this machine can read it in the list of processes: give a file that "
     "holds it, or - to read it from the standard input"

@@ -19,7 +19,7 @@ from msgspec import structs
 from torch import Tensor
 
 from noloco_node.data.encoding import open_tokenizer
-from noloco_node.errors import UserError, reason_of, storage_error
+from noloco_node.errors import UserError, reason_of, storage_error, usage_error
 from noloco_node.export.adapter_files import AdapterExport, base_files, check_merge, merged_weights, peft_adapter
 from noloco_node.export.held_out_loss import judged_by_loss
 from noloco_node.export.huggingface import (
@@ -152,6 +152,12 @@ def _from_homes(out: Path, homes: Sequence[Path], wanted: AdapterExport) -> str:
 
 def _best_of_homes(out: Path, homes: Sequence[Path], wanted: AdapterExport) -> str:
     recipe = recipe_of(homes)
+    if not recipe.run.data.evaluate_every_rounds:
+        raise usage_error(
+            "This run has no evaluations.",
+            why="data.evaluate_every_rounds is 0 in its run file, so no node knows which of its weights were the best",
+            hint="without --best the newest weights are exported",
+        )
     base = _base_of(recipe, homes, wanted)
     layout = model_layout(recipe.run)
     stage, loss = best_evaluated(homes, recipe.digest, layout.shapes[0])

@@ -250,8 +250,7 @@ def best_evaluated(homes: Sequence[Path], run_id: str, shapes: Shapes) -> tuple[
     raise UserError(
         "There are no weights of an evaluation.",
         why=why,
-        hint="a node keeps those of its best evaluation, in a run with data.evaluate_every_rounds; without --best the "
-        "newest weights are exported",
+        hint="the homes of nodes that have evaluated; without --best the newest weights are exported",
         code=Exit.UNREACHABLE,
     )
 

@@ -13,13 +13,14 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.export.exporter import export
 from noloco_node.export.replica_files import best_evaluated
 from noloco_node.planning.model_layout import make_stage, model_layout
-from noloco_node.run.presets import demo_run_text
+from noloco_node.run.presets import demo_run_text, with_fields
 from noloco_node.storage.checkpoint import Checkpoint, EvaluatedCounters, save
 from noloco_node.storage.home import HomePaths
 from noloco_node.swarm.run_distribution import RunFileText
 from pipeline.hardware.split_weights import split
 
-RUN = RunFileText(demo_run_text(stages=1, replicas=2, steps=100, seed=0), "the test's run file")
+PLAIN = demo_run_text(stages=1, replicas=2, steps=100, seed=0)
+RUN = RunFileText(with_fields(PLAIN, {"data": {"evaluate_every_rounds": 4}}), "the test's run file")
 PLAN = model_layout(RUN.run)
 
 
@@ -86,3 +87,10 @@ def test_a_living_swarm_is_not_asked_for_its_best(tmp_path: Path) -> None:
     for homes in ((), (tmp_path,)):
         with pytest.raises(UserError, match="from homes alone"):
             asyncio.run(export(tmp_path / "out", "noloco1:...", homes, best=True))
+
+
+def test_a_run_without_evaluations_has_no_best(tmp_path: Path) -> None:
+    HomePaths(tmp_path / "home").run_file.parent.mkdir()
+    HomePaths(tmp_path / "home").run_file.write_text(PLAIN)
+    with pytest.raises(UserError, match="no evaluations"):
+        asyncio.run(export(tmp_path / "out", None, [tmp_path / "home"], best=True))
