@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import inspect
 import itertools
 import signal
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -57,14 +59,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine in virtual time, or by the wall clock where a marker asks for it."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+    """Run a test that is a coroutine in virtual time, or by the wall clock where a marker asks for it.
+
+    Of a property of hypothesis, each example is one.
+    """
+    test, body = pyfuncitem.obj, _body(pyfuncitem)
+    if not inspect.iscoroutinefunction(body):
         return None
     from noloco_node.sim.clock import run
 
     if _has_one(pyfuncitem, BY_THE_WALL_CLOCK):
         run = asyncio.run
-    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+
+    def runs(*arguments: Any, **named: Any) -> None:
+        run(body(*arguments, **named))
+
+    if body is not test:
+        test.hypothesis.inner_test = functools.wraps(body)(runs)
+        return None
+    runs(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames})
     return True
 
 
@@ -91,9 +104,14 @@ def _has_one(item: pytest.Item, markers: Iterable[str]) -> bool:
     return any(item.get_closest_marker(name) for name in markers)
 
 
+def _body(test: pytest.Function) -> Any:
+    """Return the function of a test; of a property of hypothesis, that of an example."""
+    return getattr(getattr(test.obj, "hypothesis", None), "inner_test", test.obj)
+
+
 def _simulates(test: pytest.Function) -> bool:
     """Say whether a test is a coroutine, or its module uses the simulator or the swarms that run in it."""
     origins = (str(getattr(value, "__module__", "")) for value in vars(test.module).values())
-    return inspect.iscoroutinefunction(test.obj) or any(
+    return inspect.iscoroutinefunction(_body(test)) or any(
         origin == "swarms" or origin.startswith("noloco_node.sim.") for origin in origins
     )

@@ -14,9 +14,9 @@ from msgspec import structs
 
 from gossip.exchange.messages import ReplicaState
 from noloco_node.cli.options import JoinOptions
-from noloco_node.data.blocks import BackgroundOpen, TextSource
 from noloco_node.data.encoding import with_tokenizer_in
 from noloco_node.data.held_out_text import EvaluationText, HeldOutText
+from noloco_node.data.text_source import BackgroundOpen, TextSource
 from noloco_node.data.token_text import Prompts
 from noloco_node.machine import memory
 from noloco_node.machine.device import Device

@@ -54,9 +54,9 @@ from noloco_node.run.protocols import moment_sizes
 from noloco_node.state_sync import starting_state as starting
 from noloco_node.state_sync.download import (
     COPY_AGAIN_S,
-    SAY_EVERY_S,
     SNAPSHOT,
     DownloadLink,
+    ProgressLine,
     StateDownload,
     WeightsOf,
     ask_manifests,
@@ -68,7 +68,6 @@ from noloco_node.state_sync.weight_exchange import TOKENIZER_TOPIC, WeightDownlo
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.storage.weight_store import PIECE_BYTES, WeightStore
 from noloco_node.swarm.roster import PeerRecord
-from noloco_node.tasks import loop_s
 from noloco_node.units import format_bytes
 from pipeline.adamw import magnitudes
 from pipeline.forward_pass import is_shortage
@@ -194,9 +193,13 @@ class _StateSearch:
 
         Raises `UserError` if the disk refuses, or the weights are not this model's.
         """
-        store, job = weights.store, self._device.beside
-        line = _ProgressLine(self._context, self._number)
-        fetch, peers = WeightDownload(self._network, store, job, line.tell), self._weight_donors()
+        store, job, line = weights.store, self._device.beside, ProgressLine(self._context.reporter)
+
+        def tell(here: int, count: int) -> None:
+            what = f"{format_bytes(here * PIECE_BYTES)} of {format_bytes(count * PIECE_BYTES)} ({here / count:.0%})"
+            line.tell(here / count, f"fetching the weights that stage {self._number} starts from: {what}")
+
+        fetch, peers = WeightDownload(self._network, store, job, tell), self._weight_donors()
         if not await fetch.digests(peers) or not await fetch.pieces(store.first_pieces(), peers):
             return False
         if not await fetch.pieces(await job(store.header_pieces), peers):
@@ -371,32 +374,6 @@ def untried(failed: FailedSnapshots, order: Sequence[str], saved_round: int | No
         return left
     best = min(tried, key=lambda peer: tried[peer])
     return (best,) if best in order and tried[best] < math.log(vocabulary) else ()
-
-
-class _ProgressLine:
-    """Tells the owner how far a download of the first weights is."""
-
-    def __init__(self, context: NodeContext, number: int) -> None:
-        self._reporter, self._number = context.reporter, number
-        self._said_s: float | None = None
-
-    def begin(self) -> None:
-        self._said_s = loop_s()
-
-    def tell(self, here: int, count: int) -> None:
-        if self._said_s is None:
-            return
-        what = f"{format_bytes(here * PIECE_BYTES)} of {format_bytes(count * PIECE_BYTES)}"
-        line = f"fetching the weights that stage {self._number} starts from: {what} ({here / count:.0%})"
-        drawn = self._reporter.draw is not None and self._reporter.draw(here / count, line)
-        if not drawn and loop_s() - self._said_s >= SAY_EVERY_S:
-            self._said_s = loop_s()
-            self._reporter.say(line)
-
-    def close(self) -> None:
-        """Remove the progress bar."""
-        if self._reporter.draw is not None:
-            self._reporter.draw(1.0, "")
 
 
 def _median_progress(records: Sequence[PeerRecord]) -> float:

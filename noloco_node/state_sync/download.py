@@ -122,15 +122,40 @@ class StateDownload:
             self._keep.discard()
 
 
+class ProgressLine:
+    """Tells the owner how far a download is: by a bar, or by a line now and then. It tells nothing before `begin`."""
+
+    def __init__(self, reporter: Reporter, now: Callable[[], float] = loop_s) -> None:
+        self._reporter, self._now = reporter, now
+        self._said_s: float | None = None
+
+    def begin(self) -> None:
+        self._said_s = self._now()
+
+    def tell(self, share: float, line: str) -> None:
+        if self._said_s is None:
+            return
+        drawn = self._reporter.draw is not None and self._reporter.draw(share, line)
+        if not drawn and self._now() - self._said_s >= SAY_EVERY_S:
+            self._said_s = self._now()
+            self._reporter.say(line)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._reporter.draw is not None:
+            self._reporter.draw(1.0, "")
+
+
 class DownloadAccount:
     """The lines that a person reads of a copy, and its events in the journal."""
 
     def __init__(self, stage: int, reporter: Reporter, now: Callable[[], float]) -> None:
         self._stage, self._reporter, self._now = stage, reporter, now
+        self._progress = ProgressLine(reporter, now)
         self._begun_s: float | None = None
         self._donor: str | None = None
         self._round = self._total_bytes = self._held_bytes = self._fetched_bytes = 0
-        self._since_s = self._said_s = 0.0
+        self._since_s = 0.0
         self._since_bytes = 0
 
     def note(self, news: News) -> None:
@@ -151,8 +176,7 @@ class DownloadAccount:
                     self._reporter.say(f"lost {news.donor} while copying from it ({news.why}); what came is kept")
 
     def close(self) -> None:
-        if self._reporter.draw is not None:
-            self._reporter.draw(1.0, "")
+        self._progress.close()
 
     def done(self, mixed: bool) -> None:
         seconds = self._seconds()
@@ -167,7 +191,8 @@ class DownloadAccount:
     def _follow(self, news: DonorSelected) -> None:
         self._donor, self._round = news.donor, news.round
         self._total_bytes, self._held_bytes = news.total_bytes, news.held_bytes
-        self._since_s = self._said_s = self._now()
+        self._since_s = self._now()
+        self._progress.begin()
         self._since_bytes = self._fetched_bytes
         what = "mixed" if news.settled_bytes else "resumed" if news.held_bytes else "began"
         words = {
@@ -182,12 +207,8 @@ class DownloadAccount:
     def _tell(self) -> None:
         seconds = self._now() - self._since_s
         rate = (self._fetched_bytes - self._since_bytes) / seconds if seconds > 0 else 0.0
-        line = progress_line(self._stage, self._held_bytes, self._total_bytes, rate)
         share = self._held_bytes / self._total_bytes if self._total_bytes else 1.0
-        drawn = self._reporter.draw is not None and self._reporter.draw(share, line)
-        if not drawn and self._now() - self._said_s >= SAY_EVERY_S:
-            self._said_s = self._now()
-            self._reporter.say(line)
+        self._progress.tell(share, progress_line(self._stage, self._held_bytes, self._total_bytes, rate))
 
     def _seconds(self) -> float:
         return 0.0 if self._begun_s is None else self._now() - self._begun_s

@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 from admission_keys import NOW_S, OWNER, RUN, key, member, public
-from coroutine_tests import run_main
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,7 +36,6 @@ from noloco_node.admission.ticket import (
 )
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.record_checks import RECORD_BYTES, SIGNATURE_BYTES
-from noloco_node.sim.clock import run
 
 PEERS = [peer_of(public(number)) for number in range(1, 5)]
 
@@ -208,7 +206,6 @@ def holding(signer: Signer, *own: bytes) -> HeldTicket:
     return held
 
 
-@run_main(run)
 async def test_of_many_uses_that_are_refused_one_asks_for_another_ticket() -> None:
     signer = Signer(member(1, until=NOW_S + 9000))
     held = holding(signer, member(1))
@@ -216,7 +213,6 @@ async def test_of_many_uses_that_are_refused_one_asks_for_another_ticket() -> No
     assert (signer.asked, held.raw) == (1, member(1, until=NOW_S + 9000))
 
 
-@run_main(run)
 async def test_where_nobody_signs_it_is_asked_once_in_a_while() -> None:
     silent = UserError("No answer.", why="all are away", hint="", code=Exit.UNREACHABLE)
     signer = Signer(silent, member(1, until=NOW_S + 9000))
@@ -231,7 +227,6 @@ async def test_where_nobody_signs_it_is_asked_once_in_a_while() -> None:
     assert signer.asked == 2
 
 
-@run_main(run)
 async def test_who_is_given_what_was_refused_is_not_admitted() -> None:
     for answer in (member(1), UserError("No.", why="it is shut out", hint="", code=Exit.NOT_ADMITTED)):
         held = holding(Signer(answer), member(1))

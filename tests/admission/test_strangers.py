@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 from admission_keys import admitted, key
-from coroutine_tests import run_main
-from limits import LAST_RESORT_S, PATIENT
+from limits import PATIENT
 
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.ticket import MEMBER, encode, encode_list, grant, key_of, signed_list
@@ -95,15 +92,6 @@ async def gets_nothing(network: PeerNetwork, server: str) -> None:
     assert isinstance(await command.rates_with(network, server), str)
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(LAST_RESORT_S):
-            await main
-
-    asyncio.run(limited())
-
-
-@run_main(run)
 async def test_whoever_only_knows_an_address_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened() as whole:
         server, _ = let_in(whole, Clock())
@@ -134,7 +122,6 @@ async def test_whoever_only_knows_an_address_gets_nothing(monkeypatch: pytest.Mo
         assert whole.statistics().get("conversations.answered", 0) == 0
 
 
-@run_main(run)
 async def test_whoever_knows_the_run_and_has_no_ticket_or_no_longer_one_is_out() -> None:
     clock = Clock()
     async with opened() as first:

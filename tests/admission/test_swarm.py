@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from admission_keys import NOW_S, OWNER, admitted, key, public
-from coroutine_tests import run_main
 from memory_swarms import Peer, recipe, until
 
 from noloco_node.admission import ticket_service
@@ -26,7 +25,6 @@ from noloco_node.admission.ticket import (
 from noloco_node.admission.ticket_service import TicketService, TicketSigner
 from noloco_node.errors import Exit, user_error_of
 from noloco_node.journal import events
-from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm import access, invite
 from noloco_node.swarm.access import RunAccess
@@ -50,7 +48,6 @@ class AdmittedHub:
         return admitted(self.hub.network(peer), state, ticket)
 
 
-@run_main(run)
 async def test_a_swarm_of_members_trains_and_goes_on_without_who_is_shut_out() -> None:
     hub: Any = AdmittedHub()
     peers = [Peer(hub, RECIPE, peer_of(public(number + 1)), number // 2, job_s=0.5) for number in range(4)]
@@ -112,7 +109,7 @@ class Renewed:
 
 
 @pytest.mark.parametrize("rule", ["open", "invited", "listed"])
-def test_a_node_whose_ticket_expires_goes_on_with_another_and_one_without_is_out(
+async def test_a_node_whose_ticket_expires_goes_on_with_another_and_one_without_is_out(
     monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:
     """`patient` trains on after its first ticket; `late` has the same, and the owner does not prolong it.
@@ -126,32 +123,29 @@ def test_a_node_whose_ticket_expires_goes_on_with_another_and_one_without_is_out
     monkeypatch.setattr(access.asyncio, "to_thread", here)
     monkeypatch.setattr(ticket_service, "is_work", lambda *_: True)
 
-    async def main() -> None:
-        swarm, expires_s = Renewed(rule), 90
-        await swarm.open()
-        others = [await swarm.join(number, NOW_S + 10**6) for number in (2, 3)]
-        patient = await swarm.join(4, NOW_S + expires_s)
-        late = None if rule == "open" else await swarm.join(5, NOW_S + expires_s)
-        everybody = [*others, patient, *([] if late is None else [late])]
-        await until(lambda: all(len(peer.of(events.InnerStep)) > 5 for peer in everybody))
-        swarm.named[public(4)] = NOW_S + 10**6
-        if late is not None:
-            await asyncio.wait([late.task])
-            assert expires_s <= asyncio.get_running_loop().time() < expires_s + 60.0
-            trouble = user_error_of(late.task.exception())
-            assert trouble is not None
-            assert trouble.code is Exit.NOT_ADMITTED
-            assert "expired" in trouble.why
-            assert sum("nobody gives us another" in line for line in late.__dict__["renewals"]) > 0
-            late.__dict__["renewing"].cancel()
-        await asyncio.sleep(max(0.0, expires_s + 40.0 - asyncio.get_running_loop().time()))
-        assert [record.peer for record in others[0].node.roster.stages[1]] == [others[1].name]
-        before = len(patient.of(events.InnerStep))
-        await until(lambda: len(patient.of(events.InnerStep)) > before + 5)
-        assert sum("new ticket" in line for line in patient.__dict__["renewals"]) == 1
-        patient.__dict__["renewing"].cancel()
-        for peer in (*others, patient):
-            peer.leave.set()
-        await asyncio.gather(*(peer.task for peer in (*others, patient)))
-
-    run(main())
+    swarm, expires_s = Renewed(rule), 90
+    await swarm.open()
+    others = [await swarm.join(number, NOW_S + 10**6) for number in (2, 3)]
+    patient = await swarm.join(4, NOW_S + expires_s)
+    late = None if rule == "open" else await swarm.join(5, NOW_S + expires_s)
+    everybody = [*others, patient, *([] if late is None else [late])]
+    await until(lambda: all(len(peer.of(events.InnerStep)) > 5 for peer in everybody))
+    swarm.named[public(4)] = NOW_S + 10**6
+    if late is not None:
+        await asyncio.wait([late.task])
+        assert expires_s <= asyncio.get_running_loop().time() < expires_s + 60.0
+        trouble = user_error_of(late.task.exception())
+        assert trouble is not None
+        assert trouble.code is Exit.NOT_ADMITTED
+        assert "expired" in trouble.why
+        assert sum("nobody gives us another" in line for line in late.__dict__["renewals"]) > 0
+        late.__dict__["renewing"].cancel()
+    await asyncio.sleep(max(0.0, expires_s + 40.0 - asyncio.get_running_loop().time()))
+    assert [record.peer for record in others[0].node.roster.stages[1]] == [others[1].name]
+    before = len(patient.of(events.InnerStep))
+    await until(lambda: len(patient.of(events.InnerStep)) > before + 5)
+    assert sum("new ticket" in line for line in patient.__dict__["renewals"]) == 1
+    patient.__dict__["renewing"].cancel()
+    for peer in (*others, patient):
+        peer.leave.set()
+    await asyncio.gather(*(peer.task for peer in (*others, patient)))

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 
 from noloco_node.data import blocks
-from noloco_node.data.blocks import BackgroundOpen, Blocks, ShuffledBlocks, TextSource
+from noloco_node.data.blocks import Blocks, ShuffledBlocks
+from noloco_node.data.text_source import BackgroundOpen, TextSource
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
-from noloco_node.sim.clock import run
 
 OPENS_S = 5.0
 RUN = decode_run(demo_run_text(stages=2, replicas=2, steps=100, seed=0), "the test's run file")
@@ -59,43 +59,40 @@ def threads_in_virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
     patience_s=st.floats(0.1, 10.0),
     closes_s=st.floats(0.0, 30.0),
 )
-def test_it_is_opened_once_as_soon_as_anybody_wants_it_and_closed_once(
+async def test_it_is_opened_once_as_soon_as_anybody_wants_it_and_closed_once(
     begins: list[float], asks: list[float], patience_s: float, closes_s: float
 ) -> None:
-    async def main() -> None:
-        made: list[Text] = []
-        got: list[tuple[Text, float]] = []
+    made: list[Text] = []
+    got: list[tuple[Text, float]] = []
 
-        def make() -> Text:
-            made.append(Text())
-            return made[-1]
+    def make() -> Text:
+        made.append(Text())
+        return made[-1]
 
-        loop, opening = asyncio.get_running_loop(), BackgroundOpen(make)
-        wanted_s = min((at for at in (*begins, *asks) if at < closes_s), default=None)
+    loop, opening = asyncio.get_running_loop(), BackgroundOpen(make)
+    wanted_s = min((at for at in (*begins, *asks) if at < closes_s), default=None)
 
-        async def ask(at_s: float) -> None:
-            await asyncio.sleep(at_s)
-            # Whoever gives up waiting takes it from nobody else.
-            async with asyncio.timeout(patience_s):
-                got.append((await opening.opened(), loop.time()))
+    async def ask(at_s: float) -> None:
+        await asyncio.sleep(at_s)
+        # Whoever gives up waiting takes it from nobody else.
+        async with asyncio.timeout(patience_s):
+            got.append((await opening.opened(), loop.time()))
 
-        for at_s in begins:
-            if at_s < closes_s:
-                loop.call_later(at_s, opening.begin)
-        tasks = [asyncio.create_task(ask(at_s)) for at_s in asks if at_s < closes_s]
-        await asyncio.sleep(closes_s)
-        opening.close()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(OPENS_S)
-        assert len(made) == (wanted_s is not None)
-        assert all(text is made[0] for text, _ in got)
-        assert all(text.closed == 1 for text in made)
-        if wanted_s is not None:
-            in_time = [at_s for at_s in asks if at_s < closes_s and at_s + patience_s > wanted_s + OPENS_S + 1e-6]
-            assert len(got) >= len(in_time)
-            assert all(at_s >= wanted_s + OPENS_S - 1e-6 for _, at_s in got)
-
-    run(main())
+    for at_s in begins:
+        if at_s < closes_s:
+            loop.call_later(at_s, opening.begin)
+    tasks = [asyncio.create_task(ask(at_s)) for at_s in asks if at_s < closes_s]
+    await asyncio.sleep(closes_s)
+    opening.close()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.sleep(OPENS_S)
+    assert len(made) == (wanted_s is not None)
+    assert all(text is made[0] for text, _ in got)
+    assert all(text.closed == 1 for text in made)
+    if wanted_s is not None:
+        in_time = [at_s for at_s in asks if at_s < closes_s and at_s + patience_s > wanted_s + OPENS_S + 1e-6]
+        assert len(got) >= len(in_time)
+        assert all(at_s >= wanted_s + OPENS_S - 1e-6 for _, at_s in got)
 
 
 @pytest.mark.parametrize("begun", [True, False])

@@ -34,7 +34,6 @@ from noloco_node.network.calls import HookedNetwork
 from noloco_node.network.interface import Conversation
 from noloco_node.network.wire import message_bytes
 from noloco_node.planning.bandwidth import MicrobatchBytes
-from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork, SimPeerNetwork
 from noloco_node.storage.home import RunPaths
@@ -211,13 +210,10 @@ async def at_the_desk(hub: SimNetwork, name: str = "peer") -> speed_test.SpeedTe
 
 @settings(max_examples=20, deadline=None)
 @given(st.floats(5e4, 1e8), st.floats(5e4, 1e8))
-def test_the_line_is_measured_both_ways(up: float, down: float) -> None:
-    async def main() -> command.Rates | str:
-        hub = SimNetwork(size_bytes=weighed)
-        await at_the_desk(hub)
-        return await command.rates_with(hub.network("us", Access(up_bytes_per_s=up, down_bytes_per_s=down)), "peer")
-
-    found = run(main())
+async def test_the_line_is_measured_both_ways(up: float, down: float) -> None:
+    hub = SimNetwork(size_bytes=weighed)
+    await at_the_desk(hub)
+    found = await command.rates_with(hub.network("us", Access(up_bytes_per_s=up, down_bytes_per_s=down)), "peer")
     # A line that is too slow for the whole measurement is given up, and that is said.
     if isinstance(found, str):
         assert min(up, down) < 2 * command.PIECES * speed_test.PIECE_BYTES / speed_test.PATIENCE_S

@@ -24,7 +24,6 @@ import psutil
 import pytest
 import torch
 import uvloop
-from coroutine_tests import run_main
 from handlers import echo
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -302,7 +301,6 @@ def test_a_daemon_that_is_killed_is_lost_at_once_and_another_takes_its_place(loo
     run(main(), loop)
 
 
-@run_main(run)
 async def test_daemons_that_die_again_and_again_are_given_up() -> None:
     async with peer() as (one, _):
         cast(Any, one)._deaths.extend([asyncio.get_running_loop().time()] * 10)
@@ -318,7 +316,6 @@ async def test_daemons_that_die_again_and_again_are_given_up() -> None:
         await fails(one.talk(NOBODY, "x", SMALL).__aenter__, ConnectionResetError, "our own libp2p daemon")
 
 
-@run_main(run)
 async def test_beats_keep_a_long_silence_alive_and_a_silent_peer_is_given_up_on_both_sides() -> None:
     async with pair(QUICK) as (one, _, other, other_daemon):
         work = Work()
@@ -360,7 +357,6 @@ def test_a_daemon_is_started_again_at_once_then_ever_later_then_never(deaths: li
         assert sooner <= wait
 
 
-@run_main(run)
 async def test_records_are_found_by_others_and_expire() -> None:
     async with pair() as (one, _, other, _):
         assert await one.read("run/stage/0") == {}
@@ -379,27 +375,24 @@ async def test_records_are_found_by_others_and_expire() -> None:
                 await one.publish("key", "me", b"x" * size, lifetime_s)
 
 
-def test_whom_the_dht_has_forgotten_it_meets_again_though_connections_outlasted_it(
+async def test_whom_the_dht_has_forgotten_it_meets_again_though_connections_outlasted_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(libp2p_network, "REJOIN_S", 0.1)
 
-    async def main() -> None:
-        async with pair() as (one, _, other, _):
-            for network in (one, other):
-                table = dht_of(network).protocol.routing_table
-                for node_id in list(table.uid_to_peer_id):
-                    del table[node_id]
-                for _ in range(10):
-                    dht_of(network).blacklist.register_failure(NOBODY)
-            tables = [dht_of(network).protocol.routing_table.uid_to_peer_id for network in (one, other)]
-            while not all(tables):  # noqa: ASYNC110 (the DHT sets no event)
-                await asyncio.sleep(0.1)
-            assert one.statistics()["rejoined"] == 0
-            ((_, entry),) = dht_of(one).blacklist.banned_peers.items()
-            assert entry.expiration_time - time.time() < 20.0
-
-    run(main())
+    async with pair() as (one, _, other, _):
+        for network in (one, other):
+            table = dht_of(network).protocol.routing_table
+            for node_id in list(table.uid_to_peer_id):
+                del table[node_id]
+            for _ in range(10):
+                dht_of(network).blacklist.register_failure(NOBODY)
+        tables = [dht_of(network).protocol.routing_table.uid_to_peer_id for network in (one, other)]
+        while not all(tables):  # noqa: ASYNC110 (the DHT sets no event)
+            await asyncio.sleep(0.1)
+        assert one.statistics()["rejoined"] == 0
+        ((_, entry),) = dht_of(one).blacklist.banned_peers.items()
+        assert entry.expiration_time - time.time() < 20.0
 
 
 def dht_of(network: Libp2pNetwork) -> Any:
@@ -443,7 +436,6 @@ def test_each_trouble_at_the_start_is_told_from_the_others() -> None:
     assert trouble_of("/ip4/127.0.0.1/tcp/1").code is Exit.CONFIG
 
 
-@run_main(run)
 async def test_a_wrong_peer_id_is_named_and_one_good_address_is_enough() -> None:
     async with peer() as (one, _):
         (good,) = await one.addresses()
@@ -472,7 +464,6 @@ def test_an_identity_survives_and_a_damaged_one_is_refused(tmp_path: Path) -> No
     assert trouble_of(identity=tmp_path / "absent" / "identity").code is Exit.STORAGE
 
 
-@run_main(run)
 async def test_a_copied_identity_is_noticed_at_the_start(tmp_path: Path) -> None:
     identity, copy = tmp_path / "identity", tmp_path / "copy"
     async with peer() as (boot, _):
@@ -489,7 +480,7 @@ async def test_a_copied_identity_is_noticed_at_the_start(tmp_path: Path) -> None
             assert heir.peer_id == original.peer_id
 
 
-def test_whoever_asks_is_dialled_back_and_told_of_relays(tmp_path: Path) -> None:
+async def test_whoever_asks_is_dialled_back_and_told_of_relays(tmp_path: Path) -> None:
     anywhere = ("/ip4/0.0.0.0/tcp/0",)
 
     async def ask(network: Libp2pNetwork, peer: str, *ports: int) -> DialBackReply:
@@ -497,35 +488,29 @@ def test_whoever_asks_is_dialled_back_and_told_of_relays(tmp_path: Path) -> None
             await conversation.send(DialMe(ports=ports))
             return cast(DialBackReply, await conversation.receive())
 
-    async def main() -> None:
-        said: list[str] = []
-        async with peer(listen=anywhere, reach=Reachability.OPEN, tell=said.append) as (boot, _):
-            before = p2pds()
-            async with boot.relaying([tmp_path / "one.key", tmp_path / "two.key"]) as relays:
-                assert len({parse_peer_address(relay).peer for relay in relays}) == 2
-                async with peer(*await boot.addresses(), listen=anywhere, tell=said.append) as (joiner, _):
-                    assert said == []  # a scout went, and found nothing to change
-                    port = port_of((await joiner.addresses())[0])
-                    answer = await ask(joiner, boot.peer_id, 1, port)
-                    assert port_of(answer.place) == port
-                    assert set(answer.relays) == set(relays)
-                    assert (await ask(joiner, boot.peer_id, 1)) == DialBackReply(
-                        place="", tried=True, relays=answer.relays
-                    )
-                    assert not (await ask(joiner, boot.peer_id)).tried
+    said: list[str] = []
+    async with peer(listen=anywhere, reach=Reachability.OPEN, tell=said.append) as (boot, _):
+        before = p2pds()
+        async with boot.relaying([tmp_path / "one.key", tmp_path / "two.key"]) as relays:
+            assert len({parse_peer_address(relay).peer for relay in relays}) == 2
+            async with peer(*await boot.addresses(), listen=anywhere, tell=said.append) as (joiner, _):
+                assert said == []  # a scout went, and found nothing to change
+                port = port_of((await joiner.addresses())[0])
+                answer = await ask(joiner, boot.peer_id, 1, port)
+                assert port_of(answer.place) == port
+                assert set(answer.relays) == set(relays)
+                assert (await ask(joiner, boot.peer_id, 1)) == DialBackReply(place="", tried=True, relays=answer.relays)
+                assert not (await ask(joiner, boot.peer_id)).tried
 
-                # A relay that dies is started again.
-                relay = min(p2pds() - before)
-                running = p2pds()
-                os.kill(relay, signal.SIGKILL)
-                while len(p2pds() - {relay}) < len(running):  # noqa: ASYNC110 (a process is born)
-                    await asyncio.sleep(0.05)
-                assert "the relay on port" in said[0]
-
-    run(main())
+            # A relay that dies is started again.
+            relay = min(p2pds() - before)
+            running = p2pds()
+            os.kill(relay, signal.SIGKILL)
+            while len(p2pds() - {relay}) < len(running):  # noqa: ASYNC110 (a process is born)
+                await asyncio.sleep(0.05)
+            assert "the relay on port" in said[0]
 
 
-@run_main(run)
 async def test_every_relay_grants_what_it_was_told_to(tmp_path: Path) -> None:
     async with peer(listen=("/ip4/0.0.0.0/tcp/0",), reach=Reachability.OPEN) as (boot, _):
         async with boot.relaying([tmp_path / f"{number}.key" for number in range(6)]) as relays:
@@ -539,7 +524,6 @@ async def test_every_relay_grants_what_it_was_told_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("listen", ["/ip6/::1/tcp/0", "/ip4/127.0.0.1/udp/0/quic-v1"])
-@run_main(run)
 async def test_peers_converse_over_ipv6_and_over_quic(listen: str) -> None:
     async with peer(listen=(listen,)) as (one, _):
         (address,) = await one.addresses()

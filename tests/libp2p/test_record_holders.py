@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from coroutine_tests import run_main
 from hypothesis import given
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S, PATIENT, RECORD_S
@@ -25,7 +24,6 @@ from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.record_checks import SIGNATURE_BYTES
 from noloco_node.libp2p.record_holders import MORE_EVERY, READ, SEARCH_S, SEARCHED, WRITTEN
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret
-from noloco_node.sim.clock import run
 
 KEY, REFRESH_S, LIFETIME_S, ANSWER_S = "run/stage/0", 10.0, 330.0, 5.0
 UNIX_S = 1.8e9
@@ -104,116 +102,93 @@ async def refresh(peers: dict[str, DhtRecords], number: int) -> dict[str, dict[s
 
 
 @given(st.integers(3, 20), st.sets(st.integers(0, 19), max_size=6), st.sets(st.integers(0, 19), max_size=6))
-def test_the_living_find_each_other_whoever_is_dead_or_lies(count: int, dead: set[int], liars: set[int]) -> None:
+async def test_the_living_find_each_other_whoever_is_dead_or_lies(count: int, dead: set[int], liars: set[int]) -> None:
     """Dead nodes and liars stand nearest to the key, and there are no more of them than others."""
 
-    @run_main(run)
-    async def main() -> None:
-        dht = Dht()
-        peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
-        order = dht.nearest(dht_records.place_of(KEY), count)[: (count + 1) // 2]
-        dht.liars = {name for number, name in enumerate(order) if number in liars}
-        dht.dead = {name for number, name in enumerate(order) if number in dead} - dht.liars
-        living = {name: records for name, records in peers.items() if name not in dht.dead | dht.liars}
-        for number in range(4):
-            found = await refresh(living, number)
-        assert all(living.keys() <= each.keys() for each in found.values())
-
-    main()
+    dht = Dht()
+    peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
+    order = dht.nearest(dht_records.place_of(KEY), count)[: (count + 1) // 2]
+    dht.liars = {name for number, name in enumerate(order) if number in liars}
+    dht.dead = {name for number, name in enumerate(order) if number in dead} - dht.liars
+    living = {name: records for name, records in peers.items() if name not in dht.dead | dht.liars}
+    for number in range(4):
+        found = await refresh(living, number)
+    assert all(living.keys() <= each.keys() for each in found.values())
 
 
 @given(st.integers(3, 20), st.integers(1, 8), st.integers(0, 5))
-def test_the_nearest_nodes_hide_nobody_by_showing_each_peer_its_own_record(
+async def test_the_nearest_nodes_hide_nobody_by_showing_each_peer_its_own_record(
     count: int, mirrors: int, known: int
 ) -> None:
     """Whether they come first or later; a newcomer sees all at once."""
 
-    @run_main(run)
-    async def main() -> None:
-        dht = Dht()
-        peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
-        nearest = dht.nearest(dht_records.place_of(KEY), min(mirrors, (count + 1) // 2))
-        for number in range(known):
-            await refresh(peers, number)
-        dht.mirrors = set(nearest)
-        living = {name: records for name, records in peers.items() if name not in nearest}
-        for number in range(2 * MORE_EVERY):
-            found = await refresh(living, number)
-        assert all(living.keys() <= each.keys() for each in found.values())
-        newcomer = dht.peer("newcomer")
-        assert living.keys() <= (await newcomer.read(KEY)).keys()
-
-    main()
+    dht = Dht()
+    peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
+    nearest = dht.nearest(dht_records.place_of(KEY), min(mirrors, (count + 1) // 2))
+    for number in range(known):
+        await refresh(peers, number)
+    dht.mirrors = set(nearest)
+    living = {name: records for name, records in peers.items() if name not in nearest}
+    for number in range(2 * MORE_EVERY):
+        found = await refresh(living, number)
+    assert all(living.keys() <= each.keys() for each in found.values())
+    newcomer = dht.peer("newcomer")
+    assert living.keys() <= (await newcomer.read(KEY)).keys()
 
 
 @given(st.integers(1, 30))
-def test_a_quiet_swarm_asks_one_node_a_reading(count: int) -> None:
-    @run_main(run)
-    async def main() -> None:
-        dht = Dht()
-        peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
-        for number in range(3):
-            await refresh(peers, number)
-        dht.asked.clear()
-        for number in range(MORE_EVERY):
-            found = await refresh(peers, number)
-        assert all(each.keys() == peers.keys() for each in found.values())
-        holders = min(WRITTEN, count)
-        assert set(dht.asked.values()) == {MORE_EVERY - 1 + holders + (count > WRITTEN)}
-        assert sum(map(bool, dht.kept.values())) == min(SEARCHED, count)
-
-    main()
+async def test_a_quiet_swarm_asks_one_node_a_reading(count: int) -> None:
+    dht = Dht()
+    peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
+    for number in range(3):
+        await refresh(peers, number)
+    dht.asked.clear()
+    for number in range(MORE_EVERY):
+        found = await refresh(peers, number)
+    assert all(each.keys() == peers.keys() for each in found.values())
+    holders = min(WRITTEN, count)
+    assert set(dht.asked.values()) == {MORE_EVERY - 1 + holders + (count > WRITTEN)}
+    assert sum(map(bool, dht.kept.values())) == min(SEARCHED, count)
 
 
 @given(st.integers(WRITTEN + 1, 20), st.integers(0, READ - 1))
-def test_newer_versions_are_seen_though_a_node_answers_with_old_ones(count: int, place: int) -> None:
-    @run_main(run)
-    async def main() -> None:
-        dht = Dht()
-        peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
-        await refresh(peers, 0)
-        dht.frozen = {dht.nearest(dht_records.place_of(KEY), count)[place]}
-        newest: dict[str, dict[str, bytes]] = {name: {} for name in peers}
-        for number in range(1, 2 * MORE_EVERY):
-            for reader, found in (await refresh(peers, number)).items():
-                for name, version in found.items():
-                    newest[reader][name] = max(
-                        version, newest[reader].get(name, b""), key=lambda each: int(each or b"0")
-                    )
-                assert min(map(int, newest[reader].values())) >= number - 2
-
-    main()
+async def test_newer_versions_are_seen_though_a_node_answers_with_old_ones(count: int, place: int) -> None:
+    dht = Dht()
+    peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
+    await refresh(peers, 0)
+    dht.frozen = {dht.nearest(dht_records.place_of(KEY), count)[place]}
+    newest: dict[str, dict[str, bytes]] = {name: {} for name in peers}
+    for number in range(1, 2 * MORE_EVERY):
+        for reader, found in (await refresh(peers, number)).items():
+            for name, version in found.items():
+                newest[reader][name] = max(version, newest[reader].get(name, b""), key=lambda each: int(each or b"0"))
+            assert min(map(int, newest[reader].values())) >= number - 2
 
 
 @given(st.integers(2, 12), st.lists(st.booleans(), min_size=2, max_size=8), st.randoms(use_true_random=False))
-def test_newcomers_are_found_within_two_refreshes_and_the_dead_expire(
+async def test_newcomers_are_found_within_two_refreshes_and_the_dead_expire(
     count: int, comes: list[bool], random: Any
 ) -> None:
-    @run_main(run)
-    async def main() -> None:
-        dht = Dht()
-        peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
-        for number, newcomer in enumerate(comes):
-            await refresh(peers, number)
-            if newcomer:
-                name = f"newcomer {number}"
-                peers[name] = dht.peer(name)
-            elif len(peers) > 2:
-                gone = random.choice(sorted(peers))
-                del peers[gone]
-                dht.dead.add(gone)
-        for number in range(3):
-            found = await refresh(peers, number)
-        assert all(peers.keys() <= each.keys() for each in found.values())
-        await asyncio.sleep(LIFETIME_S - 4 * REFRESH_S)
-        for number in range(4):
-            found = await refresh(peers, number)
-        assert all(each.keys() == peers.keys() for each in found.values())
-
-    main()
+    dht = Dht()
+    peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}
+    for number, newcomer in enumerate(comes):
+        await refresh(peers, number)
+        if newcomer:
+            name = f"newcomer {number}"
+            peers[name] = dht.peer(name)
+        elif len(peers) > 2:
+            gone = random.choice(sorted(peers))
+            del peers[gone]
+            dht.dead.add(gone)
+    for number in range(3):
+        found = await refresh(peers, number)
+    assert all(peers.keys() <= each.keys() for each in found.values())
+    await asyncio.sleep(LIFETIME_S - 4 * REFRESH_S)
+    for number in range(4):
+        found = await refresh(peers, number)
+    assert all(each.keys() == peers.keys() for each in found.values())
 
 
-@run_main(run)
 async def test_where_nobody_answers_the_reading_fails() -> None:
     dht = Dht()
     dht.peer("other")
@@ -222,7 +197,6 @@ async def test_where_nobody_answers_the_reading_fails() -> None:
         await dht.peer("me").read(KEY)
 
 
-@run_main(run)
 async def test_a_search_is_repeated_when_it_is_old_or_the_neighbours_are_others() -> None:
     dht = Dht()
     me = dht.peer("me")
@@ -234,7 +208,6 @@ async def test_a_search_is_repeated_when_it_is_old_or_the_neighbours_are_others(
     assert holders.is_search_due(now_s + 2 * SEARCH_S, 0)
 
 
-@run_main(run)
 async def test_a_search_that_finds_too_few_is_repeated_soon() -> None:
     """As after a minute in which the line was down: nobody answered, and the DHT leaves the silent out for a while."""
     dht = Dht()

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from coroutine_tests import run_main
 from limits import PATIENT
 
 from noloco_node.errors import Exit, UserError
@@ -20,7 +19,6 @@ from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.settings import Capacity, NetworkSettings, RunSecret
 from noloco_node.libp2p.switchboard import Switchboard
 from noloco_node.network.interface import Conversation
-from noloco_node.sim.clock import run
 from noloco_node.swarm.run_distribution import SCHEMA
 
 
@@ -66,7 +64,6 @@ async def answer(conversation: Conversation) -> None:
         (ConnectionRefusedError("told already"), False, True),
     ],
 )
-@run_main(run)
 async def test_a_daemon_that_cannot_be_told_ends_the_node_with_its_code(
     fails: ConnectionError | None, dead: bool, heard: bool
 ) -> None:
@@ -80,7 +77,6 @@ async def test_a_daemon_that_cannot_be_told_ends_the_node_with_its_code(
         assert caught.value.why == str(fails)
 
 
-@run_main(run)
 async def test_so_does_a_daemon_that_does_not_come_back() -> None:
     async with network(None) as made:
         with pytest.raises(UserError) as caught:

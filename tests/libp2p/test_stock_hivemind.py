@@ -13,14 +13,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from coroutine_tests import run_main
-from limits import LAST_RESORT_S, PATIENT, RECORD_S
+from limits import PATIENT, RECORD_S
 
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.settings import NetworkSettings
@@ -74,14 +73,6 @@ async def ours(*bootstrap: str) -> AsyncIterator[Libp2pNetwork]:
         yield network
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(LAST_RESORT_S):
-            await main
-
-    asyncio.run(limited())
-
-
 @pytest.fixture(autouse=True)
 def only_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     if not PROGRAM.exists():
@@ -92,7 +83,6 @@ def only_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     shutil.rmtree(temporary)
 
 
-@run_main(run)
 async def test_stock_hivemind_gets_nothing_of_a_run_whose_address_it_knows() -> None:
     """Else it would be a neighbour, and be given others' records to keep."""
     async with ours() as first:

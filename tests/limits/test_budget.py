@@ -15,7 +15,6 @@ from zoneinfo import ZoneInfo
 
 import pytest
 import torch
-from coroutine_tests import run_main
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe
@@ -254,13 +253,10 @@ SIZES = st.lists(st.integers(1, 3_000_000), min_size=1, max_size=25)
 
 @settings(max_examples=60, deadline=None)
 @given(SIZES, st.floats(budget.LEAST_RATE, 1e7), st.randoms(use_true_random=False))
-def test_never_more_than_the_rate_and_one_burst(sizes: list[int], rate: float, rng: object) -> None:
+async def test_never_more_than_the_rate_and_one_burst(sizes: list[int], rate: float, rng: object) -> None:
     delays = [rng.uniform(0.0, 5.0) for _ in sizes]  # type: ignore[attr-defined]
 
-    async def main() -> list[tuple[float, int]]:
-        return await passing(FairLimiter(rate), sizes, delays)
-
-    passed = run(main())
+    passed = await passing(FairLimiter(rate), sizes, delays)
     burst = budget.full_bucket(rate, 0.0).burst_bytes
     assert len(passed) == len(sizes)
     for (at, _), total in zip(passed, accumulate(size for _, size in passed), strict=True):
@@ -305,47 +301,41 @@ def test_a_small_message_does_not_starve_behind_a_large_copy(size: int, rate: fl
     assert run(main()) <= (bucket.slice_bytes + size) / rate + 1e-6
 
 
-def test_large_messages_share_alike_whoever_came_first() -> None:
-    async def main() -> list[float]:
-        valve, ends = FairLimiter(RATE), []
+async def test_large_messages_share_alike_whoever_came_first() -> None:
+    valve, ends = FairLimiter(RATE), []
 
-        async def one(size: int) -> None:
-            await valve.admit(size)
-            ends.append(now())
+    async def one(size: int) -> None:
+        await valve.admit(size)
+        ends.append(now())
 
-        await asyncio.gather(one(20_000_000), one(2_000_000), one(2_000_000))
-        return ends
-
-    first, second, last = run(main())
+    await asyncio.gather(one(20_000_000), one(2_000_000), one(2_000_000))
+    first, second, last = ends
     assert first == pytest.approx(second, abs=0.2)
     assert first == pytest.approx(6.0, abs=0.1)  # who came first had the burst; then three share
     assert last == pytest.approx(23.0, abs=0.1)
 
 
 @pytest.mark.parametrize("others", [1, 30])
-def test_rounds_have_their_share_however_many_others_wait_and_all_of_it_alone(others: int) -> None:
-    async def main() -> tuple[float, float]:
-        limiter, over = FairLimiter(RATE, 0.2), asyncio.Event()
+async def test_rounds_have_their_share_however_many_others_wait_and_all_of_it_alone(others: int) -> None:
+    limiter, over = FairLimiter(RATE, 0.2), asyncio.Event()
 
-        async def send(in_round: bool) -> int:
-            sent, pace = 0, limiter.pace(in_round=in_round)
-            assert pace is not None
-            while not over.is_set():
-                await pace.admit(pace.piece_bytes, 10**9)
-                sent += pace.piece_bytes
-            return sent
+    async def send(in_round: bool) -> int:
+        sent, pace = 0, limiter.pace(in_round=in_round)
+        assert pace is not None
+        while not over.is_set():
+            await pace.admit(pace.piece_bytes, 10**9)
+            sent += pace.piece_bytes
+        return sent
 
-        rounds = asyncio.create_task(send(in_round=True))
-        waiting = [asyncio.create_task(send(in_round=False)) for _ in range(others)]
-        await asyncio.sleep(100)
-        over.set()
-        await asyncio.wait([rounds, *waiting])
-        share = rounds.result() / (rounds.result() + sum(task.result() for task in waiting))
-        begun = now()
-        await limiter.admit(50_000_000, in_round=True)
-        return share, now() - begun
-
-    share, alone_s = run(main())
+    rounds = asyncio.create_task(send(in_round=True))
+    waiting = [asyncio.create_task(send(in_round=False)) for _ in range(others)]
+    await asyncio.sleep(100)
+    over.set()
+    await asyncio.wait([rounds, *waiting])
+    share = rounds.result() / (rounds.result() + sum(task.result() for task in waiting))
+    begun = now()
+    await limiter.admit(50_000_000, in_round=True)
+    share, alone_s = share, now() - begun
     assert share == pytest.approx(0.2, abs=0.01)
     assert alone_s == pytest.approx(50.0, abs=1.5)
 
@@ -367,16 +357,13 @@ def test_who_is_cancelled_gives_back_what_was_granted() -> None:
     assert run(main()) <= 0.06
 
 
-def test_the_rate_in_use_is_shown_and_forgotten() -> None:
-    async def main() -> tuple[float, float]:
-        valve = FairLimiter(RATE)
-        for _ in range(200):
-            await valve.admit(1_000_000)
-        busy = valve.used_bytes_per_s
-        await asyncio.sleep(300)
-        return busy, valve.used_bytes_per_s
-
-    busy, idle = run(main())
+async def test_the_rate_in_use_is_shown_and_forgotten() -> None:
+    valve = FairLimiter(RATE)
+    for _ in range(200):
+        await valve.admit(1_000_000)
+    busy = valve.used_bytes_per_s
+    await asyncio.sleep(300)
+    busy, idle = busy, valve.used_bytes_per_s
     assert busy == pytest.approx(RATE, rel=0.05)
     assert idle < 0.01 * RATE
 
@@ -508,33 +495,30 @@ class Capped(SimNetwork):
         return HookedNetwork(network, self.limits)
 
 
-def test_a_swarm_with_one_slow_budget_has_no_suspects_from_it_and_sends_it_less() -> None:
+async def test_a_swarm_with_one_slow_budget_has_no_suspects_from_it_and_sends_it_less() -> None:
     rate = 6_000.0
 
-    async def main() -> tuple[list[Peer], LimitHook, float]:
-        hub = Capped("peer-11", OwnerLimits(upload_bytes_per_s=rate, download_bytes_per_s=rate))
-        what = recipe(replicas=2, steps=24)
-        peers = [Peer(hub, what, f"peer-{stage}{replica}", stage) for stage in (0, 1) for replica in (0, 1)]
-        # A few of the first microbatches use up what was saved.
-        for valve in (hub.limits.up, hub.limits.down):
-            await valve.admit(budget.LEAST_BURST_BYTES)
-        narrow_s = bandwidth_seconds(microbatch_bytes(what.run, peers[3].plan, 1), hub.allowance)
-        assert narrow_s > 0.2
-        # The test's device does not say how long a microbatch takes, so the others say it here.
-        for peer, seconds in zip(peers, (0.1, 0.1, 0.1, narrow_s), strict=True):
-            peer.node._context.host.line_s = lambda _, seconds=seconds: seconds
-        async with asyncio.timeout(3600):
-            await asyncio.gather(*[peer.task for peer in peers])
-        for peer in peers[:2]:
-            assert peer.node.replica is not None
-            assert peer.node.replica.next_stage is not None
-            counts = peer.node.replica.next_stage.statistics()
-            assert counts["gradients"] > 0
-            assert not counts["suspects"] + counts["lost_unreachable"] + counts["lost_given_up"] + counts["lost_broken"]
-        assert not hub.failures
-        return peers, hub.limits, now()
-
-    peers, metered, ended = run(main())
+    hub = Capped("peer-11", OwnerLimits(upload_bytes_per_s=rate, download_bytes_per_s=rate))
+    what = recipe(replicas=2, steps=24)
+    peers = [Peer(hub, what, f"peer-{stage}{replica}", stage) for stage in (0, 1) for replica in (0, 1)]
+    # A few of the first microbatches use up what was saved.
+    for valve in (hub.limits.up, hub.limits.down):
+        await valve.admit(budget.LEAST_BURST_BYTES)
+    narrow_s = bandwidth_seconds(microbatch_bytes(what.run, peers[3].plan, 1), hub.allowance)
+    assert narrow_s > 0.2
+    # The test's device does not say how long a microbatch takes, so the others say it here.
+    for peer, seconds in zip(peers, (0.1, 0.1, 0.1, narrow_s), strict=True):
+        peer.node._context.host.line_s = lambda _, seconds=seconds: seconds
+    async with asyncio.timeout(3600):
+        await asyncio.gather(*[peer.task for peer in peers])
+    for peer in peers[:2]:
+        assert peer.node.replica is not None
+        assert peer.node.replica.next_stage is not None
+        counts = peer.node.replica.next_stage.statistics()
+        assert counts["gradients"] > 0
+        assert not counts["suspects"] + counts["lost_unreachable"] + counts["lost_given_up"] + counts["lost_broken"]
+    assert not hub.failures
+    peers, metered, ended = peers, hub.limits, now()
     for peer in peers:
         assert peer.of(events.Finished)[0].why == "the run is over"
         assert not peer.of(events.Lost)
@@ -608,28 +592,24 @@ class Wall:
         return datetime.fromtimestamp(self.begin.timestamp() + now(), self.begin.tzinfo)
 
 
-def test_a_node_goes_with_the_hours_and_comes_back(tmp_path: Path) -> None:
-    async def main() -> tuple[list[tuple[str, datetime]], list[str]]:
-        wall, said = Wall(datetime(2026, 3, 28, 12, 0, tzinfo=BERLIN)), list[str]()
-        sessions = Sessions(
-            OwnerLimits(hours=read_hours("22-08")),
-            TrafficLedger(tmp_path / "traffic.json", wall, said.append),
-            wall,
-            said.append,
-        )
-        asked, network, seen = asyncio.Event(), SimNetwork().network("us"), []
-        asyncio.get_running_loop().call_later(60 * 3600, asked.set)
-        while not asked.is_set():
-            await sessions.begin()
-            seen.append(("begun", wall()))
-            async with sessions.session(network, asked) as (within, leave):
-                assert within is network
-                await leave.wait()
-            seen.append(("ended", wall()))
-            assert sessions.goes_on() is not asked.is_set()
-        return seen, said
-
-    seen, said = run(main())
+async def test_a_node_goes_with_the_hours_and_comes_back(tmp_path: Path) -> None:
+    wall, said = Wall(datetime(2026, 3, 28, 12, 0, tzinfo=BERLIN)), list[str]()
+    sessions = Sessions(
+        OwnerLimits(hours=read_hours("22-08")),
+        TrafficLedger(tmp_path / "traffic.json", wall, said.append),
+        wall,
+        said.append,
+    )
+    asked, network, seen = asyncio.Event(), SimNetwork().network("us"), []
+    asyncio.get_running_loop().call_later(60 * 3600, asked.set)
+    while not asked.is_set():
+        await sessions.begin()
+        seen.append(("begun", wall()))
+        async with sessions.session(network, asked) as (within, leave):
+            assert within is network
+            await leave.wait()
+        seen.append(("ended", wall()))
+        assert sessions.goes_on() is not asked.is_set()
     # Summer time begins in the first night.
     assert [f"{what} {when:%d %H:%M}" for what, when in seen] == [
         "begun 28 22:00",
@@ -642,7 +622,6 @@ def test_a_node_goes_with_the_hours_and_comes_back(tmp_path: Path) -> None:
     assert any("waiting until 2026-03-28 22:00" in line for line in said)
 
 
-@run_main(run)
 async def test_rounds_have_their_share_of_the_line_in_every_shift(tmp_path: Path) -> None:
     wall = Wall(datetime(2026, 11, 29, 12, 0, tzinfo=UTC))
     ledger = TrafficLedger(tmp_path / "traffic.json", wall, lambda _: None)
@@ -658,35 +637,31 @@ async def test_rounds_have_their_share_of_the_line_in_every_shift(tmp_path: Path
             assert hook.up.round_share == hook.down.round_share == 0.3
 
 
-def test_a_spent_cap_ends_the_shift_and_the_next_month_begins_another(tmp_path: Path) -> None:
-    async def main() -> list[str]:
-        wall, said = Wall(datetime(2026, 11, 29, 12, 0, tzinfo=UTC)), list[str]()
-        path = tmp_path / "traffic.json"
-        allowance = OwnerLimits(monthly_cap_bytes=20_000_000)
-        hub = SimNetwork()
-        them = hub.network("them")
-        await them.serve("heavy", HEAVY, lambda conversation: conversation.receive())
-        plain = hub.network("us")
-        sessions = Sessions(allowance, TrafficLedger(path, wall, said.append), wall, said.append)
-        await sessions.begin()
-        assert now() == 0.0
-        async with sessions.session(plain, asyncio.Event()) as (network, leave):
-            while not leave.is_set():
-                await network.publish("key", "us", b"", 10.0)
-                async with network.talk("them", "heavy", HEAVY) as conversation:
-                    await conversation.send(Heavy(content=torch.zeros(1_000_000)))
-                await asyncio.sleep(5.0)
-        assert sessions.goes_on()
-        spent = TrafficLedger(path, wall, said.append).spent
-        assert 0.99 * 20_000_000 <= spent.total_bytes <= 36_000_000  # ten seconds between two looks
-        # A restart remembers, and waits for the month to end.
-        again = Sessions(allowance, TrafficLedger(path, wall, said.append), wall, said.append)
-        await again.begin()
-        assert f"{wall():%Y-%m-%d}" == "2026-12-01"
-        assert TrafficLedger(path, wall, said.append).spent.total_bytes == 0
-        return said
-
-    said = run(main())
+async def test_a_spent_cap_ends_the_shift_and_the_next_month_begins_another(tmp_path: Path) -> None:
+    wall, said = Wall(datetime(2026, 11, 29, 12, 0, tzinfo=UTC)), list[str]()
+    path = tmp_path / "traffic.json"
+    allowance = OwnerLimits(monthly_cap_bytes=20_000_000)
+    hub = SimNetwork()
+    them = hub.network("them")
+    await them.serve("heavy", HEAVY, lambda conversation: conversation.receive())
+    plain = hub.network("us")
+    sessions = Sessions(allowance, TrafficLedger(path, wall, said.append), wall, said.append)
+    await sessions.begin()
+    assert now() == 0.0
+    async with sessions.session(plain, asyncio.Event()) as (network, leave):
+        while not leave.is_set():
+            await network.publish("key", "us", b"", 10.0)
+            async with network.talk("them", "heavy", HEAVY) as conversation:
+                await conversation.send(Heavy(content=torch.zeros(1_000_000)))
+            await asyncio.sleep(5.0)
+    assert sessions.goes_on()
+    spent = TrafficLedger(path, wall, said.append).spent
+    assert 0.99 * 20_000_000 <= spent.total_bytes <= 36_000_000  # ten seconds between two looks
+    # A restart remembers, and waits for the month to end.
+    again = Sessions(allowance, TrafficLedger(path, wall, said.append), wall, said.append)
+    await again.begin()
+    assert f"{wall():%Y-%m-%d}" == "2026-12-01"
+    assert TrafficLedger(path, wall, said.append).spent.total_bytes == 0
     assert any("of this month's 20 MB are used up: leaving politely" in line for line in said)
     assert any("waiting until 2026-12-01 00:00" in line for line in said)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
-from coroutine_tests import run_main
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +26,6 @@ from noloco_node.network.bans import (
 from noloco_node.network.calls import HookedNetwork
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema, Violation
-from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 
 DAY_S = 86_400.0
@@ -102,7 +100,6 @@ def test_each_reason_to_shut_somebody_out_has_an_end_of_its_own(happens: list[tu
         assert both.left_s("x", now_s) == max(violations.left_s("x", now_s), quarantine_ends_s - now_s, 0.0)
 
 
-@run_main(run)
 async def test_a_hostile_peer_is_neither_served_nor_called_and_others_are() -> None:
     hub = SimNetwork()
     served: list[str] = []
@@ -159,7 +156,6 @@ CROWD = [f"/ip4/8.8.8.{number % 256}/tcp/{number}" for number in range(MOST_AT_O
 ELSEWHERE = ["/ip4/8.8.9.1/tcp/1", "/ip6/2001:4860:4860::8888/tcp/1", "/ip4/8.8.8.1/tcp/1/p2p/x/p2p-circuit", ""]
 
 
-@run_main(run)
 async def test_one_place_has_so_many_conversations_at_once_and_others_have_theirs() -> None:
     hook = BanHook()
     under_way = [calls(hook, f"peer{number}", origin) for number, origin in enumerate(CROWD)]
@@ -173,7 +169,6 @@ async def test_one_place_has_so_many_conversations_at_once_and_others_have_their
         assert hook.statistics()["bans.crowded"] == 1
 
 
-@run_main(run)
 async def test_many_identities_of_one_place_are_shut_out_together() -> None:
     hook, place = BanHook(), "/ip4/8.8.8.8/tcp/1"
     served = 0
@@ -191,7 +186,6 @@ async def test_many_identities_of_one_place_are_shut_out_together() -> None:
     calls(hook, "honest", place)
 
 
-@run_main(run)
 async def test_strangers_of_a_prefix_do_not_shut_out_its_members_in_good_standing() -> None:
     hook, place = BanHook(), "/ip4/8.8.8.8/tcp/1"
     for name in ("member", "offender"):
@@ -220,7 +214,6 @@ async def test_strangers_of_a_prefix_do_not_shut_out_its_members_in_good_standin
         calls(hook, "member", place)
 
 
-@run_main(run)
 async def test_of_peers_in_good_standing_a_bounded_number_is_remembered() -> None:
     hook = BanHook()
     for number in range(MOST_KNOWN + 10):
@@ -228,7 +221,6 @@ async def test_of_peers_in_good_standing_a_bounded_number_is_remembered() -> Non
     assert len(hook._good_since_s) == MOST_KNOWN
 
 
-@run_main(run)
 async def test_a_violation_of_a_callee_counts_when_it_ends_the_conversation() -> None:
     hub = SimNetwork()
     victim = HookedNetwork(hub.network("victim"), BanHook())

@@ -10,7 +10,6 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from coroutine_tests import run_main
 from hypothesis import given
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
@@ -28,7 +27,6 @@ from noloco_node.network.timeouts import (
     deadline_s,
     observed,
 )
-from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork
 
@@ -99,7 +97,6 @@ async def echo(conversation: Conversation) -> None:
     await conversation.send(await conversation.receive())
 
 
-@run_main(run)
 async def test_a_dial_into_the_dark_costs_what_is_usual_and_not_what_the_transport_allows() -> None:
     hub = SimNetwork(NetworkConditions(latency=Latency(mean_s=0.05)))
     network, other = HookedNetwork(hub.network("a"), DialTimeouts()), hub.network("b")
@@ -127,7 +124,6 @@ async def test_a_dial_into_the_dark_costs_what_is_usual_and_not_what_the_transpo
     assert await ask() == pytest.approx(DIALS.least_s), "an answer ends the growth"
 
 
-@run_main(run)
 async def test_a_slow_line_is_learnt_and_its_peer_reached() -> None:
     hub = SimNetwork(NetworkConditions(latency=Latency(mean_s=6.0)))
     network, other = HookedNetwork(hub.network("a"), DialTimeouts()), hub.network("b")
@@ -143,33 +139,29 @@ async def test_a_slow_line_is_learnt_and_its_peer_reached() -> None:
     assert refused == 1, "a dial takes twelve seconds here"
 
 
-def test_one_silent_replica_holds_the_others_up_for_seconds() -> None:
-    async def main() -> tuple[float, int]:
-        hub, what = SimNetwork(), recipe(stages=2, replicas=2, steps=4000, window=4)
-        source = Peer(hub, what, "source", 0, 0.5)
-        peers = [source, Peer(hub, what, "well", 1, 0.5), Peer(hub, what, "silent", 1, 0.5)]
-        await until(lambda: len(source.of(events.InnerStep)) >= 4)
-        hub.silence("silent")
-        seen, changed_s, longest_s = len(source.of(events.InnerStep)), asyncio.get_running_loop().time(), 0.0
-        until_s = changed_s + 16.0
-        while (now_s := asyncio.get_running_loop().time()) < until_s:
-            if len(source.of(events.InnerStep)) > seen:
-                seen, changed_s = len(source.of(events.InnerStep)), now_s
-            longest_s = max(longest_s, now_s - changed_s)
-            await asyncio.sleep(0.1)
-        suspicions = sum(event.peer == "well" for event in source.of(events.Lost))
-        for each in peers:
-            each.task.cancel()
-        await asyncio.gather(*[each.task for each in peers], return_exceptions=True)
-        return longest_s, suspicions
-
-    longest_s, suspicions = run(main())
+async def test_one_silent_replica_holds_the_others_up_for_seconds() -> None:
+    hub, what = SimNetwork(), recipe(stages=2, replicas=2, steps=4000, window=4)
+    source = Peer(hub, what, "source", 0, 0.5)
+    peers = [source, Peer(hub, what, "well", 1, 0.5), Peer(hub, what, "silent", 1, 0.5)]
+    await until(lambda: len(source.of(events.InnerStep)) >= 4)
+    hub.silence("silent")
+    seen, changed_s, longest_s = len(source.of(events.InnerStep)), asyncio.get_running_loop().time(), 0.0
+    until_s = changed_s + 16.0
+    while (now_s := asyncio.get_running_loop().time()) < until_s:
+        if len(source.of(events.InnerStep)) > seen:
+            seen, changed_s = len(source.of(events.InnerStep)), now_s
+        longest_s = max(longest_s, now_s - changed_s)
+        await asyncio.sleep(0.1)
+    suspicions = sum(event.peer == "well" for event in source.of(events.Lost))
+    for each in peers:
+        each.task.cancel()
+    await asyncio.gather(*[each.task for each in peers], return_exceptions=True)
     # A dial into the dark took twenty seconds; the transport gives a silent conversation up after six.
     assert longest_s < 12.0
     assert suspicions == 0
 
 
-def test_our_own_cancellation_is_nobody_s_fault() -> None:
+async def test_our_own_cancellation_is_nobody_s_fault() -> None:
     class Never:
         """A network on which nothing opens."""
 
@@ -180,13 +172,10 @@ def test_our_own_cancellation_is_nobody_s_fault() -> None:
             await asyncio.get_running_loop().create_future()
             yield  # type: ignore[misc] # it is never reached
 
-    async def main() -> None:
-        network = HookedNetwork(Never(), DialTimeouts())  # type: ignore[arg-type] # nothing else of it is used
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1.0), network.talk("b", "echo", SCHEMA):
-                pytest.fail("it opened")
-        with pytest.raises(ConnectionRefusedError, match="within 10"):
-            async with network.talk("b", "echo", SCHEMA):
-                pytest.fail("it opened")
-
-    run(main())
+    network = HookedNetwork(Never(), DialTimeouts())  # type: ignore[arg-type] # nothing else of it is used
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.0), network.talk("b", "echo", SCHEMA):
+            pytest.fail("it opened")
+    with pytest.raises(ConnectionRefusedError, match="within 10"):
+        async with network.talk("b", "echo", SCHEMA):
+            pytest.fail("it opened")

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import pytest
-from coroutine_tests import run_main
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +15,6 @@ from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema
 from noloco_node.node import microbatches
 from noloco_node.node.microbatches import FEWEST_AT_ONCE, IDLE_S, LEAST_S, ConversationPool, SendTurns
-from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork
 
@@ -81,7 +79,6 @@ async def world(*others: str) -> AsyncIterator[World]:
     assert all(made.network.open_calls(name) == 0 for name in ("a", *made.others))
 
 
-@run_main(run)
 async def test_a_first_call_takes_three_latencies_down_and_every_further_one_a_single_one() -> None:
     async with world() as w:
         took_s = [await w.ask(str(number)) for number in range(4)]
@@ -89,7 +86,6 @@ async def test_a_first_call_takes_three_latencies_down_and_every_further_one_a_s
         assert w.opened == 1
 
 
-@run_main(run)
 async def test_calls_at_the_same_time_have_a_conversation_each_and_leave_them_to_the_next() -> None:
     async with world() as w:
         for _ in range(3):
@@ -97,7 +93,6 @@ async def test_calls_at_the_same_time_have_a_conversation_each_and_leave_them_to
         assert w.opened == 5
 
 
-@run_main(run)
 async def test_a_call_that_is_cancelled_breaks_its_own_stream_alone() -> None:
     async with world() as w:
         other, cut = (asyncio.ensure_future(w.ask("slowly")) for _ in range(2))
@@ -109,7 +104,6 @@ async def test_a_call_that_is_cancelled_breaks_its_own_stream_alone() -> None:
         assert w.opened == 2
 
 
-@run_main(run)
 async def test_a_stream_that_broke_while_nobody_used_it_is_opened_anew() -> None:
     async with world() as w:
         await w.ask("one")
@@ -120,7 +114,6 @@ async def test_a_stream_that_broke_while_nobody_used_it_is_opened_anew() -> None
         assert await w.ask("two") == pytest.approx(4 * LATENCY_S)
 
 
-@run_main(run)
 async def test_an_answer_too_many_is_nobodys() -> None:
     async with world() as w:
         await w.ask("twice")
@@ -128,7 +121,6 @@ async def test_an_answer_too_many_is_nobodys() -> None:
         assert w.opened == 2
 
 
-@run_main(run)
 async def test_a_conversation_that_nobody_uses_is_ended() -> None:
     async with world("b", "c") as w:
         await w.ask("one", "c")
@@ -140,20 +132,16 @@ async def test_a_conversation_that_nobody_uses_is_ended() -> None:
         assert w.network.open_calls("c") == 0
 
 
-def test_no_more_than_so_many_are_kept_and_the_longest_idle_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_more_than_so_many_are_kept_and_the_longest_idle_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(microbatches, "MOST_POOLED", 2)
 
-    async def main() -> None:
-        async with world("b", "c", "d") as w:
-            for peer in ("b", "c", "b", "d"):
-                await w.ask("one", peer)
-            await asyncio.sleep(1.0)
-            assert [w.network.open_calls(peer) for peer in "abcd"] == [2, 1, 0, 1]
-
-    run(main())
+    async with world("b", "c", "d") as w:
+        for peer in ("b", "c", "b", "d"):
+            await w.ask("one", peer)
+        await asyncio.sleep(1.0)
+        assert [w.network.open_calls(peer) for peer in "abcd"] == [2, 1, 0, 1]
 
 
-@run_main(run)
 async def test_who_is_under_way_when_the_pool_closes_has_its_answer_and_nothing_is_kept() -> None:
     async with world() as w:
         call = asyncio.ensure_future(w.ask("slowly"))
@@ -169,33 +157,31 @@ NOT_FOR_GOOD = 1000.0
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 0.9), st.booleans()), max_size=30), st.integers(1, 20))
-def test_never_more_at_once_and_first_come_first_served(jobs: list[tuple[int, float, bool]], receivers: int) -> None:
-    async def main() -> None:
-        turns, under_way, order = SendTurns(receivers), set[int](), list[int]()
+async def test_never_more_at_once_and_first_come_first_served(
+    jobs: list[tuple[int, float, bool]], receivers: int
+) -> None:
+    turns, under_way, order = SendTurns(receivers), set[int](), list[int]()
 
-        async def send(number: int, seconds: float, breaks: bool) -> None:
-            try:
-                async with turns.turn():
-                    under_way.add(number)
-                    order.append(number)
-                    assert len(under_way) <= turns.at_once <= max(FEWEST_AT_ONCE, receivers)
-                    await asyncio.sleep(seconds)
-                    under_way.remove(number)
-                    if breaks:
-                        raise ConnectionResetError
-            except ConnectionResetError:
-                pass
+    async def send(number: int, seconds: float, breaks: bool) -> None:
+        try:
+            async with turns.turn():
+                under_way.add(number)
+                order.append(number)
+                assert len(under_way) <= turns.at_once <= max(FEWEST_AT_ONCE, receivers)
+                await asyncio.sleep(seconds)
+                under_way.remove(number)
+                if breaks:
+                    raise ConnectionResetError
+        except ConnectionResetError:
+            pass
 
-        async with asyncio.TaskGroup() as group:
-            for number, (pause, seconds, breaks) in enumerate(jobs):
-                await asyncio.sleep(pause / 10)
-                group.create_task(send(number, seconds, breaks))
-        assert order == list(range(len(jobs)))
-
-    run(main())
+    async with asyncio.TaskGroup() as group:
+        for number, (pause, seconds, breaks) in enumerate(jobs):
+            await asyncio.sleep(pause / 10)
+            group.create_task(send(number, seconds, breaks))
+    assert order == list(range(len(jobs)))
 
 
-@run_main(run)
 async def test_slow_receivers_hold_up_nobody_for_long_and_who_gives_up_leaves_its_place() -> None:
     turns, loop = SendTurns(FEWEST_AT_ONCE), asyncio.get_running_loop()
 

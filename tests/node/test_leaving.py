@@ -96,36 +96,33 @@ async def end(cast: Cast) -> None:
     windows=st.sampled_from([1, 2]),
     number=st.integers(0, 5),
 )
-def test_whenever_it_is_asked_it_goes_soon_and_nobody_loses_by_it(
+async def test_whenever_it_is_asked_it_goes_soon_and_nobody_loses_by_it(
     seed: int, moment_s: float, stages: int, windows: int, number: int
 ) -> None:
-    async def main() -> None:
-        cast = swarm(seed, stages, windows if stages > 1 else 1)
-        name = list(cast.peers)[number % len(cast.peers)]
-        leaver = cast.peers[name]
-        await asyncio.sleep(moment_s)
-        asked_s = asyncio.get_running_loop().time()
-        before = len(cast.since(name, events.InnerStep))
-        await leave(cast, name, SOON_S)
-        taken = len(cast.since(name, events.InnerStep))
-        assert taken <= before + 2  # the window under way, and at most one that was complete already
-        if cast.since(name, events.Started):
-            nothing_is_held(leaver)
-            (finished,) = cast.since(name, events.Finished)
-            assert finished.why == "asked to leave"
-            assert finished.discarded < 4
-            assert leaver.disk is not None
-            assert leaver.disk.counters.inner_steps == finished.step
-            assert leaver.disk.counters.round == finished.round
-        left = [other for other in cast.peers if other != name]
-        gone_s = asyncio.get_running_loop().time()
-        await until(lambda: all(len(cast.since(other, events.InnerStep, gone_s)) >= 3 for other in left), 120.0)
-        # Its own microbatches came back before it went, and those of others were refused or had their gradient.
-        lost = [loss for other in left for loss in cast.since(other, events.Lost, asked_s)]
-        assert [loss for loss in lost if loss.what == "microbatch" and "broke" in loss.why] == []
-        await end(cast)
-
-    run(main())
+    cast = swarm(seed, stages, windows if stages > 1 else 1)
+    name = list(cast.peers)[number % len(cast.peers)]
+    leaver = cast.peers[name]
+    await asyncio.sleep(moment_s)
+    asked_s = asyncio.get_running_loop().time()
+    before = len(cast.since(name, events.InnerStep))
+    await leave(cast, name, SOON_S)
+    taken = len(cast.since(name, events.InnerStep))
+    assert taken <= before + 2  # the window under way, and at most one that was complete already
+    if cast.since(name, events.Started):
+        nothing_is_held(leaver)
+        (finished,) = cast.since(name, events.Finished)
+        assert finished.why == "asked to leave"
+        assert finished.discarded < 4
+        assert leaver.disk is not None
+        assert leaver.disk.counters.inner_steps == finished.step
+        assert leaver.disk.counters.round == finished.round
+    left = [other for other in cast.peers if other != name]
+    gone_s = asyncio.get_running_loop().time()
+    await until(lambda: all(len(cast.since(other, events.InnerStep, gone_s)) >= 3 for other in left), 120.0)
+    # Its own microbatches came back before it went, and those of others were refused or had their gradient.
+    lost = [loss for other in left for loss in cast.since(other, events.Lost, asked_s)]
+    assert [loss for loss in lost if loss.what == "microbatch" and "broke" in loss.why] == []
+    await end(cast)
 
 
 async def test_who_leaves_before_a_merely_full_stage_finishes_its_window() -> None:

@@ -214,24 +214,21 @@ changes = st.lists(
         ("b", False, False, 100.0),
     ]
 )
-def test_whoever_comes_goes_and_returns_every_sample_counts_once(story: list[Change]) -> None:
+async def test_whoever_comes_goes_and_returns_every_sample_counts_once(story: list[Change]) -> None:
     """Source "a" is there from the beginning. Where nobody is left, the first to come is who went last."""
 
-    async def main() -> None:
-        told = Run()
-        told.begin("a")
-        await asyncio.sleep(FORGOTTEN_S)
-        for name, anew, politely, pause_s in story:
-            if name in told.sessions:
-                await told.end(name, politely=politely)
-            else:
-                told.begin(name if told.sessions else told.last, anew=anew and bool(told.sessions))
-            await asyncio.sleep(pause_s)
-            told.is_right()
-        for name in list(told.sessions):
-            await told.end(name, politely=True)
-
-    run(main())
+    told = Run()
+    told.begin("a")
+    await asyncio.sleep(FORGOTTEN_S)
+    for name, anew, politely, pause_s in story:
+        if name in told.sessions:
+            await told.end(name, politely=politely)
+        else:
+            told.begin(name if told.sessions else told.last, anew=anew and bool(told.sessions))
+        await asyncio.sleep(pause_s)
+        told.is_right()
+    for name in list(told.sessions):
+        await told.end(name, politely=True)
 
 
 async def test_who_comes_back_with_newer_news_of_the_run_than_its_stage_has_keeps_them() -> None:

@@ -73,7 +73,7 @@ END_S = 220.0
     reason=st.sampled_from([Reason.FULL, Reason.GOSSIPING, Reason.NO_ROUTE, Reason.LEAVING]),
     in_flight=st.integers(1, 6),
 )
-def test_who_holds_microbatches_before_it_refuses_costs_a_sender_a_sixth_at_most(
+async def test_who_holds_microbatches_before_it_refuses_costs_a_sender_a_sixth_at_most(
     hold_s: float, share: float, reason: Reason, in_flight: int
 ) -> None:
     """Also if it works in between; the others have room for all."""
@@ -83,11 +83,8 @@ def test_who_holds_microbatches_before_it_refuses_costs_a_sender_a_sixth_at_most
         holds = peer == "d" and rng.random() < share
         return (hold_s, Refused(reason=reason)) if holds else works(peer)
 
-    async def main() -> tuple[int, set[str]]:
-        sender = Sender(act)
-        return await sender.until(END_S, in_flight), sender.accused
-
-    came, accused = run(main())
+    sender = Sender(act)
+    came, accused = await sender.until(END_S, in_flight), sender.accused
     least = 5 / 6 if hold_s > 1.1 * REPLY_S else 0.7
     assert came >= least * in_flight * (END_S - hold_s) / REPLY_S
     assert accused == {"d"} or accused == set()

@@ -12,7 +12,6 @@ from random import Random
 import pytest
 import torch
 
-from noloco_node.sim.clock import run
 from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
 from pipeline.next_stage import (
     ATTEMPTS,
@@ -86,24 +85,21 @@ class Peers:
         (Gradient(hidden=HIDDEN, loss=1.0, tokens=3), "lost_given_up", True),
     ],
 )
-def test_another_replica_takes_what_one_did_not(answer: Answer, kind: str, accused: bool) -> None:
-    async def main() -> None:
-        first: list[str] = []
+async def test_another_replica_takes_what_one_did_not(answer: Answer, kind: str, accused: bool) -> None:
+    first: list[str] = []
 
-        def script(peer: str, _: int) -> Answer:
-            first.append(peer)
-            return answer if peer == first[0] else GRADIENT
+    def script(peer: str, _: int) -> Answer:
+        first.append(peer)
+        return answer if peer == first[0] else GRADIENT
 
-        peers = Peers("ab", script)
-        assert await peers.ask() is GRADIENT
-        assert asyncio.get_running_loop().time() == 2.0, "at once: the output is still here"
-        assert peers.called in (["a", "b"], ["b", "a"])
-        assert peers.downstream.suspects == (frozenset(first[:1]) if accused else frozenset())
-        statistics = peers.downstream.statistics()
-        assert (statistics[kind], statistics["gradients"]) == (1, 1)
-        assert peers.downstream.hop_totals == {first[0]: HopTotals(1, 0), first[1]: HopTotals(1, 1)}
-
-    run(main())
+    peers = Peers("ab", script)
+    assert await peers.ask() is GRADIENT
+    assert asyncio.get_running_loop().time() == 2.0, "at once: the output is still here"
+    assert peers.called in (["a", "b"], ["b", "a"])
+    assert peers.downstream.suspects == (frozenset(first[:1]) if accused else frozenset())
+    statistics = peers.downstream.statistics()
+    assert (statistics[kind], statistics["gradients"]) == (1, 1)
+    assert peers.downstream.hop_totals == {first[0]: HopTotals(1, 0), first[1]: HopTotals(1, 1)}
 
 
 async def test_expired_goes_straight_up() -> None:

@@ -452,7 +452,7 @@ async def test_a_stage_without_memory_refuses_and_takes_the_next() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(1.0, 100.0), st.booleans()), max_size=60))
-def test_a_stage_that_runs_out_of_memory_for_minutes_does_not_fit(story: list[tuple[float, bool]]) -> None:
+async def test_a_stage_that_runs_out_of_memory_for_minutes_does_not_fit(story: list[tuple[float, bool]]) -> None:
     """Each microbatch begins so many seconds after the last one, and has memory or not."""
 
     class Short(FakeStage):
@@ -463,19 +463,15 @@ def test_a_stage_that_runs_out_of_memory_for_minutes_does_not_fit(story: list[tu
 
     suffices = True
 
-    async def main() -> None:
-        nonlocal suffices
-        loop, since_s, in_a_row, unfit = asyncio.get_running_loop(), 0.0, 0, False
-        peer = Peer("a", None, AdmissionWindow(100, 100), 0.0)
-        worker = Worker(Short(peer.weights), peer.gate, peer.device.run, None, 1e6, peer.device.clock)
-        for pause_s, suffices in story:
-            await asyncio.sleep(pause_s)
-            await worker.process(MICROBATCH, "x")
-            if suffices:
-                in_a_row = 0
-                continue
-            since_s, in_a_row = since_s if in_a_row else loop.time(), in_a_row + 1
-            unfit = unfit or (in_a_row >= UNFIT_SHORTAGES and loop.time() - since_s >= UNFIT_S)
-        assert worker.unfit.is_set() == unfit
-
-    run(main())
+    loop, since_s, in_a_row, unfit = asyncio.get_running_loop(), 0.0, 0, False
+    peer = Peer("a", None, AdmissionWindow(100, 100), 0.0)
+    worker = Worker(Short(peer.weights), peer.gate, peer.device.run, None, 1e6, peer.device.clock)
+    for pause_s, suffices in story:
+        await asyncio.sleep(pause_s)
+        await worker.process(MICROBATCH, "x")
+        if suffices:
+            in_a_row = 0
+            continue
+        since_s, in_a_row = since_s if in_a_row else loop.time(), in_a_row + 1
+        unfit = unfit or (in_a_row >= UNFIT_SHORTAGES and loop.time() - since_s >= UNFIT_S)
+    assert worker.unfit.is_set() == unfit

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-from handlers import virtual
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,7 +49,6 @@ def test_timers_of_one_moment_come_in_the_order_in_which_they_were_set() -> None
     assert run(main()) == list(range(50))
 
 
-@virtual
 async def test_deadlines_that_were_met_do_not_pile_up() -> None:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, clock.VirtualLoop)
@@ -106,7 +104,6 @@ def test_sets_of_tasks_have_the_same_order_in_every_process() -> None:
 
 
 @given(prices=st.lists(st.floats(0.0, 10.0), min_size=1, max_size=20), slowness=st.floats(0.1, 10.0))
-@virtual
 async def test_jobs_run_in_turn_at_the_prices_that_they_name(prices: list[float], slowness: float) -> None:
     device = VirtualDevice()
     device.slowness = slowness
@@ -126,7 +123,6 @@ async def test_jobs_run_in_turn_at_the_prices_that_they_name(prices: list[float]
     assert spans == sorted(spans)
 
 
-@virtual
 async def test_a_job_that_has_begun_is_awaited_to_its_end_by_whoever_is_cancelled() -> None:
     device, done = VirtualDevice(job_s=10.0), []
     first = asyncio.create_task(device.run(done.append, "first"))
@@ -146,7 +142,6 @@ async def test_a_job_that_has_begun_is_awaited_to_its_end_by_whoever_is_cancelle
     assert now() == 20.0
 
 
-@virtual
 async def test_a_cancellation_in_the_moment_of_completion_spoils_nothing() -> None:
     device = VirtualDevice(job_s=1.0)
     task = asyncio.create_task(device.run(lambda: None))
@@ -155,7 +150,6 @@ async def test_a_cancellation_in_the_moment_of_completion_spoils_nothing() -> No
     assert await device.run(lambda: 7) == 7
 
 
-@virtual
 async def test_what_a_job_raises_reaches_its_caller_after_its_time() -> None:
     device = VirtualDevice(job_s=2.0)
 
@@ -168,7 +162,6 @@ async def test_what_a_job_raises_reaches_its_caller_after_its_time() -> None:
     assert await device.run(lambda: 1) == 1
 
 
-@virtual
 async def test_what_is_computed_beside_waits_for_no_job() -> None:
     device = VirtualDevice(job_s=10.0)
     device.slowness = 2.0
@@ -180,7 +173,6 @@ async def test_what_is_computed_beside_waits_for_no_job() -> None:
     assert now() == 60.0
 
 
-@virtual
 async def test_a_stuttering_device_stops_as_often_as_it_was_told() -> None:
     device = VirtualDevice(job_s=0.01, seed="x")
     device.stutter = Stutter(share=0.2, pause_s=1.0)

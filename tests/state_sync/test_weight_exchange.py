@@ -16,7 +16,6 @@ from toy_gossip import at_once
 
 from noloco_node.errors import Exit, UserError, user_error_of
 from noloco_node.network.interface import Conversation
-from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync import weight_exchange
 from noloco_node.state_sync.weight_exchange import SCHEMA, TOPIC, FileContent, WeightDownload, WeightServer
@@ -197,43 +196,40 @@ async def test_a_peer_that_had_nothing_is_asked_again_after_a_while(tmp_path: Pa
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=20), st.binary(max_size=4))
-def test_what_a_peer_announces_costs_no_more_than_it_gives(has: list[bool], told: bytes) -> None:
+async def test_what_a_peer_announces_costs_no_more_than_it_gives(has: list[bool], told: bytes) -> None:
     """Whatever a peer says that it has, right or wrong: it is asked for a piece in vain once, and all others come."""
 
-    async def main() -> None:
-        hub, asked, here = SimNetwork(), Counter[int](), set[FilePieceKey]()
+    hub, asked, here = SimNetwork(), Counter[int](), set[FilePieceKey]()
 
-        async def serve(peer: str, gives: Callable[[int], bool]) -> None:
-            async def answer(conversation: Conversation) -> None:
-                while True:
-                    number = (await conversation.receive()).number
-                    asked[number] += 1
-                    given = gives(number)
-                    reply = FileContent(content=b"a piece" if given else b"", held=b"" if given else told)
-                    await conversation.send(reply)
+    async def serve(peer: str, gives: Callable[[int], bool]) -> None:
+        async def answer(conversation: Conversation) -> None:
+            while True:
+                number = (await conversation.receive()).number
+                asked[number] += 1
+                given = gives(number)
+                reply = FileContent(content=b"a piece" if given else b"", held=b"" if given else told)
+                await conversation.send(reply)
 
-            await hub.network(peer).serve(TOPIC, SCHEMA, answer)
+        await hub.network(peer).serve(TOPIC, SCHEMA, answer)
 
-        class Store:
-            directory = Path()
+    class Store:
+        directory = Path()
 
-            def missing(self, keys: Sequence[FilePieceKey]) -> list[FilePieceKey]:
-                return [key for key in keys if key not in here]
+        def missing(self, keys: Sequence[FilePieceKey]) -> list[FilePieceKey]:
+            return [key for key in keys if key not in here]
 
-            def check_room(self, pieces: int) -> None: ...
+        def check_room(self, pieces: int) -> None: ...
 
-            def write(self, key: FilePieceKey, data: bytes) -> None:
-                here.add(key)
+        def write(self, key: FilePieceKey, data: bytes) -> None:
+            here.add(key)
 
-        keys = [FilePieceKey(0, number) for number in range(len(has))]
-        await serve("peer", has.__getitem__)
-        await serve("owner", lambda _: True)
-        store: Any = Store()
-        download = WeightDownload(hub.network("newcomer"), store, at_once)
-        assert await download.pieces(keys, ["peer", "owner"])
-        assert max(asked.values()) <= 2 + weight_exchange.STREAMS
-
-    run(main())
+    keys = [FilePieceKey(0, number) for number in range(len(has))]
+    await serve("peer", has.__getitem__)
+    await serve("owner", lambda _: True)
+    store: Any = Store()
+    download = WeightDownload(hub.network("newcomer"), store, at_once)
+    assert await download.pieces(keys, ["peer", "owner"])
+    assert max(asked.values()) <= 2 + weight_exchange.STREAMS
 
 
 @pytest.mark.parametrize(("names", "pause_s"), [(8, weight_exchange.PATIENCE_S - 1.0), (40, 59.0), (8, 0.0)])

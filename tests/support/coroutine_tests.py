@@ -25,7 +25,3 @@ def run_by(runner: Callable[..., Any], *before: Any, gives: int = 0, **options: 
         return test
 
     return decorate
-
-
-def run_main(run: Callable[[Any], Any]) -> Callable[..., Any]:
-    return run_by(lambda main: run(main()))

@@ -1,24 +1,10 @@
-"""Tests in virtual time, and handlers of a conversation that tests of several networks serve."""
+"""Handlers of a conversation that tests of several networks serve."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Callable, Coroutine
-from typing import Any, ParamSpec
 
 from noloco_node.network.interface import Conversation
-from noloco_node.sim.clock import run
-
-P = ParamSpec("P")
-
-
-def virtual(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    @functools.wraps(test)
-    def runs(*args: P.args, **options: P.kwargs) -> None:
-        run(test(*args, **options))
-
-    return runs
 
 
 def now() -> float:

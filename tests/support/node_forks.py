@@ -25,6 +25,8 @@ from typing import NoReturn
 
 import msgspec
 
+from noloco_node.libp2p.hivemind_compat import load_hivemind
+
 LOOK_S = 0.02
 _NEW_NETWORK = 0x40000000
 _NEVER = threading.Event()
@@ -153,8 +155,14 @@ if __name__ == "__main__":
         "noloco_node.cli.host_machine",
         "noloco_node.node.node",
         "noloco_node.export.exporter",
+        "noloco_node.cli.main",
+        "noloco_node.planning.graph_memory",
+        "pydantic.main",  # these three by libp2p, at the first address and the first record
+        "netaddr.ip",
+        "cid.cid",
     ):
         importlib.import_module(module)
+    load_hivemind()
     gc.freeze()
     gc.enable()
     serve()

@@ -271,31 +271,28 @@ def test_two_faulty_replicas_of_five_cost_the_others_nothing(pair: str, blocking
 
 
 @pytest.mark.parametrize("victim", ["s1r0", "s2r2"])
-def test_a_replica_that_hangs_for_good_is_left_alone_though_it_beats(victim: str) -> None:
+async def test_a_replica_that_hangs_for_good_is_left_alone_though_it_beats(victim: str) -> None:
     """Its process is there, its loop turns, its device never answers: each microbatch there used to cost the budget."""
 
-    async def main() -> None:
-        cast = Cast(SWARM.format(stages=3, replicas=3, blocking="false").replace("budget_s = 100.0", ""))
-        for peer in cast.peers.values():
-            peer.start()
-        await until(lambda: all(len(cast.since(name, OuterStepTaken)) >= 2 for name in cast.peers), WITHIN_S)
+    cast = Cast(SWARM.format(stages=3, replicas=3, blocking="false").replace("budget_s = 100.0", ""))
+    for peer in cast.peers.values():
+        peer.start()
+    await until(lambda: all(len(cast.since(name, OuterStepTaken)) >= 2 for name in cast.peers), WITHIN_S)
 
-        async def steps() -> int:
-            begun_s = asyncio.get_running_loop().time()
-            await asyncio.sleep(300.0)
-            return sum(len(cast.since(peer.name, events.InnerStep, begun_s)) for peer in cast.of_stage(0))
+    async def steps() -> int:
+        begun_s = asyncio.get_running_loop().time()
+        await asyncio.sleep(300.0)
+        return sum(len(cast.since(peer.name, events.InnerStep, begun_s)) for peer in cast.of_stage(0))
 
-        async def hang(heard: Heard) -> None:
-            if heard.me == victim and heard.act == "received" and isinstance(heard.message, Microbatch):
-                await asyncio.get_running_loop().create_future()
+    async def hang(heard: Heard) -> None:
+        if heard.me == victim and heard.act == "received" and isinstance(heard.message, Microbatch):
+            await asyncio.get_running_loop().create_future()
 
-        before = await steps()
-        cast.listen = hang
-        await steps()
-        assert await steps() > before / 2
-        accused = {loss.peer for name in cast.peers for loss in cast.since(name, events.Lost) if "answered" in loss.why}
-        assert accused == {victim}
-        for peer in cast.peers.values():
-            peer.crash()
-
-    run(main())
+    before = await steps()
+    cast.listen = hang
+    await steps()
+    assert await steps() > before / 2
+    accused = {loss.peer for name in cast.peers for loss in cast.since(name, events.Lost) if "answered" in loss.why}
+    assert accused == {victim}
+    for peer in cast.peers.values():
+        peer.crash()

@@ -186,33 +186,30 @@ async def test_disowned_weights_are_worth_nothing_until_others_replace_them(adop
 
 @hypothesis_settings(deadline=None)
 @given(st.lists(st.sampled_from((*TRANSITIONS, "refuse_proposals", "ask")), max_size=40))
-def test_no_sequence_of_events_breaks_the_invariants(events: list[str]) -> None:
+async def test_no_sequence_of_events_breaks_the_invariants(events: list[str]) -> None:
     others: dict[str, Callable[[RoundState], object]] = {
         "refuse_proposals": RoundState.refuse_proposals,
         "ask": lambda state: state.ask("c"),
     }
 
-    async def main() -> None:
-        state = closed()
-        for event in events:
-            before, left = state.phase, state.leaving
-            try:
-                (TRANSITIONS | others)[event](state)
-            except RuntimeError:
-                assert state.phase is before, "what is refused changes nothing"
-            phase = state.phase
-            assert state.is_open == isinstance(phase, Open | InMeeting)
-            assert state.is_free == (state.is_open and state.meeting is None)
-            assert state.is_open or (state.snapshot is None and state.meeting is None)
-            assert state.leaving or not left, "nobody comes back"
-            if left:
-                assert state.is_open <= isinstance(before, Open | InMeeting), "who leaves opens nothing"
-            assert state.settled != isinstance(phase, Stepping | PendingCorrection | Correcting)
-            assert not (state.between_rounds and (state.is_open or not state.settled))
-            assert (state.step_task is not None) == isinstance(phase, Stepping)
-            if not state.settled:
-                assert type(before) in (type(phase), *_LEADS_TO[type(phase)]), "no step is lost, or taken twice"
-            answer_state = state.answer_state("b")
-            assert (answer_state.open, answer_state.engaged) == (state.is_open, state.meeting is not None)
-
-    run(main())
+    state = closed()
+    for event in events:
+        before, left = state.phase, state.leaving
+        try:
+            (TRANSITIONS | others)[event](state)
+        except RuntimeError:
+            assert state.phase is before, "what is refused changes nothing"
+        phase = state.phase
+        assert state.is_open == isinstance(phase, Open | InMeeting)
+        assert state.is_free == (state.is_open and state.meeting is None)
+        assert state.is_open or (state.snapshot is None and state.meeting is None)
+        assert state.leaving or not left, "nobody comes back"
+        if left:
+            assert state.is_open <= isinstance(before, Open | InMeeting), "who leaves opens nothing"
+        assert state.settled != isinstance(phase, Stepping | PendingCorrection | Correcting)
+        assert not (state.between_rounds and (state.is_open or not state.settled))
+        assert (state.step_task is not None) == isinstance(phase, Stepping)
+        if not state.settled:
+            assert type(before) in (type(phase), *_LEADS_TO[type(phase)]), "no step is lost, or taken twice"
+        answer_state = state.answer_state("b")
+        assert (answer_state.open, answer_state.engaged) == (state.is_open, state.meeting is not None)

@@ -136,56 +136,50 @@ def test_the_blocking_form_and_a_solo_step_end_in_their_pause(settings: ToySetti
 
 @few
 @given(seconds, st.lists(st.floats(0.0, 45.0), min_size=1, max_size=5))
-def test_who_reads_sees_slow_weights_and_counters_of_one_moment(step_s: float, moments: list[float]) -> None:
-    async def main() -> None:
-        toys = pair(SETTINGS, step_s, 0.0)
-        toy = toys[0]
+async def test_who_reads_sees_slow_weights_and_counters_of_one_moment(step_s: float, moments: list[float]) -> None:
+    toys = pair(SETTINGS, step_s, 0.0)
+    toy = toys[0]
 
-        async def look(at_s: float) -> None:
-            await asyncio.sleep(at_s)
-            async with toy.rounds.weights.reading():
-                state, age = toy.rounds.state, toy.rounds.slow_age
-                seen = [tensor.clone() for tensor in (*state.slow, *state.momentum)]
-                assert (toy.slow != START) == (age.round > 0)
-                await asyncio.sleep(0.7)
-                assert all(map(torch.equal, (*state.slow, *state.momentum), seen))
-                assert toy.rounds.slow_age == age
+    async def look(at_s: float) -> None:
+        await asyncio.sleep(at_s)
+        async with toy.rounds.weights.reading():
+            state, age = toy.rounds.state, toy.rounds.slow_age
+            seen = [tensor.clone() for tensor in (*state.slow, *state.momentum)]
+            assert (toy.slow != START) == (age.round > 0)
+            await asyncio.sleep(0.7)
+            assert all(map(torch.equal, (*state.slow, *state.momentum), seen))
+            assert toy.rounds.slow_age == age
 
-        async with asyncio.TaskGroup() as group:
-            group.create_task(live(list(toys), 45))
-            for at_s in moments:
-                group.create_task(look(at_s))
-        assert toy.idle_s <= 0.7 * len(moments)
-
-    run(main())
+    async with asyncio.TaskGroup() as group:
+        group.create_task(live(list(toys), 45))
+        for at_s in moments:
+            group.create_task(look(at_s))
+    assert toy.idle_s <= 0.7 * len(moments)
 
 
 @few
 @given(seconds, st.integers(1, 40))
-def test_a_checkpoint_in_any_pause_holds_each_correction_once(step_s: float, pause: int) -> None:
-    async def main() -> None:
-        toy, _ = toys = pair(SETTINGS, step_s, 0.0)
+async def test_a_checkpoint_in_any_pause_holds_each_correction_once(step_s: float, pause: int) -> None:
+    toy, _ = toys = pair(SETTINGS, step_s, 0.0)
 
-        async def train_and_save() -> None:
-            await toy.train(pause)
-            release = await toy.rounds.read_settled()
-            check_whole(toy)
-            saved = toy.fast.clone(), toy.rounds.state.slow[0].clone()
-            await asyncio.sleep(5.0)
-            assert torch.equal(toy.fast, saved[0])
-            assert torch.equal(toy.rounds.state.slow[0], saved[1])
-            release()
-            await toy.train(45 - pause)
-
-        other = asyncio.create_task(live([toys[1]], 60))
-        runner = asyncio.create_task(toy.rounds.run())
-        await train_and_save()
-        await toy.rounds.leave()
+    async def train_and_save() -> None:
+        await toy.train(pause)
+        release = await toy.rounds.read_settled()
         check_whole(toy)
-        runner.cancel()
-        await asyncio.wait({runner, other})
+        saved = toy.fast.clone(), toy.rounds.state.slow[0].clone()
+        await asyncio.sleep(5.0)
+        assert torch.equal(toy.fast, saved[0])
+        assert torch.equal(toy.rounds.state.slow[0], saved[1])
+        release()
+        await toy.train(45 - pause)
 
-    run(main())
+    other = asyncio.create_task(live([toys[1]], 60))
+    runner = asyncio.create_task(toy.rounds.run())
+    await train_and_save()
+    await toy.rounds.leave()
+    check_whole(toy)
+    runner.cancel()
+    await asyncio.wait({runner, other})
 
 
 # It is taken once, whatever happens.
@@ -194,23 +188,20 @@ def test_a_checkpoint_in_any_pause_holds_each_correction_once(step_s: float, pau
 @both_forms
 @few
 @given(seconds, st.floats(0.5, 45.0))
-def test_a_cancelled_replica_has_taken_a_step_wholly_or_not_at_all(
+async def test_a_cancelled_replica_has_taken_a_step_wholly_or_not_at_all(
     settings: ToySettings, step_s: float, cancelled_at_s: float
 ) -> None:
-    async def main() -> None:
-        toys = pair(settings, step_s, step_s)
-        living = asyncio.create_task(live(list(toys), 45))
-        await asyncio.sleep(cancelled_at_s)
-        living.cancel()
-        await asyncio.wait({living})
-        for toy in toys:
-            # What is computed is awaited, so a replica whose device is lost saves slow weights of one moment.
-            assert toy.rounds._round_state.step_task is None
-            assert (toy.slow != START) == (toy.rounds.slow_age.round > 0)
-            (await toy.rounds.read_settled())()
-            check_whole(toy)
-
-    run(main())
+    toys = pair(settings, step_s, step_s)
+    living = asyncio.create_task(live(list(toys), 45))
+    await asyncio.sleep(cancelled_at_s)
+    living.cancel()
+    await asyncio.wait({living})
+    for toy in toys:
+        # What is computed is awaited, so a replica whose device is lost saves slow weights of one moment.
+        assert toy.rounds._round_state.step_task is None
+        assert (toy.slow != START) == (toy.rounds.slow_age.round > 0)
+        (await toy.rounds.read_settled())()
+        check_whole(toy)
 
 
 @few
@@ -278,27 +269,24 @@ async def test_a_correction_that_fails_is_not_added_again() -> None:
 
 @few
 @given(seconds, st.integers(0, 20), st.sampled_from([Format.FLOAT32, Format.INT4]))
-def test_adopted_weights_replace_ours_beside_the_training(step_s: float, steps: int, codec: Format) -> None:
+async def test_adopted_weights_replace_ours_beside_the_training(step_s: float, steps: int, codec: Format) -> None:
     """Slow and fast weights become the partner's."""
 
-    async def main() -> None:
-        settings = replace(SETTINGS, codec=codec)
-        origin = Origin(OuterState((torch.full((4,), START),)))
-        toy = Toy(World(), "a", settings, outer_step_s=step_s, origin=origin)
-        rounds, optimiser = toy.rounds, toy.rounds._optimiser
-        rounds.disown()
-        theirs = torch.tensor([1.0, -2.0, 3.0, 4.0])
-        snapshot = await optimiser.snapshot(0)
-        wire = encode(absolute(codec), OwnWeights((theirs,))).coded.wire
-        step = await optimiser.adopting(wire, snapshot, alike=False)
-        taking = asyncio.create_task(optimiser.take(step))
-        for _ in range(steps):
-            await asyncio.sleep(1.0)
-            toy.fast = toy.fast - 0.05 * (toy.fast - toy.optimum)
-        moved, correction = toy.fast.clone(), await taking
-        assert torch.equal(rounds.state.slow[0], theirs)
-        assert torch.equal(toy.fast, moved)
-        await optimiser.correct(correction)
-        assert torch.equal(toy.fast, theirs)
-
-    run(main())
+    settings = replace(SETTINGS, codec=codec)
+    origin = Origin(OuterState((torch.full((4,), START),)))
+    toy = Toy(World(), "a", settings, outer_step_s=step_s, origin=origin)
+    rounds, optimiser = toy.rounds, toy.rounds._optimiser
+    rounds.disown()
+    theirs = torch.tensor([1.0, -2.0, 3.0, 4.0])
+    snapshot = await optimiser.snapshot(0)
+    wire = encode(absolute(codec), OwnWeights((theirs,))).coded.wire
+    step = await optimiser.adopting(wire, snapshot, alike=False)
+    taking = asyncio.create_task(optimiser.take(step))
+    for _ in range(steps):
+        await asyncio.sleep(1.0)
+        toy.fast = toy.fast - 0.05 * (toy.fast - toy.optimum)
+    moved, correction = toy.fast.clone(), await taking
+    assert torch.equal(rounds.state.slow[0], theirs)
+    assert torch.equal(toy.fast, moved)
+    await optimiser.correct(correction)
+    assert torch.equal(toy.fast, theirs)

@@ -211,17 +211,14 @@ def dying(world: World, name: str, pieces: int) -> None:
 @example(4 * len(SPANS) - 2, 6)
 @example(4 * len(SPANS) - STREAMS, 6)
 @given(st.integers(0, 4 * len(SPANS) - 1), st.integers(2, 30))
-def test_when_the_donor_dies_whole_parameters_stay_or_all_is_the_second_ones(pieces: int, round: int) -> None:
-    async def main() -> tuple[ReplicaState, list[News]]:
-        world = World()
-        first, second = state(1), state(2, round=round, last_met=2)
-        Giving(world, "first", first)
-        Giving(world, "second", second)
-        dying(world, "first", pieces)
-        news: list[News] = []
-        return await copy_from(world, ["first", "second"], holding(news)), news
-
-    found, news = run(main())
+async def test_when_the_donor_dies_whole_parameters_stay_or_all_is_the_second_ones(pieces: int, round: int) -> None:
+    world = World()
+    first, second = state(1), state(2, round=round, last_met=2)
+    Giving(world, "first", first)
+    Giving(world, "second", second)
+    dying(world, "first", pieces)
+    news: list[News] = []
+    found, news = await copy_from(world, ["first", "second"], holding(news)), news
     units = {part.tensor: span.unit for span in SPANS for part in span.parts}
     origins: dict[int, set[int]] = {}
     for section in Section:
@@ -309,24 +306,20 @@ def test_a_liar_is_refused_and_the_next_donor_asked(change: Any) -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(st.integers(1, 3 * len(SPANS)))
-def test_what_an_honest_donor_gave_survives_a_liar(pieces: int) -> None:
-    async def main() -> list[News]:
-        world = World()
-        Giving(world, "honest", WHOLE)
-        Giving(world, "liar", state(3))
-        Giving(world, "donor", WHOLE)
-        dying(world, "honest", pieces)
-        before, news = world.tamper, []
+async def test_what_an_honest_donor_gave_survives_a_liar(pieces: int) -> None:
+    world = World()
+    Giving(world, "honest", WHOLE)
+    Giving(world, "liar", state(3))
+    Giving(world, "donor", WHOLE)
+    dying(world, "honest", pieces)
+    before, news = world.tamper, []
 
-        def tamper(sender: str, receiver: str, message: Any) -> Any:
-            message = before(sender, receiver, message)
-            return garbled(message) if sender == "liar" else message
+    def tamper(sender: str, receiver: str, message: Any) -> Any:
+        message = before(sender, receiver, message)
+        return garbled(message) if sender == "liar" else message
 
-        world.tamper = tamper
-        assert same(await copy_from(world, ["honest", "liar", "donor"], holding(news)), WHOLE)
-        return news
-
-    news = run(main())
+    world.tamper = tamper
+    assert same(await copy_from(world, ["honest", "liar", "donor"], holding(news)), WHOLE)
     last = [each for each in news if isinstance(each, DonorSelected)][-1]
     assert last.donor == "donor"
     assert last.held_bytes > 0
@@ -590,26 +583,23 @@ async def test_newcomers_share_a_copy_and_are_served_a_few_at_a_time() -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(0, 1000))
-def test_copies_are_bounded_and_let_go(rounds: list[int], seed: int) -> None:
+async def test_copies_are_bounded_and_let_go(rounds: list[int], seed: int) -> None:
     """Newcomers come in one round after the other, some of them for an export, and none ever fetches."""
     rng = Random(seed)
 
-    async def main() -> None:
-        world = World()
-        giving = Giving(world, "donor", WHOLE)
-        number = 0
-        for later in rounds:
-            number += later
-            giving.whole = state(number, round=6 + number)
-            async with world.conversing("new")("donor") as line:
-                await line.send(StateRequest(parts=rng.choice([Parts.ALL, Parts.SLOW])))
-                assert isinstance(await line.receive(), Manifest)
-            assert giving.donor.statistics()["held"] <= donors_side.COPIES
-            await asyncio.sleep(rng.uniform(0.0, 60.0))
-        await asyncio.sleep(HOLD_S + 1.0)
-        assert giving.donor.statistics()["held"] == 0
-
-    run(main())
+    world = World()
+    giving = Giving(world, "donor", WHOLE)
+    number = 0
+    for later in rounds:
+        number += later
+        giving.whole = state(number, round=6 + number)
+        async with world.conversing("new")("donor") as line:
+            await line.send(StateRequest(parts=rng.choice([Parts.ALL, Parts.SLOW])))
+            assert isinstance(await line.receive(), Manifest)
+        assert giving.donor.statistics()["held"] <= donors_side.COPIES
+        await asyncio.sleep(rng.uniform(0.0, 60.0))
+    await asyncio.sleep(HOLD_S + 1.0)
+    assert giving.donor.statistics()["held"] == 0
 
 
 async def test_who_asks_and_leaves_costs_a_donor_one_copy_in_a_while() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import math
 
 import pytest
-from handlers import virtual
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,7 +98,6 @@ def test_every_byte_passes_and_none_faster_than_a_line(jobs: Jobs, rates: list[f
             assert 0 <= use.utilisation <= 1
 
 
-@virtual
 async def test_a_cancelled_transfer_and_a_new_rate_change_the_others_at_once() -> None:
     loop = asyncio.get_running_loop()
     up, down, ended = Link(100.0, 0.0), Link(math.inf, 0.0), []

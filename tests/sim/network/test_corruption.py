@@ -8,7 +8,6 @@ from random import Random
 
 import pytest
 import torch
-from handlers import virtual
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -101,7 +100,6 @@ def test_both_outcomes_of_a_flip_happen_and_its_seed_decides() -> None:
     assert 0 < violations < len(outcomes)
 
 
-@virtual
 async def test_a_violation_breaks_the_conversation_at_both_ends_and_is_counted() -> None:
     heard: list[Load] = []
 

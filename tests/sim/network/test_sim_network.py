@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from handlers import Work, echo, now, virtual
+from handlers import Work, echo, now
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -64,7 +64,6 @@ async def records_of(network: PeerNetwork) -> Mapping[str, bytes]:
     return found
 
 
-@virtual
 async def test_messages_arrive_in_order_after_the_latency() -> None:
     heard: list[int] = []
 
@@ -86,7 +85,6 @@ async def test_messages_arrive_in_order_after_the_latency() -> None:
     assert hub.failures == []
 
 
-@virtual
 async def test_nothing_can_be_said_after_the_end() -> None:
     errors: list[str] = []
 
@@ -107,7 +105,6 @@ async def test_nothing_can_be_said_after_the_end() -> None:
     assert errors == ["a ended the conversation"] * 2
 
 
-@virtual
 async def test_who_cannot_be_reached_refuses() -> None:
     hub, a, _b = await pair(echo=echo)
     for peer, topic, words in (("nobody", "echo", "cannot be reached"), ("b", "nonsense", "run or version")):
@@ -123,7 +120,6 @@ async def test_who_cannot_be_reached_refuses() -> None:
         await ask(a, "b", "echo")
 
 
-@virtual
 async def test_a_killed_peer_breaks_its_conversations_on_both_sides() -> None:
     work = Work()
     hub, a, b = await pair(work=work)
@@ -140,7 +136,6 @@ async def test_a_killed_peer_breaks_its_conversations_on_both_sides() -> None:
         await ask(b, "a", "work")
 
 
-@virtual
 async def test_a_silent_peer_is_given_up() -> None:
     work = Work()
     hub, a, _b = await pair(work=work)
@@ -156,7 +151,6 @@ async def test_a_silent_peer_is_given_up() -> None:
 
 
 @pytest.mark.parametrize(("cancelled", "outcome"), [(True, "cancelled"), (False, "done")])
-@virtual
 async def test_a_cancelled_caller_cancels_the_work_and_a_polite_one_does_not(cancelled: bool, outcome: str) -> None:
     work = Work(seconds=100)
     hub, a, _b = await pair(work=work)
@@ -177,7 +171,6 @@ async def test_a_cancelled_caller_cancels_the_work_and_a_polite_one_does_not(can
     assert work.outcome == outcome
 
 
-@virtual
 async def test_a_handler_that_fails_is_reported_and_the_caller_loses() -> None:
     async def fail(conversation: Conversation) -> None:
         raise ValueError("a bug")
@@ -188,7 +181,6 @@ async def test_a_handler_that_fails_is_reported_and_the_caller_loses() -> None:
     assert [(peer, str(error)) for peer, error in hub.failures] == [("b", "a bug")]
 
 
-@virtual
 async def test_records_expire_and_the_longer_lived_wins() -> None:
     hub, a, b = await pair()
     assert await a.publish("key", "a", b"long", 30.0)
@@ -204,7 +196,6 @@ async def test_records_expire_and_the_longer_lived_wins() -> None:
     assert await records_of(b) == {}
 
 
-@virtual
 async def test_a_record_that_was_long_on_its_way_replaces_no_later_one() -> None:
     """It expires by the moment of its publication, as a signed record of the real DHT does."""
     hub = SimNetwork(CONDITIONS)
@@ -229,7 +220,6 @@ async def lost(call: Awaitable[object]) -> tuple[str, float]:
 
 @settings(deadline=None)
 @given(st.integers(0, 1000), st.sampled_from(["constant", "uniform", "lognormal"]), st.sampled_from([0.0, 0.3]))
-@virtual
 async def test_order_holds_under_any_conditions_and_the_late_hold_up_those_behind(
     seed: int, shape: str, late: float
 ) -> None:
@@ -252,7 +242,6 @@ async def test_order_holds_under_any_conditions_and_the_late_hold_up_those_behin
     assert hub.open_calls("a") == hub.open_calls("b") == 0
 
 
-@virtual
 async def test_a_late_message_comes_so_much_later_and_the_next_with_it() -> None:
     heard = []
 
@@ -276,7 +265,6 @@ async def test_a_late_message_comes_so_much_later_and_the_next_with_it() -> None
     assert [moment - begun for _, moment in heard] == pytest.approx([2.05, 2.05, 2.05, 6.05])
 
 
-@virtual
 async def test_a_lost_message_breaks_its_stream_at_both_ends_and_a_lost_dial_refuses() -> None:
     work = Work()
     hub, a, _b = await pair(work=work)
@@ -304,7 +292,6 @@ async def test_a_lost_message_breaks_its_stream_at_both_ends_and_a_lost_dial_ref
     assert counts["conversations.broken"] == 2
 
 
-@virtual
 async def test_shares_of_loss_and_doubles_are_as_asked_for() -> None:
     hub = SimNetwork(NetworkConditions(loss=0.1, late=0.2, duplicate=0.3))
     a, b = hub.network("a"), hub.network("b")
@@ -321,7 +308,6 @@ async def test_shares_of_loss_and_doubles_are_as_asked_for() -> None:
     assert counts["messages.duplicated"] / sent == pytest.approx(0.9 * 0.3, abs=0.02)
 
 
-@virtual
 async def test_a_doubled_message_comes_twice_in_a_row() -> None:
     heard = []
 
@@ -337,7 +323,6 @@ async def test_a_doubled_message_comes_twice_in_a_row() -> None:
     assert heard == [1, 1, 2, 2]
 
 
-@virtual
 async def test_who_only_dials_is_refused_and_can_call() -> None:
     hub = SimNetwork(CONDITIONS)
     a, b = hub.network("a", Access(dials_only=True)), hub.network("b")
@@ -350,7 +335,6 @@ async def test_who_only_dials_is_refused_and_can_call() -> None:
     assert await ask(b, "a", "echo", 6) == 6
 
 
-@virtual
 async def test_a_partition_is_a_silence_between_its_sides_and_each_has_its_own_records() -> None:
     hub = SimNetwork(CONDITIONS)
     networks = {name: hub.network(name) for name in "abcd"}
@@ -380,7 +364,6 @@ async def test_a_partition_is_a_silence_between_its_sides_and_each_has_its_own_r
         assert await records_of(network) == {"a": b"new", "c": b"new"}
 
 
-@virtual
 async def test_silences_that_end_in_time_accuse_nobody_however_many() -> None:
     hub, a, _b = await pair(echo=echo)
     async with a.talk("b", "echo", SCHEMA) as conversation:
@@ -394,7 +377,6 @@ async def test_silences_that_end_in_time_accuse_nobody_however_many() -> None:
     assert "conversations.given_up" not in hub.statistics()
 
 
-@virtual
 async def test_a_dial_into_a_silence_that_has_just_begun_fails_when_others_do() -> None:
     hub, a, _b = await pair(echo=echo)
     dialling = asyncio.create_task(lost(ask(a, "b", "echo")))
@@ -403,7 +385,6 @@ async def test_a_dial_into_a_silence_that_has_just_begun_fails_when_others_do() 
     assert await dialling == ("ConnectionRefusedError", pytest.approx(20.0))
 
 
-@virtual
 async def test_nothing_grows_behind_a_peer_that_stays_silent() -> None:
     answered = []
 
@@ -425,7 +406,6 @@ async def test_nothing_grows_behind_a_peer_that_stays_silent() -> None:
     assert hub.open_calls("a") == hub.open_calls("b") == 0
 
 
-@virtual
 async def test_a_message_lost_just_before_a_short_silence_breaks_both_ends_all_the_same() -> None:
     async def answer(conversation: Conversation) -> None:
         message = await conversation.receive()
@@ -440,7 +420,6 @@ async def test_a_message_lost_just_before_a_short_silence_breaks_both_ends_all_t
     assert await asking == ("ConnectionResetError", 3 + LATENCY_S)
 
 
-@virtual
 async def test_a_killed_peer_can_start_again_and_what_it_waited_for_is_lost() -> None:
     hub, a, b = await pair(work=Work())
     waiting = asyncio.create_task(lost(ask(a, "b", "work")))
@@ -458,7 +437,6 @@ async def test_a_killed_peer_can_start_again_and_what_it_waited_for_is_lost() ->
 SLOW = Access(up_bytes_per_s=1000.0, down_bytes_per_s=4000.0)
 
 
-@virtual
 async def test_messages_share_the_line_and_sending_takes_as_long_as_the_transfer() -> None:
     hub = SimNetwork(CONDITIONS, size_bytes=lambda message, topic: 1000)
     a, b = hub.network("a", SLOW), hub.network("b")
@@ -478,7 +456,6 @@ async def test_messages_share_the_line_and_sending_takes_as_long_as_the_transfer
 
 
 @pytest.mark.parametrize("end", ["cancel", "kill sender", "kill receiver"])
-@virtual
 async def test_a_transfer_that_nobody_wants_any_more_frees_the_line(end: str) -> None:
     hub, work = SimNetwork(CONDITIONS, size_bytes=lambda message, topic: 100_000), Work()
     a, b = hub.network("a", SLOW), hub.network("b")
@@ -499,7 +476,6 @@ async def test_a_transfer_that_nobody_wants_any_more_frees_the_line(end: str) ->
 
 
 @pytest.mark.parametrize("while_sending", [True, False])
-@virtual
 async def test_leaving_in_the_middle_of_a_message_breaks_the_stream(while_sending: bool) -> None:
     hub, heard = SimNetwork(CONDITIONS, size_bytes=lambda message, topic: 5000), []
     a, b = hub.network("a", SLOW), hub.network("b")
@@ -519,7 +495,6 @@ async def test_leaving_in_the_middle_of_a_message_breaks_the_stream(while_sendin
     assert hub.open_calls("b") == 0
 
 
-@virtual
 async def test_the_end_of_a_conversation_is_held_back_too_and_a_kill_breaks_it_when_the_silence_is_over() -> None:
     heard = []
 
@@ -548,7 +523,6 @@ async def test_the_end_of_a_conversation_is_held_back_too_and_a_kill_breaks_it_w
     assert hub.open_calls("b") == hub.statistics()["held"] == 0
 
 
-@virtual
 async def test_readings_lag_behind_by_so_much_at_most() -> None:
     hub = SimNetwork(replace(CONDITIONS, roster_lag_s=5.0))
     a, b = hub.network("a"), hub.network("b")
@@ -620,7 +594,6 @@ async def turmoil(seed: int) -> tuple[str, SimNetwork]:
 
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10_000))
-@virtual
 async def test_whatever_happens_everybody_learns_and_nothing_stays(seed: int) -> None:
     _, hub = await turmoil(seed)
     assert hub.failures == []
