@@ -487,11 +487,11 @@ class StagePasses:
     def infer(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Return activations, or logits at the last stage, without dropout, graph and codec (float32, CPU).
 
-        `tokens`: the ids behind activations that come in a subspace.
+        `tokens`: the ids behind activations that come in a subspace. Raises MemoryError where memory is short.
         """
         self._module.eval()
         try:
-            return self._run(hidden.to(self._device), self._set, Known(tokens)).to("cpu", torch.float32)
+            return self._with_room(lambda: self._run(hidden.to(self._device), self._set, Known(tokens)).cpu().float())
         finally:
             self._module.train()
 

@@ -127,6 +127,8 @@ class ForeignStage:
     def token_losses(self, tokens: Tensor) -> NoReturn:
         raise RuntimeError("only the program can compute with its module")
 
+    infer = token_losses
+
     @torch.no_grad()
     def weights(self, less: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         copies = (each.detach().to("cpu", torch.float32, copy=True) for each in self._parameters)

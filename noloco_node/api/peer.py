@@ -51,13 +51,14 @@ class PeerOptions(TypedDict, total=False):
 
 
 class OwnModelOptions(PeerOptions, total=False):
-    """More options for a run that trains a model of its own: the device, the text, the stage, and the CPU threads."""
+    """More options for a run that trains a model of its own: device, text, stage, CPU threads, memory, prompts."""
 
     device: str
     data: str
     stage: int
     threads: int
     max_memory: str
+    sample: Sequence[str]
 
 
 def parsed(invite: str | PathLike[str], options: Mapping[str, object]) -> tuple[Invite, JoinOptions]:
@@ -67,9 +68,9 @@ def parsed(invite: str | PathLike[str], options: Mapping[str, object]) -> tuple[
     """
     given: dict[str, Any] = dict(options)
     given |= {name: Path(given[name]).expanduser() for name in ("home", "weights") if name in given}
-    given |= {name: list(given[name]) for name in ("listen", "announce") if name in given}
+    given |= {name: list(given[name]) for name in ("listen", "announce", "sample") if name in given}
     read = JoinOptions(**given, linger=STAYS_S)
-    _ = read.allowance, read.most_memory_bytes, checked_name(read.name)
+    _ = read.allowance, read.most_memory_bytes, checked_name(read.name), read.prompts
     check_listen(read.listen or ())
     check_announce(read.announce or ())
     return invites.parse(invites.found(invite_text(str(invite)), read.home or default_home("node"))), read

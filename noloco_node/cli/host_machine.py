@@ -17,6 +17,7 @@ from noloco_node.cli.options import JoinOptions
 from noloco_node.data.encoding import with_tokenizer_in
 from noloco_node.data.held_out_text import EvaluationText, HeldOutText
 from noloco_node.data.text_source import BackgroundOpen, TextSource
+from noloco_node.data.token_text import Prompts
 from noloco_node.machine import memory
 from noloco_node.machine.device import Device
 from noloco_node.machine.interface import Dimensions, Host
@@ -26,7 +27,7 @@ from noloco_node.planning.checkpoint_map import RunWeights
 from noloco_node.planning.model_layout import ModelLayout, make_stage, model_layout
 from noloco_node.planning.plan import device_needs, graphs_that_fit
 from noloco_node.run.config import RunConfig
-from noloco_node.storage.checkpoint import Checkpoint, save
+from noloco_node.storage.checkpoint import Checkpoint, evaluated_in, save
 from noloco_node.storage.checkpoint_store import CheckpointStore, SnapshotDirectory
 from noloco_node.storage.home import RunPaths
 from noloco_node.storage.transfer_files import PartialDownloadFile, StateFile
@@ -71,11 +72,23 @@ class HostDisk:
 class EvaluationMachine:
     """Implements `noloco_node.machine.interface.EvaluationHost`; to be closed."""
 
-    def __init__(self, run: RunConfig, own_source: str | None) -> None:
-        self._text = EvaluationText(run, own_source)
+    def __init__(self, run: RunConfig, options: JoinOptions, directory: Path) -> None:
+        """`directory`: keeps the best weights."""
+        self._text, self._directory = EvaluationText(run, options.data), directory
+        self._data, self._prompts = run.data, options.prompts
 
     async def text(self) -> HeldOutText:
         return await asyncio.to_thread(self._text.read)
+
+    async def prompts(self) -> Prompts:
+        return await asyncio.to_thread(Prompts, self._data, self._prompts)
+
+    async def best_loss(self) -> float | None:
+        kept = await asyncio.to_thread(evaluated_in, self._directory)
+        return min((each.held_out_loss for each in kept.values()), default=None)
+
+    async def keep(self, evaluated: Checkpoint) -> None:
+        await asyncio.to_thread(save, self._directory, evaluated, 1)
 
     def close(self) -> None:
         self._text.close()
@@ -104,7 +117,7 @@ class HostMachine(HostDisk):
         data = with_tokenizer_in(recipe.run.data, home.tokenizer)
         run = structs.replace(recipe.run, data=data)
         self._text = BackgroundOpen(partial(TextSource, run, options.data, peer, layout.vocabulary))
-        self.evaluation = EvaluationMachine(run, options.data) if run.data.evaluate_every_rounds else None
+        self.evaluation = EvaluationMachine(run, options, home.best) if run.data.evaluate_every_rounds else None
         self.device = Device(torch_device, options.slowdown)
 
     def close(self) -> None:

@@ -66,7 +66,7 @@ def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
     # Before torch is loaded: a refusal is to come at once.
     _ = options.allowance, options.most_memory_bytes, options.most_disk_bytes
     _ = metrics_place(options.metrics, is_open=options.metrics_open)
-    _ = page_place(options.web, is_open=options.web_open), checked_name(options.name)
+    _ = page_place(options.web, is_open=options.web_open), checked_name(options.name), options.prompts
     check_device_name(options.device)
     names = named_devices(options)
     if len(names) > 1:
@@ -267,6 +267,8 @@ class _Participant:
             say(line)
         if options.stage in (None, 0):
             check_text(recipe.run, options.data)
+        if options.prompts and not recipe.run.data.evaluate_every_rounds:
+            warn("--sample writes no text: this run has no evaluations (data.evaluate_every_rounds)")
         await asyncio.to_thread(check_download, recipe.run.model, options.most_disk_bytes)
         for place in (self.paths, self.home):
             place.keep_run_file(recipe.text)

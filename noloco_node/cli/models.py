@@ -61,6 +61,13 @@ def export(
             show_default=False,
         ),
     ] = None,
+    best: Annotated[
+        bool,
+        typer.Option(
+            "--best",
+            help="With --from-home: the weights of the best evaluation that these homes have kept, of one peer.",
+        ),
+    ] = False,
 ) -> None:
     """Gather every stage, average its replicas, write one Hugging Face checkpoint; after an interruption, go on.
 
@@ -68,13 +75,14 @@ def export(
     """
     place = home or default_home("node")
     given = None if invite is None else found(invite, place)
-    check_export(out, given, from_home or ())
+    check_export(out, given, from_home or (), best=best)
     from noloco_node.export.exporter import export as export_model
 
     visitor = Visitor(tuple(local or ()), place, owner_run)
     from noloco_node.export.adapter_files import AdapterExport
 
-    typer.echo(run(export_model(out, given, from_home or (), visitor, AdapterExport(merge, weights))))
+    wanted = AdapterExport(merge, weights)
+    typer.echo(run(export_model(out, given, from_home or (), visitor, wanted, best=best)))
 
 
 def evaluate(
@@ -118,7 +126,7 @@ def generate(
 ) -> None:
     """Let an exported checkpoint go on from a prompt, token by token."""
     known_run(directory)  # before torch is loaded
-    from noloco_node.inference.generation import Sampling
+    from noloco_node.data.token_text import Sampling
     from noloco_node.inference.generation import generate as pieces
 
     added = pieces(directory, prompt, Sampling(max_tokens, temperature, top_k, seed))

@@ -24,6 +24,7 @@ from noloco_node.terminal import warn
 from noloco_node.web.places import PagePlace, kept_token, new_token, parse_place
 
 INVITE_VARIABLE = "NOLOCO_INVITE"
+MOST_PROMPTS, LONGEST_PROMPT = 4, 200
 TYPED_SECRET = (
     "this invite is a secret, and every user of this machine can read it in the list of processes: give a file that "
     "holds it, or - to read it from the standard input"
@@ -311,6 +312,16 @@ class JoinOptions:
             "from there. 0: none.",
         ),
     ] = 0
+    sample: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sample",
+            metavar="PROMPT",
+            help="Text from which the model goes on at each evaluation that this node makes, of a run that has them "
+            "(evaluate_every_rounds). May be given more than once.",
+            show_default=False,
+        ),
+    ] = None
     name: Annotated[
         str | None,
         typer.Option("--name", help="Name that others see beside this peer's id.", show_default=False),
@@ -351,6 +362,19 @@ class JoinOptions:
     def allowance(self) -> OwnerLimits:
         """The owner's limits of line and hours; raises `UserError` if they cannot be read."""
         return read_owner_limits(self.max_upload, self.max_download, self.monthly_cap, self.hours)
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The prompts of `--sample`; raises `UserError` if they are too many, too long, or one is empty."""
+        prompts = tuple(self.sample or ())
+        if len(prompts) > MOST_PROMPTS or any(not 0 < len(each) <= LONGEST_PROMPT for each in prompts):
+            raise usage_error(
+                "--sample cannot take these prompts.",
+                why=f"the training waits while the model writes, so there are {MOST_PROMPTS} at most, each of 1 to "
+                f"{LONGEST_PROMPT} characters",
+                hint='a few short ones, such as --sample "Once upon a time"',
+            )
+        return prompts
 
     @cached_property
     def most_memory_bytes(self) -> int | None:

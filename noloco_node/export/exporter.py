@@ -19,7 +19,7 @@ from msgspec import structs
 from torch import Tensor
 
 from noloco_node.data.encoding import open_tokenizer
-from noloco_node.errors import UserError, reason_of, storage_error
+from noloco_node.errors import UserError, reason_of, storage_error, usage_error
 from noloco_node.export.adapter_files import AdapterExport, base_files, check_merge, merged_weights, peft_adapter
 from noloco_node.export.held_out_loss import judged_by_loss
 from noloco_node.export.huggingface import (
@@ -42,6 +42,7 @@ from noloco_node.export.replica_files import (
     MergedReplicas,
     PartsDirectory,
     ReplicaFile,
+    best_evaluated,
     in_home,
     merged,
     newest,
@@ -66,12 +67,17 @@ async def export(
     homes: Sequence[Path] = (),
     visitor: Visitor = Visitor(),  # noqa: B008 - it is frozen
     wanted: AdapterExport = AdapterExport(),  # noqa: B008 - it is frozen
+    *,
+    best: bool = False,
 ) -> str:
     """Gather, merge, write and verify one Hugging Face directory; return what was done, in words.
 
-    `invite`: of a living swarm; `homes`: of nodes of the run; at least one of them.
+    `invite`: of a living swarm; `homes`: of nodes of the run; at least one of them. `best`: in place of the newest
+    weights those of the best evaluation that these homes have kept.
     """
-    check_export(out, invite, homes)
+    check_export(out, invite, homes, best=best)
+    if best:
+        return await asyncio.to_thread(_best_of_homes, out, homes, wanted)
     if invite is None:
         return await asyncio.to_thread(_from_homes, out, homes, wanted)
     async with visited(invite, visitor) as (network, recipe, membership):
@@ -142,6 +148,22 @@ def _from_homes(out: Path, homes: Sequence[Path], wanted: AdapterExport) -> str:
     stages = merge_files(filed, recipe, layout)
     lying = [newest(filed, number) for number in range(len(stages))]
     return _write_best(out, recipe, layout, stages, lying, [[] for _ in stages], data, wanted, base)
+
+
+def _best_of_homes(out: Path, homes: Sequence[Path], wanted: AdapterExport) -> str:
+    recipe = recipe_of(homes)
+    if not recipe.run.data.evaluate_every_rounds:
+        raise usage_error(
+            "This run has no evaluations.",
+            why="data.evaluate_every_rounds is 0 in its run file, so no node knows which of its weights were the best",
+            hint="without --best the newest weights are exported",
+        )
+    base = _base_of(recipe, homes, wanted)
+    layout = model_layout(recipe.run)
+    stage, loss = best_evaluated(homes, recipe.digest, layout.shapes[0])
+    done = write(out, recipe, layout, [stage], reading_with_tokenizer(homes, recipe), wanted, base)
+    (taken,) = stage.taken
+    return f"{done}\nThese are the weights of {taken.peer} alone; their loss on held-out text was {loss:.4f}."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,9 +35,10 @@ from noloco_node.state_sync.replica_mean import (
     products_of,
 )
 from noloco_node.storage import atomic_file
-from noloco_node.storage.checkpoint import Checkpoint, Counters, arrays_of, counters_of, files
+from noloco_node.storage.checkpoint import Checkpoint, Counters, arrays_of, counters_of, evaluated_in, files, load
 from noloco_node.storage.home import HomePaths
 from noloco_node.terminal import say
+from pipeline.hardware.split_weights import values_of
 
 LOOKS = 3  # at a directory of which all files that were listed have been rotated away
 SNAPSHOT = "snapshot-"
@@ -210,6 +211,46 @@ def merged(stage: int, filed: Sequence[ReplicaFile], shapes: Shapes, rounds_behi
         f"There are no usable weights of stage {stage}.",
         why=why,
         hint="more homes that took part in the run, or a living swarm (an invite)",
+        code=Exit.UNREACHABLE,
+    )
+
+
+def best_evaluated(homes: Sequence[Path], run_id: str, shapes: Shapes) -> tuple[MergedReplicas, float]:
+    """Return the weights that had the least loss on held-out text when their peer evaluated them, and that loss.
+
+    Raises `UserError` if no home has any of a run of these `shapes`.
+    """
+    found = {path: each for home in homes for path, each in evaluated_in(HomePaths(home).run(run_id).best).items()}
+    why = "none of these homes has evaluated its weights"
+    for path in sorted(found, key=lambda path: found[path].held_out_loss):
+        counters = found[path]
+        try:
+            atomic_file.check_tensors(path)
+            weights = tuple(values_of(load(path, "fast").tensors["fast"]))
+            if counters.run_id != run_id or [tuple(each.shape) for each in weights] != list(shapes.values()):
+                raise ValueError(f"{path} is not of this run")
+        except (OSError, ValueError, KeyError) as error:
+            why = f"{path} cannot be read: {error}"
+            say(f"{path} is skipped: {error}")
+            continue
+        taken = ReplicaSummary(
+            peer=counters.peer,
+            round=counters.round,
+            inner_steps=counters.inner_steps,
+            progress=counters.progress,
+            norm=norm_of(iter(weights)),
+        )
+        loss = counters.held_out_loss
+        left_out = [
+            LeftOut(peer=each.peer, why=f"loss {each.held_out_loss:.4f} at its best, the least is {loss:.4f}")
+            for other, each in found.items()
+            if other != path
+        ]
+        return MergedReplicas(dict(zip(shapes, weights, strict=True)), (taken,), tuple(left_out)), loss
+    raise UserError(
+        "There are no weights of an evaluation.",
+        why=why,
+        hint="the homes of nodes that have evaluated; without --best the newest weights are exported",
         code=Exit.UNREACHABLE,
     )
 

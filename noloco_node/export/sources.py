@@ -21,9 +21,15 @@ ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's name of the file that makes a directory an adapter's."""
 
 
-def check_export(out: Path, invite: str | None, homes: Sequence[Path]) -> None:
+def check_export(out: Path, invite: str | None, homes: Sequence[Path], *, best: bool = False) -> None:
     """Raise `UserError` if there is nothing to export from, `out` is not empty, or the invite is none."""
     check_target(out)
+    if best and (invite is not None or not homes):
+        raise usage_error(
+            "--best exports from homes alone.",
+            why="a node keeps the weights of its best evaluation on its own disk, and gives them to no peer",
+            hint="noloco-node export --best --from-home HOME --out DIR, with the homes of as many nodes as you have",
+        )
     if homes:
         recipe_of(homes)
     elif invite is None:

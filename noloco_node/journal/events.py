@@ -219,12 +219,20 @@ class Disowned(_Event, frozen=True, tag="disowned"):
     usual: float
 
 
+class TextSample(msgspec.Struct, frozen=True, kw_only=True):
+    """The text with which a replica went on from a prompt of its owner."""
+
+    prompt: str
+    text: str
+
+
 class Evaluated(_Event, frozen=True, tag="evaluated"):
     """This node evaluated its replica on held-out text; such lines also lie in `evals.jsonl`.
 
     `number`: of the evaluation, counted in the run. `loss`: nats a token. `margin`: half of its 95 % interval over
     other documents; None over too few. `tokens`: learnt ones that were predicted. `documents`: that they come from.
-    `seconds`: for which training paused. `device_s`: computed for it, as in `inner_step`.
+    `seconds`: for which training paused. `device_s`: computed for it, as in `inner_step`. `best`: no evaluation of this
+    peer had less loss. `samples`: how the replica went on from the prompts of `join --sample`.
     """
 
     number: int
@@ -237,6 +245,8 @@ class Evaluated(_Event, frozen=True, tag="evaluated"):
     documents: int
     seconds: float = 0.0
     device_s: float = 0.0
+    best: bool = False
+    samples: tuple[TextSample, ...] = ()
 
     @property
     def evaluation(self) -> Evaluation:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gossip.transfer.assembly import ChunkStore
     from gossip.transfer.chunks import HeldCopy
     from noloco_node.data.held_out_text import HeldOutText
+    from noloco_node.data.token_text import Prompts
     from noloco_node.machine.memory import GraphBytes
     from pipeline.inner_step import OptimiserState, StepReport
 
@@ -94,6 +95,9 @@ class StageModel(worker.WorkerStage, Protocol):
 
         `microbatches`: in the window, each counted by the share of its tokens that are learnt.
         """
+
+    def infer(self, hidden: Tensor, /) -> Tensor:
+        """Return activations, or at the last stage logits, without dropout: float32, on the CPU."""
 
     def discard(self) -> None:
         """Forget the gradients collected so far."""
@@ -167,6 +171,15 @@ class EvaluationHost(Protocol):
 
     async def text(self) -> HeldOutText:
         """Read the sample of held-out text, beside the training; raise `UserError` if there is none."""
+
+    async def prompts(self) -> Prompts:
+        """Open the owner's prompts, beside the training; raise `UserError` if there is no tokenizer."""
+
+    async def best_loss(self) -> float | None:
+        """Return the loss of the weights that are kept here, if there are any."""
+
+    async def keep(self, evaluated: Checkpoint, /) -> None:
+        """Keep weights that were evaluated in place of those kept before; raise `OSError` if the disk refuses."""
 
 
 class SnapshotStore(Protocol):

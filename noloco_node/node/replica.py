@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from random import Random
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gossip.exchange.messages import Parts, ReplicaState
 from gossip.interface import Candidate, Event, MeetingLost, OuterStepTaken, RoundContext, RoundProgress
@@ -32,7 +32,7 @@ from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext, rate
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.run.protocols import GOSSIP, topic
 from noloco_node.state_sync.starting_state import StartingState, StartingWeights
-from noloco_node.storage.checkpoint import Checkpoint, Counters
+from noloco_node.storage.checkpoint import Checkpoint, Counters, EvaluatedCounters
 from noloco_node.swarm.receipts import MOST_BROUGHT
 from noloco_node.swarm.roster import Derived, PeerRecord, Roster, speed
 from noloco_node.tasks import loop_s
@@ -188,6 +188,10 @@ class Replica:
         """Return the loss of each token but the first of marked `tokens`, in a run of one stage."""
         return await self._run(self._stage.token_losses, tokens)
 
+    async def logits(self, ids: Tensor) -> Tensor:
+        """Return the logits of each token [b, s, vocabulary], in a run of one stage."""
+        return await self._run(self._stage.infer, ids)
+
     async def discard(self) -> int:
         """Forget the partial window's gradients and all microbatches in flight; return how many the window held."""
         self.worker.abandon()
@@ -328,12 +332,7 @@ class Replica:
         outer, age = self.rounds.state, self.rounds.slow_age
         return Checkpoint(
             Counters(
-                run_id=self.config.run_id,
-                peer=self.config.peer,
-                stage=self.config.stage,
-                round=age.round,
-                inner_steps=self.inner_steps,
-                progress=self.progress.value,
+                **self._place(age.round),
                 samples=samples,
                 optimiser_steps=optimiser.steps,
                 meetings=outer.meetings,
@@ -347,6 +346,24 @@ class Replica:
             | ({"gathered": outer.gathered} if outer.gathered else {}),
             read,
         )
+
+    async def evaluated(self, loss: float) -> Checkpoint:
+        """Return the fast weights with their loss on held-out text, in our own memory: they stay in this pause."""
+        counters = EvaluatedCounters(
+            **self._place(self.rounds.finished), samples=0, optimiser_steps=0, held_out_loss=loss
+        )
+        return Checkpoint(counters, {"fast": await self._run(self._stage.current_weights)})
+
+    def _place(self, round: int) -> dict[str, Any]:
+        """Return the counters that say of whom weights are, and how far they have come."""
+        return {
+            "run_id": self.config.run_id,
+            "peer": self.config.peer,
+            "stage": self.config.stage,
+            "round": round,
+            "inner_steps": self.inner_steps,
+            "progress": self.progress.value,
+        }
 
     def statistics(self) -> dict[str, int | float]:
         """Return the counters of the admission window, the worker and the rounds, each under its own prefix."""

@@ -22,6 +22,7 @@ from noloco_node.errors import storage_error
 from noloco_node.units import format_bytes
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 SPARE_BYTES = 16 * 2**20  # a file leaves at least so much of a disk free: other files on it grow too
@@ -133,10 +134,15 @@ class TensorBytes(NamedTuple):
 
 
 def array(name: str, tensor: Tensor) -> Array:
-    """Return a tensor as it is written: int8 as it is, others as float32."""
+    """Return a tensor as it is written: int8 and bfloat16 as they are, others as float32.
+
+    A weight in two parts, bfloat16 and int8, is known by these formats when it is read (`pipeline.hardware`).
+    """
     import torch
 
-    return Array(name, "I8" if tensor.dtype is torch.int8 else "F32", tuple(tensor.shape), bytes_of(tensor))
+    written = {torch.int8: "I8", torch.bfloat16: "BF16"}.get(tensor.dtype, "F32")
+    dtype = torch.float32 if written == "F32" else tensor.dtype
+    return Array(name, written, tuple(tensor.shape), _bytes_in(tensor, dtype))
 
 
 def bytes_of(tensor: Tensor) -> TensorBytes:
@@ -146,9 +152,13 @@ def bytes_of(tensor: Tensor) -> TensorBytes:
     """
     import torch
 
-    from pipeline.hardware.device_type import DEVICE_TYPES
+    return _bytes_in(tensor, torch.int8 if tensor.dtype is torch.int8 else torch.float32)
 
-    dtype = torch.int8 if tensor.dtype is torch.int8 else torch.float32
+
+def _bytes_in(tensor: Tensor, dtype: torch.dtype) -> TensorBytes:
+    import torch
+
+    from pipeline.hardware.device_type import DEVICE_TYPES
 
     def chunks() -> Iterator[memoryview]:
         beside = DEVICE_TYPES[tensor.device.type].beside(tensor.device)

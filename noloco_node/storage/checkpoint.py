@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
 from noloco_node.storage import atomic_file
-from noloco_node.units import Count, Fraction
+from noloco_node.units import Amount, Count, Fraction
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 KEPT = 3  # of the stage that is served, unless its owner says otherwise
 _NAME = re.compile(r"(\d{8,})-\d{10,}\.safetensors")
 """Numbers are written with zeros before them, for people; they are compared as numbers, however long."""
+
+
+C = TypeVar("C", bound="Counters")
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,12 +48,19 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     peer: str = ""  # the peer that has trained these weights
 
 
+class EvaluatedCounters(Counters, frozen=True, kw_only=True):
+    """The metadata of weights that were evaluated. `held_out_loss`: on held-out text, nats a token."""
+
+    held_out_loss: Amount
+
+
 class Checkpoint(NamedTuple):
     """One replica at rest: `tensors` by group, each a tuple in the stage's order.
 
     The groups are slow, momentum (absent if alpha = 0), gathered (absent between two momentum periods), fast and
-    optimiser (absent if their device was lost); a snapshot for others has slow alone. What a lossy codec has rounded
-    off is in the fast weights. The tensors may be the replica's own; they stay until `read` is called.
+    optimiser (absent if their device was lost); a snapshot for others has slow alone, evaluated weights are fast alone.
+    What a lossy codec has rounded off is in the fast weights. The tensors may be the replica's own; they stay until
+    `read` is called.
     """
 
     counters: Counters
@@ -146,10 +157,28 @@ def _of_no_use(path: Path, error: Exception) -> str:
 
 def counters_of(path: Path) -> Counters:
     """Read the counters of a checkpoint; raise ValueError or `OSError`."""
+    return _about(path, Counters)
+
+
+def evaluated_counters_of(path: Path) -> EvaluatedCounters:
+    """Read the counters of weights that were evaluated; raise ValueError or `OSError`."""
+    return _about(path, EvaluatedCounters)
+
+
+def evaluated_in(directory: Path) -> dict[Path, EvaluatedCounters]:
+    """Return the files of weights that were evaluated, with their counters; pass over what cannot be read."""
+    found = {}
+    for path in files(directory):
+        with suppress(OSError, ValueError):
+            found[path] = evaluated_counters_of(path)
+    return found
+
+
+def _about(path: Path, kind: type[C]) -> C:
     told = atomic_file.about_of(path)
     if told is None:
         raise ValueError(f"{path.name} does not say what it is")
-    return msgspec.json.decode(told, type=Counters)
+    return msgspec.json.decode(told, type=kind)
 
 
 def load(path: Path, *wanted: str) -> Checkpoint:

@@ -2,7 +2,7 @@
 
     HOME/identity.key journal.jsonl evals.jsonl traffic.json web-token lock     the peer's, whatever the run
     HOME/run.toml invite                                            of the run that was joined last
-    HOME/runs/ID/run.toml checkpoint/ snapshots/ catch-up/ weights/ tokenizer/ reached.json ticket
+    HOME/runs/ID/run.toml checkpoint/ best/ snapshots/ catch-up/ weights/ tokenizer/ reached.json ticket
 
 Two nodes in one home would claim one peer id twice. So a running node locks the file `lock` and writes there which
 process it is. The lock file is never removed: two processes could each lock their own.
@@ -56,6 +56,7 @@ class RunPaths:
         self.path = path
         self.run_file = path / "run.toml"  # the run file as it was fetched
         self.checkpoint = path / "checkpoint"  # what a restart resumes from
+        self.best = path / "best"  # the weights of this peer's best evaluation
         self.snapshots = path / "snapshots"  # slow weights of other stages, kept for others
         self.partial_download = path / "catch-up"  # pieces of a state that is still being copied
         self.run_history = path / "reached.json"  # how far the run had come when its peers were last seen

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from noloco_node.cli.main import app
-from noloco_node.cli.options import INVITE_VARIABLE, invite_text
+from noloco_node.cli.options import INVITE_VARIABLE, LONGEST_PROMPT, MOST_PROMPTS, JoinOptions, invite_text
 from noloco_node.errors import Exit, UserError
 
 
@@ -64,3 +64,12 @@ def test_a_line_that_cannot_be_read_is_quoted_as_it_was_given(tmp_path: Path, li
 @pytest.mark.parametrize("words", [["--tflops", "inf"], ["--latency-ms", "inf"], ["--tflops", "nan"]])
 def test_numbers_of_machines_are_finite(words: list[str]) -> None:
     assert CliRunner().invoke(app, ["init", *words]).exit_code == Exit.USAGE
+
+
+@pytest.mark.parametrize("prompts", [[""], ["x" * (LONGEST_PROMPT + 1)], ["a"] * (MOST_PROMPTS + 1)])
+def test_prompts_for_which_the_training_would_wait_too_long_are_refused(prompts: list[str]) -> None:
+    assert JoinOptions().prompts == ()
+    assert JoinOptions(sample=["The ", "a\nb"]).prompts == ("The ", "a\nb")
+    with pytest.raises(UserError, match="--sample") as refused:
+        _ = JoinOptions(sample=prompts).prompts
+    assert refused.value.code is Exit.USAGE

@@ -15,12 +15,15 @@ from memory_swarms import Peer, recipe
 from torch import Tensor
 
 from noloco_node.data.held_out_text import HeldOutText, text_loss
+from noloco_node.data.token_text import Prompts
 from noloco_node.errors import config_error
-from noloco_node.evaluation.evaluator import EVALUATION, Evaluator, EvaluatorContext, chosen
+from noloco_node.evaluation.evaluator import EVALUATION, SAMPLING, Evaluator, EvaluatorContext, chosen
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter
+from noloco_node.run.config import DataConfig
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.network.sim_network import SimNetwork
+from noloco_node.storage.checkpoint import Checkpoint, EvaluatedCounters
 from noloco_node.swarm.roster import PeerRecord, Roster
 
 NAMES = st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1, max_size=8)
@@ -35,8 +38,10 @@ def sample(documents: int = 6) -> HeldOutText:
 class Held:
     """Held-out text in memory (`noloco_node.machine.interface.EvaluationHost`)."""
 
-    def __init__(self, text: HeldOutText | Exception) -> None:
-        self._text, self.reads = text, 0
+    def __init__(self, text: HeldOutText | Exception, *prompts: str) -> None:
+        self._text, self.reads, self._prompts = text, 0, Prompts(DataConfig(), prompts)
+        self.kept: list[Checkpoint] = []
+        self.full = False
 
     async def text(self) -> HeldOutText:
         self.reads += 1
@@ -44,6 +49,17 @@ class Held:
         if isinstance(self._text, Exception):
             raise self._text
         return self._text
+
+    async def prompts(self) -> Prompts:
+        return self._prompts
+
+    async def best_loss(self) -> float | None:
+        return min((each.counters.held_out_loss for each in self.kept), default=None)  # type: ignore[attr-defined]
+
+    async def keep(self, evaluated: Checkpoint) -> None:
+        if self.full:
+            raise OSError(28, "No space left on device")
+        self.kept.append(evaluated)
 
 
 class Trial:
@@ -68,9 +84,12 @@ class Trial:
             me="me",
             every_rounds=every,
             sequences=3,
+            length=8,
             host=host,
             roster=lambda: Roster(stages=(tuple(records),)),
             token_losses=self._token_losses,
+            logits=self._logits,
+            evaluated=self._evaluated,
             busy_s=lambda: 0.5 * len(self.passes),
             is_ending=lambda: self.ending,
             reporter=Reporter(record=self.events.append, say=self.said.append),
@@ -80,6 +99,25 @@ class Trial:
     async def _token_losses(self, tokens: Tensor) -> Tensor:
         self.passes.append(len(tokens))
         return torch.full((len(tokens), tokens.shape[1] - 1), self._loss())
+
+    async def _logits(self, ids: Tensor) -> Tensor:
+        """Return logits by which each letter is followed by the next one of the alphabet."""
+        self.passes.append(ids.shape[1])
+        return 100.0 * torch.nn.functional.one_hot(ids + 1, 384).float()
+
+    async def _evaluated(self, loss: float) -> Checkpoint:
+        counters = EvaluatedCounters(
+            run_id="run",
+            stage=0,
+            round=4,
+            inner_steps=9,
+            progress=0.1,
+            samples=0,
+            optimiser_steps=0,
+            peer="me",
+            held_out_loss=loss,
+        )
+        return Checkpoint(counters, {})
 
     async def pauses(self, *rounds: int) -> list[events.Event]:
         """Pause in these rounds, with time between two of them to read the text; return the events of the last."""
@@ -122,7 +160,8 @@ async def test_an_evaluation_has_the_loss_of_all_sequences_and_is_told_once() ->
     assert trial.passes == [3, 1, 2]
     assert event.device_s == 1.5
     assert trial.evaluator.newest == event.evaluation
-    assert trial.said == ["evaluation 1: held-out loss 2.0000 ± 0.0000 in round 4, over 48 tokens of 6 documents"]
+    words = "held-out loss 2.0000 ± 0.0000 in round 4, over 48 tokens of 6 documents"
+    assert trial.said == [f"evaluation 1: {words}, the least so far"]
     assert await trial.pauses(4, 5, 6, 7) == []
     (event,) = await trial.pauses(9)  # a round that was missed does not matter
     assert isinstance(event, events.Evaluated)
@@ -170,6 +209,40 @@ async def test_a_lack_of_memory_or_a_loss_that_is_not_finite_ends_nothing() -> N
         assert isinstance(told, events.Noticed)
         assert words in told.text
         assert trial.evaluator.newest is None
+
+
+async def test_the_weights_of_the_best_evaluation_are_kept() -> None:
+    held = Held(sample())
+    rest = [3.0, 3.5, 2.0, 2.0, 1.0]
+    trial = Trial(held, loss=lambda: rest[0])
+    best = []
+    await trial.pauses(4)
+    for number in range(1, 5):
+        (event,) = await trial.pauses(4 * number)
+        assert isinstance(event, events.Evaluated)
+        best.append(event.best)
+        del rest[0]
+    assert best == [True, False, True, False]
+    assert await held.best_loss() == 2.0
+    held.full = True
+    told, event = await trial.pauses(20)
+    assert isinstance(told, events.Noticed)
+    assert "No space left on device" in told.text
+    assert isinstance(event, events.Evaluated)
+    assert event.best
+
+
+async def test_the_model_goes_on_from_the_prompts_of_its_owner() -> None:
+    trial = Trial(Held(sample(), "abc", "xy\x1b"))
+    (event,) = await trial.pauses(4, 4)
+    assert isinstance(event, events.Evaluated)
+    first, second = event.samples
+    assert (first.prompt, second.prompt) == ("abc", "xy\x1b")
+    assert first.text.startswith("defghijklm")
+    assert len(first.text) <= SAMPLING.tokens
+    assert max(trial.passes) == 8  # a sequence is as long as those that are trained on
+    assert trial.said[1].startswith("  'abc' goes on 'defgh")
+    assert trial.said[2].startswith("  'xy\\x1b' goes on ")
 
 
 async def test_a_node_that_leaves_does_not_wait_for_the_rest_of_an_evaluation() -> None:

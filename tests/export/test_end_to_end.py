@@ -22,6 +22,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from noloco_node.cli.main import app
+from noloco_node.data.token_text import Sampling
 from noloco_node.errors import Exit, UserError
 from noloco_node.export import exporter, replica_files
 from noloco_node.export.continue_run import continuing_text
@@ -29,7 +30,7 @@ from noloco_node.export.exporter import export, merge_files, of_homes
 from noloco_node.export.replica_files import ReplicaReader, in_home, newest
 from noloco_node.export.sources import read_provenance, recipe_of
 from noloco_node.inference.evaluation import _text, evaluate
-from noloco_node.inference.generation import Sampling, generate
+from noloco_node.inference.generation import generate
 from noloco_node.planning.checkpoint_map import RunWeights
 from noloco_node.planning.model_layout import ModelLayout, build_stage, make_stage, model_layout
 from noloco_node.run.presets import PRESETS, demo_run_text, run_text

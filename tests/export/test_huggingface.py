@@ -22,11 +22,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, Gen
 
 from noloco_node.data import held_out_text
 from noloco_node.data.held_out_text import HeldOutText, Loss, _margin, text_loss, validation_text
+from noloco_node.data.token_text import Sampling
 from noloco_node.errors import Exit, UserError
 from noloco_node.export.huggingface import own_generation, write_checkpoint
 from noloco_node.export.sources import Provenance, read_provenance
 from noloco_node.inference.evaluation import evaluate, unigram_entropy
-from noloco_node.inference.generation import Sampling, generate
+from noloco_node.inference.generation import generate
 from noloco_node.run.config import DataConfig, ModelConfig
 from noloco_node.run.presets import demo_run_text
 from noloco_node.storage.weight_store import WeightFile

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from noloco_node.data.token_text import ByteSpelling, Sampling, Spelling, draw
 from noloco_node.errors import UserError
-from noloco_node.inference.generation import ByteSpelling, Sampling, Spelling, continuation, draw
+from noloco_node.inference.generation import continuation
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -335,7 +335,7 @@ async def test_rounds_have_their_share_however_many_others_wait_and_all_of_it_al
     share = rounds.result() / (rounds.result() + sum(task.result() for task in waiting))
     begun = now()
     await limiter.admit(50_000_000, in_round=True)
-    share, alone_s = share, now() - begun
+    alone_s = now() - begun
     assert share == pytest.approx(0.2, abs=0.01)
     assert alone_s == pytest.approx(50.0, abs=1.5)
 
@@ -363,7 +363,7 @@ async def test_the_rate_in_use_is_shown_and_forgotten() -> None:
         await valve.admit(1_000_000)
     busy = valve.used_bytes_per_s
     await asyncio.sleep(300)
-    busy, idle = busy, valve.used_bytes_per_s
+    idle = valve.used_bytes_per_s
     assert busy == pytest.approx(RATE, rel=0.05)
     assert idle < 0.01 * RATE
 
@@ -518,7 +518,7 @@ async def test_a_swarm_with_one_slow_budget_has_no_suspects_from_it_and_sends_it
         assert counts["gradients"] > 0
         assert not counts["suspects"] + counts["lost_unreachable"] + counts["lost_given_up"] + counts["lost_broken"]
     assert not hub.failures
-    peers, metered, ended = peers, hub.limits, now()
+    metered, ended = hub.limits, now()
     for peer in peers:
         assert peer.of(events.Finished)[0].why == "the run is over"
         assert not peer.of(events.Lost)

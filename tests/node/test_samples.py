@@ -324,7 +324,7 @@ async def test_what_comes_back_while_a_source_leaves_is_in_what_the_swarm_knows_
     found = (await watching.peek()).run_samples
     last.leave.set()
     await last.task
-    found, done = found, first.counters.samples
+    done = first.counters.samples
     assert found == done > 0
 
 

@@ -153,7 +153,7 @@ async def test_who_comes_while_it_is_measured_changes_its_choice_but_not_what_it
     claiming = asyncio.create_task(slow.claim())
     await asyncio.sleep(5.0)
     await Seeker(hub, "d").serve(2, 0.1)
-    slow, place = slow, await claiming
+    place = await claiming
     assert slow.built == [2]
     assert place.number in (0, 1)
     assert place.stage is None
@@ -184,7 +184,7 @@ async def test_a_stage_that_does_not_fit_is_left_out() -> None:
     await Seeker(hub, "a").serve(0, 0.5)
     await Seeker(hub, "b").serve(1, 1.0)
     small = Seeker(hub, "small", free=250)
-    small, place = small, await small.claim()
+    place = await small.claim()
     assert place.number == 1
     assert any("we cannot serve stage 2, which is weaker (0)" in line for line in small.said)
 
@@ -232,7 +232,7 @@ async def test_a_stage_that_keeps_more_of_a_microbatch_than_was_estimated_is_lef
     # Of stage 2, with one graph: 300 - 20 + 100, four fifths of what must be free.
     small, large = Seeker(hub, "small", free=474), Seeker(hub, "large", free=475)
     place = await small.claim()
-    small, place, ample = small, place, await large.claim()
+    ample = await large.claim()
     assert (place, small.built) == (ClaimedStage(1), [2]), "what was built for the measurement is let go"
     assert "stage 2 does not fit" in small.said[0]
     assert ample.number == 2
@@ -294,7 +294,7 @@ async def test_a_stage_must_fit_main_memory_too_where_the_device_has_its_own() -
     place = await poor.claim()
     with pytest.raises(UserError) as refusal:
         await poorest.claim()
-    place, refusal = place, refusal.value
+    refusal = refusal.value
     assert place.number == 0
     assert "1 kB of the device and 55 B of main memory" in refusal.why
 
@@ -316,7 +316,7 @@ async def test_an_owners_wish_is_taken_at_once_and_a_wrong_one_refused() -> None
     with pytest.raises(UserError, match="no stage 3") as trouble:
         await Seeker(hub, "wrong", wish=3).claim()
     assert trouble.value.code is Exit.USAGE
-    told, place = told, await told.claim(0)
+    place = await told.claim(0)
     assert (place, told.built) == (ClaimedStage(1), [])
 
 
@@ -340,7 +340,7 @@ async def test_without_the_dht_a_newcomer_gives_up_and_whoever_moves_waits() -> 
     assert trouble.value.code is Exit.UNREACHABLE
     await mover.serve(0, 0.5)
     deaf(mover, 40)
-    mover, place = mover, await mover.claim()
+    place = await mover.claim()
     assert place == ClaimedStage(1)
     assert len(mover.said) >= LOOKS
 

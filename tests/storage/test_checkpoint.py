@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 from safetensors.torch import load_file, save_file
+from small_stages import INNER, cuts, make_stage, prepared
 
 from benchmarks.robustness.kill_checkpoint import kill_many
 from noloco_node.storage import atomic_file
@@ -54,6 +55,19 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert load(path, "slow").tensors.keys() == {"slow"}
     # Any other reader of the format finds the same.
     assert torch.equal(load_file(path)["slow.0"], saved.tensors["slow"][0])
+
+
+def test_a_stage_with_weights_in_two_parts_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    recipe = prepared("llama")
+    stages = [
+        make_stage(recipe, cuts(recipe, 1)[0], seed=seed, inner=INNER._replace(state="int8"), autocast=torch.bfloat16)
+        for seed in (3, 4)
+    ]
+    held = stages[0].current_weights()
+    assert {each.dtype for each in held} == {torch.float32, torch.bfloat16, torch.int8}
+    path = save(tmp_path, Checkpoint(checkpoint(7).counters, {"fast": held}))
+    stages[1].set_weights(load(path, "fast").tensors["fast"])
+    assert all(map(torch.equal, held, stages[1].current_weights()))
 
 
 @settings(deadline=None, max_examples=30)

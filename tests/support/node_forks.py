@@ -43,6 +43,8 @@ class Request(msgspec.Struct):
     """Written at its end: the exit code as `Popen` says it."""
     network: str = ""
     """The network namespace that it lives in; empty: ours."""
+    program: str = ""
+    """A Python program instead of `noloco-node`."""
 
 
 class ForkedProcess:
@@ -143,7 +145,10 @@ def become(request: Request) -> NoReturn:
         enter_network(request.network)
     tempfile.tempdir = None
     sys.argv[1:] = request.arguments
-    runpy.run_module("noloco_node", run_name="__main__", alter_sys=True)
+    if request.program:
+        runpy.run_path(request.program, run_name="__main__")
+    else:
+        runpy.run_module("noloco_node", run_name="__main__", alter_sys=True)
     raise SystemExit
 
 

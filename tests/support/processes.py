@@ -18,13 +18,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
 import psutil
 from limits import LAST_RESORT_S
-from node_forks import ForkedProcess, NodeForks, Request
+from node_forks import NodeForks, Request
 
 from noloco_node.journal.events import Event
 from noloco_node.journal.reader import Tail
@@ -33,8 +33,8 @@ T = TypeVar("T")
 E = TypeVar("E")
 
 POLL_S = 0.05
-LOAD_TORCH = ("export", "join")
-"""Commands that do."""
+FORKED = ("doctor", "export", "join", "status")
+"""Commands that begin as forks: they load torch, or are given often."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 _NEVER = threading.Event()
 
@@ -62,10 +62,9 @@ class Command:
         environment = {"TORCHINDUCTOR_CACHE_DIR": str(directory / "inductor"), "TMPDIR": str(self.temporary)}
         self._out.touch()
         self._err.touch()
-        start = _fork if forked else partial(_spawn, program)
-        self.process = start(
-            Request([*arguments], environment, str(self._out), str(self._err), str(directory / "code"), network)
-        )
+        files = (str(self._out), str(self._err), str(directory / "code"))
+        request = Request([*arguments], environment, *files, network=network, program=str(program or ""))
+        self.process = _forks().start(request) if forked else _spawn(request)
 
     @property
     def exit_code(self) -> int | None:
@@ -137,13 +136,13 @@ class Commands:
     ) -> Command:
         """Start `noloco-node`, or a Python program, with `arguments`; with `home`, also with a home of its own.
 
-        `forked`: where `noloco-node` would load torch, it begins with that behind it. `network`: the network namespace
-        that it lives in; empty: ours.
+        `forked`: the commands of `FORKED`, and programs with a home, begin with the libraries loaded. `network`: the
+        network namespace that it lives in; empty: ours.
         """
         name = name or f"{arguments[0]}{len(self._commands)}"
         directory = self.directory / name
         more = ("--home", str(directory / "home")) if home else ()
-        forked = forked and program is None and arguments[0] in LOAD_TORCH
+        forked = forked and (arguments[0] in FORKED if program is None else home)
         command = Command(name, directory, [*arguments, *more], forked=forked, program=program, network=network)
         self._commands.append(command)
         return command
@@ -184,10 +183,10 @@ class Commands:
         return f"Commands({self._commands!r})"
 
 
-def _spawn(program: Path | None, request: Request) -> subprocess.Popen[bytes]:
+def _spawn(request: Request) -> subprocess.Popen[bytes]:
     with Path(request.out).open("wb") as out, Path(request.err).open("wb") as err:
         inside = ("ip", "netns", "exec", request.network) if request.network else ()
-        what = ("-m", "noloco_node") if program is None else (str(program),)
+        what = (request.program,) if request.program else ("-m", "noloco_node")
         return subprocess.Popen(
             [*inside, sys.executable, *what, *request.arguments],
             stdin=subprocess.DEVNULL,
@@ -196,10 +195,6 @@ def _spawn(program: Path | None, request: Request) -> subprocess.Popen[bytes]:
             start_new_session=True,
             env={**os.environ, **ENVIRONMENT, **request.environment},
         )
-
-
-def _fork(request: Request) -> ForkedProcess:
-    return _forks().start(request)
 
 
 @cache

@@ -345,7 +345,7 @@ def gone(command: Command) -> None:
     assert "Traceback" not in command.complaint
     assert command.left_behind() == []
     assert not command.daemons()
-    kept = {"lock", "identity.key", "journal.jsonl", "run.toml", "invite", "runs"}
+    kept = {"lock", "identity.key", "journal.jsonl", "evals.jsonl", "run.toml", "invite", "runs"}
     assert {path.name for path in command.home.glob("*")} <= kept
 
 

@@ -130,6 +130,10 @@ class PricedStage:
         self._charge(self._prices.forward_s)
         return self._stage.token_losses(tokens)
 
+    def infer(self, hidden: Tensor, /) -> Tensor:
+        self._charge(self._prices.forward_s)
+        return self._stage.infer(hidden)
+
     def weights(self, less: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         self._charge(self._prices.copy_s)
         return self._stage.weights(less)

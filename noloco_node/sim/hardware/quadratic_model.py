@@ -116,6 +116,9 @@ class QuadraticModel:
     def token_losses(self, tokens: Tensor, /) -> NoReturn:
         raise NotImplementedError("no text is held out in a simulation")
 
+    def infer(self, hidden: Tensor, /) -> NoReturn:
+        raise NotImplementedError("a quadratic model writes no text")
+
     def _away(self, output: Tensor) -> list[float]:
         return [value - centre for value, centre in zip(self._values, self._centre(output), strict=True)]
 

@@ -185,6 +185,8 @@ def events() -> list[Any]:
             documents=76,
             seconds=1.5,
             device_s=0.75,
+            best=True,
+            samples=(journal.TextSample(prompt="The ", text='swarm "is"\n'),),
         ),
         journal.Finished(why="the run is over", step=40, round=10, progress=1.0, discarded=1),
     ]

@@ -1,0 +1,98 @@
+"""From a model's logits to text: which token is drawn, and how tokens are spelled."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from noloco_node.data.encoding import open_encoder, open_tokenizer
+from noloco_node.run.config import DataConfig
+
+_BYTE_OFFSET, _BYTES = 3, 256
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+LONGEST_CHARACTER = 8  # tokens after which what is no character yet will never be one
+
+
+class Sampling(NamedTuple):
+    """How to draw. `temperature`: 0 takes the most probable token. `top_k`: 0 draws from all tokens."""
+
+    tokens: int = 200
+    temperature: float = 0.8
+    top_k: int = 40
+    seed: int = 0
+
+
+def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    if sampling.temperature == 0.0:
+        return int(logits.argmax())
+    scaled = (logits.double() - logits.max()) / sampling.temperature  # no overflow, however cold
+    if 0 < sampling.top_k < len(scaled):
+        best = scaled.topk(sampling.top_k)
+        return int(best.indices[torch.multinomial(best.values.softmax(0), 1, generator=generator)])
+    return int(torch.multinomial(scaled.softmax(0), 1, generator=generator))
+
+
+class Spelling:
+    """Tokens to characters, as soon as they are whole."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode, self._tokens = decode, list[int]()
+        self._context: list[int] = []
+        """The last tokens shown: some tokenizers write a space between two tokens only where both are there."""
+
+    def add(self, token: int) -> str:
+        """Take one more token and return the characters that it completes."""
+        self._tokens.append(token)
+        text = self._new()
+        if text.endswith(_UNFINISHED) and len(self._tokens) < LONGEST_CHARACTER:
+            return ""
+        self._context, self._tokens = [*self._context, *self._tokens][-LONGEST_CHARACTER:], []
+        return text
+
+    def _new(self) -> str:
+        return self._decode(self._context + self._tokens)[len(self._decode(self._context)) :]
+
+    def rest(self) -> str:
+        text, self._tokens = self._new(), []
+        return text
+
+
+class ByteSpelling:
+    """Tokens of ByT5 to characters: a byte is a token, counted from 3; other tokens are no text."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def add(self, token: int) -> str:
+        byte = token - _BYTE_OFFSET
+        return self._decoder.decode(bytes([byte])) if 0 <= byte < _BYTES else ""
+
+    def rest(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+def open_spelling(data: DataConfig) -> Callable[[], Spelling | ByteSpelling]:
+    """Return what begins to spell a text of the run's tokenizer, which is opened once."""
+    if data.has_byte_tokenizer:
+        return ByteSpelling
+    tokenizer = open_tokenizer(data)
+    return lambda: Spelling(lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)))
+
+
+class Prompts:
+    """Texts to go on from, as a model reads them. `tokens`: of each, by its text. `end`: the token that ends a text."""
+
+    def __init__(self, data: DataConfig, texts: Sequence[str]) -> None:
+        """Open the run's tokenizer, which may take seconds."""
+        encoder = open_encoder(data)
+        self.tokens = {text: [*encoder.begin, *encoder.encode(text).tolist()] for text in texts}
+        self.end, self._spelling = encoder.end, open_spelling(data)
+
+    def spelled(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens that a model has drawn."""
+        spelling = self._spelling()
+        return "".join([spelling.add(token) for token in tokens]) + spelling.rest()

@@ -1,0 +1,96 @@
+"""`export --best`: the weights of the best evaluation that homes have kept."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from noloco_node.errors import Exit, UserError
+from noloco_node.export.exporter import export
+from noloco_node.export.replica_files import best_evaluated
+from noloco_node.planning.model_layout import make_stage, model_layout
+from noloco_node.run.presets import demo_run_text, with_fields
+from noloco_node.storage.checkpoint import Checkpoint, EvaluatedCounters, save
+from noloco_node.storage.home import HomePaths
+from noloco_node.swarm.run_distribution import RunFileText
+from pipeline.hardware.split_weights import split
+
+PLAIN = demo_run_text(stages=1, replicas=2, steps=100, seed=0)
+RUN = RunFileText(with_fields(PLAIN, {"data": {"evaluate_every_rounds": 4}}), "the test's run file")
+PLAN = model_layout(RUN.run)
+
+
+def keep(home: Path, loss: float, *, halves: bool = False) -> tuple[torch.Tensor, ...]:
+    """Keep weights of an evaluation in a home, as a node of this name does; return them. `halves`: split in two."""
+    paths = HomePaths(home)
+    stage = make_stage(RUN.run, PLAN, 0, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(int(100 * loss))
+    weights = tuple([torch.randn(shape, generator=generator) for shape in stage.shapes])
+    fast = weights
+    if halves:
+        upper, lower = zip(*(split(each) for each in weights), strict=True)
+        fast = (*upper, *lower)
+    counters = EvaluatedCounters(
+        run_id=RUN.digest,
+        peer=home.name,
+        stage=0,
+        round=8,
+        inner_steps=40,
+        progress=0.5,
+        samples=0,
+        optimiser_steps=0,
+        held_out_loss=loss,
+    )
+    save(paths.run(RUN.digest).best, Checkpoint(counters, {"fast": fast}), 1)
+    paths.run_file.write_text(RUN.text)
+    return weights
+
+
+def test_the_least_loss_is_exported_and_the_others_are_named(tmp_path: Path) -> None:
+    homes = [tmp_path / name for name in ("worse", "best", "worst")]
+    weights = {home.name: keep(home, loss) for home, loss in zip(homes, (2.5, 2.0, 3.0), strict=True)}
+    done = asyncio.run(export(tmp_path / "out", None, homes, best=True))
+    assert "These are the weights of best alone; their loss on held-out text was 2.0000." in done
+    assert "Left out of stage 0: worst (loss 3.0000 at its best, the least is 2.0000)." in done
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    expected = PLAN.ordinary(0, dict(zip(PLAN.shapes[0], weights["best"], strict=True)))
+    assert all(torch.equal(written[name], weight) for name, weight in expected.items())
+
+
+def test_weights_that_are_kept_in_two_parts_are_joined(tmp_path: Path) -> None:
+    weights = keep(tmp_path / "home", 2.0, halves=True)
+    found, loss = best_evaluated([tmp_path / "home"], RUN.digest, PLAN.shapes[0])
+    assert loss == 2.0
+    for own, kept in zip(weights, found.weights.values(), strict=True):
+        torch.testing.assert_close(kept, own, rtol=2**-14, atol=0.0)
+
+
+def test_a_damaged_file_is_passed_over(tmp_path: Path) -> None:
+    homes = [tmp_path / name for name in ("damaged", "whole")]
+    for home, loss in zip(homes, (1.0, 2.0), strict=True):
+        keep(home, loss)
+    (path,) = HomePaths(homes[0]).run(RUN.digest).best.glob("*")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert best_evaluated(homes, RUN.digest, PLAN.shapes[0])[1] == 2.0
+    with pytest.raises(UserError, match="no weights of an evaluation") as refused:
+        best_evaluated(homes[:1], RUN.digest, PLAN.shapes[0])
+    assert refused.value.code is Exit.UNREACHABLE
+
+
+def test_a_living_swarm_is_not_asked_for_its_best(tmp_path: Path) -> None:
+    for homes in ((), (tmp_path,)):
+        with pytest.raises(UserError, match="from homes alone"):
+            asyncio.run(export(tmp_path / "out", "noloco1:...", homes, best=True))
+
+
+def test_a_run_without_evaluations_has_no_best(tmp_path: Path) -> None:
+    HomePaths(tmp_path / "home").run_file.parent.mkdir()
+    HomePaths(tmp_path / "home").run_file.write_text(PLAIN)
+    with pytest.raises(UserError, match="no evaluations"):
+        asyncio.run(export(tmp_path / "out", None, [tmp_path / "home"], best=True))
