@@ -124,7 +124,6 @@ class WireSpec(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes on the wire."""
         return math.prod(self.shape) * {"float32": 4, "bfloat16": 2}.get(self.dtype, 1)
 
 

@@ -78,6 +78,11 @@ class UserError(Exception):
         return f"{self.what}\n  why: {self.why}\n  try: {self.hint}"
 
 
+def usage_error(what: str, why: str, hint: str) -> UserError:
+    """Return the error of a wrong command line, or of a wrong call from a program."""
+    return UserError(what, why=why, hint=hint, code=Exit.USAGE)
+
+
 def config_error(what: str, why: str, hint: str) -> UserError:
     """Return the error of a run file, a data source or a scenario."""
     return UserError(what, why=why, hint=hint, code=Exit.CONFIG)

@@ -317,7 +317,6 @@ def as_targets(marked: Tensor) -> Tensor:
 
 
 def learnt(marked: Tensor) -> int:
-    """Return how many tokens are learnt."""
     return int((marked >= 0).sum())
 
 

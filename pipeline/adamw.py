@@ -11,13 +11,14 @@ without rounding that bound always holds (`moment_ratio`), and with it no step e
 A step goes through a matrix in pieces of whole blocks. Each becomes float32, is computed and is put back before the
 next, and the result does not depend on where a piece ends. A weight may be split (`pipeline.hardware.split_weights`).
 On a GPU the arithmetic is compiled, where torch can.
+The coded moments may lie in main memory (`pipeline.hardware.moments_beside`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.forward_pass import is_shortage
+from pipeline.hardware.moments_beside import Codes, MomentsBeside
 from pipeline.hardware.split_weights import join, split
 from pipeline.inner_step import BLOCK, SCALE_BYTES, Inner, is_coded, moment_bytes, moment_ratio
 
@@ -44,13 +46,6 @@ _FIRST, _SECOND = 127.0, 255.0
 _NORMAL = torch.finfo(torch.float32).tiny
 _NAMES = ("exp_avg", "exp_avg_sq")
 """torch's names of the first and the second moment."""
-
-
-class Codes(NamedTuple):
-    """One moment of some blocks. `scales`: float32 [blocks, 1]. `codes`: int8 or uint8 [blocks, values]."""
-
-    scales: Tensor
-    codes: Tensor
 
 
 class MatrixPiece(NamedTuple):
@@ -104,7 +99,7 @@ def advance(weight: Tensor, gradient: Tensor, moments: tuple[Codes, Codes], numb
 
 def move(parts: Sequence[Tensor], gradient: Tensor, moments: tuple[Codes, Codes], numbers: Tensor) -> None:
     """Take a step as `advance` does, where the memory is. `parts`: the weight, or both parts of a split one."""
-    weight, *codes = advance(join(*parts) if len(parts) > 1 else parts[0], gradient, moments, numbers)
+    weight, *codes = advance(join(*parts) if len(parts) > 1 else parts[0], gradient.float(), moments, numbers)
     fresh = (*(split(weight) if len(parts) > 1 else [weight]), *codes)
     for memory, value in zip((*parts, *moments[0], *moments[1]), fresh, strict=True):
         memory.copy_(value)
@@ -128,7 +123,7 @@ def compiled(device: torch.device, *, halves: bool = False) -> Move | None:
                 for dtype in (torch.int8, torch.uint8)
             )
             parts = list(split(torch.zeros(blocks, BLOCK, device=device)))
-            gradient = torch.zeros(blocks, BLOCK, device=device)
+            gradient = torch.zeros(blocks, BLOCK, dtype=torch.bfloat16 if halves else torch.float32, device=device)
             faster(parts if halves else [gradient.clone()], gradient, (first, second), torch.ones(8, device=device))
     except (RuntimeError, OSError, ImportError) as error:
         if is_shortage(error):
@@ -146,13 +141,21 @@ class AdamW:
         inner: Inner,
         device: torch.device,
         remainders: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
+        *,
+        beside: bool = False,
     ) -> None:
-        """Take all memory: a step must not fail half-way. `remainders`: of the weights that are split."""
+        """Take all memory: a step must not fail half-way.
+
+        `remainders`: of the weights that are split. `beside`: whether coded moments lie in main memory.
+        """
         self.steps = 0
         self._weights, self._inner, self._device, self._remainders = weights, inner, device, remainders
+        where = torch.device("cpu") if beside else device
+        pinned = beside and device.type == "cuda"
         self._coded = {
             weight: tuple(
-                torch.zeros(moment_bytes(weight.shape, inner.state), dtype=torch.int8, device=device) for _ in _NAMES
+                torch.zeros(moment_bytes(weight.shape, inner.state), dtype=torch.int8, device=where, pin_memory=pinned)
+                for _ in _NAMES
             )
             for weight in weights
             if is_coded(weight.shape, inner.state)
@@ -168,6 +171,8 @@ class AdamW:
             )
             for weight, moments in self._coded.items()
         }
+        longest = max((piece.moments[0].codes.numel() for each in self._pieces.values() for piece in each), default=0)
+        self._beside = MomentsBeside(device, -(-longest // BLOCK), longest) if beside else None
         self._room = self._reserve()
 
     def _optimiser(self, weights: list[nn.Parameter]) -> torch.optim.AdamW | None:
@@ -210,6 +215,8 @@ class AdamW:
             for weight, own_pieces in self._pieces.items():
                 if weight.grad is not None:
                     self._step_coded(weight, weight.grad.reshape(-1), own_pieces, numbers)
+        if self._beside is not None:
+            self._beside.settle()
 
     @contextmanager
     def room(self) -> Iterator[None]:
@@ -231,7 +238,9 @@ class AdamW:
             # The last blocks of matrices have lengths of their own, and are few.
             compute = faster if faster is not None and shape[1] == BLOCK and shape[0] > 1 else move
             held = [part.view(-1)[piece.values].view(shape) for part in parts]
-            compute(held, gradient[piece.values].view(shape), piece.moments, numbers)
+            beside = nullcontext(piece.moments) if self._beside is None else self._beside.on_device(piece.moments)
+            with beside as moments:
+                compute(held, gradient[piece.values].view(shape), moments, numbers)
 
     def moments(self) -> tuple[Tensor, ...]:
         """Return the memory itself: the first moments of all weights in order, then the second."""

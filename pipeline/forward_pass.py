@@ -1,9 +1,9 @@
 """One stage's forward and backward passes of a microbatch, and the version of the weights that they compute with.
 
-The masters are float32, or split into bfloat16 and the 8 bits below (`pipeline.hardware.split_weights`). Their
-gradients are float32 always (`pipeline.stage`). A pass computes with a `WeightSet`: one version of the weights as
-leaves of autograd. A set on which a pass waits is not written to: the masters move on to a copy. So each backward pass
-runs on the weights of its forward pass.
+The masters are float32, or split into bfloat16 and the 8 bits below (`pipeline.hardware.split_weights`). Gradients of
+float32 masters add up in float32, those of split ones in bfloat16 (`pipeline.stage`). A pass computes with a
+`WeightSet`: one version of the weights as leaves of autograd. A set on which a pass waits is not written to: the
+masters move on to a copy. So each backward pass runs on the weights of its forward pass.
 
 At most `graphs` autograd graphs are kept. For other passes backward computes the graph again from the input, the set
 and the state of the random numbers, with the same gradient to the bit. Ordinary gradient checkpointing would take the
@@ -210,7 +210,7 @@ def _leaf(values: Tensor, master: nn.Parameter) -> Tensor:
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None
         if master.grad is None:
-            master.grad = gradient.float()
+            master.grad = gradient.to(master.grad_dtype)
         else:
             master.grad.add_(gradient)
 
@@ -293,13 +293,14 @@ class StageSettings(NamedTuple):
     """How a stage computes. `autocast`: what the matrices are multiplied in; None: float32.
 
     `graphs`: how many passes that wait for their gradient may keep their graph; None for all. `by_layers`: a graph is
-    the inputs of the layers alone.
+    the inputs of the layers alone. `moments_beside`: whether coded moments lie in main memory.
     """
 
     device: torch.device
     autocast: torch.dtype | None = None
     graphs: int | None = None
     by_layers: bool = False
+    moments_beside: bool = False
 
 
 class StagePasses:
@@ -309,14 +310,14 @@ class StagePasses:
         self, module: Slice, settings: StageSettings, *, first: bool, last: bool, codec: str, coded: bool = False
     ) -> None:
         """Split the multiplied weights where they are computed with in bfloat16 and the optimiser keeps codes."""
-        device, autocast, graphs, self._by_layers = settings
+        device, autocast, graphs, self._by_layers, _ = settings
         self._module = module.to(device).train()
         if self._by_layers:
             module.compute_layers_again()
         self._first, self._last, self._device, self._autocast = first, last, device, autocast
         self.codec = ACTIVATION_CODECS[codec]
         self._masters = dict(self._module.named_parameters())
-        """With the gradients, which are float32."""
+        """With the gradients of the window."""
         self._remainders: dict[nn.Parameter, Tensor] = {}
         """Of the masters that are split."""
         cast = frozenset[str]() if autocast is None else multiplied_weights(module)
@@ -324,7 +325,7 @@ class StagePasses:
             for name in (name for name in self._masters if name in cast):
                 master = self._masters[name]
                 master.data, self._remainders[master] = split(master.data)
-                master.grad_dtype = torch.float32
+                master.grad_dtype = torch.bfloat16
             cast = frozenset()
         self._set = WeightSet(self._masters, cast, autocast or torch.float32)
         self._waiting: WeakSet[PendingForward] = WeakSet()
@@ -402,23 +403,27 @@ class StagePasses:
         mean = graph.output.item() * wanted.numel() / max(1, counted)
         return Gradient(hidden=self._input_gradient(graph, seed), loss=mean, tokens=counted)
 
-    def _loss(self, hidden: Tensor, targets: Tensor, known: Known) -> Graph:
+    def _head(self) -> tuple[Callable[[Tensor], Tensor], int]:
+        """Return what computes logits of what the head is given, and the size of the vocabulary."""
         name = self._module.head
         head, weights = self._module.get_submodule(name), self._set.leaves
         own = {key.removeprefix(f"{name}."): leaf for key, leaf in weights.items() if key.startswith(f"{name}.")}
-        vocabulary = len(own["weight"] if own else head.get_buffer("weight"))
-        if targets.shape != hidden.shape[:2]:
-            raise ValueError(f"targets of {list(targets.shape)} for logits of {list(hidden.shape[:2])}")
-        # On a GPU an id outside the vocabulary would take the whole process down.
-        if ids_of(targets).max() >= vocabulary:
-            raise ValueError(f"targets outside the vocabulary of {vocabulary}")
-        targets = as_targets(targets.to(self._device))
 
         def logits_of(states: Tensor) -> Tensor:
             with self._precision():
                 logits: Tensor = functional_call(head, own, (states,))
                 return logits
 
+        return logits_of, len(own["weight"] if own else head.get_buffer("weight"))
+
+    def _loss(self, hidden: Tensor, targets: Tensor, known: Known) -> Graph:
+        logits_of, vocabulary = self._head()
+        if targets.shape != hidden.shape[:2]:
+            raise ValueError(f"targets of {list(targets.shape)} for logits of {list(hidden.shape[:2])}")
+        # On a GPU an id outside the vocabulary would take the whole process down.
+        if ids_of(targets).max() >= vocabulary:
+            raise ValueError(f"targets outside the vocabulary of {vocabulary}")
+        targets = as_targets(targets.to(self._device))
         if targets.numel() * vocabulary > LOGITS and self._has_plain_head(hidden, known.tokens, logits_of):
             graph = self._graph(hidden, self._set, known, logits=False)
             row = vocabulary * (self._autocast or torch.float32).itemsize
@@ -445,6 +450,38 @@ class StagePasses:
                 self._module.train()
             self._plain = torch.equal(whole, logits_of(states))
         return self._plain
+
+    def token_losses(self, tokens: Tensor) -> Tensor:
+        """Return the loss of each token but the first of marked `tokens` [b, s + 1]; the stage is the whole model.
+
+        Float32 [b, s] on the CPU, 0 where a token is only given; without dropout, in the precision of the training.
+        Raises MemoryError where memory is short.
+        """
+        if not (self._first and self._last):
+            raise ValueError("only a stage that is the whole model has a loss of its own")
+        return self._with_room(lambda: self._token_losses(ids_of(tokens[:, :-1]), as_targets(tokens[:, 1:])))
+
+    @torch.no_grad()
+    def _token_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
+        logits_of, vocabulary = self._head()
+        # In training the same logits have their gradients beside them: here more of them fit at once.
+        in_parts = targets.numel() * vocabulary > LOGITS and self._has_plain_head(ids, None, logits_of)
+        self._module.eval()
+        try:
+            output = self._graph(ids, self._set, NOTHING_KNOWN, logits=not in_parts).output.flatten(0, 1)
+        finally:
+            self._module.train()
+        parts = zip(
+            *(torch.split(each, max(1, LOGITS // vocabulary)) for each in (output, targets.flatten().to(self._device))),
+            strict=True,
+        )
+        losses = [
+            functional.cross_entropy(
+                (logits_of(part) if in_parts else part).float(), wanted, ignore_index=UNLEARNT, reduction="none"
+            )
+            for part, wanted in parts
+        ]
+        return torch.cat(losses).view(targets.shape).cpu()
 
     @torch.no_grad()
     def infer(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:

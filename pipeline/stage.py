@@ -51,7 +51,8 @@ class Stage(StagePasses):
         self.shapes = tuple(tuple(weight.shape) for weight in self._weights)
         self.fixed = frozenset(n for n, weight in enumerate(self._weights) if not weight.requires_grad)
         self._clip_norm = inner.clip_norm
-        self._adamw = AdamW(self._weights, inner, settings.device, self._remainders)
+        beside = settings.moments_beside and coded
+        self._adamw = AdamW(self._weights, inner, settings.device, self._remainders, beside=beside)
         self._upload = Upload(settings.device)
         self._spare: tuple[Tensor, ...] = ()
         """Memory for the next copy of the weights. The system takes longer to give it than a GPU to fill it."""
@@ -96,9 +97,14 @@ class Stage(StagePasses):
                 continue  # without a gradient AdamW leaves it as it is
             # A weight that no token used gets a gradient of zero, so that all weights take the same number of steps.
             if weight.grad is None:
-                weight.grad = torch.zeros_like(weight, dtype=torch.float32)
+                weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
             weight.grad.div_(microbatches * self._scale.value)
-        return nn.utils.clip_grad_norm_(self._weights, self._clip_norm).item()
+        gradients = [weight.grad for weight in self._weights if weight.grad is not None]
+        # A norm in bfloat16 would be wrong by a part in 256.
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        nn.utils.clip_grads_with_norm_(self._weights, self._clip_norm, norm)
+        return float(norm)
 
     def discard(self) -> None:
         """Forget the gradients so far, and give up the passes that wait for theirs."""
@@ -125,7 +131,7 @@ class Stage(StagePasses):
                     waiting.give_up(short=True)
 
     def optimiser_state(self) -> OptimiserState:
-        """Return AdamW's memory itself, on the device; the next step changes it."""
+        """Return AdamW's memory itself, on the device or beside it; the next step changes it."""
         return OptimiserState(self._adamw.steps, self._adamw.moments())
 
     def load_optimiser_state(self, state: OptimiserState) -> None:

@@ -24,8 +24,8 @@ SOURCE = read_tree()
 # nothing of each other. Every part has its place here.
 TOP_ORDER = """
     noloco_node | errors units tasks terminal charts | gossip pipeline network | storage | admission | libp2p run |
-    journal limits data | machine swarm | planning state_sync observe | web | node export doctor | inference sim |
-    demo | cli | api | __main__
+    journal limits data | machine swarm | planning state_sync observe evaluation | web | node export doctor |
+    inference sim | demo | cli | api | __main__
 """
 INNER_ORDERS = {
     "gossip": "rule settings | interface | exchange | rounds transfer",

@@ -94,7 +94,7 @@ def without_receipts() -> Iterator[None]:
 def without_bans() -> Iterator[None]:
     """Forget violations."""
     with mock.patch.multiple(
-        BanHook, calling=NetworkHook.calling, opened=NetworkHook.opened, answering=NetworkHook.answering
+        BanHook, calling=NetworkHook.calling, lost=NetworkHook.lost, answering=NetworkHook.answering
     ):
         yield
 

@@ -45,9 +45,6 @@ from gossip.rounds.weights_lock import WeightsLock, to_the_end
 from gossip.rule.outer_step import OuterState, WeightAge
 from gossip.settings import OuterConfig
 
-NOT_KNOWN = -1
-"""Stands for the number of inner steps that slow weights hold, where they lack some."""
-
 
 class RoundsView(NamedTuple):
     """The partner that a replica meets, the one that it swaps with ahead, and how many partners it asks later."""
@@ -81,8 +78,8 @@ class Rounds:
         self.weights = WeightsLock()
         self.met_partners: Collection[str] = self._round_state.met_partners
         """The latest partners of meetings that ended in a step of ours."""
-        self._gathered = origin.inner_steps if origin.gathered else NOT_KNOWN
-        """The inner steps that the slow weights hold."""
+        self.slow_steps: int | None = origin.inner_steps if origin.gathered else None
+        """The inner steps that the slow weights hold; None until our first outer step where it is not known."""
 
     @property
     def state(self) -> OuterState:
@@ -207,7 +204,7 @@ class Rounds:
         await self._meeting_over()
         async with round_state.pause:
             await self._end_step()
-            if self._gathered == self._schedule.inner_steps:
+            if self.slow_steps == self._schedule.inner_steps:
                 round_state.leave()
                 return
             await self._open_round(last=True)
@@ -325,7 +322,7 @@ class Rounds:
         round_state = self._round_state
         async with self.weights.fast.moving():
             pending = round_state.take_correction()
-            self._gathered = pending.snapshot_step
+            self.slow_steps = pending.snapshot_step
             await self._optimiser.correct(pending.correction)
             event, ahead = pending.event, round_state.prefetch
             event = replace(

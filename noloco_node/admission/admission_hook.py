@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 from noloco_node.admission.admission_state import (
     EXPIRED,
@@ -26,8 +27,8 @@ from noloco_node.admission.admission_state import (
 )
 from noloco_node.admission.ticket import LIST_BYTES, TICKET_BYTES, Right
 from noloco_node.errors import Exit, UserError
-from noloco_node.network.calls import patient
-from noloco_node.network.interface import Conversation, ConversationHook, NetworkHook, PeerNetwork, Records
+from noloco_node.network.calls import HookedConversation, patient
+from noloco_node.network.interface import Conversation, NetworkHook, PeerNetwork, Records
 from noloco_node.network.schema import MessageSpec, Schema, Violation
 
 TOPIC = "admit"
@@ -100,17 +101,17 @@ class AdmissionHook(NetworkHook):
         await self.introduce(peer)
         try:
             yield
-        except ConnectionError:
-            self.lost(peer)
+        except ConnectionError as error:
+            self.lost(peer, error)
             raise
 
-    def lost(self, peer: str) -> None:
+    def lost(self, peer: str, error: ConnectionError) -> None:
         """Show our ticket again before the next call: the peer may have started anew, and know us no more."""
         self._welcomes.pop(peer, None)
 
-    def opened(self, conversation: Conversation, topic: str) -> ConversationHook:
+    def opened(self, conversation: Conversation, topic: str) -> Conversation:
         """Check the peer of a conversation that we opened, and keep our ticket known to it."""
-        return _Opened(conversation.peer, self)
+        return _Opened(conversation, self)
 
     def check(self, peer: str, *, expiry: bool = True) -> None:
         """Raise ConnectionRefusedError where we do not talk with a peer. `expiry`: nor when its ticket has expired."""
@@ -142,9 +143,9 @@ class AdmissionHook(NetworkHook):
             await self._network.serve(TOPIC, SCHEMA, self._admit)
 
     @contextmanager
-    def answering(self, conversation: Conversation, topic: str) -> Iterator[ConversationHook]:
+    def answering(self, conversation: Conversation, topic: str) -> Iterator[Conversation]:
         right = Right.LOOK if topic.partition("/")[0] in FOR_LOOKERS else Right.TRAIN
-        checked = _Answered(conversation.peer, self._state, right)
+        checked = _Answered(conversation, self._state, right)
         checked.check()
         yield checked
 
@@ -245,45 +246,50 @@ class AdmissionHook(NetworkHook):
             await conversation.send(TicketVerdict(refusal=why, revocations=known))
 
 
-class _Answered(ConversationHook):
+class _Answered(HookedConversation):
     """Ends a conversation that we answer when its peer is shut out, or its ticket expires."""
 
-    __slots__ = ("_peer", "_right", "_state")
-
-    def __init__(self, peer: str, state: AdmissionState, right: Right) -> None:
-        self._peer, self._state, self._right = peer, state, right
+    def __init__(self, conversation: Conversation, state: AdmissionState, right: Right) -> None:
+        super().__init__(conversation)
+        self._state, self._right = state, right
 
     def check(self) -> None:
-        if self._right not in self._state.rights(self._peer):
-            why = self._state.refusal(self._peer) or f"its ticket does not let it {self._right.name}".lower()
-            raise ConnectionRefusedError(not_for(self._peer) + why)
+        if self._right not in self._state.rights(self.peer):
+            why = self._state.refusal(self.peer) or f"its ticket does not let it {self._right.name}".lower()
+            raise ConnectionRefusedError(not_for(self.peer) + why)
 
-    async def before_send(self) -> None:
+    async def send(self, message: Any) -> None:
         self.check()
+        await super().send(message)
 
-    async def after_receive(self) -> None:
+    async def receive(self) -> Any:
+        message = await super().receive()
         self.check()
+        return message
 
 
-class _Opened(ConversationHook):
+class _Opened(HookedConversation):
     """Ends a conversation that we opened when the owner shuts its peer out; it goes on when our ticket changes.
 
     That a ticket of the peer has expired does not end it: the peer may have another one, of which we have not read yet.
     """
 
-    __slots__ = ("_admission", "_peer")
+    def __init__(self, conversation: Conversation, admission: AdmissionHook) -> None:
+        super().__init__(conversation)
+        self._admission = admission
 
-    def __init__(self, peer: str, admission: AdmissionHook) -> None:
-        self._peer, self._admission = peer, admission
+    @property
+    def is_quiet(self) -> bool:
+        return super().is_quiet and self._admission.objection(self.peer) in ("", EXPIRED)
 
-    def objects(self) -> bool:
-        return self._admission.objection(self._peer) not in ("", EXPIRED)
+    async def send(self, message: Any) -> None:
+        self._admission.check(self.peer, expiry=False)
+        await self._admission.introduce(self.peer)
+        await super().send(message)
 
-    async def before_send(self) -> None:
-        self._admission.check(self._peer, expiry=False)
-        await self._admission.introduce(self._peer)
-
-    async def after_receive(self) -> None:
-        self._admission.check(self._peer, expiry=False)
+    async def receive(self) -> Any:
+        message = await super().receive()
+        self._admission.check(self.peer, expiry=False)
         with suppress(ConnectionError):  # the message is there; the next one will show whether the peer is
-            await self._admission.introduce(self._peer)
+            await self._admission.introduce(self.peer)
+        return message

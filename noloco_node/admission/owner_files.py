@@ -17,7 +17,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission.ticket import MOST_REVOKED, encode_list, signed_list
-from noloco_node.errors import Exit, UserError, reason_of
+from noloco_node.errors import UserError, config_error, reason_of, storage_error, usage_error
 from noloco_node.storage import atomic_file
 
 
@@ -74,11 +74,10 @@ def load_key(run: Path) -> Ed25519PrivateKey:
     try:
         return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(path.read_text().strip()))
     except (OSError, ValueError) as error:
-        raise UserError(
+        raise config_error(
             f"The owner's key {path} cannot be read.",
             why=reason_of(error) if isinstance(error, OSError) else "it is no key",
             hint="`init --admission` wrote it beside the run file; only who has it lets others in and shuts them out",
-            code=Exit.CONFIG,
         ) from error
 
 
@@ -91,11 +90,10 @@ def load_members(run: Path) -> MemberList:
     except OSError as error:
         raise _unusable(path, error) from error
     except msgspec.MsgspecError as error:
-        raise UserError(
+        raise config_error(
             f"The owner's list {path} is damaged.",
             why=str(error),
             hint="restore it from a backup: it says who was let in, and without it who was shut out comes back",
-            code=Exit.CONFIG,
         ) from error
 
 
@@ -129,11 +127,10 @@ def with_revoked(
     """Return the list with more that are shut out, signed anew; what has expired is dropped."""
     kept = {subject: until for subject, until in (members.revoked | revoked).items() if until > unix_s}
     if len(kept) > MOST_REVOKED:
-        raise UserError(
+        raise usage_error(
             f"{len(kept)} tickets would be revoked at once.",
             why=f"the list that travels has room for {MOST_REVOKED}, each until its ticket expires",
             hint="give tickets that expire sooner (--days)",
-            code=Exit.USAGE,
         )
     number = members.number + 1
     found = signed_list(key, run_id, number, {bytes.fromhex(subject): until for subject, until in kept.items()})
@@ -141,9 +138,6 @@ def with_revoked(
 
 
 def _unusable(path: Path, error: OSError) -> UserError:
-    return UserError(
-        f"{path} cannot be read or written.",
-        why=reason_of(error),
-        hint="a run file in a directory that is yours",
-        code=Exit.STORAGE,
+    return storage_error(
+        f"{path} cannot be read or written.", why=reason_of(error), hint="a run file in a directory that is yours"
     )

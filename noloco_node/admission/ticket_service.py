@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import ip_network
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -72,11 +72,8 @@ class TicketReply:
 SCHEMA = Schema({TicketRequest: MessageSpec("TicketRequest"), TicketReply: MessageSpec("TicketReply")})
 
 
-class SignsTickets(Protocol):
-    """What a ticket service signs with."""
-
-    def ticket(self, run: str, peer: str, rights: Right, until: int) -> bytes:
-        """Return a ticket for a peer; ValueError where none can be signed."""
+Sign: TypeAlias = Callable[[str, str, Right, int], bytes]
+"""Returns a ticket of a run for a peer, with rights until a time (unix seconds); ValueError where it can sign none."""
 
 
 class TicketSigner(NamedTuple):
@@ -139,18 +136,18 @@ class TicketService:
     """Answers the topic.
 
     `named_until`: until when the owner lets a key take part; None: the run is open. `signs_until`: until when it lets a
-    key sign tickets too, 0 for most keys; asked for only where `signer` has the owner's key.
+    key sign tickets too, 0 for most keys; asked for only where `sign` has the owner's key.
     """
 
     def __init__(
         self,
         state: AdmissionState,
-        signer: SignsTickets,
+        sign: Sign,
         unix_time: Callable[[], float],
         named_until: Callable[[bytes], int] | None = None,
         signs_until: Callable[[bytes], int] = lambda _: 0,
     ) -> None:
-        self._state, self._signer, self._unix_time = state, signer, unix_time
+        self._state, self._sign, self._unix_time = state, sign, unix_time
         self._named_until, self._signs_until = named_until, signs_until
         self._quota, self._looks = PrefixQuota(), PrefixQuota(LOOKS_A_PREFIX, LOOK_REFILL_S)
 
@@ -200,7 +197,7 @@ class TicketService:
 
     def _signed(self, peer: str, rights: Right, until: int) -> tuple[bytes, str]:
         try:
-            return self._signer.ticket(self._state.run, peer, rights, until), ""
+            return self._sign(self._state.run, peer, rights, until), ""
         except ValueError as error:
             return b"", str(error)
 

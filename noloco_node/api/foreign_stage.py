@@ -124,6 +124,9 @@ class ForeignStage:
         """Leave the gradients to the program; another microbatch will stand for them."""
         self._is_counted = False
 
+    def token_losses(self, tokens: Tensor) -> NoReturn:
+        raise RuntimeError("only the program can compute with its module")
+
     @torch.no_grad()
     def weights(self, less: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         copies = (each.detach().to("cpu", torch.float32, copy=True) for each in self._parameters)
@@ -187,7 +190,7 @@ class StepSignal:
 class ForeignHost(HostDisk):
     """What the program gives to a node: its thread, its module, the home on the disk; to be closed."""
 
-    tokenizer = None
+    tokenizer = evaluation = None
 
     def __init__(
         self,

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from os import PathLike
-from typing import Any, ClassVar, Self, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from noloco_node.api.foreign_stage import ForeignHost, ForeignStage, StepSignal, check_module, trained_parameters
-from noloco_node.api.peer import NodeThread, PeerOptions, at_exit, parsed
+from noloco_node.api.peer import Leaves, NodeThread, PeerOptions, at_exit, parsed
 from noloco_node.api.training_thread import IterationClock, TrainingThread
 from noloco_node.cli.host_machine import Machine
 from noloco_node.cli.options import JoinOptions
-from noloco_node.errors import Exit, UserError, config_error
+from noloco_node.errors import Exit, UserError, config_error, usage_error
 from noloco_node.planning.foreign_layout import foreign_layout
 from noloco_node.run.peer_state import PeerState
 from noloco_node.storage.home import RunPaths
 from noloco_node.swarm.run_distribution import RunFileText
 
 
-class GossipOptimizer(torch.optim.Optimizer):
+class GossipOptimizer(Leaves, torch.optim.Optimizer):
     """Wraps an optimiser: `step` also counts the step for the run, and lets rounds with other peers move the weights.
 
     What requires a gradient in `module` is exchanged; its order in the optimiser is of no matter. Weights change inside
@@ -53,7 +53,6 @@ class GossipOptimizer(torch.optim.Optimizer):
         self._training, self._clock = TrainingThread(), IterationClock()
         self._stage: ForeignStage | None = None
         self._signal: StepSignal | None = None
-        self._has_left = False
         self._node = NodeThread(found, read, partial(self._prepare, parameters), self._training.wake)
         GossipOptimizer._alive = self
         at_exit(self._end)
@@ -90,11 +89,10 @@ class GossipOptimizer(torch.optim.Optimizer):
         """
         self._check_usable()
         if self.finished:
-            raise UserError(
+            raise usage_error(
                 "The run is over.",
                 why="its budget of steps is used up; a step now would be in nobody's weights",
                 hint="end the loop once optimizer.finished is true, then call optimizer.leave()",
-                code=Exit.USAGE,
             )
         stage, signal = self._stage, self._signal
         assert stage is not None, "the node trains"
@@ -132,11 +130,10 @@ class GossipOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: the parameters of a run are those of its run file. Raises `UserError`."""
-        raise UserError(
+        raise usage_error(
             "A run's parameters cannot grow.",
             why="all peers exchange those that the run file lists",
             hint="add them to the optimiser before noloco_node.init and GossipOptimizer",
-            code=Exit.USAGE,
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -168,30 +165,14 @@ class GossipOptimizer(torch.optim.Optimizer):
         self._training.work_waiting()
         self._check_node()
 
-    def leave(self) -> None:
-        """Leave the run politely: save the weights in the home, and tell the others. A second call does nothing."""
-        self._node.check_process()
-        if not self._has_left:
-            self._end()
-            self._node.result()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.leave()
-        else:  # what the program raised says more than what its node does
-            self._end()
-
     def _end(self) -> None:
-        """Ask the node to leave, and do its last work on the weights until it has ended."""
-        self._has_left = True
         if GossipOptimizer._alive is self:
             GossipOptimizer._alive = None
-        if self._node.is_ours and not self._node.is_over:
-            self._node.ask_to_leave()
-            self._training.work_until(lambda: self._node.is_over)
+        super()._end()
+
+    def _await_end(self) -> None:
+        """Do the node's last work on the weights until it has ended."""
+        self._training.work_until(lambda: self._node.is_over)
 
     def _prepare(
         self,
@@ -211,21 +192,19 @@ class GossipOptimizer(torch.optim.Optimizer):
 
     def _refuse_second(self) -> None:
         if GossipOptimizer._alive is not None and GossipOptimizer._alive._node.is_ours:
-            raise UserError(
+            raise usage_error(
                 "This process has a GossipOptimizer already.",
                 why="one thread trains, and does the work of one peer",
                 hint="leave() the first one, or another process",
-                code=Exit.USAGE,
             )
 
     def _check_usable(self) -> None:
         self._node.check_process()
         if self._has_left:
-            raise UserError(
+            raise usage_error(
                 "This optimiser has left its run.",
                 why="leave() was called, or its context has ended",
                 hint="a new GossipOptimizer with the same home goes on from the weights that were saved",
-                code=Exit.USAGE,
             )
         self._check_node()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from noloco_node.errors import Exit, UserError, user_error_of
+from noloco_node.errors import UserError, usage_error, user_error_of
 from noloco_node.terminal import hand_to
 
 T = TypeVar("T")
@@ -71,12 +71,11 @@ class LoopThread(Generic[T]):
     def check_process(self) -> None:
         """Raise `UserError` in a process that was forked from ours."""
         if not self.is_ours:
-            raise UserError(
+            raise usage_error(
                 "This process was forked from the one that takes part in the run.",
                 why="a fork has a copy of the weights, and no copy of the threads that talk to the swarm",
                 hint="use the optimiser in the process that made it; begin other processes before, or with the start"
                 " method spawn",
-                code=Exit.USAGE,
             )
 
     def _run(self) -> None:

@@ -75,7 +75,7 @@ def parsed(invite: str | PathLike[str], options: Mapping[str, object]) -> tuple[
     return invites.parse(invites.found(invite_text(str(invite)), read.home or default_home("node"))), read
 
 
-class NodeThread:
+class NodeThread(LoopThread[None]):
     """A node in a thread of its own. `changed`: called in that thread when its state changes, or it has ended."""
 
     def __init__(
@@ -96,39 +96,21 @@ class NodeThread:
         async def live() -> None:
             await take_part(invite, options, self._departs, prepare, self._observe)
 
-        self._thread = LoopThread(live, "noloco-node", self._over)
-
-    @property
-    def is_over(self) -> bool:
-        return self._thread.is_over
-
-    @property
-    def is_ours(self) -> bool:
-        return self._thread.is_ours
-
-    def check_process(self) -> None:
-        """Raise `UserError` in a process that was forked from ours."""
-        self._thread.check_process()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        return self._thread.wait(timeout_s)
+        super().__init__(live, "noloco-node", self._note_end)
 
     def result(self) -> None:
         """Wait for the end; raise what ended the node. To be asked to leave is no error."""
         try:
-            self._thread.result()
+            super().result()
         except asyncio.CancelledError:
             if not self._leaves:
                 raise
-
-    def call(self, function: Callable[..., object], *args: object) -> None:
-        self._thread.call(function, *args)
 
     def ask_to_leave(self) -> None:
         """Let the node leave: politely if others know of it, else at once."""
         self._leaves = True
         if self._departure is None:
-            self._thread.cancel()
+            self.cancel()
         else:
             self.call(self._leave)
 
@@ -137,7 +119,7 @@ class NodeThread:
         if self._departure.polite:
             self._departure.asked.set()
         else:
-            self._thread.cancel()
+            self.cancel()
 
     @asynccontextmanager
     async def _departs(self) -> AsyncIterator[Departure]:
@@ -152,7 +134,7 @@ class NodeThread:
                 self.has_finished.set()
             self._changed()
 
-    def _over(self) -> None:
+    def _note_end(self) -> None:
         self.has_finished.set()
         self._changed()
 
@@ -171,7 +153,40 @@ def at_exit(leave: Callable[[], None]) -> None:
     threading._register_atexit(leave_if_there)  # type: ignore[attr-defined] # `atexit` comes after the threads are gone
 
 
-class JoinedPeer:
+class Leaves:
+    """What lets a node leave: at a call, at the end of a context, and at the end of the program."""
+
+    _node: NodeThread
+    _has_left = False
+
+    def leave(self) -> None:
+        """Leave the run politely: save the weights in the home, and tell the others. A second call does nothing."""
+        self._node.check_process()
+        if not self._has_left:
+            self._end()
+            self._node.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.leave()
+        else:  # what the program raised says more than what its node does
+            self._end()
+
+    def _end(self) -> None:
+        """Ask the node to leave, and wait until it has ended."""
+        self._has_left = True
+        if self._node.is_ours and not self._node.is_over:
+            self._node.ask_to_leave()
+            self._await_end()
+
+    def _await_end(self) -> None:
+        self._node.wait()
+
+
+class JoinedPeer(Leaves):
     """A node in this process, as `join` begins it. As a context it leaves at the end."""
 
     def __init__(self, node: NodeThread) -> None:
@@ -194,26 +209,6 @@ class JoinedPeer:
         if self._node.is_over:
             self._node.result()
         return True
-
-    def leave(self) -> None:
-        """Leave politely: the node saves its weights and tells the others. A second call does nothing."""
-        self._node.check_process()
-        self._end()
-        self._node.result()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.leave()
-        else:  # what the program raised says more than what its node does
-            self._end()
-
-    def _end(self) -> None:
-        if self._node.is_ours and not self._node.is_over:
-            self._node.ask_to_leave()
-            self._node.wait()
 
 
 def join(invite: str | PathLike[str], **options: Unpack[OwnModelOptions]) -> JoinedPeer:

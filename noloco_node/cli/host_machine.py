@@ -14,8 +14,9 @@ from msgspec import structs
 
 from gossip.exchange.messages import ReplicaState
 from noloco_node.cli.options import JoinOptions
-from noloco_node.data.blocks import BackgroundOpen, TextSource
 from noloco_node.data.encoding import with_tokenizer_in
+from noloco_node.data.held_out_text import EvaluationText, HeldOutText
+from noloco_node.data.text_source import BackgroundOpen, TextSource
 from noloco_node.machine import memory
 from noloco_node.machine.device import Device
 from noloco_node.machine.interface import Dimensions, Host
@@ -43,14 +44,8 @@ class HostDisk:
 
     def __init__(self, options: JoinOptions, home: RunPaths, recipe: RunFileText, peer: str) -> None:
         self._options, self._home, self._recipe = options, home, recipe
-        self.former = CheckpointStore(home.checkpoint, home.snapshots, recipe.digest, peer, say)
+        self.checkpoints = CheckpointStore(home.checkpoint, home.snapshots, recipe.digest, peer, say)
         self.snapshots = SnapshotDirectory(home.snapshots, recipe.digest) if options.keep_snapshots else None
-
-    async def last_stage(self) -> int | None:
-        return await self.former.served()
-
-    async def load(self, stage: int) -> Checkpoint | None:
-        return await self.former.load(stage)
 
     async def save(self, checkpoint: Checkpoint) -> str:
         loop = asyncio.get_running_loop()
@@ -73,6 +68,19 @@ class HostDisk:
         return asleep_s()
 
 
+class EvaluationMachine:
+    """Implements `noloco_node.machine.interface.EvaluationHost`; to be closed."""
+
+    def __init__(self, run: RunConfig, own_source: str | None) -> None:
+        self._text = EvaluationText(run, own_source)
+
+    async def text(self) -> HeldOutText:
+        return await asyncio.to_thread(self._text.read)
+
+    def close(self) -> None:
+        self._text.close()
+
+
 class HostMachine(HostDisk):
     """What this machine gives to one node of a run, as `noloco_node.machine.interface.Host` asks; to be closed."""
 
@@ -88,13 +96,15 @@ class HostMachine(HostDisk):
     ) -> None:
         super().__init__(options, home, recipe, peer)
         self._torch_device, self._layout = torch_device, layout
-        needs = device_needs(recipe.run, layout, torch_device)
+        needs = device_needs(recipe.run, layout, torch_device, self.free_bytes(), self.free_beside_bytes())
+        self._moments_beside = needs.moments_beside
         self.needs_bytes, self.graph_bytes = list(needs.device), list(needs.graph)
         self.beside_bytes = list(needs.beside)
         self.first_weights, self.tokenizer = checkpoint
         data = with_tokenizer_in(recipe.run.data, home.tokenizer)
         run = structs.replace(recipe.run, data=data)
         self._text = BackgroundOpen(partial(TextSource, run, options.data, peer, layout.vocabulary))
+        self.evaluation = EvaluationMachine(run, options.data) if run.data.evaluate_every_rounds else None
         self.device = Device(torch_device, options.slowdown)
 
     def close(self) -> None:
@@ -102,6 +112,8 @@ class HostMachine(HostDisk):
         # The text first: a thread that waits for it ends with it.
         try:
             self._text.close()
+            if self.evaluation is not None:
+                self.evaluation.close()
         finally:
             self.device.close()
 
@@ -111,7 +123,10 @@ class HostMachine(HostDisk):
         run = self._recipe.run
         needs, graph, most = self.needs_bytes[stage], self.graph_bytes[stage], run.pipeline.in_flight(stage)
         kept = graphs_that_fit(self.free_bytes(), needs, graph, most)
-        return make_stage(run, self._layout, stage, self._torch_device, kept.number, by_layers=kept.by_layers)
+        beside = stage in self._moments_beside
+        return make_stage(
+            run, self._layout, stage, self._torch_device, kept.number, by_layers=kept.by_layers, moments_beside=beside
+        )
 
     def free_bytes(self, given_back: int = 0) -> int:
         memory.trim()

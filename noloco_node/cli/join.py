@@ -113,7 +113,12 @@ async def take_part(
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     directory = options.home or default_home("node")
-    with Home.open(directory) as home, Journal(home.journal) as journal, closing(Bar()) as bar:
+    with (
+        Home.open(directory) as home,
+        Journal(home.journal) as journal,
+        Journal(home.evaluations) as evaluations,
+        closing(Bar()) as bar,
+    ):
         paths = home.enter(invite.digest)
         _say_other_runs(paths)
         access = RunAccess(invite, MEMBER, home.path)
@@ -130,7 +135,7 @@ async def take_part(
             (departs or partial(departure, say))() as leaving,
             views_served(metrics_at, page_at, invite.digest, own) as views,
         ):
-            recorder = Recorder(journal, views, torch_device, energy_meter(torch_device), observe)
+            recorder = Recorder(journal, evaluations, views, torch_device, energy_meter(torch_device), observe)
             recorder.record_energy()  # by it readers of the journal know that this total begins anew
             reporter = Reporter(record=recorder.record, say=say, draw=bar.draw, warn=warn)
             asked = [each.peer for each in met]
@@ -153,9 +158,13 @@ async def take_part(
 
 
 class Recorder(NamedTuple):
-    """Writes events to the journal and shows them, also to `observe`; adds to `Started` device and process id."""
+    """Writes events to the journal and shows them, also to `observe`; adds to `Started` device and process id.
+
+    `evaluations`: takes the evaluations alone, for programs that draw their curve.
+    """
 
     journal: Journal
+    evaluations: Journal
     views: ServedViews
     torch_device: torch.device
     meter: EnergyMeter | None
@@ -165,6 +174,8 @@ class Recorder(NamedTuple):
         if isinstance(event, events.Started):
             event = structs.replace(event, device=str(self.torch_device), pid=os.getpid())
         self.journal.write(event)
+        if isinstance(event, events.Evaluated):
+            self.evaluations.write(event)
         self.views.take(event)
         self.observe(event)
         if isinstance(event, events.Traffic):

@@ -17,7 +17,7 @@ from pathlib import Path
 from noloco_node.cli.options import INVITE_VARIABLE, JoinOptions, default_home
 from noloco_node.demo.child_processes import Child, Children, tied_command
 from noloco_node.demo.swarm_processes import cores
-from noloco_node.errors import NEEDS_A_PERSON, Exit, UserError
+from noloco_node.errors import NEEDS_A_PERSON, Exit, UserError, usage_error
 from noloco_node.machine.interface import check_device_name
 from noloco_node.machine.signals import departure
 from noloco_node.swarm import invite as invites
@@ -48,7 +48,7 @@ def named_devices(options: JoinOptions) -> list[str]:
 
 
 def _refusal(why: str, hint: str) -> UserError:
-    return UserError("The devices cannot be used.", why=why, hint=hint, code=Exit.USAGE)
+    return usage_error("The devices cannot be used.", why=why, hint=hint)
 
 
 def divided(options: JoinOptions, names: list[str]) -> list[JoinOptions]:

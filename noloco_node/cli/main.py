@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 
 from noloco_node import __version__
 from noloco_node.cli import bootstrap, doctor, join, journal, local_swarm, members, models, run_file, status
-from noloco_node.errors import COMPLAINT, Exit, UserError, reason_of, user_error_of
+from noloco_node.errors import COMPLAINT, UserError, reason_of, storage_error, user_error_of
 from noloco_node.machine.signals import drop_output
 from noloco_node.terminal import LogLevel, complain, configure
 
@@ -155,11 +155,10 @@ def main() -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise
-        refusal = UserError(
+        refusal = storage_error(
             "What the command returns or keeps cannot be written.",
             why=reason_of(error),
             hint="free some space, or write to another disk",
-            code=Exit.STORAGE,
         )
         drop_output()
         complain(f"{COMPLAINT}{refusal}")

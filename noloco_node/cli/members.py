@@ -27,7 +27,7 @@ from noloco_node.admission.owner_files import (
 from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, grant, key_of, peer_of
 from noloco_node.admission.ticket_service import OPEN_DAYS
 from noloco_node.cli.options import default_home, invite_text
-from noloco_node.errors import Exit, UserError, config_error, user_error_of
+from noloco_node.errors import UserError, config_error, usage_error, user_error_of
 from noloco_node.libp2p.settings import NetworkSettings
 from noloco_node.machine.signals import run
 from noloco_node.network.interface import PeerNetwork
@@ -207,7 +207,7 @@ def _day(unix_s: int) -> str:
 
 
 def _usage(what: str, hint: str, why: str = "`noloco-node members` was not told enough") -> UserError:
-    return UserError(what, why=why, hint=hint, code=Exit.USAGE)
+    return usage_error(what, why=why, hint=hint)
 
 
 async def _revocation_report(options: MemberOptions) -> str:

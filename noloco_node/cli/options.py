@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from noloco_node.errors import Exit, UserError, config_error
+from noloco_node.errors import config_error, usage_error
 from noloco_node.limits.budget import OwnerLimits, read_owner_limits, read_size
 from noloco_node.run.config import MOST_SLOWDOWN
 from noloco_node.storage.checkpoint import KEPT
@@ -209,11 +209,8 @@ def page_place(web: str | None, *, is_open: bool, home: HomePaths | None = None)
     """
     if web is None:
         if is_open:
-            raise UserError(
-                "There is no page to open.",
-                why="--web-open was given without --web",
-                hint="add --web and a port",
-                code=Exit.USAGE,
+            raise usage_error(
+                "There is no page to open.", why="--web-open was given without --web", hint="add --web and a port"
             )
         return None
     place = parse_place(web, "--web")

@@ -11,7 +11,7 @@ import typer
 
 from noloco_node.admission.owner_files import key_file, make_key, public_half, save_key
 from noloco_node.cli.options import CapOption, DownloadOption, UploadOption, directory_there
-from noloco_node.errors import Exit, UserError, config_error
+from noloco_node.errors import config_error, usage_error
 from noloco_node.limits.budget import read_owner_limits, read_rate, read_size
 from noloco_node.machine.signals import unwound
 from noloco_node.run.config import NO_ADAPTER, AdapterConfig, AdmissionRule
@@ -116,11 +116,10 @@ class MachineOptions:
         all_ = self._all()
         rates = all_["line"].split("/")
         if len(rates) > 2 or not all(rates):
-            raise UserError(
+            raise usage_error(
                 f"--line {all_['line']!r} cannot be used.",
                 why="it is neither one rate nor two with a slash between them",
                 hint="--line 100mbit, or down and up: --line 100mbit/20mbit",
-                code=Exit.USAGE,
             )
         return {
             "count": all_["peers"],
@@ -201,11 +200,10 @@ def adapter_of(origin: Path | None, rank: int | None, targets: str, base: str) -
     if rank is None:
         return NO_ADAPTER
     if origin is None:
-        raise UserError(
+        raise usage_error(
             "--lora has no model to adapt.",
             why="adapters are trained over a finished model",
             hint="noloco-node init --from DIR --lora RANK",
-            code=Exit.USAGE,
         )
     names = [each.strip() for each in targets.split(",") if each.strip()]
     table = {"rank": rank, "alpha": 2.0 * rank, "targets": names, "base": base}

@@ -19,7 +19,6 @@ from noloco_node.observe.screen import smoothed
 
 
 def picture(heading: str, histories: Sequence[PeerHistory], summary: Summary, scores: ModelScores | None) -> bytes:
-    """Return the picture as a PNG."""
     figure, outage = new_figure(10, 6.4), summary.outage
     loss, gap = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.1))
     figure.subplots_adjust(left=0.075, right=0.80, top=0.86, bottom=0.09, hspace=0.12)

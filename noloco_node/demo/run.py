@@ -30,7 +30,7 @@ from noloco_node import __version__
 from noloco_node.demo import swarm_processes
 from noloco_node.demo.child_processes import Child, Children
 from noloco_node.demo.summary import ModelScores, Outage, Summary, lines, summarise
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit, UserError, usage_error
 from noloco_node.journal.events import Event
 from noloco_node.journal.reader import Tail
 from noloco_node.observe.journal_observer import JournalObserver
@@ -101,18 +101,16 @@ def fitting_replicas(stages: int, memory_bytes: int) -> int:
 def check(demo: DemoConfig) -> None:
     """Raise `UserError` (Exit.USAGE) for a demo that no machine can run."""
     if demo.peers > MOST_PEERS:
-        raise UserError(
+        raise usage_error(
             f"{demo.stages} stages of {demo.replicas} replicas are too many for one machine",
             why=f"each peer is two processes and about half a gibibyte; the demo starts at most {MOST_PEERS} peers",
             hint="fewer stages or replicas",
-            code=Exit.USAGE,
         )
     if demo.slow_peer is not None and demo.replicas < 2:
-        raise UserError(
+        raise usage_error(
             "a heterogeneous demo needs two replicas in each stage",
             why="one is slowed down, and the others of its stage make up for it",
             hint="--replicas 2 or more",
-            code=Exit.USAGE,
         )
 
 
@@ -138,11 +136,10 @@ def claim_output_dir(wanted: Path, mark: bytes) -> Home:
     """
     wanted = wanted.expanduser().absolute()
     if (names := _names(wanted)) and MARK not in names:
-        raise UserError(
+        raise usage_error(
             f"{wanted} is not empty, and not a demo's",
             why=f"it holds {', '.join(sorted(names)[:5])}",
             hint="give another directory with --home",
-            code=Exit.USAGE,
         )
     for number in range(1, NUMBERS):
         candidate = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
@@ -156,11 +153,10 @@ def claim_output_dir(wanted: Path, mark: bytes) -> Home:
             raise
         write_whole(home.path / MARK, mark)
         return home
-    raise UserError(
+    raise usage_error(
         f"{NUMBERS} demos lie beside {wanted}",
         why="each keeps its directory",
         hint="remove some of them, or give another directory with --home",
-        code=Exit.USAGE,
     )
 
 

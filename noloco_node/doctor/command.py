@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from noloco_node.admission.ticket import Right
-from noloco_node.doctor import command, machine_checks
+from noloco_node.doctor import machine_checks
 from noloco_node.doctor.machine_checks import Finding, Grade, Need, exit_code, fail, line, ok, verdict, warn
 from noloco_node.errors import Exit, UserError, user_error_of
 from noloco_node.libp2p import reachability
@@ -157,11 +157,11 @@ async def _visit(invite: invites.Invite, wish: DoctorRequest) -> tuple[list[Find
 
 
 async def _clock(network: PeerNetwork, peers: Sequence[str]) -> Finding:
-    told = await asyncio.gather(*(command.clock_of(network, peer) for peer in peers), return_exceptions=True)
+    told = await asyncio.gather(*(clock_of(network, peer) for peer in peers), return_exceptions=True)
     for each in told:
         if isinstance(each, BaseException) and not isinstance(each, ConnectionError):
             raise each
-    return command.judge_clock([each for each in told if isinstance(each, float)])
+    return judge_clock([each for each in told if isinstance(each, float)])
 
 
 def _census(roster: Roster) -> list[Finding]:
@@ -176,17 +176,17 @@ async def _line(network: PeerNetwork, peers: Sequence[str], microbatches: Sequen
     """Ask peers whether they reach us, and measure the line with some of them, one after the other."""
     addresses = await network.addresses()
     ports = _ports(addresses)
-    reach = command.judge_reach(await command.dialled_back(network, peers, ports), ports, addresses)
+    reach = judge_reach(await dialled_back(network, peers, ports), ports, addresses)
     rates, refusals = [], []
     for peer in peers:
-        measured = await command.rates_with(network, peer)
+        measured = await rates_with(network, peer)
         if isinstance(measured, str):
             refusals.append(f"{peer[-8:]}: {measured}")
         else:
             rates.append(measured)
-        if len(rates) == command.MOST_ASKED or len(refusals) == command.MOST_ASKED:
+        if len(rates) == MOST_ASKED or len(refusals) == MOST_ASKED:
             break
-    return [*reach, *command.judge_rates(rates, refusals, microbatches)]
+    return [*reach, *judge_rates(rates, refusals, microbatches)]
 
 
 def _ports(addresses: Sequence[str]) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import msgspec
 
 from gossip.exchange import kernels
 from noloco_node.admission.ticket import peer_of_file
-from noloco_node.errors import Exit, UserError, reason_of
+from noloco_node.errors import Exit, UserError, reason_of, storage_error
 from noloco_node.libp2p.settings import ensure_identity
 from noloco_node.machine.memory import free_bytes, machine_free_bytes, wanted_bytes
 from noloco_node.machine.system import allow_files, allowed_files
@@ -123,13 +123,11 @@ def judge_memory(free: int, needs: Sequence[Need], *, beside_gpu: bool = False) 
 
 
 def judge_gpu(free: int, needs: Sequence[Need]) -> Finding:
-    """Judge the GPU's free memory."""
     wanted = {need.stage: wanted_bytes(need.computing) for need in needs}
     return _against("GPU memory", free, wanted, "--device cpu, or end what else runs on the GPU")
 
 
 def judge_disk(free: int | None, needs: Sequence[Need], home: Path) -> Finding:
-    """Judge the free space where the home is."""
     if free is None:
         return fail("disk", f"{home} cannot be looked at", "give a directory of yours with --home")
     if needs or free >= LITTLE_DISK_BYTES:
@@ -159,11 +157,10 @@ def require_disk(paths: RunPaths, weights: Mapping[int, int], kept: int) -> str 
             f"the disk has no room for checkpoints ({finding.says}): nothing is saved until there is; the last"
             f" checkpoint stays, and we go on from it; {finding.hint}"
         )
-    raise UserError(
+    raise storage_error(
         f"The disk at {paths.path} has no room for checkpoints.",
         why=finding.says,
         hint=f"{finding.hint}; --keep 1 takes less",
-        code=Exit.STORAGE,
     )
 
 

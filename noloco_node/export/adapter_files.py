@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import UserError, config_error, usage_error
 from noloco_node.planning.model_layout import ModelLayout, frozen_whole, hub_directory
 from noloco_node.run.config import RunConfig
 from noloco_node.storage.home import HomePaths
@@ -48,22 +48,18 @@ def base_files(recipe: RunFileText, homes: Sequence[Path], given: Path | None = 
 def check_merge(run: RunConfig, base: Sequence[Path]) -> None:
     """Raise `UserError` if a run cannot be exported as a merged model."""
     if not run.adapter.is_trained:
-        raise UserError(
-            "There are no adapters to merge.",
-            why="this run trains all weights of its model",
-            hint="leave --merge out",
-            code=Exit.USAGE,
+        raise usage_error(
+            "There are no adapters to merge.", why="this run trains all weights of its model", hint="leave --merge out"
         )
     if not base:
         raise without_base("merge")
 
 
 def without_base(what: str) -> UserError:
-    return UserError(
+    return config_error(
         f"The model that this run adapts is not here to {what}.",
         why="no home that was given has all of its files",
         hint="--weights DIR, with the directory that `noloco-node init --from` was given, or a copy of it",
-        code=Exit.CONFIG,
     )
 
 

@@ -9,148 +9,33 @@ Neither names nor claimed rounds have a voice here: all replicas of which a file
    with it is as good as the best mean so far (`SPOILS`). Of snapshots of a dead stage one at most joins.
 
 That is at most `MOST_ROUTES` + 1 evaluations, and twice as many as there are replicas.
-
-Of more sequences than wanted, every k-th is kept, with k doubling: they lie evenly over all that was read.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
-from noloco_node.data.blocks import open_blocks
+from noloco_node.data.held_out_text import BATCH, HeldOutText, Loss, Model, text_loss, validation_text
 from noloco_node.errors import UserError
 from noloco_node.export.huggingface import joined
 from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, ReplicaReader
 from noloco_node.planning.model_layout import ModelLayout, frozen_whole
-from noloco_node.run.config import DataConfig, RunConfig
+from noloco_node.run.config import RunConfig
 from noloco_node.state_sync.replica_mean import FACTOR, LeftOut
 from noloco_node.terminal import say
-from pipeline.activation_codec import as_targets, ids_of, learnt
-from pipeline.messages import UNLEARNT
 
-BATCH = 8  # sequences evaluated at a time
-MOST_READ = 8  # times as many sequences are read as are wanted
-READ_TOKENS = 2**19  # at least, where there are so many: few short sequences shall come from many documents too
 JUDGED_TOKENS = 4096  # judge a replica, one batch at least: few will do, because all replicas read the same
 WORSE = 0.1  # share of the best loss of its stage by which a replica may be worse than it
 SPOILS = 0.01  # share of the least loss by which one more replica may worsen the mean: honest ones do by chance
 MOST_ROUTES = 32
-FEW_DOCUMENTS = 5
-Model = Callable[[Tensor], Tensor]
-
-
-class HeldOutText(NamedTuple):
-    """Sequences of marked tokens [at most `BATCH`, s + 1], the document in which each begins, and the number read.
-
-    `complete`: whether the whole text was read.
-    """
-
-    batches: list[Tensor]
-    documents: list[str]
-    read: int
-    complete: bool
-
-    @property
-    def share(self) -> float:
-        return len(self.documents) / max(1, self.read)
-
-    def described(self) -> str:
-        if self.complete and self.share == 1.0:
-            return "all of the text"
-        share = f"{self.share:.1%}" if self.share < 0.095 else f"{self.share:.0%}"
-        return f"{share} of the text" if self.complete else f"{share} of the text that was read; there is more"
-
-
-def validation_text(data: DataConfig, sequence_length: int, seed: int, batches: int | None) -> HeldOutText:
-    """Return a sample of at most so many batches of the text that a run holds out; None takes all."""
-    wanted = None if batches is None else batches * BATCH
-    kept: list[tuple[Tensor, str]] = []
-    every, read, complete = 1, 0, False
-    most = None if wanted is None else max(MOST_READ * wanted, READ_TOKENS // sequence_length)
-    blocks = open_blocks(data, sequence_length, seed, "", "validation")
-    try:
-        while most is None or read < most:
-            block = blocks.next_batch(1)
-            if complete := not len(block):
-                break
-            if read % every == 0:
-                kept.append((block[0].to(torch.int32), blocks.document))
-                if wanted is not None and len(kept) == 2 * wanted:
-                    kept, every = kept[::2], 2 * every
-            read += 1
-    finally:
-        blocks.close()
-    if wanted is not None and len(kept) > wanted:
-        kept = [kept[number * len(kept) // wanted] for number in range(wanted)]
-    rows = [kept[at : at + BATCH] for at in range(0, len(kept), BATCH)]
-    return HeldOutText(
-        [torch.stack([block for block, _ in row]).long() for row in rows], [name for _, name in kept], read, complete
-    )
-
-
-class Loss(NamedTuple):
-    """`mean`: nats a token, over so many `tokens` of so many `documents`.
-
-    `margin`: half the 95 % confidence interval over other documents of this kind; None for fewer than `FEW_DOCUMENTS`.
-    """
-
-    mean: float
-    tokens: int
-    documents: int = 0
-    margin: float | None = None
-
-    @property
-    def perplexity(self) -> float:
-        """Return the exponential of the mean; infinite if it does not fit a float."""
-        return math.exp(self.mean) if self.mean < 709.0 else math.inf
-
-
-def _losses(model: Model, batch: Tensor) -> Tensor:
-    """Return the loss of each token, 0 where it is only given."""
-    logits, targets = model(ids_of(batch[:, :-1])), as_targets(batch[:, 1:]).flatten()
-    return functional.cross_entropy(
-        logits.flatten(0, 1).float(), targets.to(logits.device), ignore_index=UNLEARNT, reduction="none"
-    )
-
-
-@torch.no_grad()
-def text_loss(model: Model, text: HeldOutText) -> Loss:
-    """Return the mean cross-entropy on the tokens of a sample of a text that are learnt, with its margin."""
-    sums: dict[str, tuple[float, int]] = {}
-    names = iter(text.documents)
-    for batch in text.batches:
-        for row, losses in zip(batch, _losses(model, batch).view(len(batch), -1), strict=True):
-            name = next(names)
-            total, tokens = sums.get(name, (0.0, 0))
-            sums[name] = (total + losses.sum(dtype=torch.float64).item(), tokens + learnt(row[1:]))
-    if not sums:
-        raise ValueError("there is no token to evaluate on")
-    tokens = sum(count for _, count in sums.values())
-    mean = sum(total for total, _ in sums.values()) / tokens
-    return Loss(mean, tokens, len(sums), _margin(list(sums.values()), mean, tokens))
-
-
-def _margin(sums: Sequence[tuple[float, int]], mean: float, tokens: int) -> float | None:
-    """Return half of the 95 % interval of a ratio of sums over documents; documents are drawn, not tokens."""
-    count = len(sums)
-    if count < FEW_DOCUMENTS or not math.isfinite(mean):
-        return None
-    squares = sum((total - mean * of_it) ** 2 for total, of_it in sums)
-    deviation = math.sqrt(count / (count - 1) * squares) / tokens
-    # Student's quantile from the normal one (Cornish and Fisher), 0.05 too small at 4 degrees of freedom.
-    z, free = 1.959964, count - 1
-    quantile = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
-    return quantile * deviation
 
 
 def logits_of(model: Any) -> Model:

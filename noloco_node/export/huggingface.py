@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
-from noloco_node.errors import Exit, UserError, storage_error
+from noloco_node.errors import storage_error, usage_error
 from noloco_node.export.sources import ADAPTER_CONFIG, NOTES, Provenance, check_target
 from noloco_node.run.config import DataConfig, ModelConfig
 from noloco_node.storage.atomic_file import flush
@@ -200,11 +200,10 @@ def _lock(aside: Path, directory: Path) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
-            raise UserError(
+            raise usage_error(
                 f"Another export is writing {directory}.",
                 why=f"it holds {aside}",
                 hint="wait for it, or choose another --out",
-                code=Exit.USAGE,
             ) from None
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(aside)):

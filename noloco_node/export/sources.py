@@ -8,7 +8,7 @@ from statistics import median_low
 
 import msgspec
 
-from noloco_node.errors import Exit, UserError, config_error
+from noloco_node.errors import Exit, UserError, config_error, usage_error
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import decode_run, read_run_text
 from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary
@@ -27,11 +27,10 @@ def check_export(out: Path, invite: str | None, homes: Sequence[Path]) -> None:
     if homes:
         recipe_of(homes)
     elif invite is None:
-        raise UserError(
+        raise usage_error(
             "There is nothing to export from.",
             why="neither an invite nor a home was given",
             hint="noloco-node export INVITE --out DIR, or noloco-node export --from-home HOME --out DIR",
-            code=Exit.USAGE,
         )
     else:
         invites.parse(invite)
@@ -40,11 +39,10 @@ def check_export(out: Path, invite: str | None, homes: Sequence[Path]) -> None:
 def check_target(directory: Path) -> None:
     """Raise `UserError` if the place of a checkpoint is not empty."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError(
+        raise usage_error(
             f"{directory} is there already, and not empty.",
             why="an export writes a directory of its own and overwrites nothing",
             hint="another --out, or remove the old one yourself",
-            code=Exit.USAGE,
         )
 
 
@@ -184,11 +182,10 @@ def told_of(snapshot: FromSnapshot) -> str:
 def check_models(directories: Sequence[Path], homes: Sequence[Path]) -> None:
     """Raise `UserError` if there is no model, or directories and homes are both given."""
     if bool(directories) == bool(homes):
-        raise UserError(
+        raise usage_error(
             "Nothing to evaluate." if not homes else "Directories and homes cannot be evaluated together.",
             why="a model is an exported directory, or what homes of nodes hold",
             hint="noloco-node evaluate DIR, or noloco-node evaluate --from-home HOME",
-            code=Exit.USAGE,
         )
     for directory in directories:
         known_run(directory)

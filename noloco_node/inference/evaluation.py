@@ -17,10 +17,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from noloco_node.data.held_out_text import HeldOutText, Loss, text_loss, validation_text
 from noloco_node.errors import UserError, config_error
 from noloco_node.export.adapter_files import base_files, without_base
 from noloco_node.export.exporter import merge_files, of_homes
-from noloco_node.export.held_out_loss import HeldOutText, Loss, WholeModel, logits_of, text_loss, validation_text
+from noloco_node.export.held_out_loss import WholeModel, logits_of
 from noloco_node.export.huggingface import quiet_unless_watched
 from noloco_node.export.replica_fetch import reading_with_tokenizer
 from noloco_node.export.replica_files import ReplicaReader, newest

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from noloco_node.data.encoding import open_encoder, open_tokenizer
-from noloco_node.errors import Exit, UserError, config_error
+from noloco_node.errors import config_error, usage_error
 from noloco_node.export.sources import known_run
 from noloco_node.inference.evaluation import open_model, reading_of
 from pipeline.model_config import longest_sequence
@@ -119,11 +119,10 @@ def generate(directory: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
     encoder = open_encoder(data)
     given = encoder.encode(prompt).tolist()
     if not given:
-        raise UserError(
+        raise usage_error(
             "There is nothing to go on from.",
             why="the prompt has no token",
             hint='a prompt with a word in it, such as --prompt "import "',
-            code=Exit.USAGE,
         )
     spelling: Spelling | ByteSpelling
     if data.has_byte_tokenizer:

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import structs
 
 from gossip.interface import OuterStepTaken, PartnerTooStale, RoundSkipped
-from noloco_node.run.peer_state import LONGEST_DETAIL, PeerState, Wait, WaitCause
+from noloco_node.run.peer_state import LONGEST_DETAIL, Evaluation, PeerState, Wait, WaitCause
 
 RUN_OVER = "the run is over"
 """Why training has ended whose budget is used up (`Finished.why`)."""
@@ -219,6 +219,31 @@ class Disowned(_Event, frozen=True, tag="disowned"):
     usual: float
 
 
+class Evaluated(_Event, frozen=True, tag="evaluated"):
+    """This node evaluated its replica on held-out text; such lines also lie in `evals.jsonl`.
+
+    `number`: of the evaluation, counted in the run. `loss`: nats a token. `margin`: half of its 95 % interval over
+    other documents; None over too few. `tokens`: learnt ones that were predicted. `documents`: that they come from.
+    `seconds`: for which training paused. `device_s`: computed for it, as in `inner_step`.
+    """
+
+    number: int
+    round: int
+    step: int
+    progress: float
+    loss: float
+    margin: float | None
+    tokens: int
+    documents: int
+    seconds: float = 0.0
+    device_s: float = 0.0
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """The part of it that the node's record tells."""
+        return msgspec.convert(self, Evaluation, from_attributes=True)
+
+
 class Finished(_Event, frozen=True, tag="finished"):
     """The node's training is over. `discarded`: microbatches of a partial window that no inner step used."""
 
@@ -247,6 +272,7 @@ NodeEvent = (
     | Receipts
     | CatchUp
     | Disowned
+    | Evaluated
     | Finished
 )
 RoundEvent = OuterStepTaken | PartnerTooStale | RoundSkipped

@@ -20,7 +20,7 @@ from typing import Self
 
 import msgspec
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import storage_error
 from noloco_node.journal import events
 from noloco_node.journal.events import Event, fields_of
 from noloco_node.tasks import loop_s
@@ -39,11 +39,10 @@ class Journal:
         try:
             self._file = _open(path)
         except OSError as error:
-            raise UserError(
+            raise storage_error(
                 f"cannot open the journal {path}",
                 why=error.strerror or str(error),
                 hint="free some space, or give another directory with --home",
-                code=Exit.STORAGE,
             ) from error
         self._size, self._torn = _size_and_torn(path)
 

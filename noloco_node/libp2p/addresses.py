@@ -18,7 +18,7 @@ import msgspec
 from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit, UserError, config_error
 
 _FAMILIES = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
 RELAYS_KEY = "relays"
@@ -189,7 +189,7 @@ def _not_an_address(text: str, why: str) -> UserError:
 
 
 def _not_usable(text: str, why: str, hint: str) -> UserError:
-    return UserError(f"The address {text!r} cannot be used.", why=why, hint=hint, code=Exit.CONFIG)
+    return config_error(f"The address {text!r} cannot be used.", why=why, hint=hint)
 
 
 def _not_here(text: str, error: OSError) -> UserError:
@@ -225,11 +225,10 @@ def bootstrap_address(text: str) -> PeerAddress:
     try:
         return parse_peer_address(text)
     except ValueError as error:
-        raise UserError(
+        raise config_error(
             "The address of a bootstrap peer is wrong.",
             why=str(error),
             hint="copy it from the line that `noloco-node bootstrap` printed",
-            code=Exit.CONFIG,
         ) from None
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import storage_error
 from noloco_node.libp2p.addresses import RELAYS_KEY, PeerAddress
 from noloco_node.libp2p.control import Control
 from noloco_node.libp2p.hivemind_compat import DaemonClient, DhtEntries, DhtNode, HivemindParts, PeerId
@@ -186,11 +186,10 @@ class DhtRecords:
         if self._signer is None:
             self._signer = read_signer(self._identity)
         if self._signer is None:
-            raise UserError(
+            raise storage_error(
                 "The records of this peer cannot be signed.",
                 why=f"the key in {self._identity} is not an Ed25519 key",
                 hint="move the file away to become a new peer; the weights in the home directory stay",
-                code=Exit.STORAGE,
             )
         return self._signer.signed(place_of(key), expiry, content)
 

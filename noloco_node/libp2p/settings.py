@@ -22,7 +22,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission.ticket import ID_HEADER, KEY_HEADER
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import storage_error
 from noloco_node.network.timeouts import PeerLiveness, TimeoutBounds
 from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.storage import atomic_file
@@ -155,11 +155,10 @@ def ensure_identity(path: Path) -> bool:
         _create(path)
         return False
     except OSError as error:
-        raise UserError(
+        raise storage_error(
             "The identity of this peer cannot be read or written.",
             why=f"{path}: {error.strerror}",
             hint="choose a home directory on a disk that you may write to",
-            code=Exit.STORAGE,
         ) from None
 
 
@@ -175,11 +174,10 @@ def peer_bytes(path: Path) -> bytes | None:
 def _check(path: Path) -> None:
     key = path.read_bytes()
     if len(key) < 36 or key[:1] != b"\x08" or (key.startswith(KEY_HEADER) and len(key) != 68):
-        raise UserError(
+        raise storage_error(
             "The identity of this peer is damaged.",
             why=f"{path} holds {len(key)} bytes that are no libp2p private key",
             hint="restore it from a backup, or delete it to become a new peer",
-            code=Exit.STORAGE,
         )
 
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import UserError, storage_error, usage_error
 from noloco_node.storage import atomic_file
 from noloco_node.units import parse_bytes, parse_rate
 
@@ -122,7 +122,7 @@ def read_hours(text: str) -> Hours:
 
 
 def _unreadable(option: str, text: str, why: str, example: str) -> UserError:
-    return UserError(f"{option} {text!r} cannot be used.", why=why, hint=f"{option} {example}", code=Exit.USAGE)
+    return usage_error(f"{option} {text!r} cannot be used.", why=why, hint=f"{option} {example}")
 
 
 # The token bucket.
@@ -275,11 +275,10 @@ class TrafficLedger:
         except FileNotFoundError:
             return nothing
         except OSError as error:
-            raise UserError(
+            raise storage_error(
                 f"cannot read {self._path}",
                 why=error.strerror or str(error),
                 hint="repair its permissions, or give another directory with --home",
-                code=Exit.STORAGE,
             ) from error
         except (msgspec.DecodeError, UnicodeDecodeError):
             self._say(f"{self._path} is garbled: counting this month's traffic from zero")

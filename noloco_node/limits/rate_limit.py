@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from noloco_node.limits.budget import SMALL_BYTES, OwnerLimits, full_bucket, give_back, take
-from noloco_node.network.interface import NO_HOOK, Conversation, ConversationHook, NetworkHook, Pace
+from noloco_node.network.interface import Conversation, NetworkHook, Pace
 from noloco_node.tasks import loop_s
 from noloco_node.units import format_bytes, format_rate
 
@@ -152,13 +152,13 @@ class LimitHook(NetworkHook):
         self._round_topic = kind
         self.up.round_share = self.down.round_share = share
 
-    def opened(self, conversation: Conversation, topic: str) -> ConversationHook:
+    def opened(self, conversation: Conversation, topic: str) -> Conversation:
         in_round = topic.partition("/")[0] == self._round_topic
         conversation.limit(self.up.pace(in_round=in_round), self.down.pace(in_round=in_round))
-        return NO_HOOK
+        return conversation
 
     @contextmanager
-    def answering(self, conversation: Conversation, topic: str) -> Iterator[ConversationHook]:
+    def answering(self, conversation: Conversation, topic: str) -> Iterator[Conversation]:
         yield self.opened(conversation, topic)
 
     def statistics(self) -> dict[str, int | float]:

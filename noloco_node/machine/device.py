@@ -29,7 +29,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit, UserError, usage_error
 from noloco_node.machine.interface import DeviceLost, Runner, check_device_name
 from noloco_node.run.config import MOST_SLOWDOWN
 from pipeline.forward_pass import is_shortage
@@ -129,11 +129,10 @@ class Device:
         thread: concurrent.futures.Executor | None = None,
     ) -> None:
         if not 1.0 <= slowdown <= MOST_SLOWDOWN:
-            raise UserError(
+            raise usage_error(
                 f"A device cannot be slowed down {slowdown:g} times.",
                 why="a slowdown lets time pass after each job; it can neither take time back nor stand still",
                 hint=f"--slowdown from 1 to {MOST_SLOWDOWN:g}",
-                code=Exit.USAGE,
             )
         self.device = device
         self._slowdown, self._wall = slowdown, wall

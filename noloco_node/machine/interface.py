@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gossip.exchange.messages import ReplicaState
     from gossip.transfer.assembly import ChunkStore
     from gossip.transfer.chunks import HeldCopy
+    from noloco_node.data.held_out_text import HeldOutText
     from noloco_node.machine.memory import GraphBytes
     from pipeline.inner_step import OptimiserState, StepReport
 
@@ -97,6 +98,12 @@ class StageModel(worker.WorkerStage, Protocol):
     def discard(self) -> None:
         """Forget the gradients collected so far."""
 
+    def token_losses(self, tokens: Tensor, /) -> Tensor:
+        """Return the loss of each token but the first of marked `tokens` [b, s + 1]: [b, s], 0 where one is only given.
+
+        Only a stage that is the whole model can.
+        """
+
     def weights(self, less: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         """Return a copy of the fast weights; `less` others, the difference from these in bfloat16."""
 
@@ -155,6 +162,13 @@ class Text(Protocol):
         """Return sentences about what was left out of the text since the last call; the owner has been told."""
 
 
+class EvaluationHost(Protocol):
+    """What an evaluation takes of a machine. `noloco_node.cli.host_machine.EvaluationMachine` is the real one."""
+
+    async def text(self) -> HeldOutText:
+        """Read the sample of held-out text, beside the training; raise `UserError` if there is none."""
+
+
 class SnapshotStore(Protocol):
     """Keeps stage snapshots. `noloco_node.storage.checkpoint_store.SnapshotDirectory` is the real one."""
 
@@ -165,8 +179,14 @@ class SnapshotStore(Protocol):
         """Return the last stage snapshot, or None."""
 
 
-class ArchivedStages(Protocol):
-    """Checkpoints of stages that this peer served before; `noloco_node.storage.checkpoint_store.CheckpointStore`."""
+class CheckpointArchive(Protocol):
+    """Checkpoints of stages that this peer served; `noloco_node.storage.checkpoint_store.CheckpointStore`."""
+
+    async def served(self) -> int | None:
+        """Return the stage that this peer served last, or None."""
+
+    async def load(self, stage: int) -> Checkpoint | None:
+        """Return this peer's last checkpoint of a stage, or None."""
 
     async def set_aside(self, own: int) -> None:
         """Put checkpoints of other stages than `own` where those of `own` do not replace them."""
@@ -249,18 +269,16 @@ class Host(ComputeHost, Protocol):
         """The files of the run's tokenizer, as far as they are here; None if peers do not send them."""
 
     @property
-    def former(self) -> ArchivedStages:
-        """Checkpoints of the stages that this peer served before."""
+    def evaluation(self) -> EvaluationHost | None:
+        """What an evaluation takes; None where the run has none."""
+
+    @property
+    def checkpoints(self) -> CheckpointArchive:
+        """Checkpoints of the stages that this peer served."""
 
     @property
     def snapshots(self) -> SnapshotStore | None:
         """Stage snapshots; None if the owner did not ask to keep any."""
-
-    async def last_stage(self) -> int | None:
-        """Return the stage that this peer served last, or None."""
-
-    async def load(self, stage: int, /) -> Checkpoint | None:
-        """Return this peer's last checkpoint of a stage, or None."""
 
     async def save(self, checkpoint: Checkpoint, /) -> str:
         """Write a checkpoint and return where it is; raise `OSError` if the disk refuses.

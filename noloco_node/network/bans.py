@@ -15,7 +15,7 @@ from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from itertools import islice
 from typing import NamedTuple
 
-from noloco_node.network.interface import NO_HOOK, Conversation, ConversationHook, NetworkHook
+from noloco_node.network.interface import Conversation, NetworkHook
 from noloco_node.network.schema import Violation
 from noloco_node.tasks import loop_s
 
@@ -109,11 +109,12 @@ class BanHook(NetworkHook):
         self._refuse_banned(peer)
         return super().calling(peer)
 
-    def opened(self, conversation: Conversation, topic: str) -> ConversationHook:
-        return _Watch(conversation.peer, self)
+    def lost(self, peer: str, error: ConnectionError) -> None:
+        if isinstance(error, Violation):
+            self._note(peer)
 
     @contextmanager
-    def answering(self, conversation: Conversation, topic: str) -> Iterator[ConversationHook]:
+    def answering(self, conversation: Conversation, topic: str) -> Iterator[Conversation]:
         place = address_prefix(conversation.origin)
         prefix = str(place) if place is not None and place.is_global else ""
         self._refuse_banned(conversation.peer)
@@ -126,11 +127,11 @@ class BanHook(NetworkHook):
         self._answering[prefix] += 1
         served_well = True
         try:
-            yield NO_HOOK
+            yield conversation
         except (Violation, ConnectionRefusedError) as error:  # another hook refuses strangers
             served_well = False
             if isinstance(error, Violation):
-                self.note(conversation.peer, prefix)
+                self._note(conversation.peer, prefix)
             raise
         finally:
             if served_well:
@@ -142,7 +143,11 @@ class BanHook(NetworkHook):
     def statistics(self) -> dict[str, int | float]:
         return dict(self._counts)
 
-    def note(self, peer: str, prefix: str = "") -> None:
+    def shut_out(self, peer: str, for_s: float) -> None:
+        """Quarantine a peer for so long; 0 ends the quarantine."""
+        self._bans.shut_out(peer, loop_s(), for_s)
+
+    def _note(self, peer: str, prefix: str = "") -> None:
         """Count a violation against a peer, and the public prefix that it came from."""
         now_s = loop_s()
         self._good_since_s.pop(peer, None)
@@ -150,10 +155,6 @@ class BanHook(NetworkHook):
         if prefix:
             banned |= self._bans.note(prefix, now_s, MOST_OF_PREFIX) > 0.0
         self._counts["bans.begun"] += banned
-
-    def shut_out(self, peer: str, for_s: float) -> None:
-        """Quarantine a peer for so long; 0 ends the quarantine."""
-        self._bans.shut_out(peer, loop_s(), for_s)
 
     def _note_good(self, peer: str) -> None:
         self._good_since_s[peer] = self._good_since_s.pop(peer, loop_s())
@@ -168,20 +169,6 @@ class BanHook(NetworkHook):
         if left_s > 0.0:
             self._counts["bans.refused"] += 1
             raise ConnectionRefusedError(f"{who} sent what no peer may send, and is shut out for {left_s:.0f} s more")
-
-
-class _Watch(ConversationHook):
-    """Notes the violation that ends a conversation which we opened: once, however often it is raised."""
-
-    __slots__ = ("_bans", "_noted", "_peer")
-
-    def __init__(self, peer: str, bans: BanHook) -> None:
-        self._peer, self._bans, self._noted = peer, bans, False
-
-    def violated(self) -> None:
-        if not self._noted:
-            self._noted = True
-            self._bans.note(self._peer)
 
 
 def address_prefix(origin: str) -> IPv4Network | IPv6Network | None:

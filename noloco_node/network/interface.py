@@ -99,28 +99,6 @@ Records = Mapping[str, bytes] | None
 """The records under one key, by subkey; None where nobody answered."""
 
 
-class ConversationHook:
-    """What a `NetworkHook` adds to one conversation; this one adds nothing."""
-
-    __slots__ = ()
-
-    async def before_send(self) -> None:
-        """Raise a `ConnectionError` where the conversation must not go on."""
-
-    async def after_receive(self) -> None:
-        """Raise a `ConnectionError` where the message that came must not be handed out."""
-
-    def violated(self) -> None:
-        """Note that the peer sent what no peer may send."""
-
-    def objects(self) -> bool:
-        """Say whether the conversation must not be kept for another call."""
-        return False
-
-
-NO_HOOK = ConversationHook()
-
-
 class NetworkHook:
     """One concern of a `calls.HookedNetwork`; this one adds nothing."""
 
@@ -128,19 +106,22 @@ class NetworkHook:
         """Return a context to hold while we open a conversation; ConnectionRefusedError where we must not."""
         return nullcontext()
 
-    def opened(self, conversation: Conversation, topic: str) -> ConversationHook:
-        """Return the hook of a conversation that we have opened."""
-        return NO_HOOK
+    def opened(self, conversation: Conversation, topic: str) -> Conversation:
+        """Return a conversation that we have opened with what the hook adds to it."""
+        return conversation
 
-    def lost(self, peer: str) -> None:
+    def lost(self, peer: str, error: ConnectionError) -> None:
         """Note that a conversation that we opened has failed."""
 
     async def before_serve(self) -> None:
         """Prepare for conversations that others open."""
 
-    def answering(self, conversation: Conversation, topic: str) -> AbstractContextManager[ConversationHook]:
-        """Return a context to hold while a handler answers; ConnectionRefusedError where it must not."""
-        return nullcontext(NO_HOOK)
+    def answering(self, conversation: Conversation, topic: str) -> AbstractContextManager[Conversation]:
+        """Return a context to hold while a handler answers: it lends the conversation with what the hook adds to it.
+
+        Raises ConnectionRefusedError where the handler must not answer.
+        """
+        return nullcontext(conversation)
 
     def stamped(self, value: bytes) -> bytes:
         """Return what we publish for a record's value."""

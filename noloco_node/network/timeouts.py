@@ -54,7 +54,6 @@ ANSWERS = TimeoutBounds(least_s=4.0, most_s=120.0, unknown_s=12.0)
 
 
 def observed(before: RttEstimate | None, took_s: float) -> RttEstimate:
-    """Return the estimate with one more observation."""
     if before is None:
         return RttEstimate(took_s, took_s / 2)
     deviation_s = before.deviation_s + DEVIATION_WEIGHT * (abs(took_s - before.mean_s) - before.deviation_s)
@@ -88,7 +87,6 @@ class AdaptiveTimeout:
         """The estimate of first contacts, with any peer."""
 
     def deadline_s(self, peer: str) -> float:
-        """Return how long to wait for a peer."""
         known = self._peers.get(peer, _Known())
         return deadline_s(known.estimate or self._first, known.timeouts, self._bounds)
 

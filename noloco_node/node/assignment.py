@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass
 from math import inf, prod
 from typing import Any, NamedTuple, TypeAlias
@@ -28,6 +28,7 @@ from gossip.transfer.chunks import cut
 from gossip.transfer.donor import Donor, DonorLimits
 from gossip.transfer.download import piece_s
 from noloco_node import __version__
+from noloco_node.evaluation.evaluator import Evaluator, EvaluatorContext
 from noloco_node.journal import events
 from noloco_node.limits.rate_limit import spending
 from noloco_node.network.interface import Conversation, Handler
@@ -226,6 +227,7 @@ class Assignment:
         self._discarded = 0
         """Microbatches that became no step."""
         self._progress = ProgressReporter(context, replica, self._announce_training)
+        self._evaluator = self._make_evaluator()
 
     async def run(self, leave: asyncio.Event) -> AssignmentEnd:
         """Serve, train and save until the assignment ends."""
@@ -233,7 +235,12 @@ class Assignment:
         await self._server.begin()
         self._announce(PeerState.TRAINING)
         self._reporter.record(events.StateChanged(state=PeerState.TRAINING))
-        async with aclosing(self.replica), background(services.writer.run()), background(self._keep_snapshots()):
+        async with (
+            aclosing(self.replica),
+            nullcontext() if self._evaluator is None else aclosing(self._evaluator),
+            background(services.writer.run()),
+            background(self._keep_snapshots()),
+        ):
             async with background(supervised("the report of progress", self._progress.run, context.warn)):
                 try:
                     ending = await self.train(leave)
@@ -385,6 +392,7 @@ class Assignment:
             waiting=waiting[:MOST_WAITS],
             budget=spending(context.network.statistics()),
             hops=self._progress.hops,
+            evaluation=None if self._evaluator is None else self._evaluator.newest,
         )
         context.membership.update(self.migration.with_plans(record))
 
@@ -396,6 +404,8 @@ class Assignment:
         While an outer step is computed beside the training they do not: its end would be waited for.
         """
         replica, rounds = self.replica, self.replica.rounds
+        if self._evaluator is not None and not replica.starting_weights.doubtful:
+            await self._evaluator.in_pause(rounds.finished, replica.inner_steps, replica.progress.value)
         due = not replica.starting_weights.doubtful and self._services.writer.due(rounds.finished)
         if due and rounds.settled:
             self._services.writer.begin(await self._checkpoint())
@@ -413,6 +423,25 @@ class Assignment:
     async def _checkpoint(self) -> Checkpoint:
         work = self._services.work
         return await self.replica.checkpoint(work.samples, work.position())
+
+    def _make_evaluator(self) -> Evaluator | None:
+        """Return what evaluates our replica; None where nothing is to be evaluated."""
+        context, replica, run = self._context, self.replica, self._context.run
+        if context.host.evaluation is None:
+            return None
+        evaluated = EvaluatorContext(
+            run_id=context.run_file.digest,
+            me=context.me,
+            every_rounds=run.data.evaluate_every_rounds,
+            sequences=run.pipeline.microbatch_size,
+            host=context.host.evaluation,
+            roster=lambda: context.membership.roster,
+            token_losses=replica.token_losses,
+            busy_s=lambda: context.host.device.busy_s,
+            is_ending=lambda: self._ending is not None,
+            reporter=self._reporter,
+        )
+        return Evaluator(evaluated, replica.rounds.finished)
 
     async def _keep_snapshots(self) -> None:
         context, store = self._context, self._context.host.snapshots
@@ -433,7 +462,6 @@ class Assignment:
 
 
 def _make_replica(context: NodeContext, services: NodeServices, start: Start) -> Replica:
-    """Make a replica of what joining yielded."""
     run, options, membership = context.run, context.options, context.membership
     services.work.begin(start.starting_state.progress, start.counted)
     membership.focus(run.pipeline.all_stages if context.keeps_snapshots else (start.number, start.number + 1))

@@ -90,11 +90,11 @@ class Start(NamedTuple):
 async def join(context: NodeContext, request: StageRequest) -> Start:
     """Claim a stage, build it and find its weights; raise `UserError` if this machine cannot hold it."""
     host = context.host
-    served = await host.last_stage() if request.stage is None else None
+    served = await host.checkpoints.served() if request.stage is None else None
     number, stage = await claim_stage(context, request, served)
     if stage is None:
         stage = await build_stage(host, number)
-    saved = await host.load(number)
+    saved = await host.checkpoints.load(number)
     try:
         starting_state = await _StateSearch(context, request, number, stage, saved).run()
     except (MemoryError, RuntimeError) as error:

@@ -18,7 +18,7 @@ from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import replace
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import UserError, storage_error
 from noloco_node.journal import events
 from noloco_node.journal.writer import JournalThrottle
 from noloco_node.machine.interface import Dimensions, Host, Reporter
@@ -121,7 +121,6 @@ class Node:
 
     @property
     def roster(self) -> Roster:
-        """The last roster."""
         return self._context.membership.roster
 
     @property
@@ -156,11 +155,10 @@ class Node:
                 raise
             await context.membership.withdraw()
         if not saved:
-            raise UserError(
+            raise storage_error(
                 "The weights of this replica could not be saved.",
                 why="the disk refused; the lines above say how",
                 hint="free some space; the checkpoints before it are kept, and the swarm does not wait for this one",
-                code=Exit.STORAGE,
             )
 
     async def _serve_checkpoint(self) -> None:

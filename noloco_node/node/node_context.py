@@ -84,13 +84,11 @@ class NodeContext:
 
     @property
     def keeps_snapshots(self) -> bool:
-        """Whether this node keeps stage snapshots."""
         return self.host.snapshots is not None and self.options.keep_snapshots > 0
 
     def claim_record(
         self, stage: int, state: PeerState, device_s: float, may_serve: tuple[int, ...] = ()
     ) -> PeerRecord:
-        """Return the record by which we claim a stage."""
         return PeerRecord(
             peer=self.me,
             stage=stage,

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from random import Random
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from gossip.exchange.messages import Parts, ReplicaState
 from gossip.interface import Candidate, Event, MeetingLost, OuterStepTaken, RoundContext, RoundProgress
@@ -23,11 +24,10 @@ from noloco_node import __version__
 from noloco_node.journal import events
 from noloco_node.machine.device import WatchedDevice
 from noloco_node.machine.interface import Runner, StageModel
-from noloco_node.network.calls import SendTurns
 from noloco_node.network.interface import Conversation
 from noloco_node.network.timeouts import ANSWERS, AdaptiveTimeout
 from noloco_node.network.wire import is_usable
-from noloco_node.node.microbatches import MicrobatchClient, MicrobatchServer
+from noloco_node.node.microbatches import MicrobatchClient, MicrobatchServer, SendTurns
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext, rate_schedule, round_timeouts
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.run.protocols import GOSSIP, topic
@@ -42,6 +42,9 @@ from pipeline.messages import ACTIVATION_CODECS
 from pipeline.next_stage import NextStage, NextStageClient, Wanted
 from pipeline.spot_checks import CheckSettings, SpotChecks
 from pipeline.worker import Worker
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DRAIN_S = 30.0
 """How long the blocking form of a round waits for what is in flight."""
@@ -180,6 +183,10 @@ class Replica:
         """
         away = self.admission.in_flight - self.admission.turns.waiting
         return self.next_stage is not None and 0 < away <= self.next_stage.stranded
+
+    async def token_losses(self, tokens: Tensor) -> Tensor:
+        """Return the loss of each token but the first of marked `tokens`, in a run of one stage."""
+        return await self._run(self._stage.token_losses, tokens)
 
     async def discard(self) -> int:
         """Forget the partial window's gradients and all microbatches in flight; return how many the window held."""
@@ -331,6 +338,7 @@ class Replica:
                 optimiser_steps=optimiser.steps,
                 meetings=outer.meetings,
                 last_met=age.last_met,
+                slow_steps=self.rounds.slow_steps,
                 data_position=data_position,
             ),
             {"slow": outer.slow}

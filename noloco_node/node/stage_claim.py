@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit, UserError, usage_error
 from noloco_node.journal import events
 from noloco_node.machine.interface import ComputeHost, StageModel
 from noloco_node.machine.memory import GraphBytes, usable_bytes, wanted_bytes
@@ -207,11 +207,10 @@ async def _claim_requested(context: NodeContext, requested: int, device_s: float
     try:
         stage = parse_stage(requested, len(context.dimensions.work))
     except ValueError as error:
-        raise UserError(
+        raise usage_error(
             f"There is no stage {requested}.",
             why=str(error).partition(": ")[2],
             hint="leave out --stage, or choose one that is there",
-            code=Exit.USAGE,
         ) from error
     if stage not in servable(context):
         context.reporter.say(

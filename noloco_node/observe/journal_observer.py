@@ -63,12 +63,15 @@ class JournalObserver:
             budget = round(tokens / progress)
         if sources and all(history.finished == events.RUN_OVER for history in sources):
             progress = 1.0  # what was in a partial window is in no inner step
+        evaluated = [history.evaluated for history in self.histories if history.evaluated is not None]
+        newest = max(evaluated, key=lambda each: each.at, default=None)
         totals = RunTotals(
             name=self._name,
             progress=progress,
             tokens=tokens,
             budget_tokens=budget,
             tokens_per_s=sum(history.tokens_per_s(now) for history in sources),
+            held_out=None if newest is None else newest.loss,
             routes_told=ALL_ROUTES,
             busy_name=COMPUTING,
         )
@@ -125,6 +128,7 @@ def peer_view(history: PeerHistory, names: Mapping[str, str], now: float) -> Pee
         tokens_per_s=history.tokens_per_s(now),
         busy=history.busy_share(now),
         loss=history.loss,
+        held_out=None if history.evaluated is None else history.evaluated.loss,
         gap=history.gap_last,
         waits=left if wait is None else wait_words(wait, history.stage),
         cause=None if wait is None else wait.cause,
@@ -160,6 +164,8 @@ def change_text(event: events.Event) -> str | None:
             return event.text + (" (over)" if event.over else "")
         case events.PeerViolation():
             return f"was sent what no peer may send by {event.peer[-8:]}: {event.why}"
+        case events.Evaluated():
+            return str(event.evaluation)
         case events.SpotCheck(finding="quarantined"):
             return f"leaves {event.peer[-8:]} alone for {event.for_s:.0f} s: its gradients are not those of others"
         case events.SpotCheck(finding="doubted"):

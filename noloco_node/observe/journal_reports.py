@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from noloco_node.admission.ticket import peer_of_file
-from noloco_node.errors import Exit, UserError, config_error, reason_of
+from noloco_node.errors import UserError, config_error, reason_of, storage_error, usage_error
 from noloco_node.journal.events import fields_of
 from noloco_node.journal.reader import journals_in, read
 from noloco_node.observe.peer_history import Contribution, ledger_of
@@ -48,12 +48,7 @@ def export_journals(places: Sequence[Path], out: Path, kind: TableFormat) -> str
     """Write journals to a new file (curves: to a new directory), and say what was written."""
     journals = journals_in(places)
     if out.exists():
-        raise UserError(
-            f"{out} is there already.",
-            why="nothing is written over",
-            hint="give --out another name",
-            code=Exit.USAGE,
-        )
+        raise usage_error(f"{out} is there already.", why="nothing is written over", hint="give --out another name")
     if next(rows(journals), None) is None:
         raise config_error(
             "There is nothing to export.", "no event in these journals is legible", "give the home of a node"
@@ -62,9 +57,7 @@ def export_journals(places: Sequence[Path], out: Path, kind: TableFormat) -> str
     try:
         count = _write_whole(journals, out, kind) if curves is None else curves(journals, out)
     except OSError as error:
-        raise UserError(
-            f"Cannot write {out}.", why=reason_of(error), hint="give --out another place", code=Exit.STORAGE
-        ) from error
+        raise storage_error(f"Cannot write {out}.", why=reason_of(error), hint="give --out another place") from error
     return f"Wrote {count:,} {'points' if curves else 'rows'} to {out}."
 
 
@@ -203,11 +196,10 @@ def _write_wandb(journals: Mapping[str, Path], out: Path) -> int:
 
 
 def _missing(what: str, package: str) -> UserError:
-    return UserError(
+    return usage_error(
         f"{what} is not installed.",
         why="its files are written by its own package, which the node does without",
         hint=f"pip install {package}, or export --to csv or parquet",
-        code=Exit.USAGE,
     )
 
 

@@ -51,6 +51,7 @@ class NodeMetrics:
         self._losses = counter("losses", "Calls, exchanges and replies that broke off.", "kind")
         self._violations = counter("violations", "What peers sent and no peer may send.")
         self._findings = counter("spot_checks", "Findings of spot checks of the next stage.", "finding")
+        self._evaluations = counter("evaluations", "Evaluations of this node on held-out text.")
         self._moves = counter("moves", "Moves of this node to another stage.")
         self._reconnects = counter("reconnects", "Times that this peer joined its swarm anew.")
         self._restarts = counter("daemon_restarts", "Times that the libp2p daemon died.")
@@ -67,6 +68,7 @@ class NodeMetrics:
         self._stage.set(-1)
         self._round = gauge("round", "Rounds of this node.")
         self._loss = gauge("loss_nats", "Loss of the last window, nats a token.")
+        self._held_out = gauge("held_out_loss_nats", "Loss of this node's last evaluation on held-out text.")
         self._gap = gauge("gap_ratio", "Distance to the last partner over the norm of the mean.")
         self._waiting = gauge("waiting", "1 while this node waits for something, else 0.")
         self._unsaved = gauge("checkpoint_refused", "1 while the disk refuses this node's checkpoints, else 0.")
@@ -75,6 +77,7 @@ class NodeMetrics:
         self._swarm_tokens = gauge("swarm_tokens", "Tokens that all peers have trained.")
         self._source_tokens = gauge("source_tokens", "Tokens of other sources, claimed, or signed by receipts.", "kind")
         self._speed = gauge("swarm_tokens_per_second", "Speed of the whole swarm.")
+        self._swarm_held_out = gauge("swarm_held_out_loss_nats", "Newest loss on held-out text that a peer reports.")
         self._left_s = gauge("swarm_left_seconds", "Time left at the present speed; NaN where nothing moves.")
         self._replicas = gauge("replicas", "Peers at a stage.", "stage")
         self._training = gauge("replicas_training", "Peers that train at a stage.", "stage")
@@ -132,6 +135,9 @@ class NodeMetrics:
                 self._violations.inc(event.count)
             case events.Noticed() if event.what == events.DISK:
                 self._unsaved.set(not event.over)
+            case events.Evaluated():
+                self._evaluations.inc()
+                self._held_out.set(event.loss)
             case events.SpotCheck():
                 self._findings.labels(self._bounded("finding", event.finding)).inc(event.count)
             case events.Finished():
@@ -150,6 +156,7 @@ class NodeMetrics:
         self._swarm_tokens.set(view.tokens)
         self._speed.set(view.tokens_per_s)
         self._left_s.set(float("nan") if view.left_s is None else view.left_s)
+        self._swarm_held_out.set(float("nan") if view.held_out is None else view.held_out)
         for gauge in (self._replicas, self._training, self._stage_busy):
             gauge.clear()
         for number in watched:

@@ -48,6 +48,7 @@ class FrameCourse(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: list[float]
     loss: list[float | None]
     gap: list[float | None]
+    held_out: list[float | None]
 
 
 class PageFrame(SwarmFigures, frozen=True, kw_only=True):
@@ -117,7 +118,7 @@ def _routes(routes: Sequence[Route], places: dict[str, int]) -> list[tuple[int, 
 def _course(moments: Sequence[Moment]) -> FrameCourse:
     stride = 1 + len(moments) // MOST_MOMENTS
     kept = [*moments[:-1:stride], *moments[-1:]]
-    digits = {"at": 1, "progress": 5, "tokens_per_s": 4, "loss": 4, "gap": 6}
+    digits = {"at": 1, "progress": 5, "tokens_per_s": 4, "loss": 4, "gap": 6, "held_out": 4}
     return FrameCourse(
         **{name: [_rounded(getattr(each, name), many) for each in kept] for name, many in digits.items()}
     )

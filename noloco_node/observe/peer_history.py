@@ -194,6 +194,8 @@ class PeerHistory:
     violations: int = 0
     others_signed: dict[str, int] = field(default_factory=dict)
     """Tokens of other sources for which it has seen receipts, by peer."""
+    evaluated: events.Evaluated | None = None
+    """Its last evaluation."""
     finished: str | None = None
     """Why its training ended."""
     gone: str | None = None
@@ -226,6 +228,8 @@ class PeerHistory:
                 self.violations += event.count
             case events.Receipts():
                 self.others_signed = event.signed
+            case events.Evaluated():
+                self.evaluated = event
             case events.Finished():
                 self.finished, self.waiting, self.since = event.why, None, event.at
 

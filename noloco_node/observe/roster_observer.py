@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from types import MappingProxyType
 
 import msgspec
@@ -56,6 +57,8 @@ class RosterObserver:
         """The inner steps that each peer had taken when it came to train; 0 of peers that trained at our first look."""
         self._changes: deque[Change] = deque(maxlen=MOST_CHANGES)
         self._course = Course()
+        self._held_out: float | None = None
+        """Of the newest evaluation that a record tells."""
         self._routes, self._lines = RecordedRoutes(), LineRates()
 
     def view(self, roster: Roster, at: float, late: Mapping[str, float] = MappingProxyType({})) -> SwarmView:
@@ -76,6 +79,7 @@ class RosterObserver:
             tokens=self._tokens(samples),
             budget_tokens=self._tokens(run.budget_samples),
             tokens_per_s=self._tokens_per_s(roster, samples, at),
+            held_out=self._held_out,
             trouble=_age(roster),
         )
         self._lines.take(records)
@@ -135,6 +139,7 @@ class RosterObserver:
             tokens_per_s=speed,
             busy=min(1.0, busy) if busy > 0.0 or idle else None,
             loss=record.loss,
+            held_out=None if record.evaluation is None else record.evaluation.loss,
             gap=record.gap,
             waits=waits,
             cause=cause,
@@ -171,6 +176,7 @@ class RosterObserver:
         self._came = {
             peer: self._came.get(peer, 0 if before is None else record.inner_steps) for peer, record in training.items()
         }
+        self._note_evaluations(before, records, at)
         if before is None:
             return
         for peer, record in records.items():
@@ -181,6 +187,21 @@ class RosterObserver:
             last = before[peer]
             how = "left after the run" if last.state is PeerState.FINISHED else f"is gone from stage {last.stage}"
             self._changes.append(Change(at=at, name=called(last), text=how))
+
+    def _note_evaluations(
+        self, before: Mapping[str, PeerRecord] | None, records: Mapping[str, PeerRecord], at: float
+    ) -> None:
+        """Note the evaluations that are new; our own peer's are told from its journal (`ServedViews`)."""
+        known = {peer: record.evaluation for peer, record in (before or {}).items()}
+        told = [
+            (each.evaluation.number, peer, each.evaluation)
+            for peer, each in records.items()
+            if each.evaluation is not None and each.evaluation != known.get(peer)
+        ]
+        for _, peer, evaluation in sorted(told, key=itemgetter(0, 1)):
+            self._held_out = evaluation.loss
+            if before is not None and (self._own is None or self._own.peer != peer):
+                self._changes.append(Change(at=at, name=called(records[peer]), text=str(evaluation)))
 
 
 class LineRates:

@@ -72,6 +72,7 @@ def picture(view: SwarmView, width: int, height: int, footer: str = "") -> Rende
 
 def line(view: SwarmView) -> str:
     loss = [] if view.loss is None else [f"loss {view.loss:.3f}"]
+    loss += [] if view.held_out is None else [f"held-out loss {view.held_out:.3f}"]
     gap = [] if view.gap is None else [f"gap {view.gap:.2g}"]
     census = ", ".join(f"{each.stage}: {each.replicas}" for each in view.stages)
     parts = [f"{view.progress:.1%}", f"{view.tokens_per_s:,.0f} tokens/s", time_left(view), *loss, *gap]
@@ -107,6 +108,7 @@ def _top(view: SwarmView, width: int, height: int) -> list[RenderableType]:
     bar.append(f"  {figures}", style="bold").truncate(width, overflow="ellipsis")
     facts = [f"{tokens}{of} tokens{_signed(view.given, width)}"]
     facts += [] if view.loss is None else [f"loss {view.loss:.3f}"]
+    facts += [] if view.held_out is None else [f"held-out {view.held_out:.3f}"]
     facts += [] if view.gap is None else [f"gap {view.gap:.2g}"]
     facts.append(f"{there} peer{'s' * (there != 1)}")
     said = [view.bottleneck] if view.trouble is None else [view.trouble, view.bottleneck]

@@ -43,7 +43,7 @@ class PeerFigures(msgspec.Struct, frozen=True, kw_only=True):
     `busy`: share of the time for which its device works, or the line that limits it. `share`: of its stage's speed.
     `tokens`: of its windows, as it says; `tokens_signed`: those that it drew as a source and has receipts for.
     `sent_per_s`, `received_per_s`: bytes over its line. `waits`: what it waits for, and `budget`: what it uses of the
-    line that its owner allows, both in words.
+    line that its owner allows, both in words. `held_out`: loss of its last evaluation on held-out text.
     """
 
     name: str
@@ -59,6 +59,7 @@ class PeerFigures(msgspec.Struct, frozen=True, kw_only=True):
     share: float | None = None
     busy: float | None = None
     loss: float | None = None
+    held_out: float | None = None
     gap: float | None = None
     waits: str | None = None
     sent_per_s: float | None = None
@@ -110,6 +111,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
     loss: float | None
     gap: float | None
+    held_out: float | None = None
 
 
 class GivenInAll(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +128,7 @@ class GivenInAll(msgspec.Struct, frozen=True, kw_only=True):
 class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of a run beside its peers. `tokens`: trained so far, by all. `trouble`: why the view may be out of date.
 
+    `held_out`: loss of the newest evaluation on held-out text, as the peer says that made it.
     `routes_told`: which routes are known, in words. `busy_name`: what a share of time called busy counts.
     """
 
@@ -135,6 +138,7 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     budget_tokens: int | None
     tokens_per_s: float
+    held_out: float | None = None
     trouble: str | None = None
     routes_told: str = TOLD_ROUTES
     busy_name: str = AT_WORK
@@ -210,7 +214,9 @@ def swarm_view(
     bottleneck = present_bottleneck(seen, speed, is_over=is_over)
     if is_over and totals.progress < 1.0:
         bottleneck = Bottleneck("The run is over: all peers that are there have finished.")
-    course.add(Moment(at=at, progress=totals.progress, tokens_per_s=speed, loss=loss, gap=gap))
+    course.add(
+        Moment(at=at, progress=totals.progress, tokens_per_s=speed, loss=loss, gap=gap, held_out=totals.held_out)
+    )
     return SwarmView(
         **msgspec.structs.asdict(totals),
         at=at,

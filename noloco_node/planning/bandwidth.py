@@ -98,7 +98,6 @@ class MicrobatchBytes(NamedTuple):
 
 
 def microbatch_bytes(run: RunConfig, plan: Dimensions, stage: int) -> MicrobatchBytes:
-    """Return what a microbatch moves at a stage."""
     pipeline = run.pipeline
     down, back = hop_bytes(pipeline, plan.width)
     sends, takes = not pipeline.is_last(stage), stage > 0

@@ -19,6 +19,7 @@ from noloco_node.run.runfile import load_run
 from noloco_node.units import format_bytes, format_count, format_duration, format_rate
 
 TOKENS_A_PARAMETER = 20
+MOMENTS_BESIDE = ", and AdamW's moments lie in main memory, from where each step fetches them"
 IDLE = 0.5
 """Less of their time at work than this, and a plan leaves devices idle."""
 
@@ -75,7 +76,8 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
         _other_form(planned, machines),
         f"Memory: {format_bytes(device)} on the GPU at least, and {format_bytes(beside)} beside it at most "
         f"({in_phases(max(needs, key=lambda memory: memory.beside))}); "
-        f"{found.computed_again:.0%} of the forward passes are computed again.",
+        f"{found.computed_again:.0%} of the forward passes are computed again"
+        f"{MOMENTS_BESIDE if any(memory.moments_beside for memory in needs) else ''}.",
     ]
     if len(set(found.replicas)) > 1:
         said.append(
@@ -128,7 +130,7 @@ def _alone(planned: Planned, machines: Machines) -> list[str]:
     )
     alone = structs.replace(planned.run, pipeline=pipeline)
     layout = model_layout(alone)
-    needs = gpu_memories(alone, layout)
+    needs = gpu_memories(alone, layout, machines)
     speed = forecast(alone, layout, structs.replace(machines, count=1), needs).tokens_per_s
     lacks = missing(needs, machines)
     times = planned.expected.tokens_per_s / speed
@@ -215,7 +217,7 @@ def report_machines(path: Path, machines: Machines | None) -> list[str]:
         )
     run = load_run(path)
     layout = model_layout(run)
-    needs, peers = gpu_memories(run, layout), run.pipeline.peers
+    needs, peers = gpu_memories(run, layout, machines), run.pipeline.peers
     here = Planned(run, layout, needs, forecast(run, layout, machines, needs))
     good = fits(needs, machines) and peers <= machines.count
     if peers > machines.count:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from noloco_node.errors import Exit, UserError, config_error
+from noloco_node.errors import config_error, storage_error
 from noloco_node.run.config import ModelConfig, RunConfig
 from noloco_node.units import format_bytes
 from pipeline.adapters import frozen_weights
@@ -209,10 +209,11 @@ def make_stage(
     graphs: int | None = None,
     *,
     by_layers: bool = False,
+    moments_beside: bool = False,
 ) -> Stage:
     """Return stage `number` with its inner optimiser; raise `UserError` as `build_stage` does.
 
-    `graphs` and `by_layers`: which graphs are kept (`pipeline.forward_pass.StageSettings`).
+    `graphs`, `by_layers` and `moments_beside`: as `pipeline.forward_pass.StageSettings` has them.
     """
     from noloco_node.machine.device import autocast_dtype
     from pipeline.forward_pass import StageSettings
@@ -223,7 +224,7 @@ def make_stage(
     return Stage(
         build_stage(run, plan, number, device),
         Inner(inner.beta1, inner.beta2, inner.epsilon, inner.weight_decay, inner.clip_norm, inner.state),
-        StageSettings(device, autocast_dtype(device, run.precision), graphs, by_layers),
+        StageSettings(device, autocast_dtype(device, run.precision), graphs, by_layers, moments_beside),
         first=number == 0,
         last=run.pipeline.is_last(number),
         codec=run.pipeline.codec,
@@ -277,11 +278,10 @@ def check_download(model: ModelConfig, most_bytes: int | None) -> None:
     place = next(path for path in (cache, *cache.parents) if path.exists())
     free = shutil.disk_usage(place).free
     if size > (allowed := min(free, free if most_bytes is None else most_bytes)):
-        raise UserError(
+        raise storage_error(
             f"The model of this run, {model.hub}, takes {format_bytes(size)} of the disk.",
             why=f"{format_bytes(free)} are free at {place}, and {format_bytes(allowed)} may be used",
             hint="free some space, allow more with --max-disk, or join another run",
-            code=Exit.STORAGE,
         )
 
 

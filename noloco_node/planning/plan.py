@@ -7,7 +7,7 @@ graphs are kept while there is room, and otherwise computed again.
 
 from __future__ import annotations
 
-from math import log, prod
+from math import inf, log, prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -19,7 +19,7 @@ from noloco_node.planning.bandwidth import float32_bytes, gossip_memory, hop_byt
 from noloco_node.planning.queue_model import BUSY, WindowSuggestion, predict_efficiency, suggest_windows
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import content_hashes, run_digest
-from pipeline.inner_step import moment_bytes
+from pipeline.inner_step import is_coded, moment_bytes
 from pipeline.messages import ACTIVATION_CODECS
 
 if TYPE_CHECKING:
@@ -47,8 +47,11 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     unpacked: int
     """The largest matrix of it, in the type in which it is multiplied, where that is another."""
     gradients: int
+    """In float32, or in bfloat16 where the weights are so."""
     optimiser: int
-    """AdamW's two moments, in the form that the run file names."""
+    """AdamW's two moments on the device, in the form that the run file names."""
+    moments_beside: int
+    """The coded ones in main memory, where the device has no room for them."""
     slow_weights: int
     outer_momentum: int
     snapshot: int
@@ -80,13 +83,13 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
         In steps it keeps the memory of its last snapshot; where the device computes in main memory it does not.
         """
-        lasting = self.slow_weights + self.outer_momentum + self.gathered
+        lasting = self.slow_weights + self.outer_momentum + self.gathered + self.moments_beside
         steps = lasting + self.ahead + self.waiting
         return {
             "steps": steps + self.snapshot,
             "a round": steps + self.snapshot + self.exchange,
             "adopting": steps + self.snapshot + self.adopted,
-            "catching up": lasting + self.optimiser,
+            "catching up": lasting + self.optimiser + self.moments_beside,
         }
 
     @property
@@ -220,15 +223,19 @@ class DeviceNeeds(NamedTuple):
     """Bytes that each stage takes, about.
 
     `device`: of the device's memory, at least; `graph`: of it one microbatch's; `beside`: of main memory beside a GPU
-    that has its own; else ().
+    that has its own; else (). `moments_beside`: the stages whose moments are there.
     """
 
     device: tuple[int, ...]
     graph: tuple[GraphBytes, ...]
     beside: tuple[int, ...]
+    moments_beside: frozenset[int] = frozenset()
 
 
-def device_needs(run: RunConfig, drawn: ModelLayout, device: torch.device) -> DeviceNeeds:
+def device_needs(
+    run: RunConfig, drawn: ModelLayout, device: torch.device, free: float = inf, free_beside: float = inf
+) -> DeviceNeeds:
+    """Return what the stages take of a device with so many `free` bytes, and so many of main memory `free_beside`."""
     import torch
 
     from noloco_node.machine.device import autocast_dtype
@@ -239,8 +246,33 @@ def device_needs(run: RunConfig, drawn: ModelLayout, device: torch.device) -> De
     graph = tuple(memory.graphs for memory in found)
     if DEVICE_TYPES[device.type].shares_memory:
         return DeviceNeeds(tuple(memory.total for memory in found), graph, ())
-    beside = tuple(memory.beside for memory in found)
-    return DeviceNeeds(tuple(memory.computing for memory in found), graph, beside)
+    found = placed(run, drawn, found, usable_bytes(free), usable_bytes(free_beside))
+    return DeviceNeeds(
+        tuple(memory.computing for memory in found),
+        graph,
+        tuple(memory.beside for memory in found),
+        frozenset(number for number, memory in enumerate(found) if memory.moments_beside),
+    )
+
+
+def placed(
+    run: RunConfig, drawn: ModelLayout, needs: tuple[Memory, ...], device: float, beside: float
+) -> tuple[Memory, ...]:
+    """Return what stages need, with coded moments beside the device where a stage fits in no other way.
+
+    `device`, `beside`: bytes that may be used of a GPU, and of main memory beside it.
+    """
+
+    def choose(number: int, memory: Memory) -> Memory:
+        if run.inner.state != "int8" or memory.computing <= device:
+            return memory
+        coded = 2 * sum(
+            moment_bytes(shape, "int8") for shape in drawn.shapes[number].values() if is_coded(shape, "int8")
+        )
+        other = msgspec.structs.replace(memory, optimiser=memory.optimiser - coded, moments_beside=coded)
+        return other if other.computing <= device and other.beside <= beside else memory
+
+    return tuple(choose(number, memory) for number, memory in enumerate(needs))
 
 
 class KeptGraphs(NamedTuple):
@@ -296,8 +328,9 @@ def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool, splits:
         weights=once - cast // 2 if split else once,
         frozen=frozen.bytes,
         unpacked=multiplied * max(frozen.coded, 0 if kept == multiplied else frozen.plain),
-        gradients=once,
+        gradients=once - cast if split else once,
         optimiser=2 * sum(moment_bytes(shape, run.inner.state) for shape in shapes),
+        moments_beside=0,
         slow_weights=once,
         outer_momentum=gossip.pop("momentum"),
         **gossip,

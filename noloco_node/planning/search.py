@@ -39,8 +39,8 @@ CLEARLY = 1.1
 """What 8-bit codes must bring in tokens a second to take the place of float32."""
 _FORMS = ("bfloat16", "int8", "nf4")
 """Of a frozen model, from the most bits to the fewest."""
-_LEAST_BYTES = {"float32": 16, "int8": 9}
-"""A parameter takes on a device, by the form of the state: weights, gradients and two moments."""
+_LEAST_BYTES = {"float32": 16, "int8": 5}
+"""A parameter takes on a device, by the form of the state: weights, gradients and moments that cannot lie beside it."""
 _AMPLE = 1e15
 """Bytes of memory in which every stage fits."""
 _STAGE_COUNTS = 2
@@ -179,14 +179,14 @@ def in_subspaces(planned: Planned, machines: Machines) -> Iterator[Planned]:
             layout = layout_of(run)
         except UserError:
             return
-        needs = gpu_memories(run, layout)
+        needs = gpu_memories(run, layout, machines)
         yield Planned(run, layout, needs, forecast(run, layout, machines, needs))
 
 
 def _plans(base: RunConfig, before: RunConfig, machines: Machines) -> Iterator[Planned]:
     layout = layout_of(base)
     for flow in _flows(base, before):
-        needs = gpu_memories(flow, layout)
+        needs = gpu_memories(flow, layout, machines)
         if fits(needs, machines):
             for choice in _codecs(flow, layout.width):
                 yield Planned(choice, layout, needs, forecast(choice, layout, machines, needs))
@@ -258,7 +258,8 @@ def _nothing_fits(run: RunConfig, machines: Machines) -> UserError:
     base = _bases(run, machines)[-1]
     layout = layout_of(base)
     needs = min(
-        (gpu_memories(flow, layout) for flow in _flows(base, base)), key=lambda each: sum(missing(each, machines))
+        (gpu_memories(flow, layout, machines) for flow in _flows(base, base)),
+        key=lambda each: sum(missing(each, machines)),
     )
     lacks = missing(needs, machines)
     device, beside = (max(getattr(memory, where) for memory in needs) for where in ("computing", "beside"))

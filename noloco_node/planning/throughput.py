@@ -19,7 +19,7 @@ import msgspec
 from noloco_node.machine.memory import free_of_gpu, usable_bytes
 from noloco_node.planning.bandwidth import hop_bytes, round_bytes
 from noloco_node.planning.model_layout import ModelLayout
-from noloco_node.planning.plan import Memory, graphs_that_fit, memories
+from noloco_node.planning.plan import Memory, graphs_that_fit, memories, placed
 from noloco_node.run.config import PipelineConfig, RunConfig
 from noloco_node.units import format_bytes
 from pipeline.messages import ACTIVATION_CODECS
@@ -67,6 +67,8 @@ CODING_FLOPS = 10_000.0
 matrix product; on a GPU some 160 bytes of memory move, an estimate, whose time is worth far more."""
 
 
+BUS_BYTES_PER_S = 8e9
+"""Each way at once between main memory and a GPU: an estimate, two thirds of what PCIe 3.0 with 16 lanes carries."""
 WAITING = 0.08
 """Of a line's time between the first and the last stage, for each such stage: a transfer whose other end is busy waits
 on a line that could carry more. Both directions of such a stage's line are full, so one waits for the next. Fitted to
@@ -123,9 +125,10 @@ def stage_loads(
     for number, (work, memory) in enumerate(zip(layout.work, needs, strict=True)):
         sends, takes = not pipeline.is_last(number), number > 0
         passes = layout.passes + _computed_again(pipeline.in_flight(number), memory, machines)
+        bus_s = memory.moments_beside / BUS_BYTES_PER_S / pipeline.microbatches_per_step
         found.append(
             MicrobatchSeconds(
-                device_s=passes * tokens * work / machines.flops + 2 * (sends + takes) * coding_s,
+                device_s=passes * tokens * work / machines.flops + 2 * (sends + takes) * coding_s + bus_s,
                 up_s=(sends * hop.down + takes * hop.back) / machines.up_bytes_per_s,
                 down_s=(takes * hop.down + sends * hop.back) / machines.down_bytes_per_s,
             )
@@ -133,8 +136,15 @@ def stage_loads(
     return tuple(found)
 
 
-def gpu_memories(run: RunConfig, layout: ModelLayout) -> tuple[Memory, ...]:
-    return memories(run, layout, half=run.precision == "auto")
+def gpu_memories(run: RunConfig, layout: ModelLayout, machines: Machines) -> tuple[Memory, ...]:
+    """Return what a replica of each stage needs of such a machine."""
+    needs = memories(run, layout, half=run.precision == "auto")
+    return placed(run, layout, needs, *_usable(machines))
+
+
+def _usable(machines: Machines) -> tuple[float, float]:
+    """Return the bytes of a machine's GPU, and of its main memory, that may be used."""
+    return usable_bytes(free_of_gpu(machines.gpu_bytes)), usable_bytes(machines.ram_bytes)
 
 
 class Missing(NamedTuple):
@@ -150,7 +160,7 @@ class Missing(NamedTuple):
 
 def missing(needs: Sequence[Memory], machines: Machines) -> Missing:
     """Return what a machine lacks for the stage that needs most; 0 where all stages fit."""
-    gpu, ram = usable_bytes(free_of_gpu(machines.gpu_bytes)), usable_bytes(machines.ram_bytes)
+    gpu, ram = _usable(machines)
     return Missing(
         max(0.0, max(memory.computing for memory in needs) - gpu),
         max(0.0, max(memory.beside for memory in needs) - ram),

@@ -187,6 +187,8 @@ class DataConfig(SourceConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     """Files of a checkpoint's own tokenizer (`file`, `size_bytes`, `digest`), as `init --from` lists them. They travel
     through the swarm like its weights."""
     validation_percent: Annotated[float, Meta(ge=0.0, le=50.0)] = 2.0
+    evaluate_every_rounds: Annotated[int, Meta(ge=0, le=10**6)] = 0
+    """Rounds from one evaluation on held-out text to the next while the run goes on, each by one peer; 0: none."""
     shuffle: bool = True
 
     @property

@@ -1,4 +1,4 @@
-"""What a peer announces of itself: its state, and what it waits for."""
+"""What a peer announces of itself: its state, what it waits for, and its last evaluation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from noloco_node.units import Seconds
+from noloco_node.units import Amount, Count, Seconds, format_count
 
 
 class PeerState(StrEnum):
@@ -57,3 +57,24 @@ class Wait(msgspec.Struct, frozen=True):
     cause: WaitCause
     seconds: Seconds | None = None
     detail: Annotated[str, Meta(max_length=LONGEST_DETAIL)] = ""
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """A peer's last evaluation of its replica on held-out text. `number`: of the evaluation, counted in the run.
+
+    `loss`: nats a token. `margin`: half of its 95 % interval; None over too few documents.
+    """
+
+    number: Count
+    round: Count
+    loss: Amount
+    margin: Amount | None
+    tokens: Count
+    documents: Count
+
+    def __str__(self) -> str:
+        margin = "" if self.margin is None else f" ± {self.margin:.4f}"
+        return (
+            f"held-out loss {self.loss:.4f}{margin} in round {self.round}, over {format_count(self.tokens)} tokens of "
+            f"{format_count(self.documents)} document{'s' * (self.documents != 1)}"
+        )

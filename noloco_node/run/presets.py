@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import storage_error, usage_error
 from noloco_node.storage import atomic_file
 
 Preset: TypeAlias = dict[str, Any]
@@ -73,11 +73,10 @@ def machines_of(text: str) -> str | None:
 
 def numbers_of(preset: str) -> Preset:
     if preset not in _PRESETS:
-        raise UserError(
+        raise usage_error(
             f"There is no preset {preset!r}.",
             why="a preset is the size of a model",
             hint=f"one of {', '.join(PRESETS)}",
-            code=Exit.USAGE,
         )
     return _PRESETS[preset]
 
@@ -85,11 +84,10 @@ def numbers_of(preset: str) -> Preset:
 def check_free(path: Path, hint: str = "another path, or --force") -> None:
     """Raise `UserError` if a file is where one of a run is to be written."""
     if path.exists():
-        raise UserError(
+        raise usage_error(
             f"{path} is there already.",
             why="it may be all that is left of a run, so it is not overwritten unasked",
             hint=hint,
-            code=Exit.USAGE,
         )
 
 
@@ -100,11 +98,10 @@ def write_text(path: Path, text: str, *, overwrite: bool) -> None:
     try:
         atomic_file.write(path, text.encode(), public=True)
     except OSError as error:
-        raise UserError(
+        raise storage_error(
             f"{path} cannot be written.",
             why=error.strerror or str(error),
             hint="a path in a directory that exists and is yours",
-            code=Exit.STORAGE,
         ) from error
 
 

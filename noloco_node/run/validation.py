@@ -84,6 +84,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
         yield Problem("pipeline.microbatches_per_step", str(run.pipeline.microbatches_per_step), why, "1")
     yield from _width(run.pipeline, run.model)
     yield from _data(run.data)
+    yield from _evaluation(run)
     yield from _inner(run.inner)
     yield from _outer(run.outer)
     yield from _adapter(run.adapter, run.model)
@@ -299,6 +300,18 @@ def _data(data: DataConfig) -> Iterator[Problem]:
         yield Problem("data.chat_template", repr(data.chat_template), why, 'the form "messages"; or leave it out')
     yield from _tokenizer(data.tokenizer, data.tokenizer_commit)
     yield from _tokenizer_files(data)
+
+
+def _evaluation(run: RunConfig) -> Iterator[Problem]:
+    field, value = "data.evaluate_every_rounds", str(run.data.evaluate_every_rounds)
+    if not run.data.evaluate_every_rounds:
+        return
+    if run.pipeline.stages > 1:
+        yield Problem(field, value, "a peer that serves one stage of several cannot evaluate alone", "0, or one stage")
+    if run.model.is_foreign:
+        yield Problem(field, value, "only the program can compute with a foreign module", "0")
+    if run.data.validation_percent == 0:
+        yield Problem(field, value, "data.validation_percent is 0: no text is held out", "0, or 2 percent of the text")
 
 
 def _mixture(data: DataConfig) -> Iterator[Problem]:

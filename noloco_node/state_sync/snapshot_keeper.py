@@ -132,9 +132,9 @@ class FormerStageServer:
     def __init__(
         self, host: Host, network: PeerNetwork, shapes: Sequence[Shapes], deadline_s: Callable[[int], float] | None
     ) -> None:
-        self._former, self._stages, self._server = host.former, len(shapes), None
+        self._former, self._stages, self._server = host.checkpoints, len(shapes), None
         if deadline_s is not None:
-            self._server = SnapshotServer(network, host.device, shapes, deadline_s, host.former.slow)
+            self._server = SnapshotServer(network, host.device, shapes, deadline_s, host.checkpoints.slow)
 
     async def begin(self, own: int) -> None:
         """Set aside checkpoints of other stages than our own, and serve them from now on."""

@@ -16,9 +16,6 @@ from statistics import median, median_high, median_low
 from types import MappingProxyType
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from gossip.exchange.messages import Manifest, ReplicaState
 from gossip.interface import Origin
 from gossip.rounds.rounds import Rounds
@@ -30,7 +27,6 @@ from noloco_node.run.peer_state import AT_WORK, PeerState
 from noloco_node.state_sync.replica_mean import ReplicaSummary
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.swarm.roster import Roster
-from pipeline.hardware.split_weights import join, split, values_of
 from pipeline.inner_step import OptimiserState
 
 JUDGED = 8  # microbatches in one judgement
@@ -181,17 +177,9 @@ def from_checkpoint(stage: StageModel, checkpoint: Checkpoint) -> StartingState:
             # A checkpoint of an earlier version does not say: as fresh as can be.
             last_met=counters.round if counters.last_met is None else counters.last_met,
             # The steps since the last round are in the fast weights alone.
-            gathered=_alike(fast, slow),
+            gathered="fast" not in tensors or counters.slow_steps == counters.inner_steps,
         ),
         progress=counters.progress,
-    )
-
-
-def _alike(fast: tuple[Tensor, ...], slow: tuple[Tensor, ...]) -> bool:
-    """Say whether fast weights, as a stage holds them, are the slow ones, as far as that form can tell."""
-    return all(
-        torch.equal(value, join(*split(each)) if held.dtype is torch.bfloat16 else each)
-        for held, value, each in zip(fast, values_of(fast), slow, strict=False)
     )
 
 

@@ -43,7 +43,7 @@ def in_thread(work: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
 
 
 class CheckpointStore:
-    """The checkpoints of one node and run; implements `machine.interface.ArchivedStages`.
+    """The checkpoints of one node and run; implements `machine.interface.CheckpointArchive`.
 
     `present`: the directory of the stage that is served. `former`: holds a directory for each other stage.
     """

@@ -1,6 +1,6 @@
 """A home: the directory of one running node. No node removes the directory of another run; its owner may.
 
-    HOME/identity.key journal.jsonl traffic.json web-token lock     the peer's, whatever the run
+    HOME/identity.key journal.jsonl evals.jsonl traffic.json web-token lock     the peer's, whatever the run
     HOME/run.toml invite                                            of the run that was joined last
     HOME/runs/ID/run.toml checkpoint/ snapshots/ catch-up/ weights/ tokenizer/ reached.json ticket
 
@@ -89,6 +89,7 @@ class HomePaths(RunPaths):
         super().__init__(path)
         self.identity = path / "identity.key"  # the private key that makes the peer id
         self.journal = path / JOURNAL  # the journal (`noloco_node.journal.writer`)
+        self.evaluations = path / "evals.jsonl"  # the evaluations of this peer, which are in its journal too
         self.invite = path / "invite"  # to the run that was joined last: it leads to this peer and others that it met
         self.traffic = path / "traffic.json"  # bytes of this month (`noloco_node.limits.budget`)
         self.page_token = path / "web-token"  # the token of the page in a browser

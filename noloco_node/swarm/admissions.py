@@ -16,7 +16,7 @@ from noloco_node.admission.admission_hook import AdmissionHook
 from noloco_node.admission.admission_state import AdmissionState, HeldTicket
 from noloco_node.admission.owner_files import key_file, load_key, load_members, members_file, public_half
 from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, decode, read_key
-from noloco_node.admission.ticket_service import SignsTickets, TicketService, TicketSigner
+from noloco_node.admission.ticket_service import Sign, TicketService, TicketSigner
 from noloco_node.errors import UserError, config_error
 from noloco_node.network.calls import HookedNetwork
 from noloco_node.network.interface import PeerNetwork
@@ -63,12 +63,10 @@ class HostedAdmissions:
 
     @property
     def credential(self) -> InviteCredential | None:
-        """The credential of the invite that we print."""
         return InviteCredential() if self._admission.owner is not None and self._admission.rule == "open" else None
 
     @property
     def rule(self) -> str:
-        """The admission rule, in words."""
         if self._admission.owner is None:
             return "open to everybody who holds this invite, for the run has no owner"
         return RULES[self._admission.rule]
@@ -84,18 +82,18 @@ class HostedAdmissions:
         """Return the network as a member uses it, and serve tickets if we may sign them."""
         if self._admission.owner is None:
             return network
-        signer: SignsTickets | None
         owns = key_file(self._run_file).is_file()
         if owns:
-            signer = TicketSigner(await asyncio.to_thread(load_owner_key, self._run_file, self._admission))
-            ticket = signer.ticket(self._recipe.digest, network.peer_id, MEMBER, int(time.time()) + HOST_S)
+            owner = TicketSigner(await asyncio.to_thread(load_owner_key, self._run_file, self._admission))
+            ticket = owner.ticket(self._recipe.digest, network.peer_id, MEMBER, int(time.time()) + HOST_S)
             admitted: PeerNetwork = HookedNetwork(network, AdmissionHook(network, self._state, ticket))
+            sign: Sign | None = owner.ticket
         else:
-            admitted, signer = await self._as_delegate(network)
-        if signer is not None:
+            admitted, sign = await self._as_delegate(network)
+        if sign is not None:
             named = None if self._admission.rule == "open" else lambda key: self._named.get(key.hex(), 0)
             signs = (lambda key: self._signs.get(key.hex(), 0)) if owns else lambda _: 0
-            service = TicketService(self._state, signer, time.time, named, signs)
+            service = TicketService(self._state, sign, time.time, named, signs)
             await network.serve(ticket_service.TOPIC, ticket_service.SCHEMA, service.answer)
         return admitted
 
@@ -123,7 +121,7 @@ class HostedAdmissions:
             if members.signed and self._state.take_revocations(members.signed):
                 say(f"the owner's list number {members.number} holds: {len(members.revoked)} shut out")
 
-    async def _as_delegate(self, network: PeerNetwork) -> tuple[PeerNetwork, SignsTickets | None]:
+    async def _as_delegate(self, network: PeerNetwork) -> tuple[PeerNetwork, Sign | None]:
         """Enter by the ticket of our invite, as a node does; `UserError` where the invite brings none."""
         own_key = await asyncio.to_thread(read_key, self._identity)
         if self._invite is None or self._invite.credential is None or not self._invite.credential.chain or not own_key:
@@ -139,7 +137,7 @@ class HostedAdmissions:
         admitted, admission = await self._access.enter(network), self._access.admission
         assert admission is not None
         held = admission.held
-        return admitted, DelegateSigner(own_key, held) if Right.SIGN & held.rights else None
+        return admitted, DelegateSigner(own_key, held).ticket if Right.SIGN & held.rights else None
 
 
 class DelegateSigner(NamedTuple):

@@ -23,7 +23,7 @@ from typing import NoReturn
 import msgspec
 
 from noloco_node.admission.ticket import InviteCredential, parse_credential, peer_of, read_key
-from noloco_node.errors import Exit, UserError, reason_of
+from noloco_node.errors import UserError, config_error, reason_of
 from noloco_node.libp2p.addresses import PeerAddress, beyond_this_machine, parse_peer_address
 from noloco_node.storage import atomic_file
 from noloco_node.storage.home import HomePaths
@@ -111,11 +111,10 @@ def found(given: str | None, home: Path) -> str:
         return HomePaths(directory).invite.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         why = f"{directory} keeps none: {getattr(error, 'strerror', None) or error}"
-        raise UserError(
+        raise config_error(
             "There is no invite to this swarm.",
             why=why if given is not None else f"none was given, and {why}",
             hint="paste the line that `noloco-node bootstrap` printed, or name the home of a node that took part",
-            code=Exit.CONFIG,
         ) from error
 
 
@@ -154,11 +153,10 @@ def _is_address(text: str) -> bool:
 
 
 def _malformed(why: str) -> UserError:
-    return UserError(
+    return config_error(
         "This is not a valid invite.",
         why=why,
         hint="paste the whole line that `noloco-node bootstrap` printed, in quotes",
-        code=Exit.CONFIG,
     )
 
 

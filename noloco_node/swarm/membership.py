@@ -135,10 +135,13 @@ class Membership:
         self._records.focus(stages)
 
     def update(self, record: PeerRecord) -> None:
-        """Replace our record; a new state is published soon, other changes in the usual rhythm."""
+        """Replace our record; a new state and our first round are published soon, other changes in the usual rhythm.
+
+        By the first round a newcomer knows that the run has begun, so that it copies weights instead of beginning.
+        """
         if self._own is None or record.stage != self._own.stage:
             raise ValueError("a stage is taken with claim(), not with update()")
-        publish_now = record.state is not self._own.state
+        publish_now = record.state is not self._own.state or self._own.round == 0 < record.round
         self._own = record
         if publish_now:
             self._hurry.set()

@@ -11,8 +11,8 @@ from typing import Annotated, Generic, TypeVar
 
 import msgspec
 
-from noloco_node.errors import Exit, UserError
-from noloco_node.run.peer_state import PeerState, Wait
+from noloco_node.errors import usage_error
+from noloco_node.run.peer_state import Evaluation, PeerState, Wait
 from noloco_node.units import Amount, Count, Fraction, Seconds, UnixSeconds
 
 T = TypeVar("T")
@@ -78,6 +78,7 @@ class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
     hops: tuple[tuple[str, Count], ...] = ()
     """Some of the next hops of its microbatches, by turns: the end of each one's id, and how many it takes a minute."""
     given: Given | None = None
+    evaluation: Evaluation | None = None
 
     @property
     def speed(self) -> float:
@@ -165,11 +166,10 @@ def checked_name(text: str | None) -> str:
     """Return the name that a person asks for, "" for none; raise `UserError` if others would see it changed."""
     name = "" if text is None else unicodedata.normalize("NFC", text)
     if shown_name(name) != name:
-        raise UserError(
+        raise usage_error(
             f"{text!r} is no name for a peer.",
             why=f"a name has at most {MOST_LETTERS} letters, digits, signs or single spaces, and none beside them",
             hint="give --name something shorter and plainer",
-            code=Exit.USAGE,
         )
     return name
 

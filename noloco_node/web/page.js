@@ -107,6 +107,7 @@ function drawSummary() {
     ["time", frame.left],
     ["tokens", brief.format(frame.tokens) + budget],
     ["loss", fixed(frame.loss, 3) || "–"],
+    ...(frame.held_out === null ? [] : [["held-out loss", fixed(frame.held_out, 3)]]),
     ["gap", frame.gap === null ? "–" : figure(frame.gap)],
     ["peers", `${there} at ${frame.stages.length} stage${frame.stages.length === 1 ? "" : "s"}`],
   ];
@@ -153,6 +154,9 @@ function drawCurves() {
   const shown = [fixed(frame.loss, 3), speed(frame.tokens_per_s), frame.gap === null ? "" : figure(frame.gap)];
   ["loss-now", "speed-now", "gap-now"].forEach((id, number) => write(byId(id), shown[number]));
   drawCurve("loss", frame.course.loss, shown[0], false);
+  byId("held-out").parentElement.hidden = frame.held_out === null;
+  write(byId("held-out-now"), fixed(frame.held_out, 3));
+  drawCurve("held-out", frame.course.held_out, fixed(frame.held_out, 3), false);
   drawCurve("rate", frame.course.tokens_per_s, shown[1], true);
   drawCurve("gap", frame.course.gap, shown[2], true);
 }
@@ -306,6 +310,7 @@ const COLUMNS = [
   ["line", "line up / down", (peer) => peer.sent_per_s ?? -1, (peer) => line(peer)],
   ["round", "round", (peer) => peer.round, (peer) => String(peer.round)],
   ["loss", "loss", (peer) => peer.loss ?? -1, (peer) => fixed(peer.loss, 3)],
+  ["held_out", "held-out loss", (peer) => peer.held_out ?? -1, (peer) => fixed(peer.held_out, 3)],
   ["gap", "gap", (peer) => peer.gap ?? -1, (peer) => fixed(peer.gap, 4)],
   ["there", "time there", (peer) => peer.there_s ?? -1, (peer) => (peer.there_s === null ? "" : span(peer.there_s))],
   ["bytes", "bytes", (peer) => peer.line_bytes ?? -1, (peer) => (peer.line_bytes === null ? "" : scaled(peer.line_bytes, "B"))],

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from noloco_node.errors import Exit, UserError, reason_of
+from noloco_node.errors import Exit, UserError, reason_of, usage_error
 from noloco_node.storage.atomic_file import write_whole
 
 OWN_HOST = "127.0.0.1"
@@ -67,11 +67,10 @@ def parse_place(text: str, option: str) -> ServedPlace:
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") or OWN_HOST
     if not (port.isascii() and port.isdigit() and int(port) < 2**16):
-        raise UserError(
+        raise usage_error(
             f"{text!r} is no place to serve {option} at.",
             why="it has no port between 0 and 65535",
             hint=f"give a port, such as {option} 9464, or an address and a port",
-            code=Exit.USAGE,
         )
     return ServedPlace(host, int(port))
 
@@ -82,11 +81,10 @@ def metrics_place(text: str | None, *, is_open: bool) -> ServedPlace | None:
         return None
     place = parse_place(text, "--metrics")
     if not is_open and not place.is_own:
-        raise UserError(
+        raise usage_error(
             f"Metrics at {place.host} could be read by others.",
             why="they are served without a password, and say what this machine does and when",
             hint="leave the address out, or add --metrics-open where a firewall or a container keeps others away",
-            code=Exit.USAGE,
         )
     return place
 

@@ -3,6 +3,7 @@
     python -m research.codec.activations [--size tiny] [--text 1] [--seeds 1 2 3] [--arms float32 int5-int3 ...]
     python -m research.codec.activations --arms float32 float32w2 --stages 2 --text 2 --seeds 1 2 3 4 5
     python -m research.codec.activations --arms float32 float32s8 --stages 1 --text 2 --seeds 1 2 3 4 5
+    python -m research.codec.activations --arms float32s8 float32s8g8 --stages 1 --text 2 --seeds 1 2 3 4 5
     python -m research.codec.activations --speed     # nanoseconds a value of each codec
 
 A Llama in four stages, so with three boundaries, learns the source text of Python's standard library, as bytes. At each
@@ -21,7 +22,8 @@ says. `ARMeN` begins with an embedding N times as large: the fixed features of a
 so is this, to compare with. `ARMxN` trains N times as long: how long does it take to the same loss? `ARMrN` has N times
 the learning rate. `ARMw2` has two windows in flight (`pipeline.windows_in_flight`): every stage but the last computes a
 window's activations before it takes the step of the window before, so its gradients are one step stale. `ARMs8` keeps
-AdamW's moments as 8-bit codes (`inner.state`).
+AdamW's moments as 8-bit codes (`inner.state`). `ARMgN` cuts a batch into N microbatches, and adds the gradients of
+matrices up in bfloat16, as a stage with split weights does.
 """
 
 from __future__ import annotations
@@ -89,11 +91,13 @@ class Arm(NamedTuple):
     rate: float = 1.0
     windows: float = 1.0
     coded: bool = False
+    summed: int = 1
+    """Microbatches of a batch, whose gradients add up in bfloat16 where there are several."""
 
 
 def arm_of(name: str, width: int) -> Arm:
     """Return a codec of the run file, or a recipe; in a subspace, or for longer."""
-    if changed := re.fullmatch(r"(.+)([xerws])([\d.]+)", name):
+    if changed := re.fullmatch(r"(.+)([xerwsg])([\d.]+)", name):
         arm, factor = arm_of(changed[1], width), float(changed[3])
         match changed[2]:
             case "x":
@@ -102,6 +106,8 @@ def arm_of(name: str, width: int) -> Arm:
                 return arm._replace(embedding=factor)
             case "r":
                 return arm._replace(rate=factor)
+        if changed[2] == "g":
+            return arm._replace(summed=int(factor))
         if changed[2] == "s" and factor == 8:
             return arm._replace(coded=True)
         if changed[2] == "s" or factor not in (1, 2):
@@ -220,13 +226,33 @@ def train(size: Size, text: Text, seed: int, arm: Arm, count: int) -> tuple[floa
     ways: list[_Way] = []
     for step in range(steps):
         while len(ways) < arm.windows:
-            ways.append(_down(stages, windows(text.training, size.batch, size.sequence, source), arm))
-        _back(stages, ways.pop(0), arm)
+            tokens = windows(text.training, size.batch, size.sequence, source)
+            ways += [_down(stages, part, arm) for part in tokens.chunk(arm.summed)]
+        sums = [_HalfSums(stage) for stage in stages]
+        for _ in range(arm.summed):
+            _back(stages, ways.pop(0), arm)
+            for each in sums if arm.summed > 1 else ():
+                each.take()
         for stage in stages:
-            stage.step(learning_rate(step / steps, schedule), 1)
+            stage.step(learning_rate(step / steps, schedule), arm.summed)
     return _held_out_loss(stages, text.held_out, size.sequence), sum(
         tensor.numel() for stage in stages for tensor in stage.weights()
     )
+
+
+class _HalfSums:
+    """Keeps the gradients of a stage's matrices, which add up in float32, as sums in bfloat16 would be."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._matrices = [weight for weight in stage._masters.values() if weight.ndim >= 2]
+        self._sums = [torch.zeros_like(weight, dtype=torch.bfloat16) for weight in self._matrices]
+
+    def take(self) -> None:
+        """Round after one more microbatch."""
+        for weight, held in zip(self._matrices, self._sums, strict=True):
+            assert weight.grad is not None
+            held.add_((weight.grad - held.float()).bfloat16())
+            weight.grad.copy_(held)
 
 
 class _Way(NamedTuple):

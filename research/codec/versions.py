@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from noloco_node.data.blocks import open_blocks
-from noloco_node.export.held_out_loss import HeldOutText, text_loss
+from noloco_node.data.held_out_text import HeldOutText, text_loss
 from noloco_node.sim import clock
 from research.laboratory.experiments.cell import Cell, Corpus
 from research.laboratory.experiments.rivals import RATES, heads

@@ -92,7 +92,7 @@ class Renewed:
         bare = self.hub.network(self.door)
         whole = admitted(bare, state, signer.ticket(self.run, self.door, MEMBER, NOW_S + 10**7))
         named = None if self.rule == "open" else lambda key: self.named.get(key, 0)
-        service = TicketService(state, signer, self.now_s, named)
+        service = TicketService(state, signer.ticket, self.now_s, named)
         await whole.serve(TOPIC, SCHEMA, self.recipe.serve)
         await bare.serve(ticket_service.TOPIC, ticket_service.SCHEMA, service.answer)
 

@@ -57,7 +57,7 @@ def asked(
         if shown is not None:
             state.show(ME, shown)
         signer = TicketSigner(key(0))
-        service = TicketService(state, signer, lambda: NOW_S, named_until, lambda key: (signs or {}).get(key, 0))
+        service = TicketService(state, signer.ticket, lambda: NOW_S, named_until, lambda key: (signs or {}).get(key, 0))
         await hub.network("bootstrap").serve(TOPIC, SCHEMA, service.answer)
         async with asyncio.timeout(60), hub.network(ME).talk("bootstrap", TOPIC, SCHEMA) as conversation:
             await conversation.send(TicketRequest(nonce=nonce, trains=trains))
@@ -134,7 +134,7 @@ def test_passing_identities_of_one_network_get_a_share_of_their_own(monkeypatch:
     monkeypatch.setattr(ticket_service, "is_work", lambda *_, **__: True)
     state = AdmissionState(RUN, lambda: NOW_S)
     state.pin(OWNER, "open")
-    service = TicketService(state, TicketSigner(key(0)), lambda: NOW_S)
+    service = TicketService(state, TicketSigner(key(0)).ticket, lambda: NOW_S)
     peers = [peer_of(public(number)) for number in range(2, 102)]
 
     def given_out(*, trains: bool) -> int:

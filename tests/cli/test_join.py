@@ -22,8 +22,8 @@ def test_the_journal_says_which_process_and_which_device(tmp_path: Path) -> None
             ServedViews(None, None, PeerHistory("", 0)),
             events.Started(peer="a", stage=0, run="r", version="1"),
         )
-        Recorder(journal, views, torch.device("cuda:1"), None).record(begun)
-        Recorder(journal, views, torch.device("cpu"), None).record(events.StateChanged(state="training"))
+        Recorder(journal, journal, views, torch.device("cuda:1"), None).record(begun)
+        Recorder(journal, journal, views, torch.device("cpu"), None).record(events.StateChanged(state="training"))
     started, changed = reader.read(path)
     assert (started.pid, started.device) == (os.getpid(), "cuda:1")
     assert isinstance(changed, events.StateChanged)
@@ -37,9 +37,24 @@ def test_a_device_that_tells_of_its_energy_is_journalled_with_the_traffic(tmp_pa
             events.Started(peer="a", stage=0, run="r", version="1"),
             *2 * [events.Traffic(sent={}, received={})],
         ):
-            Recorder(journal, views, torch.device("cpu"), meter).record(event)
+            Recorder(journal, journal, views, torch.device("cpu"), meter).record(event)
     told = [event.joules for event in reader.read(tmp_path / "journal.jsonl") if isinstance(event, events.Energy)]
     assert told == [3.0, 4.5]
     given = views.own.ledger.given("r")
     assert given is not None
     assert given.joules == 4
+
+
+def test_an_evaluation_is_journalled_and_has_a_line_of_its_own(tmp_path: Path) -> None:
+    made = events.Evaluated(number=1, round=4, step=9, progress=0.1, loss=3.0, margin=None, tokens=48, documents=2)
+    journal, evaluations = tmp_path / "journal.jsonl", tmp_path / "evals.jsonl"
+    views = ServedViews(None, None, PeerHistory("", 0))
+    with Journal(journal) as first, Journal(evaluations) as second:
+        recorder = Recorder(first, second, views, torch.device("cpu"), None)
+        for event in (made, events.Noticed(what="text", text="a file is empty")):
+            recorder.record(event)
+    assert [type(event) for event in reader.read(journal)] == [events.Evaluated, events.Noticed]
+    (line,) = reader.read(evaluations)
+    assert isinstance(line, events.Evaluated)
+    assert line.evaluation == made.evaluation
+    assert views.own.evaluated is not None

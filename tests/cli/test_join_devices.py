@@ -142,7 +142,7 @@ NODE = f"""
 import os, signal, sys, time
 from pathlib import Path
 directory, place, code = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-signal.signal(signal.SIGINT, lambda *_: sys.exit(code))
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # one that comes before the wait is not lost
 (directory / f"{{place}}.aside").write_text(f"{{os.environ[{DEVICE_VARIABLE!r}]}} {{os.environ[{INVITE_VARIABLE!r}]}}")
 os.rename(directory / f"{{place}}.aside", directory / f"{{place}}.ready")
 if place == 0:
@@ -151,8 +151,8 @@ if place == 2:
     while len(list(directory.glob("*.ready"))) < 3:
         time.sleep(0.01)
     os.kill(os.getppid(), signal.SIGTERM)
-while True:
-    signal.pause()
+signal.sigwait([signal.SIGINT])
+sys.exit(code)
 """
 
 

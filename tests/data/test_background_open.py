@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 
 from noloco_node.data import blocks
-from noloco_node.data.blocks import BackgroundOpen, Blocks, ShuffledBlocks, TextSource
+from noloco_node.data.blocks import Blocks, ShuffledBlocks
+from noloco_node.data.text_source import BackgroundOpen, TextSource
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
 from noloco_node.sim.clock import run

@@ -59,7 +59,7 @@ def test_each_source_has_its_share_of_any_first_blocks(places: list[str], weight
     blocks.close()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(before=st.integers(0, 60), batch=st.integers(1, 7), shuffle=st.booleans())
 def test_a_mixture_goes_on_from_any_place(places: list[str], before: int, batch: int, shuffle: bool) -> None:
     data = msgspec.structs.replace(mixed(places, 1.0, 2.5, 0.3), shuffle=shuffle)

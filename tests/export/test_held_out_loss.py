@@ -17,18 +17,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from noloco_node.data.blocks import open_blocks
+from noloco_node.data.held_out_text import HeldOutText, Loss, validation_text
 from noloco_node.errors import config_error
 from noloco_node.export import held_out_loss
 from noloco_node.export.exporter import merge_files
 from noloco_node.export.held_out_loss import (
     MOST_ROUTES,
     SPOILS,
-    HeldOutText,
-    Loss,
     WholeModel,
     judged_by_loss,
     routes_of,
-    validation_text,
 )
 from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, newest
 from noloco_node.planning.model_layout import build_stage, model_layout

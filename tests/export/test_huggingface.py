@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, GenerationConfig
 
+from noloco_node.data import held_out_text
+from noloco_node.data.held_out_text import HeldOutText, Loss, _margin, text_loss, validation_text
 from noloco_node.errors import Exit, UserError
-from noloco_node.export import held_out_loss
-from noloco_node.export.held_out_loss import HeldOutText, Loss, _margin, text_loss, validation_text
 from noloco_node.export.huggingface import own_generation, write_checkpoint
 from noloco_node.export.sources import Provenance, read_provenance
 from noloco_node.inference.evaluation import evaluate, unigram_entropy
@@ -280,7 +280,7 @@ def test_a_checkpoint_that_was_cut_short_is_one_clear_message(
 
 
 def test_a_sample_lies_evenly_over_all_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_out_loss, "READ_TOKENS", 1)
+    monkeypatch.setattr(held_out_text, "READ_TOKENS", 1)
     for number in range(40):
         (tmp_path / f"{number:02}.txt").write_text(f"document {number} says so\n" * 30)
     data = DataConfig(source="text", path=str(tmp_path), validation_percent=100.0)

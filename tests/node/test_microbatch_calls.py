@@ -16,11 +16,10 @@ from msgspec import structs
 from torch import Tensor
 
 from noloco_node.journal import events
-from noloco_node.network.calls import IDLE_S, SendTurns
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import Violation
 from noloco_node.node import microbatches
-from noloco_node.node.microbatches import MicrobatchClient, MicrobatchServer
+from noloco_node.node.microbatches import IDLE_S, MicrobatchClient, MicrobatchServer, SendTurns
 from noloco_node.node.replica_context import ReplicaConfig
 from noloco_node.run.config import RunConfig
 from noloco_node.run.protocols import microbatch_schema

@@ -307,6 +307,18 @@ async def test_a_rejoining_source_goes_on_in_its_text_and_from_its_checkpoint() 
     assert second.node.samples >= first.node.samples > 0
 
 
+async def test_a_replica_that_has_ended_its_last_round_opens_no_other_in_its_next_life() -> None:
+    hub, what = SimNetwork(), recipe(stages=1, replicas=1, steps=20, per_round=3)
+    first = Peer(hub, what, "peer-a", 0)
+    await first.task
+    assert first.of(OuterStepTaken)
+    assert first.counters.slow_steps == first.counters.inner_steps
+    hub.kill("peer-a")
+    second = Peer(hub, what, "peer-a", 0, saved=first.saved)
+    await second.task
+    assert not second.of(OuterStepTaken)
+
+
 async def test_a_polite_leaver_leaves_no_round_half_done() -> None:
     hub, what = SimNetwork(), recipe(stages=1, replicas=2, steps=400, per_round=3)
     peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]

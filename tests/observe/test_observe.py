@@ -33,12 +33,13 @@ from noloco_node.observe.bottleneck import (
     present_bottleneck,
 )
 from noloco_node.observe.journal_observer import JournalObserver
+from noloco_node.observe.page_frame import page_frame
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.playback import FASTEST, SILENT, SLOWEST, Playback, Recording, meanings, read_journals
 from noloco_node.observe.roster_observer import RosterObserver
 from noloco_node.observe.screen import LiveView, line, lines, picture
 from noloco_node.observe.swarm_view import MOST_WORDS, SwarmView, plain
-from noloco_node.run.peer_state import PeerState, Wait, WaitCause
+from noloco_node.run.peer_state import Evaluation, PeerState, Wait, WaitCause
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
 from noloco_node.sim.peer import SimulatedPeer
@@ -120,6 +121,48 @@ def test_the_speed_of_a_swarm_is_measured_by_what_it_has_done() -> None:
         view = observer.view(whole(samples), BEGUN + 10.0 * number)
     assert view.tokens_per_s == 0.0
     assert view.left_s is None
+
+
+def test_the_newest_evaluation_is_the_swarms_and_each_is_told_as_its_peers_claim() -> None:
+    def evaluated(number: int, loss: float) -> Evaluation:
+        return Evaluation(number=number, round=4 * number, loss=loss, margin=None, tokens=4096, documents=1)
+
+    observer = RosterObserver(RUN.run, RUN.digest)
+    assert observer.view(whole(), BEGUN).held_out is None
+    first, second = record(0, 0, evaluation=evaluated(1, 5.5)), record(0, 1)
+    observer.view(roster([first, second], [record(1, 0)]), BEGUN + 5)
+    second = record(0, 1, evaluation=evaluated(2, 5.0))
+    for _ in range(2):
+        view = observer.view(roster([first, second], [record(1, 0)]), BEGUN + 10)
+    told = [(change.name, change.text) for change in view.changes if "held-out" in change.text]
+    assert told == [
+        ("peer00abcd"[-8:], "held-out loss 5.5000 in round 4, over 4,096 tokens of 1 document"),
+        ("peer01abcd"[-8:], "held-out loss 5.0000 in round 8, over 4,096 tokens of 1 document"),
+    ]
+    assert view.held_out == 5.0
+    assert [peer.held_out for peer in view.peers] == [5.5, 5.0, None]
+    assert [moment.held_out for moment in view.course] == [None, 5.5, 5.0, 5.0]
+    assert page_frame(view).course.held_out == [None, 5.5, 5.0, 5.0]
+    assert any("held-out 5.000" in row for row in drawn(view, 100, 30))
+    assert "held-out loss 5.000" in line(view)
+    # A reader that comes late shows the newest, and does not tell as news what it is not.
+    late = RosterObserver(RUN.run, RUN.digest).view(roster([first, second], [record(1, 0)]), BEGUN + 10)
+    assert (late.held_out, late.changes) == (5.0, ())
+
+
+def test_an_evaluation_in_a_journal_is_that_of_a_record() -> None:
+    observer = JournalObserver("run", [PeerHistory("a", 0), PeerHistory("b", 0)], None)
+    for history, at, loss in ((observer.histories[0], 20.0, 4.0), (observer.histories[1], 10.0, 3.0)):
+        event = events.Evaluated(
+            at=at, number=1, round=4, step=9, progress=0.1, loss=loss, margin=0.25, tokens=48, documents=6
+        )
+        observer.take(history, event)
+    view = observer.view(30.0)
+    assert view.held_out == 4.0
+    assert [peer.held_out for peer in view.peers] == [4.0, 3.0]
+    words = "in round 4, over 48 tokens of 6 documents"
+    told = [change.text for change in view.changes]
+    assert told == [f"held-out loss 3.0000 ± 0.2500 {words}", f"held-out loss 4.0000 ± 0.2500 {words}"]
 
 
 def test_arrivals_and_departures_are_told_and_silence_of_our_own_is_none() -> None:

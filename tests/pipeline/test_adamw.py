@@ -38,9 +38,11 @@ def drawn(seed: int, *shape: int, spread: float = 2.0) -> Tensor:
     return torch.randn(shape, generator=chance) * 10 ** (spread * torch.randn(shape, generator=chance))
 
 
-def optimiser(inner: Inner = CODED, *shapes: tuple[int, ...], seed: int = 0) -> tuple[AdamW, list[nn.Parameter]]:
+def optimiser(
+    inner: Inner = CODED, *shapes: tuple[int, ...], seed: int = 0, beside: bool = False
+) -> tuple[AdamW, list[nn.Parameter]]:
     weights = [nn.Parameter(drawn(seed + n, *shape, spread=0.0)) for n, shape in enumerate(shapes)]
-    return AdamW(weights, inner, CPU), weights
+    return AdamW(weights, inner, CPU, beside=beside), weights
 
 
 def train(stepping: AdamW, weights: list[nn.Parameter], steps: int, seed: int) -> None:
@@ -88,6 +90,18 @@ def test_a_step_does_not_depend_on_where_pieces_end(seed: int, piece: int, rows:
         for size in (piece, 2**20):
             patch.setattr(adamw, "PIECE", size)
             stepping, weights = optimiser(CODED, (rows, columns), (7,), (2, 3, 200))
+            train(stepping, weights, 2, seed)
+            found.append([*weights, *stepping.moments()])
+    assert all(map(torch.equal, *found))
+
+
+@given(seed=seeds, piece=st.sampled_from([256, 512, 1024]), rows=st.integers(1, 40), columns=st.integers(1, 40))
+def test_moments_in_main_memory_are_the_same(seed: int, piece: int, rows: int, columns: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adamw, "PIECE", piece)
+        found = []
+        for beside in (False, True):
+            stepping, weights = optimiser(CODED, (rows, columns), (7,), (2, 3, 200), beside=beside)
             train(stepping, weights, 2, seed)
             found.append([*weights, *stepping.moments()])
     assert all(map(torch.equal, *found))

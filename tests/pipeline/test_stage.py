@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from pipeline import forward_pass
 from pipeline.activation_codec import decode, encode, seed_of
 from pipeline.decoder_slice import Cut
 from pipeline.forward_pass import PendingForward
@@ -468,6 +469,33 @@ def hop(stages: list[Stage], batch: Tensor) -> Hop:
     reply = waiting.backward(gradient)
     assert reply is not None
     return Hop(came, waiting.output, gradient, reply)
+
+
+@pytest.mark.parametrize("logits", [1, 2**24], ids=["in parts", "at once"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_whole_model_has_the_loss_of_each_token_and_trains_on_as_if_it_had_not_been_asked(
+    family: str, logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = prepared(family, dropout=0.5)
+    asked, other = (make_stage(recipe, cuts(recipe, 1)[0]) for _ in range(2))
+    tokens = batches(7, 1)[0]
+    marked = tokens.clone()
+    marked[:, 3:5] = ~marked[:, 3:5]  # only given, and not learnt
+    monkeypatch.setattr(forward_pass, "LOGITS", logits)
+    for trained in (asked, other):
+        torch.manual_seed(3)
+        trained.loss(tokens[:, :-1], tokens[:, 1:])
+        if trained is asked:
+            asked.token_losses(marked)
+        trained.step(1e-2, 1)
+    assert all(map(torch.equal, asked.weights(), other.weights()))
+    logits_of_all = other.infer(tokens[:, :-1])
+    losses = other.token_losses(marked)
+    expected = functional.cross_entropy(logits_of_all.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    expected = expected.view(losses.shape) * (marked[:, 1:] >= 0)
+    torch.testing.assert_close(losses, expected)
+    with pytest.raises(ValueError, match="the whole model"):
+        make_stages(family, 2)[1].token_losses(tokens)
 
 
 @pytest.mark.parametrize("codec", ACTIVATION_CODECS)

@@ -16,13 +16,14 @@ from msgspec import structs
 from typer.testing import CliRunner
 
 from noloco_node.cli.main import app
+from noloco_node.cli.run_file import MachineOptions
 from noloco_node.doctor.machine_checks import Grade, Need, judge_gpu, judge_memory
 from noloco_node.errors import Exit, UserError
 from noloco_node.machine.memory import free_of_gpu
 from noloco_node.planning import search
 from noloco_node.planning.expectation import IDLE
 from noloco_node.planning.model_layout import ModelLayout, model_layout
-from noloco_node.planning.plan import LEAST_ROUNDS, LEAST_STEPS, plan
+from noloco_node.planning.plan import LEAST_ROUNDS, LEAST_STEPS, memories, plan
 from noloco_node.planning.plan_text import WIDTH
 from noloco_node.planning.search import (
     CLEARLY,
@@ -106,7 +107,7 @@ def test_what_is_planned_is_a_run_that_fits_and_is_planned_again(machines: Machi
     if found is None:
         return
     validate(found.run)
-    assert fits(gpu_memories(found.run, found.layout), machines)
+    assert fits(gpu_memories(found.run, found.layout, machines), machines)
     assert found.run.pipeline.stages * found.run.pipeline.replicas <= machines.count
     assert found.run.budget_samples == pytest.approx(RUN.budget_samples, rel=0.05)
     assert found.run.inner.steps >= LEAST_STEPS
@@ -148,7 +149,7 @@ def test_the_state_is_float32_unless_codes_bring_clearly_more_and_one_stage_is_e
         if each is not None and each.run.pipeline.stages > 1:
             alone = structs.replace(each.run.pipeline, stages=1, windows_in_flight=1, microbatch_size=1)
             whole = structs.replace(each.run, pipeline=alone)
-            assert not fits(gpu_memories(whole, search.model_layout(whole)), machines)
+            assert not fits(gpu_memories(whole, search.model_layout(whole), machines), machines)
     fewer = in_fewer_stages(found, machines)
     assert (fewer is None) == (found.run.pipeline.stages == 1)
     if fewer is not None:
@@ -180,8 +181,10 @@ def test_a_frozen_model_has_fewer_bits_only_where_they_bring_clearly_more() -> N
 
 
 def test_an_ample_line_is_not_squeezed_and_a_narrow_one_is() -> None:
-    ample = planned(structs.replace(LARGE, gpu_bytes=6.04e8, up_bytes_per_s=1e12, down_bytes_per_s=1e12, latency_s=0.0))
-    narrow = planned(structs.replace(LARGE, gpu_bytes=6.04e8, up_bytes_per_s=1e4, down_bytes_per_s=1e4))
+    ample = planned(
+        structs.replace(LARGE, gpu_bytes=6.022e8, up_bytes_per_s=1e12, down_bytes_per_s=1e12, latency_s=0.0)
+    )
+    narrow = planned(structs.replace(LARGE, gpu_bytes=6.022e8, up_bytes_per_s=1e4, down_bytes_per_s=1e4))
     assert ample is not None
     assert narrow is not None
     assert ample.run.pipeline.codec == "bfloat16"
@@ -206,10 +209,11 @@ def test_machines_on_which_nothing_fits_get_one_message() -> None:
 
 
 def test_rounds_take_no_more_than_their_share_of_the_forecast() -> None:
-    found = planned(structs.replace(LARGE, gpu_bytes=6.04e8, up_bytes_per_s=2e5))
+    machines = structs.replace(LARGE, gpu_bytes=6.022e8, up_bytes_per_s=2e5)
+    found = planned(machines)
     assert found is not None
-    needs = gpu_memories(found.run, found.layout)
-    again = forecast(found.run, found.layout, structs.replace(LARGE, gpu_bytes=6.04e8, up_bytes_per_s=2e5), needs)
+    needs = gpu_memories(found.run, found.layout, machines)
+    again = forecast(found.run, found.layout, machines, needs)
     assert found.run.outer.inner_steps_per_round >= again.steps_per_round
 
 
@@ -247,12 +251,12 @@ def test_init_writes_a_plan_that_check_agrees_with_and_warns_where_the_line_is_n
 
 
 def test_init_says_what_else_there_is_in_three_alternatives_at_most(tmp_path: Path) -> None:
-    path, machines = tmp_path / "run.toml", ["--gpu", "12GiB", "--ram", "24GiB", "--line", "100mbit/20mbit"]
+    path, machines = tmp_path / "run.toml", ["--gpu", "8GiB", "--ram", "24GiB", "--line", "100mbit/20mbit"]
     said = CliRunner().invoke(app, ["init", str(path), "--preset", "1b", *machines]).output.replace("\n", " ")
     assert load_run(path).inner.state == "int8"
     assert "2 stages of 9 and 7 replicas" in said
     assert "The model does not fit one such machine, by" in said
-    assert "kept in 8-bit codes (inner.state); in float32 4 stages would reach about" in said
+    assert "kept in 8-bit codes (inner.state); in float32 5 stages would reach about" in said
     assert re.search("With .* on the GPU and .* beside it 1 stage of 16 replicas would do: about", said)
     assert "On lines twice as fast this plan would reach about" in said
     assert "With subspace = 512 or subspace = 256 in [pipeline] it would be about" in said
@@ -282,6 +286,22 @@ def test_many_machines_keep_the_batch_or_say_what_becomes_of_it(
     assert "One such machine alone: about" in told or "The model does not fit one such machine" in told
     assert "a parameter (20 use the work best" in told
     assert ("fewer than the 20 that mix the replicas" in told) == (preset == "tiny")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "ram", "beside"), [("12GiB", "24GiB", True), ("12GiB", "16GiB", False), ("24GiB", "24GiB", False)]
+)
+def test_moments_lie_in_main_memory_where_a_stage_fits_in_no_other_way(gpu: str, ram: str, beside: bool) -> None:
+    run = decode_run(run_text("1b"), "preset")
+    run = structs.replace(run, inner=structs.replace(run.inner, state="int8"), precision="auto")
+    run = structs.replace(run, pipeline=structs.replace(run.pipeline, stages=1, replicas=16, microbatch_size=1))
+    machines, layout = MachineOptions(gpu=gpu, ram=ram).machines(), search.layout_of(run)
+    (needs,) = gpu_memories(run, layout, machines)
+    (plain,) = memories(run, layout, half=True)
+    assert (needs.moments_beside > 0) == beside
+    assert needs.optimiser + needs.moments_beside == plain.optimiser
+    assert needs.phases["steps"] - plain.phases["steps"] == needs.moments_beside
+    assert fits((needs,), machines) == (beside or gpu == "24GiB")
 
 
 @pytest.mark.parametrize("size", [int(17.9e9), int(22.9e9), 24 * 2**30])

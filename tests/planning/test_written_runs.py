@@ -30,7 +30,7 @@ def test_a_run_fits_the_machines_that_it_names_and_keeps_its_preset(path: Path) 
     run, machines = load_run(path), MachineOptions().completed_from(path).machines()
     asked = decode_run(run_text(path.name[:2]), "the preset")
     assert run.pipeline.peers <= machines.count
-    assert fits(gpu_memories(run, layout_of(run)), machines)
+    assert fits(gpu_memories(run, layout_of(run), machines), machines)
     assert run.budget_samples == pytest.approx(asked.budget_samples, rel=0.01)
     planned = {section: values.keys() for section, values in planned_values(run).items()}
     for section in ("model", "data", "admission"):

@@ -38,6 +38,7 @@ from noloco_node.run.runfile import (
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_layers = 4}\n'
+ALONE = "[pipeline]\nstages = 1\n"
 WEIGHTS = f'[[model.weights]]\nfile = "model.safetensors"\nsize_bytes = 1000\ndigest = "{"ab" * 32}"\n'
 WORDS = f"""[data]
 tokenizer = 'files'
@@ -122,6 +123,12 @@ def test_it_loads_without_torch_or_transformers() -> None:
         (MODEL + "[data]\nsource = 'json'\npath = 'x'\nsubset = 'en'\n", "data.subset", ""),
         (MODEL + "[data]\nsource = 'json'\npath = 'x'\nsplit = 'test'\n", "data.split", ""),
         (MODEL + "[data]\nsource = 'json'\npath = 'x'\nfield = ''\n", "data.field", ""),
+        (MODEL + "[data]\nevaluate_every_rounds = 4\n", "data.evaluate_every_rounds = 4", "one stage"),
+        (
+            MODEL + ALONE + "[data]\nevaluate_every_rounds = 4\nvalidation_percent = 0.0\n",
+            "data.evaluate_every",
+            "2 percent",
+        ),
         (MODEL + "[data]\ntokenizer = ''\n", "data.tokenizer", "byt5"),
         (MODEL + f"[data]\ntokenizer_commit = '{COMMIT}'\n", "data.tokenizer_commit", "leave it out"),
         (MODEL + "[data]\ntokenizer = 'a/b'\ntokenizer_commit = 'main'\n", "data.tokenizer_commit", "40"),

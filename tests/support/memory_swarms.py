@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gossip.transfer.assembly import ChunkStore
 from noloco_node.journal import events
-from noloco_node.machine.interface import FirstWeights, Reporter, Runner, SnapshotStore
+from noloco_node.machine.interface import EvaluationHost, FirstWeights, Reporter, Runner, SnapshotStore
 from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.node.replica import Replica
@@ -132,6 +132,7 @@ class Peer:
         first_weights: FirstWeights | None = None,
         tokenizer: WeightStore | None = None,
         device: Runner | None = None,
+        evaluation: EvaluationHost | None = None,
         **options: Any,
     ) -> None:
         self.name, self.leave = name, asyncio.Event()
@@ -153,7 +154,7 @@ class Peer:
             save=self._save,
         )
         host.snapshots, host.first_weights, host.tokenizer = snapshots, first_weights, tokenizer
-        host.chunk_store, host.copied_stages = keep, self.copied_stages
+        host.chunk_store, host.copied_stages, host.evaluation = keep, self.copied_stages, evaluation
         self.node = Node(
             recipe,
             self.plan,

@@ -7,6 +7,7 @@ who tests how a command starts, starts it as a person does.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import os
@@ -25,6 +26,7 @@ from typing import NoReturn
 import msgspec
 
 LOOK_S = 0.02
+_NEW_NETWORK = 0x40000000
 _NEVER = threading.Event()
 
 
@@ -37,6 +39,8 @@ class Request(msgspec.Struct):
     err: str
     code: str
     """Written at its end: the exit code as `Popen` says it."""
+    network: str = ""
+    """The network namespace that it lives in; empty: ours."""
 
 
 class ForkedProcess:
@@ -62,6 +66,14 @@ class ForkedProcess:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def enter_network(name: str) -> None:
+    """Let this thread, and the threads and processes that it starts from now on, live in a network namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", name).open() as namespace:
+        if libc.setns(namespace.fileno(), _NEW_NETWORK):  # `os.setns` begins with Python 3.12
+            raise OSError(ctypes.get_errno(), f"cannot enter {name}")
 
 
 class NodeForks:
@@ -125,6 +137,8 @@ def become(request: Request) -> NoReturn:
         os.dup2(opened, number)
         os.close(opened)
     os.environ |= request.environment
+    if request.network:
+        enter_network(request.network)
     tempfile.tempdir = None
     sys.argv[1:] = request.arguments
     runpy.run_module("noloco_node", run_name="__main__", alter_sys=True)

@@ -71,8 +71,8 @@ def join(commands: Commands, invite: str, stage: int, *more: str, forked: bool =
     return commands.start("join", invite, *options, home=True, forked=forked)
 
 
-def look(commands: Commands, invite: str) -> dict[str, Any]:
-    command = commands.start("status", invite, "--json")
+def look(commands: Commands, invite: str, network: str = "") -> dict[str, Any]:
+    command = commands.start("status", invite, "--json", network=network)
     assert command.wait() == Exit.OK, command.complaint
     seen: dict[str, Any] = json.loads(command.output)
     return seen

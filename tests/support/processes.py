@@ -43,7 +43,14 @@ class Command:
     """One process of `noloco-node`, or of a program that uses it; leader of its own process group as under a shell."""
 
     def __init__(
-        self, name: str, directory: Path, arguments: Iterable[str], *, forked: bool, program: Path | None = None
+        self,
+        name: str,
+        directory: Path,
+        arguments: Iterable[str],
+        *,
+        forked: bool,
+        program: Path | None = None,
+        network: str = "",
     ) -> None:
         self.name = name
         self.home, self.temporary = directory / "home", directory / "tmp"
@@ -57,7 +64,7 @@ class Command:
         self._err.touch()
         start = _fork if forked else partial(_spawn, program)
         self.process = start(
-            Request([*arguments], environment, str(self._out), str(self._err), str(directory / "code"))
+            Request([*arguments], environment, str(self._out), str(self._err), str(directory / "code"), network)
         )
 
     @property
@@ -126,16 +133,18 @@ class Commands:
         home: bool = False,
         forked: bool = True,
         program: Path | None = None,
+        network: str = "",
     ) -> Command:
         """Start `noloco-node`, or a Python program, with `arguments`; with `home`, also with a home of its own.
 
-        `forked`: where `noloco-node` would load torch, it begins with that behind it.
+        `forked`: where `noloco-node` would load torch, it begins with that behind it. `network`: the network namespace
+        that it lives in; empty: ours.
         """
         name = name or f"{arguments[0]}{len(self._commands)}"
         directory = self.directory / name
         more = ("--home", str(directory / "home")) if home else ()
         forked = forked and program is None and arguments[0] in LOAD_TORCH
-        command = Command(name, directory, [*arguments, *more], forked=forked, program=program)
+        command = Command(name, directory, [*arguments, *more], forked=forked, program=program, network=network)
         self._commands.append(command)
         return command
 
@@ -177,8 +186,10 @@ class Commands:
 
 def _spawn(program: Path | None, request: Request) -> subprocess.Popen[bytes]:
     with Path(request.out).open("wb") as out, Path(request.err).open("wb") as err:
+        inside = ("ip", "netns", "exec", request.network) if request.network else ()
+        what = ("-m", "noloco_node") if program is None else (str(program),)
         return subprocess.Popen(
-            [sys.executable, *(("-m", "noloco_node") if program is None else (str(program),)), *request.arguments],
+            [*inside, sys.executable, *what, *request.arguments],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,

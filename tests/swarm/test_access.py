@@ -28,8 +28,8 @@ from noloco_node.admission.ticket import (
 )
 from noloco_node.admission.ticket_service import TicketService, TicketSigner, is_work, work
 from noloco_node.errors import Exit, UserError
-from noloco_node.network.calls import ConversationPool
 from noloco_node.network.interface import Conversation, PeerNetwork
+from noloco_node.node.microbatches import ConversationPool
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.storage import atomic_file
 from noloco_node.swarm import access, admissions, invite
@@ -69,7 +69,7 @@ class OwnedRun:
         named = None if self.rule == "open" else lambda found: self.named.get(found, 0)
         service = TicketService(
             self.state,
-            signer,
+            signer.ticket,
             self.now_s,
             named,
             lambda found: self.signs.get(found, 0),

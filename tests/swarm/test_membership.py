@@ -161,6 +161,17 @@ async def test_who_waits_for_a_newcomer_of_the_next_stage_sees_it_ready_soon(
             task.cancel()
 
 
+async def test_others_read_soon_that_the_run_has_begun() -> None:
+    hub = SimNetwork(WEATHER)
+    one, running = await joined(hub, "a")
+    _, newcomer = present(hub, "b")
+    await asyncio.sleep(1.0)
+    one.update(record("a", round=1))
+    await asyncio.sleep(1.0)
+    assert [each.round for each in (await newcomer.peek()).stage(0)] == [1], "long before the next usual record"
+    running.cancel()
+
+
 class Forgetful:
     """A network whose readings fail or come back empty while `blind`."""
 

@@ -13,7 +13,7 @@ from gossip.exchange.messages import ReplicaState
 from gossip.transfer.assembly import ChunkStore
 from gossip.transfer.chunks import CopyInMemory, HeldCopy
 from noloco_node.data.blocks import run_blocks
-from noloco_node.machine.interface import FirstWeights, Runner, SnapshotStore, StageModel, Text
+from noloco_node.machine.interface import EvaluationHost, FirstWeights, Runner, SnapshotStore, StageModel, Text
 from noloco_node.machine.memory import GraphBytes
 from noloco_node.run.config import RunConfig
 from noloco_node.storage.checkpoint import Checkpoint
@@ -21,7 +21,7 @@ from noloco_node.storage.weight_store import WeightStore
 
 
 class MemoryStore:
-    """Implements `machine.interface.ArchivedStages`. `present`: returns the last checkpoint that the peer has saved."""
+    """Implements `machine.interface.CheckpointArchive`. `present`: returns the last checkpoint that the peer saved."""
 
     def __init__(self, present: Callable[[], Checkpoint | None]) -> None:
         self._present = present
@@ -71,10 +71,11 @@ class MemoryHost:
         save: Callable[[Checkpoint], Awaitable[str]],
         line_s: Sequence[float] = (),
     ) -> None:
-        self.device, self.former = device, disk
+        self.device, self.checkpoints = device, disk
         self.snapshots: SnapshotStore | None = None
         self.first_weights: FirstWeights | None = None
         self.tokenizer: WeightStore | None = None
+        self.evaluation: EvaluationHost | None = None
         self.needs_bytes: list[int] = []
         self.graph_bytes: list[GraphBytes] = []
         self.beside_bytes: list[int] = []
@@ -94,12 +95,6 @@ class MemoryHost:
 
     async def open_text(self) -> Text:
         return await self._open_text()
-
-    async def last_stage(self) -> int | None:
-        return await self.former.served()
-
-    async def load(self, stage: int) -> Checkpoint | None:
-        return await self.former.load(stage)
 
     async def save(self, checkpoint: Checkpoint) -> str:
         groups = {name: tuple([tensor.clone() for tensor in group]) for name, group in checkpoint.tensors.items()}

@@ -126,6 +126,10 @@ class PricedStage:
         self._collected = 0
         self._stage.discard()
 
+    def token_losses(self, tokens: Tensor, /) -> Tensor:
+        self._charge(self._prices.forward_s)
+        return self._stage.token_losses(tokens)
+
     def weights(self, less: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         self._charge(self._prices.copy_s)
         return self._stage.weights(less)

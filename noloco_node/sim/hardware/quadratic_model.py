@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -112,6 +112,9 @@ class QuadraticModel:
         before = float(output[0, 0, 1]) if output.shape[-1] > 1 else 0.0
         loss = before + self._lost(away)
         return Gradient(hidden=torch.zeros_like(output), loss=loss, tokens=hidden.shape[0] * hidden.shape[1])
+
+    def token_losses(self, tokens: Tensor, /) -> NoReturn:
+        raise NotImplementedError("no text is held out in a simulation")
 
     def _away(self, output: Tensor) -> list[float]:
         return [value - centre for value, centre in zip(self._values, self._centre(output), strict=True)]

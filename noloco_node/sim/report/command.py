@@ -19,7 +19,7 @@ import msgspec
 import torch
 from msgspec import structs
 
-from noloco_node.errors import Exit, UserError, config_error, leaves
+from noloco_node.errors import Exit, UserError, config_error, leaves, storage_error, usage_error
 from noloco_node.run.fields import no_line, refuse
 from noloco_node.run.runfile import load_run
 from noloco_node.sim.clock import Deadlock
@@ -128,15 +128,11 @@ def _replicas(peers: int, stages: int) -> int:
     if peers % stages == 0:
         return peers // stages
     near = [count for count in (peers - peers % stages, peers - peers % stages + stages) if count]
-    raise _misuse(
+    raise usage_error(
         f"{peers} peers cannot be shared out over {stages} stages.",
         "all stages of a simulated swarm have equally many replicas",
         " or ".join(f"--peers {count}" for count in near),
     )
-
-
-def _misuse(what: str, why: str, hint: str) -> UserError:
-    return UserError(what, why=why, hint=hint, code=Exit.USAGE)
 
 
 def complete(scenario: Scenario, path: Path | None) -> SimSetup:
@@ -265,6 +261,4 @@ def trace_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def _refused(path: Path, why: str) -> UserError:
-    return UserError(
-        f"cannot write {path}", why=why, hint="free some space, or give another with --out", code=Exit.STORAGE
-    )
+    return storage_error(f"cannot write {path}", why=why, hint="free some space, or give another with --out")

@@ -226,7 +226,7 @@ def test_who_leaves_takes_the_step_that_was_agreed(step_s: float, pause: int, la
         if isinstance(phase, Stepping | PendingCorrection):
             assert len(toy.met) > met
         if last:
-            assert toy.rounds._gathered == toy.inner_steps, "the slow weights hold every step"
+            assert toy.rounds.slow_steps == toy.inner_steps, "the slow weights hold every step"
 
     run(live(list(pair(SETTINGS, step_s, step_s / 2)), {"a": pause, "b": 40}, end))
 

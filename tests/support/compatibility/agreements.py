@@ -110,6 +110,7 @@ def published() -> dict[str, Any]:
         version="1.2.3",
         hops=((DONOR[-8:], 300), (ME[-8:], 12)),
         given=product.Given(10**9, 36_000, 10**11, 10**10, 7_200_000),
+        evaluation=product.Evaluation(number=2, round=6, loss=5.25, margin=0.125, tokens=65_536, documents=120),
     )
     return {
         name: product.Published(1_800_000_000_500 + n, record, 1_800_000_000.5, 30.0)

@@ -174,6 +174,18 @@ def events() -> list[Any]:
             what="done", stage=1, donor=None, round=9, total_bytes=40, held_bytes=40, fetched_bytes=40, seconds=1.0
         ),
         journal.Disowned(stage=1, round=20, loss=9.5, usual=3.0),
+        journal.Evaluated(
+            number=2,
+            round=20,
+            step=81,
+            progress=0.5,
+            loss=3.25,
+            margin=0.125,
+            tokens=12_288,
+            documents=76,
+            seconds=1.5,
+            device_s=0.75,
+        ),
         journal.Finished(why="the run is over", step=40, round=10, progress=1.0, discarded=1),
     ]
 

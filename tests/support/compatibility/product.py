@@ -59,8 +59,8 @@ from noloco_node.network.wire import beat, encode, end, error
 from noloco_node.planning.model_layout import build_stage, model_layout
 from noloco_node.planning.plan_text import report as check_report
 from noloco_node.run.config import ModelConfig, RunConfig
+from noloco_node.run.peer_state import Evaluation, Wait, WaitCause
 from noloco_node.run.peer_state import PeerState as State
-from noloco_node.run.peer_state import Wait, WaitCause
 from noloco_node.run.presets import PRESETS, run_text
 from noloco_node.run.protocols import gossip_schema, microbatch_schema, state_schema, topic
 from noloco_node.run.runfile import canonical, content_hashes

@@ -12,10 +12,10 @@ from coroutine_tests import run_main
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noloco_node.network import calls
-from noloco_node.network.calls import FEWEST, IDLE_S, LEAST_S, ConversationPool, SendTurns
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema
+from noloco_node.node import microbatches
+from noloco_node.node.microbatches import FEWEST_AT_ONCE, IDLE_S, LEAST_S, ConversationPool, SendTurns
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork
@@ -141,7 +141,7 @@ async def test_a_conversation_that_nobody_uses_is_ended() -> None:
 
 
 def test_no_more_than_so_many_are_kept_and_the_longest_idle_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "MOST_IDLE", 2)
+    monkeypatch.setattr(microbatches, "MOST_POOLED", 2)
 
     async def main() -> None:
         async with world("b", "c", "d") as w:
@@ -178,7 +178,7 @@ def test_never_more_at_once_and_first_come_first_served(jobs: list[tuple[int, fl
                 async with turns.turn():
                     under_way.add(number)
                     order.append(number)
-                    assert len(under_way) <= turns.at_once <= max(FEWEST, receivers)
+                    assert len(under_way) <= turns.at_once <= max(FEWEST_AT_ONCE, receivers)
                     await asyncio.sleep(seconds)
                     under_way.remove(number)
                     if breaks:
@@ -197,14 +197,14 @@ def test_never_more_at_once_and_first_come_first_served(jobs: list[tuple[int, fl
 
 @run_main(run)
 async def test_slow_receivers_hold_up_nobody_for_long_and_who_gives_up_leaves_its_place() -> None:
-    turns, loop = SendTurns(FEWEST), asyncio.get_running_loop()
+    turns, loop = SendTurns(FEWEST_AT_ONCE), asyncio.get_running_loop()
 
     async def send(seconds: float) -> float:
         async with turns.turn():
             await asyncio.sleep(seconds)
         return loop.time()
 
-    slow = [asyncio.create_task(send(NOT_FOR_GOOD)) for _ in range(FEWEST)]
+    slow = [asyncio.create_task(send(NOT_FOR_GOOD)) for _ in range(FEWEST_AT_ONCE)]
     await asyncio.sleep(0)
     gives_up = asyncio.create_task(send(NOT_FOR_GOOD))
     await asyncio.sleep(LEAST_S / 2)

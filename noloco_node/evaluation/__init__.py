@@ -1,0 +1,1 @@
+"""Evaluations of a replica while it trains."""

@@ -1,0 +1,102 @@
+"""Moments that lie in main memory, and visit the device piece by piece while a step takes them.
+
+A step asks for a moment once, so between two steps it only fills a device's memory. Here a few places on the device are
+enough: while one piece is computed the next one comes and the last one goes back, each way on a stream of its own.
+The arithmetic is the device's in either case, so the bits are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_PLACES = 3
+
+
+class Codes(NamedTuple):
+    """One moment of some blocks. `scales`: float32 [blocks, 1]. `codes`: int8 or uint8 [blocks, values]."""
+
+    scales: Tensor
+    codes: Tensor
+
+
+class _Place(NamedTuple):
+    """Memory on the device for both moments of a piece. `come`, `used`, `gone`: when the device had done so."""
+
+    scales: Tensor
+    codes: Tensor
+    come: torch.cuda.Event | None
+    used: torch.cuda.Event | None
+    gone: torch.cuda.Event | None
+
+    def views(self, moments: tuple[Codes, Codes]) -> tuple[Codes, Codes]:
+        first, second = (
+            Codes(
+                scales[: len(near.scales)].view(near.scales.shape),
+                codes[: near.codes.numel()].view(near.codes.dtype).view(near.codes.shape),
+            )
+            for near, scales, codes in zip(moments, self.scales, self.codes, strict=True)
+        )
+        return first, second
+
+
+class MomentsBeside:
+    """Takes pieces of moments to a device and back. Its memory is taken once: a step must not fail half-way."""
+
+    def __init__(self, device: torch.device, blocks: int, values: int) -> None:
+        """`blocks`, `values`: the most of a piece."""
+        gpu, self._next = device.type == "cuda", 0
+        self._inward, self._outward = (torch.cuda.Stream(device) if gpu else None for _ in range(2))
+        self._places = [
+            _Place(
+                torch.empty(2, blocks, device=device),
+                torch.empty(2, values, dtype=torch.int8, device=device),
+                *(torch.cuda.Event() if gpu else None for _ in range(3)),  # type: ignore[no-untyped-call]
+            )
+            for _ in range(_PLACES if gpu else 1)
+        ]
+
+    @contextmanager
+    def on_device(self, moments: tuple[Codes, Codes]) -> Iterator[tuple[Codes, Codes]]:
+        """Give the moments of a piece as they are on the device, and write them back afterwards."""
+        place = self._places[self._next]
+        self._next = (self._next + 1) % len(self._places)
+        there = place.views(moments)
+        with _after(self._inward, place.gone, place.come):
+            _copy(moments, there)
+        if place.come is not None:
+            place.come.wait()
+        yield there
+        if place.used is not None:
+            place.used.record()
+        with _after(self._outward, place.used, place.gone):
+            _copy(there, moments)
+
+    def settle(self) -> None:
+        """Wait until main memory has all that was written back."""
+        if self._outward is not None:
+            self._outward.synchronize()
+
+
+@contextmanager
+def _after(
+    stream: torch.cuda.Stream | None, before: torch.cuda.Event | None, after: torch.cuda.Event | None
+) -> Iterator[None]:
+    """Queue what is done within on `stream`, after the event `before`, and `after` behind it."""
+    on_it: AbstractContextManager[object] = nullcontext() if stream is None else torch.cuda.stream(stream)
+    with on_it:
+        if before is not None:
+            before.wait()
+        yield
+        if after is not None:
+            after.record()
+
+
+def _copy(source: tuple[Codes, Codes], target: tuple[Codes, Codes]) -> None:
+    for mine, theirs in zip(source, target, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            other.copy_(one, non_blocking=True)

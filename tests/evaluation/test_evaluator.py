@@ -1,0 +1,205 @@
+"""Which peer evaluates, and what an evaluation in a pause does."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from memory_swarms import Peer, recipe
+from torch import Tensor
+
+from noloco_node.data.held_out_text import HeldOutText, text_loss
+from noloco_node.errors import config_error
+from noloco_node.evaluation.evaluator import EVALUATION, Evaluator, EvaluatorContext, chosen
+from noloco_node.journal import events
+from noloco_node.machine.interface import Reporter
+from noloco_node.run.peer_state import PeerState
+from noloco_node.sim.network.sim_network import SimNetwork
+from noloco_node.swarm.roster import PeerRecord, Roster
+
+NAMES = st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1, max_size=8)
+
+
+def sample(documents: int = 6) -> HeldOutText:
+    """Return sequences of eight tokens, one of each document."""
+    tokens = torch.randint(32, (documents, 9), generator=torch.Generator().manual_seed(3))
+    return HeldOutText([tokens[:4], tokens[4:]], [f"document {each}" for each in range(documents)], documents, True)
+
+
+class Held:
+    """Held-out text in memory (`noloco_node.machine.interface.EvaluationHost`)."""
+
+    def __init__(self, text: HeldOutText | Exception) -> None:
+        self._text, self.reads = text, 0
+
+    async def text(self) -> HeldOutText:
+        self.reads += 1
+        await asyncio.sleep(0.0)
+        if isinstance(self._text, Exception):
+            raise self._text
+        return self._text
+
+
+class Trial:
+    """An evaluator of a replica that has the same loss for each token; `others`: peers that train beside it."""
+
+    def __init__(
+        self,
+        host: Held,
+        others: tuple[str, ...] = (),
+        loss: Callable[[], float] = lambda: 2.0,
+        begun: int = 0,
+        every: int = 4,
+    ) -> None:
+        self.events: list[events.Event] = []
+        self.said: list[str] = []
+        self.passes: list[int] = []
+        self.ending = False
+        self._loss = loss
+        records = [PeerRecord(peer=peer, stage=0, state=PeerState.TRAINING) for peer in others]
+        context = EvaluatorContext(
+            run_id="run",
+            me="me",
+            every_rounds=every,
+            sequences=3,
+            host=host,
+            roster=lambda: Roster(stages=(tuple(records),)),
+            token_losses=self._token_losses,
+            busy_s=lambda: 0.5 * len(self.passes),
+            is_ending=lambda: self.ending,
+            reporter=Reporter(record=self.events.append, say=self.said.append),
+        )
+        self.evaluator = Evaluator(context, begun)
+
+    async def _token_losses(self, tokens: Tensor) -> Tensor:
+        self.passes.append(len(tokens))
+        return torch.full((len(tokens), tokens.shape[1] - 1), self._loss())
+
+    async def pauses(self, *rounds: int) -> list[events.Event]:
+        """Pause in these rounds, with time between two of them to read the text; return the events of the last."""
+        for number in rounds:
+            before = len(self.events)
+            await self.evaluator.in_pause(number, 10 * number, 0.5)
+            for _ in range(5):
+                await asyncio.sleep(0.0)
+        return self.events[before:]
+
+
+@given(st.sets(NAMES, min_size=1, max_size=8), st.integers(0, 10**6))
+def test_peers_with_equal_rosters_choose_the_same_one(peers: set[str], number: int) -> None:
+    orders = [sorted(peers), sorted(peers, reverse=True)]
+    assert len({chosen("run", number, order) for order in orders}) == 1
+    assert chosen("run", number, peers) in peers
+    # A peer that leaves changes the choice only where it was chosen.
+    first = chosen("run", number, peers)
+    for gone in peers - {first}:
+        assert chosen("run", number, peers - {gone}) == first
+
+
+def test_each_peer_has_its_turn_about_as_often() -> None:
+    counts = Counter(chosen("run", number, "abcd") for number in range(4000))
+    assert set(counts) == set("abcd")
+    assert all(900 < count < 1100 for count in counts.values())
+    assert chosen("run", 1, ()) is None
+
+
+async def test_an_evaluation_has_the_loss_of_all_sequences_and_is_told_once() -> None:
+    held = Held(sample())
+    trial = Trial(held)
+    assert await trial.pauses(1, 2, 3) == []
+    assert held.reads == 0
+    assert await trial.pauses(4) == []  # the text is not here yet
+    (event,) = await trial.pauses(4)
+    assert isinstance(event, events.Evaluated)
+    assert (event.number, event.round, event.step, event.loss) == (1, 4, 40, 2.0)
+    assert (event.tokens, event.documents, event.margin) == (48, 6, 0.0)
+    assert trial.passes == [3, 1, 2]
+    assert event.device_s == 1.5
+    assert trial.evaluator.newest == event.evaluation
+    assert trial.said == ["evaluation 1: held-out loss 2.0000 ± 0.0000 in round 4, over 48 tokens of 6 documents"]
+    assert await trial.pauses(4, 5, 6, 7) == []
+    (event,) = await trial.pauses(9)  # a round that was missed does not matter
+    assert isinstance(event, events.Evaluated)
+    assert (event.number, held.reads) == (2, 1)
+
+
+async def test_only_the_peer_that_is_chosen_evaluates() -> None:
+    others, trial = ("a", "b", "c"), Trial(Held(sample()), ("a", "b", "c"))
+    for number in range(1, 41):
+        await trial.pauses(4 * number, 4 * number)
+    mine = [number for number in range(1, 41) if chosen("run", number, ("me", *others)) == "me"]
+    assert [event.number for event in trial.events if isinstance(event, events.Evaluated)] == mine
+
+
+async def test_a_replica_that_comes_late_evaluates_nothing_that_was_due_before() -> None:
+    trial = Trial(Held(sample()), begun=11)
+    assert await trial.pauses(11, 11) == []
+    assert len(await trial.pauses(12, 12)) == 1
+
+
+@pytest.mark.parametrize("trouble", [config_error("There is no text.", "the hub is away", ""), OSError("no route")])
+async def test_without_text_an_evaluation_is_left_out_and_the_next_reads_anew(
+    trouble: Exception,
+) -> None:
+    held = Held(trouble)
+    trial = Trial(held)
+    (told,) = await trial.pauses(4, 4)
+    assert isinstance(told, events.Noticed)
+    assert told.what == EVALUATION
+    assert told.text.startswith("evaluation 1 is left out: ")
+    assert trial.said == [told.text]
+    assert await trial.pauses(5, 6, 7) == []
+    assert held.reads == 1
+    await trial.pauses(8, 8)
+    assert held.reads == 2
+
+
+async def test_a_lack_of_memory_or_a_loss_that_is_not_finite_ends_nothing() -> None:
+    def short() -> float:
+        raise MemoryError("no memory is left")
+
+    for loss, words in ((short, "for want of memory"), (lambda: math.nan, "a loss that is not finite")):
+        trial = Trial(Held(sample()), loss=loss)
+        (told,) = await trial.pauses(4, 4)
+        assert isinstance(told, events.Noticed)
+        assert words in told.text
+        assert trial.evaluator.newest is None
+
+
+async def test_a_node_that_leaves_does_not_wait_for_the_rest_of_an_evaluation() -> None:
+    trial = Trial(Held(sample()))
+    await trial.pauses(4)
+    trial.ending = True
+    assert await trial.pauses(4) == []
+    assert trial.passes == []
+    await trial.evaluator.aclose()
+
+
+async def test_a_swarm_evaluates_its_own_weights_and_its_records_tell_it() -> None:
+    hub, text = SimNetwork(), sample(12)
+    what = recipe(stages=1, replicas=2, steps=60, per_round=5, extra="[data]\nevaluate_every_rounds = 2\n")
+    peers = [Peer(hub, what, f"peer-{number}", 0, evaluation=Held(text)) for number in range(2)]
+    seen: set[tuple[str, int]] = set()
+    async with asyncio.timeout(3600):
+        while not all(peer.task.done() for peer in peers):
+            await asyncio.sleep(0.1)
+            for record in peers[0].node.roster.stage(0):
+                if record.evaluation is not None:
+                    seen.add((record.peer, record.evaluation.number))
+    made = [(peer, event) for peer in peers for event in peer.of(events.Evaluated)]
+    assert len(made) >= 3
+    assert {(peer.name, event.number) for peer, event in made[:-2]} <= seen
+    for _, event in made:
+        assert event.documents == 12
+        assert 0.0 < event.loss < 2 * math.log(32)
+        assert event.margin is not None
+    # The last evaluation of a peer that took no step after it has the loss of its fast weights.
+    stage = peers[0].stages[-1]
+    losses = torch.cat([stage.token_losses(batch) for batch in text.batches])
+    assert losses.mean().item() == pytest.approx(text_loss(stage.infer, text).mean, rel=1e-5)
