@@ -29,8 +29,12 @@ from pathlib import Path
 import psutil
 
 from gossip.interface import OuterStepTaken
-from noloco_node.demo.child_processes import Children, tied_command
+from noloco_node.data.blocks import open_blocks
+from noloco_node.demo.child_processes import Child, Children, tied_command
 from noloco_node.journal import events, reader
+from noloco_node.planning.model_layout import model_layout
+from noloco_node.run.config import RunConfig
+from noloco_node.run.runfile import load_run
 
 CORES = 2
 """That either side may use."""
@@ -53,8 +57,9 @@ microbatch_size = {batch}
 microbatches_per_step = {window}
 windows_in_flight = {windows}
 [inner]
-steps = 100000
-warmup_steps = 10
+steps = {steps}
+warmup_steps = {warmup}
+learning_rate = {rate}
 state = "{state}"
 [outer]
 inner_steps_per_round = {gossip_every}
@@ -62,8 +67,10 @@ overlap_steps = {overlap}
 """
 
 
-def run_text(arguments: argparse.Namespace, stages: int) -> str:
-    """Return the run file of the benchmark."""
+def run_text(
+    arguments: argparse.Namespace, stages: int, steps: int = 100_000, warmup: int = 10, rate: float = 6e-4
+) -> str:
+    """Return the run file of a benchmark."""
     return RUN.format(
         width=arguments.width,
         inner=8 * arguments.width // 3,
@@ -75,69 +82,95 @@ def run_text(arguments: argparse.Namespace, stages: int) -> str:
         stages=stages,
         replicas=arguments.replicas,
         state=arguments.state,
+        steps=steps,
+        warmup=warmup,
+        rate=rate,
         gossip_every=arguments.gossip_every,
         overlap=min(8, arguments.gossip_every - 1),
     )
 
 
-def single(run_file: Path, seconds: float, threads: int) -> None:
-    """Train the whole model in this process, plainly; print tokens a second and the number of parameters as JSON."""
-    import torch
-    from transformers import AutoModelForCausalLM
+class BareLoop:
+    """The whole model of a run in this process, trained plainly: fused AdamW in float32."""
 
-    from noloco_node.data.blocks import open_blocks
-    from noloco_node.planning.model_layout import model_layout
-    from noloco_node.run.runfile import load_run
+    def __init__(self, run: RunConfig) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        inner = run.inner
+        torch.manual_seed(run.seed)
+        self._run = run
+        self.model = AutoModelForCausalLM.from_config(model_layout(run).prepared.config).train()
+        self._optimiser = torch.optim.AdamW(
+            self.model.parameters(),
+            betas=(inner.beta1, inner.beta2),
+            eps=inner.epsilon,
+            weight_decay=inner.weight_decay,
+            fused=True,
+        )
+        self._blocks = open_blocks(run.data, run.pipeline.sequence_length, run.seed, "single")
+        self.step_tokens = run.samples_per_step * run.pipeline.sequence_length
+
+    def step(self, rate: float) -> float:
+        """Take one step of this learning rate; return the loss of its window."""
+        import torch
+
+        run, total = self._run, 0.0
+        for _ in range(run.pipeline.microbatches_per_step):
+            tokens = self._blocks.next_batch(run.pipeline.microbatch_size)
+            logits = self.model(tokens[:, :-1], use_cache=False).logits.float()
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            torch.autograd.backward(loss / run.pipeline.microbatches_per_step)
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), run.inner.clip_norm)
+        for group in self._optimiser.param_groups:
+            group["lr"] = rate
+        self._optimiser.step()
+        self._optimiser.zero_grad()
+        return total / run.pipeline.microbatches_per_step
+
+
+def single(run_file: Path, seconds: float, threads: int) -> None:
+    """Train the whole model in this process; print tokens a second and the number of parameters as JSON."""
+    import torch
 
     torch.set_num_threads(threads)
-    run = load_run(run_file)
-    model = AutoModelForCausalLM.from_config(model_layout(run).prepared.config).train()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    blocks = open_blocks(run.data, run.pipeline.sequence_length, run.seed, "single")
-
-    def step() -> int:
-        for _ in range(run.pipeline.microbatches_per_step):
-            tokens = blocks.next_batch(run.pipeline.microbatch_size)
-            logits = model(tokens[:, :-1], use_cache=False).logits.float()
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-            torch.autograd.backward(loss)
-        for weight in model.parameters():
-            if weight.grad is not None:
-                weight.grad.div_(run.pipeline.microbatches_per_step)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        optimiser.zero_grad()
-        return run.samples_per_step * run.pipeline.sequence_length
-
-    step()
+    loop = BareLoop(load_run(run_file))
+    loop.step(1e-4)
     begun, cpu, tokens = time.perf_counter(), time.process_time(), 0
     while (elapsed := time.perf_counter() - begun) < seconds or tokens == 0:
-        tokens += step()
-    parameters = sum(weight.numel() for weight in model.parameters())
+        loop.step(1e-4)
+        tokens += loop.step_tokens
+    parameters = sum(weight.numel() for weight in loop.model.parameters())
     per_cpu_s = tokens / (time.process_time() - cpu)
     print(json.dumps({"tokens_per_s": tokens / elapsed, "tokens_per_cpu_s": per_cpu_s, "parameters": parameters}))
+
+
+async def started(children: Children, run_file: Path, home: Path, stages: int, replicas: int) -> list[Child]:
+    """Start a bootstrap peer and a node for each replica, with its home in HOME/STAGE-REPLICA; return the nodes."""
+    anywhere = ("--listen", "/ip4/127.0.0.1/tcp/0")
+    command = ("bootstrap", "--run", str(run_file), *anywhere, "--home", str(home / "bootstrap"))
+    bootstrap = children.start("bootstrap", tied_command("noloco_node", *command), home / "bootstrap")
+    invite = await bootstrap.line("noloco1:", 120)
+    nodes = []
+    for stage, replica in product(range(stages), range(replicas)):
+        where = home / f"{stage}-{replica}"
+        options = ("--stage", str(stage), "--home", str(where), "--device", "cpu", "--threads", "1", *anywhere)
+        nodes.append(children.start(where.name, tied_command("noloco_node", "join", invite, *options), where))
+    return nodes
 
 
 async def swarm(run_file: Path, home: Path, seconds: float, stages: int, replicas: int) -> dict[str, float]:
     """Train with a swarm; return tokens a second, rounds met, and where the cores' time went."""
     children = Children()
     try:
-        anywhere = ("--listen", "/ip4/127.0.0.1/tcp/0")
-        command = ("bootstrap", "--run", str(run_file), *anywhere, "--home", str(home / "bootstrap"))
-        bootstrap = children.start("bootstrap", tied_command("noloco_node", *command), home / "bootstrap")
-        invite = await bootstrap.line("noloco1:", 120)
-        pids = []
-        for stage, replica in product(range(stages), range(replicas)):
-            where = home / f"{stage}-{replica}"
-            options = ("--stage", str(stage), "--home", str(where), "--device", "cpu", "--threads", "1", *anywhere)
-            child = children.start(where.name, tied_command("noloco_node", "join", invite, *options), where)
-            pids.append(child.pid)
+        pids = [node.pid for node in await started(children, run_file, home, stages, replicas)]
         sources = [home / f"0-{replica}" / "journal.jsonl" for replica in range(replicas)]
         tails = [reader.Tail(path) for path in sources]
         first = await asyncio.gather(*(_steps(tail, 1, 240.0) for tail in tails))
-        before, begun = _cpu_seconds(pids), time.perf_counter()
+        before, begun = cpu_seconds(pids), time.perf_counter()
         more = await asyncio.gather(*(_steps(tail, 1, 300.0, at_least_s=seconds) for tail in tails))
-        after, elapsed = _cpu_seconds(pids), time.perf_counter() - begun
+        after, elapsed = cpu_seconds(pids), time.perf_counter() - begun
         used = {name: (after[name] - before[name]) / elapsed for name in before}
         each = [[*some[-1:], *rest] for some, rest in zip(first, more, strict=True)]
         speed = sum(sum(step.tokens for step in steps[1:]) / (steps[-1].at - steps[0].at) for steps in each)
@@ -162,7 +195,7 @@ async def _steps(tail: reader.Tail, count: int, patience_s: float, at_least_s: f
             await asyncio.sleep(0.02)
 
 
-def _cpu_seconds(pids: list[int]) -> dict[str, float]:
+def cpu_seconds(pids: list[int]) -> dict[str, float]:
     """Return CPU seconds so far by what they are for: arithmetic, the peers' event loops, the libp2p daemons."""
     spent = {"compute": 0.0, "event loops": 0.0, "daemons": 0.0}
     for pid in pids:
