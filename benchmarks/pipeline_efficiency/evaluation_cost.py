@@ -2,9 +2,9 @@
 
     python -m benchmarks.pipeline_efficiency.evaluation_cost [--width N] [--layers N] [--repeat N] [--json]
 
-One stage that is the whole model of the preset tiny, unless other sizes are given, on one thread of a CPU. Medians of the
-time for which that thread had a core: an evaluation on the sample that a node takes, with one continuation of a prompt,
-an inner step of a whole window, and the inner steps of a round. Half a minute.
+One stage that is the whole model of the preset tiny, unless other sizes are given, on one thread of a CPU. Medians of
+the time for which that thread had a core: an inner step of a whole window, the inner steps of a round, an evaluation on
+the sample that a node takes, and a continuation of one prompt. Less than a minute.
 """
 
 from __future__ import annotations
