@@ -36,9 +36,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.pipeline_efficiency.libp2p_overhead import BareLoop, cpu_seconds, run_text, started
 from noloco_node.charts import COLOURS, INK, QUIET, Labelled, dress, new_figure, png, write_labels
+from noloco_node.data.held_out_text import text_loss, validation_text
+from noloco_node.data.token_text import Sampling
 from noloco_node.demo.child_processes import ONE_THREAD, Children
-from noloco_node.export.held_out_loss import logits_of, text_loss, validation_text
-from noloco_node.inference.generation import Sampling, continuation
+from noloco_node.export.held_out_loss import logits_of
+from noloco_node.inference.generation import continuation
 from noloco_node.journal import events, reader
 from noloco_node.node.replica_context import rate_schedule
 from noloco_node.observe.peer_history import Point
@@ -249,7 +251,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--rate", type=float, help="learning rate of the swarm")
     parser.add_argument("--loop-rate", type=float, help="learning rate of the loops")
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3], help="to choose from")
+    parser.add_argument("--rates", type=float, nargs="+", default=[5e-4, 1e-3, 2e-3], help="to choose from")
     parser.add_argument("--share", type=float, default=0.1, help="of the tokens, for the choice")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--width", type=int, default=384)
