@@ -49,7 +49,7 @@ class MomentsBeside:
 
     def __init__(self, device: torch.device, blocks: int, values: int) -> None:
         """`blocks`, `values`: the most of a piece."""
-        gpu, self._next = device.type == "cuda", 0
+        gpu, self._next, self._device = device.type == "cuda", 0, device
         self._inward, self._outward = (
             torch.cuda.Stream(device) if gpu else None  # type: ignore[no-untyped-call]
             for _ in range(2)
@@ -72,10 +72,11 @@ class MomentsBeside:
         with _after(self._inward, place.gone, place.come):
             _copy(moments, there)
         if place.come is not None:
-            place.come.wait()
+            # torch would take the stream of the current device, which may be another GPU.
+            place.come.wait(torch.cuda.current_stream(self._device))
         yield there
         if place.used is not None:
-            place.used.record()
+            place.used.record(torch.cuda.current_stream(self._device))
         with _after(self._outward, place.used, place.gone):
             _copy(there, moments)
 

@@ -29,7 +29,7 @@ class Upload:
 
     def __init__(self, device: torch.device) -> None:
         """Take the memory; a CPU needs none."""
-        gpu, self._next = device.type == "cuda", 0
+        gpu, self._next, self._device = device.type == "cuda", 0, device
         self._places = [
             _Place(
                 torch.empty(PART, device=device),
@@ -51,5 +51,6 @@ class Upload:
             place.taken.synchronize()
         there.copy_(near.copy_(part), non_blocking=place.taken is not None)
         if place.taken is not None:
-            place.taken.record()
+            # torch would take the stream of the current device, which may be another GPU.
+            place.taken.record(torch.cuda.current_stream(self._device))
         return there
