@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.forward_pass import is_shortage
-from pipeline.hardware.moments_beside import Codes, MomentsBeside
+from pipeline.hardware.moments_beside import Codes, MomentsBeside, main_memory
 from pipeline.hardware.split_weights import join, split
 from pipeline.inner_step import BLOCK, SCALE_BYTES, Inner, is_coded, moment_bytes, moment_ratio
 
@@ -150,16 +150,14 @@ class AdamW:
         """
         self.steps = 0
         self._weights, self._inner, self._device, self._remainders = weights, inner, device, remainders
-        where = torch.device("cpu") if beside else device
-        pinned = beside and device.type == "cuda"
-        self._coded = {
-            weight: tuple(
-                torch.zeros(moment_bytes(weight.shape, inner.state), dtype=torch.int8, device=where, pin_memory=pinned)
-                for _ in _NAMES
-            )
-            for weight in weights
-            if is_coded(weight.shape, inner.state)
-        }
+        coded = [weight for weight in weights if is_coded(weight.shape, inner.state)]
+        sizes = [moment_bytes(weight.shape, inner.state) for weight in coded for _ in _NAMES]
+        memory = (
+            main_memory(sizes, pinned=device.type == "cuda")
+            if beside
+            else [torch.zeros(size, dtype=torch.int8, device=device) for size in sizes]
+        )
+        self._coded = dict(zip(coded, zip(memory[::2], memory[1::2], strict=True), strict=True))
         self._plain = self._optimiser([weight for weight in weights if weight not in self._coded])
         forms = {weight in remainders for weight in self._coded} if device.type == "cuda" else set()
         faster = {halves: compiled(device, halves=halves) for halves in forms}

@@ -7,7 +7,7 @@ The arithmetic is the device's in either case, so the bits are the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -15,6 +15,10 @@ import torch
 from torch import Tensor
 
 _PLACES = 3
+_TOGETHER = 2**28
+"""Bytes of pinned memory that moments share, at most, where none is larger."""
+_ALIGNED = 256
+"""Bytes, of which each moment begins at a multiple."""
 
 
 class Codes(NamedTuple):
@@ -84,6 +88,39 @@ class MomentsBeside:
         """Wait until main memory has all that was written back."""
         if self._outward is not None:
             self._outward.synchronize()
+
+
+def main_memory(sizes: Sequence[int], *, pinned: bool) -> list[Tensor]:
+    """Return zeros, int8, of so many bytes each.
+
+    torch rounds what it pins up to a power of two, and a moment is often just above one. So moments share memory.
+    """
+    found, blocks = dict[int, Tensor](), shared(sizes)
+    for members in blocks:
+        memory = torch.zeros(sum(_rounded(sizes[number]) for number in members), dtype=torch.int8, pin_memory=pinned)
+        start = 0
+        for number in members:
+            found[number] = memory[start : start + sizes[number]]
+            start += _rounded(sizes[number])
+    return [found[number] for number in range(len(sizes))]
+
+
+def shared(sizes: Sequence[int]) -> list[list[int]]:
+    """Return the numbers of the sizes that share a block: the largest first, each in the first block with room."""
+    blocks, rooms = list[list[int]](), list[int]()
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        size = _rounded(sizes[number])
+        place = next((place for place, room in enumerate(rooms) if size <= room), len(blocks))
+        if place == len(blocks):
+            blocks.append([])
+            rooms.append(max(_TOGETHER, 1 << (size - 1).bit_length()))
+        blocks[place].append(number)
+        rooms[place] -= size
+    return blocks
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 @contextmanager

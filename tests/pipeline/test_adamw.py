@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeline import adamw
 from pipeline.adamw import AdamW, decode_first, decode_second, encode_first, encode_second
-from pipeline.hardware.moments_beside import Codes
+from pipeline.hardware.moments_beside import Codes, main_memory, shared
 from pipeline.inner_step import Inner, OptimiserState, moment_bytes, moment_ratio
 from pipeline.stage import Stage
 
@@ -106,6 +106,25 @@ def test_moments_in_main_memory_are_the_same(seed: int, piece: int, rows: int, c
             train(stepping, weights, 2, seed)
             found.append([*weights, *stepping.moments()])
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize(("vocabulary", "width", "inner", "layers"), [(32_000, 2048, 5632, 22), (32_000, 4096, 11_008, 4)])
+def test_pinned_moments_take_little_more_than_their_bytes(vocabulary: int, width: int, inner: int, layers: int) -> None:
+    shapes = [(vocabulary, width), *[(width, width)] * 4 * layers, *[(width, inner)] * 3 * layers]
+    sizes = [moment_bytes(shape, "int8") for shape in shapes for _ in range(2)]
+    blocks = shared(sizes)
+    assert sorted(number for block in blocks for number in block) == list(range(len(sizes)))
+    taken = [1 << (sum(sizes[number] for number in block) - 1).bit_length() for block in blocks]  # as torch rounds
+    assert sum(taken) < 1.06 * sum(sizes)
+
+
+@given(sizes=st.lists(st.integers(1, 2000), max_size=20))
+def test_moments_that_share_memory_do_not_overlap(sizes: list[int]) -> None:
+    memory = main_memory(sizes, pinned=False)
+    for number, each in enumerate(memory):
+        each += number + 1
+    for number, (each, size) in enumerate(zip(memory, sizes, strict=True)):
+        assert torch.equal(each, torch.full((size,), number + 1, dtype=torch.int8))
 
 
 @given(seed=seeds, steps=st.integers(0, 3))
