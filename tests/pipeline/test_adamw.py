@@ -108,7 +108,9 @@ def test_moments_in_main_memory_are_the_same(seed: int, piece: int, rows: int, c
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize(("vocabulary", "width", "inner", "layers"), [(32_000, 2048, 5632, 22), (32_000, 4096, 11_008, 4)])
+@pytest.mark.parametrize(
+    ("vocabulary", "width", "inner", "layers"), [(32_000, 2048, 5632, 22), (32_000, 4096, 11_008, 4)]
+)
 def test_pinned_moments_take_little_more_than_their_bytes(vocabulary: int, width: int, inner: int, layers: int) -> None:
     shapes = [(vocabulary, width), *[(width, width)] * 4 * layers, *[(width, inner)] * 3 * layers]
     sizes = [moment_bytes(shape, "int8") for shape in shapes for _ in range(2)]
