@@ -365,13 +365,15 @@ class JoinOptions:
 
     @property
     def prompts(self) -> tuple[str, ...]:
-        """The prompts of `--sample`; raises `UserError` if they are too many, too long, or one is empty."""
+        """The prompts of `--sample`; raises `UserError` if they are too many, too long, empty or no text."""
         prompts = tuple(self.sample or ())
-        if len(prompts) > MOST_PROMPTS or any(not 0 < len(each) <= LONGEST_PROMPT for each in prompts):
+        # Bytes of the command line that are not UTF-8 come as surrogates, which no journal can hold.
+        is_text = all(each.encode(errors="replace").decode() == each for each in prompts)
+        if not is_text or len(prompts) > MOST_PROMPTS or any(not 0 < len(each) <= LONGEST_PROMPT for each in prompts):
             raise usage_error(
                 "--sample cannot take these prompts.",
                 why=f"the training waits while the model writes, so there are {MOST_PROMPTS} at most, each of 1 to "
-                f"{LONGEST_PROMPT} characters",
+                f"{LONGEST_PROMPT} characters in UTF-8",
                 hint='a few short ones, such as --sample "Once upon a time"',
             )
         return prompts

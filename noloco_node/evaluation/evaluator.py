@@ -160,8 +160,8 @@ class Evaluator:
             return None
         try:
             return self._opening.result()
-        except (UserError, OSError) as trouble:
-            why = f"{trouble.what} {trouble.why}" if isinstance(trouble, UserError) else str(trouble)
+        except Exception as trouble:  # also of what parses the text: no evaluation ends the training
+            why = f"{trouble.what} {trouble.why}" if isinstance(trouble, UserError) else _said(trouble)
             self._tell(f"evaluation {self._ours} is left out: {why}")
         self._ours = self._opening = None  # it is read anew when we are chosen again
         return None
@@ -192,23 +192,27 @@ class Evaluator:
         while prompt and len(drawn) < SAMPLING.tokens and not context.is_ending():
             logits = await context.logits(torch.tensor([[*prompt, *drawn][-context.length :]]))
             last = logits[0, -1]
-            if last.isnan().any() or (token := draw(last, SAMPLING, generator)) == end:
+            if not last.max().isfinite() or (token := draw(last, SAMPLING, generator)) == end:
                 break
             drawn.append(token)
         return drawn
 
     async def _keep_best(self, loss: float) -> bool:
         """Keep the weights if no evaluation of this peer had less loss; say whether none had."""
-        context = self._context
-        best = await context.host.best_loss()
-        if best is not None and best <= loss:
-            return False
+        context, is_best = self._context, False
         try:
-            await context.host.keep(await context.evaluated(loss))
-        except OSError as error:
-            self._tell(f"the weights of the best evaluation are not kept: {reason_of(error)}")
-        return True
+            best = await context.host.best_loss()
+            is_best = best is None or loss < best
+            if is_best:
+                await context.host.keep(await context.evaluated(loss))
+        except (OSError, MemoryError) as error:
+            self._tell(f"the weights of the best evaluation are not kept: {_said(error)}")
+        return is_best
 
     def _tell(self, text: str) -> None:
         (self._context.reporter.warn or self._context.reporter.say)(text)
         self._context.reporter.record(events.Noticed(what=EVALUATION, text=text))
+
+
+def _said(error: Exception) -> str:
+    return reason_of(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

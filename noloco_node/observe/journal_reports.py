@@ -71,7 +71,7 @@ def rows(journals: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
                 if isinstance(value, dict):
                     row |= {f"{key}.{inner}": count for inner, count in value.items()}
                 else:
-                    row[key] = value
+                    row[key] = msgspec.json.encode(value).decode() if isinstance(value, list | tuple) else value
             yield row
 
 

@@ -30,13 +30,14 @@ from noloco_node.observe.swarm_view import (
     swarm_view,
 )
 from noloco_node.run.config import RunConfig
-from noloco_node.run.peer_state import PeerState
+from noloco_node.run.peer_state import Evaluation, PeerState
 from noloco_node.swarm.roster import HOP_LETTERS, MOST_HOPS, Given, PeerRecord, Roster, SourceProgress, shown_name
 from noloco_node.swarm.run_samples import believed_samples
 
 LEAST_SPAN_S, SPAN_S = 20.0, 60.0
 """For which the run's tokens are watched before their growth is believed, and over which it is measured."""
 MOST_TOLD = 32
+MOST_EVALUATED = 4096
 ROUTE_S = 60.0
 """For which a route that nobody tells of any more is shown."""
 MOST_PER_MINUTE = 2**20
@@ -59,6 +60,8 @@ class RosterObserver:
         self._course = Course()
         self._held_out: float | None = None
         """Of the newest evaluation that a record tells."""
+        self._evaluated: dict[str, Evaluation] = {}
+        """The last evaluation of each peer: a record may be missing for a while, and its evaluation is no news then."""
         self._routes, self._lines = RecordedRoutes(), LineRates()
 
     def view(self, roster: Roster, at: float, late: Mapping[str, float] = MappingProxyType({})) -> SwarmView:
@@ -176,7 +179,7 @@ class RosterObserver:
         self._came = {
             peer: self._came.get(peer, 0 if before is None else record.inner_steps) for peer, record in training.items()
         }
-        self._note_evaluations(before, records, at)
+        self._note_evaluations(records, at, are_news=before is not None)
         if before is None:
             return
         for peer, record in records.items():
@@ -188,20 +191,21 @@ class RosterObserver:
             how = "left after the run" if last.state is PeerState.FINISHED else f"is gone from stage {last.stage}"
             self._changes.append(Change(at=at, name=called(last), text=how))
 
-    def _note_evaluations(
-        self, before: Mapping[str, PeerRecord] | None, records: Mapping[str, PeerRecord], at: float
-    ) -> None:
+    def _note_evaluations(self, records: Mapping[str, PeerRecord], at: float, *, are_news: bool) -> None:
         """Note the evaluations that are new; our own peer's are told from its journal (`ServedViews`)."""
-        known = {peer: record.evaluation for peer, record in (before or {}).items()}
         told = [
             (each.evaluation.number, peer, each.evaluation)
             for peer, each in records.items()
-            if each.evaluation is not None and each.evaluation != known.get(peer)
+            if each.evaluation is not None and each.evaluation != self._evaluated.get(peer)
         ]
         for _, peer, evaluation in sorted(told, key=itemgetter(0, 1)):
             self._held_out = evaluation.loss
-            if before is not None and (self._own is None or self._own.peer != peer):
+            self._evaluated.pop(peer, None)
+            self._evaluated[peer] = evaluation
+            if are_news and (self._own is None or self._own.peer != peer):
                 self._changes.append(Change(at=at, name=called(records[peer]), text=str(evaluation)))
+        while len(self._evaluated) > MOST_EVALUATED:
+            del self._evaluated[next(iter(self._evaluated))]
 
 
 class LineRates:

@@ -66,7 +66,7 @@ def test_numbers_of_machines_are_finite(words: list[str]) -> None:
     assert CliRunner().invoke(app, ["init", *words]).exit_code == Exit.USAGE
 
 
-@pytest.mark.parametrize("prompts", [[""], ["x" * (LONGEST_PROMPT + 1)], ["a"] * (MOST_PROMPTS + 1)])
+@pytest.mark.parametrize("prompts", [[""], ["x" * (LONGEST_PROMPT + 1)], ["a"] * (MOST_PROMPTS + 1), ["\udcff"]])
 def test_prompts_for_which_the_training_would_wait_too_long_are_refused(prompts: list[str]) -> None:
     assert JoinOptions().prompts == ()
     assert JoinOptions(sample=["The ", "a\nb"]).prompts == ("The ", "a\nb")

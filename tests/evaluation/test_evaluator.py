@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -182,7 +183,15 @@ async def test_a_replica_that_comes_late_evaluates_nothing_that_was_due_before()
     assert len(await trial.pauses(12, 12)) == 1
 
 
-@pytest.mark.parametrize("trouble", [config_error("There is no text.", "the hub is away", ""), OSError("no route")])
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        config_error("There is no text.", "the hub is away", ""),
+        OSError("no route"),
+        ValueError("damaged"),
+        MemoryError(),
+    ],
+)
 async def test_without_text_an_evaluation_is_left_out_and_the_next_reads_anew(
     trouble: Exception,
 ) -> None:
@@ -276,3 +285,30 @@ async def test_a_swarm_evaluates_its_own_weights_and_its_records_tell_it() -> No
     stage = peers[0].stages[-1]
     losses = torch.cat([stage.token_losses(batch) for batch in text.batches])
     assert losses.mean().item() == pytest.approx(text_loss(stage.infer, text).mean, rel=1e-5)
+
+
+async def test_logits_that_are_not_finite_end_a_sample_and_not_the_training() -> None:
+    trial = Trial(Held(sample(), "abc"))
+
+    async def logits(ids: Tensor) -> Tensor:
+        return torch.zeros(1, ids.shape[1], 384).index_fill(2, torch.tensor([7]), math.inf)
+
+    trial.evaluator._context = replace(trial.evaluator._context, logits=logits)
+    (event,) = await trial.pauses(4, 4)
+    assert isinstance(event, events.Evaluated)
+    assert event.samples == (events.TextSample(prompt="abc", text=""),)
+
+
+@pytest.mark.parametrize("trouble", [MemoryError("none left"), PermissionError("no")])
+async def test_an_evaluation_counts_whose_weights_cannot_be_kept(trouble: Exception) -> None:
+    held = Held(sample())
+    trial = Trial(held)
+
+    async def fail(*_: object) -> None:
+        raise trouble
+
+    held.best_loss = fail  # type: ignore[method-assign]
+    told, event = await trial.pauses(4, 4)
+    assert isinstance(told, events.Noticed)
+    assert isinstance(event, events.Evaluated)
+    assert not event.best

@@ -145,6 +145,11 @@ def test_the_newest_evaluation_is_the_swarms_and_each_is_told_as_its_peers_claim
     assert page_frame(view).course.held_out == [None, 5.5, 5.0, 5.0]
     assert any("held-out 5.000" in row for row in drawn(view, 100, 30))
     assert "held-out loss 5.000" in line(view)
+    # A record that was missing for a while has no news.
+    observer.view(roster([second], [record(1, 0)]), BEGUN + 15)
+    view = observer.view(roster([first, second], [record(1, 0)]), BEGUN + 20)
+    assert view.held_out == 5.0
+    assert len([change for change in view.changes if "held-out" in change.text]) == 2
     # A reader that comes late shows the newest, and does not tell as news what it is not.
     late = RosterObserver(RUN.run, RUN.digest).view(roster([first, second], [record(1, 0)]), BEGUN + 10)
     assert (late.held_out, late.changes) == (5.0, ())

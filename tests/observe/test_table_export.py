@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import pyarrow.parquet
 import pytest
+from msgspec import structs
 from typer.testing import CliRunner
 
 from noloco_node.cli.main import app
@@ -69,6 +70,18 @@ def test_a_parquet_file_keeps_types(homes: Path, tmp_path: Path) -> None:
     assert kinds["waiting.cause"] == "string"
     assert table.num_rows == 8
     assert table.column("loss").to_pylist()[:4] == [None, None, None, 2.0]
+
+
+@pytest.mark.parametrize("kind", [TableFormat.CSV, TableFormat.PARQUET])
+def test_an_evaluation_with_its_samples_is_a_row(tmp_path: Path, kind: TableFormat) -> None:
+    event = events.Evaluated(number=1, round=4, step=9, progress=0.1, loss=4.0, margin=None, tokens=48, documents=6)
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        journal.write(event)
+        journal.write(structs.replace(event, samples=(events.TextSample(prompt="a", text="b"),)))
+    assert export_journals([tmp_path], tmp_path / "out", kind).startswith("Wrote 2 rows")
+    if kind is TableFormat.PARQUET:
+        column = pyarrow.parquet.read_table(tmp_path / "out").column("samples")
+        assert column.to_pylist() == ["[]", '[{"prompt":"a","text":"b"}]']
 
 
 def test_nothing_is_written_over_and_nothing_half(homes: Path, tmp_path: Path) -> None:
