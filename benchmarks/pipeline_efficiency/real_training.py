@@ -208,7 +208,8 @@ def compare(arguments: argparse.Namespace) -> None:
     out.mkdir(parents=True)
     rate, loop_rate = arguments.rate, arguments.loop_rate
     if rate is None or loop_rate is None:
-        rate, loop_rate = chosen_rates(arguments)
+        chosen = chosen_rates(arguments)
+        rate, loop_rate = chosen[0] if rate is None else rate, chosen[1] if loop_rate is None else loop_rate
     run_file = write_run(arguments, out / "run.toml", rate, arguments.tokens, arguments.seed)
     loop_file = write_run(arguments, out / "loop.toml", loop_rate, arguments.tokens, arguments.seed)
     replicas = swarm(run_file, out / "homes", arguments.replicas, out / "swarm")

@@ -25,7 +25,7 @@ from noloco_node.planning.bandwidth import (
     microbatch_bytes,
 )
 from noloco_node.planning.plan import graphs_that_fit, mean_steps_per_round, memories
-from noloco_node.planning.throughput import coding_seconds
+from noloco_node.planning.throughput import BUS_BYTES_PER_S, coding_seconds
 from noloco_node.run.config import InnerConfig, ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.runfile import load_run, validate
 from noloco_node.sim.hardware.priced_stage import Prices
@@ -270,7 +270,8 @@ def _prices(scenario: Scenario, run: RunConfig, plan: ModelLayout | None) -> tup
     memory_bytes = devices.memory_gib * 2**30
     free, found = free_of_gpu(memory_bytes), []
     usable = usable_bytes(free)
-    for number, memory in enumerate(memories(run, plan, half=run.precision == "auto")):
+    for number, resident in enumerate(memories(run, plan, half=run.precision == "auto")):
+        memory = resident.placed(usable, math.inf)
         if memory.computing > usable:
             raise config_error(
                 f"Stage {number} does not fit on devices of {format_bytes(memory_bytes)}.",
@@ -278,5 +279,6 @@ def _prices(scenario: Scenario, run: RunConfig, plan: ModelLayout | None) -> tup
                 "more stages, or a larger devices.memory_gib",
             )
         kept = graphs_that_fit(int(free), memory.computing, memory.graphs, run.pipeline.in_flight(number))
-        found.append(prices[number]._replace(graphs=kept.number, by_layers=kept.by_layers))
+        step_s = devices.step_s + memory.moments_beside / BUS_BYTES_PER_S
+        found.append(prices[number]._replace(step_s=step_s, graphs=kept.number, by_layers=kept.by_layers))
     return tuple(found)
