@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -22,11 +23,18 @@ class Taken:
     def __init__(self, near: torch.Tensor) -> None:
         self._near, self._recorded = near, near.clone()
 
-    def record(self) -> None:
+    def record(self, _stream: object = None) -> None:
         self._recorded = self._near.clone()
 
     def synchronize(self) -> None:
         assert torch.equal(self._near, self._recorded), "written to while the device may read it"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def streams() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_stream", lambda device: device)
+        yield
 
 
 def staged() -> Upload:
