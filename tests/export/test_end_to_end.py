@@ -429,7 +429,7 @@ def test_the_command_line_does_all_of_it(taken: tuple[Homes, list[Path], Path], 
 def test_an_export_takes_the_invite_that_a_home_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = list[str | None]()
 
-    async def export(out: Path, invite: str | None, *_: object) -> str:
+    async def export(out: Path, invite: str | None, *_: object, **__: object) -> str:
         given.append(invite)
         return "done"
 
