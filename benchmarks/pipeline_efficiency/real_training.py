@@ -220,7 +220,11 @@ def compare(arguments: argparse.Namespace) -> None:
         "as much time": start_loop(loop_file, loops["as much time"], cpu_s=cpu_s),
     }
     name = f"swarm of {len(replicas)}"
-    curves = {name: replicas} | {each: [curve_of(processes[each], path)] for each, path in loops.items()}
+    try:
+        curves = {name: replicas} | {each: [curve_of(processes[each], path)] for each, path in loops.items()}
+    finally:
+        for process in processes.values():
+            process.kill()
     models = {name: out / "swarm", **loops}
     rows, losses = [], dict[str, float]()
     for each, model in models.items():

@@ -37,7 +37,7 @@ from noloco_node.swarm.roster import Roster
 from noloco_node.tasks import loop_s
 
 EVALUATION = "evaluation"
-"""What is noticed where an evaluation comes to nothing."""
+"""The name under which the journal has an evaluation that is left out (`events.Noticed`)."""
 SAMPLING = Sampling(tokens=64)
 
 
@@ -113,8 +113,8 @@ class Evaluator:
                 self._tell(f"evaluation {number} found a loss that is not finite")
                 return
             samples = await self._samples(material.prompts)
-        except MemoryError as error:
-            self._tell(f"evaluation {number} is left out for want of memory: {error}")
+        except (MemoryError, ValueError) as error:  # also of a sample without a token that is learnt
+            self._tell(f"evaluation {number} is left out: {error or 'no memory is left'}")
             return
         is_best = await self._keep_best(loss.mean)
         event = events.Evaluated(

@@ -80,7 +80,9 @@ def _moments(plan: RunPlan) -> list[str]:
     moments = max(stage.gpu.coded_moments for stage in plan.stages)
     if not moments:
         return []
-    return [f"A GPU with too little memory for that leaves up to {format_bytes(moments)} of 8-bit moments beside it."]
+    return [
+        f"Where a GPU has less memory than that, the node keeps {format_bytes(moments)} of 8-bit moments beside it."
+    ]
 
 
 def in_phases(memory: Memory) -> str:

@@ -212,12 +212,18 @@ async def test_a_lack_of_memory_or_a_loss_that_is_not_finite_ends_nothing() -> N
     def short() -> float:
         raise MemoryError("no memory is left")
 
-    for loss, words in ((short, "for want of memory"), (lambda: math.nan, "a loss that is not finite")):
+    for loss, words in ((short, "left out: no memory is left"), (lambda: math.nan, "a loss that is not finite")):
         trial = Trial(Held(sample()), loss=loss)
         (told,) = await trial.pauses(4, 4)
         assert isinstance(told, events.Noticed)
         assert words in told.text
         assert trial.evaluator.newest is None
+
+
+async def test_a_text_without_a_token_to_learn_ends_nothing() -> None:
+    (told,) = await Trial(Held(HeldOutText([], [], 0, complete=True))).pauses(4, 4)
+    assert isinstance(told, events.Noticed)
+    assert "left out: there is no token to evaluate on" in told.text
 
 
 async def test_the_weights_of_the_best_evaluation_are_kept() -> None:
