@@ -139,13 +139,14 @@ def spoilt(message: Any, rng: Draws) -> Any:
     return replace(message, **chosen) if chosen else message
 
 
-def record_of(name: str, stage: int, rng: Draws) -> bytes:
-    """Draw the record of a name at a stage, as it is published."""
-    told = drawn(Published, rng)
-    told[1] |= {"peer": name, "stage": stage}
+def record_of(stage: int, rng: Draws) -> bytes:
+    """Draw the record of a peer at a stage, as it is published."""
+    published = drawn(Published, rng)
+    told = dict(zip(PeerRecord.__struct_fields__, published[1], strict=True)) | {"peer": "", "stage": stage}
     if rng.random() < 0.5:
-        told[1]["state"] = PeerState.TRAINING.value
-    return msgspec.msgpack.encode(told)
+        told["state"] = PeerState.TRAINING.value
+    published[1] = list(told.values())
+    return msgspec.msgpack.encode(published)
 
 
 # Decisions, and what looks on.
@@ -165,7 +166,7 @@ def decide_by_draws(seed: int, observer: RosterObserver, metrics: NodeMetrics) -
     for place in range(count):
         draw = Draws(f"{seed}|{mark}") if alike else rng
         name, stage = f"liar-{place}", place % 2
-        found = decode_record(record_of(name, stage, draw), name, stage)
+        found = decode_record(record_of(stage, draw), name, stage)
         if found is not None:
             stages[stage].append(found.record)
         sources[name] = msgspec.msgpack.encode(drawn(SourceRecord, draw))
@@ -280,7 +281,7 @@ class Strangers(Watcher):
         alike = rng.random() if rng.random() < 0.3 else None
         for number, network in enumerate(self._networks):
             draw, stage = rng if alike is None else Draws(alike), number % 2
-            self._say(network, f"{digest}/stage/{stage}", record_of(network.peer_id, stage, draw))
+            self._say(network, f"{digest}/stage/{stage}", record_of(stage, draw))
             self._say(network, f"{digest}/sources", msgspec.msgpack.encode(drawn(SourceRecord, draw)))
             self._say(network, f"{digest}/receipts", msgspec.msgpack.encode(drawn(ReceiptRecord, draw)))
         for peer in world.peers.values():
@@ -321,7 +322,7 @@ def live(seed: int, rounds: int = 12) -> Counter[str]:
         if not strangers[0].begun:
             return record
         draws["records"] += 1
-        told = drawn(PeerRecord, rng)
+        told = dict(zip(PeerRecord.__struct_fields__, drawn(PeerRecord, rng), strict=True))
         told = {name: told[name] for name in ("device_s", "loss", "gap", "round", "tokens_per_s", "inner_steps")}
         return msgspec.structs.replace(record, **told)
 
@@ -343,7 +344,7 @@ def _steps(world: World, name: str) -> int:
 
 def history_of_draws(history: RunHistory, seed: int) -> None:
     """Let what a home remembers of a run follow drawn records."""
-    raw = record_of("liar", 0, Draws(seed))
+    raw = record_of(0, Draws(seed))
     found = decode_record(raw, "liar", 0)
     if found is not None:
         history.note(Roster(stages=((found.record,), ())))

@@ -39,7 +39,7 @@ from noloco_node.swarm.receipts import (
     SourceRecord,
 )
 from noloco_node.swarm.roster import Given, PeerRecord, Roster, SourceProgress
-from noloco_node.swarm.stage_records import CLOCK_ERROR_S, RECORD_BYTES, Published, StageRecords
+from noloco_node.swarm.stage_records import CLOCK_ERROR_S, RECORD_BYTES, Published, StageRecords, encode_record
 from noloco_node.tasks import loop_s
 
 LIFETIME_S = 30.0
@@ -218,7 +218,7 @@ class Membership:
         unix_s = max(0.0, self._unix_time())
         self._serial = max(self._serial + 1, int(1000 * unix_s))
         named = msgspec.structs.replace(record, name=self._name, given=self._given())
-        raw = msgspec.msgpack.encode(Published(self._serial, named, unix_s, self._lifetime_s))
+        raw = encode_record(Published(self._serial, named, unix_s, self._lifetime_s))
         # Never shorter than before: of two records the DHT keeps the one that expires later.
         self._behind_s = max(self._behind_s, -(self.skew_s or 0.0))
         kept_s = min(self._lifetime_s + CLOCK_ERROR_S + self._behind_s, LONGEST_IN_DHT_S)

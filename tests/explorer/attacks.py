@@ -21,7 +21,7 @@ from noloco_node.network.calls import HookedConversation, HookedNetwork
 from noloco_node.run.protocols import GOSSIP, MICROBATCH
 from noloco_node.swarm.receipts import SOURCE_LIFETIME_S, ReceiptRecord, SourceRecord
 from noloco_node.swarm.roster import PeerRecord
-from noloco_node.swarm.stage_records import Published
+from noloco_node.swarm.stage_records import Published, encode_record
 from pipeline.messages import Gradient, Reason, Refused
 
 if TYPE_CHECKING:
@@ -319,7 +319,7 @@ async def publish_identity(
 ) -> None:
     """Publish once what one identity says of itself, and its samples as a source where there are any."""
     own = msgspec.structs.replace(record, peer=network.peer_id)
-    raw = msgspec.msgpack.encode(Published(serial, own))
+    raw = encode_record(Published(serial, own))
     await network.publish(f"{run_id}/stage/{record.stage}", network.peer_id, raw, lifetime_s)
     if samples:
         said = msgspec.msgpack.encode(SourceRecord(samples, finished))

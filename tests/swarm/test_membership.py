@@ -17,7 +17,7 @@ from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork, SimPeerNetwork
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord, Roster
-from noloco_node.swarm.stage_records import CLOCK_S, DhtRead, is_doubtful
+from noloco_node.swarm.stage_records import CLOCK_S, DhtRead, Published, encode_record, is_doubtful
 
 RUN = "run"
 WEATHER = NetworkConditions(latency=Latency(mean_s=0.05))
@@ -48,7 +48,7 @@ async def joined(
 
 def stored(serial: int, record: PeerRecord) -> bytes:
     """A record as `Membership` stores it."""
-    return msgspec.msgpack.encode([serial, msgspec.to_builtins(record)])
+    return encode_record(Published(serial, record))
 
 
 async def test_a_peer_that_publishes_seldom_is_believed_in_between_and_gone_in_the_end() -> None:
@@ -372,7 +372,7 @@ async def test_samples_outlive_their_sources_and_never_shrink() -> None:
 
 BAD_RECORDS = {
     "not MessagePack": b"\xc1garbage",
-    "a record of another peer": stored(1, record("b", 0)),
+    "a record of another peer": msgspec.msgpack.encode(Published(1, record("b", 0))),
     "a record of another stage": stored(1, record("m", 1)),
     "a number that is none": stored(1, record("m", 0, device_s=float("nan"))),
     "infinite speed": stored(1, record("m", 0, tokens_per_s=float("inf"))),
@@ -384,10 +384,8 @@ BAD_RECORDS = {
     "a wait of too many words": stored(1, record("m", 0, waiting=(Wait(WaitCause.OTHER, detail="x" * 201),))),
     "a wait since long ago": stored(1, record("m", 0, waiting=(Wait(WaitCause.ROOM, 1e10),))),
     "too many waits": stored(1, record("m", 0, waiting=5 * (Wait(WaitCause.ROOM),))),
-    "an unknown wait": msgspec.msgpack.encode(
-        [1, {"peer": "m", "stage": 0, "state": "training", "waiting": [{"cause": "boredom"}]}]
-    ),
-    "an unknown state": msgspec.msgpack.encode([1, {"peer": "m", "stage": 0, "state": "bored"}]),
+    "an unknown wait": stored(1, record("m", 0, waiting=({"cause": "boredom"},))),
+    "an unknown state": stored(1, record("m", 0, state="bored")),
     "no record at all": msgspec.msgpack.encode([1, 2, 3]),
 }
 

@@ -77,7 +77,7 @@ def records() -> dict[str, Any]:
     place = product.signing.place_of("a key of the DHT")
     return {
         "peer": me,
-        "peers": {name: msgspec.msgpack.encode(each).hex() for name, each in published().items()},
+        "peers": {name: product.encode_record(each).hex() for name, each in published().items()},
         "sources": {name: msgspec.msgpack.encode(each).hex() for name, each in sources().items()},
         "place": place.hex(),
         "signed": signer.signed(place, EXPIRY, b"a record").hex(),
