@@ -41,7 +41,7 @@ from noloco_node.run.presets import demo_run_text
 from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import Watcher, World, simulate
-from noloco_node.swarm.receipts import IssuedReceipts, ReceiptRecord, RunProgress, SourceRecord, met_work
+from noloco_node.swarm.receipts import IssuedReceipts, ReceiptRecord, RunProgress, SourceRecord, met_work, tag_of
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText, RunHistory
 from noloco_node.swarm.run_samples import believed_samples, is_over_below
@@ -117,6 +117,7 @@ def drawn(kind: Any, rng: Draws) -> Any:
     plain: Mapping[Any, Callable[[], Any]] = {
         NoneType: lambda: None,
         bool: lambda: rng.random() < 0.5,
+        bytes: lambda: tag_of(f"liar-{rng.randrange(9)}"),
         str: lambda: rng.choice(("", "s0r1", "[red]\x1b[2J", "room at the next stage, for 999999999 s", "a" * 64)),
     }
     return plain[kind]()
@@ -184,7 +185,8 @@ def _counted(stages: list[list[PeerRecord]], sources: dict[str, bytes], receipts
     progress.receipts.prove("liar-1", 16)
     for now_s in (0.0, 1.0):
         progress.receipts.take(receipts)
-        progress.take(sources, stages[0], now_s)
+        progress.see(stages[0], stages[0], now_s)
+        progress.take(sources, now_s)
     other_sources = progress.other_sources()
     samples = sum(each.claimed for each in other_sources)
     finished = sum(each.finished for each in other_sources)
@@ -221,7 +223,7 @@ def _decide(stages: list[list[PeerRecord]], roster: Roster, rng: Draws) -> None:
     reason(choose_stage(capacity, (0, 1), rng), capacity, 0.5)
     should_yield("honest-0", claims, WORK)
     decide(OwnPlacement("honest-0", 0, 0.0), MigrationState(), claims, WORK, StagePace(), 100.0)
-    issued, signed = IssuedReceipts(1), {each.peer: {"liar-1": each.claimed} for each in roster.other_sources}
+    issued, signed = IssuedReceipts(1), {tag_of(each.peer): {"liar-1": each.claimed} for each in roster.other_sources}
     issued.add("liar-0", stages[0][-1].samples, 16)
     met = met_work("honest-0", issued, signed)
     assert met is not None

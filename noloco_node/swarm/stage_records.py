@@ -1,9 +1,9 @@
 """One reader's knowledge of the peers of each stage, from records in the DHT, and how long it believes them.
 
 A record counts only if it is small, decodes strictly, names the stage of its key, and holds possible numbers. Its peer
-is the one that it is filed under. A reader believes a peer as long as new records come: other bytes with a higher serial number. The DHT's own
-expiry follows the clocks of writers and readers, which may be wrong by minutes. So it is only a generous bound, and the
-reader counts a peer's age itself, from the reading that found its last news.
+is the one that it is filed under. A reader believes a peer as long as new records come: other bytes with a higher
+serial number. The DHT's own expiry follows the clocks of writers and readers, which may be wrong by minutes. So it is
+only a generous bound, and the reader counts a peer's age itself, from the reading that found its last news.
 
 Peers age only while we can read. A reading that hears no other peer, though we know some, means trouble of our own:
 peers do not age by it. If we know at least two others and none of them says anything new, the same holds for
@@ -221,6 +221,11 @@ class StageRecords:
     def believed(self) -> list[Mapping[str, PeerRecord]]:
         """The records of the peers that we believe, by stage and peer."""
         return [table.believed for table in self._tables]
+
+    @property
+    def of_sources(self) -> list[PeerRecord]:
+        """The last records of the peers of stage 0, whether we believe that they are there or not."""
+        return [entry.published.record for entry in self._tables[0].known.values()]
 
     @property
     def known(self) -> tuple[int, ...]:
