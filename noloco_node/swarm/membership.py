@@ -14,7 +14,7 @@ clock is behind theirs, we ask for as much more. The network guarantees that a p
 failed reading the roster stays, and says since when it is old (`Roster.old_since_s`): its peers can still be called.
 
 A source and a visitor also read the receipts for all sources' samples (`noloco_node.swarm.receipts`). A replica of the
-last stage publishes the receipts that it gives.
+last stage publishes the receipts that it gives. Both happen every second time.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ LIFETIME_S = 30.0
 REFRESHES = 3
 """Our record outlives this many refreshes, since one or two may be lost on the way."""
 LONGEST_IN_DHT_S = 3600.0
+REFRESHES_PER_RECEIPTS = 2
+"""Refreshes between two publications of receipts, and between two readings."""
 READS_FOR_NEWCOMERS = 4
 """Readings in the time of one, while a newcomer of the next stage catches up."""
 
@@ -82,6 +84,8 @@ class Membership:
         self.receipts = self._progress.receipts
         self.issued: IssuedReceipts | None = None
         """The receipts that we publish: of the last stage, or of our partners in a run of one stage; None: none."""
+        self._signed_s = self._read_receipts_s = float("-inf")
+        """When we last published receipts, and when we last read them (loop seconds)."""
         self._told: tuple[bool, float] | None = None
         """Whether we had finished when we last published our samples as a source, and when (loop seconds)."""
         self._roster = Roster(stages=((),) * stages)
@@ -170,12 +174,13 @@ class Membership:
             watched = self._records.watched if stages is None else tuple(stages)
             keys = list(map(self._stage_key, watched))
             # A peer of a later stage counts the samples that pass through it.
-            counts = self._own is None or self._own.stage == 0
+            counts = (self._own is None or self._own.stage == 0) and self._is_due(self._read_receipts_s)
             read = await self._network.read_all([*keys, self._receipts_key] if counts else keys)
             receipts, found = read[-1] if counts else None, read[: len(keys)]
             now_s = loop_s()
             self._records.take(dict(zip(watched, found, strict=True)), now_s, self._unix_time())
             if receipts is not None:
+                self._read_receipts_s = now_s
                 self.receipts.take(receipts, () if self.issued is None else self.issued.brought)
             if 0 in watched:
                 self._progress.see(self._records.believed[0].values(), self._records.of_sources, now_s)
@@ -236,10 +241,16 @@ class Membership:
         source = self._progress.sources.get(self._network.peer_id)
         if source is not None and (record.state is PeerState.LEAVING or not self._has_told(source.said)):
             stored.append(self._tell(source.said))
-        if self.issued is not None and self.issued.samples:
+        ends = record.state in (PeerState.FINISHED, PeerState.LEAVING)
+        if self.issued is not None and self.issued.samples and (ends or self._is_due(self._signed_s)):
+            self._signed_s = loop_s()
             stored.append(self._store(self._receipts_key, self.issued.raw(), SOURCE_LIFETIME_S))
         # All at once: others may call us until our last record is out.
         await asyncio.gather(*stored)
+
+    def _is_due(self, last_s: float) -> bool:
+        """Say whether receipts that we last published or read at that time are to be published or read again."""
+        return loop_s() - last_s > (REFRESHES_PER_RECEIPTS - 0.5) * self._refresh_s
 
     async def _tell(self, said: SourceRecord) -> None:
         """Publish our samples as a source where they outlive us."""
