@@ -176,7 +176,7 @@ _decoded: dict[str, tuple[bytes, Published]] = {}
 
 
 def encode_record(published: Published) -> bytes:
-    """Return a record as stored: without its peer's id, which the DHT files it under."""
+    """Return a record as stored: without the id of its peer, under which the DHT files it."""
     record = published.record
     places = tuple(place.removesuffix(f"/p2p/{record.peer}") for place in record.addresses)
     bare = msgspec.structs.replace(record, peer="", addresses=places)
@@ -192,7 +192,9 @@ def decode_record(raw: bytes, peer: str, stage: int) -> Published | None:
         found = decoded(raw, Published, RECORD_BYTES)
         if found is None or found.record.peer:
             return None
-        places = tuple(f"{place}/p2p/{peer}" for place in found.record.addresses)
+        # One that leads to another peer is left out.
+        own = (place for place in found.record.addresses if "/" in place.rpartition("/p2p/")[2])
+        places = tuple(f"{place}/p2p/{peer}" for place in own)
         whole = msgspec.structs.replace(found.record, peer=peer, addresses=places)
         published = msgspec.structs.replace(found, record=whole)
         if len(_decoded) >= MOST_DECODED:
