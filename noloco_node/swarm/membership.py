@@ -173,28 +173,30 @@ class Membership:
         async with self._reading:
             watched = self._records.watched if stages is None else tuple(stages)
             keys = list(map(self._stage_key, watched))
+            if self._progress.is_due(loop_s()):
+                keys.append(self._sources_key)
             # A peer of a later stage counts the samples that pass through it.
-            counts = (self._own is None or self._own.stage == 0) and self._is_due(self._read_receipts_s)
-            read = await self._network.read_all([*keys, self._receipts_key] if counts else keys)
-            receipts, found = read[-1] if counts else None, read[: len(keys)]
+            if (self._own is None or self._own.stage == 0) and self._is_due(self._read_receipts_s):
+                keys.append(self._receipts_key)
+            read = dict(zip(keys, await self._network.read_all(keys), strict=True))
             now_s = loop_s()
-            self._records.take(dict(zip(watched, found, strict=True)), now_s, self._unix_time())
+            found = {stage: read[self._stage_key(stage)] for stage in watched}
+            self._records.take(found, now_s, self._unix_time())
+            receipts = read.get(self._receipts_key)
             if receipts is not None:
                 self._read_receipts_s = now_s
                 self.receipts.take(receipts, () if self.issued is None else self.issued.brought)
-            if 0 in watched:
+            if found.get(0) is not None:
                 self._progress.see(self._records.believed[0].values(), self._records.of_sources, now_s)
-            read_sources = not self._progress.is_due(now_s) or await self._read_sources()
-            self.complete = read_sources and None not in found
+            if self._progress.lost_one:
+                read[self._sources_key], *_ = await self._network.read_all([self._sources_key])
+            sources = read.get(self._sources_key)
+            if sources is not None:
+                self._progress.take(sources, now_s)
+            self.complete = all(records is not None for key, records in read.items() if key != self._receipts_key)
             self._records.keep_only(watched)
             self._show(now_s)
         return self._roster
-
-    async def _read_sources(self) -> bool:
-        (sources,) = await self._network.read_all([self._sources_key])
-        if sources is not None:
-            self._progress.take(sources, loop_s())
-        return sources is not None
 
     async def run(self) -> NoReturn:
         while True:

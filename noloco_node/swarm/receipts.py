@@ -44,7 +44,7 @@ from noloco_node.units import LARGEST_COUNT, Count
 
 RECEIPT_BYTES = 4096
 TAG_BYTES = 12
-"""Of a source's tag: two peers of one tag cost as many tries of keys as the square root of all tags."""
+"""Of a source's tag: whoever wants two identities of one tag has to try some 2^48 keys."""
 LONGEST_ID = 64
 MOST_LISTED = 48
 """Sources in one record: those with the most samples since the last record."""
@@ -333,8 +333,8 @@ class RunProgress:
         """The sources that the last reading of stage 0 found at work."""
         self._read_s: float | None = None
         """When we last read the sources' key (loop seconds)."""
-        self._lost_one = False
-        """Whether a source has gone since then."""
+        self.lost_one = False
+        """Whether a source has gone since then, so that its key is to be read at once."""
 
     def note(self, peer: str, said: SourceRecord, now_s: float) -> None:
         """Note the record of a source that we believe."""
@@ -348,7 +348,7 @@ class RunProgress:
     def see(self, believed: Iterable[PeerRecord], records: Collection[PeerRecord], now_s: float) -> None:
         """Note a reading of stage 0: the peers that we believe to be there, and all records."""
         at_work = {record.peer for record in believed if record.state in AT_WORK}
-        self._lost_one |= not self._at_work <= at_work
+        self.lost_one |= not self._at_work <= at_work
         self._at_work = at_work
         self._worked.update(islice(at_work - self._worked, max(0, MOST_WORKED - len(self._worked))))
         if self._read_s is None:
@@ -359,14 +359,14 @@ class RunProgress:
                 self._claim(record.peer, SourceRecord(record.samples, record.state is PeerState.FINISHED), now_s)
 
     def is_due(self, now_s: float) -> bool:
-        """Say whether to read the sources' key."""
-        return self._lost_one or self._read_s is None or now_s - self._read_s > READ_SOURCES_S
+        """Say whether to read the sources' key with the others."""
+        return self._read_s is None or now_s - self._read_s > READ_SOURCES_S
 
     def take(self, raws: Mapping[str, bytes], now_s: float) -> None:
         """Note a reading of the sources' key."""
         if self._read_s is None:
             self._worked.update(at_most(raws, {}))
-        self._read_s, self._lost_one = now_s, False
+        self._read_s, self.lost_one = now_s, False
         for peer in at_most(raws, self.sources):
             said = decode_source(raws[peer])
             if said is not None:
