@@ -2,8 +2,9 @@
 
 A closed form, so that a search may ask it thousands of times. A window is filled and drained once an inner step. With
 two windows in flight the next one fills most of that wait, and replicas that drain at different times fill each
-other's. Refusals, inner steps and faults are left out. `tests/planning/test_windows.py` holds the form against production nodes
-in virtual time. The network is not known to `check`, so it shows a forecast for three lengths of a message.
+other's. Refusals, inner steps and faults are left out. `tests/planning/test_windows.py` holds the form against
+production nodes in virtual time. `check` does not know the network, so it shows a forecast for three lengths of a
+message.
 """
 
 from __future__ import annotations
