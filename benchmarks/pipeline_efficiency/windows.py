@@ -1,6 +1,6 @@
 """How busy a pipeline is: stages, windows, latency, replicas, and one or two windows in flight.
 
-    python -m benchmarks.pipeline_efficiency.windows [--quick] [--json FILE] [--picture docs/pictures/windows.png]
+    python -m benchmarks.pipeline_efficiency.windows [--quick] [--json FILE] [--picture FILE]
 
 The table of `noloco_node.planning.windows`, which `noloco-node check` predicts with, and beside it what production
 nodes did in virtual time where that takes seconds (`benchmarks.pipeline_efficiency.production_utilisation`), with one

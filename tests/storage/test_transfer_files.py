@@ -196,7 +196,7 @@ async def test_a_copy_that_is_cancelled_leaves_no_file_open(tmp_path: Path, seco
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(seconds):
             await copying.attempt(("donor",))
-    assert list(keep.pieces())
+    assert keep.last()[0] is not None
     assert open_files(tmp_path) == []
     # Another attempt goes on with the same pieces.
     found = await copying.attempt(("donor",))
