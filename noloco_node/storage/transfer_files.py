@@ -1,19 +1,20 @@
 """A state on its way: the file of a donor's frozen copy, and the directory of the pieces that a newcomer has.
 
-The donor's file has no name: it is gone with the process. The newcomer has a file for each piece, with the piece's hash
-before it, and one for the manifest. Pieces are neither flushed nor believed: the reader passes over a piece that does
-not have its hash. If the disk refuses, noting ends, and the copy goes on in memory.
+The donor's file has no name: it is gone with the process. The newcomer has a file for each piece and one for the
+manifest, each behind its hash. They are neither flushed nor believed: the reader passes over what does not have its
+hash. If the disk refuses, noting ends, and the copy goes on in memory.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from torch import Tensor
 from gossip.exchange.codec import norm
 from gossip.exchange.messages import Manifest, ReplicaState, Section
 from gossip.transfer.assembly import Key
-from gossip.transfer.chunks import DIGEST_BYTES, MOST_PIECE_BYTES, Span, held_sections, listed, present, raw, tensors_of
+from gossip.transfer.chunks import DIGEST_BYTES, Span, held_sections, listed, raw, tensors_of
 from noloco_node.errors import reason_of
 from noloco_node.storage.atomic_file import bytes_of, require_room, write_all
 
@@ -73,22 +74,6 @@ class StateFile:
         return found
 
 
-class _Followed(msgspec.Struct, frozen=True, kw_only=True):
-    """A manifest whose pieces come next: its fields, hashes by section, and the units of earlier donors."""
-
-    snapshot: str
-    round: int
-    inner_steps: int
-    progress: float
-    optimiser_steps: int
-    meetings: int
-    last_met: int
-    norm: float
-    hashes: dict[Section, bytes]
-    settled: tuple[int, ...]
-
-
-_COUNTERS = tuple(name for name in _Followed.__struct_fields__ if name not in ("hashes", "settled"))
 _MANIFEST = "manifest"
 
 
@@ -103,27 +88,31 @@ class PartialDownload:
 
     def last(self) -> tuple[Manifest | None, frozenset[int]]:
         try:
-            found = msgspec.msgpack.decode((self.path / _MANIFEST).read_bytes(), type=_Followed)
-            return _manifest(found), frozenset(found.settled)
-        except (OSError, ValueError, msgspec.MsgspecError):
+            expected, content = _parts(self.path / _MANIFEST)
+            if hashlib.sha256(content).digest() != expected:
+                return None, frozenset()
+            told, settled = msgspec.msgpack.decode(content)
+            found: dict[str, Any] = {
+                name: listed([value]) if isinstance(value, bytes) else value for name, value in told.items()
+            }
+            return Manifest(**found), frozenset(settled)
+        except (OSError, TypeError, ValueError):  # of an earlier version, perhaps
             return None, frozenset()
 
     def pieces(self) -> Iterator[tuple[Key, bytes, Tensor]]:
         for path in sorted(self.path.glob("*-*")):
             section, _, number = path.name.partition("-")
             with suppress(OSError, ValueError):
-                with path.open("rb") as file:
-                    content = file.read(DIGEST_BYTES + MOST_PIECE_BYTES)
-                yield Key(Section(section), int(number)), content[:DIGEST_BYTES], _piece(content[DIGEST_BYTES:])
+                expected, content = _parts(path)
+                yield Key(Section(section), int(number)), expected, _piece(content)
 
     def follow(self, manifest: Manifest | None, settled: frozenset[int]) -> None:
         if manifest is None:
             self._note(_MANIFEST)
             return
-        told = {name: getattr(manifest, name) for name in _COUNTERS}
-        hashes = {section: bytes(raw(digests).numpy()) for section, digests in present(manifest).items()}
-        found = _Followed(**told, hashes=hashes, settled=tuple(sorted(settled)))
-        self._note(_MANIFEST, msgspec.msgpack.encode(found))
+        told = {each.name: getattr(manifest, each.name) for each in fields(manifest)}
+        content = msgspec.msgpack.encode((told, sorted(settled)), enc_hook=lambda digests: bytes(raw(digests).numpy()))
+        self._note(_MANIFEST, hashlib.sha256(content).digest(), content)
 
     def put(self, key: Key, digest: bytes, data: Tensor) -> None:
         content: Any = data.numpy()
@@ -168,10 +157,7 @@ def _piece(content: bytes | bytearray) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
-def _manifest(found: _Followed) -> Manifest:
-    """Return a noted manifest; raise ValueError if its hashes are no rows of digests."""
-    if any(len(content) % DIGEST_BYTES or not content for content in found.hashes.values()):
-        raise ValueError("torn hashes")
-    told: dict[str, Any] = {name: getattr(found, name) for name in _COUNTERS}
-    told |= {str(section): listed([content]) for section, content in found.hashes.items()}
-    return Manifest(**told)
+def _parts(path: Path) -> tuple[bytes, bytes]:
+    """Return the hash at the beginning of a file, and what follows."""
+    content = path.read_bytes()
+    return content[:DIGEST_BYTES], content[DIGEST_BYTES:]
