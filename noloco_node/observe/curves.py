@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import copy_context
 from enum import StrEnum
@@ -18,15 +18,16 @@ from queue import Full, Queue
 from threading import Thread
 from typing import NamedTuple, TypeAlias
 
+from gossip.interface import OuterStepTaken
 from noloco_node.errors import usage_error
 from noloco_node.journal import events
-from noloco_node.journal.events import fields_of, stamped
+from noloco_node.journal.events import stamped
 from noloco_node.observe.swarm_view import short
 
 PROJECT = "noloco"
 STEP = "train/global_step"
-FIGURES = {
-    "inner_step": {
+FIGURES: Mapping[type, Mapping[str, str]] = {
+    events.InnerStep: {
         "loss": "train/loss",
         "learning_rate": "train/learning_rate",
         "progress": "train/progress",
@@ -34,8 +35,8 @@ FIGURES = {
         "seconds": "train/seconds",
         "device_s": "train/device_s",
     },
-    "outer_step": {"gap": "round/gap", "staleness": "round/staleness", "seconds": "round/seconds"},
-    "evaluated": {"loss": "eval/loss"},
+    OuterStepTaken: {"gap": "round/gap", "staleness": "round/staleness", "seconds": "round/seconds"},
+    events.Evaluated: {"loss": "eval/loss"},
 }
 """The names of curves by the fields of events."""
 MOST_WAITING = 4096
@@ -70,9 +71,8 @@ def points(told: Iterable[events.Event]) -> Iterator[Point]:
     for event in told:
         if isinstance(event, events.InnerStep):
             step = event.step
-        fields = fields_of(event)
-        names = FIGURES.get(str(fields["event"]), {})
-        if figures := {name: float(value) for field, name in names.items() if (value := fields[field]) is not None}:
+        names = FIGURES.get(type(event), {})
+        if figures := {name: value for field, name in names.items() if (value := getattr(event, field)) is not None}:
             yield Point(step, event.at, figures)
 
 
