@@ -48,7 +48,7 @@ def model_card(notes: Provenance, library: Library) -> str:
     """Return a card in Markdown, with the head that the Hugging Face hub reads. DIR in it is the export's directory."""
     run = decode_run(notes.run_file, CARD)
     head = ModelCardData(
-        library_name=library,
+        library_name=str(library),
         base_model=run.model.hub,
         datasets=[each.path for each in run.data.sources if each.source == "hub" and each.path] or None,
         pipeline_tag=None if run.model.is_foreign else "text-generation",
