@@ -54,7 +54,7 @@ class CurveFormat(StrEnum):
     TRACKIO = "trackio"
 
 
-class Point(NamedTuple):
+class StepFigures(NamedTuple):
     """Figures by the names of their curves, after so many inner steps, at `at` (unix seconds)."""
 
     step: int
@@ -62,10 +62,10 @@ class Point(NamedTuple):
     figures: dict[str, float]
 
 
-Draw: TypeAlias = Callable[[Point], None]
+Draw: TypeAlias = Callable[[StepFigures], None]
 
 
-def points(told: Iterable[events.Event]) -> Iterator[Point]:
+def points(told: Iterable[events.Event]) -> Iterator[StepFigures]:
     """Yield a point for each event that has figures. A round stands at the inner step before it."""
     step = 0
     for event in told:
@@ -73,7 +73,7 @@ def points(told: Iterable[events.Event]) -> Iterator[Point]:
             step = event.step
         names = FIGURES.get(type(event), {})
         if figures := {name: value for field, name in names.items() if (value := getattr(event, field)) is not None}:
-            yield Point(step, event.at, figures)
+            yield StepFigures(step, event.at, figures)
 
 
 def drawing(kind: CurveFormat, name: str, out: Path, *, offline: bool) -> AbstractContextManager[Draw]:
@@ -121,7 +121,7 @@ def _tensorboard(name: str, out: Path) -> Iterator[Draw]:
 
     with SummaryWriter(str(out / name.replace("/", "_")), flush_secs=FLUSH_S) as writer:
 
-        def draw(point: Point) -> None:
+        def draw(point: StepFigures) -> None:
             for curve, value in point.figures.items():
                 writer.add_scalar(curve, value, point.step, point.at)
 
