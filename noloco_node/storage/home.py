@@ -91,6 +91,7 @@ class HomePaths(RunPaths):
         self.identity = path / "identity.key"  # the private key that makes the peer id
         self.journal = path / JOURNAL  # the journal (`noloco_node.journal.writer`)
         self.evaluations = path / "evals.jsonl"  # the evaluations of this peer, which are in its journal too
+        self.curves = path / "curves"  # the files of `join --log-to`, by format
         self.invite = path / "invite"  # to the run that was joined last: it leads to this peer and others that it met
         self.traffic = path / "traffic.json"  # bytes of this month (`noloco_node.limits.budget`)
         self.page_token = path / "web-token"  # the token of the page in a browser
