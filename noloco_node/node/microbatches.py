@@ -311,7 +311,7 @@ class MicrobatchClient:
         async with self._pool.talk(peer) as conversation:
             async with self._turns.turn():
                 await conversation.send(microbatch)
-            reply = await conversation.receive()
+            reply: object = await conversation.receive()
             if not isinstance(reply, Gradient | Refused):
                 raise Violation(f"expected a gradient, got {type(reply).__name__}")
             if isinstance(reply, Gradient) and reply.hidden is not None:
