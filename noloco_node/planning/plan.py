@@ -16,7 +16,7 @@ from gossip.settings import OuterConfig
 from noloco_node.data.encoding import check_vocabulary
 from noloco_node.machine.memory import GraphBytes, puts_moments_beside, usable_bytes
 from noloco_node.planning.bandwidth import float32_bytes, gossip_memory, hop_bytes, round_bytes
-from noloco_node.planning.queue_model import BUSY, WindowSuggestion, predict_efficiency, suggest_windows
+from noloco_node.planning.windows import BUSY, WindowSuggestion, predict_efficiency, suggest_windows
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import content_hashes, run_digest
 from pipeline.inner_step import is_coded, moment_bytes
@@ -168,7 +168,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int
     """That a replica opens, when as many peers come as planned."""
     efficiency: tuple[float, ...]
-    """Share of its time for which the slowest stage works, for each of `advice.MESSAGES`."""
+    """Share of its time for which the slowest stage works, for each of `windows.MESSAGES`."""
     remedies: tuple[WindowSuggestion, ...]
     """Other windows that would make it busier."""
     warnings: tuple[str, ...]

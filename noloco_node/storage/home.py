@@ -241,7 +241,7 @@ def _misplaced(home: HomePaths) -> Iterator[tuple[Path, Path]]:
             with suppress(OSError, ValueError):
                 place = _place(home, counters_of(path).run_id).path / directory.relative_to(home.path)
                 yield path, following(place, path.name.split("-")[-1])
-    for path in (*home.partial_download.glob("*.pieces"), *home.weights.glob("*"), *home.tokenizer.glob("*")):
+    for path in (*home.partial_download.glob("*-*"), *home.weights.glob("*"), *home.tokenizer.glob("*")):
         run_id, _, stage = path.name.partition("-")
         with suppress(ValueError):
             yield path, _place(home, run_id).path / path.parent.name / (path.name if stage else "")
