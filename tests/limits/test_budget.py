@@ -251,7 +251,7 @@ async def passing(valve: FairLimiter, sizes: list[int], delays: list[float]) -> 
 SIZES = st.lists(st.integers(1, 3_000_000), min_size=1, max_size=25)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SIZES, st.floats(budget.LEAST_RATE, 1e7), st.randoms(use_true_random=False))
 async def test_never_more_than_the_rate_and_one_burst(sizes: list[int], rate: float, rng: object) -> None:
     delays = [rng.uniform(0.0, 5.0) for _ in sizes]  # type: ignore[attr-defined]
@@ -271,7 +271,7 @@ async def test_never_more_than_the_rate_and_one_burst(sizes: list[int], rate: fl
             assert inside <= rate * (passed[last][0] - since) + burst + saved + 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(SIZES, st.floats(budget.LEAST_RATE, 1e7))
 def test_who_is_busy_uses_the_whole_rate(sizes: list[int], rate: float) -> None:
     async def main() -> float:
@@ -282,7 +282,7 @@ def test_who_is_busy_uses_the_whole_rate(sizes: list[int], rate: float) -> None:
     assert run(main()) == pytest.approx(max(0.0, sum(sizes) - burst) / rate, rel=0.01, abs=1e-3)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, budget.SMALL_BYTES), st.floats(budget.LEAST_RATE, 1e7), st.floats(0.0, 20.0))
 def test_a_small_message_does_not_starve_behind_a_large_copy(size: int, rate: float, delay: float) -> None:
     async def main() -> float:

@@ -88,7 +88,7 @@ async def end(cast: Cast) -> None:
     assert cast.hub.failures == []
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(
     seed=st.integers(0, 2**20),
     moment_s=st.floats(0.0, 90.0),

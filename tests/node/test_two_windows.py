@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from memory_swarms import Peer, Text, recipe, until
 from msgspec import structs
@@ -218,7 +218,6 @@ def test_a_second_window_is_offered_to_deep_pipelines_and_refused_to_a_single_st
 IDS = torch.full((1, 1), 5)
 
 
-@settings(deadline=None)
 @given(windows=st.sampled_from([1, 2]), acts=st.lists(st.sampled_from(["step", "correct", "set"]), max_size=4))
 def test_a_priced_stage_knows_how_much_may_change_under_a_graph(windows: int, acts: list[str]) -> None:
     """With two windows: one inner step, and whatever comes after it in the same pause, but nothing before it."""

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipeline.admission_window import UNKNOWN_PACE_S, AdmissionWindow, Slot, WindowOutcome
@@ -382,7 +382,6 @@ async def test_random_lives_keep_the_invariants(seed: int, windows: int) -> None
 # Turns: exactly a window of them between two steps, the older before the younger, and nobody waits in a circle.
 
 
-@settings(deadline=None)
 @given(
     window=st.integers(1, 4),
     acts=st.lists(st.tuples(st.sampled_from(["admit", "take", "succeed", "fail", "step"]), st.integers(0, 99))),

@@ -37,7 +37,7 @@ from pipeline.partition import verify_rows
 from pipeline.stage import Stage
 
 SEQUENCES, LENGTH = 3, 13
-quick = settings(max_examples=50, deadline=None)
+quick = settings(max_examples=50)
 
 
 def marked(seed: int, share: float) -> Tensor:

@@ -221,7 +221,7 @@ class Oracle:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("number", [0, 1])
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(
     acts=st.lists(st.sampled_from("ffbbsc"), min_size=4, max_size=24),
     seed=st.integers(0, 2**20),

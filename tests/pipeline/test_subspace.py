@@ -78,7 +78,7 @@ def disturb(stages: list[Stage], seed: int) -> None:
         stage.correct([0.1 * torch.randn(shape, generator=generator) for shape in stage.shapes])
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(
     family=st.sampled_from(FAMILIES),
     number=st.integers(2, 4),

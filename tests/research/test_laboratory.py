@@ -107,7 +107,7 @@ def heard(text: str) -> None:
 
 
 class TestStore:
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(cells, losses)
     def test_a_line_holds_a_result(self, cell: Cell, merged: float) -> None:
         result = outcome(cell, merged)
@@ -115,7 +115,7 @@ class TestStore:
         assert encode(result).count(b"\n") == 1
         assert repr(again) == repr(result)  # not a number is not equal to itself
 
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=20)
     @given(st.lists(cells, min_size=1, max_size=4, unique_by=lambda cell: cell.key), st.data())
     def test_an_interruption_loses_at_most_the_last_line(
         self, tmp_path_factory: pytest.TempPathFactory, some: list[Cell], data: st.DataObject
@@ -140,7 +140,7 @@ class TestStore:
 
 
 class TestCell:
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(cells)
     def test_what_was_added_later_is_not_in_the_digest_of_a_cell_without_it(self, cell: Cell) -> None:
         before = {name: getattr(cell, name) for name in Cell.__struct_fields__ if name not in ADDED_LATER}

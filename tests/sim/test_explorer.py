@@ -163,7 +163,7 @@ def test_schedules_that_once_broke_hold(seed: int) -> None:
 
 
 @given(seed=st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_drawn_schedule_is_a_scenario_that_a_file_can_hold(seed: int) -> None:
     scenario = draw(seed)
     text = scenario_text(scenario)

@@ -68,7 +68,7 @@ def one_life(directory: Path, seconds: float, heard: Listening, whole: Any = WHO
     return run(main())
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(share=st.floats(0.0, 1.0), flips=st.lists(st.floats(0.0, 1.0), max_size=3))
 def test_a_file_that_is_torn_or_damaged_costs_pieces_and_never_a_wrong_one(
     tmp_path: Path, share: float, flips: list[float]

@@ -218,7 +218,6 @@ async def lost(call: Awaitable[object]) -> tuple[str, float]:
     raise AssertionError("the call came through")
 
 
-@settings(deadline=None)
 @given(st.integers(0, 1000), st.sampled_from(["constant", "uniform", "lognormal"]), st.sampled_from([0.0, 0.3]))
 async def test_order_holds_under_any_conditions_and_the_late_hold_up_those_behind(
     seed: int, shape: str, late: float
@@ -592,7 +591,7 @@ async def turmoil(seed: int) -> tuple[str, SimNetwork]:
     return seen.hexdigest(), hub
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 10_000))
 async def test_whatever_happens_everybody_learns_and_nothing_stays(seed: int) -> None:
     _, hub = await turmoil(seed)
