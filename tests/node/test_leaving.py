@@ -191,15 +191,6 @@ def test_a_window_that_is_complete_is_used_and_a_partial_one_is_told() -> None:
     assert len({discarded for _, discarded in found}) > 1
 
 
-async def test_it_is_out_of_the_roster_when_it_is_gone() -> None:
-    cast = swarm(stages=2)
-    await train(cast)
-    await leave(cast, "s1r0", SOON_S)
-    await asyncio.sleep(2.5)  # one reading; a record that merely expired would take thirty seconds
-    assert [record.peer for record in cast.roster("s0r0").stage(1)] == ["s1r1"]
-    await end(cast)
-
-
 @pytest.mark.parametrize("state", [PeerState.JOINING, PeerState.CATCHING_UP])
 async def test_who_has_no_weights_yet_goes_at_once(state: PeerState) -> None:
     cast = swarm(stages=1)

@@ -40,29 +40,6 @@ async def cancel(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_window_admits_exactly_what_an_inner_step_takes() -> None:
-    gate = AdmissionWindow(3)
-    slots = [await slot_of(gate) for _ in range(3)]
-    fourth = started(slot_of(gate))
-    await settle()
-    assert not fourth.done()
-    slots[0].succeed(OUTCOME)
-    await settle()
-    assert not fourth.done(), "a success keeps its place"
-    slots[1].give_back()
-    await settle()
-    assert fourth.done(), "a failure gives its place to the next"
-    fifth = started(slot_of(gate))
-    slots[2].succeed(OUTCOME)
-    (await fourth).succeed(OUTCOME)
-    await gate.full()
-    await settle()
-    assert not fifth.done(), "nobody is let in while the step is taken"
-    assert gate.next_window() == (OUTCOME,) * 3
-    (await fifth).give_back()
-    assert gate.in_flight == 0
-
-
 async def test_a_slot_ends_once_and_is_given_back_by_its_context() -> None:
     gate = AdmissionWindow(2)
     slot = await slot_of(gate)

@@ -77,15 +77,6 @@ def fault(kind: str, at_s: float, fields: str = "") -> str:
     return f"[[fault]]\nkind = '{kind}'\nat_s = {at_s}\n{fields}\n"
 
 
-def test_a_quiet_world_trains_to_the_end_and_is_the_same_twice() -> None:
-    first, digest = seen("")
-    again, same = seen("")
-    assert digest == same
-    assert [(at, name) for at, name, _ in first.events] == [(at, name) for at, name, _ in again.events]
-    assert {event.why for event in finished(first)} == {"the run is over"}
-    assert seen("[network]\nloss = 0.02\n")[1] != digest
-
-
 def test_a_crash_takes_effect_and_a_restart_goes_on_from_the_disk() -> None:
     record, _ = seen(
         fault("crash", 40.0, "peer = 's1r1'") + fault("restart", 60.0, "peer = 's1r1'"),
