@@ -13,9 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
 from overheard import Cast, Heard, nothing_is_held
-from process_swarm import host, join, look, run_file, steps
-from process_swarm import peer as peer_id
-from processes import Command, Commands
 
 from gossip.interface import OuterStepTaken
 from noloco_node.errors import Exit, user_error_of
@@ -350,37 +347,3 @@ def test_a_closed_terminal_asks_once_however_often_it_is_told(polite: bool) -> N
             return "at once"
 
     assert asyncio.run(main()) == ("politely" if polite else "at once")
-
-
-@pytest.fixture
-def commands() -> Iterator[Commands]:
-    with Commands() as commands:
-        yield commands
-        assert commands.running() == []
-
-
-@pytest.mark.network
-def test_one_termination_lets_a_node_leave_politely_and_leaves_nothing(commands: Commands) -> None:
-    """As Docker and systemd ask; Ctrl-C is tested beside the rest of the swarm."""
-    bootstrap, invite = host(commands, run_file(commands.directory))
-    source, leaver = join(commands, invite, 0), join(commands, invite, 1)
-    commands.until(lambda: steps(leaver) >= 5 and steps(source) >= 5, "they train", alive=[source, leaver])
-    leaver.process.send_signal(signal.SIGTERM)
-    assert leaver.wait() == Exit.OK, leaver.complaint
-    assert leaver.left_behind() == []
-    assert not leaver.daemons()
-    (finished,) = leaver.events(events.Finished)
-    assert finished.why == "asked to leave"
-    assert list(leaver.home.glob("runs/*/checkpoint/*"))
-    assert [loss for loss in source.events(events.Lost) if "silent" in loss.why] == []
-    listed = [record["peer"] for stage in look(commands, invite)["stages"] for record in stage]
-    assert listed == [peer_id(source)]
-    ended(source)
-    ended(bootstrap)
-
-
-def ended(command: Command) -> None:
-    """Ask a command to go as Docker does, and check that it does."""
-    command.process.send_signal(signal.SIGTERM)
-    assert command.wait() == Exit.OK, command.complaint
-    assert command.left_behind() == []

@@ -50,7 +50,7 @@ from tests.explorer.shrink import shrink
 
 pytestmark = pytest.mark.shared
 
-SEEDS = 30
+SEEDS = 40
 FEW = 6
 """Seeds within which a bug must be found."""
 
