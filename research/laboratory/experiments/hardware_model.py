@@ -5,7 +5,7 @@ and the latency is 100 ms: the ratio of arithmetic to traffic of a model of a bi
 
 The unequal speeds are four machines repeated. "very" has the ratios of the paper's own toy (Asynchronous Local-SGD,
 arXiv 2401.09135: 0.58, 0.75, 1.51 and 3.33 seconds a step); the two between are its geometric thirds. Nearly equal
-machines are 2 % apart: equal ones reach a server in one virtual instant, and an asynchronous method is synchronous then.
+machines are 2 % apart: equal ones reach a server in one virtual instant, where asynchronous is the same as synchronous.
 
 What rounds compute (coding, decoding, the outer step) takes no time unless a cell asks for it. Then it takes as much of
 an inner step as it does for the laboratory's own model on one core of a CPU: `research/codec/coding_seconds.py`
