@@ -30,7 +30,7 @@ from noloco_node.run.config import RunConfig
 from noloco_node.storage.checkpoint import Checkpoint, evaluated_in, save
 from noloco_node.storage.checkpoint_store import CheckpointStore, SnapshotDirectory
 from noloco_node.storage.home import RunPaths
-from noloco_node.storage.transfer_files import PartialDownloadFile, StateFile
+from noloco_node.storage.transfer_files import PartialDownload, StateFile
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
@@ -59,8 +59,8 @@ class HostDisk:
     async def hold(self, state: ReplicaState) -> StateFile:
         return await self.device.beside(StateFile, self._home.path, state)
 
-    def partial_download(self, stage: int, weight_bytes: int) -> PartialDownloadFile:
-        return PartialDownloadFile(self._home.partial_download, self._recipe.digest, stage, weight_bytes, say)
+    def partial_download(self, stage: int) -> PartialDownload:
+        return PartialDownload(self._home.partial_download, self._recipe.digest, stage, say)
 
     def unix_time(self) -> float:
         return time.time()

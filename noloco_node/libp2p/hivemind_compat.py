@@ -14,6 +14,7 @@ imported hivemind already, nothing is replaced.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import heapq
 import hmac
@@ -24,7 +25,7 @@ import logging
 import os
 import sys
 import types
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -32,7 +33,7 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.node_search import NodeSearch
 
 _MOST_GHOSTS = 64
-_MOST_PLACES = 1024
+_MOST_REFUSED = 1024
 _SILENT_S = 15.0
 """A peer that did not answer is left out for so long."""
 _BUCKET = 8
@@ -102,6 +103,7 @@ class HivemindParts(NamedTuple):
     PeerID: Any
     Multiaddr: Any
     DHTNode: Any
+    DHTID: Any
     messages: Any
     binary: str
 
@@ -129,14 +131,18 @@ async def disconnect(client: DaemonClient) -> None:
 
 
 class DhtNode:
-    """hivemind's DHTNode, made to keep and believe what we decide; made by `DhtNode.create`."""
+    """hivemind's DHTNode, made to keep and believe what we decide; made by `DhtNode.create`.
 
-    def __init__(self, node: Any) -> None:
-        self._node = node
+    The id of a peer's node follows from its peer id, that is from its key, so nobody can choose a place in the DHT. A
+    peer whose node says another id is neither asked nor stored to, and our answers do not name it.
+    """
+
+    def __init__(self, node: Any, id_of: Callable[[PeerId], Any]) -> None:
+        self._node, self._id_of = node, id_of
         self.storage: LocalStorage = node.protocol.storage
         """What we keep for others."""
-        self._places: dict[PeerId, Any] = {}
-        """Where each node says that it is; the one heard of last comes last."""
+        self._refused: dict[PeerId, None] = {}
+        """Peers whose nodes have said another id than theirs; the one refused last comes last."""
 
     @classmethod
     async def create(
@@ -152,9 +158,13 @@ class DhtNode:
 
         `code`: of a purpose and parts, which only members know; requests without it are not answered.
         """
+
+        def id_of(peer: PeerId) -> Any:
+            return parts.DHTID.from_bytes(code("node", peer.to_bytes())[: parts.DHTID.HASH_NBYTES])
+
         node = await parts.DHTNode.create(
             p2p=client,
-            initial_peers=[f"/p2p/{peer}" for peer in peers],
+            node_id=id_of(client.peer_id),
             bucket_size=_BUCKET,
             wait_timeout=answer_s,
             # Its own way doubles the time with each failure: who is cut off for a minute would be deaf for six.
@@ -166,13 +176,16 @@ class DhtNode:
             cache_refresh_before_expiry=0,
             record_validator=validator,
             authorizer=_RequestCodes(code),
-            ensure_bootstrap_success=False,
-            strict=False,
         )
         # Else a stranger could have its records put there, unbounded, and answered with instead of those stored.
         node.protocol.cache.store = node.protocol.cache.store_subkey = lambda *_: False
-        self = cls(node)
-        self.note_places()
+        self = cls(node, id_of)
+        self.check_ids()
+        # hivemind's own way to join asks before the ids are checked.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(answer_s):
+                await asyncio.gather(*(self.ping(parts.PeerID.from_base58(peer)) for peer in peers))
+                await self._search(node.node_id, _BUCKET)
         return self
 
     @property
@@ -204,37 +217,56 @@ class DhtNode:
         await self._node.protocol.call_ping(peer_id)
 
     async def nearest(self, place: bytes, most: int) -> tuple[PeerId, ...]:
-        """Return the peers whose nodes are nearest to a place, of those that answer and of us; the nearest first.
-
-        hivemind's own search believes in nodes that do not answer, so one liar on the way, who names a dozen that do
-        not exist, hides all others. Here a node counts that answers, at the place that it says itself.
-        """
-        node, table = self._node, self._node.protocol.routing_table
+        """Return the peers whose nodes are nearest to a place, of those that answer and of us; the nearest first."""
         # Each node on the way would add all records of the place to its answer. Nobody has a record at the place beside
         # it, which has the same neighbours.
-        query = type(node.node_id)(int.from_bytes(place) ^ 1)
-        search = NodeSearch(query.xor_distance, most, dict(table.get_nearest_neighbors(query, most)), node.peer_id)
-        search.answered[node.peer_id] = node.node_id
+        return await self._search(type(self._node.node_id)(int.from_bytes(place) ^ 1), most)
+
+    async def _search(self, query: Any, most: int) -> tuple[PeerId, ...]:
+        """Search by `NodeSearch`.
+
+        hivemind's own search believes in nodes that do not answer, so one liar on the way, who names a dozen that do
+        not exist, hides all others.
+        """
+        table = self._node.protocol.routing_table.get_nearest_neighbors(query, most)
+
+        @functools.cache
+        def distance(peer: PeerId) -> int:
+            far: int = query.xor_distance(self._id_of(peer))
+            return far
+
+        search = NodeSearch(distance, most, self._true(table), self._node.peer_id)
         while batch := search.next_batch():
-            answers = await asyncio.gather(*(node._call_find_with_blacklist(peer, [query]) for peer in batch))
-            await asyncio.sleep(0)  # hivemind enters who has answered in a task of its own
+            answers = await asyncio.gather(*(self._ask(peer, query) for peer in batch))
             for peer, answer in zip(batch, answers, strict=True):
-                search.note(peer, None if answer is None else answer[query][1], self._places.get(peer))
+                search.note(peer, None if answer is None else self._true(answer[1].items()))
         return tuple(search.nearest())
 
-    def note_places(self) -> None:
-        """Note from now on where each node says that it is."""
+    def _true(self, named: Iterable[tuple[Any, PeerId]]) -> list[PeerId]:
+        """Return the peers that are named with the ids of their nodes."""
+        return [peer for node_id, peer in named if node_id == self._id_of(peer)]
+
+    def check_ids(self) -> None:
+        """Refuse from now on every peer whose node says another id than the peer's."""
         protocol, enter = self._node.protocol, self._node.protocol.update_routing_table
 
-        async def noted(node_id: Any, peer_id: PeerId, responded: bool = True) -> None:
-            if node_id is not None and responded:
-                self._places.pop(peer_id, None)
-                self._places[peer_id] = node_id
-                if len(self._places) > _MOST_PLACES:
-                    del self._places[next(iter(self._places))]
+        async def checked(node_id: Any, peer_id: PeerId, responded: bool = True) -> None:
+            if responded and node_id not in (None, self._id_of(peer_id)):
+                self._refused[peer_id] = None
+                if len(self._refused) > _MOST_REFUSED:
+                    del self._refused[next(iter(self._refused))]
+                node_id, responded = None, False  # so hivemind drops it from the table
             await enter(node_id, peer_id, responded)
 
-        protocol.update_routing_table = noted
+        protocol.update_routing_table = checked
+
+    async def _ask(self, peer: PeerId, query: Any) -> tuple[Any, Mapping[Any, PeerId]] | None:
+        """Return what a peer holds at a place, and the nodes that it names; None: no answer, or not to be believed."""
+        if peer in self._refused:
+            return None
+        answer = await self._node._call_find_with_blacklist(peer, [query])
+        await asyncio.sleep(0)  # hivemind enters who has answered in a task of its own
+        return None if answer is None or peer in self._refused else answer[query]
 
     async def find(self, peer: PeerId, place: bytes) -> dict[str, DhtEntry] | None:
         """Return the records of a place that one peer holds, by subkey, as far as we believe it; None: no answer."""
@@ -242,10 +274,10 @@ class DhtNode:
         if peer == self._node.peer_id:
             held = self.storage.get(query)
         else:
-            answer = await self._node._call_find_with_blacklist(peer, [query])
+            answer = await self._ask(peer, query)
             if answer is None:
                 return None
-            held, _ = answer[query]
+            held, _ = answer
         records: Any = getattr(held, "value", None)
         return dict(records.items()) if hasattr(records, "items") else {}
 
@@ -254,6 +286,8 @@ class DhtNode:
         query = type(self._node.node_id).from_bytes(place)
         if peer == self._node.peer_id:
             return self.storage.store_subkey(query, subkey, packed, expiry)
+        if peer in self._refused:
+            return None
         taken = await self._node.protocol.call_store(peer, [query], [packed], [expiry], subkeys=[subkey])
         return bool(taken[0]) if taken else None
 
@@ -340,6 +374,7 @@ def load_hivemind() -> HivemindParts:
         _enter_shell("hivemind.utils", f"{root}/utils", {name: f"hivemind.utils.{m}" for name, m in utils.items()})
         _enter_shell("hivemind.dht", f"{root}/dht", {})
     from hivemind.dht.node import DHTNode
+    from hivemind.dht.routing import DHTID
     from hivemind.p2p.p2p_daemon import P2P
     from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
     from hivemind.proto import p2pd_pb2
@@ -349,7 +384,7 @@ def load_hivemind() -> HivemindParts:
     use_hivemind_log_handler("nowhere")
     logging.getLogger("hivemind").setLevel(logging.ERROR)
     logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames it for the whole process
-    return HivemindParts(P2P, PeerID, Multiaddr, DHTNode, p2pd_pb2, f"{root}/hivemind_cli/p2pd")
+    return HivemindParts(P2P, PeerID, Multiaddr, DHTNode, DHTID, p2pd_pb2, f"{root}/hivemind_cli/p2pd")
 
 
 def _enter_shell(name: str, path: str, names: Mapping[str, str]) -> None:

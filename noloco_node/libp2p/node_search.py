@@ -1,73 +1,70 @@
 """A search for the nodes of the DHT nearest to a place, among nodes that may lie about others. No I/O, no clock.
 
 The search asks the nearest nodes that it has heard of, and hears of further ones from their answers, until the nearest
-have answered. A node counts if it answers, at the place that it claims itself. A node that names several others which
-are silent, or elsewhere, is not believed any more, so it cannot hide those that are there.
+have answered. Where a node is follows from its peer, so nobody can tell a lie about that. Only a node that answers
+counts. A node that names several others which are silent is not believed any more, so it cannot hide those that are
+there.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Generic, TypeVar
 
 Peer = TypeVar("Peer")
-Node = TypeVar("Node")
 
 AT_ONCE, MOST_ASKED = 4, 48
 """Nodes that a search asks at the same time, and in all."""
 MOST_NAMED = 32
 """Nodes of one answer that are looked at."""
 MOST_WRONG = 3
-"""A node is believed until so many of those that it named, and as many as are right, are silent or elsewhere."""
+"""A node is believed until so many of those that it named, and as many as have answered, are silent."""
 
 
-class NodeSearch(Generic[Peer, Node]):
-    """One search. `most`: how many nodes it is for. `table`: the peers that our routing table knows, by node.
+class NodeSearch(Generic[Peer]):
+    """One search. `distance`: of a peer's node from the place. `most`: how many nodes it is for.
 
-    `distance`: of a node from the place. `me`: our own peer, which is not asked.
+    `table`: the peers of our routing table. `me`: our own peer, which counts and is not asked.
     """
 
-    def __init__(self, distance: Callable[[Node], int], most: int, table: Mapping[Node, Peer], me: Peer) -> None:
-        self.answered: dict[Peer, Node] = {}
-        """Where each node is that answered."""
+    def __init__(self, distance: Callable[[Peer], int], most: int, table: Iterable[Peer], me: Peer) -> None:
         self._distance, self._most = distance, most
-        self._told: dict[Peer, dict[Peer | None, Node]] = {peer: {None: place} for place, peer in table.items()}
-        """Where each node is, by who said so; None: our routing table."""
-        self._asked = {me}
+        self._tellers: dict[Peer, set[Peer | None]] = {peer: {None} for peer in table}
+        """Who named each peer; None: our routing table."""
+        self._asked, self._answered = {me}, {me}
         self._right, self._wrong = Counter[Peer | None](), Counter[Peer | None]()
-        """How many of the nodes that each node named are where it said, and how many are silent or elsewhere."""
+        """How many of the nodes that each node named have answered, and how many are silent."""
 
     def nearest(self) -> list[Peer]:
-        return sorted(self.answered, key=lambda peer: self._distance(self.answered[peer]))[: self._most]
+        """Return the nearest of the nodes that have answered, the nearest first."""
+        return sorted(self._answered, key=self._distance)[: self._most]
 
     def next_batch(self) -> list[Peer]:
         """Return the nodes to ask next; none where the nearest have answered."""
         nearest = self.nearest()
-        within = self._distance(self.answered[nearest[-1]]) if len(nearest) == self._most else None
-        ahead = {}
-        for peer, told in self._told.items():
-            believed = [self._distance(place) for teller, place in told.items() if self._is_believed(teller)]
-            if believed and peer not in self._asked:
-                ahead[peer] = min(believed)
-        order = sorted((peer for peer in ahead if within is None or ahead[peer] < within), key=lambda peer: ahead[peer])
-        batch = order[: min(AT_ONCE, MOST_ASKED - len(self._asked))]
+        within = self._distance(nearest[-1]) if len(nearest) == self._most else None
+        ahead = [
+            peer
+            for peer, tellers in self._tellers.items()
+            if peer not in self._asked
+            and (within is None or self._distance(peer) < within)
+            and any(map(self._is_believed, tellers))
+        ]
+        batch = sorted(ahead, key=self._distance)[: min(AT_ONCE, MOST_ASKED - len(self._asked))]
         self._asked.update(batch)
         return batch
 
-    def note(self, peer: Peer, named: Mapping[Node, Peer] | None, place: Node | None) -> None:
-        """Note the nodes that a node has named by its answer; None where it did not answer.
-
-        `place`: where it says that it is; None is unknown.
-        """
-        for teller, told in self._told[peer].items():
-            (self._wrong if named is None or place not in (None, told) else self._right)[teller] += 1
+    def note(self, peer: Peer, named: Iterable[Peer] | None) -> None:
+        """Note the peers that a node has named by its answer; None where it did not answer."""
+        for teller in self._tellers[peer]:
+            (self._wrong if named is None else self._right)[teller] += 1
         if named is None:
             return
-        self.answered[peer] = min(self._told[peer].values(), key=self._distance) if place is None else place
-        for each, other in islice(named.items(), MOST_NAMED):
-            self._told.setdefault(other, {})[peer] = each
+        self._answered.add(peer)
+        for other in islice(named, MOST_NAMED):
+            self._tellers.setdefault(other, set()).add(peer)
 
     def _is_believed(self, teller: Peer | None) -> bool:
         return teller is None or self._wrong[teller] < max(MOST_WRONG, self._right[teller])

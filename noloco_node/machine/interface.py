@@ -302,7 +302,7 @@ class Host(ComputeHost, Protocol):
     async def hold(self, state: ReplicaState, /) -> HeldCopy:
         """Copy a state, so that it may change afterwards; raise `OSError` if the disk refuses."""
 
-    def partial_download(self, stage: int, weight_bytes: int, /) -> ChunkStore | None:
+    def partial_download(self, stage: int, /) -> ChunkStore | None:
         """Return the store of a stage's downloaded chunks; None: they stay in memory alone."""
 
     def unix_time(self) -> float:

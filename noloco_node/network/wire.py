@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=msgspec.Struct)
 Buffer: TypeAlias = bytes | memoryview
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 """Part of every protocol name and of the run's digest."""
 ERROR_BYTES = 1024
 """Cap of the sentence in an ERROR frame."""

@@ -6,16 +6,20 @@ The classes are looked at after all of hivemind's modules in use were loaded as 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import importlib
 import inspect
 import os
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from noloco_node.libp2p.hivemind_compat import DhtNode, disconnect, forget_ghosts, load_hivemind
 
@@ -32,6 +36,7 @@ SIGNATURES = {
     "dht.protocol:DHTProtocol.call_ping": "self peer validate strict",
     "dht.protocol:DHTProtocol.call_store": "self peer keys values expiration_time subkeys in_cache",
     "dht.routing:DHTID.from_bytes": "raw byteorder signed",
+    "dht.routing:DHTID.xor_distance": "self other",
     "dht.protocol:DHTProtocol.update_routing_table": "self node_id peer_id responded",
     "dht.protocol:DHTProtocol._validate_dictionary": "self key_bytes dictionary",
     "dht.storage:DHTLocalStorage.store": "self key value expiration_time subkey",
@@ -45,8 +50,8 @@ SIGNATURES = {
     "dht.validation:RecordValidatorBase.strip_value": "self record",
 }
 CREATE_OPTIONS = """
-    p2p initial_peers bucket_size wait_timeout cache_locally cache_nearest cache_on_store cache_refresh_before_expiry
-    record_validator ensure_bootstrap_success strict
+    p2p node_id bucket_size wait_timeout blacklist_time backoff_rate cache_locally cache_nearest cache_on_store
+    cache_refresh_before_expiry record_validator authorizer
 """
 MESSAGES = {
     "Request": "type streamOpen streamHandler connect",
@@ -144,7 +149,7 @@ def test_a_node_keeps_and_believes_what_we_decide() -> None:
     """On hivemind's own protocol object, which needs no daemon as long as it asks nobody."""
     protocol = inside("dht.protocol:DHTProtocol")(_initialized_with_create=True)
     protocol.storage, protocol.cache = (inside("dht.storage:DHTLocalStorage")() for _ in range(2))
-    node = DhtNode(SimpleNamespace(protocol=protocol))
+    node = DhtNode(SimpleNamespace(protocol=protocol), id_of)
     taken: list[Any] = []
 
     def store(key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
@@ -158,58 +163,134 @@ def test_a_node_keeps_and_believes_what_we_decide() -> None:
     assert taken == [(7, "me", b"x", 9.0), (b"place", "records")]
 
 
+def id_of(peer: Any) -> Any:
+    return inside("dht.routing:DHTID").from_bytes(hashlib.sha1(peer.to_bytes()).digest())
+
+
+def some_peer(rng: Random) -> Any:
+    return load_hivemind().PeerID(b"\x00\x24\x08\x01\x12\x20" + rng.randbytes(32))
+
+
+class Neighbourhood:
+    """Nodes in memory around one that is ours, with hivemind's own routing table. `says`: other ids than the true."""
+
+    def __init__(self, peers: Sequence[Any]) -> None:
+        self.me, *others = peers
+        self.peers, self.dead, self.says = list(peers), set[Any](), dict[Any, Any]()
+        self.asked = Counter[Any]()
+        self.table = inside("dht.routing:RoutingTable")(id_of(self.me), bucket_size=8, depth_modulo=5)
+        for peer in others:
+            self.table.add_or_update_node(id_of(peer), peer)
+        self.protocol = SimpleNamespace(
+            storage=inside("dht.storage:DHTLocalStorage")(),
+            routing_table=self.table,
+            update_routing_table=self._enter,
+            call_store=self._store,
+        )
+        own: Any = SimpleNamespace(
+            node_id=id_of(self.me), peer_id=self.me, protocol=self.protocol, _call_find_with_blacklist=self._find
+        )
+        self.node = DhtNode(own, id_of)
+        self.node.check_ids()
+
+    def names(self, asked: Any, query: Any) -> dict[Any, Any]:
+        """Return the nodes that one names beside a place, by their ids."""
+        return {id_of(peer): peer for peer in self.order(query)[:20]}
+
+    def order(self, query: Any) -> list[Any]:
+        return sorted(self.peers, key=lambda peer: query.xor_distance(id_of(peer)))
+
+    async def _enter(self, node_id: Any, peer_id: Any, responded: bool) -> None:
+        if not responded and peer_id in self.table:
+            del self.table[self.table.get(peer_id=peer_id)]
+
+    async def _find(self, peer: Any, keys: Any) -> Any:
+        self.asked[peer] += 1
+        if peer not in self.peers or peer in self.dead:
+            return None
+        await self.protocol.update_routing_table(self.says.get(peer, id_of(peer)), peer)
+        return {keys[0]: (None, self.names(peer, keys[0]))}
+
+    async def _store(self, peer: Any, *_: Any, subkeys: Any) -> list[bool]:
+        self.asked[peer] += 1
+        return [True]
+
+
 @pytest.mark.parametrize("liars", [0, 1, 5])
 @pytest.mark.parametrize("lie", ["invents", "renames"])
 @pytest.mark.parametrize("seed", range(5))
 def test_no_neighbours_hide_others_by_what_they_say_of_a_place(lie: str, liars: int, seed: int) -> None:
-    """With hivemind's own routing table. The liars name nodes beside the place that do not exist, or other peers there.
-
-    A tenth of the honest nodes has just died.
-    """
-    dht_id, make, rng = inside("dht.routing:DHTID"), load_hivemind().PeerID, Random(seed)
-
-    def somebody() -> Any:
-        return make(b"\x00\x24\x08\x01\x12\x20" + rng.randbytes(32))
-
-    nodes = {dht_id(rng.getrandbits(160)): somebody() for _ in range(60)}
-    (own, me), *others = nodes.items()
-    table = inside("dht.routing:RoutingTable")(own, bucket_size=8, depth_modulo=5)
-    for node_id, peer in others:
-        table.add_or_update_node(node_id, peer)
+    """The liars name peers beside the place that do not exist, or others under ids beside it. A tenth just died."""
+    dht_id, rng = inside("dht.routing:DHTID"), Random(seed)
     place = rng.randbytes(20)
     query = dht_id(int.from_bytes(place) ^ 1)
-    order = sorted(nodes, key=query.xor_distance)
-    liar_ids = [node_id for node_id in order if nodes[node_id] != me][2 : 2 + liars]
-    dead = {nodes[node_id] for node_id in rng.sample(order, 6) if node_id not in (*liar_ids, own)}
-    lying = {nodes[node_id] for node_id in liar_ids}
-    asked = 0
 
-    async def enter(node_id: Any, peer_id: Any, responded: bool) -> None:
-        """The table has no room."""
+    class Lying(Neighbourhood):
+        def names(self, asked: Any, query: Any) -> dict[Any, Any]:
+            if asked not in lying:
+                return {id_of(peer): peer for peer in self.order(query)[:20] if rng.random() < 0.4}
+            if lie == "invents":
+                return {id_of(peer): peer for peer in invented}
+            return {dht_id(int(query) ^ number): rng.choice(self.peers) for number in range(2, 40)}
 
-    protocol = SimpleNamespace(storage=None, routing_table=table, update_routing_table=enter)
-
-    async def find(peer: Any, keys: Any) -> Any:
-        nonlocal asked
-        asked += 1
-        if peer not in nodes.values() or peer in dead:
-            return None
-        await protocol.update_routing_table(next(each for each in nodes if nodes[each] == peer), peer)
-        named = {node_id: nodes[node_id] for node_id in order[:20] if rng.random() < 0.4}
-        if peer in lying:
-            beside = [dht_id(int(query) ^ number) for number in range(2, 40)]
-            named = {each: somebody() if lie == "invents" else rng.choice(list(nodes.values())) for each in beside}
-        return {keys[0]: (None, named)}
+    nodes = Lying([some_peer(rng) for _ in range(60)])
+    nearest = [peer for peer in nodes.order(query) if peer != nodes.me]
+    # Their keys were tried until they lay nearer to the place than nearly all others.
+    tried = sorted((some_peer(rng) for _ in range(800)), key=lambda peer: query.xor_distance(id_of(peer)))
+    lying, invented = set(nearest[2 : 2 + liars]), tried[:40]
+    nodes.dead = set(rng.sample(sorted(set(nearest) - lying, key=str), 6))
 
     async def main() -> None:
-        node = DhtNode(SimpleNamespace(node_id=own, peer_id=me, protocol=protocol, _call_find_with_blacklist=find))
-        node.note_places()
-        found = await node.nearest(place, 12)
+        found = await nodes.node.nearest(place, 12)
         assert len(found) == len(set(found)) == 12
-        assert set(found) <= set(nodes.values()) - dead
-        nearest = [nodes[node_id] for node_id in order if nodes[node_id] not in dead][:12]
-        assert len(set(found) & set(nearest)) >= 8
-        assert asked <= 48
+        assert set(found) <= set(nodes.peers) - nodes.dead
+        living = [peer for peer in nodes.order(query) if peer not in nodes.dead][:12]
+        assert len(set(found) & set(living)) >= 8
+        assert nodes.asked.total() <= 48
+
+    asyncio.run(main())
+
+
+@given(st.integers(0, 2**32), st.integers(2, 30), st.integers(1, 6))
+def test_a_peer_whose_node_says_another_id_is_neither_asked_again_nor_stored_to(
+    seed: int, count: int, liars: int
+) -> None:
+    rng = Random(seed)
+    place = rng.randbytes(20)
+    query = inside("dht.routing:DHTID").from_bytes(place)
+    beside = type(query)(int(query) ^ 1)
+    nodes = Neighbourhood([some_peer(rng) for _ in range(count)])
+    lying = set(nodes.order(query)[:liars]) - {nodes.me}
+    nodes.says = {peer: type(query)(int(query) ^ number) for number, peer in enumerate(lying, 2)}
+
+    async def main() -> None:
+        for _ in range(2):
+            found = await nodes.node.nearest(place, 12)
+            assert list(found) == [peer for peer in nodes.order(beside) if peer not in lying][:12]
+        assert not any(peer in nodes.table for peer in lying)
+        nodes.asked.clear()
+        for peer in lying:
+            assert await nodes.node.find(peer, place) is None
+            assert await nodes.node.store(peer, place, "me", b"", 1.0) is None
+        assert not nodes.asked
+        for peer in set(nodes.peers) - lying - {nodes.me}:
+            assert await nodes.node.find(peer, place) == {}
+            assert await nodes.node.store(peer, place, "me", b"", 1.0)
+
+    asyncio.run(main())
+
+
+@given(st.integers(0, 2**32))
+def test_a_peer_that_says_another_id_in_its_own_request_is_refused(seed: int) -> None:
+    rng = Random(seed)
+    nodes = Neighbourhood([some_peer(rng) for _ in range(3)])
+    liar = nodes.peers[1]
+
+    async def main() -> None:
+        await nodes.protocol.update_routing_table(id_of(some_peer(rng)), liar)
+        assert liar not in nodes.table
+        assert await nodes.node.find(liar, rng.randbytes(20)) is None
+        assert not nodes.asked
 
     asyncio.run(main())
 

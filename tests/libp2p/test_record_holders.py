@@ -7,7 +7,6 @@ import hashlib
 import time
 from collections import Counter
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,7 @@ from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.record_checks import SIGNATURE_BYTES
 from noloco_node.libp2p.record_holders import MORE_EVERY, READ, SEARCH_S, SEARCHED, WRITTEN
-from noloco_node.libp2p.settings import NetworkSettings, RunSecret
+from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity, peer_bytes
 
 KEY, REFRESH_S, LIFETIME_S, ANSWER_S = "run/stage/0", 10.0, 330.0, 5.0
 UNIX_S = 1.8e9
@@ -221,30 +220,56 @@ async def test_a_search_that_finds_too_few_is_repeated_soon() -> None:
     assert (await refresh(peers, 2))["me"].keys() == peers.keys()
 
 
+def tried_keys(path: Path, place: bytes, count: int, settings: NetworkSettings) -> list[Path]:
+    """Return identities whose nodes lie nearest to a place, of eight times as many that are tried."""
+    secret, found = RunSecret(settings.run), []
+    for number in range(8 * count):
+        identity = path / str(number)
+        ensure_identity(identity)
+        peer = peer_bytes(identity)
+        assert peer is not None
+        node = secret.code("node", peer)[: len(place)]
+        found.append((int.from_bytes(node) ^ int.from_bytes(place), identity))
+    return [identity for _, identity in sorted(found)[:count]]
+
+
 @pytest.mark.network
-def test_six_nodes_beside_a_key_that_keep_nothing_hide_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With real daemons: the six have the run's id and choose their places in the DHT."""
+@pytest.mark.parametrize("chooses", ["node ids", "keys"])
+def test_six_nodes_beside_a_key_that_keep_nothing_hide_nobody(
+    chooses: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With real daemons: the six have the run's id. They say ids beside the key, or have tried keys for such ids."""
     monkeypatch.setattr(dht_records, "time", time)
     load_hivemind()
     from hivemind.dht.node import DHTNode
     from hivemind.dht.routing import DHTID
 
-    honest_create, place = DHTNode.create, int.from_bytes(dht_records.place_of(KEY))
+    honest_create, place = DHTNode.create, dht_records.place_of(KEY)
 
     async def main() -> None:
         async with AsyncExitStack() as networks:
 
-            async def opened(*doors: str) -> Libp2pNetwork:
-                settings = NetworkSettings(run="run", listen=(LOCAL,), bootstrap=doors, timeouts=PATIENT)
+            async def opened(*doors: str, identity: Path | None = None) -> Libp2pNetwork:
+                settings = NetworkSettings(
+                    run="run", listen=(LOCAL,), bootstrap=doors, timeouts=PATIENT, identity=identity
+                )
                 return await networks.enter_async_context(Libp2pNetwork.open(settings))
 
             first = await opened()
             doors = tuple(await first.addresses())
+            liars, identities = set[str](), tried_keys(tmp_path, place, 6, NetworkSettings(run="run"))
             for number in range(6):
-                beside = partial(honest_create, node_id=DHTID(place ^ (number + 2)))
-                monkeypatch.setattr(DHTNode, "create", beside)
-                liar: Any = (await opened(*doors))._joined
-                liar.records._node.replace_store(lambda *_: True)
+
+                async def create(number: int = number, **options: Any) -> Any:
+                    beside = DHTID(int.from_bytes(place) ^ (number + 2))
+                    return await honest_create(**options | {"node_id": beside})
+
+                if chooses == "node ids":
+                    monkeypatch.setattr(DHTNode, "create", create)
+                liar = await opened(*doors, identity=identities[number] if chooses == "keys" else None)
+                joined: Any = liar._joined
+                joined.records._node.replace_store(lambda *_: True)
+                liars.add(liar.peer_id)
             monkeypatch.setattr(DHTNode, "create", honest_create)
             members = [first, await opened(*doors), await opened(*doors)]
             everybody = {member.peer_id for member in members}
@@ -254,5 +279,10 @@ def test_six_nodes_beside_a_key_that_keep_nothing_hide_nobody(monkeypatch: pytes
                     assert await member.publish(KEY, member.peer_id, b"here", RECORD_S)
                     found.append((await member.read(KEY)).keys())
             assert found == [everybody] * 3
+            for member in members:
+                records: Any = member._joined
+                nearest = records.records._places[place].order(0.0)
+                asked = {str(peer.to_base58()) for peer in nearest}
+                assert bool(asked & liars) == (chooses == "keys")
 
     asyncio.run(asyncio.wait_for(main(), LAST_RESORT_S))

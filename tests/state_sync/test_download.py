@@ -37,7 +37,7 @@ from noloco_node.state_sync.download import (
     pause_s,
     progress_line,
 )
-from noloco_node.storage.transfer_files import PartialDownloadFile
+from noloco_node.storage.transfer_files import PartialDownload
 from noloco_node.swarm.membership import Membership
 from noloco_node.terminal import Bar, say
 
@@ -79,7 +79,7 @@ class Newcomers:
         reporter = Reporter(record=self.events.append, say=self.said.append, draw=self.draw)
         keep = None
         if self.directory is not None:
-            keep = PartialDownloadFile(self.directory, "run", 1, TOTAL_BYTES // 4, self.said.append)
+            keep = PartialDownload(self.directory, "run", 1, self.said.append)
         return StateDownload(
             1, cast(StageModel, Shapes()), DownloadLink(network, VirtualDevice(), 300.0), reporter, keep
         )
@@ -284,8 +284,8 @@ def caught_up(peer: Peer) -> bool:
 async def test_a_node_killed_while_it_catches_up_comes_back_and_is_met_only_then(tmp_path: Path) -> None:
     rng = Random(0)
 
-    def keep(number: int, size: int) -> PartialDownloadFile:
-        return PartialDownloadFile(tmp_path, "run", number, size, lambda _: None)
+    def keep(number: int) -> PartialDownload:
+        return PartialDownload(tmp_path, "run", number, lambda _: None)
 
     hub = SimNetwork()
     hub.set_access("peer-late", SLOW_LINE)

@@ -107,11 +107,11 @@ class Text:
 class _Host(MemoryHost):
     """Notes of which stages the state was copied. `chunk_store`: where a test wants one."""
 
-    chunk_store: Callable[[int, int], ChunkStore] | None = None
+    chunk_store: Callable[[int], ChunkStore] | None = None
     copied_stages: list[int]
 
-    def partial_download(self, stage: int, weight_bytes: int) -> ChunkStore | None:
-        return None if self.chunk_store is None else self.chunk_store(stage, weight_bytes)
+    def partial_download(self, stage: int) -> ChunkStore | None:
+        return None if self.chunk_store is None else self.chunk_store(stage)
 
     def prepare_text(self, stage: int) -> None:
         self.copied_stages.append(stage)
@@ -127,7 +127,7 @@ class Peer:
         job_s: float = 0.05,
         saved: Checkpoint | None = None,
         snapshots: SnapshotStore | None = None,
-        keep: Callable[[int, int], ChunkStore] | None = None,
+        keep: Callable[[int], ChunkStore] | None = None,
         moves: bool = False,
         first_weights: FirstWeights | None = None,
         tokenizer: WeightStore | None = None,

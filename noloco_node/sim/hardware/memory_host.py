@@ -107,7 +107,7 @@ class MemoryHost:
         )
         return CopyInMemory(replace(state, slow=slow, momentum=momentum, optimiser=optimiser, gathered=gathered))
 
-    def partial_download(self, stage: int, weight_bytes: int) -> ChunkStore | None:
+    def partial_download(self, stage: int) -> ChunkStore | None:
         return None
 
     def unix_time(self) -> float:

@@ -149,8 +149,6 @@ class Kept:
     def last(self) -> tuple[Manifest | None, frozenset[int]]:
         return None, frozenset()
 
-    def rest(self) -> None: ...
-
     def discard(self) -> None: ...
 
 
