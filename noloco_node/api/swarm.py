@@ -5,22 +5,61 @@ from __future__ import annotations
 import asyncio
 import queue
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from os import PathLike
 from pathlib import Path
-
-from msgspec.structs import replace
+from typing import Any, TypeVar
 
 from noloco_node.api.loop_thread import LoopThread, finished
 from noloco_node.cli.options import default_home, invite_text
 from noloco_node.export.sources import check_export
 from noloco_node.observe.roster_observer import RosterObserver
-from noloco_node.observe.swarm_view import SwarmView, plain
+from noloco_node.observe.swarm_view import PeerView, SwarmView, plain
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.access import Visitor, visited
 from noloco_node.tasks import background
 
+T = TypeVar("T")
 LOOK_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerStatus:
+    """One peer, as it says of itself. None is unknown. `gap`: between its weights and its last partner's, relative."""
+
+    peer: str
+    name: str
+    stage: int
+    state: str
+    round: int
+    inner_steps: int
+    tokens_per_s: float
+    loss: float | None
+    gap: float | None
+    waits: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SwarmStatus:
+    """A swarm at one moment. None is unknown. `at`: unix seconds. `left_s`: until the end of the run.
+
+    `held_out`: the loss of the newest evaluation.
+    """
+
+    at: float
+    name: str
+    run_id: str
+    progress: float
+    tokens: int
+    budget_tokens: int | None
+    tokens_per_s: float
+    left_s: float | None
+    loss: float | None
+    held_out: float | None
+    gap: float | None
+    bottleneck: str
+    peers: tuple[PeerStatus, ...]
 
 
 class Swarm:
@@ -32,18 +71,18 @@ class Swarm:
         self._invite = invites.found(invite_text(str(invite)), self._home)
         invites.parse(self._invite)
 
-    def status(self) -> SwarmView:
+    def status(self) -> SwarmStatus:
         """Return the swarm as it is now; raise `noloco_node.errors.UserError` if no peer of it answers."""
 
-        async def look() -> SwarmView:
+        async def look() -> SwarmStatus:
             async with visited(self._invite, self._visitor) as (_, recipe, membership):
-                return _with_plain_words(RosterObserver(recipe.run, recipe.digest).view(membership.roster, time.time()))
+                return _status(RosterObserver(recipe.run, recipe.digest).view(membership.roster, time.time()))
 
         return finished(look, "noloco-status")
 
-    def watch(self) -> Iterator[SwarmView]:
+    def watch(self) -> Iterator[SwarmStatus]:
         """Yield the swarm as it is now, and again with each news of it, without end; to close it ends the visit."""
-        seen: queue.SimpleQueue[SwarmView | None] = queue.SimpleQueue()
+        seen: queue.SimpleQueue[SwarmStatus | None] = queue.SimpleQueue()
 
         async def follow() -> None:
             async with visited(self._invite, self._visitor) as (_, recipe, membership):
@@ -52,7 +91,7 @@ class Swarm:
                     while True:
                         if roster is not membership.roster:
                             roster = membership.roster
-                            seen.put(_with_plain_words(observer.view(roster, time.time(), membership.news_age_s)))
+                            seen.put(_status(observer.view(roster, time.time(), membership.news_age_s)))
                         await asyncio.sleep(LOOK_EVERY_S)
 
         thread = LoopThread(follow, "noloco-watch", lambda: seen.put(None))
@@ -91,8 +130,15 @@ def export(
     return finished(lambda: export_model(Path(out), given, directories, Visitor(home=place)), "noloco-export")
 
 
-def _with_plain_words(view: SwarmView) -> SwarmView:
-    """Return a view in which the words of strangers are plain text."""
-    peers = (replace(each, name=plain(each.name), waits=each.waits and plain(each.waits)) for each in view.peers)
-    changes = (replace(each, name=plain(each.name), text=plain(each.text)) for each in view.changes)
-    return replace(view, peers=tuple(peers), changes=tuple(changes))
+def _status(view: SwarmView) -> SwarmStatus:
+    peers = tuple(
+        _of(PeerStatus, each, name=plain(each.name), waits=each.waits and plain(each.waits)) for each in view.peers
+    )
+    return _of(SwarmStatus, view, peers=peers)
+
+
+def _of(kind: Callable[..., T], view: SwarmView | PeerView, **others: Any) -> T:
+    """Return a status with the fields that a view has of the same names."""
+    names = {each.name for each in fields(kind)} - others.keys()  # type: ignore[arg-type]
+    same = {name: getattr(view, name) for name in names}
+    return kind(**same, **others)

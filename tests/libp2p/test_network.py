@@ -593,9 +593,12 @@ def test_a_daemon_that_ends_at_once_is_quoted(tmp_path: Path) -> None:
     assert "ended at once" in trouble.why
 
 
-def test_hivemind_is_loaded_without_torch() -> None:
+def test_hivemind_is_loaded_once_and_without_torch_by_two_threads_at_once() -> None:
     program = (
-        "import sys; from noloco_node.libp2p.hivemind_compat import load_hivemind; load_hivemind();"
+        "import sys; from concurrent.futures import ThreadPoolExecutor as Pool\n"
+        "from noloco_node.libp2p.hivemind_compat import load_hivemind\n"
+        "with Pool(2) as pool: first, second = pool.map(lambda _: load_hivemind(), range(2))\n"
+        "assert first is second\n"
         "assert not {'torch', 'scipy', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
