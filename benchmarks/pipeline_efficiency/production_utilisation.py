@@ -1,5 +1,5 @@
 """How busy a pipeline of production nodes is: whole peers in virtual time, to hold
-`noloco_node.planning.queue_model` against.
+`noloco_node.planning.windows` against.
 
 Nodes, rosters, routing, gates, workers and sources are the production modules; stages are quadratic models, devices and
 lines virtual. Nobody gossips, for the forecast leaves that out. Each run warms up first: replicas have to find each

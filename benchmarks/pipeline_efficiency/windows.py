@@ -1,8 +1,8 @@
 """How busy a pipeline is: stages, windows, latency, replicas, and one or two windows in flight.
 
-    python -m benchmarks.pipeline_efficiency.windows [--quick] [--json FILE] [--picture docs/pictures/windows.png]
+    python -m benchmarks.pipeline_efficiency.windows [--quick] [--json FILE] [--picture FILE]
 
-The table of `noloco_node.planning.queue_model`, which `noloco-node check` predicts with, and beside it what production
+The table of `noloco_node.planning.windows`, which `noloco-node check` predicts with, and beside it what production
 nodes did in virtual time where that takes seconds (`benchmarks.pipeline_efficiency.production_utilisation`), with one
 window in flight and with two; a single stage waits for nobody and has one. Latency is the time of one message in
 forward passes of a stage; a call takes one message down and one back. Replicas are four of equal speed, five, which no
@@ -25,7 +25,8 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from benchmarks.pipeline_efficiency.production_utilisation import PipelineShape, Trial, measure, spread_speeds
-from noloco_node.planning.queue_model import efficiency
+from noloco_node.planning.windows import seconds_each
+from noloco_node.run.config import PipelineConfig
 
 T = TypeVar("T")
 
@@ -36,8 +37,6 @@ MEASURED = ((1, 4), (2, 4), (2, 16), (4, 4), (4, 16), (8, 16))
 """Stages and windows that production nodes run with, too."""
 TRIAL = Trial(warm_up=128, microbatches=96)
 """Deep pipelines with unequal replicas take eight windows and more to settle: they begin faster than they go on."""
-HOPS = 30_000
-"""Of one forecast."""
 DEEP = 8
 """From so many stages on production nodes run at one latency only."""
 PROGRESS_EVERY_S = 5.0
@@ -64,8 +63,14 @@ class Case(NamedTuple):
 
     def forecast(self) -> float:
         """Return the efficiency that is predicted, of equal replicas."""
-        passes = (1.0,) * self.stages
-        return efficiency(passes, len(REPLICAS[self.replicas]), self.window, self.windows_in_flight, self.latency, HOPS)
+        pipeline = PipelineConfig(
+            stages=self.stages,
+            replicas=len(REPLICAS[self.replicas]),
+            microbatches_per_step=self.window,
+            windows_in_flight=1 if self.windows_in_flight == 1 else 2,
+        )
+        pace = 3.0
+        return pace / seconds_each(pipeline, pace, pace * self.stages + 2 * (self.stages - 1) * self.latency)
 
 
 Cells = dict[Case, float]

@@ -17,6 +17,7 @@ import asyncio
 import hashlib
 import json
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -38,7 +39,7 @@ from noloco_node.network import wire
 from noloco_node.network.schema import Schema
 from noloco_node.run.protocols import state_schema
 from noloco_node.state_sync.download import DownloadLink, StateDownload
-from noloco_node.storage.transfer_files import PartialDownloadFile
+from noloco_node.storage.transfer_files import PartialDownload
 
 STARTS_S = 1800.0
 """Guards against waiting for ever; a child loads torch before it begins."""
@@ -156,7 +157,7 @@ async def copy(directory: Path, port: int, section_bytes: int) -> None:
 
     shapes, device = shapes_of(section_bytes), Device(torch.device("cpu"))
     reporter = Reporter(record=record, say=lambda line: None)
-    keep = PartialDownloadFile(directory, "run", 0, section_bytes, lambda line: print(line, file=sys.stderr))
+    keep = PartialDownload(directory, "run", 0, lambda line: print(line, file=sys.stderr))
     line = DownloadLink(Lanes(port), device, 600.0)  # type: ignore[arg-type]
     copying = StateDownload(0, shapes, line, reporter, keep)  # type: ignore[arg-type]
     state = await copying.attempt(("donor",))
@@ -205,19 +206,19 @@ async def kill_many(directory: Path, *, kills: int, megabytes: float, seed: int)
             assert first["held"] == before, f"{before} bytes were on the disk, and {first['held']} are taken over"
             resumed += before > 0
             killed += not finished
-            before = on_disk(directory, section_bytes)
+            before = on_disk(directory)
             if finished:
                 assert lines[-1]["is"] == fingerprint(present["state"]), "the copy is another one"
                 copies, before = copies + 1, 0
-                (directory / "run-0.pieces").unlink(missing_ok=True)
+                shutil.rmtree(directory / "run-0", ignore_errors=True)
                 present["state"] = state_of(seed + 1000 + copies, shapes)
     fetched = donor.statistics()["bytes"] / (4 * section_bytes)
     return Told(killed, resumed, copies, fetched, time.monotonic() - begun_s)
 
 
-def on_disk(directory: Path, section_bytes: int) -> int:
+def on_disk(directory: Path) -> int:
     """Return the bytes of the whole pieces that a session has left behind."""
-    keep = PartialDownloadFile(directory, "run", 0, section_bytes, lambda line: None)
+    keep = PartialDownload(directory, "run", 0, lambda line: None)
     return sum({key: data.nbytes for key, _, data in keep.pieces()}.values())
 
 

@@ -48,9 +48,6 @@ class ChunkStore(Protocol):
     def last(self) -> tuple[Manifest | None, frozenset[int]]:
         """Return what an earlier process told `follow` last."""
 
-    def rest(self) -> None:
-        """Close files: no piece comes for now."""
-
     def discard(self) -> None:
         """Remove everything: the copy is complete."""
 

@@ -34,7 +34,7 @@ class PeerOptions(TypedDict, total=False):
 
     `home`: the directory of the peer, ~/.noloco/node by default; one running peer each. `name`: shown beside its id.
     `weights`: the directory with the weights that the run starts from. `refresh`: seconds between two readings of the
-    roster.
+    roster. `log_to`: what draws curves.
     """
 
     home: str | PathLike[str]
@@ -47,6 +47,7 @@ class PeerOptions(TypedDict, total=False):
     max_download: str
     keep: int
     refresh: float
+    log_to: Sequence[str]
     begin_anew: bool
 
 
@@ -68,9 +69,9 @@ def parsed(invite: str | PathLike[str], options: Mapping[str, object]) -> tuple[
     """
     given: dict[str, Any] = dict(options)
     given |= {name: Path(given[name]).expanduser() for name in ("home", "weights") if name in given}
-    given |= {name: list(given[name]) for name in ("listen", "announce", "sample") if name in given}
+    given |= {name: list(given[name]) for name in ("listen", "announce", "sample", "log_to") if name in given}
     read = JoinOptions(**given, linger=STAYS_S)
-    _ = read.allowance, read.most_memory_bytes, checked_name(read.name), read.prompts
+    _ = read.allowance, read.most_memory_bytes, checked_name(read.name), read.prompts, read.curves
     check_listen(read.listen or ())
     check_announce(read.announce or ())
     return invites.parse(invites.found(invite_text(str(invite)), read.home or default_home("node"))), read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -48,6 +49,17 @@ def init(
     in which weights travel: int4, int8, bfloat16 or float32. `sections`: other fields of the run file, by section
     (docs/reference.md). Raises `noloco_node.errors.UserError` that names the field at fault.
     """
+    steps, batch, sequence_length, replicas, every, seed = (
+        _whole(field, value)
+        for field, value in {
+            "steps": steps,
+            "batch": batch,
+            "sequence_length": sequence_length,
+            "replicas": replicas,
+            "every": every,
+            "seed": seed,
+        }.items()
+    )
     path = Path(path).expanduser()
     weights = path.with_suffix(".safetensors")
     table: dict[str, Any] = {
@@ -87,6 +99,14 @@ def init(
         check_free(path, _HINT)
     write_text(path, text, overwrite=True)
     return path
+
+
+def _whole(field: str, value: object) -> int:
+    """Return a whole number of whatever library; raise `UserError` (CONFIG) for anything else."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise config_error(f"{field} is {value!r}.", "init takes a whole number there", f"{field}=100") from error
 
 
 def _text(table: Mapping[str, Any]) -> str:

@@ -42,7 +42,10 @@ class PeerStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SwarmStatus:
-    """A swarm at one moment. None is unknown. `at`: unix seconds. `left_s`: until the end of the run."""
+    """A swarm at one moment. None is unknown. `at`: unix seconds. `left_s`: until the end of the run.
+
+    `held_out`: the loss of the newest evaluation.
+    """
 
     at: float
     name: str
@@ -53,6 +56,7 @@ class SwarmStatus:
     tokens_per_s: float
     left_s: float | None
     loss: float | None
+    held_out: float | None
     gap: float | None
     bottleneck: str
     peers: tuple[PeerStatus, ...]

@@ -9,7 +9,7 @@ import asyncio
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -36,6 +36,7 @@ from noloco_node.machine.signals import Departure, departure, run
 from noloco_node.machine.system import allow_files
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.node.sessions import Sessions, live_in_sessions
+from noloco_node.observe.curves import LiveCurves
 from noloco_node.observe.peer_history import PeerHistory, ledger_of
 from noloco_node.observe.swarm_view import short
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_per_s
@@ -66,7 +67,7 @@ def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
     # Before torch is loaded: a refusal is to come at once.
     _ = options.allowance, options.most_memory_bytes, options.most_disk_bytes
     _ = metrics_place(options.metrics, is_open=options.metrics_open)
-    _ = page_place(options.web, is_open=options.web_open), checked_name(options.name), options.prompts
+    _ = page_place(options.web, is_open=options.web_open), checked_name(options.name), options.prompts, options.curves
     check_device_name(options.device)
     names = named_devices(options)
     if len(names) > 1:
@@ -117,6 +118,7 @@ async def take_part(
         Home.open(directory) as home,
         Journal(home.journal) as journal,
         Journal(home.evaluations) as evaluations,
+        closing(LiveCurves(options.curves, checked_name(options.name), home.curves, warn)) as curves,
         closing(Bar()) as bar,
     ):
         paths = home.enter(invite.digest)
@@ -135,7 +137,8 @@ async def take_part(
             (departs or partial(departure, say))() as leaving,
             views_served(metrics_at, page_at, invite.digest, own) as views,
         ):
-            recorder = Recorder(journal, evaluations, views, torch_device, energy_meter(torch_device), observe)
+            meter, observers = energy_meter(torch_device), (curves.take, observe)
+            recorder = Recorder(journal, evaluations, views, torch_device, meter, observers)
             recorder.record_energy()  # by it readers of the journal know that this total begins anew
             reporter = Reporter(record=recorder.record, say=say, draw=bar.draw, warn=warn)
             asked = [each.peer for each in met]
@@ -158,7 +161,7 @@ async def take_part(
 
 
 class Recorder(NamedTuple):
-    """Writes events to the journal and shows them, also to `observe`; adds to `Started` device and process id.
+    """Writes events to the journal and shows them, also to `observers`; adds to `Started` device and process id.
 
     `evaluations`: takes the evaluations alone, for programs that draw their curve.
     """
@@ -168,7 +171,7 @@ class Recorder(NamedTuple):
     views: ServedViews
     torch_device: torch.device
     meter: EnergyMeter | None
-    observe: Callable[[events.Event], None] = lambda _: None
+    observers: Sequence[Callable[[events.Event], None]] = ()
 
     def record(self, event: events.Event) -> None:
         if isinstance(event, events.Started):
@@ -177,7 +180,8 @@ class Recorder(NamedTuple):
         if isinstance(event, events.Evaluated):
             self.evaluations.write(event)
         self.views.take(event)
-        self.observe(event)
+        for observe in self.observers:
+            observe(event)
         if isinstance(event, events.Traffic):
             self.record_energy()
 

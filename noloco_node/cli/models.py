@@ -16,8 +16,10 @@ from noloco_node.cli.options import (
     directory_there,
     invite_text,
 )
+from noloco_node.errors import usage_error
+from noloco_node.export.hub import check_push, push
 from noloco_node.export.sources import check_export, check_models, known_run
-from noloco_node.machine.signals import run
+from noloco_node.machine.signals import run, unwound
 from noloco_node.swarm.access import Visitor
 from noloco_node.swarm.invite import found
 
@@ -68,6 +70,18 @@ def export(
             help="With --from-home: the weights of the best evaluation that these homes have kept, of one peer.",
         ),
     ] = False,
+    push_to: Annotated[
+        str | None,
+        typer.Option(
+            "--push",
+            metavar="OWNER/NAME",
+            help="Send the checkpoint to this model of the Hugging Face hub too, made there and private if it is new.",
+            show_default=False,
+        ),
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="With --push: a new model is for everybody to read.")
+    ] = False,
 ) -> None:
     """Gather every stage, average its replicas, write one Hugging Face checkpoint; after an interruption, go on.
 
@@ -76,6 +90,12 @@ def export(
     place = home or default_home("node")
     given = None if invite is None else found(invite, place)
     check_export(out, given, from_home or (), best=best)
+    if push_to is not None:
+        check_push(push_to)
+    elif public:
+        raise usage_error(
+            "There is nothing to make public.", "--public was given without --push", "add --push OWNER/NAME"
+        )
     from noloco_node.export.exporter import export as export_model
 
     visitor = Visitor(tuple(local or ()), place, owner_run)
@@ -83,6 +103,9 @@ def export(
 
     wanted = AdapterExport(merge, weights)
     typer.echo(run(export_model(out, given, from_home or (), visitor, wanted, best=best)))
+    if push_to is not None:
+        with unwound():
+            typer.echo(push(out, push_to, public=public))
 
 
 def evaluate(

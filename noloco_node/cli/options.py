@@ -17,6 +17,7 @@ import typer
 
 from noloco_node.errors import config_error, usage_error
 from noloco_node.limits.budget import OwnerLimits, read_owner_limits, read_size
+from noloco_node.observe.curves import CurveFormat, read_formats
 from noloco_node.run.config import MOST_SLOWDOWN
 from noloco_node.storage.checkpoint import KEPT
 from noloco_node.storage.home import HomePaths
@@ -357,6 +358,22 @@ class JoinOptions:
     metrics_open: MetricsOpenOption = False
     web: WebOption = None
     web_open: WebOpenOption = False
+    log_to: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--log-to",
+            metavar="|".join(CurveFormat),
+            help="Draw losses, learning rate and rounds there while the node trains: train/loss, eval/loss and so on, "
+            "over its inner steps. Files lie in the home's `curves`; pip installs the package. May be given more than "
+            "once.",
+            show_default=False,
+        ),
+    ] = None
+
+    @property
+    def curves(self) -> tuple[CurveFormat, ...]:
+        """What `--log-to` names; raises `UserError` if one is unknown or not installed."""
+        return read_formats(self.log_to or ())
 
     @cached_property
     def allowance(self) -> OwnerLimits:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from msgspec import structs
 from torch import Tensor
@@ -49,12 +50,13 @@ from noloco_node.export.replica_files import (
     parts_beside,
     passed,
 )
-from noloco_node.export.sources import Provenance, check_export, noted, recipe_of, told_of
+from noloco_node.export.sources import Provenance, check_export, evaluations_of, noted, recipe_of, told_of
 from noloco_node.machine.interface import Dimensions
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.foreign_layout import ForeignLayout, foreign_layout
 from noloco_node.planning.model_layout import ModelLayout, model_layout
 from noloco_node.run.config import DataConfig, RunConfig
+from noloco_node.run.peer_state import Evaluation
 from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary
 from noloco_node.swarm.access import Visitor, visited
 from noloco_node.swarm.run_distribution import RunFileText
@@ -90,34 +92,19 @@ async def export(
             network=network, recipe=recipe, look=membership.peek, layout=layout, parts=parts, filed=filed
         )
         found = await swarm.stages()
+        roster = await membership.peek()
+    records = [record for number in range(len(found)) for record in roster.stage(number)]
+    evaluations = evaluations_of(homes, recipe.digest, [each.evaluation for each in records if each.evaluation])
+    writer = _Writer(out, recipe, layout, data, wanted, base, evaluations)
     snapshots = [parts.snapshots(number) if stage.kept_by is not None else [] for number, stage in enumerate(found)]
     lying = [newest([*filed, *parts.replicas(number, ()), *snapshots[number]], number) for number in range(len(found))]
-    done = await asyncio.to_thread(_write_best, out, recipe, layout, found, lying, snapshots, data, wanted, base)
+    done = await asyncio.to_thread(writer.write_best, found, lying, snapshots)
     parts.remove()
     return done
 
 
 def _layout_of(run: RunConfig) -> ModelLayout | ForeignLayout:
     return foreign_layout(run) if run.model.is_foreign else model_layout(run)
-
-
-def _write_best(
-    out: Path,
-    recipe: RunFileText,
-    layout: ModelLayout | ForeignLayout,
-    found: Sequence[MergedReplicas],
-    lying: Sequence[Sequence[ReplicaFile]],
-    snapshots: Sequence[Sequence[ReplicaFile]],
-    data: DataConfig,
-    wanted: AdapterExport,
-    base: Sequence[Path],
-) -> str:
-    """Write the stages with the least loss on held-out text; of a foreign module nobody else can know the loss."""
-    if isinstance(layout, ForeignLayout):
-        return write_foreign(out, recipe, found)
-    run = structs.replace(recipe.run, data=data)
-    found = judged_by_loss(run, layout, found, lying, snapshots, base)
-    return write(out, recipe, layout, found, data, wanted, base)
 
 
 def of_homes(homes: Sequence[Path], recipe: RunFileText) -> list[ReplicaFile]:
@@ -141,13 +128,17 @@ def _base_of(recipe: RunFileText, homes: Sequence[Path], wanted: AdapterExport) 
 
 def _from_homes(out: Path, homes: Sequence[Path], wanted: AdapterExport) -> str:
     recipe = recipe_of(homes)
-    base = _base_of(recipe, homes, wanted)
-    layout = _layout_of(recipe.run)
-    data = reading_with_tokenizer(homes, recipe)
+    writer = _writer_of(out, recipe, homes, wanted)
     filed = of_homes(homes, recipe)
-    stages = merge_files(filed, recipe, layout)
+    stages = merge_files(filed, recipe, writer.layout)
     lying = [newest(filed, number) for number in range(len(stages))]
-    return _write_best(out, recipe, layout, stages, lying, [[] for _ in stages], data, wanted, base)
+    return writer.write_best(stages, lying, [[] for _ in stages])
+
+
+def _writer_of(out: Path, recipe: RunFileText, homes: Sequence[Path], wanted: AdapterExport) -> _Writer:
+    base, layout = _base_of(recipe, homes, wanted), _layout_of(recipe.run)
+    data, evaluations = reading_with_tokenizer(homes, recipe), evaluations_of(homes, recipe.digest)
+    return _Writer(out, recipe, layout, data, wanted, base, evaluations)
 
 
 def _best_of_homes(out: Path, homes: Sequence[Path], wanted: AdapterExport) -> str:
@@ -158,10 +149,9 @@ def _best_of_homes(out: Path, homes: Sequence[Path], wanted: AdapterExport) -> s
             why="data.evaluate_every_rounds is 0 in its run file, so no node knows which of its weights were the best",
             hint="without --best the newest weights are exported",
         )
-    base = _base_of(recipe, homes, wanted)
-    layout = model_layout(recipe.run)
-    stage, loss = best_evaluated(homes, recipe.digest, layout.shapes[0])
-    done = write(out, recipe, layout, [stage], reading_with_tokenizer(homes, recipe), wanted, base)
+    writer = _writer_of(out, recipe, homes, wanted)
+    stage, loss = best_evaluated(homes, recipe.digest, writer.layout.shapes[0])
+    done = writer.write([stage])
     (taken,) = stage.taken
     return f"{done}\nThese are the weights of {taken.peer} alone; their loss on held-out text was {loss:.4f}."
 
@@ -257,74 +247,85 @@ def parts_of(out: Path, recipe: RunFileText, layout: Dimensions) -> PartsDirecto
     return PartsDirectory(parts_beside(out), recipe.digest, layout.shapes, recipe.run.outer.staleness_at_most)
 
 
-def write(
-    out: Path,
-    recipe: RunFileText,
-    layout: ModelLayout,
-    stages: Sequence[MergedReplicas],
-    data: DataConfig,
-    wanted: AdapterExport = AdapterExport(),  # noqa: B008 - it is frozen
-    base: Sequence[Path] = (),
-) -> str:
-    """Write the checkpoint of all stages, or their adapters; return what was done, in words.
+class _Writer(NamedTuple):
+    """Writes the merged stages of a run to `out`.
 
-    `data`: the run's, its tokenizer here. `base`: the files of the model that a run adapts.
+    `data`: the run's, its tokenizer here. `base`: the files of the model that a run adapts. `evaluations`: of the run.
     """
-    notes = _provenance(recipe, stages, untied=layout.prepared.tied)
-    tokenizer, loads = open_tokenizer(data), "AutoModelForCausalLM.from_pretrained"
-    weights: list[dict[str, Tensor]] = [stage.weights for stage in stages]
-    if layout.adapter is not None and not wanted.merge:
-        write_adapter(out, *peft_adapter(recipe.run, layout, wanted.base, weights), tokenizer, notes)
-        loads = "PeftModel.from_pretrained, over the model that the run started from"
-    else:
-        if layout.adapter is None:
-            weights = [layout.ordinary(number, each) for number, each in enumerate(weights)]
+
+    out: Path
+    recipe: RunFileText
+    layout: ModelLayout | ForeignLayout
+    data: DataConfig
+    wanted: AdapterExport
+    base: Sequence[Path]
+    evaluations: tuple[Evaluation, ...]
+
+    def write_best(
+        self,
+        found: Sequence[MergedReplicas],
+        lying: Sequence[Sequence[ReplicaFile]],
+        snapshots: Sequence[Sequence[ReplicaFile]],
+    ) -> str:
+        """Write the stages with the least loss on held-out text; of a foreign module nobody else can know the loss."""
+        if not isinstance(self.layout, ForeignLayout):
+            run = structs.replace(self.recipe.run, data=self.data)
+            found = judged_by_loss(run, self.layout, found, lying, snapshots, self.base)
+        return self.write(found)
+
+    def write(self, stages: Sequence[MergedReplicas]) -> str:
+        """Write the checkpoint of all stages, or what a run trained of it; return what was done, in words."""
+        layout = self.layout
+        if isinstance(layout, ForeignLayout):
+            notes = self._provenance(stages, untied=False)
+            write_parameters(self.out, stages[0].weights, notes)
+            load = f"module.load_state_dict(safetensors.torch.load_file('{PARAMETERS}'), strict=False)"
+            return "\n".join(self._told(stages, notes, f"{load} puts them into the module."))
+        notes = self._provenance(stages, untied=layout.prepared.tied)
+        tokenizer, loads = open_tokenizer(self.data), "AutoModelForCausalLM.from_pretrained"
+        weights: list[dict[str, Tensor]] = [stage.weights for stage in stages]
+        if layout.adapter is not None and not self.wanted.merge:
+            adapter = peft_adapter(self.recipe.run, layout, self.wanted.base, weights)
+            write_adapter(self.out, *adapter, tokenizer, notes)
+            loads = "PeftModel.from_pretrained, over the model that the run started from"
         else:
-            weights = [merged_weights(layout, base, weights)]
-        generation = own_generation(recipe.run.model, data)
-        write_checkpoint(out, layout.prepared.config, weights, tokenizer, notes, generation)
-    lines = _told(out, stages, notes, f"Load it with {loads}.")
-    if layout.prepared.tied and layout.adapter is None:
-        lines.append(
-            "The original ties the vocabulary head to the embedding; here they were trained apart: two tensors."
+            if layout.adapter is None:
+                weights = [layout.ordinary(number, each) for number, each in enumerate(weights)]
+            else:
+                weights = [merged_weights(layout, self.base, weights)]
+            generation = own_generation(self.recipe.run.model, self.data)
+            write_checkpoint(self.out, layout.prepared.config, weights, tokenizer, notes, generation)
+        lines = self._told(stages, notes, f"Load it with {loads}.")
+        if layout.prepared.tied and layout.adapter is None:
+            lines.append(
+                "The original ties the vocabulary head to the embedding; here they were trained apart: two tensors."
+            )
+        return "\n".join(lines)
+
+    def _provenance(self, stages: Sequence[MergedReplicas], *, untied: bool) -> Provenance:
+        kept_by = {number: stage.kept_by for number, stage in enumerate(stages) if stage.kept_by is not None}
+        return Provenance(
+            run_id=self.recipe.digest,
+            rounds=tuple(max(each.round for each in stage.taken) for stage in stages),
+            replicas=tuple(len(stage.taken) for stage in stages),
+            untied=untied,
+            run_file=self.recipe.text,
+            taken=tuple(stage.taken for stage in stages),
+            left_out=tuple(stage.left_out for stage in stages),
+            snapshots=noted([stage.taken for stage in stages], kept_by),
+            evaluations=self.evaluations,
         )
-    return "\n".join(lines)
 
-
-def write_foreign(out: Path, recipe: RunFileText, stages: Sequence[MergedReplicas]) -> str:
-    """Write the trained parameters of a foreign module, by name; return what was done, in words."""
-    notes = _provenance(recipe, stages, untied=False)
-    write_parameters(out, stages[0].weights, notes)
-    how = (
-        f"module.load_state_dict(safetensors.torch.load_file('{PARAMETERS}'), strict=False) puts them into the module."
-    )
-    return "\n".join(_told(out, stages, notes, how))
-
-
-def _provenance(recipe: RunFileText, stages: Sequence[MergedReplicas], *, untied: bool) -> Provenance:
-    kept_by = {number: stage.kept_by for number, stage in enumerate(stages) if stage.kept_by is not None}
-    return Provenance(
-        run_id=recipe.digest,
-        rounds=tuple(max(each.round for each in stage.taken) for stage in stages),
-        replicas=tuple(len(stage.taken) for stage in stages),
-        untied=untied,
-        run_file=recipe.text,
-        taken=tuple(stage.taken for stage in stages),
-        left_out=tuple(stage.left_out for stage in stages),
-        snapshots=noted([stage.taken for stage in stages], kept_by),
-    )
-
-
-def _told(out: Path, stages: Sequence[MergedReplicas], notes: Provenance, how: str) -> list[str]:
-    """Return what was written, in sentences. `how`: to load it."""
-    counts = "; ".join(
-        f"stage {number}: {len(stage.taken)}, {rounds_of(stage.taken)}" for number, stage in enumerate(stages)
-    )
-    lines = [f"Wrote {out}: the mean of the replicas ({counts}), loaded again and compared.", how]
-    lines += map(told_of, notes.snapshots)
-    for number, stage in enumerate(stages):
-        lines += [f"Left out of stage {number}: {each.peer} ({each.why})." for each in stage.left_out]
-    return lines
+    def _told(self, stages: Sequence[MergedReplicas], notes: Provenance, how: str) -> list[str]:
+        """Return what was written, in sentences. `how`: to load it."""
+        counts = "; ".join(
+            f"stage {number}: {len(stage.taken)}, {rounds_of(stage.taken)}" for number, stage in enumerate(stages)
+        )
+        lines = [f"Wrote {self.out}: the mean of the replicas ({counts}), loaded again and compared.", how]
+        lines += map(told_of, notes.snapshots)
+        for number, stage in enumerate(stages):
+            lines += [f"Left out of stage {number}: {each.peer} ({each.why})." for each in stage.left_out]
+        return lines
 
 
 def rounds_of(taken: Sequence[ReplicaSummary]) -> str:

@@ -2,7 +2,8 @@
 
 Parameters keep their transformers names in every stage, so joining stages is a union of dictionaries. The library
 writes the files into a directory beside the target that is renamed at the end: the target is a complete checkpoint or
-not there. `noloco.json` beside the weights says where they come from, the run file included.
+not there. `noloco.json` beside the weights says where they come from, the run file included; README.md says it to
+people (`noloco_node.export.model_card`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
 from noloco_node.errors import storage_error, usage_error
+from noloco_node.export.model_card import CARD, CURVE, Library, held_out_curve, model_card
 from noloco_node.export.sources import ADAPTER_CONFIG, NOTES, Provenance, check_target
 from noloco_node.run.config import DataConfig, ModelConfig
 from noloco_node.storage.atomic_file import flush
@@ -67,7 +69,7 @@ def write_checkpoint(
     with _written_aside(directory) as aside:
         whole.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
-        _write_notes(aside, notes)
+        _write_notes(aside, notes, Library.TRANSFORMERS)
         del whole
         _compare(aside, stages)
 
@@ -79,7 +81,7 @@ def write_parameters(directory: Path, parameters: Mapping[str, Tensor], notes: P
     """
     with _written_aside(directory) as aside:
         save_file({name: each.contiguous() for name, each in parameters.items()}, aside / PARAMETERS)
-        _write_notes(aside, notes)
+        _write_notes(aside, notes, Library.TORCH)
         found = load_file(aside / PARAMETERS)
         if any(not torch.equal(found[name], each) for name, each in parameters.items()):
             raise OSError(f"{PARAMETERS} was read back from the disk as something else")
@@ -97,14 +99,17 @@ def write_adapter(
         (aside / ADAPTER_CONFIG).write_bytes(msgspec.json.format(msgspec.json.encode(settings), indent=2) + b"\n")
         save_file(named, aside / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         tokenizer.save_pretrained(aside)
-        _write_notes(aside, notes)
+        _write_notes(aside, notes, Library.PEFT)
         found = load_file(aside / ADAPTER_WEIGHTS)
         if found.keys() != named.keys() or not all(torch.equal(found[name], named[name]) for name in named):
             raise OSError(f"{ADAPTER_WEIGHTS} was read back from the disk as something else")
 
 
-def _write_notes(aside: Path, notes: Provenance) -> None:
+def _write_notes(aside: Path, notes: Provenance, library: Library) -> None:
     (aside / NOTES).write_bytes(msgspec.json.format(msgspec.json.encode(notes), indent=2) + b"\n")
+    (aside / CARD).write_text(model_card(notes, library), encoding="utf-8")
+    if (curve := held_out_curve(notes.evaluations)) is not None:
+        (aside / CURVE).write_bytes(curve)
 
 
 def _compare(directory: Path, stages: Sequence[Mapping[str, Tensor]]) -> None:

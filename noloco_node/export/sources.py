@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median_low
 
 import msgspec
 
 from noloco_node.errors import Exit, UserError, config_error, usage_error
+from noloco_node.journal import events
+from noloco_node.journal.reader import read
 from noloco_node.run.config import RunConfig
+from noloco_node.run.peer_state import Evaluation
 from noloco_node.run.runfile import decode_run, read_run_text
 from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary
 from noloco_node.storage.home import HomePaths
@@ -95,7 +98,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     `rounds`: finished, and `replicas`: merged, of each stage. `untied`: embedding and vocabulary head were one tensor
     in the original config, and are two here. `run_file`: as its author wrote it. `taken` and `left_out`: the replicas
     in the mean of each stage, and the others with the reason. `snapshots`: the stages from one; `taken` then names its
-    keeper.
+    keeper. `evaluations`: those of the run that are known here, in order.
     """
 
     run_id: str
@@ -106,6 +109,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     taken: tuple[tuple[ReplicaSummary, ...], ...] = ()
     left_out: tuple[tuple[LeftOut, ...], ...] = ()
     snapshots: tuple[FromSnapshot, ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
 
 
 def read_provenance(directory: Path) -> Provenance:
@@ -166,6 +170,19 @@ def noted(stages: Sequence[Sequence[ReplicaSummary]], kept_by: Mapping[int, str]
         )
         notes.append(note)
     return tuple(notes)
+
+
+def evaluations_of(homes: Sequence[Path], run_id: str, told: Iterable[Evaluation] = ()) -> tuple[Evaluation, ...]:
+    """Return a run's evaluations by their number, from the journals of homes and then from what others have `told`."""
+    found = {each.number: each for each in told}
+    for home in homes:
+        of_run = False
+        for event in read(HomePaths(home).journal):
+            if isinstance(event, events.Started):
+                of_run = event.run == run_id
+            elif of_run and isinstance(event, events.Evaluated):
+                found[event.number] = event.evaluation
+    return tuple(found[number] for number in sorted(found))
 
 
 def told_of(snapshot: FromSnapshot) -> str:

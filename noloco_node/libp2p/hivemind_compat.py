@@ -24,6 +24,7 @@ import importlib.util
 import logging
 import os
 import sys
+import threading
 import types
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -32,6 +33,8 @@ from typing import Any, NamedTuple, Protocol
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.node_search import NodeSearch
 
+_LOADING = threading.Lock()
+"""A program may start two peers, each in a thread of its own."""
 _MOST_GHOSTS = 64
 _MOST_REFUSED = 1024
 _SILENT_S = 15.0
@@ -355,9 +358,14 @@ def ignore_orphaned_waits(loop: asyncio.AbstractEventLoop) -> None:
     loop.set_exception_handler(handle)
 
 
-@functools.cache
 def load_hivemind() -> HivemindParts:
-    """Import the parts in use, quietly, and without torch (see the module's docstring)."""
+    """Import the parts in use, quietly, and without torch (see the module's docstring); once, whatever the threads."""
+    with _LOADING:
+        return _loaded_hivemind()
+
+
+@functools.cache
+def _loaded_hivemind() -> HivemindParts:
     spec = importlib.util.find_spec("hivemind")
     if spec is None or spec.origin is None:
         raise daemon_trouble("the package hivemind is not installed")

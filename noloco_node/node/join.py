@@ -105,7 +105,7 @@ async def join(context: NodeContext, request: StageRequest) -> Start:
             hint="end other programs, or serve a smaller stage with --stage",
             code=Exit.DEVICE,
         ) from error
-    unfinished = host.partial_download(number, 0)
+    unfinished = host.partial_download(number)
     if unfinished is not None:
         # It may be left of a copy that an earlier session began.
         await host.device.run(unfinished.discard)
@@ -295,7 +295,7 @@ class _StateSearch:
         options, weight_bytes = self._options, 4 * sum(map(prod, self._stage.shapes))
         deadline_s = copying_s(weight_bytes, options.slowest_bytes_per_s) if options.deadlines else math.inf
         line = DownloadLink(self._network, self._device, deadline_s)
-        keep = self._context.host.partial_download(self._number, weight_bytes)
+        keep = self._context.host.partial_download(self._number)
         inner = self._context.run.inner
         moments = MomentBounds(moment_ratio(inner.beta1, inner.beta2), inner.clip_norm, magnitudes)
         sizes = moment_sizes(self._context.run, self._stage.shapes)

@@ -279,8 +279,6 @@ class MicrobatchClient:
         finally:
             self._unbounded.pop(limit, None)
         if isinstance(reply, Gradient):
-            if reply.hidden is not None:
-                reply = replace(reply, hidden=self._bounded(peer, reply.hidden, microbatch))
             self._timeout.took(peer, loop_s() - begun_s)
             self._bound_first(share * self._timeout.deadline_s(peer))
             if self._config.run.pipeline.is_last(self._config.stage + 1):
@@ -313,9 +311,12 @@ class MicrobatchClient:
         async with self._pool.talk(peer) as conversation:
             async with self._turns.turn():
                 await conversation.send(microbatch)
-            reply = await conversation.receive()
+            reply: object = await conversation.receive()
             if not isinstance(reply, Gradient | Refused):
                 raise Violation(f"expected a gradient, got {type(reply).__name__}")
+            if isinstance(reply, Gradient) and reply.hidden is not None:
+                # Within the conversation, so that a violation counts against the peer.
+                reply = replace(reply, hidden=self._bounded(peer, reply.hidden, microbatch))
             return reply
 
 

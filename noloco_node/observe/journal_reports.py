@@ -11,14 +11,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from noloco_node.admission.ticket import peer_of_file
-from noloco_node.errors import UserError, config_error, reason_of, storage_error, usage_error
+from noloco_node.errors import config_error, reason_of, storage_error, usage_error
 from noloco_node.journal.events import fields_of
 from noloco_node.journal.reader import journals_in, read
+from noloco_node.observe.curves import CurveFormat, drawing, points
 from noloco_node.observe.peer_history import Contribution, ledger_of
 from noloco_node.observe.swarm_view import plain
 from noloco_node.storage import atomic_file
@@ -28,20 +29,19 @@ from noloco_node.units import format_bytes, format_count, format_duration, forma
 LARGEST_INTEGER = 2**63 - 1
 """Of a column of whole numbers in Parquet."""
 FIRST = ("peer_name", "at", "event")
-SCALARS = {
-    "inner_step": ("loss", "progress", "tokens", "seconds", "device_s", "learning_rate"),
-    "outer_step": ("gap", "staleness", "seconds"),
-}
-"""What a curve is drawn of: fields of these events, over their number."""
 
 
 class TableFormat(StrEnum):
-    """What journals are written as."""
+    """What journals are written as: two tables and two kinds of curves."""
 
     CSV = "csv"
     PARQUET = "parquet"
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
+
+    @property
+    def curves(self) -> CurveFormat | None:
+        return None if self in (TableFormat.CSV, TableFormat.PARQUET) else CurveFormat(self)
 
 
 def export_journals(places: Sequence[Path], out: Path, kind: TableFormat) -> str:
@@ -53,9 +53,9 @@ def export_journals(places: Sequence[Path], out: Path, kind: TableFormat) -> str
         raise config_error(
             "There is nothing to export.", "no event in these journals is legible", "give the home of a node"
         )
-    curves = {TableFormat.TENSORBOARD: _write_tensorboard, TableFormat.WANDB: _write_wandb}.get(kind)
+    curves = kind.curves
     try:
-        count = _write_whole(journals, out, kind) if curves is None else curves(journals, out)
+        count = _write_whole(journals, out, kind) if curves is None else _draw(journals, out, curves)
     except OSError as error:
         raise storage_error(f"Cannot write {out}.", why=reason_of(error), hint="give --out another place") from error
     return f"Wrote {count:,} {'points' if curves else 'rows'} to {out}."
@@ -144,63 +144,14 @@ def _batches(all_rows: Iterator[dict[str, Any]], most: int = 8192) -> Iterator[l
         yield batch
 
 
-class _Point(NamedTuple):
-    """Figures of one step or round: `number` of those that are called `event`, at `at` (unix seconds)."""
-
-    event: str
-    number: int
-    at: float
-    figures: dict[str, float]
-
-
-def _points(name: str, path: Path) -> Iterator[_Point]:
-    for row in rows({name: path}):
-        found = {field: row[field] for field in SCALARS.get(row["event"], ()) if row.get(field) is not None}
-        if found:
-            yield _Point(row["event"], row["step"] if "step" in row else row["round"], row["at"], found)
-
-
-def _write_tensorboard(journals: Mapping[str, Path], out: Path) -> int:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise _missing("TensorBoard", "tensorboard") from error
+def _draw(journals: Mapping[str, Path], out: Path, kind: CurveFormat) -> int:
     count = 0
     for name, path in journals.items():
-        with SummaryWriter(str(out / name.replace("/", "_"))) as writer:
-            for point in _points(name, path):
-                for field, value in point.figures.items():
-                    writer.add_scalar(f"{point.event}/{field}", value, point.number, point.at)
-                    count += 1
+        with drawing(kind, name, out, offline=True) as draw:
+            for point in points(read(path)):
+                draw(point)
+                count += len(point.figures)
     return count
-
-
-def _write_wandb(journals: Mapping[str, Path], out: Path) -> int:
-    """Write a run of Weights & Biases for each peer, offline: `wandb sync` may send it later."""
-    try:
-        import wandb
-    except ImportError as error:
-        raise _missing("Weights & Biases", "wandb") from error
-    out.mkdir()
-    count = 0
-    for name, path in journals.items():
-        quiet = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True)
-        with wandb.init(project="noloco", name=name, dir=str(out), mode="offline", settings=quiet) as run:
-            for event in SCALARS:
-                run.define_metric(f"{event}/*", step_metric=f"{event}/number")
-            for point in _points(name, path):
-                told = {f"{point.event}/{field}": value for field, value in point.figures.items()}
-                run.log({f"{point.event}/number": point.number, **told})
-                count += len(told)
-    return count
-
-
-def _missing(what: str, package: str) -> UserError:
-    return usage_error(
-        f"{what} is not installed.",
-        why="its files are written by its own package, which the node does without",
-        hint=f"pip install {package}, or export --to csv or parquet",
-    )
 
 
 # What a home has given: `noloco-node me`.

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from noloco_node.planning.bandwidth import hop_bytes, round_bytes
 from noloco_node.planning.model_layout import model_layout
-from noloco_node.planning.plan import LEAST_ROUNDS, mean_steps_per_round
+from noloco_node.planning.plan import LEAST_ROUNDS, mean_steps_per_round, rounds_of
 from noloco_node.planning.plan_text import fitted, in_phases
 from noloco_node.planning.search import CLEARLY, Planned, in_fewer_stages, in_subspaces, plan_for, plan_in
 from noloco_node.planning.throughput import Machines, fits, forecast, gpu_memories, missing, share_of_rounds
@@ -20,6 +20,8 @@ from noloco_node.units import format_bytes, format_count, format_duration, forma
 
 TOKENS_A_PARAMETER = 20
 MOMENTS_BESIDE = ", and AdamW's moments lie in main memory, from where each step fetches them"
+EVALUATIONS = 100
+"""Of a run of one stage on held-out text."""
 IDLE = 0.5
 """Less of their time at work than this, and a plan leaves devices idle."""
 
@@ -48,6 +50,16 @@ def planned_values(run: RunConfig) -> dict[str, dict[str, object]]:
         },
         **({"adapter": {"base": f'"{run.adapter.base}"'}} if run.adapter.is_trained else {}),
     }
+
+
+def evaluations_planned(run: RunConfig) -> int:
+    """Return after how many rounds a peer is to evaluate its replica; 0 where it could not.
+
+    An evaluation takes one peer no longer than an inner step, so that so many cost the run next to nothing.
+    """
+    if run.pipeline.stages > 1 or run.model.is_foreign or not run.data.validation_percent:
+        return 0
+    return max(1, rounds_of(run) // EVALUATIONS)
 
 
 def describe_expectation(planned: Planned, machines: Machines) -> list[str]:

@@ -16,7 +16,7 @@ from gossip.settings import OuterConfig
 from noloco_node.data.encoding import check_vocabulary
 from noloco_node.machine.memory import GraphBytes, puts_moments_beside, usable_bytes
 from noloco_node.planning.bandwidth import float32_bytes, gossip_memory, hop_bytes, round_bytes
-from noloco_node.planning.queue_model import BUSY, WindowSuggestion, predict_efficiency, suggest_windows
+from noloco_node.planning.windows import BUSY, WindowSuggestion, predict_efficiency, suggest_windows
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import content_hashes, run_digest
 from pipeline.inner_step import is_coded, moment_bytes
@@ -168,7 +168,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int
     """That a replica opens, when as many peers come as planned."""
     efficiency: tuple[float, ...]
-    """Share of its time for which the slowest stage works, for each of `advice.MESSAGES`."""
+    """Share of its time for which the slowest stage works, for each of `windows.MESSAGES`."""
     remedies: tuple[WindowSuggestion, ...]
     """Other windows that would make it busier."""
     warnings: tuple[str, ...]
@@ -217,7 +217,7 @@ def plan(run: RunConfig) -> RunPlan:
         hop_up_bytes=hop.back if len(stages) > 1 else 0,
         tokens=run.tokens(run.budget_samples),
         tokens_per_step=run.tokens(run.samples_per_step),
-        rounds=_rounds(run),
+        rounds=rounds_of(run),
         efficiency=efficiency,
         remedies=suggest_windows(run.pipeline, shares) if efficiency[1] < BUSY else (),
         warnings=(*_warnings(run, stages, efficiency[1]), *drawn.notes),
@@ -302,7 +302,7 @@ def mean_steps_per_round(outer: OuterConfig) -> float:
     return float(early) if late is None or late == early else log(late / early) / (1 / early - 1 / late)
 
 
-def _rounds(run: RunConfig) -> int:
+def rounds_of(run: RunConfig) -> int:
     return int(run.inner.steps / mean_steps_per_round(run.outer))
 
 
@@ -369,7 +369,7 @@ def _warnings(run: RunConfig, stages: tuple[StagePlan, ...], efficiency: float) 
             )
     if run.pipeline.replicas == 1:
         found.append("One planned replica a stage: nobody gossips, every round is taken alone.")
-    elif _rounds(run) < LEAST_ROUNDS:
+    elif rounds_of(run) < LEAST_ROUNDS:
         early, late = run.outer.inner_steps_per_round, run.outer.late_inner_steps_per_round
         often, fields = (f"{early}", "") if late is None else (f"{early} to {late}", " and late_inner_steps_per_round")
         found.append(
@@ -381,9 +381,9 @@ def _warnings(run: RunConfig, stages: tuple[StagePlan, ...], efficiency: float) 
             f"{run.inner.steps} inner steps of a replica are few to learn in. More steps, or a smaller batch, for "
             f"{LEAST_STEPS} at least."
         )
-    if run.outer.momentum_period > max(1, _rounds(run)):
+    if run.outer.momentum_period > max(1, rounds_of(run)):
         found.append(
-            f"A momentum_period of {run.outer.momentum_period} in a run of {_rounds(run)} rounds: the outer momentum "
+            f"A momentum_period of {run.outer.momentum_period} in a run of {rounds_of(run)} rounds: the outer momentum "
             "never moves. Give a shorter one, or 1 for a momentum that moves in every round."
         )
     return found

@@ -9,7 +9,7 @@ from textwrap import wrap
 import msgspec
 
 from noloco_node.planning.plan import Memory, RunPlan, plan
-from noloco_node.planning.queue_model import in_words
+from noloco_node.planning.windows import in_words
 from noloco_node.run.runfile import load_run
 from noloco_node.units import format_bytes, format_count
 

@@ -1,11 +1,9 @@
 """Tokens a second that a run can reach on given machines, from its work, its bytes and its windows.
 
 A closed form, so that a search may ask it thousands of times and more of anything never gives less. Each replica works
-on its share of the microbatches; the slowest of device, uplink and downlink sets the pace. A stage that asks for more
-has more replicas: `settled`. A window is filled and drained once an inner step; with two windows in flight the next one
-fills that wait. Replicas that drain at different times fill each other's waits, which is left out: on 20 cells drawn at
-random it is off by 4 points in the mean and 15 at worst, so `check` takes `queue_model` for the windows of one run.
-`tests/planning/test_throughput.py` holds the form against production nodes in virtual time.
+on its share of the microbatches; the slowest of device, uplink and downlink sets the pace, and windows add their wait
+(`windows.seconds_each`). A stage that asks for more has more replicas: `settled`. `tests/planning/test_throughput.py`
+holds the form against production nodes in virtual time.
 """
 
 from __future__ import annotations
@@ -20,17 +18,10 @@ from noloco_node.machine.memory import free_of_gpu, usable_bytes
 from noloco_node.planning.bandwidth import hop_bytes, round_bytes
 from noloco_node.planning.model_layout import ModelLayout
 from noloco_node.planning.plan import Memory, graphs_that_fit, memories
-from noloco_node.run.config import PipelineConfig, RunConfig
+from noloco_node.planning.windows import seconds_each
+from noloco_node.run.config import RunConfig
 from noloco_node.units import format_bytes
 from pipeline.messages import ACTIVATION_CODECS
-
-_UNEVEN_DRAIN, _UNEVEN_PACE = 0.4, 1.04
-"""Where a window is no multiple of the replicas, bags share it out with a rest, and arrivals meet a replica in the
-middle of its window. With one window in flight those that do not get in wait until the others have been all the way
-down and back, at every stage: the drain grows with half of the stages to this power. With two it costs this factor.
-Both are fitted to few cells."""
-_SHARP = 4
-"""With two windows in flight, pace and way are no sharp maximum: at equal lengths each waits for the other at times."""
 
 
 class MicrobatchSeconds(NamedTuple):
@@ -39,19 +30,6 @@ class MicrobatchSeconds(NamedTuple):
     device_s: float
     up_s: float
     down_s: float
-
-
-def seconds_each(pipeline: PipelineConfig, pace_s: float, way_s: float) -> float:
-    """Return what a microbatch takes of a replica where nothing but its windows holds up who needs `pace_s` for one.
-
-    `way_s`: down the pipeline and back.
-    """
-    window, even = pipeline.microbatches_per_step, pipeline.microbatches_per_step % pipeline.replicas == 0
-    if pipeline.windows_in_flight == 1:
-        drain_s = max(0.0, way_s - pace_s) / window
-        return pace_s + drain_s * (1.0 if even else max(1.0, pipeline.stages / 2) ** _UNEVEN_DRAIN)
-    both_s = float((pace_s**_SHARP + (way_s / window) ** _SHARP) ** (1 / _SHARP))
-    return both_s * (1.0 if even else _UNEVEN_PACE)
 
 
 def way_seconds(loads: Sequence[MicrobatchSeconds], latency_s: float) -> float:

@@ -109,9 +109,6 @@ class StateDownload:
         except ConnectionError as error:
             return str(error)
         finally:
-            # A node that is asked to leave in the middle never comes to `discard`.
-            if self._keep is not None:
-                self._keep.rest()
             self._account.close()
         self._account.done(self._assembly.mixed)
         return state

@@ -91,6 +91,7 @@ class HomePaths(RunPaths):
         self.identity = path / "identity.key"  # the private key that makes the peer id
         self.journal = path / JOURNAL  # the journal (`noloco_node.journal.writer`)
         self.evaluations = path / "evals.jsonl"  # the evaluations of this peer, which are in its journal too
+        self.curves = path / "curves"  # the files of `join --log-to`, by format
         self.invite = path / "invite"  # to the run that was joined last: it leads to this peer and others that it met
         self.traffic = path / "traffic.json"  # bytes of this month (`noloco_node.limits.budget`)
         self.page_token = path / "web-token"  # the token of the page in a browser
@@ -240,7 +241,7 @@ def _misplaced(home: HomePaths) -> Iterator[tuple[Path, Path]]:
             with suppress(OSError, ValueError):
                 place = _place(home, counters_of(path).run_id).path / directory.relative_to(home.path)
                 yield path, following(place, path.name.split("-")[-1])
-    for path in (*home.partial_download.glob("*.pieces"), *home.weights.glob("*"), *home.tokenizer.glob("*")):
+    for path in (*home.partial_download.glob("*-*"), *home.weights.glob("*"), *home.tokenizer.glob("*")):
         run_id, _, stage = path.name.partition("-")
         with suppress(ValueError):
             yield path, _place(home, run_id).path / path.parent.name / (path.name if stage else "")

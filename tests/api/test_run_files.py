@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -22,7 +23,9 @@ from noloco_node.storage.weight_store import WeightStore
 def test_the_run_of_a_module_begins_with_its_weights(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1).bfloat16())
     module[0].bias.requires_grad_(False)
-    path = noloco_node.init(tmp_path / "run.toml", module, steps=7, batch=5, replicas=3, every=4, codec="int8", seed=1)
+    path = noloco_node.init(
+        tmp_path / "run.toml", module, steps=np.int64(7), batch=5, replicas=3, every=4, codec="int8", seed=1
+    )
     run = load_run(path)
     assert run.budget_samples == 7 * 5 * 3
     assert (run.outer.inner_steps_per_round, run.outer.codec, run.seed) == (4, "int8", 1)
@@ -72,6 +75,8 @@ def test_a_file_that_is_there_stays(tmp_path: Path) -> None:
     ("wrong", "field"),
     [
         ({"steps": 0}, "inner.steps"),
+        ({"steps": "a"}, "steps"),
+        ({"steps": 1, "every": 2.5}, "every"),
         ({"steps": 1, "batch": 5000}, "pipeline.microbatch_size"),
         ({"steps": 1, "codec": "int3"}, "outer.codec"),
         ({"steps": 1, "sections": {"pipeline": {"stages": 2}}}, "pipeline.stages"),

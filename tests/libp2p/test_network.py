@@ -25,7 +25,7 @@ import pytest
 import torch
 import uvloop
 from handlers import echo
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S, PATIENT, RECORD_S
 from sample_messages import Ask
@@ -340,7 +340,6 @@ async def test_beats_keep_a_long_silence_alive_and_a_silent_peer_is_given_up_on_
                 os.kill(other_daemon, signal.SIGCONT)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e4), max_size=30).map(sorted), st.floats(0, 1e3))
 def test_a_daemon_is_started_again_at_once_then_ever_later_then_never(deaths: list[float], later: float) -> None:
     now = (deaths[-1] if deaths else 0.0) + later
@@ -593,9 +592,12 @@ def test_a_daemon_that_ends_at_once_is_quoted(tmp_path: Path) -> None:
     assert "ended at once" in trouble.why
 
 
-def test_hivemind_is_loaded_without_torch() -> None:
+def test_hivemind_is_loaded_once_and_without_torch_by_two_threads_at_once() -> None:
     program = (
-        "import sys; from noloco_node.libp2p.hivemind_compat import load_hivemind; load_hivemind();"
+        "import sys; from concurrent.futures import ThreadPoolExecutor as Pool\n"
+        "from noloco_node.libp2p.hivemind_compat import load_hivemind\n"
+        "with Pool(2) as pool: first, second = pool.map(lambda _: load_hivemind(), range(2))\n"
+        "assert first is second\n"
         "assert not {'torch', 'scipy', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)

@@ -16,7 +16,9 @@ from msgspec import structs
 from torch import Tensor
 
 from noloco_node.journal import events
-from noloco_node.network.interface import Conversation
+from noloco_node.network.bans import BanHook
+from noloco_node.network.calls import HookedNetwork
+from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.schema import Violation
 from noloco_node.node import microbatches
 from noloco_node.node.microbatches import IDLE_S, MicrobatchClient, MicrobatchServer, SendTurns
@@ -61,7 +63,8 @@ class Callee:
 
     def __init__(self, run: RunConfig = RUN) -> None:
         self.network = SimNetwork(NetworkConditions(latency=Latency(mean_s=LATENCY_S)))
-        self.caller, self._callee = self.network.network("a"), self.network.network("b")
+        self.caller: PeerNetwork = self.network.network("a")
+        self._callee = self.network.network("b")
         self.worker = Worker()
         self.run, self.schema = run, microbatch_schema(run, WIDTH)
         self.journal = list[events.Event]()
@@ -194,14 +197,21 @@ async def test_activations_without_a_bound_are_a_violation_and_reach_no_stage() 
     assert b.worker.taken == 0
 
 
-async def test_a_gradient_without_a_bound_is_a_violation_that_is_journalled() -> None:
+async def test_a_gradient_without_a_bound_is_a_violation_that_is_journalled_and_bans_in_the_end() -> None:
     b = await callee(CODED)
+    b.caller = HookedNetwork(b.caller, bans := BanHook())
     b.worker.answer = Gradient(hidden=coded(CODEC.back, top=math.inf), loss=1.0, tokens=2)
-    with pytest.raises(Violation, match="top of a token"):
-        await b.client().call("b", replace(MICROBATCH, hidden=coded(CODEC.down)))
-    (event,) = b.journal
-    assert isinstance(event, events.PeerViolation)
-    assert (event.peer, event.topic) == ("b", "microbatch")
+    client = b.client()
+    for number in range(1, 10):
+        with pytest.raises(Violation, match="top of a token"):
+            await client.call("b", replace(MICROBATCH, hidden=coded(CODEC.down)))
+        assert [type(event) for event in b.journal] == number * [events.PeerViolation]
+        if bans.statistics().get("bans.begun"):
+            break
+    with pytest.raises(ConnectionRefusedError, match="shut out"):
+        await client.call("b", replace(MICROBATCH, hidden=coded(CODEC.down)))
+    assert isinstance(b.journal[0], events.PeerViolation)
+    assert (b.journal[0].peer, b.journal[0].topic) == ("b", "microbatch")
 
 
 ROWS = structs.replace(RUN, data=structs.replace(RUN.data, source="json", path="rows.jsonl", form="messages"))

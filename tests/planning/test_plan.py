@@ -19,7 +19,7 @@ from noloco_node.planning.bandwidth import PROBE_BYTES
 from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
 from noloco_node.planning.plan import RunPlan, graphs_that_fit, mean_steps_per_round, memories, plan
 from noloco_node.planning.plan_text import describe, report
-from noloco_node.planning.queue_model import MESSAGES
+from noloco_node.planning.windows import MESSAGES
 from noloco_node.run.config import RunConfig
 from noloco_node.run.presets import PRESETS, run_text
 from noloco_node.run.runfile import decode_run, validate

@@ -30,7 +30,7 @@ from noloco_node.state_sync.download import DownloadLink, StateDownload
 from noloco_node.state_sync.starting_state import from_checkpoint, from_donor
 from noloco_node.storage import checkpoint as checkpoints
 from noloco_node.storage.checkpoint import Checkpoint, Counters
-from noloco_node.storage.transfer_files import PartialDownloadFile, StateFile
+from noloco_node.storage.transfer_files import PartialDownload, StateFile
 from noloco_node.swarm.run_distribution import RunFileText
 from pipeline.adamw import AdamW, magnitudes, scales_of
 from pipeline.inner_step import Inner, OptimiserState, moment_bytes, moment_ratio
@@ -153,7 +153,7 @@ async def _copy(directory: Path, whole: ReplicaState, sizes: tuple[int, ...] | N
     await network.network("donor").serve(topic(STATE, 1), state_schema(SHAPES, sizes), donor.serve)
     reporter = Reporter(record=lambda _: None, say=said.append)
     link = DownloadLink(network.network("new"), VirtualDevice(), 300.0)
-    keep = PartialDownloadFile(directory, "run", 1, sum(tensor.nbytes for tensor in whole.slow), said.append)
+    keep = PartialDownload(directory, "run", 1, said.append)
     stage = cast(StageModel, _Shapes())
     return await StateDownload(1, stage, link, reporter, keep, None, BOUNDS, SIZES).attempt(("donor",))
 

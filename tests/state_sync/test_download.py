@@ -10,7 +10,7 @@ from random import Random
 from typing import Any, cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
 from rich.console import Console
@@ -37,7 +37,7 @@ from noloco_node.state_sync.download import (
     pause_s,
     progress_line,
 )
-from noloco_node.storage.transfer_files import PartialDownloadFile
+from noloco_node.storage.transfer_files import PartialDownload
 from noloco_node.swarm.membership import Membership
 from noloco_node.terminal import Bar, say
 
@@ -79,7 +79,7 @@ class Newcomers:
         reporter = Reporter(record=self.events.append, say=self.said.append, draw=self.draw)
         keep = None
         if self.directory is not None:
-            keep = PartialDownloadFile(self.directory, "run", 1, TOTAL_BYTES // 4, self.said.append)
+            keep = PartialDownload(self.directory, "run", 1, self.said.append)
         return StateDownload(
             1, cast(StageModel, Shapes()), DownloadLink(network, VirtualDevice(), 300.0), reporter, keep
         )
@@ -231,7 +231,6 @@ def test_the_bar_is_drawn_below_what_others_say_and_leaves_nothing(capsys: pytes
     assert capsys.readouterr() == ("", "")
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**45), st.integers(0, 2**45), st.floats(0.0, 1e10))
 def test_the_line_of_progress_is_never_nonsense(held: int, left: int, rate: float) -> None:
     line = progress_line(3, held, held + left, rate)
@@ -240,7 +239,6 @@ def test_the_line_of_progress_is_never_nonsense(held: int, left: int, rate: floa
     assert line.count("left") == (rate > 0.0)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 1000))
 def test_pauses_grow_and_are_bounded(attempts: int) -> None:
     assert COPY_AGAIN_S <= pause_s(attempts) <= pause_s(attempts + 1) <= LONGEST_PAUSE_S
@@ -284,8 +282,8 @@ def caught_up(peer: Peer) -> bool:
 async def test_a_node_killed_while_it_catches_up_comes_back_and_is_met_only_then(tmp_path: Path) -> None:
     rng = Random(0)
 
-    def keep(number: int, size: int) -> PartialDownloadFile:
-        return PartialDownloadFile(tmp_path, "run", number, size, lambda _: None)
+    def keep(number: int) -> PartialDownload:
+        return PartialDownload(tmp_path, "run", number, lambda _: None)
 
     hub = SimNetwork()
     hub.set_access("peer-late", SLOW_LINE)

@@ -30,7 +30,7 @@ from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.download import DownloadLink, StateDownload
 from noloco_node.storage import atomic_file
 from noloco_node.storage.atomic_file import SPARE_BYTES
-from noloco_node.storage.transfer_files import PartialDownloadFile, StateFile
+from noloco_node.storage.transfer_files import PartialDownload, StateFile
 
 SECTION_BYTES = sum(4 * tensor.numel() for tensor in LIKE)
 WHOLE = state()
@@ -43,10 +43,8 @@ class Shapes:
     shapes = SHAPES
 
 
-def partial(directory: Path, run_id: str = "run", stage: int = 1, said: list[str] | None = None) -> PartialDownloadFile:
-    return PartialDownloadFile(
-        directory, run_id, stage, SECTION_BYTES, said.append if said is not None else lambda _: None
-    )
+def partial(directory: Path, run_id: str = "run", stage: int = 1, said: list[str] | None = None) -> PartialDownload:
+    return PartialDownload(directory, run_id, stage, said.append if said is not None else lambda _: None)
 
 
 def one_life(directory: Path, seconds: float, heard: Listening, whole: Any = WHOLE) -> bool:
@@ -69,24 +67,29 @@ def one_life(directory: Path, seconds: float, heard: Listening, whole: Any = WHO
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(share=st.floats(0.0, 1.0), flips=st.lists(st.floats(0.0, 1.0), max_size=3))
-def test_a_file_that_is_torn_or_damaged_costs_pieces_and_never_a_wrong_one(
-    tmp_path: Path, share: float, flips: list[float]
+@given(damage=st.lists(st.tuples(st.integers(0), st.floats(0.0, 1.0), st.booleans()), max_size=5))
+def test_files_that_are_torn_or_damaged_cost_pieces_and_never_a_wrong_one(
+    tmp_path: Path, damage: list[tuple[int, float, bool]]
 ) -> None:
     heard = Listening()
     assert not one_life(tmp_path, 0.3, heard)
-    (path,) = tmp_path.iterdir()
-    content = bytearray(path.read_bytes())
-    for flip in flips:
-        content[int(flip * (len(content) - 1))] ^= 0x41
-    path.write_bytes(content[: int(share * len(content))])
+    paths = sorted(partial(tmp_path).path.iterdir())
+    for number, share, torn in damage:
+        path = paths[number % len(paths)]
+        content = bytearray(path.read_bytes())
+        place = int(share * (len(content) - 1))
+        if torn or not content:
+            content = content[:place]
+        else:
+            content[place] ^= 0x41
+        path.write_bytes(content)
     before = dict(heard.pieces)
     assert one_life(tmp_path, 60.0, heard)
     pieces = 4 * len(StateAssembly(LIKE).spans)
     assert heard.pieces["donor"] <= before["donor"] + pieces
 
 
-def test_a_whole_file_is_used_and_the_same_copy_asked_for(tmp_path: Path) -> None:
+def test_whole_pieces_are_used_and_the_same_copy_asked_for(tmp_path: Path) -> None:
     heard = Listening()
     assert not one_life(tmp_path, 0.3, heard)
     first = heard.pieces["donor"]
@@ -120,7 +123,7 @@ def test_the_pieces_of_another_stage_or_run_are_removed(tmp_path: Path) -> None:
     other = partial(tmp_path, stage=2)
     assert other.last() == (None, frozenset())
     other.follow(None, frozenset())
-    assert [path.name for path in tmp_path.iterdir()] == ["run-2.pieces"]
+    assert [path.name for path in tmp_path.iterdir()] == ["run-2"]
 
 
 async def copied(directory: Path, said: list[str]) -> None:
@@ -154,7 +157,7 @@ async def test_the_last_room_of_a_disk_is_left_to_others(tmp_path: Path, monkeyp
     room = shutil.disk_usage(tmp_path)._replace(free=SPARE_BYTES + 60_000)
 
     def usage(path: Path) -> Any:
-        taken = sum(each.stat().st_size for each in tmp_path.iterdir())
+        taken = sum(each.stat().st_size for each in tmp_path.rglob("*-*") if each.is_file())
         return room._replace(free=room.free - taken)
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
@@ -164,12 +167,12 @@ async def test_the_last_room_of_a_disk_is_left_to_others(tmp_path: Path, monkeyp
     assert 40_000 < room.free - usage(tmp_path).free <= 60_000
 
 
-def test_the_file_is_bounded(tmp_path: Path) -> None:
-    keep = PartialDownloadFile(tmp_path, "run", 0, 0, lambda _: None)
-    bound, piece = keep._most_bytes, torch.zeros(2**22, dtype=torch.uint8)
-    for number in range(2 * bound // 2**22):
-        keep.put(Key(Section.SLOW, number), b"0" * 32, piece)
-    assert keep.path.stat().st_size <= bound
+def test_a_piece_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    keep, key = partial(tmp_path), Key(Section.SLOW, 0)
+    for value in range(3):
+        keep.put(key, bytes([value]) * 32, torch.full((5 - value,), value, dtype=torch.uint8))
+    ((found, digest, data),) = keep.pieces()
+    assert (found, digest, data.tolist()) == (key, bytes([2]) * 32, [2, 2, 2])
     keep.discard()
     assert not keep.path.exists()
 
@@ -193,9 +196,9 @@ async def test_a_copy_that_is_cancelled_leaves_no_file_open(tmp_path: Path, seco
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(seconds):
             await copying.attempt(("donor",))
-    assert keep.path.stat().st_size > 0
+    assert keep.last()[0] is not None
     assert open_files(tmp_path) == []
-    # Another attempt goes on in the same file.
+    # Another attempt goes on with the same pieces.
     found = await copying.attempt(("donor",))
     assert isinstance(found, ReplicaState)
     assert same(found, WHOLE)

@@ -107,11 +107,11 @@ class Text:
 class _Host(MemoryHost):
     """Notes of which stages the state was copied. `chunk_store`: where a test wants one."""
 
-    chunk_store: Callable[[int, int], ChunkStore] | None = None
+    chunk_store: Callable[[int], ChunkStore] | None = None
     copied_stages: list[int]
 
-    def partial_download(self, stage: int, weight_bytes: int) -> ChunkStore | None:
-        return None if self.chunk_store is None else self.chunk_store(stage, weight_bytes)
+    def partial_download(self, stage: int) -> ChunkStore | None:
+        return None if self.chunk_store is None else self.chunk_store(stage)
 
     def prepare_text(self, stage: int) -> None:
         self.copied_stages.append(stage)
@@ -127,12 +127,13 @@ class Peer:
         job_s: float = 0.05,
         saved: Checkpoint | None = None,
         snapshots: SnapshotStore | None = None,
-        keep: Callable[[int, int], ChunkStore] | None = None,
+        keep: Callable[[int], ChunkStore] | None = None,
         moves: bool = False,
         first_weights: FirstWeights | None = None,
         tokenizer: WeightStore | None = None,
         device: Runner | None = None,
         evaluation: EvaluationHost | None = None,
+        refresh_s: float = 0.2,
         **options: Any,
     ) -> None:
         self.name, self.leave = name, asyncio.Event()
@@ -164,7 +165,7 @@ class Peer:
                 stage=stage,
                 moves=moves,
                 linger_s=30.0,
-                refresh_s=0.2,
+                refresh_s=refresh_s,
                 keep_snapshots=2 if snapshots else 0,
                 **options,
             ),

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -148,13 +148,6 @@ def message_bytes(message: object, topic: str) -> int:
     return HEAD_BYTES + sum(tensor.nbytes for tensor in tensors_of(message))
 
 
-class Releasable(Protocol):
-    """An outbox that holds messages back while nothing passes between two peers."""
-
-    def release(self) -> None:
-        """Let them go, if the two peers reach each other again."""
-
-
 @dataclass(frozen=True, slots=True)
 class MediumState:
     """The state that every message needs; the medium makes it anew when conditions, lines or faults change."""
@@ -180,8 +173,8 @@ class Medium:
         self.message_counts: Counter[str] = Counter()
         self.fate_rng, self.corruption_rng = Random(f"{seed}|network|fate"), Random(f"{seed}|network|tamper")
         self.lag_rng, self._latency_rng = Random(f"{seed}|network|lag"), Random(f"{seed}|network|latency")
-        self.held_outboxes: dict[Releasable, None] = {}
-        """The outboxes that hold messages back now."""
+        self.held_outboxes: dict[Callable[[], None], None] = {}
+        """How each outbox that holds messages back now lets them go, where its two peers reach each other again."""
         self._round_kind: str | None = None
         self._round_share: float | None = None
         self._lines: dict[str, AccessLine] = {}

@@ -263,5 +263,5 @@ class SimNetwork(Medium):
         for network in self._peers.values():
             for end in network.ends:
                 end.note_cut(self.is_cut(end.me, end.peer))
-        for outbox in list(self.held_outboxes):
-            outbox.release()
+        for release in list(self.held_outboxes):
+            release()

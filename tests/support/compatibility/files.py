@@ -84,10 +84,6 @@ def snapshot() -> product.Checkpoint:
     return product.Checkpoint(counters, {"slow": weights(OTHER_STAGE, 70)})
 
 
-def section_bytes() -> int:
-    return sum(tensor.nbytes for tensor in weights(OTHER_STAGE, 0))
-
-
 def followed() -> tuple[Any, frozenset[int], list[tuple[Any, bytes, Tensor]]]:
     """Return the manifest of the donor whose pieces came, which units are of donors before, and some pieces."""
     found = []
@@ -216,13 +212,12 @@ def write_home(path: Path) -> None:
         keep.follow(manifest, settled)
         for each in found:
             keep.put(*each)
-        keep.rest()
     holder = product.Holder(pid=4242, since=BEGAN_AT, command="noloco-node join 'an invite'")
     (path / "lock").write_bytes(msgspec.json.encode(holder))
 
 
 def partial(home: Path) -> Any:
-    return product.Partial(home / "catch-up", recipe().digest, OTHER_STAGE, section_bytes(), unheard)
+    return product.Partial(home / "catch-up", recipe().digest, OTHER_STAGE, unheard)
 
 
 def merged(stage: int) -> Any:

@@ -79,7 +79,7 @@ from noloco_node.storage.checkpoint_store import CheckpointStore as OwnCheckpoin
 from noloco_node.storage.checkpoint_store import SnapshotDirectory as DirectoryStore
 from noloco_node.storage.home import Home, holder
 from noloco_node.storage.home import LockHolder as Holder
-from noloco_node.storage.transfer_files import PartialDownloadFile as Partial
+from noloco_node.storage.transfer_files import PartialDownload as Partial
 from noloco_node.swarm import speed_test as measuring
 from noloco_node.swarm.invite import format as format_invite
 from noloco_node.swarm.invite import parse as parse_invite

@@ -1,0 +1,10 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.support.fake_loggers import FakeLoggers
+
+
+@pytest.fixture
+def loggers(monkeypatch: pytest.MonkeyPatch) -> FakeLoggers:
+    return FakeLoggers(monkeypatch)
