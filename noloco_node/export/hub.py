@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from noloco_node.errors import Exit, UserError, usage_error
-
-_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")
 
 
 def check_push(name: str) -> None:
     """Raise `UserError` before anything is gathered: `name` is no OWNER/NAME, or the hub takes no token from here."""
     from huggingface_hub import HfApi, get_token
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    if not _MODEL_NAME.fullmatch(name) or ".." in name or "--" in name:
+    try:
+        validate_repo_id(name)
+        is_name = "/" in name
+    except HFValidationError:
+        is_name = False
+    if not is_name:
         raise usage_error(
             f"--push cannot send to {name!r}.", "a model of the hub is called OWNER/NAME", "--push yourself/your-model"
         )
