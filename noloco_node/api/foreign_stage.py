@@ -192,8 +192,6 @@ class StepSignal:
 class ForeignHost(HostDisk):
     """What the program gives to a node: its thread, its module, the home on the disk; to be closed."""
 
-    tokenizer = evaluation = None
-
     def __init__(
         self,
         options: JoinOptions,
@@ -209,9 +207,6 @@ class ForeignHost(HostDisk):
         self._stage, self._signal = stage, signal
         stage.discard()  # a microbatch of the node before us is lost
         self.device = clock.device(thread)
-        self.needs_bytes: list[int] = []
-        self.graph_bytes: list[Any] = []
-        self.beside_bytes: list[int] = []
         store = weight_store(options, home, recipe.run)
         assert store is not None, "the run file of a foreign module lists its first weights"
         self.first_weights = ForeignWeights(foreign_layout(recipe.run).shapes[0], store)
@@ -222,17 +217,5 @@ class ForeignHost(HostDisk):
     def build(self, stage: int) -> ForeignStage:
         return self._stage
 
-    def free_bytes(self, given_back: int = 0) -> int | None:
-        return None
-
-    def free_beside_bytes(self) -> int | None:
-        return None
-
-    def prepare_text(self, stage: int) -> None:
-        """Prepare nothing: the program has its text."""
-
     async def open_text(self) -> StepSignal:
         return self._signal
-
-    def line_s(self, stage: int) -> float:
-        return 0.0

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from msgspec import structs
@@ -38,12 +38,13 @@ from pipeline.hardware.device_type import DEVICE_TYPES
 from pipeline.stage import Stage
 
 
-class HostDisk:
+class HostDisk(Host):
     """The part of a host that is its home: checkpoints, snapshots and copies of a node's stages; and its clock."""
 
     device: Device
 
     def __init__(self, options: JoinOptions, home: RunPaths, recipe: RunFileText, peer: str) -> None:
+        super().__init__()
         self._options, self._home, self._recipe = options, home, recipe
         self.checkpoints = CheckpointStore(home.checkpoint, home.snapshots, recipe.digest, peer, say)
         self.snapshots = SnapshotDirectory(home.snapshots, recipe.digest) if options.keep_snapshots else None
@@ -95,7 +96,9 @@ class EvaluationMachine:
 
 
 class HostMachine(HostDisk):
-    """What this machine gives to one node of a run, as `noloco_node.machine.interface.Host` asks; to be closed."""
+    """What this machine gives to one node of a run; to be closed."""
+
+    evaluation: EvaluationMachine | None
 
     def __init__(
         self,
@@ -164,14 +167,7 @@ class Machine(NamedTuple):
     """What this machine gives to a node of one run: the sizes of its model, and the host of the peer with an id."""
 
     dimensions: Dimensions
-    host: Callable[[str], ClosableHost]
-
-
-class ClosableHost(Host, Protocol):
-    """A host that is to be closed."""
-
-    def close(self) -> None:
-        """End its threads."""
+    host: Callable[[str], Host]
 
 
 def machine_for(options: JoinOptions, home: RunPaths, torch_device: torch.device, recipe: RunFileText) -> Machine:

@@ -7,6 +7,7 @@ memory and virtual time. The node cannot tell the difference.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -211,38 +212,6 @@ class CheckpointArchive(Protocol):
         """Return the slow weights of a stage, or None."""
 
 
-class ComputeHost(Protocol):
-    """The part of a host that computes a stage: its device and its memory."""
-
-    @property
-    def device(self) -> Runner:
-        """The thread for tensor work."""
-
-    @property
-    def needs_bytes(self) -> list[int]:
-        """About the memory that each stage takes on the device, as far as measured; [] is unknown."""
-
-    @property
-    def graph_bytes(self) -> list[GraphBytes]:
-        """The graph of one microbatch; by layers it is a part of that memory."""
-
-    @property
-    def beside_bytes(self) -> list[int]:
-        """Main memory that each stage takes beside a GPU; [] is none, or unknown."""
-
-    def free_bytes(self, given_back: int = 0) -> int | None:
-        """Return the device's free memory, at most what its owner allows; None if unknown.
-
-        `given_back`: bytes that will be free besides.
-        """
-
-    def free_beside_bytes(self) -> int | None:
-        """Return the free main memory; None if unknown."""
-
-    def build(self, stage: int, /) -> StageModel:
-        """Make a stage; the device's thread runs this."""
-
-
 class FirstWeights(Protocol):
     """The checkpoint that a run starts from. `noloco_node.planning.checkpoint_map.RunWeights` is the real one."""
 
@@ -264,55 +233,78 @@ class FirstWeights(Protocol):
         """
 
 
-class Host(ComputeHost, Protocol):
-    """All that a machine gives to a node."""
+class Host(ABC):
+    """All that a machine gives to a node. What a machine does not have or know is None or empty, as here."""
 
-    def prepare_text(self, stage: int, /) -> None:
-        """Begin to open the text if this stage needs it, while its state is downloaded."""
+    device: Runner
+    """The thread for tensor work."""
+    checkpoints: CheckpointArchive
+    """Checkpoints of the stages that this peer served."""
+    snapshots: SnapshotStore | None = None
+    """Stage snapshots; None if the owner did not ask to keep any."""
+    first_weights: FirstWeights | None = None
+    """The checkpoint that the run starts from; None for weights drawn from its seed or a model of the hub."""
+    tokenizer: WeightStore | None = None
+    """The files of the run's tokenizer, as far as they are here; None if peers do not send them."""
+    evaluation: EvaluationHost | None = None
+    """What an evaluation takes; None where the run has none."""
 
+    def __init__(self) -> None:
+        self.needs_bytes: list[int] = []
+        """About the memory that each stage takes on the device, as far as measured; [] is unknown."""
+        self.graph_bytes: list[GraphBytes] = []
+        """The graph of one microbatch; by layers it is a part of that memory."""
+        self.beside_bytes: list[int] = []
+        """Main memory that each stage takes beside a GPU; [] is none, or unknown."""
+
+    @abstractmethod
+    def build(self, stage: int, /) -> StageModel:
+        """Make a stage; the device's thread runs this."""
+
+    @abstractmethod
     async def open_text(self) -> Text:
         """Return the training text."""
 
-    @property
-    def first_weights(self) -> FirstWeights | None:
-        """The checkpoint that the run starts from; None for weights drawn from its seed or a model of the hub."""
-
-    @property
-    def tokenizer(self) -> WeightStore | None:
-        """The files of the run's tokenizer, as far as they are here; None if peers do not send them."""
-
-    @property
-    def evaluation(self) -> EvaluationHost | None:
-        """What an evaluation takes; None where the run has none."""
-
-    @property
-    def checkpoints(self) -> CheckpointArchive:
-        """Checkpoints of the stages that this peer served."""
-
-    @property
-    def snapshots(self) -> SnapshotStore | None:
-        """Stage snapshots; None if the owner did not ask to keep any."""
-
+    @abstractmethod
     async def save(self, checkpoint: Checkpoint, /) -> str:
         """Write a checkpoint and return where it is; raise `OSError` if the disk refuses.
 
         Its tensors may change once its `read` has been called, or this returns.
         """
 
+    @abstractmethod
     async def hold(self, state: ReplicaState, /) -> HeldCopy:
         """Copy a state, so that it may change afterwards; raise `OSError` if the disk refuses."""
 
-    def partial_download(self, stage: int, /) -> ChunkStore | None:
-        """Return the store of a stage's downloaded chunks; None: they stay in memory alone."""
-
+    @abstractmethod
     def unix_time(self) -> float:
         """Return the time of day, in seconds."""
 
     def asleep_s(self) -> float:
         """Return the seconds for which the machine has slept since its start."""
+        return 0.0
+
+    def free_bytes(self, given_back: int = 0) -> int | None:
+        """Return the device's free memory, at most what its owner allows. `given_back`: bytes that are free besides."""
+        return None
+
+    def free_beside_bytes(self) -> int | None:
+        """Return the free main memory."""
+        return None
+
+    def prepare_text(self, stage: int, /) -> None:  # noqa: B027
+        """Begin to open the text if this stage needs it, while its state is downloaded."""
+
+    def partial_download(self, stage: int, /) -> ChunkStore | None:
+        """Return the store of a stage's downloaded chunks; None: they stay in memory alone."""
+        return None
 
     def line_s(self, stage: int, /) -> float:
         """Return how long a microbatch of a stage takes of the bandwidth that the owner allows; 0 without a limit."""
+        return 0.0
+
+    def close(self) -> None:  # noqa: B027
+        """End the threads of the host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,7 @@ from msgspec import structs
 
 from noloco_node.errors import Exit, UserError, usage_error
 from noloco_node.journal import events
-from noloco_node.machine.interface import ComputeHost, StageModel
+from noloco_node.machine.interface import Host, StageModel
 from noloco_node.machine.memory import GraphBytes, usable_bytes, wanted_bytes
 from noloco_node.node.node_context import NodeContext, StageRequest
 from noloco_node.node.stage_benchmark import measure
@@ -95,7 +95,7 @@ class FreeMemory(NamedTuple):
     beside: int | None
 
 
-def free_memory(host: ComputeHost, given_back: int | None = None) -> FreeMemory:
+def free_memory(host: Host, given_back: int | None = None) -> FreeMemory:
     """Return the free memory. `given_back`: a stage that we serve now, whose memory counts as free."""
 
     def own(needs: list[int]) -> int:
@@ -107,14 +107,14 @@ def free_memory(host: ComputeHost, given_back: int | None = None) -> FreeMemory:
     )
 
 
-def fitting_stages(host: ComputeHost, free: FreeMemory, stages: int) -> tuple[int, ...]:
+def fitting_stages(host: Host, free: FreeMemory, stages: int) -> tuple[int, ...]:
     """Return the stages that fit the device, and main memory beside it."""
     device, beside = (None if each is None else int(usable_bytes(each)) for each in free)
     both = stages_that_fit(host.needs_bytes, device, stages), stages_that_fit(host.beside_bytes, beside, stages)
     return tuple(stage for stage in both[0] if stage in both[1])
 
 
-def _does_not_fit(host: ComputeHost, free: FreeMemory, stages: Sequence[int], *, reserve: bool) -> UserError:
+def _does_not_fit(host: Host, free: FreeMemory, stages: Sequence[int], *, reserve: bool) -> UserError:
     """Return the error that refuses these stages. `reserve`: they want more free memory than they need."""
 
     def size(needs: int) -> str:
@@ -170,7 +170,7 @@ async def claim_stage(context: NodeContext, request: StageRequest, served: int |
     return ClaimedStage(stage, part if keeps and stage == built else None)
 
 
-async def build_stage(host: ComputeHost, number: int) -> StageModel:
+async def build_stage(host: Host, number: int) -> StageModel:
     """Build a stage; raise `UserError` where this machine cannot."""
     try:
         return await host.device.run(host.build, number)
@@ -270,7 +270,7 @@ class _FittingStages:
             )
 
 
-def _note_kept(host: ComputeHost, stage: int, kept_bytes: int) -> tuple[int, int]:
+def _note_kept(host: Host, stage: int, kept_bytes: int) -> tuple[int, int]:
     """Correct what a stage needs by the bytes that a microbatch was measured to keep.
 
     Returns the bytes that it needs by the plan and by the measurement; twice 0 where either is unknown.
@@ -284,7 +284,7 @@ def _note_kept(host: ComputeHost, stage: int, kept_bytes: int) -> tuple[int, int
     return planned, needs[stage]
 
 
-def _still_fits(host: ComputeHost, stage: int, kept_bytes: int, free: int | None) -> bool:
+def _still_fits(host: Host, stage: int, kept_bytes: int, free: int | None) -> bool:
     """Return whether a stage may stay as it was built, now that it is measured.
 
     A stage that was built to keep whole graphs may not where none has room: built anew, it computes each layer again.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
 
@@ -64,7 +64,6 @@ def others(swarm: Swarm, read: ReceiptLedger, me: str = "r0") -> MetWork:
     return found
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=12), st.integers(12, 60), st.integers(0, 99))
 def test_honest_work_counts_but_for_what_met_nobody_yet(speeds: list[int], rounds: int, seed: int) -> None:
     swarm, read = Swarm(speeds, seed), ledger()

@@ -242,7 +242,7 @@ async def test_who_is_left_behind_politely_is_alone_and_not_blind() -> None:
 
 
 @given(st.lists(st.floats(-250.0, 250.0), min_size=4, max_size=6))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_clocks_that_are_wrong_by_minutes_neither_hide_nor_immortalise_anybody(errors_s: list[float]) -> None:
     async def main() -> None:
         hub, names = SimNetwork(WEATHER), [f"p{number}" for number in range(len(errors_s))]
@@ -264,7 +264,7 @@ def test_clocks_that_are_wrong_by_minutes_neither_hide_nor_immortalise_anybody(e
 
 
 @given(st.floats(-1000.0, 1000.0))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_our_own_skew_is_measured_against_several_peers(error_s: float) -> None:
     async def main() -> None:
         hub, errors_s = SimNetwork(WEATHER), {"a": error_s, "b": 0.0, "c": -3.0, "d": 3.0, "e": 900.0}
@@ -327,7 +327,7 @@ def test_a_first_record_is_doubted_only_if_two_clocks_say_so(age_s: float, ours_
 
 
 @given(st.floats(0.0, 59.0), st.floats(-CLOCK_S, 0.0), st.lists(st.floats(-CLOCK_S, CLOCK_S), max_size=4))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_who_looks_at_a_stage_for_once_sees_peers_whose_clock_is_a_minute_behind(
     when_s: float, error_s: float, errors_s: list[float]
 ) -> None:
@@ -404,7 +404,6 @@ async def test_what_strangers_write_is_checked(raw: bytes) -> None:
 
 
 @given(st.binary(max_size=60), st.sampled_from(["stage/0", "stage/1", "sources"]))
-@settings(deadline=None)
 def test_random_records_harm_nobody(raw: bytes, key: str) -> None:
     async def main() -> None:
         hub = SimNetwork(WEATHER)

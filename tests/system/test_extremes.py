@@ -86,7 +86,7 @@ def test_a_record_with_a_number_outside_of_its_bounds_is_none(field: str, value:
     assert decode_record(msgspec.msgpack.encode(told), "liar", 1) is None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 2**64))
 def test_no_decision_and_no_view_fails_by_what_strangers_say(seed: int) -> None:
     decide_by_draws(seed, RosterObserver(RECIPE.run, "run"), METRICS)

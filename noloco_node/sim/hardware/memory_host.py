@@ -10,14 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from gossip.exchange.messages import ReplicaState
-from gossip.transfer.assembly import ChunkStore
 from gossip.transfer.chunks import CopyInMemory, HeldCopy
 from noloco_node.data.blocks import run_blocks
-from noloco_node.machine.interface import EvaluationHost, FirstWeights, Runner, SnapshotStore, StageModel, Text
-from noloco_node.machine.memory import GraphBytes
+from noloco_node.machine.interface import Host, Runner, StageModel, Text
 from noloco_node.run.config import RunConfig
 from noloco_node.storage.checkpoint import Checkpoint
-from noloco_node.storage.weight_store import WeightStore
 
 
 class MemoryStore:
@@ -54,8 +51,8 @@ class MemoryStore:
         return None if kept is None else Checkpoint(kept.counters, {"slow": kept.tensors["slow"]})
 
 
-class MemoryHost:
-    """Implements `noloco_node.machine.interface.Host`.
+class MemoryHost(Host):
+    """The machine of a simulated node.
 
     Its time of day is the event loop's, it never sleeps, nobody knows how much memory is free, and what has come of a
     download is gone with the process. `line_s`: by stage; none where the line has no limit that the owner knows.
@@ -71,27 +68,12 @@ class MemoryHost:
         save: Callable[[Checkpoint], Awaitable[str]],
         line_s: Sequence[float] = (),
     ) -> None:
+        super().__init__()
         self.device, self.checkpoints = device, disk
-        self.snapshots: SnapshotStore | None = None
-        self.first_weights: FirstWeights | None = None
-        self.tokenizer: WeightStore | None = None
-        self.evaluation: EvaluationHost | None = None
-        self.needs_bytes: list[int] = []
-        self.graph_bytes: list[GraphBytes] = []
-        self.beside_bytes: list[int] = []
         self._build, self._open_text, self._save, self._line_s = build, open_text, save, line_s
 
     def build(self, stage: int) -> StageModel:
         return self._build(stage)
-
-    def free_bytes(self, given_back: int = 0) -> int | None:
-        return None
-
-    def free_beside_bytes(self) -> int | None:
-        return None
-
-    def prepare_text(self, stage: int) -> None:
-        pass
 
     async def open_text(self) -> Text:
         return await self._open_text()
@@ -107,14 +89,8 @@ class MemoryHost:
         )
         return CopyInMemory(replace(state, slow=slow, momentum=momentum, optimiser=optimiser, gathered=gathered))
 
-    def partial_download(self, stage: int) -> ChunkStore | None:
-        return None
-
     def unix_time(self) -> float:
         return asyncio.get_running_loop().time()
-
-    def asleep_s(self) -> float:
-        return 0.0
 
     def line_s(self, stage: int) -> float:
         return self._line_s[stage] if self._line_s else 0.0

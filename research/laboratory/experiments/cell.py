@@ -27,7 +27,7 @@ Method = Literal[
     "epidemic",
     "gasloc",
 ]
-Speeds = Literal["none", "slight", "moderate", "very"]
+Speeds = Literal["none", "slight", "moderate", "very", "nearly"]
 Scale = Literal["full", "small"]
 Codec = Literal["float32", "bfloat16", "int8", "int4", "int3", "int2"]
 Corpus = Literal["library", "torch"]

@@ -4,7 +4,8 @@ One inner step of the fastest machine is a second. A full set of float32 weights
 and the latency is 100 ms: the ratio of arithmetic to traffic of a model of a billion parameters on good home lines.
 
 The unequal speeds are four machines repeated. "very" has the ratios of the paper's own toy (Asynchronous Local-SGD,
-arXiv 2401.09135: 0.58, 0.75, 1.51 and 3.33 seconds a step); the two between are its geometric thirds.
+arXiv 2401.09135: 0.58, 0.75, 1.51 and 3.33 seconds a step); the two between are its geometric thirds. Nearly equal
+machines are 2 % apart: equal ones reach a server in one virtual instant, where asynchronous is the same as synchronous.
 
 What rounds compute (coding, decoding, the outer step) takes no time unless a cell asks for it. Then it takes as much of
 an inner step as it does for the laboratory's own model on one core of a CPU: `research/codec/coding_seconds.py`
@@ -28,12 +29,16 @@ INNER_STEP_S = 0.064
 """Real seconds of an inner step of that model."""
 COMPUTE_S_PER_BYTE = {"float32": 0.8e-9, "bfloat16": 0.7e-9, "int8": 0.7e-9, "int4": 1.6e-9}
 """Real seconds that a thing which rounds compute takes for each byte of the weights as float32, mean over a meeting."""
+NEARLY = 1.02
+"""How much slower each of nearly equal machines is than the one before it."""
 _VERY = tuple(seconds / 0.58 for seconds in (0.58, 0.75, 1.51, 3.33))
 _POWER: dict[Speeds, float] = {"none": 0.0, "slight": 1 / 3, "moderate": 2 / 3, "very": 1.0}
 
 
 def step_seconds(speeds: Speeds, replicas: int) -> tuple[float, ...]:
     """Return what an inner step takes on each machine."""
+    if speeds == "nearly":
+        return tuple(NEARLY**number for number in range(replicas))
     return tuple(_VERY[number % len(_VERY)] ** _POWER[speeds] for number in range(replicas))
 
 
