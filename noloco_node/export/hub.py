@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from noloco_node.errors import Exit, UserError, usage_error
+
+_MODEL_NAME = re.compile(r"\w([\w.-]{0,94}\w)?/\w([\w.-]{0,94}\w)?(?<!\.git)", re.ASCII)
 
 
 def check_push(name: str) -> None:
     """Raise `UserError` before anything is gathered: `name` is no OWNER/NAME, or the hub takes no token from here."""
     from huggingface_hub import HfApi, get_token
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    try:
-        validate_repo_id(name)
-        is_name = "/" in name
-    except HFValidationError:
-        is_name = False
-    if not is_name:
+    if not _MODEL_NAME.fullmatch(name) or ".." in name or "--" in name:
         raise usage_error(
             f"--push cannot send to {name!r}.", "a model of the hub is called OWNER/NAME", "--push yourself/your-model"
         )
