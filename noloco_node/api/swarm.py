@@ -112,7 +112,7 @@ def export(
     invite: str | PathLike[str] | None,
     out: str | PathLike[str],
     *,
-    homes: Sequence[str | PathLike[str]] = (),
+    homes: str | PathLike[str] | Sequence[str | PathLike[str]] = (),
     home: str | PathLike[str] | None = None,
 ) -> str:
     """Gather every stage of a run, average its replicas, and write the model; return what was done, in words.
@@ -123,7 +123,8 @@ def export(
     """
     place = default_home("node") if home is None else Path(home).expanduser()
     given = None if invite is None else invites.found(invite_text(str(invite)), place)
-    directories = [Path(each).expanduser() for each in homes]
+    each_home = [homes] if isinstance(homes, str | PathLike) else homes
+    directories = [Path(each).expanduser() for each in each_home]
     check_export(Path(out), given, directories)
     from noloco_node.export.exporter import export as export_model
 

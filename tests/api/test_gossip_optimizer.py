@@ -147,5 +147,5 @@ def test_a_run_ends_with_its_budget(run: Run) -> None:
     assert optimizer.finished, "also after it has left"
     assert count > STEPS
     out = run.directory / "model"
-    noloco_node.export(None, out, homes=[run.directory / "last"])
+    noloco_node.export(None, out, homes=run.directory / "last")
     assert (out / "model.safetensors").is_file()
