@@ -17,7 +17,7 @@ from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork, SimPeerNetwork
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord, Roster
-from noloco_node.swarm.stage_records import CLOCK_S, DhtRead, is_doubtful
+from noloco_node.swarm.stage_records import CLOCK_S, DhtRead, Published, decode_record, encode_record, is_doubtful
 
 RUN = "run"
 WEATHER = NetworkConditions(latency=Latency(mean_s=0.05))
@@ -48,7 +48,7 @@ async def joined(
 
 def stored(serial: int, record: PeerRecord) -> bytes:
     """A record as `Membership` stores it."""
-    return msgspec.msgpack.encode([serial, msgspec.to_builtins(record)])
+    return encode_record(Published(serial, record))
 
 
 async def test_a_peer_that_publishes_seldom_is_believed_in_between_and_gone_in_the_end() -> None:
@@ -370,9 +370,18 @@ async def test_samples_outlive_their_sources_and_never_shrink() -> None:
     assert (await one.peek()).run_samples == 160
 
 
+def test_a_record_says_where_its_own_peer_is_and_nobody_else() -> None:
+    direct, circuit = "/ip4/192.0.2.1/tcp/4001", "/ip4/192.0.2.1/tcp/4001/p2p/relay/p2p-circuit"
+    own = (f"{direct}/p2p/m", f"{circuit}/p2p/m")
+    found = decode_record(stored(1, record("m", addresses=(*own, f"{direct}/p2p/other"))), "m", 0)
+    assert found is not None
+    assert (found.record.peer, found.record.addresses) == ("m", own)
+    assert b"/p2p/m" not in stored(1, record("m", addresses=own))
+
+
 BAD_RECORDS = {
     "not MessagePack": b"\xc1garbage",
-    "a record of another peer": stored(1, record("b", 0)),
+    "a record of another peer": msgspec.msgpack.encode(Published(1, record("b", 0))),
     "a record of another stage": stored(1, record("m", 1)),
     "a number that is none": stored(1, record("m", 0, device_s=float("nan"))),
     "infinite speed": stored(1, record("m", 0, tokens_per_s=float("inf"))),
@@ -384,10 +393,8 @@ BAD_RECORDS = {
     "a wait of too many words": stored(1, record("m", 0, waiting=(Wait(WaitCause.OTHER, detail="x" * 201),))),
     "a wait since long ago": stored(1, record("m", 0, waiting=(Wait(WaitCause.ROOM, 1e10),))),
     "too many waits": stored(1, record("m", 0, waiting=5 * (Wait(WaitCause.ROOM),))),
-    "an unknown wait": msgspec.msgpack.encode(
-        [1, {"peer": "m", "stage": 0, "state": "training", "waiting": [{"cause": "boredom"}]}]
-    ),
-    "an unknown state": msgspec.msgpack.encode([1, {"peer": "m", "stage": 0, "state": "bored"}]),
+    "an unknown wait": stored(1, record("m", 0, waiting=({"cause": "boredom"},))),
+    "an unknown state": stored(1, record("m", 0, state="bored")),
     "no record at all": msgspec.msgpack.encode([1, 2, 3]),
 }
 
