@@ -27,6 +27,7 @@ from noloco_node.sim.scenario.faults import Crash, Join
 from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import Watcher, World, simulate
+from noloco_node.swarm.receipts import tag_of
 from noloco_node.swarm.roster import PeerRecord
 from tests.explorer.attack_kinds import HUGE, KINDS, claims_rounds, claims_samples
 from tests.explorer.attacks import FASTEST_S, Attack, Identities, boast, hold
@@ -199,7 +200,8 @@ def _claims_rounds(world: World, seen: Seen) -> None:
 def _collude(world: World, seen: Seen) -> None:
     """Let a source claim what a replica of the last stage signs for it, and both work."""
     attacked(world, seen, KINDS["samples"](), peer="s0r0")
-    attacked(world, seen, Attack(receipts=lambda signed: signed | {"s0r0": 1000 * signed.get("s0r0", 0)}))
+    friend = tag_of("s0r0")
+    attacked(world, seen, Attack(receipts=lambda signed: signed | {friend: 1000 * signed.get(friend, 0)}))
 
 
 def _holds(world: World, seen: Seen, hold_s: float) -> None:

@@ -41,7 +41,7 @@ from noloco_node.run.presets import demo_run_text
 from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import Watcher, World, simulate
-from noloco_node.swarm.receipts import IssuedReceipts, ReceiptRecord, RunProgress, SourceRecord, met_work
+from noloco_node.swarm.receipts import IssuedReceipts, ReceiptRecord, RunProgress, SourceRecord, met_work, tag_of
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText, RunHistory
 from noloco_node.swarm.run_samples import believed_samples, is_over_below
@@ -117,6 +117,7 @@ def drawn(kind: Any, rng: Draws) -> Any:
     plain: Mapping[Any, Callable[[], Any]] = {
         NoneType: lambda: None,
         bool: lambda: rng.random() < 0.5,
+        bytes: lambda: tag_of(f"liar-{rng.randrange(9)}"),
         str: lambda: rng.choice(("", "s0r1", "[red]\x1b[2J", "room at the next stage, for 999999999 s", "a" * 64)),
     }
     return plain[kind]()
@@ -139,13 +140,14 @@ def spoilt(message: Any, rng: Draws) -> Any:
     return replace(message, **chosen) if chosen else message
 
 
-def record_of(name: str, stage: int, rng: Draws) -> bytes:
-    """Draw the record of a name at a stage, as it is published."""
-    told = drawn(Published, rng)
-    told[1] |= {"peer": name, "stage": stage}
+def record_of(stage: int, rng: Draws) -> bytes:
+    """Draw the record of a peer at a stage, as it is published."""
+    published = drawn(Published, rng)
+    told = dict(zip(PeerRecord.__struct_fields__, published[1], strict=True)) | {"peer": "", "stage": stage}
     if rng.random() < 0.5:
-        told[1]["state"] = PeerState.TRAINING.value
-    return msgspec.msgpack.encode(told)
+        told["state"] = PeerState.TRAINING.value
+    published[1] = list(told.values())
+    return msgspec.msgpack.encode(published)
 
 
 # Decisions, and what looks on.
@@ -165,7 +167,7 @@ def decide_by_draws(seed: int, observer: RosterObserver, metrics: NodeMetrics) -
     for place in range(count):
         draw = Draws(f"{seed}|{mark}") if alike else rng
         name, stage = f"liar-{place}", place % 2
-        found = decode_record(record_of(name, stage, draw), name, stage)
+        found = decode_record(record_of(stage, draw), name, stage)
         if found is not None:
             stages[stage].append(found.record)
         sources[name] = msgspec.msgpack.encode(drawn(SourceRecord, draw))
@@ -183,7 +185,8 @@ def _counted(stages: list[list[PeerRecord]], sources: dict[str, bytes], receipts
     progress.receipts.prove("liar-1", 16)
     for now_s in (0.0, 1.0):
         progress.receipts.take(receipts)
-        progress.take(sources, stages[0], now_s)
+        progress.see(stages[0], stages[0], now_s)
+        progress.take(sources, now_s)
     other_sources = progress.other_sources()
     samples = sum(each.claimed for each in other_sources)
     finished = sum(each.finished for each in other_sources)
@@ -220,7 +223,7 @@ def _decide(stages: list[list[PeerRecord]], roster: Roster, rng: Draws) -> None:
     reason(choose_stage(capacity, (0, 1), rng), capacity, 0.5)
     should_yield("honest-0", claims, WORK)
     decide(OwnPlacement("honest-0", 0, 0.0), MigrationState(), claims, WORK, StagePace(), 100.0)
-    issued, signed = IssuedReceipts(1), {each.peer: {"liar-1": each.claimed} for each in roster.other_sources}
+    issued, signed = IssuedReceipts(1), {tag_of(each.peer): {"liar-1": each.claimed} for each in roster.other_sources}
     issued.add("liar-0", stages[0][-1].samples, 16)
     met = met_work("honest-0", issued, signed)
     assert met is not None
@@ -280,7 +283,7 @@ class Strangers(Watcher):
         alike = rng.random() if rng.random() < 0.3 else None
         for number, network in enumerate(self._networks):
             draw, stage = rng if alike is None else Draws(alike), number % 2
-            self._say(network, f"{digest}/stage/{stage}", record_of(network.peer_id, stage, draw))
+            self._say(network, f"{digest}/stage/{stage}", record_of(stage, draw))
             self._say(network, f"{digest}/sources", msgspec.msgpack.encode(drawn(SourceRecord, draw)))
             self._say(network, f"{digest}/receipts", msgspec.msgpack.encode(drawn(ReceiptRecord, draw)))
         for peer in world.peers.values():
@@ -321,7 +324,7 @@ def live(seed: int, rounds: int = 12) -> Counter[str]:
         if not strangers[0].begun:
             return record
         draws["records"] += 1
-        told = drawn(PeerRecord, rng)
+        told = dict(zip(PeerRecord.__struct_fields__, drawn(PeerRecord, rng), strict=True))
         told = {name: told[name] for name in ("device_s", "loss", "gap", "round", "tokens_per_s", "inner_steps")}
         return msgspec.structs.replace(record, **told)
 
@@ -343,7 +346,7 @@ def _steps(world: World, name: str) -> int:
 
 def history_of_draws(history: RunHistory, seed: int) -> None:
     """Let what a home remembers of a run follow drawn records."""
-    raw = record_of("liar", 0, Draws(seed))
+    raw = record_of(0, Draws(seed))
     found = decode_record(raw, "liar", 0)
     if found is not None:
         history.note(Roster(stages=((found.record,), ())))

@@ -85,9 +85,9 @@ class Swarm:
         """Have every source say how far it is, and every replica of the last stage give receipts for all of them."""
         for peer in self.peers:
             me = peer.membership.me
-            peer.membership.update(PeerRecord(peer=me, stage=peer.stage, state=PeerState.TRAINING, inner_steps=samples))
-            if peer.stage == 0:
-                peer.membership.note_samples(samples)
+            done = samples if peer.stage == 0 else 0
+            record = PeerRecord(peer=me, stage=peer.stage, state=PeerState.TRAINING, inner_steps=samples, samples=done)
+            peer.membership.update(record)
             if peer.stage == self.stages - 1:
                 issued = peer.membership.issued = peer.membership.issued or IssuedReceipts(1)
                 for source in self.peers:

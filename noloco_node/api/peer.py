@@ -69,7 +69,9 @@ def parsed(invite: str | PathLike[str], options: Mapping[str, object]) -> tuple[
     """
     given: dict[str, Any] = dict(options)
     given |= {name: Path(given[name]).expanduser() for name in ("home", "weights") if name in given}
-    given |= {name: list(given[name]) for name in ("listen", "announce", "sample", "log_to") if name in given}
+    for name in given.keys() & {"listen", "announce", "sample", "log_to"}:
+        # A text is a sequence too: of its letters.
+        given[name] = [given[name]] if isinstance(given[name], str) else list(given[name])
     read = JoinOptions(**given, linger=STAYS_S)
     _ = read.allowance, read.most_memory_bytes, checked_name(read.name), read.prompts, read.curves
     check_listen(read.listen or ())

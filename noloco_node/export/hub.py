@@ -7,7 +7,7 @@ from pathlib import Path
 
 from noloco_node.errors import Exit, UserError, usage_error
 
-_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")
+_MODEL_NAME = re.compile(r"\w([\w.-]{0,94}\w)?/\w([\w.-]{0,94}\w)?(?<!\.git)", re.ASCII)
 
 
 def check_push(name: str) -> None:

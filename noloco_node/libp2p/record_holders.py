@@ -1,7 +1,7 @@
 """The nodes of the DHT that hold the records of one place, and which of them to ask. No I/O, no clock.
 
 A record is stored with the `WRITTEN` nodes nearest to its key, so each of them holds all records of the key. A reading
-therefore asks one of the `READ` nearest, another each time, and asks more nodes only where the answer calls for it: it
+therefore asks one of them, another each time, and asks more nodes only where the answer calls for it: it
 lacks records that must still be there, or most of them are no newer than before.
 
 Hostile nodes may place themselves beside a key, take all records, and return none, or return to each peer its own
@@ -18,16 +18,18 @@ from typing import NamedTuple
 
 from noloco_node.libp2p.hivemind_compat import PeerId
 
-READ, WRITTEN, SEARCHED = 3, 4, 12
-"""Nodes that readings take turns with, that a record is stored with, and that a search finds."""
+WRITTEN, SEARCHED = 3, 12
+"""Nodes that a record is stored with, with which readings take turns, and nodes that a search finds."""
 MORE_EVERY = 12
 """One of so many publications, or readings, goes to more nodes. Records in the DHT outlive the time between two."""
 SEARCH_S, SEARCH_AGAIN_S = 180.0, 5.0
 """A search is good for so long; after one, the next waits at least so long."""
 DOUBTED_S, SILENT_S = 600.0, 30.0
 """A node comes last for so long: one that lost what it took, and one that did not answer."""
-STALE_S = 15.0
-"""A record that has not changed for so long may have a newer version elsewhere."""
+STALE_S, STALE_PERIODS = 15.0, 1.5
+"""A record that has not changed for so long, or for so many times of its last two versions' distance, may have a newer
+version elsewhere.
+"""
 MARGIN_S = 60.0
 """A record that expires within this time may be gone by another node's clock."""
 
@@ -40,10 +42,13 @@ class Version(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """The expiry of the newest version that we know, and when we first saw it (loop seconds)."""
+    """The expiry of the newest version that we know, when we first saw it (loop seconds), and how long after the one
+    before it.
+    """
 
     expiry: float
     since_s: float
+    period_s: float = 0.0
 
 
 class Holders:
@@ -111,7 +116,7 @@ class Holders:
         written, others = order[:WRITTEN], order[WRITTEN:]
         often, number = divmod(turn, MORE_EVERY)
         if number:
-            written = _turned(written, turn % min(READ, len(written) or 1))
+            written = _turned(written, turn)
             return [written[:1], written[1:], others]
         # The farthest comes first: a liar would place itself near.
         others = _turned(others[::-1], often - 1)
@@ -127,7 +132,8 @@ class Holders:
         stale = [
             subkey
             for subkey, known in living.items()
-            if now_s - known.since_s > STALE_S and (subkey not in found or found[subkey].expiry <= known.expiry)
+            if now_s - known.since_s > max(STALE_S, STALE_PERIODS * known.period_s)
+            and (subkey not in found or found[subkey].expiry <= known.expiry)
         ]
         return 2 * len(stale) > len(living)
 
@@ -153,8 +159,12 @@ class Holders:
         before, self.known = self.known, {}
         for subkey, version in found.items():
             known = before.get(subkey)
-            is_newer = known is None or version.expiry > known.expiry
-            self.known[subkey] = _Known(version.expiry, now_s) if known is None or is_newer else known
+            if known is None:
+                self.known[subkey] = _Known(version.expiry, now_s)
+            elif version.expiry > known.expiry:
+                self.known[subkey] = _Known(version.expiry, now_s, now_s - known.since_s)
+            else:
+                self.known[subkey] = known
 
     def _living(self, unix_s: float) -> dict[str, _Known]:
         return {subkey: known for subkey, known in self.known.items() if known.expiry > unix_s + MARGIN_S}

@@ -10,8 +10,9 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from enum import StrEnum
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from queue import Full, Queue
@@ -134,7 +135,8 @@ def _wandb(name: str, out: Path, *, offline: bool) -> Iterator[Draw]:
     import wandb
 
     out.mkdir(parents=True, exist_ok=True)
-    settings = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True)
+    # By default wandb would draw into a run that this program has open already, its own or another peer's, and end it.
+    settings = wandb.Settings(reinit="create_new", silent=True, console="off", disable_git=True, disable_code=True)
     mode = "offline" if offline or not wandb.login(prompt=False) else None
     project = os.environ.get("WANDB_PROJECT", PROJECT)
     with wandb.init(project=project, name=name, dir=str(out), mode=mode, settings=settings) as run:
@@ -146,7 +148,9 @@ def _wandb(name: str, out: Path, *, offline: bool) -> Iterator[Draw]:
 def _trackio(name: str) -> Iterator[Draw]:
     import trackio
 
-    run = trackio.init(project=os.environ.get("TRACKIO_PROJECT", PROJECT), name=name, embed=False)
+    project = os.environ.get("TRACKIO_PROJECT", PROJECT)
+    # In the context of this program Trackio would end the run that the program has open.
+    run = Context().run(partial(trackio.init, project=project, name=name, embed=False))
     try:
         yield lambda point: run.log(point.figures, step=point.step)
     finally:

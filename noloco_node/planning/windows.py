@@ -18,12 +18,12 @@ from noloco_node.run.config import PipelineConfig
 
 
 class _Shape(NamedTuple):
-    """How pace and wait add up, fitted to pipelines of 2 to 16 stages and 1 to 8 replicas.
+    """How pace and wait add up, fitted to pipelines of 2 to 16 stages, 1 to 8 replicas and windows of 4 to 64.
 
-    `share`: of the wait that counts. `sharp`: how sharp a maximum of both a pipeline of two stages is; in one of more,
-    each waits for the other more often. `uneven`: by which power of half of the stages the wait grows where a window is
-    no multiple of the replicas. Bags share it out with a rest then, and arrivals meet a replica in the middle of its
-    window: those that do not get in wait until the others have been all the way down and back.
+    `share`: of the wait that counts. `sharp`: of the norm in which both add up where there are two stages; in a deeper
+    pipeline each waits for the other more often. `uneven`: by which power of half of the stages the wait grows where a
+    window is no multiple of the replicas. Bags share it out with a rest then, and arrivals meet a replica in the middle
+    of its window: those that do not get in wait until the others have been all the way down and back.
     """
 
     share: float
@@ -34,13 +34,13 @@ class _Shape(NamedTuple):
 _SHAPES = {1: _Shape(1.06, 1.5, 0.72), 2: _Shape(0.59, 3.4, 0.15)}
 """By windows in flight."""
 _DEEPER = -0.33
-"""The power of half of the stages by which the maximum gets less sharp."""
+"""The power of half of the stages with which that norm gets less sharp."""
 _MANY = 4.4
 """From about so many microbatches of a window a replica, a rest hardly counts."""
 
 
 def seconds_each(pipeline: PipelineConfig, pace_s: float, way_s: float) -> float:
-    """Return what a microbatch takes of a replica where nothing but its windows holds up who needs `pace_s` for one.
+    """Return what a microbatch takes of a replica that needs `pace_s` for one, where its windows alone hold it up.
 
     `way_s`: down the pipeline and back.
     """

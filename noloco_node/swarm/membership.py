@@ -13,8 +13,8 @@ In the DHT a record stays five minutes longer than readers believe it, since it 
 clock is behind theirs, we ask for as much more. The network guarantees that a peer signed its own record. After a
 failed reading the roster stays, and says since when it is old (`Roster.old_since_s`): its peers can still be called.
 
-A source and a visitor also read the receipts for all sources' samples, and the progress of the run
-(`noloco_node.swarm.receipts`). A replica of the last stage publishes the receipts that it gives.
+A source and a visitor also read the receipts for all sources' samples (`noloco_node.swarm.receipts`). A replica of the
+last stage publishes the receipts that it gives. Both happen every second time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from operator import attrgetter
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -33,13 +33,14 @@ from noloco_node.network.interface import PeerNetwork
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.receipts import (
     SOURCE_LIFETIME_S,
+    TELL_SOURCES_S,
     IssuedReceipts,
     RunProgress,
     SourceCount,
     SourceRecord,
 )
 from noloco_node.swarm.roster import Given, PeerRecord, Roster, SourceProgress
-from noloco_node.swarm.stage_records import CLOCK_ERROR_S, RECORD_BYTES, Published, StageRecords
+from noloco_node.swarm.stage_records import CLOCK_ERROR_S, RECORD_BYTES, Published, StageRecords, encode_record
 from noloco_node.tasks import loop_s
 
 LIFETIME_S = 30.0
@@ -47,6 +48,8 @@ LIFETIME_S = 30.0
 REFRESHES = 3
 """Our record outlives this many refreshes, since one or two may be lost on the way."""
 LONGEST_IN_DHT_S = 3600.0
+REFRESHES_PER_RECEIPTS = 2
+"""Refreshes between two publications of receipts, and between two readings."""
 READS_FOR_NEWCOMERS = 4
 """Readings in the time of one, while a newcomer of the next stage catches up."""
 
@@ -81,6 +84,10 @@ class Membership:
         self.receipts = self._progress.receipts
         self.issued: IssuedReceipts | None = None
         """The receipts that we publish: of the last stage, or of our partners in a run of one stage; None: none."""
+        self._signed_s = self._read_receipts_s = float("-inf")
+        """When we last published receipts, and when we last read them (loop seconds)."""
+        self._told: tuple[bool, float] | None = None
+        """Whether we had finished when we last published our samples as a source, and when (loop seconds)."""
         self._roster = Roster(stages=((),) * stages)
         self._change = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -165,19 +172,28 @@ class Membership:
         """Read the stages that we watch, or these stages once; return the new roster."""
         async with self._reading:
             watched = self._records.watched if stages is None else tuple(stages)
-            keys = [*map(self._stage_key, watched), self._sources_key]
+            keys = list(map(self._stage_key, watched))
+            if self._progress.is_due(loop_s()):
+                keys.append(self._sources_key)
             # A peer of a later stage counts the samples that pass through it.
-            counts = self._own is None or self._own.stage == 0
-            read = await self._network.read_all([*keys, self._receipts_key] if counts else keys)
-            receipts = read[-1] if counts else None
-            *found, sources = read[: len(keys)]
-            self.complete = sources is not None and None not in found
+            if (self._own is None or self._own.stage == 0) and self._is_due(self._read_receipts_s):
+                keys.append(self._receipts_key)
+            read = dict(zip(keys, await self._network.read_all(keys), strict=True))
             now_s = loop_s()
-            self._records.take(dict(zip(watched, found, strict=True)), now_s, self._unix_time())
+            found = {stage: read[self._stage_key(stage)] for stage in watched}
+            self._records.take(found, now_s, self._unix_time())
+            receipts = read.get(self._receipts_key)
             if receipts is not None:
+                self._read_receipts_s = now_s
                 self.receipts.take(receipts, () if self.issued is None else self.issued.brought)
+            if found.get(0) is not None:
+                self._progress.see(self._records.believed[0].values(), self._records.of_sources, now_s)
+            if self._progress.lost_one:
+                read[self._sources_key], *_ = await self._network.read_all([self._sources_key])
+            sources = read.get(self._sources_key)
             if sources is not None:
-                self._progress.take(sources, self._records.believed[0].values(), now_s)
+                self._progress.take(sources, now_s)
+            self.complete = all(records is not None for key, records in read.items() if key != self._receipts_key)
             self._records.keep_only(watched)
             self._show(now_s)
         return self._roster
@@ -218,25 +234,41 @@ class Membership:
         unix_s = max(0.0, self._unix_time())
         self._serial = max(self._serial + 1, int(1000 * unix_s))
         named = msgspec.structs.replace(record, name=self._name, given=self._given())
-        raw = msgspec.msgpack.encode(Published(self._serial, named, unix_s, self._lifetime_s))
+        raw = encode_record(Published(self._serial, named, unix_s, self._lifetime_s))
         # Never shorter than before: of two records the DHT keeps the one that expires later.
         self._behind_s = max(self._behind_s, -(self.skew_s or 0.0))
         kept_s = min(self._lifetime_s + CLOCK_ERROR_S + self._behind_s, LONGEST_IN_DHT_S)
         self._progress.note_own(record, loop_s())
-        stored = [self._store(self._stage_key(record.stage), raw, kept_s)]
+        stored: list[Coroutine[Any, Any, object]] = [self._store(self._stage_key(record.stage), raw, kept_s)]
         source = self._progress.sources.get(self._network.peer_id)
-        if source is not None:
-            stored.append(self._store(self._sources_key, msgspec.msgpack.encode(source.said), SOURCE_LIFETIME_S))
-        if self.issued is not None and self.issued.samples:
+        if source is not None and (record.state is PeerState.LEAVING or not self._has_told(source.said)):
+            stored.append(self._tell(source.said))
+        ends = record.state in (PeerState.FINISHED, PeerState.LEAVING)
+        if self.issued is not None and self.issued.samples and (ends or self._is_due(self._signed_s)):
+            self._signed_s = loop_s()
             stored.append(self._store(self._receipts_key, self.issued.raw(), SOURCE_LIFETIME_S))
         # All at once: others may call us until our last record is out.
         await asyncio.gather(*stored)
 
-    async def _store(self, key: str, raw: bytes, lifetime_s: float) -> None:
+    def _is_due(self, last_s: float) -> bool:
+        """Say whether receipts that we last published or read at that time are to be published or read again."""
+        return loop_s() - last_s > (REFRESHES_PER_RECEIPTS - 0.5) * self._refresh_s
+
+    async def _tell(self, said: SourceRecord) -> None:
+        """Publish our samples as a source where they outlive us."""
+        stored = await self._store(self._sources_key, msgspec.msgpack.encode(said), SOURCE_LIFETIME_S)
+        self._told = (said.finished, loop_s()) if stored else None
+
+    def _has_told(self, said: SourceRecord) -> bool:
+        """Say whether what we published of our samples as a source is good for now; our record says more."""
+        return self._told is not None and self._told[0] == said.finished and loop_s() - self._told[1] < TELL_SOURCES_S
+
+    async def _store(self, key: str, raw: bytes, lifetime_s: float) -> bool:
         if len(raw) > RECORD_BYTES:
             raise ValueError(f"our record has {len(raw)} bytes, {RECORD_BYTES} are allowed")
         with contextlib.suppress(ConnectionError):  # it is published again soon
-            await self._network.publish(key, self._network.peer_id, raw, lifetime_s)
+            return await self._network.publish(key, self._network.peer_id, raw, lifetime_s)
+        return False
 
     def _show(self, now_s: float) -> None:
         """Make the new roster, and wake the waiting tasks if it differs."""

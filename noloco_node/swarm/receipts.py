@@ -1,13 +1,14 @@
 """Receipts: replicas of the last stage sign for samples, and each reader decides how many samples it believes.
 
-A source (a peer of stage 0) publishes its count of samples under the run's `sources` key, where the count outlives the
-source by minutes. Readers keep each source's first and highest count, so that no sample counts twice. They believe only
-peers that they saw at work or found at their first reading. The counts are claims.
+A source (a peer of stage 0) says its count of samples in its record. It also publishes it under the run's `sources`
+key, now and then and when it leaves; there the count outlives the source by minutes. So readers look there now and
+then, and when a source has gone. They keep each source's first and highest count, so that no sample counts twice. They
+believe only peers that they saw at work or found at their first reading. The counts are claims.
 
 Each replica of the last stage publishes how many samples of each source it has computed: a receipt for each source,
-signed with the replica's key like every record in the DHT. Counts rise from zero in each session of a replica, its
-`epoch`, so that a restart neither loses receipts nor counts them twice. A later epoch may have a lower number, because
-a clock may have been set back.
+signed with the replica's key like every record in the DHT. A source stands in it by its tag, a short hash of its id.
+Counts rise from zero in each session of a replica, its `epoch`, so that a restart neither loses receipts nor counts
+them twice. A later epoch may have a lower number, because a clock may have been set back.
 
 A claim counts as far as receipts cover it, and receipts count as far as several signers agree. Routes are random, so
 every source's samples spread over the last stage as ours do, and we know which replicas computed ours. A signer that
@@ -26,11 +27,12 @@ in common (capture and recapture); names that no replica meets do not count.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from itertools import islice
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -41,6 +43,8 @@ from noloco_node.swarm.stage_records import CLOCK_ERROR_S, MOST_RECORDS, at_most
 from noloco_node.units import LARGEST_COUNT, Count
 
 RECEIPT_BYTES = 4096
+TAG_BYTES = 12
+"""Of a source's tag: whoever wants two identities of one tag has to try some 2^48 keys."""
 LONGEST_ID = 64
 MOST_LISTED = 48
 """Sources in one record: those with the most samples since the last record."""
@@ -60,15 +64,25 @@ ENOUGH = 16
 SOURCE_BYTES = 64
 SOURCE_LIFETIME_S = 600.0
 """How long the DHT keeps the record of a source's samples."""
+TELL_SOURCES_S, READ_SOURCES_S = SOURCE_LIFETIME_S / 3, SOURCE_LIFETIME_S / 6
+"""The longest time between two publications of a source's samples, and between two readings."""
 MOST_WORKED = 16 * MOST_RECORDS
 """Peers remembered to have been at work; strangers may make many."""
+
+
+Tag: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=TAG_BYTES, max_length=TAG_BYTES)]
+
+
+@lru_cache(maxsize=4096)
+def tag_of(peer: str) -> bytes:
+    return hashlib.blake2b(peer.encode(), digest_size=TAG_BYTES).digest()
 
 
 class ReceiptRecord(msgspec.Struct, frozen=True, array_like=True):
     """The samples that one replica of the last stage has computed in its session, by source."""
 
     epoch: Count
-    samples: Annotated[dict[str, Count], msgspec.Meta(max_length=MOST_LISTED)]
+    samples: Annotated[dict[Tag, Count], msgspec.Meta(max_length=MOST_LISTED)]
 
 
 class IssuedReceipts:
@@ -97,7 +111,7 @@ class IssuedReceipts:
     def raw(self) -> bytes:
         grown = {source: count - self._told[source] for source, count in self.samples.items()}
         listed = sorted(grown, key=lambda source: (-grown[source], source))[:MOST_LISTED]
-        counts = {source: self.samples[source] for source in listed}
+        counts = {tag_of(source): self.samples[source] for source in listed}
         self._told.update({source: grown[source] for source in listed})
         raw = msgspec.msgpack.encode(ReceiptRecord(self.epoch, counts))
         assert len(raw) <= RECEIPT_BYTES
@@ -105,14 +119,14 @@ class IssuedReceipts:
 
 
 class _SignerBook:
-    """The receipts of one signer: samples by source, in each of its last sessions and in all."""
+    """The receipts of one signer: samples by a source's tag, in each of its last sessions and in all."""
 
     def __init__(self) -> None:
-        self.sessions: dict[int, dict[str, int]] = {}
+        self.sessions: dict[int, dict[bytes, int]] = {}
         """By epoch; the one read last comes last."""
-        self.total: Counter[str] = Counter()
+        self.total: Counter[bytes] = Counter()
 
-    def take(self, record: ReceiptRecord, most: int) -> dict[str, int]:
+    def take(self, record: ReceiptRecord, most: int) -> dict[bytes, int]:
         """Take a record, of at most so many sources; return each source's growth."""
         session = self.sessions[record.epoch] = self.sessions.pop(record.epoch, {})
         if len(self.sessions) > MOST_SESSIONS:
@@ -132,13 +146,13 @@ class ReceiptLedger:
 
     def __init__(self) -> None:
         self._books: dict[str, _SignerBook] = {}
-        self._signed: Counter[str] = Counter()
+        self._signed: Counter[bytes] = Counter()
         self._has_read = self._counts = False
         self._shares: dict[str, float] = {}
         """Each signer's share of our own samples, as of the last reading."""
-        self._settled: dict[str, float] = {}
-        self._window: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        """Samples signed for each source since the last window, by signer."""
+        self._settled: dict[bytes, float] = {}
+        self._window: defaultdict[bytes, Counter[str]] = defaultdict(Counter)
+        """Samples signed since the last window, by a source's tag and by signer."""
         self._proved: Counter[str] = Counter()
         """Our own samples of this window, by the replica that computed them."""
         self._proved_before: Counter[str] = Counter()
@@ -157,8 +171,8 @@ class ReceiptLedger:
             self._microbatch = samples
 
     @property
-    def signed_lately(self) -> Mapping[str, Mapping[str, int]]:
-        """Samples signed since we began and since the last window, by source and signer."""
+    def signed_lately(self) -> Mapping[bytes, Mapping[str, int]]:
+        """Samples signed since we began and since the last window, by a source's tag and by signer."""
         return self._window
 
     def take(self, raws: Mapping[str, bytes], met: Collection[str] = ()) -> None:
@@ -182,11 +196,12 @@ class ReceiptLedger:
 
     def signed(self, source: str) -> int:
         """Return all samples of a source that any peer signed."""
-        return self._signed[source]
+        return self._signed[tag_of(source)]
 
     def verified(self, source: str) -> int:
         """Return the samples of a source since we began that we believe."""
-        return int(self._settled.get(source, 0.0) + self._believed(self._window.get(source)))
+        tag = tag_of(source)
+        return int(self._settled.get(tag, 0.0) + self._believed(self._window.get(tag)))
 
     def believed_in_all(self, source: str) -> int:
         """Return the samples of a source in its whole time that we believe, by the receipts of our present signers.
@@ -195,7 +210,8 @@ class ReceiptLedger:
         """
         if (self._proved + self._proved_before).total() < ENOUGH * self._microbatch:
             return 0
-        return int(self._believed({each: self._books[each].total[source] for each in self._shares}))
+        tag = tag_of(source)
+        return int(self._believed({each: self._books[each].total[tag] for each in self._shares}))
 
     def _shares_now(self) -> dict[str, float]:
         proved = self._proved + self._proved_before
@@ -240,16 +256,16 @@ class MetWork(NamedTuple):
     replicas: float
 
 
-def met_work(me: str, issued: IssuedReceipts, signed: Mapping[str, Mapping[str, int]]) -> MetWork | None:
-    """Return the samples that we believe; None before our first meeting. `signed`: by source and signer."""
+def met_work(me: str, issued: IssuedReceipts, signed: Mapping[bytes, Mapping[str, int]]) -> MetWork | None:
+    """Return the samples that we believe; None before our first meeting. `signed`: by a source's tag and by signer."""
     if not issued.brought:
         return None
-    seen: dict[str, Mapping[str, int]] = {me: issued.samples}
-    others: dict[str, dict[str, int]] = {}
-    for source, by in signed.items():
+    seen: dict[str, Mapping[bytes, int]] = {me: {tag_of(source): each for source, each in issued.samples.items()}}
+    others: dict[str, dict[bytes, int]] = {}
+    for tag, by in signed.items():
         for signer, samples in by.items():
-            if signer not in (me, source):
-                others.setdefault(signer, {})[source] = samples
+            if signer != me and tag_of(signer) != tag:
+                others.setdefault(signer, {})[tag] = samples
     seen |= others
     voices = {peer: float(brought) for peer, brought in issued.brought.items() if peer in others}
     voices[me] = sum(voices.values()) / len(voices) if voices else 1.0
@@ -259,17 +275,18 @@ def met_work(me: str, issued: IssuedReceipts, signed: Mapping[str, Mapping[str, 
     # Bounds whatever the others say: devices differ by so much, and few partners tell little about the number.
     typical = min(typical, float(MOST_BROUGHT * issued.brought.total()))
     replicas = min(replicas, float((1 + len(issued.brought)) ** 2))
-    said = sum(samples for by in seen.values() for source, samples in by.items() if source != me)
+    said = sum(samples for by in seen.values() for tag, samples in by.items() if tag != tag_of(me))
     # We have seen ourselves what partners brought to us.
     likely = max(MOST_TIMES * replicas * typical, float(sum(issued.samples.values())))
     return MetWork(min(float(said), likely), replicas)
 
 
-def _replicas(me: str, met: Mapping[str, int], peer: str, met_by_it: Mapping[str, int]) -> float:
-    """Return the number of replicas that two replicas make likely by their partners."""
-    ours, theirs = met.keys() - {me, peer}, met_by_it.keys() - {me, peer}
+def _replicas(me: str, met: Mapping[bytes, int], peer: str, met_by_it: Mapping[bytes, int]) -> float:
+    """Return the number of replicas that two replicas make likely by their partners, who are known by their tags."""
+    both = {tag_of(me), tag_of(peer)}
+    ours, theirs = met.keys() - both, met_by_it.keys() - both
     if peer == me or not ours or not theirs:
-        return float(len(met.keys() | met_by_it.keys() | {me, peer}))
+        return float(len(met.keys() | met_by_it.keys() | both))
     return 2.0 + len(ours) * len(theirs) / max(1, len(ours & theirs))
 
 
@@ -311,8 +328,13 @@ class RunProgress:
         self._claimed_before: dict[str, int] = {}
         """The claim of each source when we began to count."""
         self._worked = {me}
-        """Peers whose claims count: those seen at work, and those of our first reading."""
-        self._has_read = False
+        """Peers whose claims count: those seen at work, and those of our first readings."""
+        self._at_work: set[str] = set()
+        """The sources that the last reading of stage 0 found at work."""
+        self._read_s: float | None = None
+        """When we last read the sources' key (loop seconds)."""
+        self.lost_one = False
+        """Whether a source has gone since then, so that its key is to be read at once."""
 
     def note(self, peer: str, said: SourceRecord, now_s: float) -> None:
         """Note the record of a source that we believe."""
@@ -323,19 +345,37 @@ class RunProgress:
         if record.stage == 0 and record.samples:
             self.note(record.peer, SourceRecord(record.samples, record.state is PeerState.FINISHED), now_s)
 
-    def take(self, raws: Mapping[str, bytes], records: Iterable[PeerRecord], now_s: float) -> None:
-        """Note a reading of the sources' key. `records`: of the peers at stage 0."""
-        seen = (record.peer for record in records if record.state in AT_WORK)
-        self._worked.update(list(islice(seen, max(0, MOST_WORKED - len(self._worked)))))
-        if not self._has_read:
+    def see(self, believed: Iterable[PeerRecord], records: Collection[PeerRecord], now_s: float) -> None:
+        """Note a reading of stage 0: the peers that we believe to be there, and all records."""
+        at_work = {record.peer for record in believed if record.state in AT_WORK}
+        self.lost_one |= not self._at_work <= at_work
+        self._at_work = at_work
+        self._worked.update(islice(at_work - self._worked, max(0, MOST_WORKED - len(self._worked))))
+        if self._read_s is None:
             # They may have left before we came.
-            self._has_read = True
+            self._worked.update(record.peer for record in records)
+        for record in records:
+            if record.samples:
+                self._claim(record.peer, SourceRecord(record.samples, record.state is PeerState.FINISHED), now_s)
+
+    def is_due(self, now_s: float) -> bool:
+        """Say whether to read the sources' key with the others."""
+        return self._read_s is None or now_s - self._read_s > READ_SOURCES_S
+
+    def take(self, raws: Mapping[str, bytes], now_s: float) -> None:
+        """Note a reading of the sources' key."""
+        if self._read_s is None:
             self._worked.update(at_most(raws, {}))
+        self._read_s, self.lost_one = now_s, False
         for peer in at_most(raws, self.sources):
             said = decode_source(raws[peer])
-            is_room = peer in self.sources or len(self.sources) < MOST_RECORDS
-            if said is not None and peer in self._worked and is_room:
-                self.note(peer, said, now_s)
+            if said is not None:
+                self._claim(peer, said, now_s)
+
+    def _claim(self, peer: str, said: SourceRecord, now_s: float) -> None:
+        """Note what a peer says of itself, if its claims count."""
+        if peer in self._worked and (peer in self.sources or len(self.sources) < MOST_RECORDS):
+            self.note(peer, said, now_s)
 
     def begin(self) -> None:
         """Begin to count the others' samples."""

@@ -44,8 +44,11 @@ class Given(msgspec.Struct, frozen=True, array_like=True):
     joules: Count = 0
 
 
-class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A peer's record of itself. No other peer vouches for it, so readers bound what they believe."""
+class PeerRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A peer's record of itself. No other peer vouches for it, so readers bound what they believe.
+
+    The order of the fields is that in which they travel: a new field comes last.
+    """
 
     peer: str
     stage: Count

@@ -1,9 +1,9 @@
 """One reader's knowledge of the peers of each stage, from records in the DHT, and how long it believes them.
 
-A record counts only if it is small, decodes strictly, names the peer and the stage of its key, and holds possible
-numbers. A reader believes a peer as long as new records come: other bytes with a higher serial number. The DHT's own
-expiry follows the clocks of writers and readers, which may be wrong by minutes. So it is only a generous bound, and the
-reader counts a peer's age itself, from the reading that found its last news.
+A record counts only if it is small, decodes strictly, names the stage of its key, and holds possible numbers. Its peer
+is the one that it is filed under. A reader believes a peer as long as new records come: other bytes with a higher
+serial number. The DHT's own expiry follows the clocks of writers and readers, which may be wrong by minutes. So it is
+only a generous bound, and the reader counts a peer's age itself, from the reading that found its last news.
 
 Peers age only while we can read. A reading that hears no other peer, though we know some, means trouble of our own:
 peers do not age by it. If we know at least two others and none of them says anything new, the same holds for
@@ -175,6 +175,14 @@ _decoded: dict[str, tuple[bytes, Published]] = {}
 """Each peer's last decoded record, and its bytes: the many readers of a simulation share them."""
 
 
+def encode_record(published: Published) -> bytes:
+    """Return a record as stored: without the id of its peer, under which the DHT files it."""
+    record = published.record
+    places = tuple(place.removesuffix(f"/p2p/{record.peer}") for place in record.addresses)
+    bare = msgspec.structs.replace(record, peer="", addresses=places)
+    return msgspec.msgpack.encode(msgspec.structs.replace(published, record=bare))
+
+
 def decode_record(raw: bytes, peer: str, stage: int) -> Published | None:
     """Return the record if this peer may publish it for this stage."""
     last = _decoded.get(peer)
@@ -182,9 +190,13 @@ def decode_record(raw: bytes, peer: str, stage: int) -> Published | None:
         published = last[1]
     else:
         found = decoded(raw, Published, RECORD_BYTES)
-        if found is None or found.record.peer != peer:
+        if found is None or found.record.peer:
             return None
-        published = found
+        # One that leads to another peer is left out.
+        own = (place for place in found.record.addresses if "/" in place.rpartition("/p2p/")[2])
+        places = tuple(f"{place}/p2p/{peer}" for place in own)
+        whole = msgspec.structs.replace(found.record, peer=peer, addresses=places)
+        published = msgspec.structs.replace(found, record=whole)
         if len(_decoded) >= MOST_DECODED:
             _decoded.clear()
         if len(raw) <= USUAL_BYTES:
@@ -211,6 +223,11 @@ class StageRecords:
     def believed(self) -> list[Mapping[str, PeerRecord]]:
         """The records of the peers that we believe, by stage and peer."""
         return [table.believed for table in self._tables]
+
+    @property
+    def of_sources(self) -> list[PeerRecord]:
+        """The last records of the peers of stage 0, whether we believe that they are there or not."""
+        return [entry.published.record for entry in self._tables[0].known.values()]
 
     @property
     def known(self) -> tuple[int, ...]:

@@ -10,10 +10,12 @@ from processes import Commands
 from torch import nn
 
 import noloco_node
+from noloco_node.api.peer import parsed
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal.events import Finished, InnerStep
 from noloco_node.journal.reader import read
 
+NOBODY = f"noloco1:{64 * '0'}@/ip4/127.0.0.1/tcp/9/p2p/12D3KooWPF6C68sQVQGmwSo176xFe1frMnCRiyPVqRBmFwdQRd1g"
 SIZES = {
     "vocab_size": 384,
     "hidden_size": 32,
@@ -71,8 +73,13 @@ def test_what_cannot_be_read_is_refused_at_once(tmp_path: Path) -> None:
         noloco_node.Swarm("no invite", home=tmp_path)
 
 
+def test_a_text_in_place_of_several_is_one_of_them(tmp_path: Path) -> None:
+    _, read = parsed(NOBODY, {"home": tmp_path, "sample": "Once", "listen": LOCAL, "log_to": ()})
+    assert read.prompts == ("Once",)
+    assert (read.listen, read.log_to) == ([LOCAL], [])
+
+
 @pytest.mark.network
 def test_a_node_leaves_before_it_has_found_anybody(tmp_path: Path) -> None:
-    nobody = f"noloco1:{64 * '0'}@/ip4/127.0.0.1/tcp/9/p2p/12D3KooWPF6C68sQVQGmwSo176xFe1frMnCRiyPVqRBmFwdQRd1g"
-    with noloco_node.join(nobody, home=tmp_path, device="cpu", listen=[LOCAL]):
+    with noloco_node.join(NOBODY, home=tmp_path, device="cpu", listen=[LOCAL]):
         pass

@@ -132,7 +132,7 @@ def test_each_peer_has_an_order_of_its_own(corpus: Path, source: str, shuffle: b
         assert documents_in(open_blocks(data, 16, 1, "peer 0"), 20) != list(orders[0])
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(source="text", shuffle=True, part="train", length=64, cuts=[57, 3])  # beyond an epoch
 @example(source="json", shuffle=True, part="train", length=64, cuts=[57, 3])
 @example(source="parquet", shuffle=True, part="train", length=64, cuts=[57, 3])
@@ -241,7 +241,7 @@ def test_validation_is_one_pass_the_same_for_all(corpus: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(*passes, strict=True))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.text(min_size=1, max_size=80), max_size=30), st.integers(0, 40), st.floats(0.0, 100.0))
 def test_the_two_sides_of_a_text_are_its_parts_each_once(words: list[str], times: int, percent: float) -> None:
     text = "\n".join(f"{number} {word}" for number in range(times) for word in words)
@@ -255,7 +255,7 @@ def test_the_two_sides_of_a_text_are_its_parts_each_once(words: list[str], times
         assert sides[is_held_out(part, percent)]
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.integers(0, 10**9), st.sampled_from(["texts", "te*/*.txt", ".", "texts/*.txt"]), st.sampled_from([5.0, 30.0]))
 def test_no_peer_trains_on_what_another_holds_out(
     tmp_path_factory: pytest.TempPathFactory, seed: int, spelling: str, percent: float
@@ -303,7 +303,7 @@ def test_an_edit_moves_few_parts() -> None:
     assert len(before - after) <= 0.1 * len(before)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.text("aé漢\n", max_size=40), max_size=6), st.integers(8, 40))
 def test_the_pieces_of_a_file_join_to_the_file(tmp_path: Path, lines: list[str], step: int) -> None:
     file = tmp_path / "one.txt"
@@ -343,7 +343,7 @@ def test_the_standard_library_is_whole_modules_without_tests_or_packages() -> No
 
 @given(st.text())
 @example("a</s>b<pad> <extra_id_7>\r\n\t")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_byte_encoder_is_byt5(text: str) -> None:
     text = text.encode(errors="replace").decode()
     expected = BYT5(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
@@ -455,7 +455,7 @@ def texts_of(documents: RowDocuments, count: int) -> list[str]:
     return ["".join(found.texts) for found in (documents.next() for _ in range(count)) if found]
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(broken=st.sets(st.integers(0, 150), max_size=5))
 def test_a_network_that_fails_loses_and_repeats_nothing(corpus: Path, broken: set[int]) -> None:
     data, order = config(corpus, "json"), ReadingOrder("train", 0, "p", True)

@@ -49,7 +49,7 @@ def letters_of(blocks: torch.Tensor) -> Counter[str]:
     return Counter(Counter(each for each in text if each in LETTERS).most_common(1)[0][0] for text in texts)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(weights=st.lists(st.floats(0.1, 20.0), min_size=2, max_size=3), count=st.integers(1, 90))
 def test_each_source_has_its_share_of_any_first_blocks(places: list[str], weights: list[float], count: int) -> None:
     blocks = open_blocks(mixed(places, *weights), LENGTH, 3, "me")
@@ -59,7 +59,7 @@ def test_each_source_has_its_share_of_any_first_blocks(places: list[str], weight
     blocks.close()
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(before=st.integers(0, 60), batch=st.integers(1, 7), shuffle=st.booleans())
 def test_a_mixture_goes_on_from_any_place(places: list[str], before: int, batch: int, shuffle: bool) -> None:
     data = msgspec.structs.replace(mixed(places, 1.0, 2.5, 0.3), shuffle=shuffle)

@@ -35,7 +35,7 @@ from pipeline.messages import FIRST
 
 PROMPT = DataConfig(source="json", path="rows.jsonl", form="prompt")
 MESSAGES = DataConfig(source="json", path="rows.jsonl", form="messages", chat_template="chatml")
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=60)
 texts = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), max_size=12)
 conversations = st.lists(
     st.fixed_dictionaries({"role": st.sampled_from(("system", "user", "assistant")), "content": texts}),

@@ -33,7 +33,7 @@ def test_a_chunk_is_dealt_whole_and_in_another_order(texts: DataConfig) -> None:
     assert not torch.equal(plain, dealt)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(before=st.integers(0, 35), batch=st.integers(1, 7))
 def test_resumption_is_exact_anywhere(texts: DataConfig, before: int, batch: int) -> None:
     first = opened(texts)

@@ -35,7 +35,6 @@ from noloco_node.journal import events
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
-from noloco_node.storage.atomic_file import write_whole
 
 pytestmark = pytest.mark.real_time
 SCORES = ModelScores(
@@ -233,15 +232,6 @@ def test_the_step_budget_fits_the_time() -> None:
     # Two stages of two replicas, one at a quarter: 1 1/4 of each stage are at work, enough for two cores, not for four.
     assert affordable_steps(120.0, [once] * 2, run, 4.0) == affordable_steps(120.0, [once] * 2, run)
     assert affordable_steps(120.0, [once] * 4, run, 4.0) == int(2.5 * 120 / per_step_s)
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    (tmp_path / "directory").mkdir()
-    (tmp_path / "directory" / "entry").touch()
-    with pytest.raises(UserError) as caught:
-        write_whole(tmp_path / "directory", b"x")
-    assert caught.value.code is Exit.STORAGE
-    assert [entry.name for entry in tmp_path.iterdir()] == ["directory"]
 
 
 async def test_the_model_is_exported_then_evaluated_by_replica_and_sampled(tmp_path: Path) -> None:

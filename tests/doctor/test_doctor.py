@@ -208,7 +208,7 @@ async def at_the_desk(hub: SimNetwork, name: str = "peer") -> speed_test.SpeedTe
     return served
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.floats(5e4, 1e8), st.floats(5e4, 1e8))
 async def test_the_line_is_measured_both_ways(up: float, down: float) -> None:
     hub = SimNetwork(size_bytes=weighed)

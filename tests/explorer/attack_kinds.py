@@ -72,7 +72,7 @@ def claims_samples(own: SourceRecord) -> SourceRecord:
     return SourceRecord(own.samples + HUGE, own.finished)
 
 
-def signs_too_much(signed: dict[str, int]) -> dict[str, int]:
+def signs_too_much(signed: dict[bytes, int]) -> dict[bytes, int]:
     return {source: 1000 * samples for source, samples in signed.items()}
 
 

@@ -21,7 +21,7 @@ from noloco_node.network.calls import HookedConversation, HookedNetwork
 from noloco_node.run.protocols import GOSSIP, MICROBATCH
 from noloco_node.swarm.receipts import SOURCE_LIFETIME_S, ReceiptRecord, SourceRecord
 from noloco_node.swarm.roster import PeerRecord
-from noloco_node.swarm.stage_records import Published
+from noloco_node.swarm.stage_records import Published, encode_record
 from pipeline.messages import Gradient, Reason, Refused
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Attack:
 
     record: Callable[[PeerRecord], PeerRecord] | None = None
     source: Callable[[SourceRecord], SourceRecord] | None = None
-    receipts: Callable[[dict[str, int]], dict[str, int]] | None = None
+    receipts: Callable[[dict[bytes, int]], dict[bytes, int]] | None = None
     answer: Handler | None = None
     hear: Callable[[Conversation], Conversation] | None = None
     say: Callable[[Any], Any] | None = None
@@ -91,9 +91,13 @@ class HostileNetwork(HookedNetwork):
             if attack.receipts is not None:
                 signed = msgspec.msgpack.decode(value, type=ReceiptRecord)
                 value = msgspec.msgpack.encode(ReceiptRecord(signed.epoch, attack.receipts(signed.samples)))
-        elif attack.record is not None:
+        else:
             told = msgspec.msgpack.decode(value, type=Published)
-            value = msgspec.msgpack.encode(msgspec.structs.replace(told, record=attack.record(told.record)))
+            record = told.record if attack.record is None else attack.record(told.record)
+            if attack.source is not None and record.samples:
+                said = attack.source(SourceRecord(record.samples, False))
+                record = msgspec.structs.replace(record, samples=said.samples)
+            value = msgspec.msgpack.encode(msgspec.structs.replace(told, record=record))
         return await super().publish(key, subkey, value, lifetime_s)
 
     async def read_all(self, keys: Sequence[str]) -> Sequence[Mapping[str, bytes] | None]:
@@ -318,8 +322,8 @@ async def publish_identity(
     finished: bool = False,
 ) -> None:
     """Publish once what one identity says of itself, and its samples as a source where there are any."""
-    own = msgspec.structs.replace(record, peer=network.peer_id)
-    raw = msgspec.msgpack.encode(Published(serial, own))
+    own = msgspec.structs.replace(record, peer=network.peer_id, samples=samples or record.samples)
+    raw = encode_record(Published(serial, own))
     await network.publish(f"{run_id}/stage/{record.stage}", network.peer_id, raw, lifetime_s)
     if samples:
         said = msgspec.msgpack.encode(SourceRecord(samples, finished))

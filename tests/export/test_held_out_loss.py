@@ -172,7 +172,7 @@ def test_weights_of_zero_alone_make_no_mean(tmp_path: Path) -> None:
     assert peers(merged(filed)[1]) == (["b"], ["zero"])
 
 
-@settings(max_examples=5, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=5, phases=[Phase.explicit, Phase.generate])
 @given(
     kinds=st.lists(st.tuples(st.integers(0, 1), st.integers(-60, 50), st.integers(0, 40)), max_size=4),
 )

@@ -44,7 +44,7 @@ def test_all_files_arrive_in_a_model_that_is_private_unless_asked(hub: FakeHub, 
     assert hub.private == {"me/mine": not public}
 
 
-@pytest.mark.parametrize("name", ["mine", "", "a/b/c", "me/..", "me/ä", "-/"])
+@pytest.mark.parametrize("name", ["mine", "", "a/b/c", "me/..", "me/ä", "-/", "me/m-", "me/m.", "me/m.git", "me/a--b"])
 def test_a_name_that_no_model_has_is_refused_before_anything_is_sent(hub: FakeHub, name: str) -> None:
     with pytest.raises(UserError, match="cannot send") as refused:
         check_push(name)

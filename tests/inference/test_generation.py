@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -22,7 +22,6 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@settings(deadline=None)
 @given(
     logits=st.lists(st.floats(-20, 20), min_size=2, max_size=30, unique=True),
     top_k=st.integers(0, 40),

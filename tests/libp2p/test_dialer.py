@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S, PATIENT
 from sample_messages import Ask
@@ -126,7 +126,6 @@ def test_a_dial_that_is_cancelled_in_the_moment_of_its_success_leaves_no_stream(
     assert board.statistics()["conversations.now"] == 0
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=80))
 def test_an_address_of_a_stranger_is_text_or_nothing(raw: bytes) -> None:
     assert place_text(raw) == "" or place_text(raw).startswith("/")

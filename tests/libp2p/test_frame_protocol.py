@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sample_messages import Ask, Bulk, schema_of
 
@@ -67,7 +67,6 @@ FRAMES = st.one_of(
 LASTS = st.sampled_from([b"", wire.end(), wire.error("enough"), b"\xff" * 13, wire.end() + wire.beat()])
 
 
-@settings(deadline=None)
 @given(st.lists(FRAMES, max_size=5), LASTS, SIZES)
 def test_any_split_of_the_bytes_gives_the_same_events(frames: list[bytes], last: bytes, sizes: list[int]) -> None:
     content = b"".join(frames) + last
@@ -84,7 +83,6 @@ def test_any_split_of_the_bytes_gives_the_same_events(frames: list[bytes], last:
     assert outcomes[0][3] == 0
 
 
-@settings(deadline=None)
 @given(st.lists(FRAMES, max_size=3), st.binary(max_size=60), st.data())
 def test_whatever_comes_is_an_event_or_a_violation(frames: list[bytes], noise: bytes, data: st.DataObject) -> None:
     content = bytearray(b"".join(frames) + noise)

@@ -25,7 +25,7 @@ import pytest
 import torch
 import uvloop
 from handlers import echo
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S, PATIENT, RECORD_S
 from sample_messages import Ask
@@ -340,7 +340,6 @@ async def test_beats_keep_a_long_silence_alive_and_a_silent_peer_is_given_up_on_
                 os.kill(other_daemon, signal.SIGCONT)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e4), max_size=30).map(sorted), st.floats(0, 1e3))
 def test_a_daemon_is_started_again_at_once_then_ever_later_then_never(deaths: list[float], later: float) -> None:
     now = (deaths[-1] if deaths else 0.0) + later

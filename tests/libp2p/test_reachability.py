@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_node.errors import Exit, UserError
@@ -76,7 +76,6 @@ def test_a_scout_goes_only_where_there_is_something_to_find_out() -> None:
     )
 
 
-@settings(deadline=None)
 @given(answers)
 def test_one_success_proves_more_than_any_failures(found: list[DialBackReply]) -> None:
     verdict = judge(found)
@@ -90,7 +89,6 @@ def test_one_success_proves_more_than_any_failures(found: list[DialBackReply]) -
     assert verdict.relays == ((RELAY,) if found else ())
 
 
-@settings(deadline=None)
 @given(
     st.text(max_size=60) | st.sampled_from(["/ip4/1.2.3.4/tcp/1,/ip4/1.2.3.5/tcp/1", "/ip4/1.2.3.4/tcp/1\x1b[2J", ""])
 )
@@ -100,7 +98,6 @@ def test_a_place_that_is_none_is_neither_announced_nor_shown(text: str) -> None:
     assert verdict.dialled is False
 
 
-@settings(deadline=None)
 @given(answers, own_places, st.sampled_from([Reachability.AUTO, Reachability.RELAYED]))
 def test_relays_are_used_where_nobody_can_dial_us_and_never_without_a_word(
     found: list[DialBackReply], own: list[str], reach: Reachability
@@ -200,7 +197,6 @@ def test_records_of_relays_are_read_with_care() -> None:
     assert len(checked_relays(many)) == 4
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_no_bytes_of_a_stranger_disturb_the_list_of_relays(raw: bytes) -> None:
     assert RELAY in relays_of({"theirs": raw, "ours": relay_record([RELAY])})
@@ -231,7 +227,6 @@ def test_relays_listen_at_the_ports_after_the_peer_s_own() -> None:
     assert trouble.value.code is Exit.CONFIG
 
 
-@settings(deadline=None)
 @given(st.integers(0, 65535), st.sampled_from(["/ip4/0.0.0.0/tcp/{}", "/ip6/::/udp/{}/quic-v1", "/dns4/tcp/tcp/{}"]))
 def test_ports_are_found_and_replaced(port: int, form: str) -> None:
     if "/dns4/tcp/" not in form:
@@ -252,7 +247,6 @@ def test_over_udp_only_what_the_daemon_speaks() -> None:
     assert "quic-v1" in trouble.value.why
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 3)), max_size=200))
 def test_the_latest_acquaintances_are_kept_each_once(met: list[tuple[int, int]]) -> None:
     known, door = KnownPeers(), parse_peer_address(DOOR)

@@ -21,7 +21,7 @@ from noloco_node.libp2p.dht_records import DhtRecords
 from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.record_checks import SIGNATURE_BYTES
-from noloco_node.libp2p.record_holders import MORE_EVERY, READ, SEARCH_S, SEARCHED, WRITTEN
+from noloco_node.libp2p.record_holders import MORE_EVERY, SEARCH_S, SEARCHED, WRITTEN
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity, peer_bytes
 
 KEY, REFRESH_S, LIFETIME_S, ANSWER_S = "run/stage/0", 10.0, 330.0, 5.0
@@ -150,7 +150,7 @@ async def test_a_quiet_swarm_asks_one_node_a_reading(count: int) -> None:
     assert sum(map(bool, dht.kept.values())) == min(SEARCHED, count)
 
 
-@given(st.integers(WRITTEN + 1, 20), st.integers(0, READ - 1))
+@given(st.integers(WRITTEN + 1, 20), st.integers(0, WRITTEN - 1))
 async def test_newer_versions_are_seen_though_a_node_answers_with_old_ones(count: int, place: int) -> None:
     dht = Dht()
     peers = {f"peer {number}": dht.peer(f"peer {number}") for number in range(count)}

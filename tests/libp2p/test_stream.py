@@ -306,7 +306,6 @@ async def test_what_is_known_of_a_line_outlives_its_streams_and_a_silence_that_w
 MOMENTS = st.lists(st.floats(0.0, 100.0), max_size=60)
 
 
-@settings(deadline=None)
 @given(MOMENTS, st.sampled_from([0.1, 1.0, 5.0]))
 def test_a_peer_is_given_up_within_bounds_whatever_was_heard(gaps: list[float], beat_s: float) -> None:
     patience = TimeoutSettings(beat_s=beat_s)
@@ -322,7 +321,6 @@ def test_a_peer_is_given_up_within_bounds_whatever_was_heard(gaps: list[float], 
         assert not pulse.is_silent(at + 1e3, at + 1e3 - 1.0)
 
 
-@settings(deadline=None)
 @given(st.floats(0.5, 5.5), st.integers(1, 50))
 def test_bursts_and_our_own_absences_say_nothing_of_a_line(gap_s: float, count: int) -> None:
     plain, busy = PATIENCE.liveness(), PATIENCE.liveness()
@@ -533,7 +531,7 @@ async def deaf(conversation: Conversation) -> None:
     await asyncio.Event().wait()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from("acd"), st.integers(1, 3), st.booleans()), min_size=1, max_size=8))
 def test_what_waits_to_be_received_is_bounded_whoever_sends_it(calls: list[tuple[str, int, bool]]) -> None:
     most = 4_200_000  # two peers with two messages each
@@ -675,7 +673,7 @@ def test_room_is_counted_to_the_byte(acts: list[tuple[int, int, bool]]) -> None:
 # Paced by a budget.
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(st.floats(5 * LEAST_RATE, 2e6), st.integers(1, 4), st.floats(0.0, 3.0))
 def test_what_is_paced_never_leaves_faster_than_the_rate(rate: float, count: int, pause_s: float) -> None:
     async def play(line: Line) -> None:

@@ -47,12 +47,11 @@ from noloco_node.planning.bandwidth import (
     microbatch_bytes,
     slowest_bytes_per_s,
 )
-from noloco_node.run.peer_state import PeerState, Wait, WaitCause
+from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork
-from noloco_node.swarm import invite as invites
-from noloco_node.swarm.roster import PeerRecord, Roster, some_addresses
+from noloco_node.swarm.roster import PeerRecord, Roster
 
 RATE = 1e6
 
@@ -251,7 +250,7 @@ async def passing(valve: FairLimiter, sizes: list[int], delays: list[float]) -> 
 SIZES = st.lists(st.integers(1, 3_000_000), min_size=1, max_size=25)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SIZES, st.floats(budget.LEAST_RATE, 1e7), st.randoms(use_true_random=False))
 async def test_never_more_than_the_rate_and_one_burst(sizes: list[int], rate: float, rng: object) -> None:
     delays = [rng.uniform(0.0, 5.0) for _ in sizes]  # type: ignore[attr-defined]
@@ -271,7 +270,7 @@ async def test_never_more_than_the_rate_and_one_burst(sizes: list[int], rate: fl
             assert inside <= rate * (passed[last][0] - since) + burst + saved + 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(SIZES, st.floats(budget.LEAST_RATE, 1e7))
 def test_who_is_busy_uses_the_whole_rate(sizes: list[int], rate: float) -> None:
     async def main() -> float:
@@ -282,7 +281,7 @@ def test_who_is_busy_uses_the_whole_rate(sizes: list[int], rate: float) -> None:
     assert run(main()) == pytest.approx(max(0.0, sum(sizes) - burst) / rate, rel=0.01, abs=1e-3)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, budget.SMALL_BYTES), st.floats(budget.LEAST_RATE, 1e7), st.floats(0.0, 20.0))
 def test_a_small_message_does_not_starve_behind_a_large_copy(size: int, rate: float, delay: float) -> None:
     async def main() -> float:
@@ -461,20 +460,14 @@ def test_a_message_whose_taker_was_interrupted_stays_for_the_next() -> None:
 
 
 def test_a_budget_is_said_in_words() -> None:
-    async def work(ours: PeerNetwork, theirs: PeerNetwork) -> None:
-        await carry(ours, "them", 10)
-        assert spending(theirs.statistics()) is None
-
-    allowance = OwnerLimits(upload_bytes_per_s=RATE, monthly_cap_bytes=300 * 10**9)
-    limits = conversing(allowance, work)
-    limits.month_bytes = 93 * 10**9
     counts = {
         "budget.upload.allowed": 2.5e6,
         "budget.upload.used": 1.25e6,
         "budget.month.allowed": 300e9,
-        "budget.month.used": limits.month_bytes,
+        "budget.month.used": 93e9,
     }
     assert spending(counts) == "upload 10 Mbit/s of 20 Mbit/s, 31% of this month's 300 GB"
+    assert spending({}) is None
 
 
 # Whole nodes.
@@ -690,40 +683,6 @@ def test_a_disk_that_refuses_is_said_once_and_ends_nothing(tmp_path: Path) -> No
 
 
 # Shown.
-
-
-def test_status_shows_budgets_and_no_markup_of_strangers() -> None:
-    run_of_test = recipe()
-    records = tuple(
-        PeerRecord(peer=f"peer-{name}", stage=0, state=PeerState.TRAINING, budget=said, waiting=waiting)
-        for name, said, waiting in (
-            ("a", "upload 10 Mbit/s of 20 Mbit/s", ()),
-            ("b", None, (Wait(WaitCause.OTHER, detail="[bold]nothing[/bold]\x1b[2J[/]"),)),
-        )
-    )
-    shown = picture(run_of_test, Roster(stages=(records, ())))
-    assert f" peer-a {records[0].budget}" in shown
-    plain = "".join(letter for letter in shown if letter.isalnum() or letter in "[]/")
-    assert shown.count("budget") == 2  # the title speaks of the token budget
-    assert "\x1b[2J" not in shown
-    assert "[bold" in plain
-    assert picture(run_of_test, Roster(stages=(records[1:], ()))).count("budget") == 1
-
-
-def test_one_record_of_garbage_spoils_no_status() -> None:
-    """An address that is none, or somebody else's, is left out of the invite that `status` prints."""
-    peers = ("12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu", "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N")
-    place = "/ip4/192.0.2.1/tcp/4001/p2p/"
-    said = ["garbage", "/ip4/192.0.2.1/tcp/4001", place + "x", place + peers[1], f"{place}{peers[1]},{place}{peers[0]}"]
-    liars = tuple(
-        PeerRecord(peer=peers[0], stage=0, state=PeerState.TRAINING, addresses=(address,), device_s=1e308, version="\0")
-        for address in said
-    )
-    honest = PeerRecord(peer=peers[0], stage=1, state=PeerState.TRAINING, addresses=(place + peers[0],))
-    invite = invites.format("0" * 64, [place + peers[1]])
-    roster = Roster(stages=(liars, (honest,)))
-    assert invites.widened(invites.parse(invite), some_addresses(roster)) == f"{invite},{place}{peers[0]}"
-    assert picture(recipe(), roster)
 
 
 @pytest.mark.parametrize("named", [["month"], ["upload", "download", "month"]])

@@ -155,7 +155,7 @@ async def test_who_is_under_way_when_the_pool_closes_has_its_answer_and_nothing_
 NOT_FOR_GOOD = 1000.0
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 0.9), st.booleans()), max_size=30), st.integers(1, 20))
 async def test_never_more_at_once_and_first_come_first_served(
     jobs: list[tuple[int, float, bool]], receivers: int

@@ -190,7 +190,7 @@ async def test_what_cannot_be_seen_any_more_is_not_called_over() -> None:
 
 
 @given(st.sampled_from(["slept", "stood still", "set"]), st.floats(30.0, 1e6), st.booleans())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_sleep_and_a_set_clock_are_said_and_cost_nobody_his_place(how: str, seconds: float, back: bool) -> None:
     async def main() -> None:
         scene = await watched()

@@ -13,9 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
 from overheard import Cast, Heard, nothing_is_held
-from process_swarm import host, join, look, run_file, steps
-from process_swarm import peer as peer_id
-from processes import Command, Commands
 
 from gossip.interface import OuterStepTaken
 from noloco_node.errors import Exit, user_error_of
@@ -88,7 +85,7 @@ async def end(cast: Cast) -> None:
     assert cast.hub.failures == []
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(
     seed=st.integers(0, 2**20),
     moment_s=st.floats(0.0, 90.0),
@@ -189,15 +186,6 @@ def test_a_window_that_is_complete_is_used_and_a_partial_one_is_told() -> None:
 
     found = [run(main(0.37 * number)) for number in range(5)]
     assert len({discarded for _, discarded in found}) > 1
-
-
-async def test_it_is_out_of_the_roster_when_it_is_gone() -> None:
-    cast = swarm(stages=2)
-    await train(cast)
-    await leave(cast, "s1r0", SOON_S)
-    await asyncio.sleep(2.5)  # one reading; a record that merely expired would take thirty seconds
-    assert [record.peer for record in cast.roster("s0r0").stage(1)] == ["s1r1"]
-    await end(cast)
 
 
 @pytest.mark.parametrize("state", [PeerState.JOINING, PeerState.CATCHING_UP])
@@ -359,37 +347,3 @@ def test_a_closed_terminal_asks_once_however_often_it_is_told(polite: bool) -> N
             return "at once"
 
     assert asyncio.run(main()) == ("politely" if polite else "at once")
-
-
-@pytest.fixture
-def commands() -> Iterator[Commands]:
-    with Commands() as commands:
-        yield commands
-        assert commands.running() == []
-
-
-@pytest.mark.network
-def test_one_termination_lets_a_node_leave_politely_and_leaves_nothing(commands: Commands) -> None:
-    """As Docker and systemd ask; Ctrl-C is tested beside the rest of the swarm."""
-    bootstrap, invite = host(commands, run_file(commands.directory))
-    source, leaver = join(commands, invite, 0), join(commands, invite, 1)
-    commands.until(lambda: steps(leaver) >= 5 and steps(source) >= 5, "they train", alive=[source, leaver])
-    leaver.process.send_signal(signal.SIGTERM)
-    assert leaver.wait() == Exit.OK, leaver.complaint
-    assert leaver.left_behind() == []
-    assert not leaver.daemons()
-    (finished,) = leaver.events(events.Finished)
-    assert finished.why == "asked to leave"
-    assert list(leaver.home.glob("runs/*/checkpoint/*"))
-    assert [loss for loss in source.events(events.Lost) if "silent" in loss.why] == []
-    listed = [record["peer"] for stage in look(commands, invite)["stages"] for record in stage]
-    assert listed == [peer_id(source)]
-    ended(source)
-    ended(bootstrap)
-
-
-def ended(command: Command) -> None:
-    """Ask a command to go as Docker does, and check that it does."""
-    command.process.send_signal(signal.SIGTERM)
-    assert command.wait() == Exit.OK, command.complaint
-    assert command.left_behind() == []

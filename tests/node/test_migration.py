@@ -311,7 +311,7 @@ def kept_at(stage: int, step: int, peer: str = "me") -> Checkpoint:
     return Checkpoint(counters, {"slow": one, "momentum": one, "fast": one, "optimiser": one + one})
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(stages=st.lists(st.integers(0, 2), min_size=1, max_size=12), kept=st.integers(1, 3))
 def test_the_last_checkpoint_of_every_stage_outlives_those_of_others(
     stages: list[int], kept: int, tmp_path_factory: pytest.TempPathFactory

@@ -49,8 +49,7 @@ async def test_two_by_two_trains_gossips_and_ends() -> None:
         assert min(counts.values()) >= 0.7 * max(counts.values())
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize(("architecture", "stages"), [("llama", 1), ("gpt2", 2), ("llama", 3)])
 async def test_without_gossip_and_with_one_replica_it_is_single_process_training(
     architecture: str, stages: int
 ) -> None:
@@ -72,23 +71,23 @@ async def test_without_gossip_and_with_one_replica_it_is_single_process_training
             assert float((tensor - expected).norm() / expected.norm().clamp_min(1e-12)) < 1e-5, name
 
 
-@pytest.mark.parametrize("codec", ["bfloat16", "int8", "int5-int3"])
-def test_through_a_codec_a_swarm_takes_nearly_the_steps_that_it_takes_without(codec: str) -> None:
-    async def main(codec: str) -> list[Peer]:
+def test_through_a_codec_a_swarm_takes_nearly_the_steps_that_it_takes_without() -> None:
+    async def main(codec: str) -> list[float]:
         hub = SimNetwork()
-        what = recipe(stages=3, steps=20, window=1, per_round=1000, codec=codec, width=32)
+        what = recipe(stages=3, steps=12, window=1, per_round=1000, codec=codec, width=32)
         peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in range(3)]
         async with asyncio.timeout(600):
             await asyncio.gather(*[peer.task for peer in peers])
-        return peers
+        assert not any(peer.of(events.PeerViolation) for peer in peers)
+        return [event.loss for event in peers[0].of(events.InnerStep)]
 
-    coded, plain = run(main(codec)), run(main("float32"))
-    assert not any(peer.of(events.PeerViolation) for peer in coded)
-    losses, exact = ([event.loss for event in peers[0].of(events.InnerStep)] for peers in (coded, plain))
-    assert len(losses) == len(exact) == 20
-    assert losses != exact
-    # Later the two go their own ways: a small error grows with every step.
-    assert losses[:5] == pytest.approx(exact[:5], abs=0.03)
+    exact = run(main("float32"))
+    for codec in ("bfloat16", "int8", "int5-int3"):
+        losses = run(main(codec))
+        assert len(losses) == len(exact) == 12
+        assert losses != exact
+        # Later the two go their own ways: a small error grows with every step.
+        assert losses[:5] == pytest.approx(exact[:5], abs=0.03), codec
 
 
 def _train_alone(
@@ -127,28 +126,13 @@ def _train_alone(
     return {**{name: weight.detach() for name, weight in weights.items()}, "losses": torch.tensor(losses)}, names
 
 
-async def test_a_newcomer_copies_a_living_replica() -> None:
-    hub, what = SimNetwork(), recipe(replicas=2, steps=60, per_round=3)
-    peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1)]
-    await until(lambda: len(peers[1].of(OuterStepTaken)) >= 2)
-    late = Peer(hub, what, "peer-late", 1)
-    async with asyncio.timeout(600):
-        await asyncio.gather(late.task, *[peer.task for peer in peers])
-    old, late = peers[1], late
-    assert any("copying stage 1" in line for line in late.said)
-    first = late.of(events.InnerStep)[0]
-    assert first.step > old.of(events.InnerStep)[0].step
-    assert first.progress > 0.0
-    assert any(event.partner == "peer-1" for event in late.of(OuterStepTaken))
-
-
 async def test_a_newcomer_whose_donor_lied_goes_on_from_a_partner(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of its first microbatches tells; nobody's claims do."""
 
     def given(stage: Any, state: ReplicaState) -> Any:
         return from_donor(stage, replace(state, slow=tuple(-5.0 * each for each in state.slow), optimiser=()))
 
-    hub, what = SimNetwork(), recipe(replicas=3, steps=60, per_round=2, extra="staleness_at_most = 2")
+    hub, what = SimNetwork(), recipe(replicas=3, steps=30, per_round=2, extra="staleness_at_most = 2")
     peers = [Peer(hub, what, f"peer-{stage}{number}", stage) for stage in (0, 1) for number in (0, 1)]
     await until(lambda: len(peers[3].of(OuterStepTaken)) >= 4)
     monkeypatch.setattr("noloco_node.node.join.from_donor", given)
@@ -232,20 +216,6 @@ async def test_who_has_finished_waits_for_nothing() -> None:
     await asyncio.gather(*[peer.task for peer in peers])
 
 
-async def test_a_killed_replica_does_not_stop_the_others() -> None:
-    hub, what = SimNetwork(), recipe(replicas=2, steps=40)
-    peers = [Peer(hub, what, f"peer-{stage}{replica}", stage) for stage in (0, 1) for replica in (0, 1)]
-    await until(lambda: len(peers[0].of(events.InnerStep)) >= 5)
-    hub.kill("peer-11")
-    peers[3].task.cancel()
-    await asyncio.wait([peers[3].task])
-    async with asyncio.timeout(900):
-        await asyncio.gather(*[peer.task for peer in peers[:3]])
-    for peer in peers[:3]:
-        assert peer.of(events.Finished)[0].why == "the run is over"
-    assert peers[0].of(events.Hops)[-1].counts["peer-10"] > peers[0].of(events.Hops)[-1].counts["peer-11"]
-
-
 async def list_as_replica(hub: SimNetwork, what: RunFileText, name: str, stage: int, round: int) -> SimPeerNetwork:
     """Let a stranger claim to be a replica that trains."""
     network = hub.network(name)
@@ -319,20 +289,6 @@ async def test_a_replica_that_has_ended_its_last_round_opens_no_other_in_its_nex
     assert not second.of(OuterStepTaken)
 
 
-async def test_a_polite_leaver_leaves_no_round_half_done() -> None:
-    hub, what = SimNetwork(), recipe(stages=1, replicas=2, steps=400, per_round=3)
-    peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
-    await until(lambda: len(peers[1].of(OuterStepTaken)) >= 3)
-    peers[1].leave.set()
-    await peers[1].task
-    met = [event.round for event in peers[0].of(OuterStepTaken) if event.partner == "peer-b"]
-    mine = [event.round for event in peers[1].of(OuterStepTaken) if event.partner == "peer-a"]
-    peers[0].leave.set()
-    await peers[0].task
-    assert met == mine
-    assert peers[1].counters.round == mine[-1]
-
-
 class Hesitant(Text):
     """A text whose end shows only a moment after it was asked for more."""
 
@@ -355,7 +311,8 @@ async def test_a_failure_in_the_midst_of_a_step_leaves_a_checkpoint_that_agrees_
 async def test_a_leave_does_not_cut_off_a_step_that_lasts_longer_than_it_waits(wait_s: float) -> None:
     """Each job of this device takes longer than anybody waits for microbatches."""
 
-    peer = Peer(SimNetwork(), recipe(stages=1, steps=400, window=1), "peer-a", 0, job_s=2 * LONGEST_DRAIN_S)
+    what = recipe(stages=1, steps=400, window=1)
+    peer = Peer(SimNetwork(), what, "peer-a", 0, job_s=2 * LONGEST_DRAIN_S, refresh_s=30.0)
     await until(lambda: len(peer.of(events.InnerStep)) >= 2, 10_000.0)
     await asyncio.sleep(wait_s)
     peer.leave.set()
@@ -365,7 +322,7 @@ async def test_a_leave_does_not_cut_off_a_step_that_lasts_longer_than_it_waits(w
 
 async def test_the_last_step_of_a_run_is_in_its_last_round_however_long_it_lasts() -> None:
     what = recipe(stages=1, steps=3, window=1, per_round=2)
-    peer = Peer(SimNetwork(), what, "peer-a", 0, job_s=2 * LONGEST_DRAIN_S)
+    peer = Peer(SimNetwork(), what, "peer-a", 0, job_s=2 * LONGEST_DRAIN_S, refresh_s=30.0)
     await peer.task
     assert_counted(peer)
     assert len(peer.of(events.InnerStep)) == 3

@@ -190,7 +190,7 @@ changes = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(changes)
 @example([("a", False, True, FORGOTTEN_S)] * 3)
 @example(

@@ -195,7 +195,7 @@ async def test_the_first_session_fails_at_once(code: Exit, tmp_path: Path) -> No
     assert not outside.leaving.polite
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(codes=st.lists(st.sampled_from(PASSING), max_size=9), grouped=st.booleans())
 def test_a_later_session_joins_at_last(
     codes: list[Exit], grouped: bool, tmp_path_factory: pytest.TempPathFactory
@@ -214,7 +214,7 @@ def test_a_later_session_joins_at_last(
     within(tmp_path_factory, main)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(asked_s=st.floats(0.1, 4 * HOUR_S))
 def test_whoever_asks_it_to_leave_need_not_wait(asked_s: float, tmp_path_factory: pytest.TempPathFactory) -> None:
     """In a pause, or while a network is opening; both are cut short."""
@@ -395,7 +395,6 @@ def test_in_vain(monkeypatch: pytest.MonkeyPatch, opens: Opens, met: KnownPeers 
     assert len(opens.tried) == tries
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(["/ip4/192.0.2.7/tcp/4001", "", "/nothing/known", "/ip4/192.0.2.8/udp/1/quic-v1"])))
 def test_doors_of_acquaintances_can_be_read_again(transports: list[str]) -> None:
     met = KnownPeers()

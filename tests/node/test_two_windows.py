@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from memory_swarms import Peer, Text, recipe, until
+from memory_swarms import Peer, recipe, until
 from msgspec import structs
-from torch import Tensor
 
 from gossip.interface import OuterStepTaken
 from noloco_node.journal import events
@@ -51,7 +50,7 @@ def assert_free(peer: Peer) -> None:
 async def test_three_by_two_trains_gossips_and_ends(blocking: bool) -> None:
     hub = SimNetwork(FAR)
     extra = "blocking = true" if blocking else ""
-    what = with_windows(recipe(stages=3, replicas=2, steps=24, window=4, per_round=6, extra=extra), 2)
+    what = with_windows(recipe(stages=3, replicas=2, steps=14, window=4, per_round=4, extra=extra), 2)
     peers = [Peer(hub, what, f"peer-{stage}{replica}", stage) for stage in (0, 1, 2) for replica in (0, 1)]
     async with asyncio.timeout(600):
         await asyncio.gather(*[peer.task for peer in peers])
@@ -59,7 +58,7 @@ async def test_three_by_two_trains_gossips_and_ends(blocking: bool) -> None:
     for peer in peers:
         (finished,) = peer.of(events.Finished)
         assert finished.why == "the run is over"
-        assert 18 <= finished.step <= 28
+        assert 10 <= finished.step <= 22
         steps = peer.of(events.InnerStep)
         assert {event.tokens for event in steps} == {4 * 2 * 8}, "every batch is exact"
         assert [b.step - a.step for a, b in pairwise(steps)] == [1] * (len(steps) - 1)
@@ -71,20 +70,6 @@ async def test_three_by_two_trains_gossips_and_ends(blocking: bool) -> None:
         if not peer.name.startswith("peer-2"):
             # At most a whole window of each step is stale, and on such long lines some of it is.
             assert 0 < peer.stages[-1].statistics()["stale_backwards"] <= 4 * finished.step
-
-
-async def test_leaving_in_the_midst_of_two_windows_is_polite() -> None:
-    hub, what = SimNetwork(FAR), with_windows(recipe(stages=3, steps=400, window=4, per_round=6), 2)
-    peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1, 2)]
-    await until(lambda: len(peers[1].of(events.InnerStep)) >= 5)
-    for leaver in (peers[1], peers[0], peers[2]):
-        leaver.leave.set()
-        async with asyncio.timeout(30):
-            await leaver.task
-    for peer in peers:
-        assert peer.of(events.Finished)[0].why == "asked to leave"
-        assert peer.counters.inner_steps == peer.of(events.InnerStep)[-1].step
-        assert_free(peer)
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 1.5, 3.0])
@@ -128,45 +113,12 @@ def test_who_is_stranded_with_gradients_of_the_next_window_knows_it() -> None:
         return peers[0], asyncio.get_running_loop().time() - begun_s, both
 
     kinds = set()
-    for steps in range(2, 32, 4):
+    for steps in range(2, 20, 6):
         peer, took_s, both = run(main(steps))
         assert peer.of(events.Finished)[0].why == "asked to leave"
         assert took_s < 10.0, "virtual time: it did not wait for what could not come back"
         kinds.add(both)
     assert True in kinds, "what was under way at its death may have let all of them take their turn"
-
-
-class Song(Text):
-    """A text that can be learned: each token is the one before plus three, now and then another."""
-
-    async def draw(self) -> Tensor:
-        noise = await super().draw()
-        start = noise[:, :1]
-        plain = (start + 3 * torch.arange(noise.shape[1])) % 32
-        return torch.where(noise % 8 == 0, noise, plain)
-
-
-def last_loss(windows: int) -> float:
-    """Return the mean loss of the last 30 steps of a run of two stages, one window in flight or two."""
-
-    async def main() -> float:
-        hub = SimNetwork(FAR)
-        what = with_windows(recipe(steps=80, window=4, per_round=10_000), windows)
-        peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1)]
-        peers[0].text = Song(what.run, "peer-0")
-        async with asyncio.timeout(600):
-            await asyncio.gather(*[peer.task for peer in peers])
-        assert (peers[0].stages[-1].statistics()["stale_backwards"] > 0) == (windows == 2)
-        steps = peers[1].of(events.InnerStep)
-        return sum(event.loss for event in steps[-30:]) / 30
-
-    return run(main())
-
-
-def test_stale_gradients_train_nearly_as_well() -> None:
-    one, two = last_loss(1), last_loss(2)
-    assert one < 2.0 < 3.4, "ln 32 is 3.47: it learned something"
-    assert two == pytest.approx(one, rel=0.1)
 
 
 # What a person is told.
@@ -218,7 +170,6 @@ def test_a_second_window_is_offered_to_deep_pipelines_and_refused_to_a_single_st
 IDS = torch.full((1, 1), 5)
 
 
-@settings(deadline=None)
 @given(windows=st.sampled_from([1, 2]), acts=st.lists(st.sampled_from(["step", "correct", "set"]), max_size=4))
 def test_a_priced_stage_knows_how_much_may_change_under_a_graph(windows: int, acts: list[str]) -> None:
     """With two windows: one inner step, and whatever comes after it in the same pause, but nothing before it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing
+from contextvars import ContextVar
 from pathlib import Path
 from threading import Event
 
@@ -54,6 +55,22 @@ def test_weights_and_biases_stays_offline_without_a_key(tmp_path: Path, loggers:
         with closing(LiveCurves([CurveFormat.WANDB], "mine", tmp_path, pytest.fail)) as live:
             live.take(STARTED)
     assert [(each["mode"], each["name"]) for each in loggers.opened] == [("offline", "mine"), (None, "mine")]
+
+
+def test_a_run_that_the_program_has_open_stays_its_own(tmp_path: Path, loggers: FakeLoggers) -> None:
+    open_run, found = ContextVar("open_run", default="none"), []
+
+    def init(**_: object) -> FakeLoggers:
+        found.append(open_run.get())
+        return loggers
+
+    sys.modules["trackio"].__dict__["init"] = init
+    token = open_run.set("the program's")
+    with closing(LiveCurves([CurveFormat.WANDB, CurveFormat.TRACKIO], "mine", tmp_path, pytest.fail)) as live:
+        live.take(STARTED)
+    open_run.reset(token)
+    assert found == ["none"]
+    assert [each["settings"]["reinit"] for each in loggers.opened] == ["create_new"]
 
 
 def test_a_logger_that_fails_is_told_of_and_ends_no_other(tmp_path: Path, loggers: FakeLoggers) -> None:

@@ -227,7 +227,7 @@ def test_the_bound_of_a_norm_is_the_norm_where_all_channels_are_equally_loud() -
 # How much of a message counts.
 
 PLAIN = ACTIVATION_CODECS["bfloat16"].down
-quick = settings(max_examples=40, deadline=None)
+quick = settings(max_examples=40)
 
 
 @pytest.fixture(autouse=True, scope="module")

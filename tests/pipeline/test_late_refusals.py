@@ -66,7 +66,7 @@ class Sender:
 END_S = 220.0
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     hold_s=st.floats(0.1, 9.0),
     share=st.sampled_from([0.2, 0.5, 1.0]),
@@ -93,7 +93,7 @@ async def test_who_holds_microbatches_before_it_refuses_costs_a_sender_a_sixth_a
 
 
 @given(took_s=st.floats(0.0, 0.99), reason=st.sampled_from([Reason.FULL, Reason.GOSSIPING, Reason.LEAVING]))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_who_refuses_sooner_than_a_gradient_comes_is_not_accused(took_s: float, reason: Reason) -> None:
     """Its line may be slow, and it may be busy for long."""
     rng = Random(2)

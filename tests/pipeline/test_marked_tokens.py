@@ -10,7 +10,16 @@ import torch
 from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
-from small_stages import INNER, VOCABULARY, cuts, drawn_ids, make_stage, prepared
+from small_stages import (
+    INNER,
+    VOCABULARY,
+    cuts,
+    drawn_ids,
+    make_stage,
+    prepared,
+    run_microbatch,
+    whole_optimiser,
+)
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -29,7 +38,6 @@ from pipeline.activation_codec import (
     positions_in_rows,
 )
 from pipeline.decoder_slice import Subspace
-from pipeline.forward_pass import PendingForward
 from pipeline.messages import ACTIVATION_CODECS, FIRST, UNLEARNT, Gradient, Microbatch
 from pipeline.model_config import family_config, prepare
 from pipeline.next_stage import check_gradient
@@ -37,7 +45,7 @@ from pipeline.partition import verify_rows
 from pipeline.stage import Stage
 
 SEQUENCES, LENGTH = 3, 13
-quick = settings(max_examples=50, deadline=None)
+quick = settings(max_examples=50)
 
 
 def marked(seed: int, share: float) -> Tensor:
@@ -47,19 +55,8 @@ def marked(seed: int, share: float) -> Tensor:
     return ids.where(chosen, given(ids))
 
 
-def run_microbatch(stages: list[Stage], tokens: Tensor, *, told: bool = False) -> Gradient:
-    """Walk one microbatch down and its gradient up."""
-    hidden, passes = ids_of(tokens[:, :-1]), list[PendingForward]()
-    targets = tokens if told else tokens[:, 1:]
-    for stage in stages[:-1]:
-        passes.append(stage.forward(hidden, targets))
-        hidden = passes[-1].output
-    reply = stages[-1].loss(hidden, targets)
-    gradient = reply.hidden
-    for waiting in reversed(passes):
-        assert gradient is not None
-        gradient = waiting.backward(gradient)
-    return reply
+def train(stages: list[Stage], tokens: Tensor, *, told: bool = False) -> Gradient:
+    return run_microbatch(stages, ids_of(tokens[:, :-1]), tokens if told else tokens[:, 1:])
 
 
 def stages_of(number: int, subspace: Subspace | None = None) -> list[Stage]:
@@ -94,18 +91,10 @@ def test_a_window_is_one_mean_over_all_tokens_that_are_learnt(
         {name: weight for stage in stages for name, weight in zip(stage.names, stage.weights(), strict=True)}
     )
     weights = dict(whole.named_parameters())
-    optimiser = torch.optim.AdamW(
-        [
-            {"params": [w for w in weights.values() if w.ndim >= 2], "weight_decay": INNER.weight_decay},
-            {"params": [w for w in weights.values() if w.ndim < 2], "weight_decay": 0.0},
-        ],
-        lr=1e-3,
-        betas=(INNER.beta1, INNER.beta2),
-        eps=INNER.epsilon,
-    )
+    optimiser = whole_optimiser(weights)
     for step in range(5):
         window = [marked(10 * step + place, share) for place, share in enumerate((0.05, 0.4, 1.0))]
-        replies = [run_microbatch(stages, tokens) for tokens in window]
+        replies = [train(stages, tokens) for tokens in window]
         total = torch.zeros(())
         for tokens, reply in zip(window, replies, strict=True):
             logits, targets = whole(ids_of(tokens[:, :-1])).logits.flatten(0, 1), as_targets(tokens[:, 1:]).flatten()
@@ -131,13 +120,13 @@ def test_a_microbatch_without_a_token_to_learn_changes_nothing(chunked: bool, mo
     if chunked:
         monkeypatch.setattr("pipeline.forward_pass.LOGITS", VOCABULARY)
     stages, tokens = stages_of(2), marked(1, 0.5)
-    none = run_microbatch(stages, given(ids_of(tokens)))
+    none = train(stages, given(ids_of(tokens)))
     assert (none.loss, none.tokens) == (0.0, 0)
     assert none.hidden is not None
     assert not none.hidden.any()
-    some = run_microbatch(stages, tokens)
+    some = train(stages, tokens)
     alone = stages_of(2)
-    assert run_microbatch(alone, tokens).loss == some.loss
+    assert train(alone, tokens).loss == some.loss
     for stage, other in zip(stages, alone, strict=True):
         share = some.tokens / (SEQUENCES * LENGTH)
         assert stage.step(1e-3, share) == other.step(1e-3, share)
@@ -149,10 +138,10 @@ def test_later_stages_know_given_tokens_in_a_subspace() -> None:
     tokens = marked(4, 0.5)
     hidden = ids_of(tokens[:, :-1])
     assert torch.equal(stages[0].forward(hidden, tokens).output, plain[0].forward(hidden, ids_of(tokens)).output)
-    reply = run_microbatch(stages, tokens, told=True)
+    reply = train(stages, tokens, told=True)
     assert reply.tokens == learnt(tokens[:, 1:])
-    everything = run_microbatch(plain, ids_of(tokens), told=True)
-    rest = run_microbatch(stages_of(2, Subspace(16, 3)), (~tokens).contiguous(), told=True)
+    everything = train(plain, ids_of(tokens), told=True)
+    rest = train(stages_of(2, Subspace(16, 3)), (~tokens).contiguous(), told=True)
     assert everything.loss * everything.tokens == pytest.approx(
         reply.loss * reply.tokens + rest.loss * rest.tokens, rel=1e-5
     )
@@ -196,7 +185,7 @@ def test_rows_in_one_sequence_are_learnt_as_apart(family: str, choices: dict[str
     def learnt_by(tokens: Tensor) -> tuple[Gradient, Tensor]:
         """Return the reply, and the sum of the gradients of all losses."""
         stages = [make_stage(recipe, piece, **choices) for piece in cuts(recipe, 3)]
-        reply = run_microbatch(stages, tokens)
+        reply = train(stages, tokens)
         gradients = [weight.grad for stage in stages for weight in stage._weights if weight.grad is not None]
         return reply, torch.cat([each.flatten() for each in gradients]) * (tokens.shape[1] - 1)
 
@@ -211,8 +200,8 @@ def test_rows_in_one_sequence_are_learnt_as_apart(family: str, choices: dict[str
 
 def test_a_row_of_a_sequence_in_a_subspace_is_learnt_as_apart() -> None:
     tokens, subspace = packed(7, 6, 6), Subspace(16, 3)
-    one, two = (run_microbatch(stages_of(2, subspace), tokens[:, at : at + 7], told=True) for at in (0, 6))
-    both = run_microbatch(stages_of(2, subspace), tokens, told=True)
+    one, two = (train(stages_of(2, subspace), tokens[:, at : at + 7], told=True) for at in (0, 6))
+    both = train(stages_of(2, subspace), tokens, told=True)
     assert both.tokens == one.tokens + two.tokens
     assert both.loss * both.tokens == pytest.approx(one.loss * one.tokens + two.loss * two.tokens, rel=1e-5)
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_stages import LLAMA, VOCABULARY, cuts, drawn_ids, make_stage, prepared
+from small_stages import LLAMA, VOCABULARY, cuts, drawn_ids, make_stage, prepared, run_microbatch
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from pipeline.decoder_slice import Subspace, TokenFeatures
-from pipeline.forward_pass import PendingForward
+from pipeline.messages import Gradient
 from pipeline.model_config import Prepared, family_config, prepare
 from pipeline.partition import cut, folded, forward_flops, slice_size, verify_subspace
 from pipeline.stage import Stage
@@ -49,22 +49,8 @@ def whole_of(prepared: Prepared, stages: list[Stage]) -> Any:
     return whole
 
 
-def run_microbatch(stages: list[Stage], tokens: Tensor) -> tuple[float, list[list[int]]]:
-    """Walk one microbatch down and its gradient up; return the loss, and the shapes that travelled."""
-    hidden, passes, shapes = tokens[:, :-1], [], []
-    for stage in stages[:-1]:
-        waiting: PendingForward = stage.forward(hidden, tokens)
-        passes.append(waiting)
-        hidden = waiting.output
-        shapes.append(list(hidden.shape))
-    reply = stages[-1].loss(hidden, tokens)
-    assert reply.tokens == tokens[:, 1:].numel()
-    gradient = reply.hidden
-    for waiting in reversed(passes):
-        assert gradient is not None
-        shapes.append(list(gradient.shape))
-        gradient = waiting.backward(gradient)
-    return reply.loss, shapes
+def train(stages: list[Stage], tokens: Tensor) -> Gradient:
+    return run_microbatch(stages, tokens[:, :-1], tokens)
 
 
 def batch(seed: int) -> Tensor:
@@ -78,7 +64,7 @@ def disturb(stages: list[Stage], seed: int) -> None:
         stage.correct([0.1 * torch.randn(shape, generator=generator) for shape in stage.shapes])
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(
     family=st.sampled_from(FAMILIES),
     number=st.integers(2, 4),
@@ -95,23 +81,24 @@ def test_a_pipeline_with_a_subspace_is_the_whole_model_in_loss_and_gradients(
     logits = whole(input_ids=tokens[:, :-1]).logits
     expected = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     torch.autograd.backward(expected)
-    loss, shapes = run_microbatch(stages, tokens)
-    assert loss == pytest.approx(expected.item(), rel=1e-5)
-    assert shapes == [[3, 12, sent]] * (2 * (number - 1))
+    reply = train(stages, tokens)
+    assert (reply.loss, reply.tokens) == (pytest.approx(expected.item(), rel=1e-5), tokens[:, 1:].numel())
+    assert reply.hidden is not None
+    assert reply.hidden.shape == (3, 12, sent)
     for stage in stages:
         for name, weight in zip(stage.names, stage._weights, strict=True):
             full = whole.get_parameter(name).grad
             assert weight.grad is not None
             # What is narrow is a part of what an ordinary checkpoint holds, and so is its gradient.
             part = full[tuple(slice(size) for size in weight.shape)]
-            assert torch.dist(weight.grad, part) <= 1e-4 * full.norm() + 1e-7, name
+            assert torch.dist(weight.grad, part) <= 1e-4 * full.norm() + 5e-6, name
 
 
 def test_an_ordinary_checkpoint_of_a_trained_run_gives_the_same_logits_without_our_code(tmp_path: Path) -> None:
     prepared = recipe()
     stages = pipeline_of(prepared, 3, 16, codec="bfloat16")
     for step in range(4):
-        run_microbatch(stages, batch(step))
+        train(stages, batch(step))
         for stage in stages:
             stage.step(1e-2, 1)
         disturb(stages, step)
@@ -129,15 +116,15 @@ def test_what_travels_is_coded_like_any_activations_and_computed_again_to_the_bi
     gradients = []
     for graphs in (None, 0):
         stages = pipeline_of(recipe(), 3, 32, codec, graphs)
-        run_microbatch(stages, batch(0))
+        train(stages, batch(0))
         gradients.append([weight.grad for stage in stages for weight in stage._weights])
     assert all(map(torch.equal, *gradients))
 
 
 def test_a_long_loss_in_chunks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    (loss, _), whole = run_microbatch(pipeline_of(recipe(), 2, 16), batch(0)), pipeline_of(recipe(), 2, 16)
+    loss, whole = train(pipeline_of(recipe(), 2, 16), batch(0)).loss, pipeline_of(recipe(), 2, 16)
     monkeypatch.setattr("pipeline.forward_pass.LOGITS", VOCABULARY)
-    assert run_microbatch(whole, batch(0))[0] == pytest.approx(loss, rel=1e-6)
+    assert train(whole, batch(0)).loss == pytest.approx(loss, rel=1e-6)
 
 
 def test_all_tokens_have_different_features_that_are_the_same_everywhere() -> None:

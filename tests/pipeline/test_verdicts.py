@@ -79,7 +79,7 @@ def test_honest_replicas_are_never_shut_out(deep: bool) -> None:
 
 
 @given(st.integers(3, 20), st.integers(), st.booleans(), st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_who_always_lies_is_always_shut_out_and_nobody_else(
     count: int, seed: int, deep: bool, data: st.DataObject
 ) -> None:
@@ -96,7 +96,7 @@ def test_who_always_lies_is_always_shut_out_and_nobody_else(
 
 
 @given(st.integers(3, 16), st.integers(), st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_colluders_that_are_fewer_than_half_shut_out_nobody_honest(count: int, seed: int, data: st.DataObject) -> None:
     names = [f"r{number}" for number in range(count)]
     liars = data.draw(st.sets(st.sampled_from(names), max_size=(count - 1) // 2))

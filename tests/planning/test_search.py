@@ -97,7 +97,7 @@ def merit(found: Planned) -> float:
     return found.expected.tokens_per_s / DOUBLING ** abs(log2(found.run.batch / RUN.batch))
 
 
-EXAMPLES = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EXAMPLES = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @EXAMPLES

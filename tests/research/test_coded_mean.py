@@ -18,7 +18,7 @@ from research.laboratory.experiments.sizes import OURS
 from research.laboratory.methods.coded_mean import BLOCK, CodedMean, rounded
 from research.laboratory.methods.replicas import Model, mean_of
 
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=25)
 codecs = st.sampled_from(["float32", "int8", "int4", "int3", "int2"])
 CENTRAL = replace(OURS, method="central", replicas=3)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from research.codec.fewer_bits import PROBED, Code, growth, meet, meet_by_copies, settled
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.floats(0.3, 5.0), st.integers(0, 2**20))
 def test_a_meeting_changes_the_variance_as_the_law_says(ratio: float, seed: int) -> None:
     source, order = torch.Generator().manual_seed(seed), Random(seed)
@@ -24,7 +24,7 @@ def test_a_meeting_changes_the_variance_as_the_law_says(ratio: float, seed: int)
     assert float(rows.var(0).mean()) / before == pytest.approx(growth(ratio), rel=0.06)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(2, 8), st.sampled_from(["largest", "rms"]), st.floats(0.5, 4.0), st.integers(0, 2**20))
 def test_what_a_pair_has_together_stays_unless_it_wraps(bits: int, by: str, factor: float, seed: int) -> None:
     one, other = torch.randn(2, 2 * PROBED, generator=torch.Generator().manual_seed(seed))
@@ -39,7 +39,7 @@ def test_the_law_has_its_edge_where_it_says() -> None:
     assert growth(1.0) == pytest.approx(0.5 + 1.0 / 12.0, rel=0.01)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(3, 8), st.integers(0, 2**20))
 def test_public_copies_keep_what_a_pair_has_together(bits: int, seed: int) -> None:
     one, other, *told = torch.randn(4, 256, generator=torch.Generator().manual_seed(seed))

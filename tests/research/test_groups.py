@@ -13,7 +13,7 @@ from research.laboratory.methods.synchronous import groups
 from research.theory.groups import apart, left, over_all
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.sampled_from([(4, 2), (8, 2), (8, 4), (8, 8), (16, 2)]), st.integers(1, 6), st.integers(0, 2**20))
 def test_replicas_that_drift_stay_as_far_apart_as_the_law_says(sizes: tuple[int, int], every: int, seed: int) -> None:
     (replicas, group), source, order = sizes, torch.Generator().manual_seed(seed), Random(seed)

@@ -35,7 +35,7 @@ from research.laboratory.running import trial
 from research.theory.pair_step import outer_step
 
 seeds = st.integers(0, 2**20)
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=25)
 CHANGES = {recipe.name: recipe.beside for recipe in everything().recipes if recipe.beside}
 
 

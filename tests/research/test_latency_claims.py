@@ -50,7 +50,7 @@ def test_without_spread_a_tree_takes_two_latencies_a_level(shape: Shape, workers
     assert set(delays.sent.values()) == {1}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.floats(0.01, 50.0), min_size=6, max_size=6), st.lists(st.floats(0.01, 50.0), min_size=6, max_size=6))
 def test_a_complete_tree_of_four_takes_its_longest_way_up_and_its_longest_way_down(
     up: list[float], down: list[float]
@@ -65,7 +65,7 @@ def test_a_complete_tree_of_four_takes_its_longest_way_up_and_its_longest_way_do
     assert all_reduce("complete", 4, Delays(lambda *edge: table[edge])) == pytest.approx(longest)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.floats(0.01, 50.0), min_size=6, max_size=6))
 def test_a_binomial_tree_of_four_sends_nothing_to_itself(delays: list[float]) -> None:
     edges = [(1, 0), (3, 2), (2, 0), (0, 2), (0, 1), (2, 3)]

@@ -25,7 +25,7 @@ servers = st.builds(Server, st.floats(0.01, 1.5), st.floats(0.0, 0.99))
 periods = st.integers(1, 6)
 seeds = st.integers(0, 2**31)
 rules = st.sampled_from([nesterov, heavy_ball])
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 
 
 def draw(generator: torch.Generator) -> Tensors:

@@ -38,7 +38,7 @@ rules = st.builds(
     st.floats(0.1, 1.5),
     st.floats(0.1, 1.9),
 )
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=25)
 
 
 def production_map(law: Law, pairs: tuple[tuple[int, int], ...], met: tuple[bool, ...]) -> torch.Tensor:

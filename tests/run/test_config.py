@@ -286,7 +286,7 @@ TABLES = st.fixed_dictionaries(
 
 
 @given(TABLES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_table_is_a_run_or_trouble(table: dict[str, Any]) -> None:
     said = ""
     try:
@@ -355,7 +355,7 @@ CHANGES = st.fixed_dictionaries(
 
 
 @given(CHANGES, st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_the_digest_sees_neither_comments_nor_order_nor_spelled_out_defaults(change: Any, rng: random.Random) -> None:
     run = run_with(**change)
     everything = msgspec.to_builtins(run)
@@ -541,7 +541,6 @@ NAMES_LIKE_PLACES = ["a - at b", "x - at `$.nowhere`", "x - at `$.model.sizes[..
 
 
 @given(name=st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.sampled_from(NAMES_LIKE_PLACES))
-@settings(deadline=None)
 def test_a_field_of_any_name_is_refused_in_a_sentence(name: str) -> None:
     """A run file may be a stranger's: whatever it calls a field, the answer is no traceback."""
     for section in ("", "[outer]\n", "[data]\n"):

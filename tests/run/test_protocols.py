@@ -61,7 +61,7 @@ def coded(codec: Format, seed: int) -> tuple[Encoded, tuple[float, ...]]:
 
 
 @codecs
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(0, 10_000))
 def test_what_is_encoded_passes_the_wire_and_is_decoded_as_the_sender_sees_it(codec: Format, seed: int) -> None:
     schema = schema_of(codec, gamma=0.5)

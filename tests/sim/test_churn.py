@@ -105,12 +105,12 @@ class Seen:
 
 
 def short_day() -> SimSetup:
-    """One hour of the documentation's scenario, with 24 peers, of whom so many go that each is likely to."""
+    """One hour of the documentation's scenario, with 12 peers, of whom so many go that each is likely to."""
     scenario = load_scenario(SCENARIO)
     (churn,) = scenario.fault
-    swarm = structs.replace(scenario.swarm, stages=3, replicas=8, rounds=9, refresh_s=20.0, save_every_s=60.0)
+    swarm = structs.replace(scenario.swarm, stages=3, replicas=4, rounds=9, refresh_s=20.0, save_every_s=60.0)
     devices = structs.replace(scenario.devices, forward_s=4.0)
-    churn = structs.replace(churn, at_s=120.0, for_s=3000.0, per_hour=1.2, away_s=120.0)
+    churn = structs.replace(churn, at_s=120.0, for_s=3000.0, per_hour=2.4, away_s=120.0)
     return complete(structs.replace(scenario, swarm=swarm, devices=devices, fault=(churn,)), None)
 
 

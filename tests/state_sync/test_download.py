@@ -10,7 +10,7 @@ from random import Random
 from typing import Any, cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
 from rich.console import Console
@@ -231,7 +231,6 @@ def test_the_bar_is_drawn_below_what_others_say_and_leaves_nothing(capsys: pytes
     assert capsys.readouterr() == ("", "")
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**45), st.integers(0, 2**45), st.floats(0.0, 1e10))
 def test_the_line_of_progress_is_never_nonsense(held: int, left: int, rate: float) -> None:
     line = progress_line(3, held, held + left, rate)
@@ -240,7 +239,6 @@ def test_the_line_of_progress_is_never_nonsense(held: int, left: int, rate: floa
     assert line.count("left") == (rate > 0.0)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 1000))
 def test_pauses_grow_and_are_bounded(attempts: int) -> None:
     assert COPY_AGAIN_S <= pause_s(attempts) <= pause_s(attempts + 1) <= LONGEST_PAUSE_S

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from toy_gossip import Toy, ToySettings, World
@@ -159,14 +159,12 @@ def test_work_of_an_earlier_life_is_not_lost_where_the_run_ends_before_another_s
     assert toy.slow == pytest.approx(20.0 if gathered else 20.0 - 0.7 * 8.0)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 100), st.lists(st.integers(0, 100), min_size=1, max_size=7), st.integers(1, 20))
 def test_a_checkpoint_will_do_if_it_is_a_few_rounds_behind_at_most(own: int, rounds: list[int], stale: int) -> None:
     middle = sorted(rounds)[(len(rounds) - 1) // 2]
     assert is_recent_enough(own, rounds, stale) == (middle - own <= min(4, stale))
 
 
-@settings(deadline=None)
 @given(st.integers(3, 100), st.lists(st.integers(0, 100), min_size=1, max_size=7))
 def test_a_newcomer_starts_where_its_stage_is_and_never_met_anybody_later(round: int, rounds: list[int]) -> None:
     beginning = started(from_donor(QuadraticModel(0), state_of_donor(round=round)), rounds, 0.7)

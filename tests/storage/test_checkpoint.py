@@ -70,7 +70,7 @@ def test_a_stage_with_weights_in_two_parts_goes_on_from_its_checkpoint(tmp_path:
     assert all(map(torch.equal, held, stages[1].current_weights()))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(steps=st.lists(st.integers(0, 10**9), min_size=1, max_size=6), keep=st.integers(1, 4))
 def test_the_last_few_written_are_kept_whatever_they_count(
     tmp_path_factory: pytest.TempPathFactory, steps: list[int], keep: int
@@ -103,7 +103,7 @@ def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["00000001-0000000002.safetensors"]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_a_damaged_file_costs_nothing_but_itself(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """One byte changed, or some lost at the end: the one before it is found, and the damage is said."""

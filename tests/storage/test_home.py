@@ -152,7 +152,7 @@ def steps(paths: RunPaths, run: str) -> list[int]:
     return [] if found is None else [found.counters.inner_steps]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.tuples(st.sampled_from(RUNS), st.integers(0, 2)), min_size=1, max_size=8))
 def test_the_newest_weights_of_each_run_and_stage_stay(
     tmp_path_factory: pytest.TempPathFactory, lives: list[tuple[str, int]]

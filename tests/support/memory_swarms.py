@@ -133,6 +133,7 @@ class Peer:
         tokenizer: WeightStore | None = None,
         device: Runner | None = None,
         evaluation: EvaluationHost | None = None,
+        refresh_s: float = 0.2,
         **options: Any,
     ) -> None:
         self.name, self.leave = name, asyncio.Event()
@@ -164,7 +165,7 @@ class Peer:
                 stage=stage,
                 moves=moves,
                 linger_s=30.0,
-                refresh_s=0.2,
+                refresh_s=refresh_s,
                 keep_snapshots=2 if snapshots else 0,
                 **options,
             ),

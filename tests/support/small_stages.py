@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.decoder_slice import Cut, Subspace
-from pipeline.forward_pass import StageSettings
+from pipeline.forward_pass import PendingForward, StageSettings
 from pipeline.inner_step import Inner
+from pipeline.messages import Gradient
 from pipeline.model_config import Prepared, family_config, prepare
 from pipeline.partition import build, cut
 from pipeline.stage import Stage
@@ -50,3 +52,27 @@ def make_stage(
 def drawn_ids(seed: int, *shape: int) -> Tensor:
     """Return ids of the vocabulary."""
     return torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def run_microbatch(stages: Sequence[Stage], ids: Tensor, targets: Tensor) -> Gradient:
+    """Walk one microbatch down and its gradient up; return what the last stage replied."""
+    hidden, passes = ids, list[PendingForward]()
+    for stage in stages[:-1]:
+        passes.append(stage.forward(hidden, targets))
+        hidden = passes[-1].output
+    reply = stages[-1].loss(hidden, targets)
+    gradient = reply.hidden
+    for waiting in reversed(passes):
+        assert gradient is not None
+        gradient = waiting.backward(gradient)
+    assert gradient is None or not passes
+    return reply
+
+
+def whole_optimiser(weights: Mapping[str, Tensor]) -> torch.optim.AdamW:
+    """Return torch's own optimiser of a whole model, with the constants of the stages."""
+    groups = [
+        {"params": [w for w in weights.values() if (w.ndim >= 2) == matrices], "weight_decay": decay}
+        for matrices, decay in ((True, INNER.weight_decay), (False, 0.0))
+    ]
+    return torch.optim.AdamW(groups, lr=1e-3, betas=(INNER.beta1, INNER.beta2), eps=INNER.epsilon)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
 
@@ -16,7 +16,15 @@ from noloco_node.journal import events
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm.membership import Membership
-from noloco_node.swarm.receipts import MOST_BROUGHT, MOST_TIMES, IssuedReceipts, MetWork, ReceiptLedger, met_work
+from noloco_node.swarm.receipts import (
+    MOST_BROUGHT,
+    MOST_TIMES,
+    IssuedReceipts,
+    MetWork,
+    ReceiptLedger,
+    met_work,
+    tag_of,
+)
 from noloco_node.swarm.roster import PeerRecord
 
 ROUND = 8
@@ -64,7 +72,6 @@ def others(swarm: Swarm, read: ReceiptLedger, me: str = "r0") -> MetWork:
     return found
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=12), st.integers(12, 60), st.integers(0, 99))
 def test_honest_work_counts_but_for_what_met_nobody_yet(speeds: list[int], rounds: int, seed: int) -> None:
     swarm, read = Swarm(speeds, seed), ledger()
@@ -128,14 +135,15 @@ def test_even_where_all_partners_lie_their_word_has_a_bound(partners: int, lies:
     ours = IssuedReceipts(1)
     for number in range(partners):
         ours.add(f"liar{number}", MOST_BROUGHT * ROUND, brought=ROUND)
-    signed = {source: {f"liar{number}": samples for number in range(partners)} for source, samples in lies.items()}
+    liars = [f"liar{number}" for number in range(partners)]
+    signed = {tag_of(source): dict.fromkeys(liars, samples) for source, samples in lies.items()}
     found = met_work("r0", ours, signed)
     assert found is not None
     assert found.samples <= MOST_TIMES * (1 + partners) ** 2 * MOST_BROUGHT * partners * ROUND
 
 
 def test_nothing_is_believed_before_the_first_meeting() -> None:
-    assert met_work("r0", IssuedReceipts(1), {"name": {"other": 10**12}}) is None
+    assert met_work("r0", IssuedReceipts(1), {tag_of("name"): {"other": 10**12}}) is None
 
 
 async def test_names_do_not_end_a_run_of_one_stage() -> None:

@@ -31,6 +31,7 @@ from noloco_node.swarm.receipts import (
     ReceiptLedger,
     ReceiptRecord,
     decode_receipts,
+    tag_of,
 )
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.units import LARGEST_COUNT
@@ -38,7 +39,7 @@ from tests.explorer.attacks import publish_identity
 
 
 def raw(epoch: int, **samples: int) -> bytes:
-    return msgspec.msgpack.encode(ReceiptRecord(epoch, samples))
+    return msgspec.msgpack.encode(ReceiptRecord(epoch, {tag_of(source): count for source, count in samples.items()}))
 
 
 def test_receipts_survive_a_restart_and_count_once() -> None:
@@ -82,9 +83,11 @@ def test_what_is_covered_never_shrinks(said: list[tuple[int, int]]) -> None:
         raw(-1),
         raw(1, a=-1),
         raw(1, a=LARGEST_COUNT + 1),
-        msgspec.msgpack.encode([1, {"a": 1.5}]),
+        msgspec.msgpack.encode([1, {tag_of("a"): 1.5}]),
+        msgspec.msgpack.encode([1, {tag_of("a")[1:]: 1}]),
+        msgspec.msgpack.encode([1, {"a": 1}]),
         raw(1, **{f"p{number}": 1 for number in range(MOST_LISTED + 1)}),
-        raw(1, **{"x" * RECEIPT_BYTES: 1}),
+        raw(1, a=1) + bytes(RECEIPT_BYTES),
     ],
 )
 def test_what_is_no_receipt_is_none(garbage: bytes) -> None:
@@ -130,7 +133,7 @@ def test_what_is_believed_of_strangers_is_bounded(monkeypatch: pytest.MonkeyPatc
             ledger.prove("signer", 1)
         ledger.take({"signer": raw(number, steady=1, **{f"passing{number}": 1})})
         ledger._books.clear()
-    assert set(ledger._settled) == {"steady"} | {f"passing{number}" for number in range(13, 20)}
+    assert set(ledger._settled) == {tag_of("steady")} | {tag_of(f"passing{number}") for number in range(13, 20)}
     assert ledger.verified("steady") == 20
 
 
@@ -157,7 +160,8 @@ class Swarm:
         raws = {name: issued.raw() for name, issued in self.issued.items()}
         for signer, lies in self.signed_for_nothing.items():
             honest = decode_receipts(raws[signer]).samples if signer in raws else {}  # type: ignore[union-attr]
-            raws[signer] = msgspec.msgpack.encode(ReceiptRecord(1, honest | lies))
+            told = {tag_of(source): samples for source, samples in lies.items()}
+            raws[signer] = msgspec.msgpack.encode(ReceiptRecord(1, honest | told))
         self.ledger.take(raws)
 
 

@@ -58,9 +58,11 @@ def test_a_liar_lowers_nothing_and_stays_within_what_one_source_may_say(said: li
 
 def test_only_who_was_seen_at_work_or_came_before_us_is_believed() -> None:
     progress = RunProgress("me")
-    progress.take({"early": raw(5)}, [], 0.0)
+    progress.take({"early": raw(5)}, 0.0)
     found = {"early": raw(6), "stranger": raw(2**50, True), "worker": raw(7), "garbled": b"\xc1"}
-    progress.take(found, [record("worker"), record("stranger", state=PeerState.CATCHING_UP)], 1.0)
+    known = [record("worker"), record("stranger", state=PeerState.CATCHING_UP, samples=2**50)]
+    progress.see(known, known, 1.0)
+    progress.take(found, 1.0)
     assert {peer: each.samples for peer, each in progress.sources.items()} == {"early": 6, "worker": 7}
 
 

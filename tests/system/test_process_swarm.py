@@ -509,8 +509,10 @@ def test_a_node_whose_own_daemon_dies_starts_another_and_trains_on(crowd: Crowd)
     crowd.commands.until(lambda: "back in the swarm" in victim.complaint, "its daemon is back", alive=[victim])
     crowd.commands.until(lambda: steps(victim) > taken + 5, "it trains on", alive=[victim, *crowd.sound])
     crowd.goes_on()
-    victim.interrupt()
+    victim.process.send_signal(signal.SIGTERM)  # as Docker and systemd ask
     assert victim.wait() == Exit.OK, victim.complaint
+    assert victim.left_behind() == []
+    assert [event.why for event in victim.events(Finished)] == ["asked to leave"]
 
 
 def test_a_new_bootstrap_peer_takes_the_place_of_a_dead_one(crowd: Crowd) -> None:

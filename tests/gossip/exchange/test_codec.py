@@ -42,7 +42,7 @@ seeds = st.integers(0, 2**31)
 formats = st.sampled_from(Format)
 lossy = st.sampled_from(LOSSY)
 scales = st.sampled_from([1e-45, 1e-38, 1e-20, 1.0, 1e20, 1e37])
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -479,7 +479,7 @@ common = st.tuples(st.integers(128, 255), st.integers(-100, 60)).map(lambda each
 """As `common_steps` makes them: numbers of 8 significant bits."""
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(seeds, common, st.sampled_from([0.0, 0.5, 3.0, 2.0**10, 2.0**20, 2.0**60]), st.booleans())
 def test_what_a_sender_reads_of_its_own_is_what_its_codes_say(seed: int, step: float, far: float, high: bool) -> None:
     """In whole steps, between two of them, and where float32 has none between its numbers any more."""

@@ -36,7 +36,7 @@ from research.theory.pair_step import pseudo_gradient, step_pair
 SHAPES = ((20, 40), (300,))
 OUTER = Outer(alpha=0.0, beta=1.0, gamma=1.0)
 honest = st.floats(0.2, 2.0)
-quick = settings(max_examples=50, deadline=None)
+quick = settings(max_examples=50)
 
 
 def draw(seed: int, length: float) -> Tensors:

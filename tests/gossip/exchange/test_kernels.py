@@ -116,7 +116,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 @given(seeds, steps, spreads, huges, st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_travels_is_the_same(
     forms: Forms, seed: int, step: float, spread: float, huge: float, on_top: bool
 ) -> None:
@@ -139,7 +139,7 @@ def test_what_travels_is_the_same(
 
 
 @given(seeds, steps, spreads, huges, outers, both_shares)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_step_is_the_same(
     forms: Forms, seed: int, step: float, spread: float, huge: float, outer: Outer, shares: Shares
 ) -> None:
@@ -150,7 +150,7 @@ def test_a_step_is_the_same(
 
 
 @given(seeds, st.integers(-20, 20), st.floats(0.1, 100.0), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_what_is_measured_is_the_same(forms: Forms, seed: int, exponent: int, spread: float, slow: bool) -> None:
     case = draw(seed, 2.0**exponent, spread)
     slows, learned = (tuple([t.where(t.abs() < 1e20, 1.0) for t in tensors]) for tensors in case[:2])

@@ -230,7 +230,7 @@ def test_only_an_acknowledgement_is_an_acknowledgement() -> None:
 # Probes.
 
 
-@hypothesis_settings(max_examples=50, deadline=None)
+@hypothesis_settings(max_examples=50)
 @given(st.integers(0, 99), st.lists(st.integers(0, 5000), max_size=8), st.integers(1, 300))
 def test_probe_coordinates_are_valid_and_counted(seed: int, sizes: list[int], k: int) -> None:
     coordinates = probe_coordinates(seed, sizes, k)

@@ -30,7 +30,7 @@ from gossip.rule.outer_step import LIFT_BOUND
 from gossip.settings import RoundTimeouts
 
 names = st.sets(st.text("abcdefgh", min_size=1, max_size=4), min_size=1, max_size=25)
-few = settings(max_examples=60, deadline=None)
+few = settings(max_examples=60)
 
 
 def roster(count: int) -> list[str]:

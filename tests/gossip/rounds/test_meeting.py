@@ -213,7 +213,7 @@ def test_a_liars_probe_moves_int4_by_a_bounded_amount_or_is_refused() -> None:
 # Delayed momentum.
 
 
-@hypothesis_settings(max_examples=10, deadline=None)
+@hypothesis_settings(max_examples=10)
 @given(st.integers(1, 4), st.floats(0.0, 1.0))
 def test_rounds_apply_the_joint_rule(period: int, share: float) -> None:
     delay = Delay(period, share / period)
@@ -396,7 +396,7 @@ def test_the_fresh_one_meets_another_in_the_same_round() -> None:
     assert [step.adopted for step in stale.met] in ([True], [])
 
 
-@hypothesis_settings(max_examples=4, deadline=None)
+@hypothesis_settings(max_examples=4)
 @given(st.integers(2, 20), st.integers(1, 6), st.booleans())
 def test_two_of_unequal_speed_never_take_each_others_weights(ratio: int, at_most: int, blocking: bool) -> None:
     """The fast one opens many rounds to one of the slow, and steps alone in some: its work is not old for that."""
@@ -801,7 +801,6 @@ def test_an_exchange_that_runs_out_of_time_has_more_next_time_unless_work_stands
             assert len(toy.met) >= 3
 
 
-@hypothesis_settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=30), st.booleans())
 def test_the_time_of_an_exchange_is_bounded_whatever_befalls_it(fates: list[bool], blocking: bool) -> None:
     round_state = pair(replace(SETTINGS, blocking=blocking), World())[0].rounds._round_state

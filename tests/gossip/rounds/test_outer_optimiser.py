@@ -25,7 +25,7 @@ from research.codec.whole_sets import decode
 from research.theory.pair_step import step_alone, step_pair
 
 SHAPES = ((3, 700), (), (0,), (2 * BLOCK + 5,), (1,))
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=25)
 seeds = st.integers(0, 2**31)
 coefficients = st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.25])
 outers = st.builds(Outer, st.sampled_from([0.0, 0.5]), coefficients, coefficients)
@@ -142,7 +142,7 @@ def test_a_pair_steps_as_the_rule_says_whatever_the_pieces(
 
 
 @given(st.sampled_from([Format.BFLOAT16, Format.INT8, Format.INT4]), seeds, st.sampled_from([1.0, 0.6]))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_what_rounding_leaves_out_goes_out_later(form: Format, seed: int, gamma: float) -> None:
     """Two replicas that learn and meet lose nothing: in the mean they stand where all that they have learned leads.
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from toy_gossip import ToySettings, at_once
 
@@ -184,7 +183,6 @@ async def test_disowned_weights_are_worth_nothing_until_others_replace_them(adop
     assert state.owns == adopted
 
 
-@hypothesis_settings(deadline=None)
 @given(st.lists(st.sampled_from((*TRANSITIONS, "refuse_proposals", "ask")), max_size=40))
 async def test_no_sequence_of_events_breaks_the_invariants(events: list[str]) -> None:
     others: dict[str, Callable[[RoundState], object]] = {

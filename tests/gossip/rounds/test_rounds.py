@@ -2,8 +2,6 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -539,79 +537,3 @@ def test_weights_are_corrected_wholly_or_not_at_all(settings: ToySettings) -> No
 
 
 # Across stages.
-
-
-class Gate:
-    """Microbatches share it; a change of weights shuts it and waits until it is alone."""
-
-    def __init__(self) -> None:
-        self._inside = 0
-        self._shut = False
-        self._changed = asyncio.Condition()
-
-    @asynccontextmanager
-    async def passing(self) -> AsyncIterator[None]:
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._shut)
-            self._inside += 1
-        try:
-            yield
-        finally:
-            async with self._changed:
-                self._inside -= 1
-                self._changed.notify_all()
-
-    @asynccontextmanager
-    async def alone(self, retry_after_s: float) -> AsyncIterator[None]:
-        async with self._changed:
-            self._shut = True
-            await self._changed.wait_for(lambda: self._inside == 0)
-        try:
-            yield
-        finally:
-            async with self._changed:
-                self._shut = False
-                self._changed.notify_all()
-
-
-class LaterStage:
-    """A replica of stage 1: an inner step needs two microbatches; a round is due after every inner step."""
-
-    def __init__(self, world: World, name: str, settings: ToySettings) -> None:
-        self.toy = Toy(world, name, settings)
-        self.gate = Gate()
-        self.toy.alone = self.gate.alone  # type: ignore[method-assign]
-        self._window = 0
-
-    async def microbatch(self) -> None:
-        async with self.gate.passing():
-            await asyncio.sleep(1.0)
-            self._window += 1
-            full = self._window == 2
-        if full:
-            self._window = 0
-            self.toy.inner_steps += 1
-            await self.toy.rounds.between_steps(self.toy.inner_steps, 1.0)
-
-
-@both_forms
-async def test_a_gate_shut_only_when_agreed_does_not_deadlock(settings: ToySettings) -> None:
-    """Two sources, one microbatch in flight each, both first to x twice and then to y twice."""
-    world, settings = World(), replace(settings, inner_steps_per_round=1)
-    later = {name: LaterStage(world, name, settings) for name in ("x", "y")}
-    runners = [asyncio.create_task(stage.toy.rounds.run()) for stage in later.values()]
-
-    async def source() -> None:
-        for hop in "xxyy" * 6:
-            await later[hop].microbatch()
-
-    async with asyncio.timeout(500.0), asyncio.TaskGroup() as group:
-        for _ in range(2):
-            group.create_task(source())
-    for runner in runners:
-        runner.cancel()
-    x, y = (stage.toy for stage in later.values())
-    assert x.inner_steps == y.inner_steps == 12
-    # A step may still wait for the next pause.
-    assert len(x.met) == pytest.approx(len(y.met), abs=1)
-    assert len(x.met) >= 5

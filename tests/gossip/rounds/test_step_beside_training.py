@@ -23,7 +23,7 @@ H = 10
 SETTINGS = ToySettings(seed=3, alpha=0.5, beta=0.7, gamma=0.7, inner_steps_per_round=H, overlap_steps=4)
 BLOCKING = replace(SETTINGS, blocking=True)
 both_forms = pytest.mark.parametrize("settings", [SETTINGS, BLOCKING], ids=["overlapped", "blocking"])
-few = hypothesis_settings(deadline=None, max_examples=40)
+few = hypothesis_settings(max_examples=40)
 seconds = st.floats(0.0, 3.5 * H)
 START = 20.0
 

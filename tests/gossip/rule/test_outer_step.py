@@ -23,7 +23,7 @@ coefficients = st.floats(min_value=0.0, max_value=1.5)
 outers = st.builds(Outer, coefficients, coefficients, coefficients)
 seeds = st.integers(min_value=0, max_value=2**31)
 delays = st.builds(lambda period, part: Delay(period, part / period), st.integers(1, 6), st.floats(0.0, 1.0))
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 
 
 def draw(generator: torch.Generator) -> Tensors:
@@ -276,7 +276,7 @@ momenta = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(momenta, st.floats(0.001, 2.5))
 @example(Momentum(0.728, 2, 0.5), 1.705)  # One of the few where those in step need the narrower range, by 0.05 %.
 @example(Momentum(0.97, 5, 0.0), 0.4)  # In the gap before an island.
@@ -294,7 +294,7 @@ def test_nothing_contracts_from_two_on(alpha: float, period: int, part: float, g
     assert not contracts(Momentum(alpha, period, part / period), gamma)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(momenta, st.floats(0.02, 0.999))
 def test_all_below_the_bound_is_stable_and_the_edge_is_not(momentum: Momentum, part: float) -> None:
     bound = stability_bound(*momentum)
@@ -303,7 +303,7 @@ def test_all_below_the_bound_is_stable_and_the_edge_is_not(momentum: Momentum, p
     assert not contracts(momentum, bound * (1 + 1e-6))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(momenta, st.floats(0.0, 1.0))
 def test_the_bound_grows_with_period_and_spread(momentum: Momentum, part: float) -> None:
     alpha, period, spread = momentum

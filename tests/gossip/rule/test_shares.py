@@ -24,7 +24,7 @@ from research.theory.pair_step import mean
 
 claims = st.integers(0, 2**62)
 honest = st.integers(1, 60)
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 
 
 @given(claims, claims)

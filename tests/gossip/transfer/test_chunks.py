@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from state_copies import SHAPES, drawn
 
@@ -22,7 +22,6 @@ from gossip.transfer.chunks import (
 sizes = st.lists(st.integers(0, 40_000).map(lambda count: 4 * count), max_size=30)
 
 
-@settings(deadline=None)
 @given(sizes)
 def test_pieces_cover_every_byte_once_and_in_order(tensor_bytes: list[int]) -> None:
     spans = cut(tensor_bytes)
@@ -38,7 +37,6 @@ def test_pieces_cover_every_byte_once_and_in_order(tensor_bytes: list[int]) -> N
     assert covered == sorted(covered)
 
 
-@settings(deadline=None)
 @given(sizes)
 def test_pieces_are_bounded_and_no_piece_holds_parts_of_two_tensors(tensor_bytes: list[int]) -> None:
     limit = piece_bytes(sum(tensor_bytes))
@@ -57,7 +55,6 @@ def test_pieces_are_bounded_and_no_piece_holds_parts_of_two_tensors(tensor_bytes
         assert len(of_unit) == 1 or len({part.tensor for span in of_unit for part in span.parts}) == 1
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**40))
 def test_the_size_of_a_piece_is_bounded_and_a_power_of_two(section_bytes: int) -> None:
     size = piece_bytes(section_bytes)
@@ -65,7 +62,6 @@ def test_the_size_of_a_piece_is_bounded_and_a_power_of_two(section_bytes: int) -
     assert size & (size - 1) == 0
 
 
-@settings(deadline=None)
 @given(st.integers(0, 1000))
 def test_what_is_gathered_and_scattered_is_what_was_there(seed: int) -> None:
     tensors, copies = drawn(seed), tuple(torch.zeros(shape) for shape in SHAPES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gossip.exchange.messages import Implausible, Manifest
@@ -30,7 +30,6 @@ MANIFEST = Manifest(
 norms = st.floats(1e-3, 1e3)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(0, 10**9), st.integers(0, 10**9))
 def test_units_stay_where_that_saves_something_and_the_copies_belong_together(
     round: int, afresh: int, settled: int
@@ -50,7 +49,6 @@ def test_copies_of_other_sections_or_another_place_in_the_period_do_not_mix() ->
     assert not mixes(MANIFEST, replace(MANIFEST, first=ROW, second=ROW), **saving)
 
 
-@settings(deadline=None)
 @given(st.lists(norms, min_size=1, max_size=3))
 def test_of_any_replicas_one_is_left_to_copy_from(found: list[float]) -> None:
     """Each is compared with the others; not all of them are refused."""
@@ -67,7 +65,6 @@ def test_weights_that_blew_up_are_refused_also_where_two_disagree() -> None:
     assert objection(small, [MANIFEST, replace(MANIFEST, norm=11.0)]) is not None
 
 
-@settings(deadline=None)
 @given(st.integers(0, 100), st.floats(0.0, 1.0))
 def test_round_and_progress_are_compared_with_the_rosters(round: int, progress: float) -> None:
     voices = [replace(MANIFEST, round=at, progress=far) for at, far in ((19, 0.0), (20, 0.5), (1000, 0.5))]
@@ -77,7 +74,6 @@ def test_round_and_progress_are_compared_with_the_rosters(round: int, progress: 
     assert objection(replace(MANIFEST, round=round, progress=progress), []) is None
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 1000), min_size=1, max_size=9))
 def test_a_newcomer_starts_in_the_round_of_its_stage_or_donor_and_no_liar_drags_it(own: int, rounds: list[int]) -> None:
     start = round_to_start_in(own, rounds)

@@ -110,7 +110,7 @@ async def test_what_is_copied_is_what_was_frozen_though_the_donor_trains_on() ->
 # Lines that break, and donors that die.
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.sets(st.integers(0, 4 * len(SPANS)), max_size=6))
 @example(set(range(0, 8 * len(SPANS), 2)))
 def test_a_stream_that_breaks_is_dialled_again_and_nothing_is_fetched_twice(broken: set[int]) -> None:
@@ -204,7 +204,7 @@ def dying(world: World, name: str, pieces: int) -> None:
     world.tamper = tamper
 
 
-@settings(max_examples=14, deadline=None)
+@settings(max_examples=14)
 @example(4 * len(SPANS) - 1, 6)  # the other streams have ended by then
 @example(4 * len(SPANS) - 2, 6)
 @example(4 * len(SPANS) - STREAMS, 6)
@@ -302,7 +302,7 @@ def test_a_liar_is_refused_and_the_next_donor_asked(change: Any) -> None:
     assert left.refused
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(1, 3 * len(SPANS)))
 async def test_what_an_honest_donor_gave_survives_a_liar(pieces: int) -> None:
     world = World()
@@ -579,7 +579,7 @@ async def test_newcomers_share_a_copy_and_are_served_a_few_at_a_time() -> None:
     assert giving.donor.statistics()["visitors"] == 0
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(0, 1000))
 async def test_copies_are_bounded_and_let_go(rounds: list[int], seed: int) -> None:
     """Newcomers come in one round after the other, some of them for an export, and none ever fetches."""

@@ -6,7 +6,7 @@ import asyncio
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_node.sim.clock import run
@@ -74,7 +74,6 @@ def test_rounds_have_their_share_of_a_link_while_others_are_on_it() -> None:
     assert run(main()) == pytest.approx({"round": 14, **{f"other {number}": 10 for number in range(4)}})
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(1, 10_000), st.integers(0, 20)), max_size=12),
     st.lists(st.sampled_from([10.0, 100.0, 1000.0, math.inf]), min_size=6, max_size=6),

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -73,7 +73,6 @@ def test_absurd_values_pass_the_wire() -> None:
         assert torch.equal(tensor, original)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32))
 def test_flipped_bytes_are_a_finite_message_or_a_violation(seed: int) -> None:
     for message in (load(), Tokens(tokens=torch.arange(4))):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from noloco_node.sim.network.dht import SimDht
@@ -17,7 +17,6 @@ def put(records: SimDht, subkey: str, value: bytes, now_s: float, side: int | No
     return records.publish(("key", subkey), (value, LIFETIME_S), now_s, side=side)
 
 
-@settings(deadline=None)
 @example([(0.0, "a", 10.0)] * 3)
 @given(steps)
 def test_without_a_lag_a_reader_finds_exactly_what_lives(history: list[tuple[float, str, float]]) -> None:
@@ -36,7 +35,6 @@ def test_without_a_lag_a_reader_finds_exactly_what_lives(history: list[tuple[flo
     assert records.statistics()["records.kept"] <= 2 * len(lives)
 
 
-@settings(deadline=None)
 @given(steps, st.floats(0, 15))
 def test_with_a_lag_a_reader_finds_the_past_but_nothing_that_has_expired(
     history: list[tuple[float, str, float]], lag_s: float

@@ -77,7 +77,7 @@ def records() -> dict[str, Any]:
     place = product.signing.place_of("a key of the DHT")
     return {
         "peer": me,
-        "peers": {name: msgspec.msgpack.encode(each).hex() for name, each in published().items()},
+        "peers": {name: product.encode_record(each).hex() for name, each in published().items()},
         "sources": {name: msgspec.msgpack.encode(each).hex() for name, each in sources().items()},
         "place": place.hex(),
         "signed": signer.signed(place, EXPIRY, b"a record").hex(),
@@ -104,7 +104,7 @@ def published() -> dict[str, Any]:
         partner=DONOR,
         waiting=(product.Wait(product.WaitCause.ROOM, 12.0, "all its 2 replicas refused for now"),),
         budget="upload 10 kbit/s of 20 kbit/s",
-        addresses=(PLACE, OTHER_PLACE),
+        addresses=(f"/ip4/192.0.2.1/tcp/4001/p2p/{ME}", f"{PLACE}/p2p-circuit/p2p/{ME}"),
         may_serve=(0, 2),
         moves_to=2,
         version="1.2.3",
