@@ -29,7 +29,7 @@ from pathlib import Path
 import psutil
 
 from gossip.interface import OuterStepTaken
-from noloco_node.data.blocks import open_blocks
+from noloco_node.data.blocks import run_blocks
 from noloco_node.demo.child_processes import Child, Children, tied_command
 from noloco_node.journal import events, reader
 from noloco_node.planning.model_layout import model_layout
@@ -91,7 +91,7 @@ def run_text(
 
 
 class BareLoop:
-    """The whole model of a run in this process, trained plainly: fused AdamW in float32."""
+    """The whole model of a run in this process, trained plainly: fused AdamW in float32, text mixed as for nodes."""
 
     def __init__(self, run: RunConfig) -> None:
         import torch
@@ -108,7 +108,7 @@ class BareLoop:
             weight_decay=inner.weight_decay,
             fused=True,
         )
-        self._blocks = open_blocks(run.data, run.pipeline.sequence_length, run.seed, "single")
+        self._blocks = run_blocks(run, None, "single", self.model.config.vocab_size)
         self.step_tokens = run.samples_per_step * run.pipeline.sequence_length
 
     def step(self, rate: float) -> float:

@@ -185,15 +185,16 @@ def picture(curves: Mapping[str, list[Curve]], losses: Mapping[str, float], head
     panel = figure.subplots()
     figure.subplots_adjust(left=0.075, right=0.74, top=0.86, bottom=0.12)
     figure.text(0.075, 0.92, heading, fontsize=13, fontweight="bold", color=INK)
-    labels = []
+    labels, lowest = [], min(losses.values())
     for (name, drawn), colour in zip(curves.items(), COLOURS, strict=False):
         for curve in drawn:
-            points = [Point(point.x / 60.0, point.value) for point in curve.points]
-            panel.plot(*zip(*smoothed(points), strict=True), color=colour, linewidth=1.4)
+            points = smoothed([Point(point.x / 60.0, point.value) for point in curve.points])
+            panel.plot(*zip(*points, strict=True), color=colour, linewidth=1.4)
+            lowest = min(lowest, *(point.value for point in points))
         labels.append(Labelled(losses[name], f"{name}: {losses[name]:.3f} held out", colour))
         panel.axhline(losses[name], color=colour, linewidth=0.8, linestyle=":")
     dress(panel)
-    panel.set_ylim(min(losses.values()) - 0.1, min(losses.values()) + 1.6)
+    panel.set_ylim(lowest - 0.1, lowest + 1.8)
     panel.set_xlim(left=0)
     panel.set_xlabel("processor minutes of one machine", color=QUIET)
     panel.set_ylabel("training loss, nats a byte", color=QUIET)
