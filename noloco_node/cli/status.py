@@ -95,7 +95,7 @@ def summary(recipe: RunFileText, roster: Roster, invite: str) -> dict[str, Any]:
         "budget_samples": recipe.run.budget_samples,
         "sources": roster.sources,
         "sources_finished": roster.sources_finished,
-        "stages": roster.stages,
+        "stages": [[msgspec.structs.asdict(record) for record in stage] for stage in roster.stages],
         "invite": invite,
     }
 
