@@ -107,3 +107,10 @@ def test_only_the_owner_of_the_run_is_known_by_the_key_beside_its_run_file(tmp_p
     assert found.private_bytes_raw() == owner.private_bytes_raw()
     assert visitor.owner_key("0" * 64) is None
     assert Visitor(run=tmp_path / "none.toml").owner_key(digest) is None
+
+
+def test_as_json_a_record_has_its_fields_by_name() -> None:
+    roster = Roster(stages=((record("abcdefgh"),), ()))
+    ((found,), none) = msgspec.json.decode(msgspec.json.encode(status.summary(recipe(), roster, "an invite")))["stages"]
+    assert (found["peer"], found["state"], found["inner_steps"]) == ("12D3KooWabcdefgh", "catching up", 123_456)
+    assert none == []
