@@ -134,7 +134,7 @@ class PartialDownload:
                     _remove(path)
                 self._made = True
             require_room(self.path, sum(map(len, parts)))
-            with (self.path / name).open("wb", buffering=0) as file:
+            with (self.path / name).open("wb") as file:
                 for part in parts:
                     write_all(file.fileno(), part)
         except OSError as error:
