@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from small_stages import LLAMA, VOCABULARY, cuts, drawn_ids, make_stage, prepared, run_microbatch
 from torch import Tensor
@@ -74,6 +74,8 @@ def disturb(stages: list[Stage], seed: int) -> None:
 def test_a_pipeline_with_a_subspace_is_the_whole_model_in_loss_and_gradients(
     family: str, number: int, sent: int, seed: int
 ) -> None:
+    # OLMo 2 normalises what each layer adds: of one number that is its sign, whose gradient is rounding alone.
+    assume(family != "olmo2" or sent > 1)
     prepared, tokens = recipe(family), batch(seed)
     stages = pipeline_of(prepared, number, sent)
     disturb(stages, seed)
@@ -91,7 +93,7 @@ def test_a_pipeline_with_a_subspace_is_the_whole_model_in_loss_and_gradients(
             assert weight.grad is not None
             # What is narrow is a part of what an ordinary checkpoint holds, and so is its gradient.
             part = full[tuple(slice(size) for size in weight.shape)]
-            assert torch.dist(weight.grad, part) <= 1e-4 * full.norm() + 5e-6, name
+            assert torch.dist(weight.grad, part) <= 1e-4 * full.norm() + 1e-7, name
 
 
 def test_an_ordinary_checkpoint_of_a_trained_run_gives_the_same_logits_without_our_code(tmp_path: Path) -> None:

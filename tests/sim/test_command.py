@@ -432,7 +432,7 @@ def test_very_unequal_replicas_keep_each_other_from_nothing() -> None:
     assert ours.met > 1.5 * fixed.met
     assert ours.gap_last is not None
     assert fixed.gap_last is not None
-    assert ours.gap_last < fixed.gap_last  # by how much is chance: it is the gap of one round
+    assert ours.gap_last < fixed.gap_last / 2
     assert blocking.work < 0.95
 
 

@@ -50,7 +50,7 @@ from tests.explorer.shrink import shrink
 
 pytestmark = pytest.mark.shared
 
-SEEDS = 30
+SEEDS = 40
 FEW = 6
 """Seeds within which a bug must be found."""
 
@@ -85,25 +85,25 @@ def on_a_good_network(scenario: Scenario) -> Scenario:
 # What must hold does.
 
 LEAST = {
-    "checked.adopted": 60,
-    "checked.batch": 150,
-    "checked.bound": 120_000,
-    "checked.correction": 1000,
-    "checked.distance": 9000,
-    "checked.failure": 2300,
-    "checked.finite": 1100,
-    "checked.gone": 6,
-    "checked.left": 3,
-    "checked.meet": 320,
-    "checked.pace": 3100,
-    "checked.pair": 400,
-    "checked.rest": 150,
-    "checked.roster": 28_000,
-    "checked.round": 140,
-    "checked.rule": 1000,
-    "checked.slot": 20_000,
-    "checked.talk": 600,
-    "checked.unmatched": 11,
+    "checked.adopted": 5,
+    "checked.batch": 250,
+    "checked.bound": 200_000,
+    "checked.correction": 1200,
+    "checked.distance": 5000,
+    "checked.failure": 3000,
+    "checked.finite": 1500,
+    "checked.gone": 20,
+    "checked.left": 8,
+    "checked.meet": 700,
+    "checked.pace": 5000,
+    "checked.pair": 600,
+    "checked.rest": 250,
+    "checked.roster": 50_000,
+    "checked.round": 200,
+    "checked.rule": 1200,
+    "checked.slot": 30_000,
+    "checked.talk": 800,
+    "checked.unmatched": 10,
 }
 """How often each invariant is really evaluated in all seeds, at least: one that is not looked at always holds.
 
@@ -134,9 +134,9 @@ def test_random_schedules_evaluate_every_invariant() -> None:
 
 
 def test_in_some_swarms_replicas_move() -> None:
-    moving = [seed for seed in range(20 * SEEDS) if draw(seed).swarm.moves]
-    assert 2 * SEEDS <= len(moving) <= 10 * SEEDS
-    assert sum(examined(seed).counts.get("moved", 0) for seed in moving if seed < SEEDS) >= 1
+    moving = [seed for seed in range(SEEDS) if draw(seed).swarm.moves]
+    assert SEEDS / 10 <= len(moving) <= SEEDS / 2
+    assert sum(examined(seed).counts.get("moved", 0) for seed in moving) >= len(moving) / 2
 
 
 def test_in_some_swarms_a_quarter_of_a_stage_or_less_is_hostile() -> None:
@@ -340,7 +340,7 @@ def test_a_roster_that_never_forgets_is_found(monkeypatch: pytest.MonkeyPatch) -
         self._believed = None
 
     monkeypatch.setattr(PeerTable, "take", never_forget)
-    assert first_broken(first=1).kind == "roster"
+    assert first_broken().kind == "roster"
 
 
 def test_a_peer_that_is_deaf_to_leave_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
