@@ -32,7 +32,7 @@ class NodeSearch(Generic[Peer]):
     def __init__(self, distance: Callable[[Peer], int], most: int, table: Iterable[Peer], me: Peer) -> None:
         self._distance, self._most = distance, most
         self._tellers: dict[Peer, set[Peer | None]] = {peer: {None} for peer in table}
-        """Who named each peer; None: our routing table."""
+        """The peer that named each peer; None: our routing table did."""
         self._asked, self._answered = {me}, {me}
         self._right, self._wrong = Counter[Peer | None](), Counter[Peer | None]()
         """How many of the nodes that each node named have answered, and how many are silent."""

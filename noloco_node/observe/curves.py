@@ -66,8 +66,8 @@ class StepFigures(NamedTuple):
 Draw: TypeAlias = Callable[[StepFigures], None]
 
 
-def points(told: Iterable[events.Event]) -> Iterator[StepFigures]:
-    """Yield a point for each event that has figures. A round stands at the inner step before it."""
+def step_figures(told: Iterable[events.Event]) -> Iterator[StepFigures]:
+    """Yield the figures of each event that has some. A round stands at the inner step before it."""
     step = 0
     for event in told:
         if isinstance(event, events.InnerStep):
@@ -197,7 +197,7 @@ class LiveCurves:
             if started is None:
                 return
             with drawing(kind, self._name or short(started.peer), self._out / kind, offline=False) as draw:
-                for point in points(told):
+                for point in step_figures(told):
                     draw(point)
         except Exception as error:  # of a package of others: all kinds
             why = " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -19,7 +19,7 @@ from noloco_node.admission.ticket import peer_of_file
 from noloco_node.errors import config_error, reason_of, storage_error, usage_error
 from noloco_node.journal.events import fields_of
 from noloco_node.journal.reader import journals_in, read
-from noloco_node.observe.curves import CurveFormat, drawing, points
+from noloco_node.observe.curves import CurveFormat, drawing, step_figures
 from noloco_node.observe.peer_history import Contribution, ledger_of
 from noloco_node.observe.swarm_view import plain
 from noloco_node.storage import atomic_file
@@ -148,7 +148,7 @@ def _draw(journals: Mapping[str, Path], out: Path, kind: CurveFormat) -> int:
     count = 0
     for name, path in journals.items():
         with drawing(kind, name, out, offline=True) as draw:
-            for point in points(read(path)):
+            for point in step_figures(read(path)):
                 draw(point)
                 count += len(point.figures)
     return count

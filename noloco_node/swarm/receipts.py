@@ -44,7 +44,7 @@ from noloco_node.units import LARGEST_COUNT, Count
 
 RECEIPT_BYTES = 4096
 TAG_BYTES = 12
-"""Of a source's tag: whoever wants two identities of one tag has to try some 2^48 keys."""
+"""Of a source's tag. A peer that wants two identities with one tag has to try some 2^48 keys."""
 LONGEST_ID = 64
 MOST_LISTED = 48
 """Sources in one record: those with the most samples since the last record."""

@@ -14,7 +14,7 @@ from gossip.interface import OuterStepTaken
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.observe import curves
-from noloco_node.observe.curves import CurveFormat, LiveCurves, points, read_formats
+from noloco_node.observe.curves import CurveFormat, LiveCurves, read_formats, step_figures
 from tests.support.fake_loggers import FakeLoggers
 
 STARTED = events.Started(peer="12D3KooWabcdefgh", stage=0, run="r", version="1")
@@ -24,7 +24,7 @@ ROUND = OuterStepTaken(round=3, partner="p", gap=0.5, seconds=2.0)
 
 
 def test_rounds_and_evaluations_stand_at_the_inner_step_before_them() -> None:
-    found = list(points([ROUND, STEP, STARTED, ROUND, EVALUATED]))
+    found = list(step_figures([ROUND, STEP, STARTED, ROUND, EVALUATED]))
     assert [each.step for each in found] == [0, 7, 7, 7]
     assert found[1].figures["train/loss"] == 2.0
     assert found[2].figures["round/gap"] == 0.5
@@ -32,7 +32,9 @@ def test_rounds_and_evaluations_stand_at_the_inner_step_before_them() -> None:
 
 
 def test_a_step_of_unknown_loss_has_no_loss_in_its_curve() -> None:
-    [found] = points([events.InnerStep(step=1, progress=0.0, loss=None, tokens=1, seconds=1.0, learning_rate=0.1)])
+    [found] = step_figures(
+        [events.InnerStep(step=1, progress=0.0, loss=None, tokens=1, seconds=1.0, learning_rate=0.1)]
+    )
     assert "train/loss" not in found.figures
     assert found.figures["train/learning_rate"] == 0.1
 
