@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from memory_swarms import Peer, recipe, until
+from memory_swarms import Peer, Text, recipe, until
 from msgspec import structs
+from torch import Tensor
 
 from gossip.interface import OuterStepTaken
 from noloco_node.journal import events
@@ -119,6 +120,53 @@ def test_who_is_stranded_with_gradients_of_the_next_window_knows_it() -> None:
         assert took_s < 10.0, "virtual time: it did not wait for what could not come back"
         kinds.add(both)
     assert True in kinds, "what was under way at its death may have let all of them take their turn"
+
+
+async def test_leaving_in_the_midst_of_two_windows_is_polite() -> None:
+    hub, what = SimNetwork(FAR), with_windows(recipe(stages=3, steps=400, window=4, per_round=6), 2)
+    peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1, 2)]
+    await until(lambda: len(peers[1].of(events.InnerStep)) >= 5)
+    for leaver in (peers[1], peers[0], peers[2]):
+        leaver.leave.set()
+        async with asyncio.timeout(30):
+            await leaver.task
+    for peer in peers:
+        assert peer.of(events.Finished)[0].why == "asked to leave"
+        assert peer.counters.inner_steps == peer.of(events.InnerStep)[-1].step
+        assert_free(peer)
+
+
+class Song(Text):
+    """A text that can be learned: each token is the one before plus three, now and then another."""
+
+    async def draw(self) -> Tensor:
+        noise = await super().draw()
+        start = noise[:, :1]
+        plain = (start + 3 * torch.arange(noise.shape[1])) % 32
+        return torch.where(noise % 8 == 0, noise, plain)
+
+
+def last_loss(windows: int) -> float:
+    """Return the mean loss of the last 30 steps of a run of two stages, one window in flight or two."""
+
+    async def main() -> float:
+        hub = SimNetwork(FAR)
+        what = with_windows(recipe(steps=80, window=4, per_round=10_000), windows)
+        peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1)]
+        peers[0].text = Song(what.run, "peer-0")
+        async with asyncio.timeout(600):
+            await asyncio.gather(*[peer.task for peer in peers])
+        assert (peers[0].stages[-1].statistics()["stale_backwards"] > 0) == (windows == 2)
+        steps = peers[1].of(events.InnerStep)
+        return sum(event.loss for event in steps[-30:]) / 30
+
+    return run(main())
+
+
+def test_stale_gradients_train_nearly_as_well() -> None:
+    one, two = last_loss(1), last_loss(2)
+    assert one < 2.0 < 3.4, "ln 32 is 3.47: it learned something"
+    assert two == pytest.approx(one, rel=0.1)
 
 
 # What a person is told.

@@ -171,3 +171,14 @@ def test_a_gradient_beyond_any_factor_is_given_up() -> None:
         waiting.backward(torch.full((2, 9, 32), torch.nan))
     assert not stage._scale.adapts
     assert not stage.step(1e-3, 1).applied
+
+
+def test_training_goes_as_in_float32() -> None:
+    losses = []
+    for stage in pair(2):
+        for _ in range(30):
+            loss = stage.loss(hidden(), drawn_ids(3, 2, 9)).loss
+            assert stage.step(1e-2, 1).applied
+        losses.append(loss)
+    assert losses[1] < 2.0
+    assert losses[0] == pytest.approx(losses[1], rel=0.03)

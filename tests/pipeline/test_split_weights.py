@@ -214,3 +214,18 @@ def test_an_optimiser_goes_on_after_a_restart_to_the_bit() -> None:
     for stage in (first, second):
         train(stage, 2)
     assert all(map(torch.equal, first.current_weights(), second.current_weights()))
+
+
+def test_training_goes_as_in_float32() -> None:
+    """Losses of the last stage after some steps, of weights in 24 and in 32 bits; moments are codes in one of them."""
+    losses = []
+    hidden = torch.randn(4, 9, 32, generator=torch.Generator().manual_seed(1))
+    targets = drawn_ids(2, 4, 9)
+    for state in ("float32", "int8"):
+        stage = staged(number=1, state=state)
+        for _ in range(30):
+            loss = stage.loss(hidden, targets).loss
+            stage.step(1e-2, 1)
+        losses.append(loss)
+    assert losses[1] < 2.0
+    assert losses[1] == pytest.approx(losses[0], rel=0.03)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
+import subprocess
+import sys
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -12,9 +17,11 @@ from handlers import Work, echo, now
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from repository import ROOT
 
 from noloco_node.network.interface import Conversation, Handler, PeerNetwork
 from noloco_node.network.schema import MessageSpec, Schema
+from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Access, Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork, SimPeerNetwork
 
@@ -55,6 +62,27 @@ async def records_of(network: PeerNetwork) -> Mapping[str, bytes]:
     (found,) = await network.read_all(["key"])
     assert found is not None
     return found
+
+
+async def test_messages_arrive_in_order_after_the_latency() -> None:
+    heard: list[int] = []
+
+    async def listen(conversation: Conversation) -> None:
+        while True:
+            message = await conversation.receive()
+            heard.append(message.number)
+            await conversation.send(message)
+
+    hub, a, _b = await pair(listen=listen)
+    async with a.talk("b", "listen", SCHEMA) as conversation:
+        assert conversation.peer == "b"
+        begun = now()
+        for number in range(100):
+            await conversation.send(Ask(number=number))
+        assert [(await conversation.receive()).number for _ in range(100)] == list(range(100))
+        assert now() - begun == pytest.approx(2 * LATENCY_S)
+        assert heard == list(range(100))
+    assert hub.failures == []
 
 
 async def test_nothing_can_be_said_after_the_end() -> None:
@@ -106,6 +134,20 @@ async def test_a_killed_peer_breaks_its_conversations_on_both_sides() -> None:
     assert work.outcome == "cancelled"
     with pytest.raises(ConnectionRefusedError):
         await ask(b, "a", "work")
+
+
+async def test_a_silent_peer_is_given_up() -> None:
+    work = Work()
+    hub, a, _b = await pair(work=work)
+    asking = asyncio.create_task(ask(a, "b", "work"))
+    await asyncio.sleep(1)
+    hub.silence("b")
+    begun = now()
+    with pytest.raises(ConnectionAbortedError, match="silent for 6"):
+        await asking
+    assert now() - begun == pytest.approx(6.0)
+    await work.ended.wait()
+    assert work.outcome == "cancelled"
 
 
 @pytest.mark.parametrize(("cancelled", "outcome"), [(True, "cancelled"), (False, "done")])
@@ -493,8 +535,8 @@ async def test_readings_lag_behind_by_so_much_at_most() -> None:
     assert set(ages) == {0, 1, 2, 3, 4}
 
 
-async def turmoil(seed: int) -> SimNetwork:
-    """Let six peers converse through every fault at random."""
+async def turmoil(seed: int) -> tuple[str, SimNetwork]:
+    """Let six peers converse through every fault at random; return a digest of all that was seen, and the hub."""
     conditions = NetworkConditions(
         latency=Latency(shape="lognormal", mean_s=0.1, std_s=0.2),
         loss=0.02,
@@ -502,7 +544,11 @@ async def turmoil(seed: int) -> SimNetwork:
         duplicate=0.05,
         roster_lag_s=3.0,
     )
-    hub, rng = SimNetwork(conditions, seed=seed, size_bytes=lambda message, topic: 500), Random(seed)
+    hub, rng, seen = (
+        SimNetwork(conditions, seed=seed, size_bytes=lambda message, topic: 500),
+        Random(seed),
+        hashlib.sha256(),
+    )
     names = [f"peer-{number}" for number in range(6)]
 
     async def live(name: str) -> None:
@@ -515,7 +561,8 @@ async def turmoil(seed: int) -> SimNetwork:
                 except ConnectionError as error:
                     outcome = f"{type(error).__name__} {error}"
                 await network.publish("key", name, outcome.encode(), 20.0)
-                await records_of(network)
+                found = await records_of(network)
+            seen.update(f"{name} {now()!r} {outcome} {found}\n".encode())
 
     async def meddle() -> None:
         for _ in range(12):
@@ -540,13 +587,14 @@ async def turmoil(seed: int) -> SimNetwork:
             group.create_task(live(name))
         group.create_task(meddle())
     await asyncio.sleep(60)
-    return hub
+    seen.update(repr(sorted(hub.statistics().items())).encode())
+    return seen.hexdigest(), hub
 
 
 @settings(max_examples=15)
 @given(st.integers(0, 10_000))
 async def test_whatever_happens_everybody_learns_and_nothing_stays(seed: int) -> None:
-    hub = await turmoil(seed)
+    _, hub = await turmoil(seed)
     assert hub.failures == []
     assert hub.statistics()["held"] == 0
     for number in range(6):
@@ -557,3 +605,26 @@ async def test_whatever_happens_everybody_learns_and_nothing_stays(seed: int) ->
         assert not network.answering
         assert not hub.line(network.peer_id).up.flows
         assert not hub.line(network.peer_id).down.flows
+
+
+def test_a_seed_gives_the_same_turmoil_to_the_bit_in_any_process() -> None:
+    script = (
+        "from test_sim_network import turmoil\n"
+        "from noloco_node.sim.clock import run\n"
+        "print(*[run(turmoil(seed))[0] for seed in range(3)])"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", script],
+        env={
+            **os.environ,
+            "PYTHONHASHSEED": "1",
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests/support", Path(__file__).parent))),
+        },
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    ours = [run(turmoil(seed))[0] for seed in range(3)]
+    assert ours == other
+    assert len(set(ours)) == 3
