@@ -94,6 +94,26 @@ class QuadraticModel:
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, /) -> _Pass:
         """Hand the microbatch's number on: activations [batch, sequence, width]."""
+        output, away = self._passed(hidden)
+        return _Pass(self, output, away)
+
+    def loss(self, hidden: Tensor, targets: Tensor, /) -> Gradient:
+        """Take the last stage's whole work at once."""
+        output, away, loss = self._ended(hidden)
+        self._collect(away)
+        return Gradient(hidden=torch.zeros_like(output), loss=loss, tokens=hidden.shape[0] * hidden.shape[1])
+
+    def activations(self, hidden: Tensor, targets: Tensor | None = None, /) -> Tensor:
+        return self._passed(hidden)[0]
+
+    def token_losses(self, hidden: Tensor, targets: Tensor, /) -> Tensor:
+        return torch.full(targets.shape, self._ended(hidden)[2])
+
+    def infer(self, hidden: Tensor, /) -> NoReturn:
+        raise NotImplementedError("a quadratic model writes no text")
+
+    def _passed(self, hidden: Tensor) -> tuple[Tensor, list[float]]:
+        """Return the activations for the next stage, and the weights from the microbatch's centre."""
         width = _width(self._size)
         output = hidden.float().unsqueeze(-1) if hidden.ndim == 2 else hidden
         if output.shape[-1] < width:
@@ -102,22 +122,14 @@ class QuadraticModel:
         if width > 1:
             output = output.clone()
             output[..., 1] += self._lost(away)
-        return _Pass(self, output, away)
+        return output, away
 
-    def loss(self, hidden: Tensor, targets: Tensor, /) -> Gradient:
-        """Take the last stage's whole work at once."""
+    def _ended(self, hidden: Tensor) -> tuple[Tensor, list[float], float]:
+        """Return the activations that came to the last stage, the weights from the microbatch's centre, and the loss."""
         output = hidden.float().unsqueeze(-1) if hidden.ndim == 2 else hidden
         away = self._away(output)
-        self._collect(away)
         before = float(output[0, 0, 1]) if output.shape[-1] > 1 else 0.0
-        loss = before + self._lost(away)
-        return Gradient(hidden=torch.zeros_like(output), loss=loss, tokens=hidden.shape[0] * hidden.shape[1])
-
-    def token_losses(self, tokens: Tensor, /) -> NoReturn:
-        raise NotImplementedError("no text is held out in a simulation")
-
-    def infer(self, hidden: Tensor, /) -> NoReturn:
-        raise NotImplementedError("a quadratic model writes no text")
+        return output, away, before + self._lost(away)
 
     def _away(self, output: Tensor) -> list[float]:
         return [value - centre for value, centre in zip(self._values, self._centre(output), strict=True)]
