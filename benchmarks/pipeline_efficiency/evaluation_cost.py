@@ -50,7 +50,7 @@ def measure(width: int, layers: int, repeat: int) -> dict[str, float]:
         sums = LossSums(text.documents)
         for batch in text.batches:
             for tokens in torch.split(batch, shape[0]):
-                sums.add(tokens, stage.token_losses(tokens))
+                sums.add(tokens, stage.token_losses(ids_of(tokens[:, :-1]), tokens[:, 1:]))
 
     def sample() -> None:
         (ids,) = prompts.tokens.values()

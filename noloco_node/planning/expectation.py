@@ -57,7 +57,7 @@ def evaluations_planned(run: RunConfig) -> int:
 
     An evaluation takes one peer no longer than an inner step, so that so many cost the run next to nothing.
     """
-    if run.pipeline.stages > 1 or run.model.is_foreign or not run.data.validation_percent:
+    if run.model.is_foreign or not run.data.validation_percent:
         return 0
     return max(1, rounds_of(run) // EVALUATIONS)
 
