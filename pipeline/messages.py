@@ -1,5 +1,6 @@
-"""Messages between two stages: a microbatch goes down, and a gradient or a refusal comes back as its reply. A microbatch
-without a backward pass, of held-out text, is answered by losses.
+"""Messages between two stages: a microbatch goes down, and a gradient or a refusal comes back as its reply.
+
+A microbatch of held-out text has no backward pass: losses come back as its reply.
 
 A refusal is a value. A loss is one of the standard library's errors: `ConnectionRefusedError` (the peer could not be
 reached), `ConnectionAbortedError` (it fell silent or sent what no peer may send), `ConnectionResetError` (the stream

@@ -189,7 +189,7 @@ class NextStage:
         return Refused(reason=Reason.NO_ROUTE, retry_after_s=NO_ROUTE_REST_S)
 
     async def evaluate(self, microbatch: Microbatch, deadline_s: float) -> EvaluationReply:
-        """Return the losses of a microbatch from one replica, or why there are none; the caller watches the deadline."""
+        """Return a replica's losses of a microbatch, or why there are none; the caller watches the deadline."""
         peer, self._evaluation_bag = next_hop(
             self._evaluation_bag, self._ways.evaluators(), self.suspects, self._rng, self._standing.reply_s
         )

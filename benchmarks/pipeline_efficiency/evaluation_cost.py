@@ -23,6 +23,7 @@ from noloco_node.evaluation.evaluator import SAMPLING
 from noloco_node.planning.model_layout import make_stage, model_layout
 from noloco_node.run.presets import run_text, with_fields
 from noloco_node.run.runfile import decode_run
+from pipeline.activation_codec import ids_of
 
 
 def core_s(work: Callable[[], object], repeat: int) -> float:

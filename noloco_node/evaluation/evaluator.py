@@ -118,7 +118,7 @@ class Evaluator:
         """Whether the training is over, so that an evaluation is not left for its end."""
 
     async def in_pause(self, round: int, step: int, progress: float) -> None:
-        """Evaluate in a pause between two inner steps, or in a pipeline beside them, where that is due and ours to do."""
+        """Evaluate in a pause between two inner steps, in a pipeline beside the training, where that is ours to do."""
         self._look(round)
         busy = self._under_way is not None and not self._under_way.done()
         if self._ours is None or busy or (material := self._opened()) is None:
@@ -143,7 +143,7 @@ class Evaluator:
         try:
             async with asyncio.timeout(LONGEST_END_S):
                 # In a pipeline the weights of the next stage shall be final too.
-                while any(each.state is PeerState.TRAINING for each in self._next_stage()):
+                while any(each.state is PeerState.TRAINING for each in self._next_stage()):  # noqa: ASYNC110
                     await asyncio.sleep(LOOK_S)
                 await self._evaluate(number, await self._read(), place)
         except TimeoutError:

@@ -364,6 +364,7 @@ class Assignment:
     async def _linger(self, leave: asyncio.Event) -> None:
         """Serve the weights for a while after the end of the run."""
         reporter, linger_s = self._reporter, self._context.options.linger_s
+        until_s = loop_s() + linger_s
         self._announce(PeerState.FINISHED)
         reporter.record(events.StateChanged(state=PeerState.FINISHED))
         reporter.say(f"finished; serving the weights for {linger_s:.0f} s, Ctrl-C leaves now")
@@ -371,7 +372,7 @@ class Assignment:
             await until_event(leave, self._evaluator.at_the_end(*self._place()))
             self._announce(PeerState.FINISHED)
         with suppress(TimeoutError):
-            async with asyncio.timeout(linger_s):
+            async with asyncio.timeout_at(until_s):
                 await leave.wait()
 
     # What we say of ourselves.

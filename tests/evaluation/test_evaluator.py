@@ -88,7 +88,7 @@ class Trial:
             length=8,
             host=host,
             roster=lambda: Roster(stages=(tuple(records),)),
-            token_losses=self._token_losses,
+            losses=self._token_losses,
             logits=self._logits,
             evaluated=self._evaluated,
             busy_s=lambda: 0.5 * len(self.passes),
@@ -289,7 +289,7 @@ async def test_a_swarm_evaluates_its_own_weights_and_its_records_tell_it() -> No
         assert event.margin is not None
     # The last evaluation of a peer that took no step after it has the loss of its fast weights.
     stage = peers[0].stages[-1]
-    losses = torch.cat([stage.token_losses(batch) for batch in text.batches])
+    losses = torch.cat([stage.token_losses(batch[:, :-1], batch[:, 1:]) for batch in text.batches])
     assert losses.mean().item() == pytest.approx(text_loss(stage.infer, text).mean, rel=1e-5)
 
 

@@ -477,16 +477,16 @@ def test_a_whole_model_has_the_loss_of_each_token_and_trains_on_as_if_it_had_not
         torch.manual_seed(3)
         trained.loss(tokens[:, :-1], tokens[:, 1:])
         if trained is asked:
-            asked.token_losses(marked)
+            asked.token_losses(tokens[:, :-1], marked[:, 1:])
         trained.step(1e-2, 1)
     assert all(map(torch.equal, asked.weights(), other.weights()))
     logits_of_all = other.infer(tokens[:, :-1])
-    losses = other.token_losses(marked)
+    losses = other.token_losses(tokens[:, :-1], marked[:, 1:])
     expected = functional.cross_entropy(logits_of_all.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
     expected = expected.view(losses.shape) * (marked[:, 1:] >= 0)
     torch.testing.assert_close(losses, expected)
-    with pytest.raises(ValueError, match="the whole model"):
-        make_stages(family, 2)[1].token_losses(tokens)
+    with pytest.raises(ValueError, match="only the last stage"):
+        make_stages(family, 2)[0].token_losses(tokens[:, :-1], tokens[:, 1:])
 
 
 @pytest.mark.parametrize("codec", ACTIVATION_CODECS)

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from random import Random
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from noloco_node.data.held_out_text import HeldOutText, evaluated_sequences
+from noloco_node.run.config import RunConfig
 from pipeline.inner_step import OptimiserState, StepReport
 from pipeline.messages import Gradient
 
@@ -125,7 +128,7 @@ class QuadraticModel:
         return output, away
 
     def _ended(self, hidden: Tensor) -> tuple[Tensor, list[float], float]:
-        """Return the activations that came to the last stage, the weights from the microbatch's centre, and the loss."""
+        """Return the activations that came, the weights from the microbatch's centre, and the last stage's loss."""
         output = hidden.float().unsqueeze(-1) if hidden.ndim == 2 else hidden
         away = self._away(output)
         before = float(output[0, 0, 1]) if output.shape[-1] > 1 else 0.0
@@ -188,6 +191,13 @@ class QuadraticModel:
 
     def statistics(self) -> dict[str, int | float]:
         return {"passes": self._passes, "inner_steps": self._steps, "skipped_steps": self._skipped}
+
+
+def held_out_numbers(run: RunConfig) -> HeldOutText:
+    """Return numbers to evaluate on, the same for all peers of a run; sources hardly draw them."""
+    rng = Random(f"{run.seed}|held out")
+    rows = [[rng.randrange(VOCABULARY)] * (run.pipeline.sequence_length + 1) for _ in range(evaluated_sequences(run))]
+    return HeldOutText([torch.tensor(rows)], [f"number {row[0]}" for row in rows], len(rows), complete=True)
 
 
 class RandomBatches:
