@@ -489,6 +489,48 @@ def test_a_whole_model_has_the_loss_of_each_token_and_trains_on_as_if_it_had_not
         make_stages(family, 2)[0].token_losses(tokens[:, :-1], tokens[:, 1:])
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("number", [2, 3])
+def test_stages_have_the_losses_of_the_whole_model_and_train_on_as_if_they_had_not_been_asked(
+    family: str, number: int
+) -> None:
+    recipe = prepared(family, dropout=0.5)
+    asked, other = ([make_stage(recipe, piece) for piece in cuts(recipe, number)] for _ in range(2))
+    tokens, targets = batches(7, 1)[0][:, :-1], batches(7, 1)[0][:, 1:].clone()
+    targets[:, 3:5] = ~targets[:, 3:5]  # only given, and not learnt
+    whole = make_stage(recipe, cuts(recipe, 1)[0]).token_losses(tokens, targets)
+    for trained in (asked, other):
+        torch.manual_seed(3)
+        passes, hidden = [], tokens
+        for stage in trained[:-1]:
+            passes.append(stage.forward(hidden, targets))
+            hidden = passes[-1].output
+        if trained is asked:
+            reached = tokens
+            for stage in asked[:-1]:
+                reached = stage.activations(reached, targets)
+                assert not reached.requires_grad
+            torch.testing.assert_close(asked[-1].token_losses(reached, targets), whole, rtol=1e-5, atol=1e-5)
+        gradient = trained[-1].loss(hidden, targets).hidden
+        for waiting in reversed(passes):
+            assert gradient is not None
+            gradient = waiting.backward(gradient)
+        for stage in trained:
+            stage.step(1e-2, 1)
+    for one, same in zip(asked, other, strict=True):
+        assert all(map(torch.equal, one.weights(), same.weights()))
+    assert asked[0].statistics() == other[0].statistics(), "no pass of the training was added"
+
+
+def test_activations_that_are_not_finite_are_not_sent() -> None:
+    first, last = make_stages("llama", 2)
+    first.set_weights([torch.full(shape, torch.inf) for shape in first.shapes])
+    with pytest.raises(FloatingPointError, match="not finite"):
+        first.activations(batches(7, 1)[0][:, :-1])
+    with pytest.raises(ValueError, match="last stage"):
+        last.activations(batches(7, 1)[0][:, :-1])
+
+
 @pytest.mark.parametrize("codec", ACTIVATION_CODECS)
 def test_a_microbatch_that_is_sent_again_has_the_same_bytes(codec: str) -> None:
     stages, (batch, other) = make_stages("llama", 3, codec=codec), batches(5, 2)
