@@ -10,18 +10,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from held_out import Held
 from hypothesis import given
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe
 from torch import Tensor
 
 from noloco_node.data.held_out_text import HeldOutText, text_loss
-from noloco_node.data.token_text import Prompts
 from noloco_node.errors import config_error
 from noloco_node.evaluation.evaluator import EVALUATION, SAMPLING, Evaluator, EvaluatorContext, chosen
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter
-from noloco_node.run.config import DataConfig
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.storage.checkpoint import Checkpoint, EvaluatedCounters
@@ -34,33 +33,6 @@ def sample(documents: int = 6) -> HeldOutText:
     """Return sequences of eight tokens, one of each document."""
     tokens = torch.randint(32, (documents, 9), generator=torch.Generator().manual_seed(3))
     return HeldOutText([tokens[:4], tokens[4:]], [f"document {each}" for each in range(documents)], documents, True)
-
-
-class Held:
-    """Held-out text in memory (`noloco_node.machine.interface.EvaluationHost`)."""
-
-    def __init__(self, text: HeldOutText | Exception, *prompts: str) -> None:
-        self._text, self.reads, self._prompts = text, 0, Prompts(DataConfig(), prompts)
-        self.kept: list[Checkpoint] = []
-        self.full = False
-
-    async def text(self) -> HeldOutText:
-        self.reads += 1
-        await asyncio.sleep(0.0)
-        if isinstance(self._text, Exception):
-            raise self._text
-        return self._text
-
-    async def prompts(self) -> Prompts:
-        return self._prompts
-
-    async def best_loss(self) -> float | None:
-        return min((each.counters.held_out_loss for each in self.kept), default=None)  # type: ignore[attr-defined]
-
-    async def keep(self, evaluated: Checkpoint) -> None:
-        if self.full:
-            raise OSError(28, "No space left on device")
-        self.kept.append(evaluated)
 
 
 class Trial:
