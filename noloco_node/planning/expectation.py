@@ -8,6 +8,7 @@ from pathlib import Path
 
 from msgspec import structs
 
+from noloco_node.data.held_out_text import FORWARD_PASSES, evaluated_sequences
 from noloco_node.planning.bandwidth import hop_bytes, round_bytes
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.planning.plan import LEAST_ROUNDS, mean_steps_per_round, rounds_of
@@ -21,7 +22,7 @@ from noloco_node.units import format_bytes, format_count, format_duration, forma
 TOKENS_A_PARAMETER = 20
 MOMENTS_BESIDE = ", and AdamW's moments lie in main memory, from where each step fetches them"
 EVALUATIONS = 100
-"""Of a run of one stage on held-out text."""
+"""Of a run on held-out text."""
 IDLE = 0.5
 """Less of their time at work than this, and a plan leaves devices idle."""
 
@@ -53,13 +54,22 @@ def planned_values(run: RunConfig) -> dict[str, dict[str, object]]:
 
 
 def evaluations_planned(run: RunConfig) -> int:
-    """Return after how many rounds a peer is to evaluate its replica; 0 where it could not.
+    """Return after how many rounds a peer is to evaluate; 0 where it could not.
 
-    An evaluation takes one peer no longer than an inner step, so that so many cost the run next to nothing.
+    An evaluation takes one replica of each stage no longer than an inner step, so that so many cost the run next to
+    nothing.
     """
     if run.model.is_foreign or not run.data.validation_percent:
         return 0
     return max(1, rounds_of(run) // EVALUATIONS)
+
+
+def describe_evaluations(run: RunConfig, every: int) -> list[str]:
+    """Say what evaluations after so many rounds cost a run, in lines that a terminal holds."""
+    number = max(1, rounds_of(run) // every)
+    share = number * evaluated_sequences(run) / FORWARD_PASSES / run.budget_samples
+    rounds = "every round" if every == 1 else f"every {every} rounds"
+    return fitted([f"About {number} evaluations on held-out text, one {rounds}, take {share:.2%} of the work."])
 
 
 def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
