@@ -133,7 +133,7 @@ class Evaluator:
     async def at_the_end(self, round: int, step: int, progress: float) -> None:
         """Evaluate the final weights if our peer is to do so, in `LONGEST_END_S` at most."""
         context = self._context
-        await self.aclose()
+        await _end(self._under_way)
         if chosen(context.run_id, AT_THE_END, self._sources(PeerState.TRAINING, PeerState.FINISHED)) != context.me:
             return
         number, self._ended = round // context.every_rounds + 1, True
@@ -145,7 +145,7 @@ class Evaluator:
                 # In a pipeline the weights of the next stage shall be final too.
                 while any(each.state is PeerState.TRAINING for each in self._next_stage()):  # noqa: ASYNC110
                     await asyncio.sleep(LOOK_S)
-                await self._evaluate(number, await self._read(), place)
+                await self._evaluate(number, await self._begin_to_read(), place)
         except TimeoutError:
             raise TimeoutError(f"it took longer than {LONGEST_END_S:.0f} s") from None
 
@@ -194,11 +194,8 @@ class Evaluator:
 
     async def aclose(self) -> None:
         """Wait for no text any more, and end what is under way."""
-        left = [task for task in (self._opening, self._under_way) if task is not None]
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-        self._opening = self._under_way = None
+        await _end(self._opening)
+        await _end(self._under_way)
 
     def _look(self, round: int) -> None:
         """Note which evaluation is due, and whether it is ours; a later one takes the place of one not made yet."""
@@ -218,14 +215,18 @@ class Evaluator:
         host = self._context.host
         return _Material(await host.text(), None if self._context.routed else await host.prompts())
 
-    def _opened(self) -> _Material | None:
-        """Return what is evaluated on once it is there; begin to read it if nobody has."""
+    def _begin_to_read(self) -> asyncio.Task[_Material]:
         if self._opening is None:
             self._opening = asyncio.create_task(self._read(), name="held-out text")
-        if not self._opening.done():
+        return self._opening
+
+    def _opened(self) -> _Material | None:
+        """Return what is evaluated on once it is there; begin to read it if nobody has."""
+        opening = self._begin_to_read()
+        if not opening.done():
             return None
         try:
-            return self._opening.result()
+            return opening.result()
         except Exception as trouble:  # also of what parses the text: no evaluation ends the training
             self._leave_out(self._ours, trouble)
         self._ours = self._opening = None  # it is read anew when we are chosen again
@@ -287,6 +288,12 @@ class Evaluator:
     def _tell(self, text: str) -> None:
         (self._context.reporter.warn or self._context.reporter.say)(text)
         self._context.reporter.record(events.Noticed(what=EVALUATION, text=text))
+
+
+async def _end(task: asyncio.Task[Any] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def _said(error: Exception) -> str:

@@ -50,26 +50,18 @@ def planned_values(run: RunConfig) -> dict[str, dict[str, object]]:
             **({} if late is None else {"late_inner_steps_per_round": late}),
         },
         **({"adapter": {"base": f'"{run.adapter.base}"'}} if run.adapter.is_trained else {}),
+        **({"data": {"evaluate_every_rounds": every}} if (every := run.data.evaluate_every_rounds) else {}),
     }
 
 
-def evaluations_planned(run: RunConfig) -> int:
-    """Return after how many rounds a peer is to evaluate; 0 where it could not.
+def with_evaluations(run: RunConfig) -> RunConfig:
+    """Return a run with about `EVALUATIONS` evaluations, or with none where a peer could not evaluate.
 
-    An evaluation takes one replica of each stage no longer than an inner step, so that so many cost the run next to
-    nothing.
+    An evaluation takes one replica of each stage no longer than an inner step, so that so many cost next to nothing.
     """
-    if run.model.is_foreign or not run.data.validation_percent:
-        return 0
-    return max(1, rounds_of(run) // EVALUATIONS)
-
-
-def describe_evaluations(run: RunConfig, every: int) -> list[str]:
-    """Say what evaluations after so many rounds cost a run, in lines that a terminal holds."""
-    number = max(1, rounds_of(run) // every)
-    share = number * evaluated_sequences(run) / FORWARD_PASSES / run.budget_samples
-    rounds = "every round" if every == 1 else f"every {every} rounds"
-    return fitted([f"About {number} evaluations on held-out text, one {rounds}, take {share:.2%} of the work."])
+    possible = not run.model.is_foreign and run.data.validation_percent > 0
+    every = max(1, rounds_of(run) // EVALUATIONS) if possible else 0
+    return structs.replace(run, data=structs.replace(run.data, evaluate_every_rounds=every))
 
 
 def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
@@ -121,6 +113,11 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
                 f"{run.inner.steps:,} inner steps of this run, fewer than the {LEAST_ROUNDS} that mix the replicas. "
                 "Fewer machines, faster lines or more tokens help."
             )
+    if every := run.data.evaluate_every_rounds:
+        number = max(1, rounds_of(run) // every)
+        share = number * evaluated_sequences(run) / FORWARD_PASSES / run.budget_samples
+        rounds = "every round" if every == 1 else f"every {every} rounds"
+        said.append(f"About {number} evaluations on held-out text, one {rounds}, take {share:.2%} of the work.")
     if found.busy < IDLE:
         said.append(f"Warning: devices stand still more than half of the time. {_remedy(found.bound)}")
     return fitted([*said, *_alternatives(planned, machines)])
