@@ -100,8 +100,8 @@ def _held_out(evaluations: Sequence[Evaluation]) -> Iterator[str]:
     if not evaluations:
         return
     yield (
-        "## Held-out loss\n\nPeers evaluated, one of them at a time: in a run of one stage their own replicas, in others"
-        " chains of replicas of all stages. In nats a token."
+        "## Held-out loss\n\nPeers evaluated, one of them at a time: in a run of one stage their own replicas, in"
+        " others chains of replicas of all stages. In nats a token."
     )
     if len(evaluations) > 1:
         yield f"![The held-out loss over the rounds]({CURVE})"
