@@ -202,9 +202,13 @@ class Swarm:
 
     def loss(self, model: Model) -> float:
         """Return the loss of a model on held-out text."""
+        return loss_of(self.cell, self.stages_of(model))
+
+    def stages_of(self, model: Model) -> list[Stage]:
+        """Return stages that hold a model until another is asked for."""
         for stage, weights in zip(self._scratch, model, strict=True):
             stage.set_weights(weights)
-        return loss_of(self.cell, self._scratch)
+        return self._scratch
 
     def note_point(self) -> None:
         """Add a point to the curve."""
