@@ -1,8 +1,8 @@
 """What all cells train: a Llama of 0.4 million parameters on the source text of Python's standard library, as bytes.
 
-A cell of the small scale trains one of 0.09 million on shorter sequences, a tenth of the work, one of the tiny scale one
-of 0.04 million. The text may also be the
-Python sources of torch: there wherever this runs, disjoint from the library, and no choice was made on it.
+A cell of the small scale trains one of 0.09 million on shorter sequences, a tenth of the work; one of the tiny scale
+trains 0.03 million. The text may also be the Python sources of torch: there wherever this runs, disjoint from the
+library, and no choice was made on it. Under conditions it may be the prose of Python's reference, as pydoc keeps it.
 
 Everything is the production's: the text and its held-out part, the model, its cut into stages, the inner optimiser and
 its schedule over the progress of the run.

@@ -1,8 +1,8 @@
 """The map: gossip and two means over all, under churn, unequal speeds, lines and numbers of replicas.
 
 All three have the same number format, dynamic steps, means weighed by steps and rounds that grow, and about the same
-bytes: a mean over all sends twice what a pair does, and comes half as often. Each was tuned at the same rates, on seed 0
-at one cell; what is reported are other seeds, and a second text.
+bytes: a mean over all sends up to twice what a pair does, and comes half as often. Each was tuned at the same rates, on
+seed 0 at one cell; what is reported are other seeds, and a second text.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A cell under `Conditions` stands for whole replicas of a model of `PARAMETERS_MEANT`. An inner step of the fastest
 machine takes 90 seconds: 0.9 million tokens at 60 * 10**12 operations a second, the machine of
-docs/scenarios/volunteers.toml. Lines have their real rates. The model that is trained is far smaller, so what travels of
-its weights counts `magnified` on a line, and probes, whose size does not follow the model's, as they are.
+docs/scenarios/volunteers.toml. Lines have their real rates. The model that is trained is far smaller, so what travels
+of its weights counts `magnified` on a line, and probes, whose size does not follow the model's, as they are.
 
 Absences and stalls are drawn from the seed, for each peer alone: they are alike for every method. A peer is there for a
 time, is away for a time, and so on. Half of the absences are crashes, which lose the optimiser's memory and are short,
@@ -81,7 +81,8 @@ def absences(conditions: Conditions, seed: int, number: int) -> tuple[Absence, .
     """Return when a peer is away, in order; the last absence may outlast the run."""
     if not conditions.churn:
         return ()
-    drawing, found, now_s = Random(f"{seed}|absences|{number}"), [], 0.0
+    drawing, now_s = Random(f"{seed}|absences|{number}"), 0.0
+    found: list[Absence] = []
     while True:
         now_s += drawing.expovariate(1.0) * 3600.0 / conditions.churn
         kind: Kind = drawing.choice(("crash", "sleep"))
@@ -96,7 +97,8 @@ def stalls(conditions: Conditions, seed: int, number: int) -> tuple[Stall, ...]:
     """Return when the line of a peer stalls, in order."""
     if conditions.line != STALLING:
         return ()
-    drawing, found, now_s = Random(f"{seed}|stalls|{number}"), [], 0.0
+    drawing, now_s = Random(f"{seed}|stalls|{number}"), 0.0
+    found: list[Stall] = []
     while True:
         now_s += drawing.expovariate(1.0 / STALL_EVERY_S)
         if now_s >= conditions.hours * 3600.0:

@@ -85,7 +85,7 @@ class MeanRounds:
         self._set_bytes = self._mean.sent_bytes * swarm.magnified
         self._grace_s = max(replica.step_s for replica in swarm.replicas)
         self._last = _Course(0, swarm.replicas[0].weights(), 0)
-        self._courses = {replica: self._last for replica in swarm.replicas}
+        self._courses = dict.fromkeys(swarm.replicas, self._last)
         self._coming: dict[Replica, _Coming] = {}
         self._believed: dict[Replica, None] = dict.fromkeys(swarm.replicas)
         self._changed = asyncio.Event()
@@ -103,10 +103,9 @@ class MeanRounds:
         swarm = self._swarm
         self._coming.pop(replica, None)
         if now_s() > 0.0:
-            self._courses[replica] = (
-                await swarm.copy(replica, lambda donor: self._courses[donor]) or self._courses[replica]
-            )._replace(steps=replica.steps)
-            replica.load(self._courses[replica].base)
+            copied = await swarm.copy(replica, lambda donor: self._courses[donor])
+            course = self._courses[replica] = (copied or self._courses[replica])._replace(steps=replica.steps)
+            replica.load(course.base)
         swarm.ready[replica] = None
         if self._is_behind(replica):
             await self._late(replica)
@@ -124,7 +123,7 @@ class MeanRounds:
 
     def _is_behind(self, replica: Replica) -> bool:
         """Return whether a round that a replica is not in is under way or over."""
-        return self._meeting is not None or self._courses[replica].version < self._last.version
+        return self._meeting is not None or self._courses[replica].version != self._last.version
 
     def _steps(self, replica: Replica) -> int:
         """Return how many inner steps a replica takes from now to the round that is due next."""
@@ -164,11 +163,15 @@ class MeanRounds:
             if self._meeting is not None:
                 await asyncio.wait({self._meeting})
             course, last = self._courses[replica], self._last
-            missed = last.version - course.version
             donors = [other for other in self._swarm.ready if self._courses[other].version == last.version]
-            donors = [other for other in donors if other is not replica]
-            if not missed or not donors:
+            if course.version == last.version:
                 return
+            if not donors:
+                # All that had the last mean have gone: the newest that is left is the last one now.
+                newest = max(self._swarm.ready, key=lambda other: self._courses[other].version)
+                self._last = self._courses[newest]
+                continue
+            missed = abs(last.version - course.version)
             with suppress(ConnectionError):
                 await self._swarm.send(self._swarm.draw(donors), replica, min(missed, MOST_SETS) * self._set_bytes)
                 replica.correct([_apart(new, old) for new, old in zip(last.base, course.base, strict=True)])

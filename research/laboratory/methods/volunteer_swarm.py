@@ -1,4 +1,4 @@
-"""Replicas on machines of volunteers: they come and go, their lines are shared and stall, and the run ends by the clock.
+"""Replicas on machines of volunteers: they come and go, lines are shared and stall, and the clock ends the run.
 
 What a method does is the life of one replica while its machine is there; here is what all methods have in common. Who
 goes vanishes without a word, and what is under way to or from it breaks after `SILENCE_S`. Who comes back copies the
@@ -36,6 +36,8 @@ from research.laboratory.experiments.volunteer_model import (
 from research.laboratory.methods.replicas import Model, Replica, Swarm, mean_of, now_s
 
 T = TypeVar("T")
+Life = Callable[[Replica], Coroutine[None, None, None]]
+"""Of a replica since it is there, without end."""
 
 POINTS = 12
 """Points of a curve, at equal times."""
@@ -70,6 +72,7 @@ class VolunteerSwarm(Swarm):
         self.away: set[Replica] = set()
         self._donors = Random(f"{cell.seed}|donors")
         self._flows: dict[_Flow, None] = {}
+        self._last_left = self.replicas[0].weights()
         self._layout = model_layout(run_of(cell))
 
     def __repr__(self) -> str:
@@ -97,8 +100,8 @@ class VolunteerSwarm(Swarm):
         self._tell(self.share)
 
     def mean(self) -> Model:
-        """Return the mean of the fast weights of all that are ready; of all where nobody is."""
-        return mean_of([replica.weights() for replica in self.ready or self.replicas])
+        """Return the mean of the fast weights of all that are ready; where nobody is, of the last one that was."""
+        return mean_of([replica.weights() for replica in self.ready]) if self.ready else self._last_left
 
     def sent(self, replica: Replica) -> float:
         """Return the bytes that a replica has sent."""
@@ -106,7 +109,7 @@ class VolunteerSwarm(Swarm):
 
     # Time.
 
-    async def live(self, life: Callable[[Replica], Coroutine[None, None, None]], gone: Callable[[Replica], None]) -> None:
+    async def live(self, life: Life, gone: Callable[[Replica], None]) -> None:
         """Let everybody live and be away by turns until the hours are over.
 
         `life`: of a replica since it is there, without end; it is `ready` when the life says so. `gone` is told of each
@@ -126,9 +129,7 @@ class VolunteerSwarm(Swarm):
         for replica in self.replicas:
             replica.sent_bytes = self.sent(replica)
 
-    async def _come_and_go(
-        self, replica: Replica, life: Callable[[Replica], Coroutine[None, None, None]], gone: Callable[[Replica], None]
-    ) -> None:
+    async def _come_and_go(self, replica: Replica, life: Life, gone: Callable[[Replica], None]) -> None:
         for absence in absences(self.conditions, self.cell.seed, replica.number):
             async with asyncio.TaskGroup() as group:
                 present = group.create_task(life(replica))
@@ -144,6 +145,8 @@ class VolunteerSwarm(Swarm):
 
     def _vanish(self, replica: Replica) -> None:
         self.away.add(replica)
+        if [*self.ready] == [replica]:
+            self._last_left = replica.weights()
         self.ready.pop(replica, None)
         for flow in [flow for flow in self._flows if replica in flow.ends]:
             self._stop(flow)
