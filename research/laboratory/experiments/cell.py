@@ -163,8 +163,8 @@ ADDED_LATER = {
 class Point(msgspec.Struct, frozen=True, kw_only=True):
     """The swarm at one moment of a run. Losses are nats a token on held-out text.
 
-    `share`: of the token budget that is spent, or of the hours. `merged`: loss of the merged model. `single`: mean loss of
-    two replicas. `spread`: standard deviation of a weight among replicas, root mean square over all weights.
+    `share`: of the token budget that is spent, or of the hours. `merged`: loss of the merged model. `single`: mean loss
+    of two replicas. `spread`: standard deviation of a weight among replicas, root mean square over all weights.
     `sent_bytes`: by all replicas until then, where it is counted.
     """
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from pydoc_data import topics
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -31,7 +32,7 @@ from noloco_node.planning.model_layout import ModelLayout, make_stage
 from noloco_node.run.config import DataConfig, InnerConfig, ModelConfig, PipelineConfig, RunConfig
 from pipeline.inner_step import Schedule
 from pipeline.stage import Stage
-from research.laboratory.experiments.cell import Cell, Corpus, Prose
+from research.laboratory.experiments.cell import Cell, Corpus, Prose, Scale
 
 WIDTH, LAYERS = 96, 3
 SEQUENCE_LENGTH = 96
@@ -65,10 +66,10 @@ def dimensions(cell: Cell) -> Dimensions:
     return {"full": full, "small": SMALL, "tiny": TINY}[cell.scale]
 
 
-def source(text: Corpus | Prose) -> DataConfig:
+def source(text: Corpus | Prose, scale: Scale = "full") -> DataConfig:
     """Return where a text comes from, with its held-out part."""
     if text == "library":
-        return DataConfig(validation_percent=2.0)
+        return DataConfig(validation_percent=0.6 if scale == "tiny" else 2.0)
     if text == "prose":
         return DataConfig(source="text", path=topics.__file__, validation_percent=8.0)
     modules = Path(torch.__file__).parent / "**" / "*.py"
@@ -100,7 +101,7 @@ def run_of(cell: Cell) -> RunConfig:
             microbatches_per_step=stages,
             codec="float32",
         ),
-        data=source(cell.text),
+        data=source(cell.text, cell.scale),
         inner=InnerConfig(
             steps=cell.steps,
             learning_rate=cell.learning_rate,
@@ -167,6 +168,35 @@ class Text:
         return block[:, :-1], block[:, 1:]
 
 
+class SharedText:
+    """The training text of one replica, drawn once for all runs of a process that have the same."""
+
+    def __init__(self, run: RunConfig, number: int) -> None:
+        self._text, self._batches = _opened(run, number)
+        self.drawn = 0
+        """Microbatches."""
+
+    def draw(self) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of the next microbatch, int64 [batch, sequence]."""
+        if self.drawn == len(self._batches):
+            self._batches.append(self._text.draw())
+        self.drawn += 1
+        return self._batches[self.drawn - 1]
+
+
+_OPEN: dict[tuple[bytes, int], tuple[Text, list[tuple[Tensor, Tensor]]]] = {}
+
+
+def _opened(run: RunConfig, number: int) -> tuple[Text, list[tuple[Tensor, Tensor]]]:
+    """Return the text of a replica and what was drawn of it, of the latest seed alone."""
+    key = msgspec.json.encode((run.data, run.seed, run.pipeline.microbatch_size, run.pipeline.sequence_length))
+    if any(other != key for other, _ in _OPEN):
+        _OPEN.clear()
+    if (key, number) not in _OPEN:
+        _OPEN[key, number] = (Text(run, number), [])
+    return _OPEN[key, number]
+
+
 def shard(number: int, shards: int) -> list[TextRange]:
     """Return the pieces of one of so many parts of the library's text, alike in bytes."""
     pieces = pieces_of(stdlib_files(), SMALLEST_PIECE_BYTES)
@@ -181,19 +211,19 @@ def shard(number: int, shards: int) -> list[TextRange]:
 @lru_cache(maxsize=1)
 def validation_text(text: Corpus | Prose, sequence_length: int) -> tuple[Tensor, ...]:
     """Return held-out batches, the same for every cell of a text, int64 [32, sequence + 1]."""
-    every = list(islice(_held_out(text, sequence_length), 24))
+    every = list(islice(_held_out(source(text), sequence_length), 24))
     return tuple(every[:: len(every) // VALIDATION_BATCHES][:VALIDATION_BATCHES])
 
 
 @lru_cache(maxsize=1)
-def whole_text(text: Corpus | Prose, sequence_length: int) -> tuple[Tensor, ...]:
-    """Return all of the held-out text in `PARTS` parts of whole batches, int64 [rows, sequence + 1]."""
-    rows = torch.cat(list(_held_out(text, sequence_length)))
+def whole_text(text: Corpus | Prose, scale: Scale, sequence_length: int) -> tuple[Tensor, ...]:
+    """Return all of the held-out text in `PARTS` parts, int64 [rows, sequence + 1]."""
+    rows = torch.cat(list(_held_out(source(text, scale), sequence_length)))
     return torch.tensor_split(rows, PARTS)
 
 
-def _held_out(text: Corpus | Prose, sequence_length: int) -> Iterator[Tensor]:
-    with closing(open_blocks(source(text), sequence_length, 0, "", "validation")) as blocks:
+def _held_out(data: DataConfig, sequence_length: int) -> Iterator[Tensor]:
+    with closing(open_blocks(data, sequence_length, 0, "", "validation")) as blocks:
         yield from blocks.batches(32)
 
 
@@ -204,7 +234,7 @@ def loss_of(cell: Cell, stages: Sequence[Stage]) -> float:
 
 def losses_of(cell: Cell, stages: Sequence[Stage]) -> tuple[float, ...]:
     """Return the losses of a cell's whole model on the parts of all of its held-out text."""
-    return tuple(_loss(stages, [part]) for part in whole_text(cell.text, dimensions(cell).sequence_length))
+    return tuple(_loss(stages, [part]) for part in whole_text(cell.text, cell.scale, dimensions(cell).sequence_length))
 
 
 def _loss(stages: Sequence[Stage], batches: Sequence[Tensor]) -> float:

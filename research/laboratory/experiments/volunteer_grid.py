@@ -83,11 +83,10 @@ def map_grid(seeds: int) -> Grid:
 
 
 def _recipes() -> Iterator[Recipe]:
-    every = [(FEW, "library", TUNED)]
-    every += [(FEW, "library", conditions) for conditions in all_conditions() if conditions != TUNED]
+    every = [(FEW, "library", conditions) for conditions in (TUNED, *corners(), *all_conditions())]
     every += [(FEW, text, conditions) for text in get_args(Prose) for conditions in corners()]
     every += [(MANY, "library", conditions) for conditions in corners()]
-    for replicas, text, conditions in every:
+    for replicas, text, conditions in dict.fromkeys(every):
         for method, about in METHODS.items():
             yield Recipe(
                 name=recipe_name(method, conditions, replicas, text),

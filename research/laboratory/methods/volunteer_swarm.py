@@ -39,7 +39,7 @@ T = TypeVar("T")
 Life = Callable[[Replica], Coroutine[None, None, None]]
 """Of a replica since it is there, without end."""
 
-POINTS = 12
+POINTS = 9
 """Points of a curve, at equal times."""
 
 
