@@ -168,7 +168,7 @@ class Text:
         return block[:, :-1], block[:, 1:]
 
 
-class SharedText:
+class SharedText(Text):
     """The training text of one replica, drawn once for all runs of a process that have the same."""
 
     def __init__(self, run: RunConfig, number: int) -> None:

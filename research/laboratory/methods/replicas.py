@@ -41,7 +41,7 @@ class Replica:
     ) -> None:
         self.number, self.step_s = number, step_s
         self.stages: list[Stage] = open_stages(run, plan)
-        self.text: Text | SharedText = SharedText(run, number) if shared else Text(run, number, shards)
+        self.text: Text = SharedText(run, number) if shared else Text(run, number, shards)
         self.steps = 0
         self.rounds = self.sent_bytes = 0.0
         self.busy_s = 0.0
