@@ -68,12 +68,13 @@ def all_conditions() -> tuple[Conditions, ...]:
 
 
 def corners() -> tuple[Conditions, ...]:
-    """Return some of the conditions: what runs with many replicas, and on the other text."""
-    return tuple(
+    """Return some of the conditions, the extremes first: what runs with many replicas, and on the other text."""
+    some = [
         conditions
         for conditions in all_conditions()
         if conditions.churn != CHURNS[1] and conditions.inequality != INEQUALITIES[1] and conditions.line != LINES[1]
-    )
+    ]
+    return tuple(sorted(some, key=lambda one: (one.churn == CHURNS[2]) + (one.line == LINES[2])))
 
 
 def map_grid(seeds: int) -> Grid:
