@@ -13,7 +13,7 @@ from typing import get_args
 
 from msgspec.structs import replace
 
-from research.laboratory.experiments.cell import Cell, Conditions, Line, Method, Prose
+from research.laboratory.experiments.cell import Cell, Conditions, Corpus, Line, Method, Prose
 from research.laboratory.experiments.grid import Grid, Recipe
 from research.laboratory.experiments.sizes import EARLY, LATE, OURS
 from research.laboratory.experiments.volunteer_model import steps_meant
@@ -83,11 +83,17 @@ def map_grid(seeds: int) -> Grid:
     return Grid(recipes=recipes, seeds=seeds, tried=RATES, order=tuple(recipe.name for recipe in recipes))
 
 
-def _recipes() -> Iterator[Recipe]:
-    every = [(FEW, "library", conditions) for conditions in (TUNED, *corners(), *all_conditions())]
-    every += [(FEW, text, conditions) for text in get_args(Prose) for conditions in corners()]
+def places() -> tuple[tuple[int, Corpus | Prose, Conditions], ...]:
+    """Return where the methods are compared: replicas, text and conditions, the most telling first."""
+    every: list[tuple[int, Corpus | Prose, Conditions]] = []
+    every += [(FEW, "library", conditions) for conditions in (TUNED, *corners(), *all_conditions())]
+    every += [(FEW, "prose", conditions) for conditions in corners()]
     every += [(MANY, "library", conditions) for conditions in corners()]
-    for replicas, text, conditions in dict.fromkeys(every):
+    return tuple(dict.fromkeys(every))
+
+
+def _recipes() -> Iterator[Recipe]:
+    for replicas, text, conditions in places():
         for method, about in METHODS.items():
             yield Recipe(
                 name=recipe_name(method, conditions, replicas, text),
