@@ -38,7 +38,7 @@ bytes a round.
   the round.
 - *Barrier*: a mean over all that are there. The group of a round is formed when all have come that are believed to
   be there, or one step of the slowest machine after half of them have. Whoever is late counts in the next round. A
-  ring in   which a member vanishes begins again with the others. A round takes at least as long as its mean did.
+  ring in which a member vanishes begins again with the others. A round takes at least as long as its mean did.
 - *Nobody waits*: the same, but all train on, and the mean corrects what each had come with.
 
 **Conditions.** A cell stands for whole replicas of 10⁹ parameters: the fastest machine takes 90 s for an inner step,

@@ -202,17 +202,18 @@ def map_picture(data: Measured) -> bytes:
     """Return the phase diagram as a PNG: a panel for each line and opponent, churn across, inequality up."""
     counts = [count for count in dict.fromkeys(replicas for replicas, _, _ in places()) if _has(data, count)]
     rows = [(count, opponent) for count in counts for opponent in METHODS if opponent != "gossip"]
-    sheet = new_figure(13, 1.5 + 2.6 * max(1, len(rows)))
+    sheet = new_figure(13, 1.6 + 2.6 * max(1, len(rows)))
     height = sheet.get_figheight()
     sheet.subplots_adjust(
-        left=0.08, right=0.985, top=1.0 - 1.25 / height, bottom=0.55 / height, hspace=0.55, wspace=0.12
+        left=0.08, right=0.985, top=1.0 - 1.35 / height, bottom=0.55 / height, hspace=0.55, wspace=0.12
     )
     sheet.text(0.08, 1.0 - 0.38 / height, "Where gossip is better than a mean over all", fontsize=14, fontweight="bold")
     words = (
-        f"an opponent's loss less gossip's after {HOURS:g} virtual hours, in thousandths of a nat: blue, gossip is "
-        f"better; red, the mean is. Grey numbers: fewer than {SEEDS} seeds (in brackets), which decide nothing"
+        f"an opponent's loss less gossip's after {HOURS:g} virtual hours, in thousandths of a nat (± standard error): "
+        f"blue, gossip is better; red, the mean is;\n"
+        f"grey numbers, with the seeds in brackets: fewer than {SEEDS} seeds decide nothing"
     )
-    sheet.text(0.08, 1.0 - 0.66 / height, words, fontsize=9, color=QUIET)
+    sheet.text(0.08, 1.0 - 0.82 / height, words, fontsize=9, color=QUIET)
     panels = sheet.subplots(max(1, len(rows)), len(LINES), squeeze=False)
     for (count, opponent), row in zip(rows, panels, strict=False):
         for line, panel in zip(LINES, row, strict=True):
