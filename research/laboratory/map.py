@@ -37,7 +37,7 @@ bytes a round.
 - *Gossip* is the production's: random partners, training goes on, a partner that has vanished costs a timeout and
   the round.
 - *Barrier*: a mean over all that are there. The group of a round is formed when all have come that are believed to
-  be there, or one step of the slowest machine after half of them have. Whoever is late counts in the next round. A
+  be there, or one step of the slowest machine after half of them have. A late replica counts in the next round. A
   ring in which a member vanishes begins again with the others. A round takes at least as long as its mean did.
 - *Nobody waits*: the same, but all train on, and the mean corrects what each had come with.
 
@@ -45,8 +45,8 @@ bytes a round.
 three virtual hours are 120 of its steps, and everything that travels of weights counts as much as it would for 10⁹
 parameters. Machines are of four kinds, in geometric progression up to the slowest. A peer leaves so many times in an
 hour of presence, half of the times by a crash (10 min on average, the optimiser's memory is lost), half of the times
-by a sleep (30 min on average). Whoever comes back copies weights in bfloat16 from a random peer, over both lines.
-Others learn after a minute who has gone. Lines of 20/5 stall for half a minute every ten minutes. Absences and
+by a sleep (30 min on average). A peer that comes back copies weights in bfloat16 from a random peer, over both lines.
+Others learn after a minute that a peer has gone. Lines of 20/5 stall for half a minute every ten minutes. Absences and
 stalls follow from the seed and are alike for all methods. What is scored is the mean of the fast weights of all that
 are there at the end, on all of the held-out text (46 kB of the library's, 57 kB of prose).
 

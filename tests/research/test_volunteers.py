@@ -1,4 +1,4 @@
-"""Runs under churn: who is away when, when a group is formed, what is charged, and the methods for a few steps."""
+"""Runs under churn: when peers are away, when a group is formed, what is charged, and the methods for a few steps."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from msgspec.structs import replace
 from noloco_node.sim import clock
 from noloco_node.sim.network.link_model import SILENCE_S
 from research.laboratory.experiments.cell import Cell, Conditions, Line, Result
+from research.laboratory.experiments.hardware_model import LATENCY_S
 from research.laboratory.experiments.task import SharedText, Text, run_of
 from research.laboratory.experiments.volunteer_grid import METHODS, map_cell, map_grid
 from research.laboratory.experiments.volunteer_model import (
     COPY_BYTES,
-    LATENCY_S,
     MACHINES,
     STALLING,
     STEP_S,
@@ -115,7 +115,7 @@ class TestQuorum:
         spread_s = max(came_s.values()) - min(came_s.values())
         assert closes_s(came_s, came_s.keys(), spread_s + spare_s) == max(came_s.values())
 
-    def test_who_is_not_there_at_the_deadline_is_left_out(self) -> None:
+    def test_a_replica_that_is_not_there_at_the_deadline_is_left_out(self) -> None:
         assert closes_s({0: 10.0, 1: 20.0}, {0, 1, 2}, 30.0) == 50.0
         assert closes_s({0: 10.0}, {0, 1, 2}, 30.0) == math.inf
         assert closes_s({0: 10.0, 1: 20.0}, {0, 1}, 30.0) == 20.0
@@ -164,7 +164,7 @@ class TestCharges:
 
         with_swarm(CALM, check)
 
-    def test_whoever_vanishes_breaks_what_is_under_way(self) -> None:
+    def test_a_peer_that_vanishes_breaks_what_is_under_way(self) -> None:
         churn = replace(CALM, churn=6.0)
         leaver, gone_s = min(
             ((number, found[0].begin_s) for number in range(3) if (found := absences(churn, 1, number))),

@@ -1,4 +1,4 @@
-"""Machines and lines of volunteers: who is away when, which line stalls when, and what one of them takes how long.
+"""Machines and lines of volunteers: when each peer is away, when each line stalls, and how long a step takes.
 
 A cell under `Conditions` stands for whole replicas of a model of `PARAMETERS_MEANT`. An inner step of the fastest
 machine takes 90 seconds: 0.9 million tokens at 60 * 10**12 operations a second, the machine of
@@ -25,9 +25,8 @@ COPY_BYTES = 2 * PARAMETERS_MEANT
 STEP_S = 90.0
 MACHINES = 4
 """Kinds of machines, whose steps take times in geometric progression."""
-LATENCY_S = 0.1
 ROSTER_LAG_S = 60.0
-"""After which all know who has gone."""
+"""After which all know that a peer has gone."""
 AWAY_S: dict[Kind, float] = {"crash": 600.0, "sleep": 1800.0}
 """Mean absences."""
 RATES: dict[Line, tuple[float, float]] = {

@@ -1,14 +1,15 @@
 """A mean over all replicas that are there, under churn: with a barrier and a deadline, or with nobody waiting.
 
-A round's group is formed when all that are believed to be there have come, or a grace after half of them have: as a
-quorum of torchft. The mean goes round as a ring of the members, in the number format of gossip with error feedback. A
-ring in which a member vanishes is noticed after the silence of a stream, and begins again with those that are left.
-Whoever is not in a round's group goes on from the round's mean, which a member sends to it, and keeps its work for the
-next round.
+The group of a round is formed when all replicas have come that are believed to be there, or a grace after half of them
+have: as a quorum of torchft. The mean goes round as a ring of the members, in the number format of gossip with error
+feedback. A ring in which a member vanishes is noticed after the silence of a stream, and begins again with the members
+that are left. A replica that is not in a round's group goes on from the round's mean, which a member sends to it, and
+keeps its work for the next round.
 
-`waits`: whoever has come stands still until the mean is there. Otherwise it trains on, and the mean corrects what it
-had come with. A round begins when the last one's group was formed, or, where all wait, when its mean was there. Where
-all wait, a round takes at least as long as the last mean did: nobody waits for more than half of the time.
+`waits`: a replica that has come stands still until the mean is there. Otherwise it trains on, and the mean corrects the
+weights that it had come with. A round begins when the last one's group was formed, or, where all wait, when its mean
+was there. Where all wait, a round takes at least as long as the last mean did: nobody waits for more than half of the
+time.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ from typing import NamedTuple
 import torch
 
 from gossip.rounds.matching import TOLERANCE
-from research.laboratory.experiments.volunteer_model import LATENCY_S, ROSTER_LAG_S, STEP_S
+from research.laboratory.experiments.hardware_model import LATENCY_S, ring_messages
+from research.laboratory.experiments.volunteer_model import ROSTER_LAG_S, STEP_S
 from research.laboratory.methods.coded_mean import CodedMean
 from research.laboratory.methods.replicas import Model, Replica, now_s
 from research.laboratory.methods.volunteer_swarm import VolunteerSwarm
 from research.theory.pair_step import pseudo_gradient
+
+MOST_SETS = 4
+"""Coded sets that cost as much as a copy of the weights."""
 
 
 def closes_s(came_s: Mapping[int, float], believed: Collection[int], grace_s: float) -> float:
@@ -48,15 +53,10 @@ def steps_in_time(left_s: float, step_s: float, most: int) -> int:
 
 
 def ring(members: Sequence[Replica]) -> list[tuple[Replica, Replica]]:
-    """Return who sends to whom in a mean over these; nobody where there is one member."""
+    """Return which member sends to which in a mean over these; none where there is one member."""
     if len(members) < 2:
         return []
     return list(zip(members, [*members[1:], members[0]], strict=True))
-
-
-def ring_messages(members: int) -> int:
-    """Return how many messages follow on each other in a mean over so many: of a tree where a ring takes longer."""
-    return 2 * (members - 1) if members <= 4 else 2 * math.ceil(math.log2(members))
 
 
 class _Coming(NamedTuple):
@@ -139,7 +139,7 @@ class MeanRounds:
         self._changed.set()
         await self._beside(replica, outcome)
         model = outcome.result()
-        replica.correct([_apart(new, old) for new, old in zip(model, brought, strict=True)])
+        replica.correct([_difference(new, old) for new, old in zip(model, brought, strict=True)])
 
     async def _late(self, replica: Replica) -> None:
         """Take over the rounds that a replica has missed; what it has trained meanwhile counts in the next one."""
@@ -174,7 +174,7 @@ class MeanRounds:
             missed = abs(last.version - course.version)
             with suppress(ConnectionError):
                 await self._swarm.send(self._swarm.draw(donors), replica, min(missed, MOST_SETS) * self._set_bytes)
-                replica.correct([_apart(new, old) for new, old in zip(last.base, course.base, strict=True)])
+                replica.correct([_difference(new, old) for new, old in zip(last.base, course.base, strict=True)])
                 self._courses[replica] = course._replace(version=last.version, base=last.base)
 
     def gone(self, replica: Replica) -> None:
@@ -240,7 +240,7 @@ class MeanRounds:
         ]
         taken = [max(1, coming.steps - self._courses[one].steps) for one, coming in group.items()]
         gradient = self._mean.of(brought, taken, [member.number for member in members])
-        model = [_apart(old, part) for old, part in zip(self._last.base, gradient, strict=True)]
+        model = [_difference(old, part) for old, part in zip(self._last.base, gradient, strict=True)]
         self._last = _Course(self._last.version + 1, model, 0)
         self._lasted_s = now_s() - begun_s
         self._begun_s = now_s() if self._waits else begun_s
@@ -253,11 +253,7 @@ class MeanRounds:
         self.counts["members"] += len(members)
 
 
-MOST_SETS = 4
-"""Coded sets that cost as much as a copy."""
-
-
-def _apart(new: Sequence[torch.Tensor], old: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _difference(new: Sequence[torch.Tensor], old: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(torch.sub(one, other) for one, other in zip(new, old, strict=True))
 
 

@@ -1,8 +1,8 @@
 """Asynchronous gossip under churn: the production's rounds on machines of volunteers.
 
-Whoever vanishes is silent: a partner that meets it notices after the silence of a stream, one that asks it after a dial
-into the dark, and for a while it is still in everybody's roster. Whoever comes back copies the slow weights of a
-replica that is there, and its rounds go on from that replica's.
+A replica that vanishes is silent: a partner that meets it notices after the silence of a stream, a replica that asks it
+after a dial into the dark, and for a while it is still in everybody's roster. A replica that comes back copies the slow
+weights of one that is there, and its rounds go on from that one's.
 """
 
 from __future__ import annotations

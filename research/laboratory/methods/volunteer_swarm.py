@@ -1,9 +1,9 @@
 """Replicas on machines of volunteers: they come and go, lines are shared and stall, and the clock ends the run.
 
-What a method does is the life of one replica while its machine is there; here is what all methods have in common. Who
-goes vanishes without a word, and what is under way to or from it breaks after `SILENCE_S`. Who comes back copies the
-weights of a last round from a random peer that has caught up, over both lines, from the start again where the donor
-vanishes. All that travels shares the lines of the simulated network, so its bytes are those of the uplinks.
+What a method does is the life of one replica while its machine is there; here is what all methods have in common. A
+peer that goes vanishes without a word, and what is under way to or from it breaks after `SILENCE_S`. A peer that comes
+back copies the weights of a last round from a random peer that has caught up, over both lines, from the start again
+where the donor vanishes. All that travels shares the lines of the simulated network, whose uplinks count its bytes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from noloco_node.sim.network.link_model import SILENCE_S, Access, Latency, Netwo
 from noloco_node.sim.network.medium import message_bytes
 from noloco_node.sim.network.sim_network import SimNetwork
 from research.laboratory.experiments.cell import Cell, Conditions, Point
-from research.laboratory.experiments.hardware_model import PARAMETERS
+from research.laboratory.experiments.hardware_model import LATENCY_S, PARAMETERS
 from research.laboratory.experiments.task import open_stages, run_of
 from research.laboratory.experiments.volunteer_model import (
     COPY_BYTES,
     FLOAT32_BYTES,
-    LATENCY_S,
     PARAMETERS_MEANT,
     STALLED_SHARE,
     absences,
@@ -52,9 +51,9 @@ class _Flow(NamedTuple):
 
 
 class VolunteerSwarm(Swarm):
-    """All replicas of a cell under conditions, the network between them, and who is there.
+    """All replicas of a cell under conditions, and the network between them.
 
-    `ready`: those that are there and have caught up.
+    `ready`: the replicas that are there and have caught up. `away`: those that are not there.
     """
 
     def __init__(self, cell: Cell, tell: Callable[[float], None]) -> None:

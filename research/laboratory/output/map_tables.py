@@ -65,7 +65,7 @@ class Difference(NamedTuple):
 
     @property
     def winner(self) -> str:
-        """Who is better here, by this difference."""
+        """Which method is better, by this difference."""
         if not self.is_decided:
             return "undecided"
         if abs(self.nats) <= CLEAR * self.error:
