@@ -46,8 +46,9 @@ FOREIGN = "its ticket is not one of this run's owner"
 SHUT_OUT = "the owner of the run has shut it out"
 _TO_US = (("it has", "you have"), ("its", "your"), ("it", "you"))
 """Words of a refusal: as another peer says them of us, and as we say them to our owner."""
-RENEW_S = 86400.0
-"""A ticket is renewed when it has no longer to live."""
+RENEW_S = 7 * 86400.0
+"""A ticket is renewed when it has no longer to live: signing peers may be away for a week, and the tickets that a
+delegate signs end with its own."""
 MOST_PAUSE_S, LEAST_PAUSE_S = 3600.0, 30.0
 """Between two looks at how long ours still lives, or two requests for another: a quarter of what is left of it."""
 SILENCE_S = 10.0
@@ -228,7 +229,7 @@ class HeldTicket:
 
     `own` returns the tickets that need no network; `ask` returns one that a signing peer gives.
 
-    `keep` takes note of a ticket that was given to us. `early_s`: so long before its end a ticket is renewed.
+    `keep` takes note of a ticket that was given to us.
     """
 
     def __init__(
@@ -237,9 +238,8 @@ class HeldTicket:
         own: Callable[[], Sequence[bytes]],
         ask: Callable[[], Awaitable[bytes]],
         keep: Callable[[bytes], None] = lambda _: None,
-        early_s: float = RENEW_S,
     ) -> None:
-        self._unix_time, self._own, self._ask, self._keep, self._early_s = unix_time, own, ask, keep, early_s
+        self._unix_time, self._own, self._ask, self._keep = unix_time, own, ask, keep
         self._turn = asyncio.Lock()
         self._refused: set[bytes] = set()
         """Tickets that were refused since we last renewed ours."""
@@ -309,8 +309,8 @@ class HeldTicket:
         said_s, held = float("inf"), self.raw
         while True:
             left_s = self.until - self._unix_time()
-            await asyncio.sleep(min(MOST_PAUSE_S, max(LEAST_PAUSE_S, left_s - self._early_s, left_s / 4)))
-            trouble = "" if self.until - self._unix_time() > self._early_s else await self._prolong()
+            await asyncio.sleep(min(MOST_PAUSE_S, max(LEAST_PAUSE_S, left_s - RENEW_S, left_s / 4)))
+            trouble = "" if self.until - self._unix_time() > RENEW_S else await self._prolong()
             if self.raw != held:
                 said_s, held = float("inf"), self.raw
                 if self.rights != Right.LOOK:

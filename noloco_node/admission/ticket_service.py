@@ -46,7 +46,8 @@ LOOKS_A_PREFIX, LOOK_REFILL_S = 64, 60.0
 WORK_BITS = 20
 LOOK_BITS = 14
 """For a ticket that only lets a peer look: some hundredths of a second."""
-OPEN_DAYS = 365
+OPEN_DAYS = 14
+"""A ticket of an open run lasts so long. Its holder asks for another one after half of that (`RENEW_S`)."""
 MOST_PREFIXES = 4096
 """Remembered at a time, and as many networks."""
 LOOKED_AT = 64

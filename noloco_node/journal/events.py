@@ -158,12 +158,12 @@ class PeerViolation(_Event, frozen=True, tag="violation"):
 
 
 class SpotCheck(_Event, frozen=True, tag="spot_check"):
-    """A replica's answer was compared with two others'.
+    """A replica's answer was compared with two others', or the mean of its answers with that of the others.
 
     `finding`: struck (it was the odd one), quarantined, paroled; doubted is ourselves, who found
     half of a stage guilty and judge nobody for so long. `distance`: of its answer from theirs, as a share of both
-    squares, 2 at most. `usual`: between replicas. `for_s`: how long it holds.
-    `count`: so often since it was told last.
+    squares, 2 at most; of a mean the square of the difference, where `usual` is 0. `usual`: between replicas.
+    `for_s`: how long it holds. `count`: so often since it was told last.
     """
 
     peer: str

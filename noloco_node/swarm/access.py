@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_hook import AdmissionHook
-from noloco_node.admission.admission_state import RENEW_S, AdmissionState, HeldTicket, no_ticket, not_admitted, told
+from noloco_node.admission.admission_state import AdmissionState, HeldTicket, no_ticket, not_admitted, told
 from noloco_node.admission.owner_files import key_file, load_key
 from noloco_node.admission.ticket import LOOK_S, TICKET_BYTES, InviteCredential, Right, decode, key_of, read_key
 from noloco_node.admission.ticket_service import LOOK_BITS, TicketReply, TicketRequest, TicketSigner, work
@@ -46,7 +46,6 @@ class RunAccess:
     """How one peer enters a run, over all of its sessions. `home`: holds its identity, and keeps its ticket.
 
     `owner_key`: of the run's owner, who needs no invite to look. `state`: admissions that we know already.
-    `early_s`: we renew our ticket so long before it expires.
     """
 
     def __init__(
@@ -58,10 +57,9 @@ class RunAccess:
         *,
         owner_key: Ed25519PrivateKey | None = None,
         state: AdmissionState | None = None,
-        early_s: float = RENEW_S,
     ) -> None:
         self.invite, self._rights, self._home, self._unix_time = invite, rights, home, unix_time
-        self._owner_key, self._early_s = owner_key, early_s
+        self._owner_key = owner_key
         has_owner = invite.credential is not None or owner_key is not None
         self._state = state or (AdmissionState(invite.digest, unix_time) if has_owner else None)
         self._nonce: int | None = None
@@ -82,9 +80,7 @@ class RunAccess:
             return network
         me = network.peer_id
         self._check_identity(me)
-        held = HeldTicket(
-            self._unix_time, lambda: self._own_tickets(me), lambda: self._ask(network), self._keep, self._early_s
-        )
+        held = HeldTicket(self._unix_time, lambda: self._own_tickets(me), lambda: self._ask(network), self._keep)
         await held.begin()
         admission = AdmissionHook(network, self._state, held)
         others = [each for each in self.invite.peers if each != me]

@@ -29,8 +29,6 @@ from noloco_node.terminal import say
 
 WATCH_S = 5.0
 HOST_S = 10 * 365 * 86400
-DELEGATE_EARLY_S = 7 * 86400.0
-"""A delegate asks for another grant so long before its own expires: its tickets end with its grant."""
 RULES = {
     "open": "open: whoever holds this invite gets a ticket here, a bounded number for each network",
     "invited": "invited: each peer needs an invite of its own",
@@ -131,9 +129,7 @@ class HostedAdmissions:
                 "start it where the owner's key lies, or ask the owner for an invite: noloco-node members invite PEER "
                 "--may-sign",
             )
-        self._access = RunAccess(
-            self._invite, MEMBER, self._identity.parent, time.time, state=self._state, early_s=DELEGATE_EARLY_S
-        )
+        self._access = RunAccess(self._invite, MEMBER, self._identity.parent, time.time, state=self._state)
         admitted, admission = await self._access.enter(network), self._access.admission
         assert admission is not None
         held = admission.held

@@ -13,7 +13,7 @@ from admission_keys import NOW_S, OWNER, admitted, key, public
 
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_hook import GRACE_S
-from noloco_node.admission.admission_state import AdmissionState
+from noloco_node.admission.admission_state import MOST_PAUSE_S, RENEW_S, AdmissionState
 from noloco_node.admission.owner_files import IssuedEntry, MemberList, save_members
 from noloco_node.admission.ticket import (
     KEY_HEADER,
@@ -26,7 +26,7 @@ from noloco_node.admission.ticket import (
     peer_of,
     signed_list,
 )
-from noloco_node.admission.ticket_service import TicketService, TicketSigner, is_work, work
+from noloco_node.admission.ticket_service import OPEN_DAYS, TicketService, TicketSigner, is_work, work
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.node.microbatches import ConversationPool
@@ -326,10 +326,14 @@ async def test_a_full_disk_costs_the_kept_ticket_and_not_the_node(
     monkeypatch.setattr(atomic_file, "write", full)
     monkeypatch.setattr(access, "say", said.append)
     async with background(way.renew(lambda _: None)):
-        await asyncio.sleep(10 * DAY_S)
-    assert way.admission is not None
-    assert way.admission.held.until > NOW_S + 300 * DAY_S
-    assert len(said) == 1
+        await asyncio.sleep(5 * DAY_S)
+        assert way.admission is not None
+        assert way.admission.held.until > NOW_S + (OPEN_DAYS - 1) * DAY_S
+        assert len(said) == 1
+        await asyncio.sleep(60 * DAY_S)
+        assert way.admission.held.until > NOW_S + 65 * DAY_S + RENEW_S - MOST_PAUSE_S, (
+            "a week without signing peers is no harm"
+        )
     assert "No space left" in said[0]
 
 

@@ -26,13 +26,19 @@ Method = Literal[
     "shards",
     "epidemic",
     "gasloc",
+    "quorum_mean",
+    "late_mean",
 ]
 Speeds = Literal["none", "slight", "moderate", "very", "nearly"]
-Scale = Literal["full", "small"]
+Scale = Literal["full", "small", "tiny"]
 Codec = Literal["float32", "bfloat16", "int8", "int4", "int3", "int2"]
 Corpus = Literal["library", "torch"]
+Prose = Literal["prose"]
+"""The text that only runs under `Conditions` use beside the library's."""
 Sharding = Literal["alike", "fixed", "sampled"]
 Discount = Literal["none", "poly", "threshold"]
+Line = Literal["1000/1000", "100/100", "100/20", "20/5"]
+"""Mbit/s down and up; the last one stalls now and then."""
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,6 +55,19 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     period: int = 1
     spread: float = 0.0
     buffer: int = 1
+
+
+class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The machines and lines of volunteers (`volunteer_model`), under which a run ends after `hours`, not by a budget.
+
+    `churn`: how often a peer that is there goes away, times an hour. `inequality`: how many times as long as the
+    fastest machine's an inner step of the slowest takes.
+    """
+
+    churn: float = 0.0
+    inequality: float = 1.0
+    line: Line = "100/100"
+    hours: float = 3.0
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,6 +94,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     Of asynchronous gossip alone: `slower_lines`: by which factor. `charged`: coding and outer steps take the device's
     time, in their turn. `beside`: they take it beside the inner steps. `roster_lag_s`: by how much what is known of the
     others is out of date.
+    `conditions`: of the methods `quorum_mean`, `late_mean` and `gossip`; `steps` are then those of the fastest machine.
     """
 
     method: Method
@@ -99,7 +119,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     beside: bool = False
     roster_lag_s: float = 0.0
     scale: Scale = "full"
-    text: Corpus = "library"
+    text: Corpus | Prose = "library"
     fragments: int = 1
     overlap: int = 0
     mixing: float = 0.0
@@ -110,6 +130,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     grace_s: float = 0.0
     discount: Discount = "none"
     compensation: float = 0.0
+    conditions: Conditions | None = None
 
     @property
     def budget(self) -> int:
@@ -133,7 +154,7 @@ ADDED_LATER = {
     in (
         *("common_start", "often_at_end", "last_rounds", "weighed", "slower_lines", "charged", "beside"),
         *("roster_lag_s", "scale", "text", "fragments", "overlap", "mixing", "density", "pushes"),
-        *("batch", "sharding", "grace_s", "discount", "compensation"),
+        *("batch", "sharding", "grace_s", "discount", "compensation", "conditions"),
     )
 }
 """Fields that results from before do not know, and their defaults."""
@@ -142,8 +163,9 @@ ADDED_LATER = {
 class Point(msgspec.Struct, frozen=True, kw_only=True):
     """The swarm at one moment of a run. Losses are nats a token on held-out text.
 
-    `share`: of the token budget that is spent. `merged`: loss of the merged model. `single`: mean loss of two replicas.
-    `spread`: standard deviation of a weight among replicas, root mean square over all weights.
+    `share`: of the token budget that is spent, or of the hours. `merged`: loss of the merged model. `single`: mean loss
+    of two replicas. `spread`: standard deviation of a weight among replicas, root mean square over all weights.
+    `sent_bytes`: by all replicas until then, where it is counted.
     """
 
     share: float
@@ -152,12 +174,13 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     single: float
     spread: float
     learning_rate: float
+    sent_bytes: float = 0.0
 
 
 class Result(msgspec.Struct, kw_only=True):
     """What a run came to. `single`: mean over all replicas at the end. `busy`: device time over virtual time, mean of
     all replicas, while the budget lasts. `bytes_per_step`: sent by a replica, over its inner steps.
-    `fast_busy`: of the fastest replica.
+    `fast_busy`: of the fastest replica. `held_out`: losses of parts of the held-out text whose mean is `merged`.
     """
 
     cell: Cell
@@ -173,5 +196,6 @@ class Result(msgspec.Struct, kw_only=True):
     curve: tuple[Point, ...]
     wall_s: float
     notes: dict[str, float] = {}
+    held_out: tuple[float, ...] = ()
     code: str = ""
     """A digest of the sources that the result depends on; empty for one from before they were noted."""

@@ -23,7 +23,7 @@ from research.laboratory.experiments.cell import Cell, Speeds
 LATENCY_S = 0.1
 WEIGHTS_S = 4.0
 """Time to send all weights once as float32."""
-PARAMETERS = {"full": 406_176, "small": 92_400}
+PARAMETERS = {"full": 406_176, "small": 92_400, "tiny": 34_912}
 """Weights of the model that cells of a scale train."""
 INNER_STEP_S = 0.064
 """Real seconds of an inner step of that model."""
@@ -60,8 +60,12 @@ def all_reduce(replicas: int, weight_bytes: int, coded_bytes: int | None = None)
     if replicas == 1:
         return 0.0, 0.0
     sent = 2 * (replicas - 1) / replicas * (weight_bytes if coded_bytes is None else coded_bytes)
-    rounds = 2 * (replicas - 1) if replicas <= 4 else 2 * math.ceil(math.log2(replicas))
-    return rounds * LATENCY_S + sent / bytes_per_s(weight_bytes), sent
+    return ring_messages(replicas) * LATENCY_S + sent / bytes_per_s(weight_bytes), sent
+
+
+def ring_messages(replicas: int) -> int:
+    """Return how many messages of a mean over so many replicas follow on each other: of a tree where that is fewer."""
+    return 2 * (replicas - 1) if replicas <= 4 else 2 * math.ceil(math.log2(replicas))
 
 
 def all_gather(replicas: int, weight_bytes: int, said_bytes: float) -> tuple[float, float]:

@@ -1,7 +1,8 @@
 """What all cells train: a Llama of 0.4 million parameters on the source text of Python's standard library, as bytes.
 
-A cell of the small scale trains one of 0.09 million on shorter sequences, a tenth of the work. The text may also be the
-Python sources of torch: there wherever this runs, disjoint from the library, and no choice was made on it.
+A cell of the small scale trains one of 0.09 million on shorter sequences, a tenth of the work; one of the tiny scale
+trains 0.03 million. The text may also be the Python sources of torch: there wherever this runs, disjoint from the
+library, and no choice was made on it. Under conditions it may be the prose of Python's reference, as pydoc keeps it.
 
 Everything is the production's: the text and its held-out part, the model, its cut into stages, the inner optimiser and
 its schedule over the progress of the run.
@@ -9,12 +10,15 @@ its schedule over the progress of the run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
+from pydoc_data import topics
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -28,7 +32,7 @@ from noloco_node.planning.model_layout import ModelLayout, make_stage
 from noloco_node.run.config import DataConfig, InnerConfig, ModelConfig, PipelineConfig, RunConfig
 from pipeline.inner_step import Schedule
 from pipeline.stage import Stage
-from research.laboratory.experiments.cell import Cell, Corpus
+from research.laboratory.experiments.cell import Cell, Corpus, Prose, Scale
 
 WIDTH, LAYERS = 96, 3
 SEQUENCE_LENGTH = 96
@@ -36,6 +40,8 @@ SEQUENCES_PER_STEP = 8
 WARMUP_SHARE = 0.05
 VALIDATION_BATCHES = 4
 """Of 32 sequences each."""
+PARTS = 32
+"""Of all held-out text, which follow on each other: they say how far a loss is uncertain by the text."""
 CPU = torch.device("cpu")
 
 
@@ -51,18 +57,21 @@ class Dimensions(NamedTuple):
 
 
 SMALL = Dimensions(width=48, layers=2, intermediate=128, heads=2, sequence_length=64, sequences_per_step=4)
+TINY = SMALL._replace(width=32, layers=1, intermediate=64)
 
 
 def dimensions(cell: Cell) -> Dimensions:
     """Return the sizes of a cell's model."""
     full = Dimensions(WIDTH, LAYERS, 256, 4, SEQUENCE_LENGTH, SEQUENCES_PER_STEP)
-    return full if cell.scale == "full" else SMALL
+    return {"full": full, "small": SMALL, "tiny": TINY}[cell.scale]
 
 
-def source(text: Corpus) -> DataConfig:
+def source(text: Corpus | Prose, scale: Scale = "full") -> DataConfig:
     """Return where a text comes from, with its held-out part."""
     if text == "library":
-        return DataConfig(validation_percent=2.0)
+        return DataConfig(validation_percent=0.6 if scale == "tiny" else 2.0)
+    if text == "prose":
+        return DataConfig(source="text", path=topics.__file__, validation_percent=8.0)
     modules = Path(torch.__file__).parent / "**" / "*.py"
     return DataConfig(source="text", path=str(modules), validation_percent=2.0)
 
@@ -92,7 +101,7 @@ def run_of(cell: Cell) -> RunConfig:
             microbatches_per_step=stages,
             codec="float32",
         ),
-        data=source(cell.text),
+        data=source(cell.text, cell.scale),
         inner=InnerConfig(
             steps=cell.steps,
             learning_rate=cell.learning_rate,
@@ -159,6 +168,35 @@ class Text:
         return block[:, :-1], block[:, 1:]
 
 
+class SharedText(Text):
+    """The training text of one replica, drawn once for all runs of a process that have the same."""
+
+    def __init__(self, run: RunConfig, number: int) -> None:
+        self._text, self._batches = _opened(run, number)
+        self.drawn = 0
+        """Microbatches."""
+
+    def draw(self) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of the next microbatch, int64 [batch, sequence]."""
+        if self.drawn == len(self._batches):
+            self._batches.append(self._text.draw())
+        self.drawn += 1
+        return self._batches[self.drawn - 1]
+
+
+_OPEN: dict[tuple[bytes, int], tuple[Text, list[tuple[Tensor, Tensor]]]] = {}
+
+
+def _opened(run: RunConfig, number: int) -> tuple[Text, list[tuple[Tensor, Tensor]]]:
+    """Return the text of a replica and what was drawn of it, of the latest seed alone."""
+    key = msgspec.json.encode((run.data, run.seed, run.pipeline.microbatch_size, run.pipeline.sequence_length))
+    if any(other != key for other, _ in _OPEN):
+        _OPEN.clear()
+    if (key, number) not in _OPEN:
+        _OPEN[key, number] = (Text(run, number), [])
+    return _OPEN[key, number]
+
+
 def shard(number: int, shards: int) -> list[TextRange]:
     """Return the pieces of one of so many parts of the library's text, alike in bytes."""
     pieces = pieces_of(stdlib_files(), SMALLEST_PIECE_BYTES)
@@ -171,25 +209,40 @@ def shard(number: int, shards: int) -> list[TextRange]:
 
 
 @lru_cache(maxsize=1)
-def validation_text(text: Corpus, sequence_length: int) -> tuple[Tensor, ...]:
+def validation_text(text: Corpus | Prose, sequence_length: int) -> tuple[Tensor, ...]:
     """Return held-out batches, the same for every cell of a text, int64 [32, sequence + 1]."""
-    blocks = open_blocks(source(text), sequence_length, 0, "", "validation")
-    try:
-        every = list(islice(blocks.batches(32), 24))
-    finally:
-        blocks.close()
+    every = list(islice(_held_out(source(text), sequence_length), 24))
     return tuple(every[:: len(every) // VALIDATION_BATCHES][:VALIDATION_BATCHES])
 
 
-def loss_of(cell: Cell, stages: Sequence[Stage]) -> float:
-    """Return the loss of a cell's whole model on its held-out text, nats a token."""
+@lru_cache(maxsize=1)
+def whole_text(text: Corpus | Prose, scale: Scale, sequence_length: int) -> tuple[Tensor, ...]:
+    """Return all of the held-out text in `PARTS` parts, int64 [rows, sequence + 1]."""
+    rows = torch.cat(list(_held_out(source(text, scale), sequence_length)))
+    return torch.tensor_split(rows, PARTS)
 
+
+def _held_out(data: DataConfig, sequence_length: int) -> Iterator[Tensor]:
+    with closing(open_blocks(data, sequence_length, 0, "", "validation")) as blocks:
+        yield from blocks.batches(32)
+
+
+def loss_of(cell: Cell, stages: Sequence[Stage]) -> float:
+    """Return the loss of a cell's whole model on a sample of its held-out text, nats a token."""
+    return _loss(stages, validation_text(cell.text, dimensions(cell).sequence_length))
+
+
+def losses_of(cell: Cell, stages: Sequence[Stage]) -> tuple[float, ...]:
+    """Return the losses of a cell's whole model on the parts of all of its held-out text."""
+    return tuple(_loss(stages, [part]) for part in whole_text(cell.text, cell.scale, dimensions(cell).sequence_length))
+
+
+def _loss(stages: Sequence[Stage], batches: Sequence[Tensor]) -> float:
     def model(ids: Tensor) -> Tensor:
         hidden = ids
         for stage in stages:
             hidden = stage.infer(hidden)
         return hidden
 
-    batches = validation_text(cell.text, dimensions(cell).sequence_length)
     rows = sum(map(len, batches))
     return text_loss(model, HeldOutText(list(batches), [""] * rows, rows, True)).mean

@@ -33,16 +33,26 @@ class CodedMean:
     def __repr__(self) -> str:
         return f"<CodedMean in {self._bits} bits>"
 
-    def of(self, brought: Sequence[Model], weights: Sequence[int] | None = None) -> Model:
-        """Return the mean of what the replicas bring, weighed if there are weights."""
+    def of(
+        self, brought: Sequence[Model], weights: Sequence[int] | None = None, members: Sequence[int] | None = None
+    ) -> Model:
+        """Return the mean of what the replicas bring, weighed if there are weights.
+
+        `members`: the numbers of those that bring something, in order; None: all.
+        """
+        owed_by = self._owed if members is None else [self._owed[number] for number in members]
         parts = [1.0] * len(brought) if weights is None else [float(weight) for weight in weights]
-        heard = [self._sent(model, owed) for model, owed in zip(brought, self._owed, strict=True)]
+        heard = [self._sent(model, owed) for model, owed in zip(brought, owed_by, strict=True)]
         shares = torch.tensor([part / sum(parts) for part in parts])
         mean = [
             tuple(torch.tensordot(shares, torch.stack(tensors), 1) for tensors in zip(*stages, strict=True))
             for stages in zip(*heard, strict=True)
         ]
         return self._sent(mean, self._owed_by_all)
+
+    def forget(self, number: int) -> None:
+        """Let a replica owe nothing: its machine has lost it."""
+        self._owed[number] = [tuple(map(torch.zeros_like, part)) for part in self._owed[number]]
 
     def _sent(self, model: Model, owed: list[Tensors]) -> Model:
         """Return what arrives of a model, and take note of what it owes then."""

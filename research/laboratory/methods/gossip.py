@@ -33,9 +33,11 @@ LAST_ROUND_S = 60.0
 
 
 class Gossiper:
-    """One replica with its rounds."""
+    """One replica with its rounds, which go on from a copy that it came with if there is one."""
 
-    def __init__(self, swarm: Swarm, replica: Replica, network: PeerNetwork, crowd: Crowd) -> None:
+    def __init__(
+        self, swarm: Swarm, replica: Replica, network: PeerNetwork, crowd: Crowd, copied: Origin | None = None
+    ) -> None:
         run, peer = run_of(swarm.cell), network.peer_id
         (stage,) = replica.stages
         self.replica = replica
@@ -45,8 +47,6 @@ class Gossiper:
         self._device = Device(charged_s, beside=cell.beside)
         self.alone = self._device.alone
         self._schema = gossip_schema(run, stage.shapes)
-        weights = stage.weights()
-        state = OuterState(weights, tuple(torch.zeros_like(tensor) for tensor in weights))
         compute, partners = self._device.compute, self._partners
         around = RoundContext(
             seed=run.seed,
@@ -56,9 +56,9 @@ class Gossiper:
             record=self._record,
             timeouts=round_timeouts(ReplicaConfig(run=run, run_id="", stage=0, peer=peer), swarm.weight_bytes),
         )
-        origin = Origin(state, inner_steps=replica.steps)
+        origin = origin_of(replica) if copied is None else copied
         self.rounds = Rounds(peer, run.outer, origin, self, around)
-        crowd.join(peer, 1.0 / replica.step_s)
+        crowd.join(peer, 1.0 / replica.step_s, origin.rounds)
         self.lateness: list[int] = []
         """Inner steps between each snapshot and its correction."""
 
@@ -92,18 +92,23 @@ class Gossiper:
             if event.partner is not None:
                 self.lateness.append(event.staleness)
 
+    async def serve(self) -> None:
+        """Answer whoever asks for a meeting."""
+        await self._network.serve(GOSSIP, self._schema, self.rounds.serve)
+
     async def live(self) -> None:
         """Train until the swarm's budget is spent, gossip meanwhile, meet once more, and leave."""
-        await self._network.serve(GOSSIP, self._schema, self.rounds.serve)
+        await self.serve()
         async with asyncio.TaskGroup() as group:
             gossip = group.create_task(self.rounds.run())
-            await self._train()
+            await self.train()
             await self.rounds.last_round(LAST_ROUND_S)
             self._crowd.leave(self._network.peer_id)
             await self.rounds.leave()
             gossip.cancel()
 
-    async def _train(self) -> None:
+    async def train(self) -> None:
+        """Train until the swarm's budget is spent."""
         replica, swarm = self.replica, self._swarm
         while swarm.left > 0:
             async with self._device.at_work:
@@ -111,6 +116,13 @@ class Gossiper:
                 await self._device.settle()
             going = RoundProgress(swarm.course, 1.0 / replica.step_s)
             await self.rounds.between_steps(replica.steps, replica.step_s, going)
+
+
+def origin_of(replica: Replica) -> Origin:
+    """Return where the rounds of a replica begin that has no copy of another's."""
+    weights = replica.stages[0].weights()
+    state = OuterState(weights, tuple(torch.zeros_like(tensor) for tensor in weights))
+    return Origin(state, inner_steps=replica.steps)
 
 
 async def gossip(swarm: Swarm) -> None:

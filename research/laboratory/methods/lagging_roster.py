@@ -31,10 +31,10 @@ class Crowd:
         """Return how many there were at any time, and how many of them have left, as of now."""
         return {"all": len(self._courses), "gone": sum(course[-1][1] == GONE for course in self._courses.values())}
 
-    def join(self, peer: str, speed: float) -> None:
-        """Note a replica that was there from the beginning; `speed` in inner steps a second."""
+    def join(self, peer: str, speed: float, finished: int = 0) -> None:
+        """Note a replica as if it had always been there, in this finished round; `speed` in inner steps a second."""
         self._speeds[peer] = speed
-        self._courses[peer] = deque([(-math.inf, 0)])
+        self._courses[peer] = deque([(-math.inf, finished)])
 
     def note(self, peer: str, finished: int) -> None:
         """Note the number of the round that a replica has finished now."""

@@ -22,7 +22,7 @@ from pipeline.inner_step import learning_rate
 from pipeline.stage import Stage
 from research.laboratory.experiments.cell import Cell, Point
 from research.laboratory.experiments.hardware_model import step_seconds
-from research.laboratory.experiments.task import Text, loss_of, open_stages, run_of, schedule
+from research.laboratory.experiments.task import SharedText, Text, loss_of, open_stages, run_of, schedule
 
 POINTS = 8
 """Points of a curve: with 400 steps one every 50, so that all fall on the same moment of a round of 25 or 50 steps."""
@@ -36,10 +36,12 @@ Model = list[Tensors]
 class Replica:
     """The replica of each stage that has this number, on one machine, and its text."""
 
-    def __init__(self, run: RunConfig, plan: ModelLayout, number: int, step_s: float, shards: int = 1) -> None:
+    def __init__(
+        self, run: RunConfig, plan: ModelLayout, number: int, step_s: float, shards: int = 1, *, shared: bool = False
+    ) -> None:
         self.number, self.step_s = number, step_s
         self.stages: list[Stage] = open_stages(run, plan)
-        self.text = Text(run, number, shards)
+        self.text: Text = SharedText(run, number) if shared else Text(run, number, shards)
         self.steps = 0
         self.rounds = self.sent_bytes = 0.0
         self.busy_s = 0.0
@@ -83,7 +85,7 @@ class Swarm:
         self.cell = cell
         shards = 1 if cell.sharding == "alike" else cell.replicas
         self.replicas = [
-            Replica(run, plan, number, cell.batch * step_s, shards)
+            Replica(run, plan, number, cell.batch * step_s, shards, shared=cell.conditions is not None)
             for number, step_s in enumerate(step_seconds(cell.speeds, cell.replicas))
         ]
         self.model: Callable[[], Model] = self.mean
@@ -202,9 +204,13 @@ class Swarm:
 
     def loss(self, model: Model) -> float:
         """Return the loss of a model on held-out text."""
+        return loss_of(self.cell, self.stages_of(model))
+
+    def stages_of(self, model: Model) -> list[Stage]:
+        """Return stages that hold a model until another is asked for."""
         for stage, weights in zip(self._scratch, model, strict=True):
             stage.set_weights(weights)
-        return loss_of(self.cell, self._scratch)
+        return self._scratch
 
     def note_point(self) -> None:
         """Add a point to the curve."""

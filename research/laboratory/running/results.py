@@ -160,13 +160,18 @@ def perplexity(loss: float) -> float:
 
 def seconds_to(result: Result, loss: float) -> float:
     """Return the virtual time at which the merged model reaches a loss, not a number if it never does."""
+    return spent_to(result, loss, lambda point: point.virtual_s)
+
+
+def spent_to(result: Result, loss: float, spent: Callable[[Point], float]) -> float:
+    """Return what is spent until the merged model reaches a loss, not a number if it never does."""
     before: Point | None = None
     for point in result.curve:
         if point.merged <= loss:
             if before is None:
-                return point.virtual_s
+                return spent(point)
             part = (before.merged - loss) / (before.merged - point.merged)
-            return before.virtual_s + part * (point.virtual_s - before.virtual_s)
+            return spent(before) + part * (spent(point) - spent(before))
         before = point
     return math.nan
 

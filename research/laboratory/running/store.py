@@ -32,6 +32,7 @@ SOURCES = (
     "research/laboratory/methods/*.py",
     "research/laboratory/experiments/hardware_model.py",
     "research/laboratory/experiments/task.py",
+    "research/laboratory/experiments/volunteer_model.py",
 )
 """What decides the numbers of a run."""
 Warn = Callable[[str], None]

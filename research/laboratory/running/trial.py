@@ -9,14 +9,17 @@ import torch
 
 from noloco_node.sim import clock
 from research.laboratory.experiments.cell import Cell, Result
-from research.laboratory.experiments.task import loss_of
+from research.laboratory.experiments.task import loss_of, losses_of
 from research.laboratory.methods import synchronous
 from research.laboratory.methods.async_server import server
 from research.laboratory.methods.final_rounds import last_rounds
 from research.laboratory.methods.fragments import shards, streaming
 from research.laboratory.methods.gossip import gossip
+from research.laboratory.methods.quorum_mean import late_mean, quorum_mean
 from research.laboratory.methods.random_peers import epidemic, gasloc
 from research.laboratory.methods.replicas import Swarm
+from research.laboratory.methods.volunteer_gossip import volunteer_gossip
+from research.laboratory.methods.volunteer_swarm import VolunteerSwarm
 
 METHODS: dict[str, Callable[[Swarm], Awaitable[None]]] = {
     "parallel": synchronous.parallel,
@@ -30,6 +33,12 @@ METHODS: dict[str, Callable[[Swarm], Awaitable[None]]] = {
     "epidemic": epidemic,
     "gasloc": gasloc,
 }
+VOLUNTEER_METHODS: dict[str, Callable[[VolunteerSwarm], Awaitable[None]]] = {
+    "quorum_mean": quorum_mean,
+    "late_mean": late_mean,
+    "gossip": volunteer_gossip,
+}
+"""Methods under conditions."""
 
 
 def run(cell: Cell, tell: Callable[[float], None] = lambda share: None) -> Result:
@@ -42,18 +51,22 @@ def run(cell: Cell, tell: Callable[[float], None] = lambda share: None) -> Resul
 
 
 async def _run(cell: Cell, tell: Callable[[float], None]) -> Result:
-    swarm = Swarm(cell, tell)
-    if cell.common_start:
-        await synchronous.common_start(swarm)
-    await METHODS[cell.method](swarm)
-    await last_rounds(swarm, cell.last_rounds)
-    swarm.note_point()
+    if cell.conditions is not None:
+        swarm: Swarm = await _under_conditions(cell, tell)
+        held_out = losses_of(cell, swarm.stages_of(swarm.model()))
+    else:
+        swarm, held_out = Swarm(cell, tell), ()
+        if cell.common_start:
+            await synchronous.common_start(swarm)
+        await METHODS[cell.method](swarm)
+        await last_rounds(swarm, cell.last_rounds)
+        swarm.note_point()
     replicas = swarm.replicas
     busy = [replica.busy_s / swarm.spent_at_s for replica in replicas]
     fastest = min(range(len(replicas)), key=lambda number: replicas[number].step_s)
     return Result(
         cell=cell,
-        merged=swarm.curve[-1].merged,
+        merged=sum(held_out) / len(held_out) if held_out else swarm.curve[-1].merged,
         single=sum(loss_of(cell, replica.stages) for replica in replicas) / len(replicas),
         spread=swarm.spread(),
         virtual_s=swarm.curve[-1].virtual_s,
@@ -65,4 +78,11 @@ async def _run(cell: Cell, tell: Callable[[float], None]) -> Result:
         curve=tuple(swarm.curve),
         wall_s=0.0,
         notes=swarm.notes,
+        held_out=held_out,
     )
+
+
+async def _under_conditions(cell: Cell, tell: Callable[[float], None]) -> VolunteerSwarm:
+    swarm = VolunteerSwarm(cell, tell)
+    await VOLUNTEER_METHODS[cell.method](swarm)
+    return swarm

@@ -1,0 +1,112 @@
+"""The map's comparison of methods, its verdicts, and its page from a record by formula."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from research.laboratory import map as laboratory_map
+from research.laboratory.experiments.cell import Cell, Point, Result
+from research.laboratory.experiments.grid import at
+from research.laboratory.experiments.volunteer_grid import TUNED, map_cell, map_grid, places
+from research.laboratory.output.map_tables import Difference, difference, verdict_of
+from research.laboratory.running.results import seconds_to, spent_to
+from research.laboratory.running.store import Store
+
+LEVELS = {"gossip": 2.5, "quorum_mean": 2.6, "late_mean": 2.45}
+
+
+def outcome(cell: Cell) -> Result:
+    """A result by formula: the method decides, seed and text by a little."""
+    noise = Random(cell.key)
+    parts = tuple(LEVELS[cell.method] + Random(part).gauss(0.0, 0.2) + noise.gauss(0.0, 0.01) for part in range(32))
+    merged = sum(parts) / len(parts)
+    curve = tuple(
+        Point(
+            share=part / 9,
+            virtual_s=1200.0 * part,
+            merged=merged + 1.0 - part / 9,
+            single=merged,
+            spread=0.0,
+            learning_rate=cell.learning_rate,
+            sent_bytes=1e9 * part,
+        )
+        for part in range(1, 10)
+    )
+    return Result(
+        cell=cell,
+        merged=merged,
+        single=merged,
+        spread=0.0,
+        virtual_s=10800.0,
+        busy=1.0,
+        fast_busy=1.0,
+        bytes_per_step=1.0,
+        rounds=9.0,
+        steps_taken=(1,) * cell.replicas,
+        curve=curve,
+        wall_s=1.0,
+        held_out=parts,
+    )
+
+
+def pairs(method: str, count: int) -> list[tuple[Result, Result]]:
+    names = (method, "gossip")
+    runs = [[outcome(at(map_cell(name, TUNED, 4), 1e-2, seed)) for name in names] for seed in range(count)]  # type: ignore[arg-type]
+    return [(one, other) for one, other in runs]
+
+
+class TestVerdicts:
+    @pytest.mark.parametrize(("method", "winner"), [("quorum_mean", "gossip"), ("late_mean", "mean")])
+    def test_five_seeds_decide_and_four_do_not(self, method: str, winner: str) -> None:
+        found = [difference(pairs(method, count)) for count in (1, 4, 5)]
+        assert [one is not None and one.winner for one in found] == ["undecided", "undecided", winner]
+
+    def test_a_difference_has_the_size_of_what_was_put_in(self) -> None:
+        found = difference(pairs("quorum_mean", 5))
+        assert found is not None
+        assert found.nats == pytest.approx(0.1, abs=4 * found.error)
+        assert 0.0 < found.error < 0.01
+        assert difference([]) is None
+
+    @given(st.lists(st.floats(-1.0, 1.0), min_size=2, max_size=2), st.floats(0.001, 0.5))
+    def test_gossip_is_better_only_where_it_beats_both(self, nats: list[float], error: float) -> None:
+        compared = [Difference(each, error, 5) for each in nats]
+        verdict = verdict_of(compared)
+        assert (verdict == "gossip") == (min(nats) > 2 * error)
+        assert (verdict == "mean") == (min(nats) < -2 * error)
+        assert verdict_of(compared[:1]) == "undecided"
+        assert verdict_of([compared[0], compared[1]._replace(seeds=4)]) == "undecided"
+
+
+def test_what_is_spent_to_a_loss_lies_between_two_points() -> None:
+    result = pairs("gossip", 1)[0][0]
+    before, after = result.curve[3:5]
+    middle = (before.merged + after.merged) / 2
+    assert seconds_to(result, middle) == pytest.approx(4.5 * 1200.0)
+    assert spent_to(result, middle, lambda point: point.sent_bytes) == pytest.approx(4.5e9)
+
+
+def fill(store: Store, seeds: int, count: int) -> None:
+    """Add what is due of the first places."""
+    grid = map_grid(seeds)
+    wanted = {recipe.name for recipe in grid.recipes[: len(LEVELS) * count]}
+    while due := [run for run in grid.due(store) if run.name.partition(",")[0] in wanted]:
+        for run in due:
+            store.add(outcome(run.cell))
+
+
+def test_the_page_says_what_is_decided(tmp_path: Path) -> None:
+    store, count = Store(tmp_path / "map.jsonl"), len(places())
+    fill(store, 1, count)
+    fill(store, 5, 3)
+    assert laboratory_map.main(["--tables", "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "map.md").read_text()
+    assert f"Of {count} places {count} have run." in text
+    assert "gossip is better than both means at 0, a mean is better at 3, and 0 are level" in text
+    assert f"{count - 3} have fewer seeds and decide nothing" in text
+    assert (tmp_path / "pictures" / "map.png").stat().st_size > 10_000
