@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -256,19 +256,21 @@ class Evaluator:
         """Let the model go on from each prompt; what is there so far if the node leaves meanwhile."""
         return tuple(
             [
-                events.TextSample(prompt=text, text=prompts.spelled(await self._continuation(tokens, prompts.end)))
+                events.TextSample(
+                    prompt=text, text="".join(prompts.spelled(await self._continuation(tokens, prompts.ends)))
+                )
                 for text, tokens in prompts.tokens.items()
             ]
         )
 
-    async def _continuation(self, prompt: Sequence[int], end: int) -> list[int]:
+    async def _continuation(self, prompt: Sequence[int], ends: Collection[int]) -> list[int]:
         # Equal draws in each evaluation: what differs between two samples is the model.
         generator, context = torch.Generator().manual_seed(SAMPLING.seed), self._context
         drawn: list[int] = []
         while prompt and len(drawn) < SAMPLING.tokens and not self._is_left():
             logits = await context.logits(torch.tensor([[*prompt, *drawn][-context.length :]]))
             last = logits[0, -1]
-            if not last.max().isfinite() or (token := draw(last, SAMPLING, generator)) == end:
+            if not last.max().isfinite() or (token := draw(last, SAMPLING, generator)) in ends:
                 break
             drawn.append(token)
         return drawn

@@ -99,8 +99,10 @@ def test_real_nodes_learn_the_answers_of_conversations_and_take_them_home(tmp_pa
             command.interrupt()
         assert [command.wait() for command in (source, last, bootstrap)] == [Exit.OK] * 3
         shown = CliRunner().invoke(app, ["evaluate", str(out), "--data", str(rows), "--json"])
+        said = CliRunner().invoke(app, ["generate", str(out), "--prompt", "Is 8 even?", "--temperature", "0"])
         again = decode_run(continuing_text(out, "tiny"), "the run that goes on")
         assert shown.exit_code == 0, shown.output
+    assert said.stdout in ("yes\n", "no\n"), said.output
     before = structs.replace(decode_run(RUN, "the run").data, evaluate_every_rounds=0)
     assert again.data == before, "held out as before, too; evaluations are planned anew"
     found = json.loads(shown.stdout)
