@@ -228,7 +228,11 @@ class SimulatedPeer:
         run = self._setting.run
         if run.data.evaluate_every_rounds:
             is_text = self._setting.scenario.swarm.model == "transformer"
-            read = EvaluationText(run, None).read if is_text else partial(held_out_numbers, run)
+            read = (
+                EvaluationText(run, None).read
+                if is_text
+                else partial(held_out_numbers, run, self._setting.microbatch_tokens)
+            )
             host.evaluation = MemoryEvaluation(read)
         return host
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from noloco_node.data.held_out_text import HeldOutText, evaluated_sequences
+from noloco_node.data.held_out_text import EVALUATED_TOKENS, HeldOutText, evaluated_sequences
 from noloco_node.run.config import RunConfig
 from pipeline.inner_step import OptimiserState, StepReport
 from pipeline.messages import Gradient
@@ -193,10 +193,14 @@ class QuadraticModel:
         return {"passes": self._passes, "inner_steps": self._steps, "skipped_steps": self._skipped}
 
 
-def held_out_numbers(run: RunConfig) -> HeldOutText:
-    """Return numbers to evaluate on, the same for all peers of a run; sources hardly draw them."""
+def held_out_numbers(run: RunConfig, microbatch_tokens: int) -> HeldOutText:
+    """Return numbers to evaluate on, the same for all peers of a run; sources hardly draw them.
+
+    `microbatch_tokens`: that a number stands for.
+    """
     rng = Random(f"{run.seed}|held out")
-    rows = [[rng.randrange(VOCABULARY)] * (run.pipeline.sequence_length + 1) for _ in range(evaluated_sequences(run))]
+    count = min(evaluated_sequences(run), max(1, EVALUATED_TOKENS // microbatch_tokens))
+    rows = [[rng.randrange(VOCABULARY)] * (run.pipeline.sequence_length + 1) for _ in range(count)]
     return HeldOutText([torch.tensor(rows)], [f"number {row[0]}" for row in rows], len(rows), complete=True)
 
 
