@@ -94,7 +94,7 @@ def test_what_is_spent_to_a_loss_lies_between_two_points() -> None:
 def fill(store: Store, seeds: int, count: int) -> None:
     """Add what is due of the first places."""
     grid = map_grid(seeds)
-    wanted = {recipe.name for recipe in grid.recipes[: len(LEVELS) * count]}
+    wanted = {recipe.name for recipe in grid.recipes[: len(LEVELS) * (1 + count)]}
     while due := [run for run in grid.due(store) if run.name.partition(",")[0] in wanted]:
         for run in due:
             store.add(outcome(run.cell))
