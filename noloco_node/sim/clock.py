@@ -60,8 +60,8 @@ class _NumberedTask(asyncio.Task[Any]):
         return self.number
 
 
-def _numbered(loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, T], context: Any = None) -> asyncio.Task[T]:
-    return _NumberedTask(coro, loop=loop, context=context)
+def _numbered(loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:
+    return _NumberedTask(coro, loop=loop, **options)  # which options there are depends on Python's version
 
 
 class _Entry:

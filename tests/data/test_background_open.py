@@ -153,7 +153,7 @@ def test_a_position_that_is_asked_for_while_the_thread_reads_is_of_before(
         return read(blocks, size)
 
     async def main() -> None:
-        for _ in range(3):  # a chunk
+        for _ in range(4):  # a chunk, and the first batch of the next one, which was there
             await text.draw()
         with monkeypatch.context() as patch:
             patch.setattr(Blocks, "next_batch", slow_read)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from random import Random
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -43,6 +45,29 @@ def test_resumption_is_exact_anywhere(texts: DataConfig, before: int, batch: int
     assert again.restore(first.position())
     for _ in range(5):
         assert torch.equal(first.next_batch(batch), again.next_batch(batch))
+
+
+@given(batch=st.integers(1, 5))
+def test_no_draw_but_the_first_reads_a_whole_chunk(texts: DataConfig, batch: int) -> None:
+    blocks = opened(texts)
+    blocks.next_batch(batch)
+    with patch.object(blocks._blocks, "next_batch", wraps=blocks._blocks.next_batch) as read:
+        for _ in range(40):
+            read.reset_mock()
+            blocks.next_batch(batch)
+            assert sum(call.args[0] for call in read.call_args_list) <= 2 * batch
+
+
+@settings(max_examples=30)
+@given(before=st.integers(0, 35), batch=st.integers(1, 7))
+def test_a_read_that_fails_loses_nothing(texts: DataConfig, before: int, batch: int) -> None:
+    blocks, plain = opened(texts), opened(texts)
+    assert torch.equal(blocks.next_batch(before + 1), plain.next_batch(before + 1))
+    with patch.object(blocks._blocks, "next_batch", side_effect=OSError), suppress(OSError):
+        blocks.next_batch(1)
+        plain.next_batch(1)
+    assert blocks.position() == plain.position()
+    assert torch.equal(blocks.next_batch(batch), plain.next_batch(batch))
 
 
 def test_a_position_of_another_order_begins_anew(texts: DataConfig) -> None:

@@ -153,11 +153,10 @@ def test_an_honest_straggler_is_in_the_mean_only_if_it_does_not_spoil_it(tmp_pat
 
 
 def test_of_two_replicas_that_predict_alike_and_have_no_mean_one_is_taken(tmp_path: Path) -> None:
-    """The other has its neurons in another order: the mean of both would be worth little."""
-    names, turned = list(PLAN.shapes[1]), []
-    for name, weight in zip(names, honest(1), strict=True):
-        order = torch.arange(weight.shape[-1 if "down" in name else 0]).flip(0)
-        turned.append(weight[:, order] if "down_proj" in name else weight[order] if "mlp." in name else weight)
+    """The other has pairs of matrices with the other sign: it computes the same, and the mean of both is zero there."""
+    signs = {"v_proj": -1, "o_proj": -1, "up_proj": -1, "down_proj": -1}
+    names = (name.split(".")[-2] for name in PLAN.shapes[1])
+    turned = [signs.get(name, 1) * weight for name, weight in zip(names, honest(1), strict=True)]
     filed = [lay(tmp_path, 0, "a", honest(0)), lay(tmp_path, 1, "b", honest(1)), lay(tmp_path, 1, "c", turned, 999)]
     alone = loss_of(merged(filed[:2]))
     found = merged(filed)
