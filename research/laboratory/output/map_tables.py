@@ -186,10 +186,10 @@ def said(data: Measured) -> str:
     count = {word: verdicts.count(word) for word in ("gossip", "mean", "open", "undecided")}
     return (
         f"Of {len(places())} places {len(verdicts)} have run. Of those with {SEEDS} seeds gossip is better than both "
-        f"means at {count['gossip']} and a mean is better at {count['mean']}; {count['open']} stay open within {CLEAR:g} "
-        f"standard errors. Places with fewer seeds, which decide nothing: {count['undecided']}. Against the better of "
-        f"both means, whatever the seeds, gossip's loss is lower at {sum(lead > 0.0 for lead in leads)} places and "
-        f"higher at {sum(lead < 0.0 for lead in leads)}."
+        f"means at {count['gossip']} and a mean is better at {count['mean']}; {count['open']} stay open within "
+        f"{CLEAR:g} standard errors. Places with fewer seeds, which decide nothing: {count['undecided']}. Against the "
+        f"better of both means, whatever the seeds, gossip's loss is lower at {sum(lead > 0.0 for lead in leads)} "
+        f"places and higher at {sum(lead < 0.0 for lead in leads)}."
     )
 
 
@@ -211,7 +211,7 @@ def map_picture(data: Measured) -> bytes:
     words = (
         f"an opponent's loss less gossip's after {HOURS:g} virtual hours, in thousandths of a nat (± standard error): "
         f"blue, gossip is better; red, the mean is;\n"
-        f"white: within {CLEAR:g} standard errors, or fewer than {SEEDS} seeds (grey, in brackets), which decide nothing"
+        f"white: within {CLEAR:g} standard errors, or fewer than {SEEDS} seeds (in brackets), so nothing is decided"
     )
     sheet.text(0.08, 1.0 - 0.82 / height, words, fontsize=9, color=QUIET)
     panels = sheet.subplots(max(1, len(rows)), len(LINES), squeeze=False)
