@@ -174,22 +174,30 @@ def said(data: Measured) -> str:
     """Return what the map says, in words computed from it."""
     verdicts: list[str] = []
     leads: list[float] = []
+    winners: dict[str, list[str]] = {name: [] for name in OPPONENTS}
     for replicas, text, conditions in places():
-        found = [
-            difference(pairs_of(data, Place(conditions, replicas, text), name)) for name in METHODS if name != "gossip"
-        ]
-        compared = [versus for versus in found if versus is not None]
+        compared = []
+        for name, won in winners.items():
+            versus = difference(pairs_of(data, Place(conditions, replicas, text), name))
+            if versus is not None:
+                compared.append(versus)
+                won.append(versus.winner)
         if len(compared) == len(OPPONENTS):
             verdicts.append(verdict_of(compared))
             leads.append(min(versus.nats for versus in compared))
     data.take_missing()
     count = {word: verdicts.count(word) for word in ("gossip", "mean", "open", "undecided")}
+    alone = "; ".join(
+        f"against *{OPPONENTS[name]}* gossip is better at {won.count('gossip')}, worse at {won.count('mean')}, and "
+        f"{won.count('open')} stay open within {CLEAR:g} standard errors"
+        for name, won in winners.items()
+    )
     return (
-        f"Of {len(places())} places {len(verdicts)} have run. Of those with {SEEDS} seeds gossip is better than both "
-        f"means at {count['gossip']} and a mean is better at {count['mean']}; {count['open']} stay open within "
-        f"{CLEAR:g} standard errors. Places with fewer seeds, which decide nothing: {count['undecided']}. Against the "
-        f"better of both means, whatever the seeds, gossip's loss is lower at {sum(lead > 0.0 for lead in leads)} "
-        f"places and higher at {sum(lead < 0.0 for lead in leads)}."
+        f"Of {len(places())} places {len(verdicts)} have run. Of those with {SEEDS} seeds, {alone}; gossip is better "
+        f"than both at {count['gossip']}. By chance one place in twenty or so would not stay open. Places with fewer "
+        f"seeds, which decide nothing: {count['undecided']}. Against the better of both means, whatever the seeds, "
+        f"gossip's loss is lower at {sum(lead > 0.0 for lead in leads)} places and higher at "
+        f"{sum(lead < 0.0 for lead in leads)}."
     )
 
 
