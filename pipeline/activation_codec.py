@@ -320,6 +320,16 @@ def learnt(marked: Tensor) -> int:
     return int((marked >= 0).sum())
 
 
+def as_microbatch(tokens: Tensor, *, told: bool, progress: float, budget_s: float) -> Microbatch:
+    """Return marked tokens [b, s + 1] as a source sends them. `told`: later stages have to know all ids."""
+    return Microbatch(
+        hidden=ids_of(tokens[:, :-1]),
+        targets=tokens if told else tokens[:, 1:],
+        progress=progress,
+        budget_s=budget_s,
+    )
+
+
 def check_marked(microbatch: Microbatch, vocabulary: int, *, some_given: bool) -> None:
     """Raise ValueError for targets that no peer sends. `some_given`: whether tokens of this run may be only given."""
     if int(microbatch.targets.min()) < (-FIRST - vocabulary if some_given else 0) or (

@@ -170,6 +170,37 @@ class GradientTurns:
                 waiting.set_result(False)
 
 
+PASSES_OF_ONE, PASSES_OF_ALL = 2, 4
+"""Evaluations' worth of forward passes that one sender, and all together, may have in the time of one: an evaluation is
+also made at the end, and microbatches are sent again. Strangers who invent names share what is for all."""
+
+
+class EvaluationQuota:
+    """The forward passes without a backward pass that senders may have while a stage trains so many microbatches.
+
+    Time is counted in training, so that evaluations stay small beside it on a device of any speed.
+    """
+
+    def __init__(self, passes: int = 0, microbatches: int = 1) -> None:
+        """`passes`: of one evaluation. `microbatches`: trained from one to the next."""
+        self._passes, self._microbatches = passes, microbatches
+        self._window = 0
+        self._taken: Counter[str] = Counter()
+
+    def take(self, sender: str, trained: int) -> bool:
+        """Count a pass for a sender if it has one left, after so many microbatches since the start."""
+        window = trained // self._microbatches
+        if window != self._window:
+            self._window = window
+            self._taken.clear()
+        if self._taken[sender] >= PASSES_OF_ONE * self._passes:
+            return False
+        if self._taken.total() >= PASSES_OF_ALL * self._passes:
+            return False
+        self._taken[sender] += 1
+        return True
+
+
 Place = asyncio.Future[Slot | Refused]
 
 

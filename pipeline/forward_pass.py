@@ -418,12 +418,7 @@ class StagePasses:
 
     def _loss(self, hidden: Tensor, targets: Tensor, known: Known) -> Graph:
         logits_of, vocabulary = self._head()
-        if targets.shape != hidden.shape[:2]:
-            raise ValueError(f"targets of {list(targets.shape)} for logits of {list(hidden.shape[:2])}")
-        # On a GPU an id outside the vocabulary would take the whole process down.
-        if ids_of(targets).max() >= vocabulary:
-            raise ValueError(f"targets outside the vocabulary of {vocabulary}")
-        targets = as_targets(targets.to(self._device))
+        targets = self._as_targets(targets, hidden, vocabulary)
         if targets.numel() * vocabulary > LOGITS and self._has_plain_head(hidden, known.tokens, logits_of):
             graph = self._graph(hidden, self._set, known, logits=False)
             row = vocabulary * (self._autocast or torch.float32).itemsize
@@ -436,44 +431,58 @@ class StagePasses:
             torch.autograd.backward(loss, torch.full_like(loss, self._scale.value))
         return graph._replace(output=loss)
 
+    def _as_targets(self, targets: Tensor, hidden: Tensor, vocabulary: int) -> Tensor:
+        """Return marked targets as the loss takes them; raise ValueError for those that `loss` refuses."""
+        if targets.shape != hidden.shape[:2]:
+            raise ValueError(f"targets of {list(targets.shape)} for logits of {list(hidden.shape[:2])}")
+        # On a GPU an id outside the vocabulary would take the whole process down.
+        if ids_of(targets).max() >= vocabulary:
+            raise ValueError(f"targets outside the vocabulary of {vocabulary}")
+        return as_targets(targets.to(self._device))
+
     @torch.no_grad()
     def _has_plain_head(self, hidden: Tensor, tokens: Tensor | None, logits_of: Callable[[Tensor], Tensor]) -> bool:
         """Say whether the logits are the head's output; some families scale or cap them."""
         if self._plain is None:
-            self._module.eval()
-            try:
-                few = Known(None if tokens is None else tokens[:1, :2])
-                whole, states = (
-                    self._graph(hidden[:1, :2], self._set, few, logits=each).output for each in (True, False)
-                )
-            finally:
-                self._module.train()
+            few = Known(None if tokens is None else tokens[:1, :2])
+            whole, states = (self._without_graph(hidden[:1, :2], few, logits=each) for each in (True, False))
             self._plain = torch.equal(whole, logits_of(states))
         return self._plain
 
-    def token_losses(self, tokens: Tensor) -> Tensor:
-        """Return the loss of each token but the first of marked `tokens` [b, s + 1]; the stage is the whole model.
+    def activations(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return the output of `forward` as it travels, without dropout; no backward pass follows, and nothing is kept.
+
+        Raises MemoryError where memory is short, and FloatingPointError for activations that are not finite.
+        """
+        if self._last:
+            raise ValueError("the last stage has no activations for another one")
+        known = self._known(hidden, targets)
+        output = self._with_room(lambda: self._without_graph(hidden, known))
+        if not _is_finite(output):
+            raise FloatingPointError("activations that are not finite")
+        return encode(self.codec.down, output).cpu()
+
+    def token_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of each of the targets that `loss` takes, without a backward pass: the last stage's work.
 
         Float32 [b, s] on the CPU, 0 where a token is only given; without dropout, in the precision of the training.
         Raises MemoryError where memory is short.
         """
-        if not (self._first and self._last):
-            raise ValueError("only a stage that is the whole model has a loss of its own")
-        return self._with_room(lambda: self._token_losses(ids_of(tokens[:, :-1]), as_targets(tokens[:, 1:])))
+        if not self._last:
+            raise ValueError("only the last stage has a loss")
+        known = self._known(hidden, targets)
+        wanted = targets if known.tokens is None else targets[:, 1:]
+        return self._with_room(lambda: self._token_losses(hidden, wanted, known))
 
     @torch.no_grad()
-    def _token_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
+    def _token_losses(self, hidden: Tensor, targets: Tensor, known: Known) -> Tensor:
         logits_of, vocabulary = self._head()
+        targets = self._as_targets(targets, hidden, vocabulary)
         # In training the same logits have their gradients beside them: here more of them fit at once.
-        in_parts = targets.numel() * vocabulary > LOGITS and self._has_plain_head(ids, None, logits_of)
-        self._module.eval()
-        try:
-            output = self._graph(ids, self._set, NOTHING_KNOWN, logits=not in_parts).output.flatten(0, 1)
-        finally:
-            self._module.train()
+        in_parts = targets.numel() * vocabulary > LOGITS and self._has_plain_head(hidden, known.tokens, logits_of)
+        output = self._without_graph(hidden, known, logits=not in_parts).flatten(0, 1)
         parts = zip(
-            *(torch.split(each, max(1, LOGITS // vocabulary)) for each in (output, targets.flatten().to(self._device))),
-            strict=True,
+            *(torch.split(each, max(1, LOGITS // vocabulary)) for each in (output, targets.flatten())), strict=True
         )
         losses = [
             functional.cross_entropy(
@@ -482,6 +491,15 @@ class StagePasses:
             for part, wanted in parts
         ]
         return torch.cat(losses).view(targets.shape).cpu()
+
+    @torch.no_grad()
+    def _without_graph(self, hidden: Tensor, known: Known, *, logits: bool = True) -> Tensor:
+        """Return the output of a pass without dropout that has no backward pass. `hidden`: as it came."""
+        self._module.eval()
+        try:
+            return self._graph(hidden, self._set, known, logits=logits).output
+        finally:
+            self._module.train()
 
     @torch.no_grad()
     def infer(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:

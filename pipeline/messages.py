@@ -1,5 +1,7 @@
 """Messages between two stages: a microbatch goes down, and a gradient or a refusal comes back as its reply.
 
+A microbatch of held-out text has no backward pass: losses come back as its reply.
+
 A refusal is a value. A loss is one of the standard library's errors: `ConnectionRefusedError` (the peer could not be
 reached), `ConnectionAbortedError` (it fell silent or sent what no peer may send), `ConnectionResetError` (the stream
 broke).
@@ -55,6 +57,10 @@ class Reason(StrEnum):
     """The travelling time budget ended; no peer is to blame."""
     LEAVING = "leaving"
     """The peer is on its way out, or not ready yet."""
+    QUOTA = "evaluation quota"
+    """The sender, or all senders together, have had as many forward passes without a backward pass as the run plans."""
+    NOT_FINITE = "not finite"
+    """The model computes what is no number; of microbatches without a backward pass alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +73,7 @@ class Microbatch:
     `progress`: share of the run's token budget whose gradient had come back when it was drawn, 0 to 1.
     `budget_s`: seconds left for which the sender waits for the reply.
     `source`: the peer that drew it, as the sender says; empty from the source itself, which the connection names.
+    `forward_only`: no backward pass follows; the reply is the losses.
     """
 
     hidden: Tensor
@@ -74,6 +81,7 @@ class Microbatch:
     progress: Fraction
     budget_s: Seconds
     source: str = ""
+    forward_only: bool = False
 
     @property
     def learnt(self) -> int:
@@ -109,6 +117,16 @@ class Gradient:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceLosses:
+    """The reply to a microbatch that is `forward_only`.
+
+    `sums`: of each sequence, the sum of the cross-entropy of its tokens that are learnt, in nats; float32 [batch].
+    """
+
+    sums: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
     """Not now, or not here. `retry_after_s`: the callee's estimate of when asking again makes sense."""
 
@@ -117,6 +135,7 @@ class Refused:
 
 
 Reply = Gradient | Refused
+EvaluationReply = SequenceLosses | Refused
 
 
 BLOCK = 32

@@ -13,6 +13,9 @@
   starts at the receiver, so it cannot end there before it ends here.
 
 With no attempt left, or no replica in the roster for long, the answer is `Refused(NO_ROUTE)`.
+
+A microbatch without a backward pass goes to one replica by the same draw, with one attempt. Neither its reply nor its
+loss changes what is known of the replica, so that evaluations do not steer the training.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from enum import StrEnum
 from random import Random
 from typing import Any, NamedTuple, TypeVar
 
-from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
+from pipeline.messages import EvaluationReply, Gradient, Microbatch, Reason, Refused, Reply
 from pipeline.routing import Bag, Hop, HopTotals, Standing, next_hop
 
 T = TypeVar("T")
@@ -71,18 +74,25 @@ async def _unchecked(_peer: str, _microbatch: Microbatch, gradient: Gradient, _d
     return gradient
 
 
+async def _no_evaluation(_peer: str, _microbatch: Microbatch) -> EvaluationReply:
+    return Refused(reason=Reason.NO_ROUTE)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NextStageClient:
     """The replicas that serve the next stage now, how to call one, and how to check a gradient.
 
     `call` raises a `ConnectionError` for a loss, as `pipeline.messages` says, and for a gradient that does not fit the
     run's codec. `check` takes a replica, what was sent to it, what it returned and a deadline in loop seconds; it
-    returns the gradient to use, and takes no part of the time that counts for the replica.
+    returns the gradient to use, and takes no part of the time that counts for the replica. `evaluators`: the replicas
+    that evaluate, `evaluate` calls one like `call`.
     """
 
     hops: Callable[[], Sequence[Hop]]
     call: Callable[[str, Microbatch], Awaitable[Reply]]
     check: Callable[[str, Microbatch, Gradient, float], Awaitable[Gradient]] = _unchecked
+    evaluators: Callable[[], Sequence[Hop]] = tuple
+    evaluate: Callable[[str, Microbatch], Awaitable[EvaluationReply]] = _no_evaluation
 
 
 class Wanted(StrEnum):
@@ -123,7 +133,7 @@ class NextStage:
 
     def __init__(self, ways: NextStageClient, rng: Random) -> None:
         self._ways, self._rng = ways, rng
-        self._bag = Bag()
+        self._bag = self._evaluation_bag = Bag()
         self._standing = Standing(ways.hops)
         self._first: asyncio.Future[None] | None = None
         """Done once any replica has returned a gradient."""
@@ -177,6 +187,18 @@ class NextStage:
             if peer is None:
                 await self._pause(search)
         return Refused(reason=Reason.NO_ROUTE, retry_after_s=NO_ROUTE_REST_S)
+
+    async def evaluate(self, microbatch: Microbatch, deadline_s: float) -> EvaluationReply:
+        """Return a replica's losses of a microbatch, or why there are none; the caller watches the deadline."""
+        peer, self._evaluation_bag = next_hop(
+            self._evaluation_bag, self._ways.evaluators(), self.suspects, self._rng, self._standing.reply_s
+        )
+        try:
+            if peer is not None:
+                return await self._ways.evaluate(peer, replace(microbatch, budget_s=max(0.0, deadline_s - now_s())))
+        except ConnectionError:
+            pass
+        return Refused(reason=Reason.NO_ROUTE)
 
     async def aclose(self) -> None:
         """End the calls for which no microbatch waits any more."""

@@ -15,6 +15,11 @@ median, a third replica is asked. If one reply is so far from both others, while
 
 Where stages lie behind the next, an honest replica passes on what a liar there returned, so limits are higher. A sender
 that finds half of the stage guilty is probably at fault itself: it frees all of them and judges no replica for a while.
+
+A replica that adds the same vector to every gradient stays below the distance of a check. So a sender also takes the
+mean over some tokens of every gradient that it gets. The mean of a replica's differences from the others is short if
+they point here and there, as those of honest replicas do, and a constant one adds up. A replica goes into quarantine if
+this mean is long, is most of what its differences are, and stands apart from the means of most other replicas.
 """
 
 from __future__ import annotations
@@ -29,6 +34,8 @@ from functools import partial
 from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from pipeline.activation_codec import LEAST_VALUES, count_of, decode, gradient_seed
 from pipeline.messages import ActivationCodec, Gradient, Microbatch
@@ -63,6 +70,15 @@ FULL_CHECK = 2.0
 """Calls of a check at most."""
 DRAWN = 1 / 4
 """The chance of a microbatch to be checked while the budget allows it."""
+
+SAMPLED_TOKENS = 128
+"""Tokens of a gradient whose mean is taken: the work does not grow with the microbatch."""
+LEAST_GRADIENTS, MOST_GRADIENTS = 4, 16
+"""Gradients of a replica before its offset is judged; those that it is the mean of at most, and of the others."""
+LEAST_OFFSET = 0.35
+"""The square of an offset, as a share of a gradient's, times the gradients: after sixteen 0.15 of a typical value."""
+CONSTANT_SHARE = 0.6
+"""The least share of the squares of differences that is their mean's, for it to count as constant."""
 
 
 class CheckFinding(StrEnum):
@@ -116,6 +132,55 @@ class _Record(NamedTuple):
     until_s: float = 0.0
 
 
+class _Offset(NamedTuple):
+    """Of one replica: the mean of its differences from the others and of their squares, over so many gradients."""
+
+    mean: Tensor
+    square: float = 0.0
+    gradients: float = 0.0
+
+
+class Offsets:
+    """By how much the gradients of each replica differ from those of the others on average."""
+
+    def __init__(self) -> None:
+        self._offsets: dict[str, _Offset] = {}
+        self._last: deque[tuple[str, Tensor]] = deque(maxlen=MOST_GRADIENTS)
+        """The last gradients of any replica: they change for all while a model learns."""
+
+    def note(self, peer: str, gradient: Tensor, others: Collection[str]) -> tuple[float, list[str]] | None:
+        """Note the mean of a gradient; return the square of a constant offset, and the replicas that are without it.
+
+        `others`: those that it is compared with. None if the offset is not constant, or if half of the others have it.
+        """
+        last = [(other, each) for other, each in self._last if other in others]
+        self._last.append((peer, gradient))
+        if 1 + len({other for other, _ in last}) < LEAST_REPLICAS:
+            return None
+        difference = gradient - torch.stack([each for _, each in last]).mean(0)
+        mean, square, gradients = self._offsets.pop(peer, _Offset(torch.zeros_like(gradient)))
+        gradients = 1.0 + (1.0 - 1.0 / MOST_GRADIENTS) * gradients
+        mean = mean + (difference - mean) / gradients
+        square += (float(difference.dot(difference)) - square) / gradients
+        self._offsets[peer] = _Offset(mean, square, gradients)
+        if len(self._offsets) > MOST_PEERS:
+            del self._offsets[next(iter(self._offsets))]
+        length = float(mean.dot(mean))
+        if gradients < LEAST_GRADIENTS or length < max(LEAST_OFFSET / gradients, CONSTANT_SHARE * square):
+            return None
+        known = {other: self._offsets[other] for other in others if other in self._offsets}
+        without = [
+            other
+            for other, each in known.items()
+            if each.gradients >= LEAST_GRADIENTS and float(each.mean.dot(mean)) < length / 4.0
+        ]
+        return (length, without) if 2 * len(without) > len(others) else None
+
+    def forget(self, peer: str) -> None:
+        """Forget a replica."""
+        self._offsets.pop(peer, None)
+
+
 class Verdicts:
     """One sender's judgement on the replicas of its next stage. `deep`: further stages lie behind that one."""
 
@@ -124,6 +189,7 @@ class Verdicts:
         self._distances: dict[str, deque[float]] = {}
         self._known = 0
         self._records: dict[str, _Record] = {}
+        self._offsets = Offsets()
         self._doubts_until_s = -math.inf
         self.quarantined: frozenset[str] = frozenset()
 
@@ -160,26 +226,42 @@ class Verdicts:
             return []
         for peer in pair:
             self._pass(peer)
-        verdicts = [Verdict(odd, CheckFinding.STRUCK, far, usual)]
+        return self._struck(Verdict(odd, CheckFinding.STRUCK, far, usual), far, pair, replicas, now_s)
+
+    def watch(self, peer: str, gradient: Tensor, replicas: Collection[str], now_s: float) -> list[Verdict]:
+        """Judge a replica by the means of its gradients, of which this is the last; `replicas` as for `judge`."""
+        constant = self._offsets.note(peer, gradient, set(replicas) - self.quarantined - {peer})
+        if constant is None or now_s < self._doubts_until_s:
+            return []
+        length, without = constant
+        strike = Verdict(peer, CheckFinding.STRUCK, length)
+        return self._struck(strike, LIMIT, without, replicas, now_s)
+
+    def _struck(
+        self, strike: Verdict, weight: float, accusers: Collection[str], replicas: Collection[str], now_s: float
+    ) -> list[Verdict]:
+        """Return a strike and what follows from it."""
+        odd = strike.peer
         if odd in self.quarantined:
-            return verdicts  # this check was under way when the quarantine began
-        record = self._strike(odd, far, pair)
+            return [strike]  # this gradient was under way when the quarantine began
+        record = self._strike(odd, weight, accusers)
         others = set(replicas) - self.quarantined - {odd}
-        accusers = others.intersection(record.accusers)
-        if record.score < self._limit or len(accusers) < min(MOST_ACCUSERS, len(others) // 2 + 1):
-            return verdicts
+        accused_by = others.intersection(record.accusers)
+        if record.score < self._limit or len(accused_by) < min(MOST_ACCUSERS, len(others) // 2 + 1):
+            return [strike]
+        self._offsets.forget(odd)
         if len(self.quarantined.intersection(replicas)) + 1 >= len(others):
             freed = [Verdict(peer, CheckFinding.PAROLED) for peer in sorted(self.quarantined)]
             self._records.clear()
             self.quarantined = frozenset()
             self._doubts_until_s = now_s + DOUBT_S
-            return [*verdicts, *freed, Verdict("", CheckFinding.DOUBTED, far, usual, DOUBT_S)]
+            return [strike, *freed, Verdict("", CheckFinding.DOUBTED, strike.distance, strike.usual, DOUBT_S)]
         for_s = QUARANTINES_S[min(record.quarantines, len(QUARANTINES_S) - 1)]
         self._records[odd] = record._replace(
             score=self._limit - PAROLE, quarantines=record.quarantines + 1, until_s=now_s + for_s
         )
         self.quarantined |= {odd}
-        return [*verdicts, Verdict(odd, CheckFinding.QUARANTINED, far, usual, for_s)]
+        return [strike, Verdict(odd, CheckFinding.QUARANTINED, strike.distance, strike.usual, for_s)]
 
     def paroled(self, now_s: float) -> list[Verdict]:
         """End the quarantines that are over."""
@@ -268,8 +350,7 @@ class SpotChecks:
         hops = self._ways.hops()
         if not self._verdicts.quarantined:
             return hops
-        for verdict in self._verdicts.paroled(now_s()):
-            self._note(verdict)
+        self._note(self._verdicts.paroled(now_s()))
         return tuple([hop for hop in hops if hop.peer not in self._verdicts.quarantined])
 
     async def check(self, peer: str, microbatch: Microbatch, reply: Gradient, deadline_s: float) -> Gradient:
@@ -281,7 +362,11 @@ class SpotChecks:
         if len(self._answered) > MOST_ANSWERED:
             del self._answered[next(iter(self._answered))]
         self._budget.earn()
-        if not self._budget.allows(suspected=self._verdicts.suspects(peer), drawn=self._rng.random()):
+        gradient = await self._compute(partial(self._mean, reply))
+        self._note(self._verdicts.watch(peer, gradient, self._working(), now_s()))
+        if peer in self._verdicts.quarantined or not self._budget.allows(
+            suspected=self._verdicts.suspects(peer), drawn=self._rng.random()
+        ):
             return reply
         others = [hop.peer for hop in self.hops() if hop.peer in self._answered and hop.peer != peer]
         if 1 + len(others) < LEAST_REPLICAS:
@@ -318,10 +403,8 @@ class SpotChecks:
         return reply
 
     def _judged(self, peer: str, answers: dict[str, Gradient], apart: dict[tuple[str, str], float]) -> Gradient:
-        replicas = [hop.peer for hop in self._ways.hops() if hop.peer in self._answered]
-        verdicts = self._verdicts.judge(apart, replicas, now_s())
-        for verdict in verdicts:
-            self._note(verdict)
+        verdicts = self._verdicts.judge(apart, self._working(), now_s())
+        self._note(verdicts)
         reply = answers.pop(peer)
         if verdicts and verdicts[0].peer == peer:
             believed = next(iter(answers.values()))
@@ -348,11 +431,25 @@ class SpotChecks:
         )
         return max(distance(first, second), ((one.loss - other.loss) / (abs(one.loss) + abs(other.loss) + TINY)) ** 2)
 
-    def _note(self, verdict: Verdict) -> None:
-        self._counts[verdict.finding] += 1
-        if verdict.finding in (CheckFinding.QUARANTINED, CheckFinding.PAROLED):
-            self._shut_out(verdict.peer, verdict.for_s)
-        self._record(verdict)
+    def _mean(self, reply: Gradient) -> Tensor:
+        """Return the mean of a gradient over some tokens, drawn by chance."""
+        assert reply.hidden is not None
+        rows = reply.hidden.flatten(0, -2)
+        if len(rows) > SAMPLED_TOKENS:
+            rows = rows[self._rng.sample(range(len(rows)), SAMPLED_TOKENS)]
+        # The dither of single tokens is not known here: its mean is zero.
+        return mean_of_rows(decode(self._codec.back, rows))
+
+    def _working(self) -> list[str]:
+        """Return the replicas of the next stage that have returned a gradient."""
+        return [hop.peer for hop in self._ways.hops() if hop.peer in self._answered]
+
+    def _note(self, verdicts: Sequence[Verdict]) -> None:
+        for verdict in verdicts:
+            self._counts[verdict.finding] += 1
+            if verdict.finding in (CheckFinding.QUARANTINED, CheckFinding.PAROLED):
+                self._shut_out(verdict.peer, verdict.for_s)
+            self._record(verdict)
 
 
 def distance(one: Tensor, other: Tensor) -> float:
@@ -362,3 +459,9 @@ def distance(one: Tensor, other: Tensor) -> float:
     """
     both = float(one.square().sum() + other.square().sum())
     return float((one - other).square().sum()) / both if both > 0.0 else 0.0
+
+
+def mean_of_rows(values: Tensor) -> Tensor:
+    """Return the mean of rows [n, width], as a share of their size: the sum of its squares is 1 where all are alike."""
+    size = float(values.square().mean().sqrt())
+    return values.mean(0).cpu() / ((size or 1.0) * math.sqrt(values.shape[-1]))

@@ -19,8 +19,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from pipeline.admission_window import AdmissionWindow, Slot, WindowOutcome
-from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
+from pipeline.admission_window import AdmissionWindow, EvaluationQuota, Slot, WindowOutcome
+from pipeline.messages import EvaluationReply, Gradient, Microbatch, Reason, Refused, Reply, SequenceLosses
 from pipeline.next_stage import Expired, NextStage, within
 
 if TYPE_CHECKING:
@@ -57,6 +57,15 @@ class WorkerStage(Protocol):
     def loss(self, hidden: Tensor, targets: Tensor, /) -> Gradient:
         """Compute the loss, run backward, and return the input's gradient: the last stage's whole work."""
 
+    def activations(self, hidden: Tensor, targets: Tensor | None = None, /) -> Tensor:
+        """Return what `forward` sends on, without dropout and with no backward pass to come: nothing of it is kept.
+
+        Raises FloatingPointError where it is not finite.
+        """
+
+    def token_losses(self, hidden: Tensor, targets: Tensor, /) -> Tensor:
+        """Return the loss of each target [b, s], 0 where one is only given, without dropout and backward pass."""
+
 
 class Run(Protocol):
     """Runs a function on the device, in its turn; once begun it is awaited to its end, even when cancelled."""
@@ -85,7 +94,7 @@ class Worker:
     """Takes microbatches through one stage; `next_stage` is None at the last.
 
     `run` runs jobs on the device, and `clock` measures them there, in seconds. `budget_s`: the longest time that any
-    microbatch may travel from here.
+    microbatch may travel from here. `quota`: of passes without a backward pass, none by default.
     """
 
     def __init__(
@@ -96,9 +105,11 @@ class Worker:
         next_stage: NextStage | None,
         budget_s: float,
         clock: Callable[[], float] = time.perf_counter,
+        quota: EvaluationQuota | None = None,
     ) -> None:
         self._stage, self._gate, self._run, self._clock = stage, gate, run, clock
         self._next_stage, self._budget_s = next_stage, budget_s
+        self._quota = EvaluationQuota() if quota is None else quota
         self._counts: Counter[str] = Counter()
         self._abandoned = False
         self._short_since_s, self._short_in_a_row = 0.0, 0
@@ -109,11 +120,9 @@ class Worker:
 
     async def process(self, microbatch: Microbatch, sender: str) -> Reply:
         """Take a microbatch through this stage and all later ones; return its gradient, or why there is none."""
-        # The budget is a stranger's: if it is not a number, none is left.
-        budget_s = min(max(0.0, microbatch.budget_s), self._budget_s)
-        deadline_s = asyncio.get_running_loop().time() + budget_s
+        deadline_s = self._deadline_s(microbatch)
         reply: Reply = Refused(reason=Reason.EXPIRED)
-        if budget_s > 0.0:
+        if deadline_s > asyncio.get_running_loop().time():
             try:
                 slot: Slot | Refused | None = self._gate.enter_at_once(sender)
                 if slot is None:
@@ -130,6 +139,39 @@ class Worker:
         if isinstance(reply, Refused):
             self._counts[reply.reason.name.lower()] += 1
         return reply
+
+    async def evaluate(self, microbatch: Microbatch, sender: str) -> EvaluationReply:
+        """Take a microbatch without a backward pass through this stage and all later ones; return its losses.
+
+        It takes no place in the window, and is no sample of the training.
+        """
+        if not self._quota.take(sender, self._counts["succeeded"]):
+            return Refused(reason=Reason.QUOTA)
+        deadline_s = self._deadline_s(microbatch)
+        try:
+            return await within(deadline_s, self._evaluate(microbatch, deadline_s))
+        except Expired:
+            return Refused(reason=Reason.EXPIRED)
+        except MemoryError:
+            return Refused(reason=Reason.FULL, retry_after_s=SHORT_S)
+        except FloatingPointError:
+            return Refused(reason=Reason.NOT_FINITE)
+
+    async def _evaluate(self, microbatch: Microbatch, deadline_s: float) -> EvaluationReply:
+        stage, hidden, targets = self._stage, microbatch.hidden, microbatch.targets
+        if self._next_stage is None:
+            losses = await self._run(lambda: stage.token_losses(hidden, targets))
+            sums = losses.sum(1)
+            if not sums.isfinite().all():
+                raise FloatingPointError("losses that are not finite")
+            return SequenceLosses(sums=sums)
+        output = await self._run(lambda: stage.activations(hidden, targets))
+        return await self._next_stage.evaluate(replace(microbatch, hidden=output), deadline_s)
+
+    def _deadline_s(self, microbatch: Microbatch) -> float:
+        """Return until when a microbatch may travel, in loop seconds."""
+        # The budget is a stranger's: if it is not a number, none is left.
+        return asyncio.get_running_loop().time() + min(max(0.0, microbatch.budget_s), self._budget_s)
 
     def abandon(self) -> None:
         """Begin no backward pass any more: the weights will change under the graphs that wait for a reply."""

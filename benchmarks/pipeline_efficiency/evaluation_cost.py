@@ -23,6 +23,7 @@ from noloco_node.evaluation.evaluator import SAMPLING
 from noloco_node.planning.model_layout import make_stage, model_layout
 from noloco_node.run.presets import run_text, with_fields
 from noloco_node.run.runfile import decode_run
+from pipeline.activation_codec import ids_of
 
 
 def core_s(work: Callable[[], object], repeat: int) -> float:
@@ -50,7 +51,7 @@ def measure(width: int, layers: int, repeat: int) -> dict[str, float]:
         sums = LossSums(text.documents)
         for batch in text.batches:
             for tokens in torch.split(batch, shape[0]):
-                sums.add(tokens, stage.token_losses(tokens))
+                sums.add(tokens, stage.token_losses(ids_of(tokens[:, :-1]), tokens[:, 1:]))
 
     def sample() -> None:
         (ids,) = prompts.tokens.values()

@@ -150,7 +150,7 @@ def samples(model: Path) -> str:
     """Return what a model of bytes goes on with after each prompt."""
     found, loaded = [], AutoModelForCausalLM.from_pretrained(model).eval()
     for prompt in PROMPTS:
-        tokens = continuation(loaded, [byte + 3 for byte in prompt.encode()], Sampling(tokens=240), end=1)
+        tokens = continuation(loaded, [byte + 3 for byte in prompt.encode()], Sampling(tokens=240), {1})
         more = bytes(token - 3 for token in tokens if 3 <= token < 259).decode(errors="replace")
         found.append(f"--- {prompt!r}\n{prompt}{more}\n")
     return f"===== {model.name}\n" + "\n".join(found)

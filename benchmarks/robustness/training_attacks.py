@@ -4,11 +4,12 @@
     python -m benchmarks.robustness.training_attacks flipped-1 noise --seeds 0 1 2 --undefended
 
 Production nodes in virtual time train a small Llama on the standard library's text: 2 stages x 4 replicas, 48 inner
-steps a source. One replica is hostile, of four of its stage. The loss is that of the mean of the honest replicas' slow
-weights, on text that nobody trains on. Beside it stand the meetings and microbatches that honest peers clipped and
-refused, what spot checks found and of whom, and the calls that they took (each is half of a microbatch's work here).
-`--undefended` also shows each row with the bounds out of reach, `--share 0` without spot checks, `--slowness 1
-1.3 2.6 5.9` on unequal machines, whose honest weights lie farther apart.
+steps a source. One replica is hostile, of four of its stage, or `--liars` of `--replicas`. The loss is that of the mean
+of the honest replicas' slow weights, on text that nobody trains on. Beside it stand the meetings and microbatches that
+honest peers clipped and refused, what spot checks found and of whom, and the calls that they took (each is half of a
+microbatch's work here). `--undefended` also shows each row with the bounds out of reach, `--share 0` without spot
+checks, `--slowness 1 1.3 2.6 5.9` on unequal machines, whose honest weights lie farther apart. The row `absent` shows
+what it costs that the hostile replicas are not there.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from noloco_node.data.blocks import open_blocks
 from noloco_node.journal import events
 from noloco_node.machine.interface import StageModel
 from noloco_node.sim.peer import SimulatedPeer
+from noloco_node.sim.scenario.faults import Crash
 from noloco_node.sim.scenario.scenario import DevicesConfig, Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import SimSetup, build_setup
 from noloco_node.sim.world import Watcher, World, simulate
@@ -95,9 +97,15 @@ class Row(NamedTuple):
     peer: str
     attack: Callable[[], Attack]
 
-    def attacks(self) -> dict[str, Attack]:
-        """Return who is hostile, and how; nobody where no peer is named."""
-        return {self.peer: self.attack()} if self.peer else {}
+    def attacks(self, liars: int) -> dict[str, Attack]:
+        """Return who is hostile, and how: so many replicas from the named one on; nobody where no peer is named."""
+        return {peer: self.attack() for peer in following(self.peer, liars)} if self.peer else {}
+
+
+def following(peer: str, count: int) -> list[str]:
+    """Return so many replicas of a stage, from this one on."""
+    stage, _, first = peer.partition("r")
+    return [f"{stage}r{int(first) + number}" for number in range(count)]
 
 
 class Shape(NamedTuple):
@@ -213,9 +221,9 @@ class Seldom(TamperedStage):
         )
 
 
-def biased(tensor: Tensor) -> Tensor:
-    """Return a gradient with the same added to each value, a third of what is typical."""
-    return (tensor.float() + 0.3 * tensor.float().square().mean().sqrt()).to(tensor.dtype)
+def biased(tensor: Tensor, size: float = 0.3) -> Tensor:
+    """Return a gradient with the same added to each value, so much of what is typical."""
+    return (tensor.float() + size * tensor.float().square().mean().sqrt()).to(tensor.dtype)
 
 
 class AscendingSlowly(Ascending):
@@ -266,6 +274,8 @@ ROWS = (
     Row("gradient-x100", LAST, partial(gradients, partial(torch.mul, other=100.0))),
     Row("gradient-1e30", LAST, partial(gradients, partial(torch.full_like, fill_value=1e30))),
     Row("gradient-bias", LAST, partial(gradients, biased)),
+    Row("gradient-bias-small", LAST, partial(gradients, partial(biased, size=0.15))),
+    Row("gradient-bias-large", LAST, partial(gradients, partial(biased, size=0.7))),
     Row("gradient-invented", LAST, partial(gradients, like, boasts=True)),
     Row(
         "activations-3e38",
@@ -288,23 +298,31 @@ def out_of_reach() -> Iterator[None]:
 def main() -> None:
     """Print the rows that were asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(("clean", *(row.name for row in ROWS))))
+    parser.add_argument(
+        "rows", nargs="*", metavar="ROW", help=", ".join(("absent", "clean", *(row.name for row in ROWS)))
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, default=48, help="inner steps of each source")
     parser.add_argument("--share", type=float, default=0.02, help="of compute that goes into spot checks; 0: none")
     parser.add_argument("--slowness", nargs="+", type=float, default=[1.0], help="of each stage's replicas in turn")
+    parser.add_argument("--replicas", type=int, default=SMALL.replicas, help="of each stage")
+    parser.add_argument("--liars", type=int, default=1, help="replicas that attack alike")
     parser.add_argument("--undefended", action="store_true")
     wanted = parser.parse_args()
     torch.set_num_threads(1)
     for seed in wanted.seeds:
-        setup = prepared(seed, wanted.steps, wanted.share, wanted.slowness)
+        shape = SMALL._replace(replicas=wanted.replicas)
+        setup = prepared(seed, wanted.steps, wanted.share, wanted.slowness, shape)
+        if "absent" in wanted.rows or not wanted.rows:
+            gone = tuple(Crash(at_s=0.0, peer=peer) for peer in following(LAST, wanted.liars))
+            show("absent", seed, outcome(setup._replace(faults=gone)))
         for row in (Row("clean", "", Attack), *ROWS):
             if wanted.rows and row.name not in wanted.rows:
                 continue
-            show(row.name, seed, outcome(setup, row.attacks()))
+            show(row.name, seed, outcome(setup, row.attacks(wanted.liars)))
             if wanted.undefended:
                 with out_of_reach():
-                    show(f"{row.name}, undefended", seed, outcome(setup, row.attacks()))
+                    show(f"{row.name}, undefended", seed, outcome(setup, row.attacks(wanted.liars)))
 
 
 def show(name: str, seed: int, made: Outcome) -> None:

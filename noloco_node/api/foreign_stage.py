@@ -124,10 +124,10 @@ class ForeignStage:
         """Leave the gradients to the program; another microbatch will stand for them."""
         self._is_counted = False
 
-    def token_losses(self, tokens: Tensor) -> NoReturn:
+    def activations(self, hidden: Tensor, targets: Tensor | None = None) -> NoReturn:
         raise RuntimeError("only the program can compute with its module")
 
-    infer = token_losses
+    infer = token_losses = activations
 
     @torch.no_grad()
     def weights(self, less: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:

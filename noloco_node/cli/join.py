@@ -273,6 +273,8 @@ class _Participant:
             check_text(recipe.run, options.data)
         if options.prompts and not recipe.run.data.evaluate_every_rounds:
             warn("--sample writes no text: this run has no evaluations (data.evaluate_every_rounds)")
+        elif options.prompts and recipe.run.pipeline.stages > 1:
+            warn("--sample writes no text: no peer of a run of several stages holds the whole model")
         await asyncio.to_thread(check_download, recipe.run.model, options.most_disk_bytes)
         for place in (self.paths, self.home):
             place.keep_run_file(recipe.text)

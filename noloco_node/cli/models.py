@@ -137,7 +137,9 @@ def evaluate(
 
 def generate(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that `export` wrote.")],
-    prompt: Annotated[str, typer.Option(help="Text to go on from.", show_default=False)],
+    prompt: Annotated[
+        str, typer.Option(help="Text to go on from; in a run of messages, what a user says.", show_default=False)
+    ],
     max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="At most so many tokens.")] = 200,
     temperature: Annotated[
         float, typer.Option(metavar="X", min=0.0, max=100.0, help="0 takes the most probable token.")
@@ -152,8 +154,6 @@ def generate(
     from noloco_node.data.token_text import Sampling
     from noloco_node.inference.generation import generate as pieces
 
-    added = pieces(directory, prompt, Sampling(max_tokens, temperature, top_k, seed))
-    typer.echo(prompt, nl=False)
-    for piece in added:
+    for piece in pieces(directory, prompt, Sampling(max_tokens, temperature, top_k, seed)):
         typer.echo(piece, nl=False)
     typer.echo()

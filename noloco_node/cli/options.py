@@ -318,7 +318,7 @@ class JoinOptions:
         typer.Option(
             "--sample",
             metavar="PROMPT",
-            help="Text from which the model goes on at each evaluation that this node makes, of a run that has them "
+            help="Text from which the model goes on at each evaluation that this node makes, in a run of one stage "
             "(evaluate_every_rounds). May be given more than once.",
             show_default=False,
         ),

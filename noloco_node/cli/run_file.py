@@ -238,17 +238,15 @@ def write_run(
         from noloco_node.planning.expectation import (
             describe_changes,
             describe_expectation,
-            evaluations_planned,
             planned_values,
+            with_evaluations,
         )
         from noloco_node.planning.search import plan_for, plan_in_any_form
 
         before, machines = decode_run(text, f"the preset {preset}"), options.machines()
         planned = plan_in_any_form(before, machines) if any_base else plan_for(before, machines)
-        values = planned_values(planned.run)
-        if every := evaluations_planned(planned.run):
-            values["data"] = {"evaluate_every_rounds": every}
-        text = with_values(text, values, options.in_words())
+        planned = planned._replace(run=with_evaluations(planned.run))
+        text = with_values(text, planned_values(planned.run), options.in_words())
         expected = "\n".join(["\n", *describe_expectation(planned, machines)])
         expected = "\n".join(["", *describe_changes(planned, before, machines)]).rstrip("\n") + expected
     advice = f"Read {path}, change what you like, then:  noloco-node check {path}"

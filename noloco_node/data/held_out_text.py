@@ -78,18 +78,26 @@ def _sample(blocks: BlockSource, sequence_length: int, wanted: int | None) -> He
     )
 
 
+def evaluated_sequences(run: RunConfig) -> int:
+    """Return how many sequences an evaluation beside the training takes at most.
+
+    A forward pass takes a third of what training takes, so that an evaluation takes about as long as an inner step, or
+    less.
+    """
+    most = min(EVALUATED_TOKENS, FORWARD_PASSES * run.tokens(run.samples_per_step))
+    return max(1, most // run.pipeline.sequence_length)
+
+
 class EvaluationText:
     """The sample of held-out text on which a node evaluates beside its training: the same for equal sources.
 
-    `own_source`: another text than the run's. A forward pass takes a third of what training takes, so that an
-    evaluation takes about as long as an inner step, or less.
+    `own_source`: another text than the run's.
     """
 
     def __init__(self, run: RunConfig, own_source: str | None) -> None:
         self._data = run.data if own_source is None else run.data.with_source(own_source)
         self._length, self._seed = run.pipeline.sequence_length, run.seed
-        most = min(EVALUATED_TOKENS, FORWARD_PASSES * run.tokens(run.samples_per_step))
-        self._sequences = max(1, most // self._length)
+        self._sequences = evaluated_sequences(run)
         self._blocks: BlockSource | None = None
         self._closed = False
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -88,6 +89,29 @@ class RowEncoder:
             raise UnfitRowError("has no token to learn")
         return tokens
 
+    def prompt(self, text: str) -> list[int]:
+        """Return the tokens that a model goes on from; in messages with the answer to a user who says `text`."""
+        if self._template is None:
+            ids = self._plain.encode(text).tolist()
+            return [*self._plain.begin, *ids] if ids else []
+        try:
+            written = self._template.render([{"role": "user", "content": text}], True)
+        except Exception as error:  # a template may raise whatever it likes
+            raise data_error(
+                "The chat template does not write this prompt.",
+                why=" ".join(str(error).split())[:120],
+                hint="a template that takes what a user says as its first message",
+            ) from error
+        return self._segment(written, True).tolist()
+
+    def closing(self) -> tuple[frozenset[int], str]:
+        """Return the tokens, and the text if there is one, that end what a model has to say."""
+        text = "" if self._template is None else self._template.closing()
+        if self._tokenizer is None or not text:
+            return frozenset({self.end}), text
+        mark = self._segment(text, True)[:1].tolist()
+        return frozenset({self.end, *(each for each in mark if each in self._tokenizer.all_special_ids)}), text
+
     def _marked(self, text: str, spans: list[Span]) -> Tensor:
         """Return the tokens of a text; those that hold a character of a span are learnt."""
         tokenizer, in_template = self._tokenizer, self._template is not None
@@ -153,6 +177,14 @@ class ChatTemplate(NamedTuple):
         except Exception as error:  # a template may raise whatever it likes
             why = " ".join(str(error).split())[:120]
             raise UnfitRowError("does not fit the chat template", why) from error
+
+    def closing(self) -> str:
+        """Return the mark behind an answer; empty where the template does not write an answer as it is."""
+        answer = "an answer"
+        messages = [{"role": "user", "content": "a question"}, {"role": ASSISTANT, "content": answer}]
+        with suppress(Exception):  # a template may raise whatever it likes
+            return self.render(messages, False).rpartition(answer)[2].strip()
+        return ""
 
     def _answer(self, whole: str, messages: list[dict[str, Any]], place: int) -> Span:
         before = self.render(messages[:place], False) if place else ""

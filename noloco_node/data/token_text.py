@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from noloco_node.data.encoding import open_encoder, open_tokenizer
+from noloco_node.data.encoding import open_tokenizer
+from noloco_node.data.row_encoder import RowEncoder
 from noloco_node.run.config import DataConfig
 
 _BYTE_OFFSET, _BYTES = 3, 256
@@ -84,15 +86,38 @@ def open_spelling(data: DataConfig) -> Callable[[], Spelling | ByteSpelling]:
 
 
 class Prompts:
-    """Texts to go on from, as a model reads them. `tokens`: of each, by its text. `end`: the token that ends a text."""
+    """Texts to go on from, as a model reads them. `tokens`: of each, by its text.
+
+    In a run of messages each text is what a user says, and the model answers (`answers`). `ends`: the tokens that end a
+    text. `mark`: the text that does, or empty.
+    """
 
     def __init__(self, data: DataConfig, texts: Sequence[str]) -> None:
         """Open the run's tokenizer, which may take seconds."""
-        encoder = open_encoder(data)
-        self.tokens = {text: [*encoder.begin, *encoder.encode(text).tolist()] for text in texts}
-        self.end, self._spelling = encoder.end, open_spelling(data)
+        messages = next((each for each in data.sources if each.form == "messages"), None)
+        encoder = RowEncoder(data if messages is None else messages)
+        self.answers = messages is not None
+        self.tokens = {text: encoder.prompt(text) for text in texts}
+        self.ends, self.mark = encoder.closing()
+        self._spelling = open_spelling(data)
 
-    def spelled(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens that a model has drawn."""
+    def spelled(self, tokens: Iterable[int]) -> Iterator[str]:
+        """Yield the text of tokens that a model draws, in pieces of whole characters, as they come."""
         spelling = self._spelling()
-        return "".join([spelling.add(token) for token in tokens]) + spelling.rest()
+        pieces = chain(map(spelling.add, tokens), (rest() for rest in (spelling.rest,)))
+        return _until(self.mark, filter(None, pieces))
+
+
+def _until(mark: str, pieces: Iterable[str]) -> Iterator[str]:
+    """Yield a text up to a mark, and nothing that may be the beginning of the mark."""
+    held = ""
+    for piece in pieces:
+        shown, found, _ = (held + piece).partition(mark) if mark else (piece, "", "")
+        begun = 0 if found else next((size for size in range(len(mark) - 1, 0, -1) if shown.endswith(mark[:size])), 0)
+        shown, held = shown[: len(shown) - begun], shown[len(shown) - begun :]
+        if shown:
+            yield shown
+        if found:
+            return
+    if held:
+        yield held

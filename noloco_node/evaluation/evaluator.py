@@ -12,15 +12,20 @@ time; its evaluation follows in the first pause in which the text is there.
 
 In the same pause the model goes on from its owner's prompts, and its weights are written to the disk if no evaluation
 of this peer had less loss: a pause needs no copy of them in memory.
+
+In a pipeline the peers of stage 0 evaluate, through replicas of the later stages (`routed_losses`). Training does not
+pause for it, and neither weights nor text are kept of it: no peer has the weights of a whole chain.
+
+At the end of a run one more peer evaluates the final weights (`at_the_end`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,12 +38,17 @@ from noloco_node.machine.interface import EvaluationHost, Reporter
 from noloco_node.network.wire import is_usable
 from noloco_node.run.peer_state import Evaluation, PeerState
 from noloco_node.storage.checkpoint import Checkpoint
-from noloco_node.swarm.roster import Roster
+from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.tasks import loop_s
 
 EVALUATION = "evaluation"
 """The name under which the journal has an evaluation that is left out (`events.Noticed`)."""
 SAMPLING = Sampling(tokens=64)
+AT_THE_END = -1
+"""Stands for the number of the last evaluation where its peer is chosen: peers end in different rounds."""
+LONGEST_END_S = 300.0
+"""The peer that evaluates at the end waits and computes for so long at most. No other peer waits for it."""
+LOOK_S = 1.0
 
 
 def chosen(run_id: str, number: int, peers: Iterable[str]) -> str | None:
@@ -54,9 +64,9 @@ def chosen(run_id: str, number: int, peers: Iterable[str]) -> str | None:
 class EvaluatorContext:
     """How an evaluator reaches its node. `sequences`: that fit a pass. `length`: of a sequence, in tokens.
 
-    `token_losses`: computes the losses of marked tokens on the device, `logits` those of ids. `evaluated`: returns the
-    weights with their loss. `busy_s`: seconds for which the device has worked. `is_ending`: whether the node has begun
-    to leave its stage.
+    `losses`: computes the losses of marked tokens, of each or of each sequence. `logits`: those of ids. `evaluated`:
+    returns the weights with their loss. `busy_s`: seconds for which the device has worked. `is_ending`: whether the
+    node has begun to leave its stage. `routed`: whether losses come through other stages.
     """
 
     run_id: str
@@ -66,23 +76,28 @@ class EvaluatorContext:
     length: int
     host: EvaluationHost
     roster: Callable[[], Roster]
-    token_losses: Callable[[Tensor], Awaitable[Tensor]]
+    losses: Callable[[Tensor], Awaitable[Tensor]]
     logits: Callable[[Tensor], Awaitable[Tensor]]
     evaluated: Callable[[float], Awaitable[Checkpoint]]
     busy_s: Callable[[], float]
     is_ending: Callable[[], bool]
     reporter: Reporter
+    routed: bool = False
 
 
 class _Material(NamedTuple):
-    """What an evaluation reads."""
+    """What an evaluation reads; no prompts for a pipeline."""
 
     text: HeldOutText
-    prompts: Prompts
+    prompts: Prompts | None
 
 
-async def _read(host: EvaluationHost) -> _Material:
-    return _Material(await host.text(), await host.prompts())
+class _Place(NamedTuple):
+    """How far the replica is that is evaluated."""
+
+    round: int
+    step: int
+    progress: float
 
 
 class Evaluator:
@@ -97,14 +112,55 @@ class Evaluator:
         self._ours: int | None = None
         """The evaluation that we have to make."""
         self._opening: asyncio.Task[_Material] | None = None
+        self._under_way: asyncio.Task[None] | None = None
+        """Our last evaluation beside the training."""
+        self._ended = False
+        """Whether the training is over, so that an evaluation is not left for its end."""
 
     async def in_pause(self, round: int, step: int, progress: float) -> None:
-        """Evaluate in a pause between two inner steps, where that is due and ours to do."""
+        """Evaluate in a pause between two inner steps, in a pipeline beside the training, where that is ours to do."""
         self._look(round)
-        if self._ours is None or (material := self._opened()) is None:
+        busy = self._under_way is not None and not self._under_way.done()
+        if self._ours is None or busy or (material := self._opened()) is None:
             return
         number, self._ours = self._ours, None
-        begun_s, busy_s = loop_s(), self._context.busy_s()
+        evaluation = self._evaluate(number, material, _Place(round, step, progress))
+        if self._context.routed:
+            self._under_way = asyncio.create_task(self._guarded(number, evaluation), name="evaluation")
+        else:
+            await evaluation
+
+    async def at_the_end(self, round: int, step: int, progress: float) -> None:
+        """Evaluate the final weights if our peer is to do so, in `LONGEST_END_S` at most."""
+        context = self._context
+        await _end(self._under_way)
+        if chosen(context.run_id, AT_THE_END, self._sources(PeerState.TRAINING, PeerState.FINISHED)) != context.me:
+            return
+        number, self._ended = round // context.every_rounds + 1, True
+        await self._guarded(number, self._last(number, _Place(round, step, progress)))
+
+    async def _last(self, number: int, place: _Place) -> None:
+        try:
+            async with asyncio.timeout(LONGEST_END_S):
+                # In a pipeline the weights of the next stage shall be final too.
+                while any(each.state is PeerState.TRAINING for each in self._next_stage()):  # noqa: ASYNC110
+                    await asyncio.sleep(LOOK_S)
+                await self._evaluate(number, await self._begin_to_read(), place)
+        except TimeoutError:
+            raise TimeoutError(f"it took longer than {LONGEST_END_S:.0f} s") from None
+
+    def _next_stage(self) -> Sequence[PeerRecord]:
+        return self._context.roster().stage(1) if self._context.routed else ()
+
+    async def _guarded(self, number: int, evaluation: Coroutine[Any, Any, None]) -> None:
+        """Make an evaluation that nobody waits for: whatever it raises is told."""
+        try:
+            await evaluation
+        except Exception as trouble:
+            self._leave_out(number, trouble)
+
+    async def _evaluate(self, number: int, material: _Material, place: _Place) -> None:
+        context, begun_s, busy_s = self._context, loop_s(), self._context.busy_s()
         try:
             loss = await self._loss(material.text)
             if loss is None:
@@ -112,36 +168,34 @@ class Evaluator:
             if not is_usable(loss.mean):
                 self._tell(f"evaluation {number} found a loss that is not finite")
                 return
-            samples = await self._samples(material.prompts)
-        except (MemoryError, ValueError) as error:  # also of a sample without a token that is learnt
+            samples = () if material.prompts is None else await self._samples(material.prompts)
+        except (MemoryError, ValueError, ConnectionError) as error:  # also of a sample without a token that is learnt
             self._tell(f"evaluation {number} is left out: {error or 'no memory is left'}")
             return
-        is_best = await self._keep_best(loss.mean)
+        is_best = not context.routed and await self._keep_best(loss.mean)
         event = events.Evaluated(
             number=number,
-            round=round,
-            step=step,
-            progress=progress,
+            **place._asdict(),
             loss=loss.mean,
             margin=loss.margin if loss.margin is not None and is_usable(loss.margin) else None,
             tokens=loss.tokens,
             documents=loss.documents,
             seconds=loop_s() - begun_s,
-            device_s=self._context.busy_s() - busy_s,
+            device_s=context.busy_s() - busy_s,
             best=is_best,
             samples=samples,
         )
         self.newest = event.evaluation
-        self._context.reporter.record(event)
-        self._context.reporter.say(f"evaluation {number}: {self.newest}" + ", the least so far" * is_best)
+        context.reporter.record(event)
+        of = (", of the final weights" * self._ended) + (", a mean over chains of replicas" * context.routed)
+        context.reporter.say(f"evaluation {number}{of}: {self.newest}" + ", the least so far" * is_best)
         for sample in samples:
-            self._context.reporter.say(f"  {sample.prompt!r} goes on {sample.text!r}")
+            context.reporter.say(f"  {sample.prompt!r} goes on {sample.text!r}")
 
     async def aclose(self) -> None:
-        """Wait for no text any more."""
-        if self._opening is not None:
-            self._opening.cancel()
-            await asyncio.gather(self._opening, return_exceptions=True)
+        """Wait for no text any more, and end what is under way."""
+        await _end(self._opening)
+        await _end(self._under_way)
 
     def _look(self, round: int) -> None:
         """Note which evaluation is due, and whether it is ours; a later one takes the place of one not made yet."""
@@ -149,50 +203,74 @@ class Evaluator:
         if number <= self._seen:
             return
         self._seen = number
-        training = [each.peer for each in context.roster().stage(0) if each.state is PeerState.TRAINING]
-        self._ours = number if chosen(context.run_id, number, {*training, context.me}) == context.me else None
+        sources = self._sources(PeerState.TRAINING)
+        self._ours = number if chosen(context.run_id, number, sources) == context.me else None
+
+    def _sources(self, *states: PeerState) -> set[str]:
+        """Return the peers that may evaluate, we among them."""
+        context = self._context
+        return {context.me, *(each.peer for each in context.roster().stage(0) if each.state in states)}
+
+    async def _read(self) -> _Material:
+        host = self._context.host
+        return _Material(await host.text(), None if self._context.routed else await host.prompts())
+
+    def _begin_to_read(self) -> asyncio.Task[_Material]:
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._read(), name="held-out text")
+        return self._opening
 
     def _opened(self) -> _Material | None:
         """Return what is evaluated on once it is there; begin to read it if nobody has."""
-        if self._opening is None:
-            self._opening = asyncio.create_task(_read(self._context.host), name="held-out text")
-        if not self._opening.done():
+        opening = self._begin_to_read()
+        if not opening.done():
             return None
         try:
-            return self._opening.result()
+            return opening.result()
         except Exception as trouble:  # also of what parses the text: no evaluation ends the training
-            why = f"{trouble.what} {trouble.why}" if isinstance(trouble, UserError) else _said(trouble)
-            self._tell(f"evaluation {self._ours} is left out: {why}")
+            self._leave_out(self._ours, trouble)
         self._ours = self._opening = None  # it is read anew when we are chosen again
         return None
+
+    def _leave_out(self, number: int | None, trouble: Exception) -> None:
+        why = f"{trouble.what} {trouble.why}" if isinstance(trouble, UserError) else _said(trouble)
+        self._tell(f"evaluation {number} is left out: {why}")
 
     async def _loss(self, text: HeldOutText) -> Loss | None:
         """Return the loss on the sample; None if the node leaves meanwhile."""
         sums, context = LossSums(text.documents), self._context
-        for batch in text.batches:
+        # Microbatches of a pipeline are filled up: only the last one shall have to be.
+        batches = [torch.cat(text.batches)] if context.routed and text.batches else text.batches
+        for batch in batches:
             for sequences in torch.split(batch, context.sequences):
-                if context.is_ending():
+                if self._is_left():
                     return None
-                sums.add(sequences, await context.token_losses(sequences))
+                sums.add(sequences, await context.losses(sequences))
         return sums.loss()
+
+    def _is_left(self) -> bool:
+        """Say whether an evaluation beside the training is given up, since the node leaves its stage."""
+        return self._context.is_ending() and not self._ended
 
     async def _samples(self, prompts: Prompts) -> tuple[events.TextSample, ...]:
         """Let the model go on from each prompt; what is there so far if the node leaves meanwhile."""
         return tuple(
             [
-                events.TextSample(prompt=text, text=prompts.spelled(await self._continuation(tokens, prompts.end)))
+                events.TextSample(
+                    prompt=text, text="".join(prompts.spelled(await self._continuation(tokens, prompts.ends)))
+                )
                 for text, tokens in prompts.tokens.items()
             ]
         )
 
-    async def _continuation(self, prompt: Sequence[int], end: int) -> list[int]:
+    async def _continuation(self, prompt: Sequence[int], ends: Collection[int]) -> list[int]:
         # Equal draws in each evaluation: what differs between two samples is the model.
         generator, context = torch.Generator().manual_seed(SAMPLING.seed), self._context
         drawn: list[int] = []
-        while prompt and len(drawn) < SAMPLING.tokens and not context.is_ending():
+        while prompt and len(drawn) < SAMPLING.tokens and not self._is_left():
             logits = await context.logits(torch.tensor([[*prompt, *drawn][-context.length :]]))
             last = logits[0, -1]
-            if not last.max().isfinite() or (token := draw(last, SAMPLING, generator)) == end:
+            if not last.max().isfinite() or (token := draw(last, SAMPLING, generator)) in ends:
                 break
             drawn.append(token)
         return drawn
@@ -212,6 +290,12 @@ class Evaluator:
     def _tell(self, text: str) -> None:
         (self._context.reporter.warn or self._context.reporter.say)(text)
         self._context.reporter.record(events.Noticed(what=EVALUATION, text=text))
+
+
+async def _end(task: asyncio.Task[Any] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def _said(error: Exception) -> str:

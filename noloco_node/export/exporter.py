@@ -143,11 +143,18 @@ def _writer_of(out: Path, recipe: RunFileText, homes: Sequence[Path], wanted: Ad
 
 def _best_of_homes(out: Path, homes: Sequence[Path], wanted: AdapterExport) -> str:
     recipe = recipe_of(homes)
+    newest = "without --best the newest weights are exported"
     if not recipe.run.data.evaluate_every_rounds:
         raise usage_error(
             "This run has no evaluations.",
             why="data.evaluate_every_rounds is 0 in its run file, so no node knows which of its weights were the best",
-            hint="without --best the newest weights are exported",
+            hint=newest,
+        )
+    if recipe.run.pipeline.stages > 1:
+        raise usage_error(
+            "No weights of an evaluation are kept in a run of several stages.",
+            why="its evaluations go through replicas of all stages, and no node has the weights of them all",
+            hint=newest,
         )
     writer = _writer_of(out, recipe, homes, wanted)
     stage, loss = best_evaluated(homes, recipe.digest, writer.layout.shapes[0])

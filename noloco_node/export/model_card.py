@@ -99,7 +99,10 @@ def _origin(run: RunConfig, notes: Provenance) -> str:
 def _held_out(evaluations: Sequence[Evaluation]) -> Iterator[str]:
     if not evaluations:
         return
-    yield "## Held-out loss\n\nPeers evaluated their own replicas, one of them at a time, in nats a token."
+    yield (
+        "## Held-out loss\n\nPeers evaluated, one of them at a time: in a run of one stage their own replicas, in"
+        " others chains of replicas of all stages. In nats a token."
+    )
     if len(evaluations) > 1:
         yield f"![The held-out loss over the rounds]({CURVE})"
     step = -(-len(evaluations) // MOST_ROWS)

@@ -173,16 +173,16 @@ def noted(stages: Sequence[Sequence[ReplicaSummary]], kept_by: Mapping[int, str]
 
 
 def evaluations_of(homes: Sequence[Path], run_id: str, told: Iterable[Evaluation] = ()) -> tuple[Evaluation, ...]:
-    """Return a run's evaluations by their number, from the journals of homes and then from what others have `told`."""
-    found = {each.number: each for each in told}
+    """Return a run's evaluations by number and round, from journals of homes and then from what others have `told`."""
+    found = {(each.number, each.round): each for each in told}
     for home in homes:
         of_run = False
         for event in read(HomePaths(home).journal):
             if isinstance(event, events.Started):
                 of_run = event.run == run_id
             elif of_run and isinstance(event, events.Evaluated):
-                found[event.number] = event.evaluation
-    return tuple(found[number] for number in sorted(found))
+                found[event.number, event.round] = event.evaluation
+    return tuple(found[place] for place in sorted(found))
 
 
 def told_of(snapshot: FromSnapshot) -> str:

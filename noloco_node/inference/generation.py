@@ -6,22 +6,22 @@ the model's positions are used up, it reads the later half of the text again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from noloco_node.data.encoding import open_encoder
-from noloco_node.data.token_text import ByteSpelling, Sampling, Spelling, draw, open_spelling
+from noloco_node.data.token_text import Prompts, Sampling, draw
 from noloco_node.errors import config_error, usage_error
 from noloco_node.export.sources import known_run
 from noloco_node.inference.evaluation import open_model, reading_of
 from pipeline.model_config import longest_sequence
 
 
-def continuation(model: Any, prompt: list[int], sampling: Sampling, end: int | None) -> Iterator[int]:
-    """Yield the tokens that a transformers model goes on with, until `end` or as many as asked for."""
+def continuation(model: Any, prompt: list[int], sampling: Sampling, ends: Collection[int] = ()) -> Iterator[int]:
+    """Yield the tokens that a transformers model goes on with, until one of `ends` or as many as asked for."""
     positions = longest_sequence(model.config) or len(prompt) + sampling.tokens + 1
     if not prompt:
         raise ValueError("there is no token to go on from")
@@ -38,7 +38,7 @@ def continuation(model: Any, prompt: list[int], sampling: Sampling, end: int | N
                 hint="noloco-node evaluate says what it is worth; export again, or from other homes",
             )
         token = draw(logits, sampling, generator)
-        if token == end:
+        if token in ends:
             return
         yield token
         text, unread, memory = [*text, token], [token], output.past_key_values
@@ -48,26 +48,17 @@ def continuation(model: Any, prompt: list[int], sampling: Sampling, end: int | N
 
 
 def generate(directory: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
-    """Return what an exported checkpoint adds to `prompt`, in pieces of whole characters, as they come.
+    """Return what an exported checkpoint makes of `prompt`, in pieces of whole characters, as they come.
 
-    Raises `UserError` at once if there is no such checkpoint, or no token to go on from.
+    The prompt comes first, unless the run learns answers in messages: then it is what a user says, and the answer comes
+    alone. Raises `UserError` at once if there is no such checkpoint, or no token to go on from.
     """
-    data = reading_of(directory, known_run(directory))
-    encoder = open_encoder(data)
-    given = encoder.encode(prompt).tolist()
-    if not given:
+    prompts = Prompts(reading_of(directory, known_run(directory)), [prompt])
+    if not prompts.tokens[prompt]:
         raise usage_error(
             "There is nothing to go on from.",
             why="the prompt has no token",
             hint='a prompt with a word in it, such as --prompt "import "',
         )
-    given = [*encoder.begin, *given]
-    return _pieces(continuation(open_model(directory), given, sampling, encoder.end), open_spelling(data)())
-
-
-def _pieces(tokens: Iterator[int], spelling: Spelling | ByteSpelling) -> Iterator[str]:
-    for token in tokens:
-        if piece := spelling.add(token):
-            yield piece
-    if piece := spelling.rest():
-        yield piece
+    drawn = continuation(open_model(directory), prompts.tokens[prompt], sampling, prompts.ends)
+    return chain(() if prompts.answers else (prompt,), prompts.spelled(drawn))

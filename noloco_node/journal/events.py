@@ -158,12 +158,12 @@ class PeerViolation(_Event, frozen=True, tag="violation"):
 
 
 class SpotCheck(_Event, frozen=True, tag="spot_check"):
-    """A replica's answer was compared with two others'.
+    """A replica's answer was compared with two others', or the mean of its answers with that of the others.
 
     `finding`: struck (it was the odd one), quarantined, paroled; doubted is ourselves, who found
     half of a stage guilty and judge nobody for so long. `distance`: of its answer from theirs, as a share of both
-    squares, 2 at most. `usual`: between replicas. `for_s`: how long it holds.
-    `count`: so often since it was told last.
+    squares, 2 at most; of a mean the square of the difference, where `usual` is 0. `usual`: between replicas.
+    `for_s`: how long it holds. `count`: so often since it was told last.
     """
 
     peer: str
@@ -227,12 +227,15 @@ class TextSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evaluated(_Event, frozen=True, tag="evaluated"):
-    """This node evaluated its replica on held-out text; such lines also lie in `evals.jsonl`.
+    """This node evaluated its replica on held-out text, in a pipeline through replicas of the later stages.
+
+    Such lines also lie in `evals.jsonl`.
 
     `number`: of the evaluation, counted in the run. `loss`: nats a token. `margin`: half of its 95 % interval over
     other documents; None over too few. `tokens`: learnt ones that were predicted. `documents`: that they come from.
-    `seconds`: for which training paused. `device_s`: computed for it, as in `inner_step`. `best`: no evaluation of this
-    peer had less loss. `samples`: how the replica went on from the prompts of `join --sample`.
+    `seconds`: that it took; training pauses for it, but not in a pipeline. `device_s`: computed meanwhile, as in
+    `inner_step`. `best`: no evaluation of this peer had less loss; never said in a pipeline. `samples`: how the replica
+    went on from the prompts of `join --sample`.
     """
 
     number: int

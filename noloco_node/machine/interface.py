@@ -103,12 +103,6 @@ class StageModel(worker.WorkerStage, Protocol):
     def discard(self) -> None:
         """Forget the gradients collected so far."""
 
-    def token_losses(self, tokens: Tensor, /) -> Tensor:
-        """Return the loss of each token but the first of marked `tokens` [b, s + 1]: [b, s], 0 where one is only given.
-
-        Only a stage that is the whole model can.
-        """
-
     def weights(self, less: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         """Return a copy of the fast weights; `less` others, the difference from these in bfloat16."""
 

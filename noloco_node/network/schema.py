@@ -60,8 +60,8 @@ class MessageSpec(NamedTuple):
     The name is given and not the class's: a class may be renamed, and peers of other versions must still understand.
     The other fields are scalars, checked against their annotations: a number is `Annotated` with the least and the most
     that it may be, as one of `noloco_node.units` or, where no such import is allowed, as a tuple. `header_bytes` caps
-    the encoded header, and with it every text in it. `added`: texts, or bytes, that earlier versions of the message
-    did not have; an empty one is not written.
+    the encoded header, and with it every text in it. `added`: texts, bytes or flags that earlier versions of the
+    message did not have; an empty one is not written.
     """
 
     name: str

@@ -231,13 +231,16 @@ class Assignment:
 
     async def run(self, leave: asyncio.Event) -> AssignmentEnd:
         """Serve, train and save until the assignment ends."""
-        context, services = self._context, self._services
         await self._server.begin()
         self._announce(PeerState.TRAINING)
         self._reporter.record(events.StateChanged(state=PeerState.TRAINING))
+        async with nullcontext() if self._evaluator is None else aclosing(self._evaluator):
+            return await self._run(leave)
+
+    async def _run(self, leave: asyncio.Event) -> AssignmentEnd:
+        context, services = self._context, self._services
         async with (
             aclosing(self.replica),
-            nullcontext() if self._evaluator is None else aclosing(self._evaluator),
             background(services.writer.run()),
             background(self._keep_snapshots()),
         ):
@@ -361,11 +364,15 @@ class Assignment:
     async def _linger(self, leave: asyncio.Event) -> None:
         """Serve the weights for a while after the end of the run."""
         reporter, linger_s = self._reporter, self._context.options.linger_s
+        until_s = loop_s() + linger_s
         self._announce(PeerState.FINISHED)
         reporter.record(events.StateChanged(state=PeerState.FINISHED))
         reporter.say(f"finished; serving the weights for {linger_s:.0f} s, Ctrl-C leaves now")
+        if self._evaluator is not None and not self.replica.starting_weights.doubtful:
+            await until_event(leave, self._evaluator.at_the_end(*self._place()))
+            self._announce(PeerState.FINISHED)
         with suppress(TimeoutError):
-            async with asyncio.timeout(linger_s):
+            async with asyncio.timeout_at(until_s):
                 await leave.wait()
 
     # What we say of ourselves.
@@ -405,10 +412,14 @@ class Assignment:
         """
         replica, rounds = self.replica, self.replica.rounds
         if self._evaluator is not None and not replica.starting_weights.doubtful:
-            await self._evaluator.in_pause(rounds.finished, replica.inner_steps, replica.progress.value)
+            await self._evaluator.in_pause(*self._place())
         due = not replica.starting_weights.doubtful and self._services.writer.due(rounds.finished)
         if due and rounds.settled:
             self._services.writer.begin(await self._checkpoint())
+
+    def _place(self) -> tuple[int, int, float]:
+        """Return how far the replica is: its round, its inner steps, its progress."""
+        return self.replica.rounds.finished, self.replica.inner_steps, self.replica.progress.value
 
     async def _save(self) -> bool:
         """Write the last checkpoint; return whether the weights are on the disk.
@@ -427,7 +438,7 @@ class Assignment:
     def _make_evaluator(self) -> Evaluator | None:
         """Return what evaluates our replica; None where nothing is to be evaluated."""
         context, replica, run = self._context, self.replica, self._context.run
-        if context.host.evaluation is None:
+        if context.host.evaluation is None or replica.config.stage > 0:
             return None
         evaluated = EvaluatorContext(
             run_id=context.run_file.digest,
@@ -437,12 +448,13 @@ class Assignment:
             length=run.pipeline.sequence_length,
             host=context.host.evaluation,
             roster=lambda: context.membership.roster,
-            token_losses=replica.token_losses,
+            losses=replica.losses,
             logits=replica.logits,
             evaluated=replica.evaluated,
             busy_s=lambda: context.host.device.busy_s,
             is_ending=lambda: self._ending is not None,
             reporter=self._reporter,
+            routed=not replica.config.last,
         )
         return Evaluator(evaluated, replica.rounds.finished)
 

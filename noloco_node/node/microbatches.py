@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from noloco_node.journal import events
 from noloco_node.network.interface import Conversation, ConversationEnded, PeerNetwork
@@ -31,13 +31,15 @@ from noloco_node.run.protocols import MICROBATCH, topic
 from noloco_node.swarm.receipts import IssuedReceipts
 from noloco_node.swarm.roster import Roster
 from noloco_node.tasks import loop_s
-from pipeline.activation_codec import SizeBound, UnusualSizeError, check_marked, ids_of
-from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch, Refused, Reply
+from pipeline.activation_codec import SizeBound, UnusualSizeError, as_microbatch, check_marked
+from pipeline.messages import ACTIVATION_CODECS, EvaluationReply, Gradient, Microbatch, Refused, Reply, SequenceLosses
 from pipeline.routing import Hop
 from pipeline.worker import Worker
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+T = TypeVar("T", Gradient, SequenceLosses)
 
 RETRY_S = 1.0
 """Pause before a source tries the same tokens again, where the refusal names none."""
@@ -111,12 +113,8 @@ class MicrobatchSource:
         return self._progress(self.samples, self.returned_s)
 
     async def _try(self, tokens: Tensor) -> bool:
-        microbatch = Microbatch(
-            hidden=ids_of(tokens[:, :-1]),
-            targets=tokens if self._told else tokens[:, 1:],
-            progress=self._run_progress(),
-            budget_s=self._budget_s,
-        )
+        progress = self._run_progress()
+        microbatch = as_microbatch(tokens, told=self._told, progress=progress, budget_s=self._budget_s)
         match await self._process(microbatch, self._me):
             case Gradient(computed_by=signer):
                 self.samples += len(tokens)
@@ -236,16 +234,30 @@ class MicrobatchClient:
         """Return the replicas of the next stage that train: the same tuple until there is another roster."""
         roster = self._context.roster()
         if roster is not self._roster:
-            records = roster.stage(self._config.stage + 1)
-            self._hops = tuple([Hop(each.peer, each.device_s) for each in records if each.state is PeerState.TRAINING])
+            self._hops = self._in_states(roster, PeerState.TRAINING)
             self._roster = roster
         return self._hops
 
+    def evaluators(self) -> tuple[Hop, ...]:
+        """Return the replicas of the next stage that evaluate: also those that have finished."""
+        return self._in_states(self._context.roster(), PeerState.TRAINING, PeerState.FINISHED)
+
+    def _in_states(self, roster: Roster, *states: PeerState) -> tuple[Hop, ...]:
+        records = roster.stage(self._config.stage + 1)
+        return tuple([Hop(each.peer, each.device_s) for each in records if each.state in states])
+
     async def call(self, peer: str, microbatch: Microbatch) -> Reply:
         """Have a peer take a microbatch to the end of the pipeline and back; journal what goes wrong."""
+        return await self._call(peer, microbatch, Gradient)
+
+    async def evaluate(self, peer: str, microbatch: Microbatch) -> EvaluationReply:
+        """Have a peer take a microbatch to the end of the pipeline alone, as `call` does."""
+        return await self._call(peer, microbatch, SequenceLosses)
+
+    async def _call(self, peer: str, microbatch: Microbatch, wanted: type[T]) -> T | Refused:
         record = self._context.record
         try:
-            reply = await self._reply(peer, microbatch)
+            reply = await self._reply(peer, microbatch, wanted)
         except Violation as violation:
             record(events.PeerViolation(peer=peer, topic=MICROBATCH, why=str(violation)))
             raise
@@ -260,7 +272,7 @@ class MicrobatchClient:
         """End the conversations that were kept for further calls."""
         await self._pool.aclose()
 
-    async def _reply(self, peer: str, microbatch: Microbatch) -> Reply:
+    async def _reply(self, peer: str, microbatch: Microbatch, wanted: type[T]) -> T | Refused:
         """Send a microbatch and return the reply; ConnectionAbortedError when it takes far too long."""
         # The caller that is nearest to a replica that hangs must give up first, with time left to ask another one, or
         # innocent replicas are accused. So waits in vain do not lengthen its deadline: callers above would not know.
@@ -269,10 +281,10 @@ class MicrobatchClient:
         try:
             async with limit:
                 try:
-                    reply = await self._exchange(peer, microbatch)
+                    reply = await self._exchange(peer, microbatch, wanted)
                 except ConversationEnded:
                     # The callee closed the idle stream while our microbatch was on its way: try once more.
-                    reply = await self._exchange(peer, microbatch)
+                    reply = await self._exchange(peer, microbatch, wanted)
         except TimeoutError:
             waited_s = loop_s() - begun_s
             raise ConnectionAbortedError(f"{peer} has not answered for {waited_s:.0f} s, though it is there") from None
@@ -307,13 +319,13 @@ class MicrobatchClient:
         for limit, begun_s in unbounded.items():
             limit.reschedule(max(loop_s(), begun_s + most_s))
 
-    async def _exchange(self, peer: str, microbatch: Microbatch) -> Reply:
+    async def _exchange(self, peer: str, microbatch: Microbatch, wanted: type[T]) -> T | Refused:
         async with self._pool.talk(peer) as conversation:
             async with self._turns.turn():
                 await conversation.send(microbatch)
             reply: object = await conversation.receive()
-            if not isinstance(reply, Gradient | Refused):
-                raise Violation(f"expected a gradient, got {type(reply).__name__}")
+            if not isinstance(reply, (wanted, Refused)):
+                raise Violation(f"expected {wanted.__name__}, got {type(reply).__name__}")
             if isinstance(reply, Gradient) and reply.hidden is not None:
                 # Within the conversation, so that a violation counts against the peer.
                 reply = replace(reply, hidden=self._bounded(peer, reply.hidden, microbatch))
@@ -386,7 +398,8 @@ class MicrobatchServer:
         except ValueError as error:
             raise Violation(str(error)) from None
         source = conversation.peer if self._config.stage == 1 else microbatch.source
-        reply = await self._worker.process(replace(microbatch, hidden=hidden, source=source), conversation.peer)
+        take = self._worker.evaluate if microbatch.forward_only else self._worker.process
+        reply = await take(replace(microbatch, hidden=hidden, source=source), conversation.peer)
         if isinstance(reply, Gradient):
             self.returned_s = loop_s()
             self.issued.add(source, len(microbatch.targets))

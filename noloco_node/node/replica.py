@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from random import Random
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from gossip.rounds.weights_lock import to_the_end
 from gossip.rule.outer_step import Tensors
 from gossip.transfer.chunks import HeldCopy
 from noloco_node import __version__
+from noloco_node.evaluation.routed_losses import evaluation_quota, routed_losses
 from noloco_node.journal import events
 from noloco_node.machine.device import WatchedDevice
 from noloco_node.machine.interface import Runner, StageModel
@@ -36,6 +38,7 @@ from noloco_node.storage.checkpoint import Checkpoint, Counters, EvaluatedCounte
 from noloco_node.swarm.receipts import MOST_BROUGHT
 from noloco_node.swarm.roster import Derived, PeerRecord, Roster, speed
 from noloco_node.tasks import loop_s
+from pipeline.activation_codec import ids_of
 from pipeline.admission_window import AdmissionWindow, WindowOutcome
 from pipeline.inner_step import OptimiserState, Progress, advance, begin, learning_rate
 from pipeline.messages import ACTIVATION_CODECS
@@ -81,7 +84,10 @@ class Replica:
         rng = Random(f"{run.seed}|routing|{config.peer}")
         turns = SendTurns(config.run.pipeline.replicas)
         self._client = MicrobatchClient(config, context, turns)
-        ways = NextStageClient(hops=self._client.hops, call=self._client.call)
+        client = self._client
+        ways = NextStageClient(
+            hops=client.hops, call=client.call, evaluators=client.evaluators, evaluate=client.evaluate
+        )
         checks = CheckSettings(share=run.pipeline.check_share, stage=config.stage, stages=run.pipeline.stages)
         self._checks = SpotChecks(
             ways,
@@ -93,9 +99,17 @@ class Replica:
             Random(f"{run.seed}|checks|{config.peer}"),
         )
         if checks.rate > 0.0:
-            ways = NextStageClient(hops=self._checks.hops, call=self._client.call, check=self._checks.check)
+            ways = replace(ways, hops=self._checks.hops, check=self._checks.check)
         self.next_stage = None if config.last else NextStage(ways, rng)
-        self.worker = Worker(stage, self.admission, self._run, self.next_stage, run.pipeline.budget_s, device.clock)
+        self.worker = Worker(
+            stage,
+            self.admission,
+            self._run,
+            self.next_stage,
+            run.pipeline.budget_s,
+            device.clock,
+            evaluation_quota(run),
+        )
         self.microbatches = MicrobatchServer(config, context, self.worker, turns)
         self.rounds = Rounds(
             config.peer,
@@ -184,9 +198,13 @@ class Replica:
         away = self.admission.in_flight - self.admission.turns.waiting
         return self.next_stage is not None and 0 < away <= self.next_stage.stranded
 
-    async def token_losses(self, tokens: Tensor) -> Tensor:
-        """Return the loss of each token but the first of marked `tokens`, in a run of one stage."""
-        return await self._run(self._stage.token_losses, tokens)
+    async def losses(self, tokens: Tensor) -> Tensor:
+        """Return the losses of marked `tokens` [b, s + 1]: of each but the first, or in a pipeline of each sequence."""
+        if self.config.last:
+            return await self._run(self._stage.token_losses, ids_of(tokens[:, :-1]), tokens[:, 1:])
+        return await routed_losses(
+            self.config.run, lambda microbatch: self.worker.evaluate(microbatch, self.config.peer), tokens
+        )
 
     async def logits(self, ids: Tensor) -> Tensor:
         """Return the logits of each token [b, s, vocabulary], in a run of one stage."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from msgspec import structs
 
+from noloco_node.data.held_out_text import FORWARD_PASSES, evaluated_sequences
 from noloco_node.planning.bandwidth import hop_bytes, round_bytes
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.planning.plan import LEAST_ROUNDS, mean_steps_per_round, rounds_of
@@ -21,7 +22,7 @@ from noloco_node.units import format_bytes, format_count, format_duration, forma
 TOKENS_A_PARAMETER = 20
 MOMENTS_BESIDE = ", and AdamW's moments lie in main memory, from where each step fetches them"
 EVALUATIONS = 100
-"""Of a run of one stage on held-out text."""
+"""Of a run on held-out text."""
 IDLE = 0.5
 """Less of their time at work than this, and a plan leaves devices idle."""
 
@@ -49,17 +50,18 @@ def planned_values(run: RunConfig) -> dict[str, dict[str, object]]:
             **({} if late is None else {"late_inner_steps_per_round": late}),
         },
         **({"adapter": {"base": f'"{run.adapter.base}"'}} if run.adapter.is_trained else {}),
+        **({"data": {"evaluate_every_rounds": every}} if (every := run.data.evaluate_every_rounds) else {}),
     }
 
 
-def evaluations_planned(run: RunConfig) -> int:
-    """Return after how many rounds a peer is to evaluate its replica; 0 where it could not.
+def with_evaluations(run: RunConfig) -> RunConfig:
+    """Return a run with about `EVALUATIONS` evaluations, or with none where a peer could not evaluate.
 
-    An evaluation takes one peer no longer than an inner step, so that so many cost the run next to nothing.
+    An evaluation takes one replica of each stage no longer than an inner step, so that so many cost next to nothing.
     """
-    if run.pipeline.stages > 1 or run.model.is_foreign or not run.data.validation_percent:
-        return 0
-    return max(1, rounds_of(run) // EVALUATIONS)
+    possible = not run.model.is_foreign and run.data.validation_percent > 0
+    every = max(1, rounds_of(run) // EVALUATIONS) if possible else 0
+    return structs.replace(run, data=structs.replace(run.data, evaluate_every_rounds=every))
 
 
 def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
@@ -111,6 +113,11 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
                 f"{run.inner.steps:,} inner steps of this run, fewer than the {LEAST_ROUNDS} that mix the replicas. "
                 "Fewer machines, faster lines or more tokens help."
             )
+    if every := run.data.evaluate_every_rounds:
+        number = max(1, rounds_of(run) // every)
+        share = number * evaluated_sequences(run) / FORWARD_PASSES / run.budget_samples
+        rounds = "every round" if every == 1 else f"every {every} rounds"
+        said.append(f"About {number} evaluations on held-out text, one {rounds}, take {share:.2%} of the work.")
     if found.busy < IDLE:
         said.append(f"Warning: devices stand still more than half of the time. {_remedy(found.bound)}")
     return fitted([*said, *_alternatives(planned, machines)])

@@ -60,7 +60,9 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """A peer's last evaluation of its replica on held-out text. `number`: of the evaluation, counted in the run.
+    """A peer's last evaluation on held-out text, of its replica or of chains of replicas that begin with it.
+
+    `number`: of the evaluation, counted in the run.
 
     `loss`: nats a token. `margin`: half of its 95 % interval; None over too few documents.
     """

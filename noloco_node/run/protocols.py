@@ -30,7 +30,7 @@ from gossip.transfer.chunks import DIGEST_BYTES, StateCut
 from noloco_node.network.schema import MessageSpec, OneOf, Schema, TensorSpec
 from noloco_node.run.config import RunConfig
 from pipeline.inner_step import moment_bytes
-from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch, Refused
+from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch, Refused, SequenceLosses
 
 MICROBATCH = "microbatch"
 GOSSIP = "gossip"
@@ -58,9 +58,12 @@ def microbatch_schema(run: RunConfig, width: int) -> Schema:
             Microbatch: MessageSpec(
                 "Microbatch",
                 {"hidden": down, "targets": TensorSpec(run.pipeline.targets_shape, "int64")},
-                added=("source",),
+                added=("source", "forward_only"),
             ),
             Gradient: MessageSpec("Gradient", {"hidden": back}, added=("computed_by",)),
+            SequenceLosses: MessageSpec(
+                "SequenceLosses", {"sums": TensorSpec((run.pipeline.microbatch_size,), "float32")}
+            ),
             Refused: MessageSpec("Refused"),
         }
     )

@@ -306,8 +306,6 @@ def _evaluation(run: RunConfig) -> Iterator[Problem]:
     field, value = "data.evaluate_every_rounds", str(run.data.evaluate_every_rounds)
     if not run.data.evaluate_every_rounds:
         return
-    if run.pipeline.stages > 1:
-        yield Problem(field, value, "a peer that serves one stage of several cannot evaluate alone", "0, or one stage")
     if run.model.is_foreign:
         yield Problem(field, value, "only the program can compute with a foreign module", "0")
     if run.data.validation_percent == 0:

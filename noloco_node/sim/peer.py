@@ -9,19 +9,21 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 
+from noloco_node.data.held_out_text import EvaluationText
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter, StageModel, Text
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.node.replica import Replica
-from noloco_node.sim.hardware.memory_host import MemoryHost, MemoryStore
+from noloco_node.sim.hardware.memory_host import MemoryEvaluation, MemoryHost, MemoryStore
 from noloco_node.sim.hardware.priced_stage import PricedStage, Stutter, VirtualDevice
-from noloco_node.sim.hardware.quadratic_model import VOCABULARY, RandomBatches
+from noloco_node.sim.hardware.quadratic_model import VOCABULARY, RandomBatches, held_out_numbers
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.medium import Corruption
 from noloco_node.sim.network.sim_network import SimNetwork
@@ -215,7 +217,7 @@ class SimulatedPeer:
             self.disk = checkpoint
             return "the simulated disk"
 
-        return MemoryHost(
+        host = MemoryHost(
             session.device,
             self.archive,
             build=build,
@@ -223,6 +225,16 @@ class SimulatedPeer:
             save=save,
             line_s=self._setting.line_s,
         )
+        run = self._setting.run
+        if run.data.evaluate_every_rounds:
+            is_text = self._setting.scenario.swarm.model == "transformer"
+            read = (
+                EvaluationText(run, None).read
+                if is_text
+                else partial(held_out_numbers, run, self._setting.microbatch_tokens)
+            )
+            host.evaluation = MemoryEvaluation(read)
+        return host
 
     async def _open_text(self) -> Text:
         run = self._setting.run

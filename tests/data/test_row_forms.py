@@ -141,6 +141,39 @@ def test_a_tokenizers_own_template_says_what_answers_are(words: Path, tmp_path: 
     ]
 
 
+@drawn(texts, texts.filter(bool))
+@quick
+def test_a_prompt_is_what_stands_before_an_answer(question: str, answer: str) -> None:
+    conversation = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    for data, row in ((PROMPT, [question, answer]), (MESSAGES, conversation)):
+        encoder = RowEncoder(data)
+        prompt = encoder.prompt(question)
+        assert ids_of(encoder.document(json.dumps(row)))[: len(prompt)].tolist() == prompt
+    assert encoder.closing() == ({1}, "<|im_end|>")
+
+
+def test_a_prompt_in_a_tokenizers_own_template_and_what_ends_the_answer(words: Path, tmp_path: Path) -> None:
+    data = templated(words, SAYS, tmp_path / "says")
+    tokenizer = open_tokenizer(data)
+    begun = tokenizer.apply_chat_template(ASKED[:1], add_generation_prompt=True, return_dict=False)
+    assert RowEncoder(data).prompt(ASKED[0]["content"]) == begun
+    assert RowEncoder(data).closing() == ({tokenizer.eos_token_id}, "<|end|>")
+    turns = templated(words, SAYS.replace("eos_token", "'<|turn|>'"), tmp_path / "turns")
+    tokenizer = open_tokenizer(turns)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    tokenizer.save_pretrained(tmp_path / "turns")
+    assert RowEncoder(turns).closing() == (set(tokenizer.all_special_ids), "<|turn|>")
+
+
+def test_a_template_that_does_not_take_a_prompt_is_said(words: Path, tmp_path: Path) -> None:
+    strict = "{% if messages[0]['role'] == 'user' %}{{ raise_exception('a system begins') }}{% endif %}" + FOLLOWS
+    encoder = RowEncoder(templated(words, strict, tmp_path))
+    assert encoder.closing()[1] == ""
+    with pytest.raises(UserError, match="does not write this prompt") as caught:
+        encoder.prompt("what is two and two")
+    assert (caught.value.code, caught.value.why) == (Exit.DATA, "a system begins")
+
+
 def test_a_token_across_the_beginning_of_an_answer_is_learnt(words: Path) -> None:
     """The prompt ends with a space that the tokenizer joins to the answer's first word."""
     data = msgspec.structs.replace(PROMPT, tokenizer=str(words))

@@ -10,18 +10,27 @@ from dataclasses import replace
 
 import pytest
 import torch
+from held_out import Held
 from hypothesis import given
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe
+from msgspec import structs
 from torch import Tensor
 
 from noloco_node.data.held_out_text import HeldOutText, text_loss
-from noloco_node.data.token_text import Prompts
 from noloco_node.errors import config_error
-from noloco_node.evaluation.evaluator import EVALUATION, SAMPLING, Evaluator, EvaluatorContext, chosen
+from noloco_node.evaluation.evaluator import (
+    AT_THE_END,
+    EVALUATION,
+    LONGEST_END_S,
+    LOOK_S,
+    SAMPLING,
+    Evaluator,
+    EvaluatorContext,
+    chosen,
+)
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter
-from noloco_node.run.config import DataConfig
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.storage.checkpoint import Checkpoint, EvaluatedCounters
@@ -36,33 +45,6 @@ def sample(documents: int = 6) -> HeldOutText:
     return HeldOutText([tokens[:4], tokens[4:]], [f"document {each}" for each in range(documents)], documents, True)
 
 
-class Held:
-    """Held-out text in memory (`noloco_node.machine.interface.EvaluationHost`)."""
-
-    def __init__(self, text: HeldOutText | Exception, *prompts: str) -> None:
-        self._text, self.reads, self._prompts = text, 0, Prompts(DataConfig(), prompts)
-        self.kept: list[Checkpoint] = []
-        self.full = False
-
-    async def text(self) -> HeldOutText:
-        self.reads += 1
-        await asyncio.sleep(0.0)
-        if isinstance(self._text, Exception):
-            raise self._text
-        return self._text
-
-    async def prompts(self) -> Prompts:
-        return self._prompts
-
-    async def best_loss(self) -> float | None:
-        return min((each.counters.held_out_loss for each in self.kept), default=None)  # type: ignore[attr-defined]
-
-    async def keep(self, evaluated: Checkpoint) -> None:
-        if self.full:
-            raise OSError(28, "No space left on device")
-        self.kept.append(evaluated)
-
-
 class Trial:
     """An evaluator of a replica that has the same loss for each token; `others`: peers that train beside it."""
 
@@ -73,13 +55,16 @@ class Trial:
         loss: Callable[[], float] = lambda: 2.0,
         begun: int = 0,
         every: int = 4,
+        routed: bool = False,
     ) -> None:
         self.events: list[events.Event] = []
         self.said: list[str] = []
         self.passes: list[int] = []
         self.ending = False
         self._loss = loss
-        records = [PeerRecord(peer=peer, stage=0, state=PeerState.TRAINING) for peer in others]
+        self.records = [PeerRecord(peer=peer, stage=0, state=PeerState.TRAINING) for peer in others]
+        self.below: tuple[PeerRecord, ...] = ()
+        """Of the next stage."""
         context = EvaluatorContext(
             run_id="run",
             me="me",
@@ -87,13 +72,14 @@ class Trial:
             sequences=3,
             length=8,
             host=host,
-            roster=lambda: Roster(stages=(tuple(records),)),
-            token_losses=self._token_losses,
+            roster=lambda: Roster(stages=(tuple(self.records), self.below)),
+            losses=self._token_losses,
             logits=self._logits,
             evaluated=self._evaluated,
             busy_s=lambda: 0.5 * len(self.passes),
             is_ending=lambda: self.ending,
             reporter=Reporter(record=self.events.append, say=self.said.append),
+            routed=routed,
         )
         self.evaluator = Evaluator(context, begun)
 
@@ -289,7 +275,7 @@ async def test_a_swarm_evaluates_its_own_weights_and_its_records_tell_it() -> No
         assert event.margin is not None
     # The last evaluation of a peer that took no step after it has the loss of its fast weights.
     stage = peers[0].stages[-1]
-    losses = torch.cat([stage.token_losses(batch) for batch in text.batches])
+    losses = torch.cat([stage.token_losses(batch[:, :-1], batch[:, 1:]) for batch in text.batches])
     assert losses.mean().item() == pytest.approx(text_loss(stage.infer, text).mean, rel=1e-5)
 
 
@@ -318,3 +304,67 @@ async def test_an_evaluation_counts_whose_weights_cannot_be_kept(trouble: Except
     assert isinstance(told, events.Noticed)
     assert isinstance(event, events.Evaluated)
     assert not event.best
+
+
+async def test_a_pipeline_does_not_pause_for_an_evaluation_and_keeps_nothing_of_it() -> None:
+    held = Held(sample(), "abc")
+    trial = Trial(held, routed=True)
+    await trial.pauses(4)
+    before = len(trial.events)
+    await trial.evaluator.in_pause(4, 40, 0.5)
+    assert trial.passes == [], "it begins once the pause is over"
+    await asyncio.sleep(1.0)
+    (event,) = trial.events[before:]
+    assert isinstance(event, events.Evaluated)
+    assert (event.best, event.samples, held.kept, trial.passes) == (False, (), [], [3, 3])
+    assert trial.said[0].startswith("evaluation 1, a mean over chains of replicas: held-out loss 2.0000")
+
+
+async def test_an_evaluation_of_a_pipeline_that_fails_is_told_and_ends_nothing() -> None:
+    for trouble in (ConnectionRefusedError("the stages behind refused it: full"), OSError(5, "no"), KeyError("x")):
+
+        def fail(trouble: Exception = trouble) -> float:
+            raise trouble
+
+        trial = Trial(Held(sample()), loss=fail, routed=True)
+        (told,) = await trial.pauses(4, 4)
+        assert isinstance(told, events.Noticed)
+        assert told.text.startswith("evaluation 1 is left out: ")
+        assert trial.said == [told.text]
+
+
+async def test_one_peer_evaluates_the_final_weights_once_the_next_stage_has_ended() -> None:
+    loop = asyncio.get_running_loop()
+    trials = [Trial(Held(sample()), ("a", "b"), routed=routed) for routed in (False, True)]
+    for trial in trials:
+        trial.ending = True  # what is left out beside the training is made now
+        trial.below = (PeerRecord(peer="later", stage=1, state=PeerState.TRAINING),)
+        trial.records[:] = [replace_state(record) for record in trial.records]
+        loop.call_later(20.0, setattr, trial, "below", ())
+    winner = chosen("run", AT_THE_END, ("me", "a", "b"))
+    for trial, ends_s in zip(trials, (0.0, 20.0), strict=True):
+        trial.evaluator._context = replace(trial.evaluator._context, me=str(winner))
+        begun_s = loop.time()
+        await trial.evaluator.at_the_end(9, 90, 1.0)
+        assert loop.time() - begun_s == pytest.approx(ends_s, abs=2 * LOOK_S)
+        (event,) = trial.events
+        assert isinstance(event, events.Evaluated)
+        assert (event.number, event.round, event.step) == (3, 9, 90)
+        assert "of the final weights" in trial.said[0]
+        for other in {"me", "a", "b"} - {winner}:
+            trial.evaluator._context = replace(trial.evaluator._context, me=other)
+            await trial.evaluator.at_the_end(9, 90, 1.0)
+        assert len(trial.events) == 1
+
+
+def replace_state(record: PeerRecord) -> PeerRecord:
+    return structs.replace(record, state=PeerState.FINISHED)
+
+
+async def test_the_last_evaluation_takes_no_longer_than_its_bound() -> None:
+    trial = Trial(Held(sample()), routed=True)
+    trial.below = (PeerRecord(peer="later", stage=1, state=PeerState.TRAINING),)
+    begun_s = asyncio.get_running_loop().time()
+    await trial.evaluator.at_the_end(9, 90, 1.0)
+    assert asyncio.get_running_loop().time() - begun_s == pytest.approx(LONGEST_END_S)
+    assert trial.said == [f"evaluation 3 is left out: it took longer than {LONGEST_END_S:.0f} s"]

@@ -94,3 +94,12 @@ def test_a_run_without_evaluations_has_no_best(tmp_path: Path) -> None:
     HomePaths(tmp_path / "home").run_file.write_text(PLAIN)
     with pytest.raises(UserError, match="no evaluations"):
         asyncio.run(export(tmp_path / "out", None, [tmp_path / "home"], best=True))
+
+
+def test_a_pipeline_has_no_best(tmp_path: Path) -> None:
+    HomePaths(tmp_path / "home").run_file.parent.mkdir()
+    text = demo_run_text(stages=2, replicas=2, steps=100, seed=0)
+    HomePaths(tmp_path / "home").run_file.write_text(with_fields(text, {"data": {"evaluate_every_rounds": 4}}))
+    with pytest.raises(UserError, match="run of several stages") as refused:
+        asyncio.run(export(tmp_path / "out", None, [tmp_path / "home"], best=True))
+    assert refused.value.code is Exit.USAGE

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from noloco_node.data.token_text import ByteSpelling, Sampling, Spelling, draw
+from noloco_node.data.token_text import ByteSpelling, Sampling, Spelling, _until, draw
 from noloco_node.errors import UserError
 from noloco_node.inference.generation import continuation
 
@@ -50,7 +50,7 @@ def test_a_model_that_computes_what_is_no_number_says_so(temperature: float) -> 
 
     model.config = SimpleNamespace(max_position_embeddings=8)  # type: ignore[attr-defined]
     with pytest.raises(UserError, match="what is no number"):
-        next(continuation(model, [1, 2], Sampling(temperature=temperature), end=None))
+        next(continuation(model, [1, 2], Sampling(temperature=temperature)))
 
 
 @given(text=st.text(), cut=st.integers(0, 12))
@@ -94,6 +94,20 @@ def test_other_tokenizers_show_what_they_would_show_at_once() -> None:
     assert shown[3:6] == ["", "", " €"]
 
 
+@given(before=st.text("ab<|"), after=st.text("ab<|"), mark=st.text("a<|", max_size=4), cuts=st.lists(st.integers(1, 5)))
+def test_a_text_ends_before_its_mark_and_is_shown_as_soon_as_it_may(
+    before: str, after: str, mark: str, cuts: list[int]
+) -> None:
+    whole, pieces, at = before + mark + after, [], 0
+    for size in [*cuts, max(1, len(whole))]:
+        pieces.append(whole[at : at + size])
+        at += size
+    shown = list(_until(mark, filter(None, pieces)))
+    given = "".join(pieces)
+    assert "".join(shown) == (given.partition(mark)[0] if mark else given)
+    assert all(shown)
+
+
 def small() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -117,15 +131,13 @@ def greedy(model: Any, text: list[int], count: int) -> list[int]:
 
 def test_what_is_remembered_changes_nothing() -> None:
     model, prompt = small(), [3, 5, 7]
-    assert list(continuation(model, prompt, Sampling(tokens=20, temperature=0.0), None)) == greedy(model, prompt, 20)
+    assert list(continuation(model, prompt, Sampling(tokens=20, temperature=0.0))) == greedy(model, prompt, 20)
 
 
 def test_equal_seeds_give_equal_texts_and_nobody_elses_randomness_is_touched() -> None:
     model = small()
     before = torch.get_rng_state()
-    texts = [
-        list(continuation(model, [1], Sampling(tokens=12, temperature=1.5, seed=seed), None)) for seed in (0, 0, 1)
-    ]
+    texts = [list(continuation(model, [1], Sampling(tokens=12, temperature=1.5, seed=seed))) for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
     assert torch.equal(before, torch.get_rng_state())
 
@@ -140,7 +152,7 @@ def test_a_text_longer_than_the_models_positions_goes_on() -> None:
 
     model_with_config: Callable[..., Any] = model
     model_with_config.config = SimpleNamespace(max_position_embeddings=10)  # type: ignore[attr-defined]
-    assert len(list(continuation(model_with_config, [1] * 25, Sampling(tokens=40), None))) == 40
+    assert len(list(continuation(model_with_config, [1] * 25, Sampling(tokens=40)))) == 40
     assert max(seen) == 10
     assert min(seen[1:]) == 5
 
@@ -148,6 +160,6 @@ def test_a_text_longer_than_the_models_positions_goes_on() -> None:
 def test_the_end_token_ends_it_and_no_prompt_is_no_start() -> None:
     model = small()
     first = greedy(model, [3], 1)[0]
-    assert list(continuation(model, [3], Sampling(tokens=5, temperature=0.0), end=first)) == []
+    assert list(continuation(model, [3], Sampling(tokens=5, temperature=0.0), {first})) == []
     with pytest.raises(ValueError, match="no token"):
-        list(continuation(model, [], Sampling(), None))
+        list(continuation(model, [], Sampling()))

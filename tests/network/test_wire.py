@@ -34,7 +34,9 @@ class Text:
 
 SCHEMA = Schema(
     {
-        Microbatch: MessageSpec("Microbatch", {"hidden": OneOf((HIDDEN, IDS)), "targets": IDS}, added=("source",)),
+        Microbatch: MessageSpec(
+            "Microbatch", {"hidden": OneOf((HIDDEN, IDS)), "targets": IDS}, added=("source", "forward_only")
+        ),
         Gradient: MessageSpec("Gradient", {"hidden": OneOf((HIDDEN, None))}, added=("computed_by",)),
         Refused: MessageSpec("Refused"),
         Propose: MessageSpec("Propose"),

@@ -12,7 +12,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipeline.admission_window import UNKNOWN_PACE_S, AdmissionWindow, Slot, WindowOutcome
+from pipeline.admission_window import (
+    PASSES_OF_ALL,
+    PASSES_OF_ONE,
+    UNKNOWN_PACE_S,
+    AdmissionWindow,
+    EvaluationQuota,
+    Slot,
+    WindowOutcome,
+)
 from pipeline.messages import Reason, Refused
 
 OUTCOME = WindowOutcome(0.5, 1.0, 8)
@@ -543,3 +551,27 @@ async def test_after_the_last_step_nobody_waits_for_a_turn() -> None:
     assert await third.turn() is False
     third.give_back()
     assert gate.in_flight == 0
+
+
+@given(
+    passes=st.integers(1, 5),
+    microbatches=st.integers(1, 7),
+    asked=st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 3)), max_size=200),
+)
+def test_senders_have_a_fixed_number_of_evaluation_passes_in_the_time_of_an_evaluation(
+    passes: int, microbatches: int, asked: list[tuple[str, int]]
+) -> None:
+    quota, trained, had = EvaluationQuota(passes, microbatches), 0, Counter[tuple[int, str]]()
+    for sender, more in asked:
+        trained += more
+        window = trained // microbatches
+        before, of_all = had[window, sender], sum(count for (number, _), count in had.items() if number == window)
+        taken = quota.take(sender, trained)
+        assert taken == (before < PASSES_OF_ONE * passes and of_all < PASSES_OF_ALL * passes)
+        had[window, sender] += taken
+
+
+@given(names=st.lists(st.text(), max_size=50), trained=st.integers(0, 2**48))
+def test_a_run_without_evaluations_gives_none_to_anybody(names: list[str], trained: int) -> None:
+    quota = EvaluationQuota()
+    assert not any(quota.take(name, trained) for name in names)

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from statistics import median
 from typing import TypeVar
@@ -14,18 +15,21 @@ import pytest
 import torch
 from small_stages import cuts, drawn_ids, make_stage, prepared
 
+from pipeline.activation_codec import encode
 from pipeline.messages import ACTIVATION_CODECS, Gradient, Microbatch, Reason, Refused, Reply
 from pipeline.next_stage import NextStageClient
 from pipeline.routing import Hop
 from pipeline.spot_checks import (
     FIRST_CHECKS,
     LIMIT,
+    SAMPLED_TOKENS,
     TIMES,
     CheckFinding,
     CheckSettings,
     SpotChecks,
     Verdict,
     distance,
+    mean_of_rows,
 )
 
 T = TypeVar("T")
@@ -112,6 +116,18 @@ async def test_the_lie_by_which_a_sender_comes_to_doubt_itself_does_no_harm_eith
     assert distance(reply.hidden, TRUE) < 1.0
 
 
+async def test_a_constant_offset_too_short_for_a_check_is_found_in_all_gradients_together() -> None:
+    def script(peer: str, honest: Gradient) -> Reply:
+        assert honest.hidden is not None
+        return replace(honest, hidden=honest.hidden + 0.3) if peer == "b" else honest
+
+    peers = Peers("abcd", script)
+    await peers.go_round(16)
+    assert [verdict.peer for verdict in peers.found if verdict.finding is CheckFinding.QUARANTINED] == ["b"]
+    assert {verdict.peer for verdict in peers.found} == {"b"}
+    assert peers.calls.count("b") < 16
+
+
 async def test_honest_replicas_are_checked_within_the_budget() -> None:
     peers = Peers("abcd")
     await peers.go_round(250)
@@ -189,6 +205,29 @@ def test_checks_of_all_stages_together_take_their_share_of_compute(stages: int) 
     rates = [CheckSettings(share=0.02, stage=stage, stages=stages).rate for stage in range(stages)]
     costs = [rate * (stages - 1 - stage) / stages for stage, rate in enumerate(rates)]
     assert sum(costs) == pytest.approx(0.02 if stages > 1 else 0.0)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_the_mean_of_rows_is_what_they_have_in_common_as_a_share_of_their_size(scale: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    constant, noise = torch.randn(40, generator=generator), torch.randn(SAMPLED_TOKENS, 40, generator=generator)
+    alike = mean_of_rows(scale * constant.expand(SAMPLED_TOKENS, 40))
+    assert float(alike.square().sum()) == pytest.approx(1.0)
+    assert float(mean_of_rows(scale * noise).square().sum()) == pytest.approx(1.0 / SAMPLED_TOKENS, rel=0.5)
+    assert mean_of_rows(torch.zeros(3, 7)).tolist() == [0.0] * 7
+
+
+@pytest.mark.parametrize("codec", ACTIVATION_CODECS)
+async def test_an_offset_shows_in_a_few_tokens_of_a_gradient_in_any_codec(codec: str) -> None:
+    """Of more tokens than are sampled, and without the dither."""
+    peers, back = Peers("abcd"), ACTIVATION_CODECS[codec].back
+    peers.checks._codec = ACTIVATION_CODECS[codec]
+    values = torch.randn(4, SAMPLED_TOKENS, 64, generator=torch.Generator().manual_seed(4))
+    means = [
+        peers.checks._mean(Gradient(hidden=encode(back, values + offset, 7), loss=1.0, tokens=1)) for offset in (0, 0.3)
+    ]
+    assert float(means[0].square().sum()) == pytest.approx(1.0 / SAMPLED_TOKENS, rel=0.6)
+    assert float((means[1] - means[0]).square().sum()) == pytest.approx(0.083 + 2.0 / SAMPLED_TOKENS, rel=0.4)
 
 
 def test_distance() -> None:

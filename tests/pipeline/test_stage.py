@@ -477,16 +477,58 @@ def test_a_whole_model_has_the_loss_of_each_token_and_trains_on_as_if_it_had_not
         torch.manual_seed(3)
         trained.loss(tokens[:, :-1], tokens[:, 1:])
         if trained is asked:
-            asked.token_losses(marked)
+            asked.token_losses(tokens[:, :-1], marked[:, 1:])
         trained.step(1e-2, 1)
     assert all(map(torch.equal, asked.weights(), other.weights()))
     logits_of_all = other.infer(tokens[:, :-1])
-    losses = other.token_losses(marked)
+    losses = other.token_losses(tokens[:, :-1], marked[:, 1:])
     expected = functional.cross_entropy(logits_of_all.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
     expected = expected.view(losses.shape) * (marked[:, 1:] >= 0)
     torch.testing.assert_close(losses, expected)
-    with pytest.raises(ValueError, match="the whole model"):
-        make_stages(family, 2)[1].token_losses(tokens)
+    with pytest.raises(ValueError, match="only the last stage"):
+        make_stages(family, 2)[0].token_losses(tokens[:, :-1], tokens[:, 1:])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("number", [2, 3])
+def test_stages_have_the_losses_of_the_whole_model_and_train_on_as_if_they_had_not_been_asked(
+    family: str, number: int
+) -> None:
+    recipe = prepared(family, dropout=0.5)
+    asked, other = ([make_stage(recipe, piece) for piece in cuts(recipe, number)] for _ in range(2))
+    tokens, targets = batches(7, 1)[0][:, :-1], batches(7, 1)[0][:, 1:].clone()
+    targets[:, 3:5] = ~targets[:, 3:5]  # only given, and not learnt
+    whole = make_stage(recipe, cuts(recipe, 1)[0]).token_losses(tokens, targets)
+    for trained in (asked, other):
+        torch.manual_seed(3)
+        passes, hidden = [], tokens
+        for stage in trained[:-1]:
+            passes.append(stage.forward(hidden, targets))
+            hidden = passes[-1].output
+        if trained is asked:
+            reached = tokens
+            for stage in asked[:-1]:
+                reached = stage.activations(reached, targets)
+                assert not reached.requires_grad
+            torch.testing.assert_close(asked[-1].token_losses(reached, targets), whole, rtol=1e-5, atol=1e-5)
+        gradient = trained[-1].loss(hidden, targets).hidden
+        for waiting in reversed(passes):
+            assert gradient is not None
+            gradient = waiting.backward(gradient)
+        for stage in trained:
+            stage.step(1e-2, 1)
+    for one, same in zip(asked, other, strict=True):
+        assert all(map(torch.equal, one.weights(), same.weights()))
+    assert asked[0].statistics() == other[0].statistics(), "no pass of the training was added"
+
+
+def test_activations_that_are_not_finite_are_not_sent() -> None:
+    first, last = make_stages("llama", 2)
+    first.set_weights([torch.full(shape, torch.inf) for shape in first.shapes])
+    with pytest.raises(FloatingPointError, match="not finite"):
+        first.activations(batches(7, 1)[0][:, :-1])
+    with pytest.raises(ValueError, match="last stage"):
+        last.activations(batches(7, 1)[0][:, :-1])
 
 
 @pytest.mark.parametrize("codec", ACTIVATION_CODECS)

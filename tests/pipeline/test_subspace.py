@@ -129,6 +129,15 @@ def test_a_long_loss_in_chunks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> N
     assert train(whole, batch(0)).loss == pytest.approx(loss, rel=1e-6)
 
 
+def test_a_pipeline_with_a_subspace_has_the_losses_of_its_training_without_a_backward_pass() -> None:
+    stages, tokens = pipeline_of(recipe(), 3, 16), batch(0)
+    hidden = tokens[:, :-1]
+    for stage in stages[:-1]:
+        hidden = stage.activations(hidden, tokens)
+    losses = stages[-1].token_losses(hidden, tokens)
+    assert losses.mean().item() == pytest.approx(train(pipeline_of(recipe(), 3, 16), tokens).loss, rel=1e-5)
+
+
 def test_all_tokens_have_different_features_that_are_the_same_everywhere() -> None:
     config = recipe().config
     features = TokenFeatures(config, Subspace(16, 3))(torch.arange(VOCABULARY))

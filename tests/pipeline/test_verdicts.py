@@ -9,6 +9,7 @@ from itertools import combinations
 from random import Random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ from pipeline.spot_checks import (
     MOST_PEERS,
     CheckBudget,
     CheckFinding,
+    Offsets,
     Verdict,
     Verdicts,
 )
@@ -281,3 +283,108 @@ def test_quarantined_replicas_are_forgotten_last() -> None:
         names = [f"{number}-{each}" for each in "abc"]
         stage.verdicts.judge(dict(zip(combinations(names, 2), (0.02, 1.9, 1.9), strict=True)), stage.names, 0.0)
     assert stage.verdicts.quarantined == {"r0"}
+
+
+# Offsets: what all gradients of a replica have in common.
+
+
+WIDTH = 32
+
+
+class Gradients:
+    """Means of gradients as one sender gets them from replicas in a random order.
+
+    All have a part in common that moves, as a model learns; each has its own noise, whose size differs a hundredfold.
+    `offsets`: what a replica adds, as a share of a gradient. `slow`: replicas that answer a tenth as often.
+    """
+
+    def __init__(self, count: int, offsets: dict[str, float], seed: int, slow: Collection[str] = ()) -> None:
+        self.names = [f"r{number}" for number in range(count)]
+        self.verdicts = Verdicts(deep=False)
+        self.found: list[Verdict] = []
+        self._rng, self._generator = Random(seed), torch.Generator().manual_seed(seed)
+        direction = torch.randn(WIDTH, generator=self._generator)
+        self._offsets = {peer: size * direction / direction.norm() for peer, size in offsets.items()}
+        self._weights = [0.1 if name in slow else 1.0 for name in self.names]
+        self._common, self._asked = torch.zeros(WIDTH), 0
+
+    def answer(self, times: int, noise: float = 1.0) -> None:
+        """Have so many microbatches answered; `noise`: times what honest gradients of a small run have."""
+        # Half of a gradient's mean lies in few directions.
+        scales = torch.where(torch.arange(WIDTH) < 4, (1.0 / 8) ** 0.5, (1.0 / 2 / (WIDTH - 4)) ** 0.5)
+        for values in torch.randn(times, WIDTH, generator=self._generator):
+            self._asked += 1
+            if self._asked % 16 == 1:
+                self._common = 0.5 * self._common + 0.1 * torch.randn(WIDTH, generator=self._generator) * scales
+            there = [name not in self.verdicts.quarantined for name in self.names]
+            weights = [weight * here for weight, here in zip(self._weights, there, strict=True)]
+            (peer,) = self._rng.choices(self.names, weights)
+            length = min(0.5, noise * 0.17 * self._rng.lognormvariate(0.0, 0.5))
+            gradient = self._common + length * values * scales + self._offsets.get(peer, 0.0)
+            self.found += self.verdicts.watch(peer, gradient, self.names, float(self._asked))
+
+    def quarantined(self) -> set[str]:
+        """Return the replicas that were found guilty."""
+        return {verdict.peer for verdict in self.found if verdict.finding is CheckFinding.QUARANTINED}
+
+
+@pytest.mark.parametrize("count", [3, 4, 8])
+@pytest.mark.parametrize(
+    ("kind", "offset", "slow"), [("bfloat16", 0.0, False), ("float16", 0.01, False), ("slow", 0.05, True)]
+)
+def test_honest_replicas_of_odd_kinds_are_never_shut_out_for_an_offset(
+    count: int, kind: str, offset: float, slow: bool
+) -> None:
+    """A replica whose arithmetic or weights differ has a short offset, and one that is slow answers late and seldom."""
+    stage = Gradients(count, {"r0": offset}, count, ["r0"] if slow else ())
+    stage.answer(12_000)
+    assert stage.found == [], kind
+
+
+@given(st.integers(3, 16), st.sampled_from([0.3, 0.7]), st.integers(0, 2**32), st.data())
+@settings(max_examples=25, deadline=None)
+def test_replicas_with_the_same_offset_are_shut_out_and_nobody_else(
+    count: int, size: float, seed: int, data: st.DataObject
+) -> None:
+    liars = data.draw(st.integers(1, max(1, count // 4)))
+    stage = Gradients(count, {f"r{number}": size for number in range(liars)}, seed)
+    for _ in range(30):
+        stage.answer(2 * count, noise=0.5)
+        if len(stage.quarantined()) == liars:
+            break
+    assert stage.quarantined() == {f"r{number}" for number in range(liars)}
+
+
+@given(st.integers(3, 12), st.integers(0, 2**32), st.data())
+@settings(max_examples=25, deadline=None)
+def test_fewer_than_half_of_a_stage_shut_out_nobody_honest_by_their_offsets(
+    count: int, seed: int, data: st.DataObject
+) -> None:
+    liars = data.draw(st.integers(1, (count - 1) // 2))
+    sizes = data.draw(st.lists(st.sampled_from([-0.9, -0.5, 0.2, 0.5, 0.9]), min_size=liars, max_size=liars))
+    stage = Gradients(count, {f"r{number}": size for number, size in enumerate(sizes)}, seed)
+    stage.answer(40 * count)
+    assert stage.quarantined() <= {f"r{number}" for number in range(liars)}
+
+
+def test_a_lasting_offset_counts_and_a_single_one_does_not() -> None:
+    offsets, length = Offsets(), torch.ones(WIDTH) / WIDTH**0.5
+
+    def answer(size: float) -> tuple[float, list[str]] | None:
+        for peer in "bcd":
+            assert offsets.note(peer, 0.0 * length, set("abcd") - {peer}) is None
+        return offsets.note("a", size * length, "bcd")
+
+    assert not any(answer(1.0 if number % 8 == 0 else 0.0) for number in range(64))
+    found = [answer(0.6) for _ in range(24)]
+    assert found[-1] is not None
+    assert sorted(found[-1][1]) == ["b", "c", "d"]
+    offsets.forget("a")
+    assert answer(0.6) is None
+
+
+def test_the_memory_of_offsets_is_bounded() -> None:
+    offsets, names = Offsets(), [f"r{number}" for number in range(2 * MOST_PEERS)]
+    for name in names:
+        offsets.note(name, torch.zeros(WIDTH), names)
+    assert len(offsets._offsets) == MOST_PEERS

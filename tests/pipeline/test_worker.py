@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -15,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from noloco_node.sim.clock import run
-from pipeline.admission_window import AdmissionWindow, WindowOutcome
-from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
+from pipeline.admission_window import PASSES_OF_ONE, AdmissionWindow, EvaluationQuota, WindowOutcome
+from pipeline.messages import EvaluationReply, Gradient, Microbatch, Reason, Refused, Reply, SequenceLosses
 from pipeline.next_stage import NextStage, NextStageClient
 from pipeline.routing import Hop
 from pipeline.worker import UNFIT_S, UNFIT_SHORTAGES, Worker
@@ -65,6 +66,12 @@ class FakeStage:
     def loss(self, hidden: Tensor, targets: Tensor, /) -> Gradient:
         self._weights.backwards += 1
         return Gradient(hidden=hidden.float(), loss=2.0, tokens=targets.numel())
+
+    def activations(self, hidden: Tensor, targets: Tensor | None = None, /) -> Tensor:
+        return hidden.float()
+
+    def token_losses(self, hidden: Tensor, targets: Tensor, /) -> Tensor:
+        raise NotImplementedError
 
 
 class Device:
@@ -475,3 +482,76 @@ async def test_a_stage_that_runs_out_of_memory_for_minutes_does_not_fit(story: l
         since_s, in_a_row = since_s if in_a_row else loop.time(), in_a_row + 1
         unfit = unfit or (in_a_row >= UNFIT_SHORTAGES and loop.time() - since_s >= UNFIT_S)
     assert worker.unfit.is_set() == unfit
+
+
+class Losing(FakeStage):
+    """Has a loss of half a nat a token, or what it is told."""
+
+    each = 0.5
+
+    def token_losses(self, hidden: Tensor, targets: Tensor, /) -> Tensor:
+        return torch.full(targets.shape, self.each)
+
+
+def evaluating(passes: int = 1, each: float = 0.5, stages: int = 2) -> list[Worker]:
+    """Return the workers of so many stages of one replica, the first one first."""
+    workers: list[Worker] = []
+    for stage in reversed(range(stages)):
+        weights, below = Weights(), workers[0] if workers else None
+        part, device = Losing(weights), Device(weights, 0.2)
+        part.each = each
+        following = None
+        if below is not None:
+
+            async def evaluate(name: str, microbatch: Microbatch, below: Worker = below) -> EvaluationReply:
+                return await below.evaluate(microbatch, f"of stage {name}")
+
+            client = NextStageClient(hops=tuple, call=no_call, evaluators=lambda: (Hop("next"),), evaluate=evaluate)
+            following = NextStage(client, Random(1))
+        gate, quota = AdmissionWindow(2), EvaluationQuota(passes, 10)
+        workers.insert(0, Worker(part, gate, device.run, following, 300.0, device.clock, quota))
+        assert stage == stages - len(workers)
+    return workers
+
+
+async def no_call(name: str, microbatch: Microbatch) -> Reply:
+    raise AssertionError("an evaluation is no training")
+
+
+async def test_an_evaluation_goes_to_the_last_stage_and_takes_no_place_in_any_window() -> None:
+    workers = evaluating(stages=3)
+    reply = await workers[0].evaluate(MICROBATCH, "me")
+    assert isinstance(reply, SequenceLosses)
+    assert reply.sums.tolist() == [1.0]
+    for worker in workers:
+        assert (worker._gate.statistics()["admitted"], worker._gate.succeeded) == (0, 0)
+        assert worker.statistics()["succeeded"] == 0
+
+
+@pytest.mark.parametrize("far", [0, 1])
+async def test_a_sender_beyond_its_quota_is_refused_by_any_stage_with_the_reason(far: int) -> None:
+    workers = evaluating(passes=3)
+    for _ in range(PASSES_OF_ONE * 3):
+        assert isinstance(await workers[far].evaluate(MICROBATCH, "of stage next"), SequenceLosses)
+    assert await workers[0].evaluate(MICROBATCH, "of stage next") == Refused(reason=Reason.QUOTA)
+
+
+@pytest.mark.parametrize("each", [math.nan, math.inf])
+async def test_a_loss_that_is_not_finite_is_a_refusal(each: float) -> None:
+    assert await evaluating(each=each)[0].evaluate(MICROBATCH, "me") == Refused(reason=Reason.NOT_FINITE)
+
+
+async def test_an_evaluation_without_a_budget_or_a_next_stage_is_refused() -> None:
+    worker, _ = evaluating(passes=5)
+    assert await worker.evaluate(replace(MICROBATCH, budget_s=0.0), "me") == Refused(reason=Reason.EXPIRED)
+    for ways in (
+        NextStageClient(hops=tuple, call=no_call),
+        NextStageClient(hops=tuple, call=no_call, evaluators=lambda: (Hop("x"),), evaluate=lost),
+    ):
+        worker._next_stage = NextStage(ways, Random(1))
+        assert await worker.evaluate(MICROBATCH, "me") == Refused(reason=Reason.NO_ROUTE)
+        assert not worker._next_stage.suspects
+
+
+async def lost(name: str, microbatch: Microbatch) -> EvaluationReply:
+    raise ConnectionAbortedError("it fell silent")

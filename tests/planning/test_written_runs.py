@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from noloco_node.cli.run_file import MachineOptions
-from noloco_node.planning.expectation import evaluations_planned, planned_values
+from noloco_node.planning.expectation import planned_values, with_evaluations
 from noloco_node.planning.search import layout_of, plan_for
 from noloco_node.planning.throughput import fits, gpu_memories
 from noloco_node.run.presets import run_text
@@ -36,9 +36,9 @@ def test_a_run_fits_the_machines_that_it_names_and_keeps_its_preset(path: Path) 
     for section in ("model", "admission"):
         assert getattr(run, section) == getattr(asked, section)
     assert structs.replace(run.data, evaluate_every_rounds=0) == asked.data
-    # A run of one stage is evaluated about a hundred times, as far as it has rounds; a pipeline cannot be.
-    assert run.data.evaluate_every_rounds == evaluations_planned(run)
-    assert (run.data.evaluate_every_rounds > 0) == (run.pipeline.stages == 1)
+    # A run is evaluated about a hundred times, as far as it has rounds.
+    assert run == with_evaluations(run)
+    assert run.data.evaluate_every_rounds > 0
     for section, names in planned.items():
         kept = set(type(getattr(run, section)).__annotations__) - names
         assert all(getattr(getattr(run, section), name) == getattr(getattr(asked, section), name) for name in kept)
@@ -48,5 +48,4 @@ def test_a_run_is_what_is_planned_now() -> None:
     path = RUNS / "1b-24gib-100-20.toml"
     machines = MachineOptions().completed_from(path).machines()
     planned = plan_for(decode_run(run_text("1b"), "the preset"), machines).run
-    data = structs.replace(planned.data, evaluate_every_rounds=evaluations_planned(planned))
-    assert structs.replace(planned, name="1b", data=data) == load_run(path)
+    assert structs.replace(with_evaluations(planned), name="1b") == load_run(path)

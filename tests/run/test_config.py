@@ -123,7 +123,6 @@ def test_it_loads_without_torch_or_transformers() -> None:
         (MODEL + "[data]\nsource = 'json'\npath = 'x'\nsubset = 'en'\n", "data.subset", ""),
         (MODEL + "[data]\nsource = 'json'\npath = 'x'\nsplit = 'test'\n", "data.split", ""),
         (MODEL + "[data]\nsource = 'json'\npath = 'x'\nfield = ''\n", "data.field", ""),
-        (MODEL + "[data]\nevaluate_every_rounds = 4\n", "data.evaluate_every_rounds = 4", "one stage"),
         (
             MODEL + ALONE + "[data]\nevaluate_every_rounds = 4\nvalidation_percent = 0.0\n",
             "data.evaluate_every",

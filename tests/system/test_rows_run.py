@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from process_swarm import TINY_MODEL, host, join
 from processes import Command, Commands
 from transformers import AutoTokenizer
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit
 from noloco_node.export.continue_run import continuing_text
-from noloco_node.journal.events import Finished, InnerStep, Noticed
+from noloco_node.journal.events import Evaluated, Finished, InnerStep, Noticed
 from noloco_node.run.runfile import decode_run
 
 pytestmark = pytest.mark.network
@@ -35,6 +36,7 @@ path = "rows.jsonl"
 form = "messages"
 chat_template = "chatml"
 validation_percent = 20.0
+evaluate_every_rounds = 2
 [inner]
 steps = 80
 learning_rate = 0.01
@@ -81,6 +83,15 @@ def test_real_nodes_learn_the_answers_of_conversations_and_take_them_home(tmp_pa
         assert {step.tokens for step in source.events(InnerStep)} == {2 * 4 * 160}
         (noticed,) = [event.text for event in source.events(Noticed) if event.what == "text"]
         assert noticed == "text: rows.jsonl:3, whose fields are text, has no field 'messages' and is left out"
+        commands.until(
+            lambda: any("of the final weights" in line for line in source.complaint.splitlines()),
+            "the final weights are evaluated",
+            alive=[bootstrap, source, last],
+        )
+        evaluated = source.events(Evaluated)
+        assert not last.events(Evaluated)
+        assert len(evaluated) >= 3, "while it trained, and at the end"
+        assert evaluated[-1].loss < 0.5 * evaluated[0].loss
         out = tmp_path / "model"
         export = commands.start("export", invite, "--out", str(out))
         assert export.wait() == Exit.OK, export.complaint
@@ -88,9 +99,12 @@ def test_real_nodes_learn_the_answers_of_conversations_and_take_them_home(tmp_pa
             command.interrupt()
         assert [command.wait() for command in (source, last, bootstrap)] == [Exit.OK] * 3
         shown = CliRunner().invoke(app, ["evaluate", str(out), "--data", str(rows), "--json"])
+        said = CliRunner().invoke(app, ["generate", str(out), "--prompt", "Is 8 even?", "--temperature", "0"])
         again = decode_run(continuing_text(out, "tiny"), "the run that goes on")
         assert shown.exit_code == 0, shown.output
-    assert again.data == decode_run(RUN, "the run").data, "held out as before, too"
+    assert said.stdout in ("yes\n", "no\n"), said.output
+    before = structs.replace(decode_run(RUN, "the run").data, evaluate_every_rounds=0)
+    assert again.data == before, "held out as before, too; evaluations are planned anew"
     found = json.loads(shown.stdout)
     assert found["loss"] < 1.0
     # An answer, the marks that end it, and the end token.

@@ -12,9 +12,11 @@ from torch import Tensor
 from gossip.exchange.messages import ReplicaState
 from gossip.transfer.chunks import CopyInMemory, HeldCopy
 from noloco_node.data.blocks import run_blocks
+from noloco_node.data.held_out_text import HeldOutText
+from noloco_node.data.token_text import Prompts
 from noloco_node.machine.interface import Host, Runner, StageModel, Text
-from noloco_node.run.config import RunConfig
-from noloco_node.storage.checkpoint import Checkpoint
+from noloco_node.run.config import DataConfig, RunConfig
+from noloco_node.storage.checkpoint import Checkpoint, EvaluatedCounters
 
 
 class MemoryStore:
@@ -94,6 +96,27 @@ class MemoryHost(Host):
 
     def line_s(self, stage: int) -> float:
         return self._line_s[stage] if self._line_s else 0.0
+
+
+class MemoryEvaluation:
+    """Implements `noloco_node.machine.interface.EvaluationHost`; keeps no weights. `read`: returns held-out text."""
+
+    def __init__(self, read: Callable[[], HeldOutText]) -> None:
+        self._read = read
+        self._best: float | None = None
+
+    async def text(self) -> HeldOutText:
+        return self._read()
+
+    async def prompts(self) -> Prompts:
+        return Prompts(DataConfig(), ())
+
+    async def best_loss(self) -> float | None:
+        return self._best
+
+    async def keep(self, evaluated: Checkpoint) -> None:
+        assert isinstance(evaluated.counters, EvaluatedCounters)
+        self._best = evaluated.counters.held_out_loss
 
 
 class BlockText:

@@ -126,9 +126,13 @@ class PricedStage:
         self._collected = 0
         self._stage.discard()
 
-    def token_losses(self, tokens: Tensor, /) -> Tensor:
-        self._charge(self._prices.forward_s)
-        return self._stage.token_losses(tokens)
+    def activations(self, hidden: Tensor, targets: Tensor | None = None, /) -> Tensor:
+        self._charge(self._prices.forward_s + self._prices.coding_s)
+        return self._stage.activations(hidden, targets)
+
+    def token_losses(self, hidden: Tensor, targets: Tensor, /) -> Tensor:
+        self._charge(self._prices.forward_s + self._prices.coding_s)
+        return self._stage.token_losses(hidden, targets)
 
     def infer(self, hidden: Tensor, /) -> Tensor:
         self._charge(self._prices.forward_s)

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from random import Random
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from noloco_node.data.held_out_text import EVALUATED_TOKENS, HeldOutText, evaluated_sequences
+from noloco_node.run.config import RunConfig
 from pipeline.inner_step import OptimiserState, StepReport
 from pipeline.messages import Gradient
 
@@ -94,6 +97,26 @@ class QuadraticModel:
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, /) -> _Pass:
         """Hand the microbatch's number on: activations [batch, sequence, width]."""
+        output, away = self._passed(hidden)
+        return _Pass(self, output, away)
+
+    def loss(self, hidden: Tensor, targets: Tensor, /) -> Gradient:
+        """Take the last stage's whole work at once."""
+        output, away, loss = self._ended(hidden)
+        self._collect(away)
+        return Gradient(hidden=torch.zeros_like(output), loss=loss, tokens=hidden.shape[0] * hidden.shape[1])
+
+    def activations(self, hidden: Tensor, targets: Tensor | None = None, /) -> Tensor:
+        return self._passed(hidden)[0]
+
+    def token_losses(self, hidden: Tensor, targets: Tensor, /) -> Tensor:
+        return torch.full(targets.shape, self._ended(hidden)[2])
+
+    def infer(self, hidden: Tensor, /) -> NoReturn:
+        raise NotImplementedError("a quadratic model writes no text")
+
+    def _passed(self, hidden: Tensor) -> tuple[Tensor, list[float]]:
+        """Return the activations for the next stage, and the weights from the microbatch's centre."""
         width = _width(self._size)
         output = hidden.float().unsqueeze(-1) if hidden.ndim == 2 else hidden
         if output.shape[-1] < width:
@@ -102,22 +125,14 @@ class QuadraticModel:
         if width > 1:
             output = output.clone()
             output[..., 1] += self._lost(away)
-        return _Pass(self, output, away)
+        return output, away
 
-    def loss(self, hidden: Tensor, targets: Tensor, /) -> Gradient:
-        """Take the last stage's whole work at once."""
+    def _ended(self, hidden: Tensor) -> tuple[Tensor, list[float], float]:
+        """Return the activations that came, the weights from the microbatch's centre, and the last stage's loss."""
         output = hidden.float().unsqueeze(-1) if hidden.ndim == 2 else hidden
         away = self._away(output)
-        self._collect(away)
         before = float(output[0, 0, 1]) if output.shape[-1] > 1 else 0.0
-        loss = before + self._lost(away)
-        return Gradient(hidden=torch.zeros_like(output), loss=loss, tokens=hidden.shape[0] * hidden.shape[1])
-
-    def token_losses(self, tokens: Tensor, /) -> NoReturn:
-        raise NotImplementedError("no text is held out in a simulation")
-
-    def infer(self, hidden: Tensor, /) -> NoReturn:
-        raise NotImplementedError("a quadratic model writes no text")
+        return output, away, before + self._lost(away)
 
     def _away(self, output: Tensor) -> list[float]:
         return [value - centre for value, centre in zip(self._values, self._centre(output), strict=True)]
@@ -176,6 +191,17 @@ class QuadraticModel:
 
     def statistics(self) -> dict[str, int | float]:
         return {"passes": self._passes, "inner_steps": self._steps, "skipped_steps": self._skipped}
+
+
+def held_out_numbers(run: RunConfig, microbatch_tokens: int) -> HeldOutText:
+    """Return numbers to evaluate on, the same for all peers of a run; sources hardly draw them.
+
+    `microbatch_tokens`: that a number stands for.
+    """
+    rng = Random(f"{run.seed}|held out")
+    count = min(evaluated_sequences(run), max(1, EVALUATED_TOKENS // microbatch_tokens))
+    rows = [[rng.randrange(VOCABULARY)] * (run.pipeline.sequence_length + 1) for _ in range(count)]
+    return HeldOutText([torch.tensor(rows)], [f"number {row[0]}" for row in rows], len(rows), complete=True)
 
 
 class RandomBatches:

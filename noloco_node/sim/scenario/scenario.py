@@ -2,8 +2,9 @@
 
 A scenario may name a run file: model, cut and steps are then those of the run, a pass costs what its operations take
 on a device of `tflops`, and messages weigh what they would; only the arithmetic is that of a quadratic model. Its
-section `swarm` may change any field of the sections `pipeline`, `inner` and `outer` of the run. Without a run file the
-swarm is a small one of quadratic models, and the scenario itself says what passes cost and messages weigh.
+section `swarm` may change any field of the sections `pipeline`, `inner` and `outer` of the run, and
+`evaluate_every_rounds` of its data. Without a run file the swarm is a small one of quadratic models, and the scenario
+itself says what passes cost and messages weigh.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from msgspec import Meta
 
 from gossip.settings import OuterConfig
 from noloco_node.errors import config_error
-from noloco_node.run.config import InnerConfig, PipelineConfig
+from noloco_node.run.config import DataConfig, InnerConfig, PipelineConfig
 from noloco_node.run.fields import Problem, converted, fields_of, out_of_bounds, refuse, short, toml_table
 from noloco_node.sim.network.link_model import NetworkConditions, NotNegative, Positive, PositiveCount, Share
 from noloco_node.sim.scenario import faults
@@ -38,7 +39,7 @@ RUN_FIELDS = {
     field.name: (section, field.type)
     for section, kind in (("pipeline", PipelineConfig), ("inner", InnerConfig), ("outer", OuterConfig))
     for field in fields_of(kind)
-}
+} | {field.name: ("data", field.type) for field in fields_of(DataConfig) if field.name == "evaluate_every_rounds"}
 """The section and the type of each field of a run file that a scenario may change; `codec` is the rounds'."""
 
 

@@ -211,7 +211,7 @@ def _line_seconds(scenario: Scenario, run: RunConfig, plan: ModelLayout) -> tupl
 
 
 def _run(start: RunConfig, swarm: SwarmConfig, seed: int) -> RunConfig:
-    given: dict[str, dict[str, Any]] = {"pipeline": {}, "inner": {}, "outer": {}}
+    given: dict[str, dict[str, Any]] = {"pipeline": {}, "inner": {}, "outer": {}, "data": {}}
     for name, (section, _) in RUN_FIELDS.items():
         if (value := getattr(swarm, name)) is not None:
             given[section][name] = value
@@ -227,7 +227,8 @@ def _run(start: RunConfig, swarm: SwarmConfig, seed: int) -> RunConfig:
         inner = structs.replace(inner, steps=math.ceil(swarm.rounds * mean_steps_per_round(outer)))
     inner = structs.replace(inner, warmup_steps=min(inner.warmup_steps, inner.steps - 1))
     pipeline = structs.replace(start.pipeline, **given["pipeline"])
-    return structs.replace(start, seed=seed, pipeline=pipeline, inner=inner, outer=outer)
+    data = structs.replace(start.data, **given["data"])
+    return structs.replace(start, seed=seed, pipeline=pipeline, inner=inner, outer=outer, data=data)
 
 
 def _with_shapes_of_bowls(run: RunConfig) -> RunConfig:

@@ -53,8 +53,11 @@ def _microbatches() -> Iterator[tuple[str, Said]]:
         hidden, targets = numbers((2, 4, WIDTH)), torch.arange(8).reshape(2, 4)
         microbatch = product.Microbatch(hidden=hidden, targets=targets, progress=0.25, budget_s=299.5)
         yield f"microbatch, {codec}: a microbatch", Said(microbatch, schema)
+        held_out = dataclasses.replace(microbatch, forward_only=True)
+        yield f"microbatch, {codec}: held-out text", Said(held_out, schema)
         gradient = product.Gradient(hidden=numbers((2, 4, WIDTH), 50), loss=5.75, tokens=8)
         yield f"microbatch, {codec}: a gradient", Said(gradient, schema)
+    yield "microbatch: losses", Said(product.SequenceLosses(sums=numbers((2,), 40)), schema)
     for reason in product.Reason:
         yield f"microbatch: refused, {reason}", Said(product.Refused(reason=reason, retry_after_s=1.5), schema)
 

@@ -91,7 +91,7 @@ from noloco_node.swarm.run_distribution import RunFileReply as RunFile
 from noloco_node.swarm.run_distribution import RunFileText as Recipe
 from noloco_node.swarm.run_distribution import RunRequest
 from noloco_node.swarm.stage_records import Published, decode_record, encode_record
-from pipeline.messages import Gradient, Microbatch, Reason, Refused
+from pipeline.messages import Gradient, Microbatch, Reason, Refused, SequenceLosses
 from tests.explorer.scenario_file import scenario_text
 from tests.explorer.schedule_generator import draw as drawn_scenario
 
