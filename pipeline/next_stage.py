@@ -312,7 +312,7 @@ class NextStage:
             return None
         if reply.reason is Reason.NO_ROUTE:
             search.losses += 1
-        self._rest(peer, reply)
+        self._rest(peer, reply, took_s)
         return None
 
     def _lose(self, peer: str, error: ConnectionError, search: _Search, cost_s: float) -> None:
@@ -323,8 +323,9 @@ class NextStage:
         if now_s() >= self._forgiving_until_s:
             self._standing.lose(peer, now_s(), cost_s, accused=unreachable or hung, hung=hung)
 
-    def _rest(self, peer: str, refusal: Refused) -> None:
+    def _rest(self, peer: str, refusal: Refused, took_s: float) -> None:
         least_s = LEAVING_REST_S if refusal.reason is Reason.LEAVING else SHORTEST_REST_S
+        least_s = max(least_s, self._standing.least_rest_s(peer, took_s))
         # The estimate is a stranger's: if it is not a number, the pause is the least.
         rest_s = min(max(least_s, refusal.retry_after_s), LONGEST_REST_S)
         self._standing.refuse(peer, now_s(), rest_s, busy=refusal.reason in BUSY)

@@ -7,6 +7,9 @@
   worked in between for as long as it was left alone. Losses while it is a suspect count as one.
 - A late refusal is such a loss too, whatever its reason: the replica held the microbatch for longer than a gradient
   usually takes, and has done no work. It is excused after ten times as much work, and while no other replica works.
+- A replica that refuses again before it has returned a gradient, while others return some, is left alone for ten times
+  what its refusals have taken since then. Otherwise a peer could hold each microbatch for a little less. Refusals that
+  take a tenth of what a gradient takes, or less, do not count.
 - On trial are suspects whose time is over and, where others are proved, the unproved. Each has one call at a time.
 - Once an unproved replica was lost, only the proved are in the bag, because the others may be names alone. One unproved
   at a time, first those that never were tried, gets a microbatch that a proved one gets as well. If no proved replica
@@ -214,6 +217,8 @@ class Standing:
         self._gradients = 0
         self._work: dict[str, tuple[float, int | None]] = {}
         """Of each replica since its last late refusal: seconds of calls with a gradient, and `by_others` then."""
+        self._held: dict[str, tuple[float, int]] = {}
+        """Of each replica since its last gradient: seconds that its refusals took, and `by_others` at the first."""
         self._in_hand: Counter[str] = Counter()
         self._parted: tuple[Sequence[Hop], int, tuple[Hop, ...], tuple[str, ...]] = ((), 0, (), ())
         """The proved and the unproved of these hops, when so many had been proved; the newest names come last."""
@@ -235,6 +240,7 @@ class Standing:
         """Note a gradient."""
         self._count(peer, succeeded=1)
         self._gradients += 1
+        self._held.pop(peer, None)
         worked_s, since = self._work.get(peer, (0.0, None))
         self._work[peer] = (worked_s + took_s, since)
         if (suspicion := self.suspicions.get(peer)) is not None:
@@ -248,6 +254,15 @@ class Standing:
         unproved = peer not in self.reply_s and bool(self._part()[0])
         if accused or unproved:
             self._suspect(peer, now_s, cost_s if hung else 0.0)
+
+    def least_rest_s(self, peer: str, took_s: float) -> float:
+        """Note what a refusal took; return for how long its replica is left alone at least, if it repeats itself."""
+        if took_s * TIMES_COST <= self.usual_s:
+            return 0.0
+        known, now = peer in self._held, self.by_others(peer)
+        held_s, since = self._held.get(peer, (0.0, now))
+        self._held[peer] = (held_s + took_s, since)
+        return TIMES_COST * (held_s + took_s) if known and now > since else 0.0
 
     def refuse(self, peer: str, now_s: float, rest_s: float, *, busy: bool) -> None:
         """Note a refusal for so long. `busy`: the replica is healthy, and takes a microbatch before long."""
@@ -337,6 +352,7 @@ class Standing:
             del self.totals[forgotten]
             self.reply_s.pop(forgotten, None)
             self._work.pop(forgotten, None)
+            self._held.pop(forgotten, None)
 
     def _suspect(self, peer: str, now_s: float, cost_s: float) -> None:
         """Leave a replica alone from now on; a suspect stays one for as long as was said."""

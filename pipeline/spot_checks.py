@@ -74,7 +74,8 @@ DRAWN = 1 / 4
 SAMPLED_TOKENS = 128
 """Tokens of a gradient whose mean is taken: the work does not grow with the microbatch."""
 LEAST_GRADIENTS, MOST_GRADIENTS = 4, 16
-"""Gradients of a replica before its offset is judged; those that it is the mean of at most, and of the others."""
+"""Gradients of a replica before its offset is judged, and those that it is the mean of at most, as of the others. Older
+ones count for less, so that the fifth is the first that is judged."""
 LEAST_OFFSET = 0.35
 """The square of an offset, as a share of a gradient's, times the gradients: after sixteen 0.15 of a typical value."""
 CONSTANT_SHARE = 0.6
@@ -362,8 +363,8 @@ class SpotChecks:
         if len(self._answered) > MOST_ANSWERED:
             del self._answered[next(iter(self._answered))]
         self._budget.earn()
-        gradient = await self._compute(partial(self._mean, reply))
-        self._note(self._verdicts.watch(peer, gradient, self._working(), now_s()))
+        # At once: behind an outer step each gradient would wait for seconds, and the mean takes milliseconds.
+        self._note(self._verdicts.watch(peer, self._mean(reply), self._working(), now_s()))
         if peer in self._verdicts.quarantined or not self._budget.allows(
             suspected=self._verdicts.suspects(peer), drawn=self._rng.random()
         ):

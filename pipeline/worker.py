@@ -33,6 +33,10 @@ SHORT_S = 5.0
 UNFIT_S, UNFIT_SHORTAGES = 300.0, 16
 """For how long, and how often in a row, memory runs out in a stage that does not fit; what another program has for a
 while comes back before."""
+MOST_EVALUATING = 4
+"""Microbatches without a backward pass that are under way from a stage. One peer evaluates at a time, one microbatch
+after another; a stranger who sends many at once shall not fill the memory, nor the device's queue before the training.
+"""
 SMOOTHING = 0.1
 """Weight of the newest microbatch in the moving average of device seconds."""
 
@@ -112,6 +116,8 @@ class Worker:
         self._quota = EvaluationQuota() if quota is None else quota
         self._counts: Counter[str] = Counter()
         self._abandoned = False
+        self._evaluating = 0
+        """Microbatches without a backward pass that are under way from here."""
         self._short_since_s, self._short_in_a_row = 0.0, 0
         self.unfit = asyncio.Event()
         """Set once memory has run out for `UNFIT_S` seconds without a microbatch that succeeded."""
@@ -145,9 +151,12 @@ class Worker:
 
         It takes no place in the window, and is no sample of the training.
         """
+        if self._evaluating >= MOST_EVALUATING:
+            return Refused(reason=Reason.FULL)
         if not self._quota.take(sender, self._counts["succeeded"]):
             return Refused(reason=Reason.QUOTA)
         deadline_s = self._deadline_s(microbatch)
+        self._evaluating += 1
         try:
             return await within(deadline_s, self._evaluate(microbatch, deadline_s))
         except Expired:
@@ -156,6 +165,8 @@ class Worker:
             return Refused(reason=Reason.FULL, retry_after_s=SHORT_S)
         except FloatingPointError:
             return Refused(reason=Reason.NOT_FINITE)
+        finally:
+            self._evaluating -= 1
 
     async def _evaluate(self, microbatch: Microbatch, deadline_s: float) -> EvaluationReply:
         stage, hidden, targets = self._stage, microbatch.hidden, microbatch.targets

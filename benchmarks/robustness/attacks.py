@@ -34,7 +34,7 @@ from tests.explorer.attacks import FASTEST_S, Attack, Identities, boast, hold
 
 APPEAR_S = 20.0
 """When identities without a node appear: a run that has begun."""
-HOLDS_S, HOLDS_AFTER_S = (2, 5, 9), 20.0
+HOLDS_S, HOLDS_AFTER_S = (0.45, 2, 5, 9), 20.0
 """How long a peer holds each microbatch before it refuses it, and when it begins to: it has worked until then."""
 LIAR = "s1r0"
 SWARM = SwarmConfig(stages=2, replicas=4, rounds=20, duration_s=36_000.0)

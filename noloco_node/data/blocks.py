@@ -234,9 +234,11 @@ class Blocks(BlockSource):
     def _take(self, most: int) -> Tensor:
         """Cut blocks out of the tokens that are there, and move on by all of each block's tokens but the last."""
         count = min(most, (self._available - 1) // self._length)
-        tokens = torch.cat([each.tokens for each in self._pending])
-        end = self._offset + count * self._length + 1
-        blocks = tokens[self._offset : end].unfold(0, self._length + 1, self._length).to(torch.int64)
+        parts, start, missing = list[Tensor](), self._offset, count * self._length + 1
+        for each in self._pending:  # a document may be much longer than the blocks
+            parts.append(each.tokens[start : start + missing])
+            start, missing = 0, missing - len(parts[-1])
+        blocks = torch.cat(parts).unfold(0, self._length + 1, self._length).to(torch.int64)
         self._move_on((count - 1) * self._length)
         self.document = self._pending[0].name
         self._move_on(self._length)

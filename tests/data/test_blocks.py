@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import datasets
 import huggingface_hub
@@ -168,6 +169,15 @@ def test_blocks_overlap_by_one_token_and_hold_the_text(corpus: Path) -> None:
     assert batch.dtype == torch.int64
     assert torch.equal(batch[1:, 0], batch[:-1, -1])
     assert (batch == END).sum() > 3
+
+
+def test_a_block_costs_nothing_of_the_rest_of_its_document(tmp_path: Path) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"text": "a long text " * 1000}))
+    blocks = open_blocks(config(tmp_path, "json", validation_percent=0.0), 16, 0, "me")
+    blocks.next_batch(1)
+    with patch.object(torch, "cat", wraps=torch.cat) as copied:
+        assert len(blocks.next_batch(2)) == 2
+    assert all(sum(map(len, call.args[0])) <= 2 * 16 + 1 for call in copied.call_args_list)
 
 
 def test_a_position_of_another_peer_seed_source_or_tokenizer_is_not_taken(corpus: Path, tmp_path: Path) -> None:

@@ -92,6 +92,30 @@ async def test_who_holds_microbatches_before_it_refuses_costs_a_sender_a_sixth_a
         assert accused == {"d"}
 
 
+@pytest.mark.parametrize("hold_s", [0.3, 0.9])
+@pytest.mark.parametrize("in_flight", [1, 4])
+async def test_who_holds_each_microbatch_for_less_than_a_gradient_takes_costs_a_twentieth_at_most(
+    hold_s: float, in_flight: int
+) -> None:
+    sender = Sender(lambda peer: (hold_s, Refused(reason=Reason.FULL)) if peer == "d" else works(peer))
+    came = await sender.until(END_S, in_flight)
+    assert came >= 0.95 * in_flight * END_S / REPLY_S
+    assert not sender.accused
+
+
+def test_who_refuses_again_without_work_is_left_alone_for_ten_times_what_that_took() -> None:
+    hops = (Hop("a"), Hop("b"))
+    standing = Standing(lambda: hops)
+    assert standing.least_rest_s("a", 0.4) == 0.0, "one refusal says little"
+    assert standing.least_rest_s("a", 0.4) == 0.0, "no other replica works"
+    standing.succeed("b", 1.0)
+    assert standing.least_rest_s("a", 0.4) == pytest.approx(TIMES_COST * 1.2)
+    assert standing.least_rest_s("a", 0.1) == 0.0, "it was quick"
+    standing.succeed("a", 1.0)
+    standing.succeed("b", 1.0)
+    assert standing.least_rest_s("a", 0.4) == 0.0, "it has worked"
+
+
 @given(took_s=st.floats(0.0, 0.99), reason=st.sampled_from([Reason.FULL, Reason.GOSSIPING, Reason.LEAVING]))
 @settings(max_examples=15)
 def test_who_refuses_sooner_than_a_gradient_comes_is_not_accused(took_s: float, reason: Reason) -> None:

@@ -20,7 +20,7 @@ from pipeline.admission_window import PASSES_OF_ONE, AdmissionWindow, Evaluation
 from pipeline.messages import EvaluationReply, Gradient, Microbatch, Reason, Refused, Reply, SequenceLosses
 from pipeline.next_stage import NextStage, NextStageClient
 from pipeline.routing import Hop
-from pipeline.worker import UNFIT_S, UNFIT_SHORTAGES, Worker
+from pipeline.worker import MOST_EVALUATING, UNFIT_S, UNFIT_SHORTAGES, Worker
 
 T = TypeVar("T")
 IDS = torch.zeros(1, 2, dtype=torch.int64)
@@ -534,6 +534,17 @@ async def test_a_sender_beyond_its_quota_is_refused_by_any_stage_with_the_reason
     for _ in range(PASSES_OF_ONE * 3):
         assert isinstance(await workers[far].evaluate(MICROBATCH, "of stage next"), SequenceLosses)
     assert await workers[0].evaluate(MICROBATCH, "of stage next") == Refused(reason=Reason.QUOTA)
+
+
+async def test_few_evaluations_are_under_way_at_once_and_the_refused_ones_cost_no_quota() -> None:
+    """Many would fill the memory, and microbatches of the training would wait behind them for the device."""
+    worker = evaluating(passes=MOST_EVALUATING)[0]
+    for _ in range(2):
+        asked = [worker.evaluate(MICROBATCH, "me") for _ in range(3 * MOST_EVALUATING)]
+        replies = await asyncio.gather(*asked)
+        assert sum(isinstance(reply, SequenceLosses) for reply in replies) == MOST_EVALUATING
+        assert replies.count(Refused(reason=Reason.FULL)) == 2 * MOST_EVALUATING
+    assert await worker.evaluate(MICROBATCH, "me") == Refused(reason=Reason.QUOTA)
 
 
 @pytest.mark.parametrize("each", [math.nan, math.inf])

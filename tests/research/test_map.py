@@ -94,7 +94,7 @@ def test_what_is_spent_to_a_loss_lies_between_two_points() -> None:
 def fill(store: Store, seeds: int, count: int) -> None:
     """Add what is due of the first places."""
     grid = map_grid(seeds)
-    wanted = {recipe.name for recipe in grid.recipes[: len(LEVELS) * count]}
+    wanted = {recipe.name for recipe in grid.recipes[: len(LEVELS) * (1 + count)]}
     while due := [run for run in grid.due(store) if run.name.partition(",")[0] in wanted]:
         for run in due:
             store.add(outcome(run.cell))
@@ -107,6 +107,6 @@ def test_the_page_says_what_is_decided(tmp_path: Path) -> None:
     assert laboratory_map.main(["--tables", "--out", str(tmp_path)]) == 0
     text = (tmp_path / "map.md").read_text()
     assert f"Of {count} places {count} have run." in text
-    assert "gossip is better than both means at 0, a mean is better at 3, and 0 are level" in text
-    assert f"{count - 3} have fewer seeds and decide nothing" in text
+    assert "gossip is better than both means at 0 and a mean is better at 3; 0 stay open" in text
+    assert f"fewer seeds, which decide nothing: {count - 3}." in text
     assert (tmp_path / "pictures" / "map.png").stat().st_size > 10_000

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import get_args
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -23,6 +24,7 @@ from research.laboratory.experiments.volunteer_grid import METHODS, map_cell, ma
 from research.laboratory.experiments.volunteer_model import (
     COPY_BYTES,
     MACHINES,
+    SETTLED_S,
     STALLING,
     STEP_S,
     absences,
@@ -156,11 +158,35 @@ class TestCharges:
     def test_a_copy_is_charged_to_its_donor(self) -> None:
         async def check(swarm: VolunteerSwarm) -> None:
             newcomer, donor, _ = swarm.replicas
-            assert await swarm.copy(newcomer, lambda one: one.number) is None
-            swarm.ready[donor] = None
+            swarm.enter(donor)
             assert await swarm.copy(newcomer, lambda one: one.number) == 1
             assert now_s() == pytest.approx(COPY_BYTES / line_bytes_per_s("100/20")[1] + LATENCY_S)
             assert [swarm.sent(one) for one in swarm.replicas] == pytest.approx([0.0, COPY_BYTES, 0.0])
+
+        with_swarm(CALM, check)
+
+    def test_where_nobody_is_ready_the_last_that_was_goes_on_and_the_others_wait_for_it(self) -> None:
+        async def check(swarm: VolunteerSwarm) -> None:
+            last, other, _ = swarm.replicas
+            waiting = asyncio.create_task(swarm.copy(other, lambda one: one.number))
+            await asyncio.sleep(1000.0)
+            assert not waiting.done()
+            assert await swarm.copy(last, lambda one: one.number) is None
+            swarm.enter(last)
+            assert await waiting == last.number
+
+        with_swarm(CALM, check)
+
+    def test_a_replica_that_came_back_just_now_is_not_in_the_model(self) -> None:
+        async def check(swarm: VolunteerSwarm) -> None:
+            settled, newcomer, _ = swarm.replicas
+            swarm.enter(settled)
+            await asyncio.sleep(1.0)
+            newcomer.load([tuple(map(torch.zeros_like, part)) for part in newcomer.weights()])
+            swarm.enter(newcomer)
+            assert all(map(torch.equal, swarm.mean()[0], settled.weights()[0]))
+            await asyncio.sleep(SETTLED_S)
+            assert all(map(torch.equal, swarm.mean()[0], (tensor / 2 for tensor in settled.weights()[0])))
 
         with_swarm(CALM, check)
 

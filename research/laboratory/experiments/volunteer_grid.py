@@ -52,9 +52,7 @@ def map_cell(method: Method, conditions: Conditions, replicas: int) -> Cell:
 
 
 def recipe_name(method: Method, conditions: Conditions, replicas: int, text: str = "library") -> str:
-    """Return the name of a recipe: the method's alone where it is tuned."""
-    if (conditions, replicas, text) == (TUNED, FEW, "library"):
-        return method
+    """Return the name of a method's recipe at a place."""
     words = (method, f"churn{conditions.churn:.0%}", f"unequal{conditions.inequality:g}", conditions.line, replicas)
     return "_".join(map(str, words)) + ("" if text == "library" else f"_{text}")
 
@@ -93,6 +91,8 @@ def places() -> tuple[tuple[int, Corpus | Prose, Conditions], ...]:
 
 
 def _recipes() -> Iterator[Recipe]:
+    for method, about in METHODS.items():
+        yield Recipe(name=method, family=method, cell=map_cell(method, TUNED, FEW), about=f"{about}, tuning", seeds=0)
     for replicas, text, conditions in places():
         for method, about in METHODS.items():
             yield Recipe(

@@ -27,6 +27,8 @@ MACHINES = 4
 """Kinds of machines, whose steps take times in geometric progression."""
 ROSTER_LAG_S = 60.0
 """After which all know that a peer has gone."""
+SETTLED_S = 24 * STEP_S
+"""After which a peer that came back counts in the model that is scored: the longest round of a mean."""
 AWAY_S: dict[Kind, float] = {"crash": 600.0, "sleep": 1800.0}
 """Mean absences."""
 RATES: dict[Line, tuple[float, float]] = {

@@ -106,7 +106,7 @@ class MeanRounds:
             copied = await swarm.copy(replica, lambda donor: self._courses[donor])
             course = self._courses[replica] = (copied or self._courses[replica])._replace(steps=replica.steps)
             replica.load(course.base)
-        swarm.ready[replica] = None
+        swarm.enter(replica)
         if self._is_behind(replica):
             await self._late(replica)
         self._believed[replica] = None

@@ -47,7 +47,7 @@ class VolunteerGossip:
         gossiper = Gossiper(swarm, replica, network.network(name), self._crowd, copied)
         self._gossipers[replica] = gossiper
         await gossiper.serve()
-        swarm.ready[replica] = None
+        swarm.enter(replica)
         async with asyncio.TaskGroup() as group:
             group.create_task(gossiper.rounds.run())
             await gossiper.train()

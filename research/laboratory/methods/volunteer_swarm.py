@@ -9,6 +9,7 @@ where the donor vanishes. All that travels shares the lines of the simulated net
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from random import Random
@@ -26,6 +27,8 @@ from research.laboratory.experiments.volunteer_model import (
     COPY_BYTES,
     FLOAT32_BYTES,
     PARAMETERS_MEANT,
+    ROSTER_LAG_S,
+    SETTLED_S,
     STALLED_SHARE,
     absences,
     line_bytes_per_s,
@@ -53,7 +56,7 @@ class _Flow(NamedTuple):
 class VolunteerSwarm(Swarm):
     """All replicas of a cell under conditions, and the network between them.
 
-    `ready`: the replicas that are there and have caught up. `away`: those that are not there.
+    `ready`: the replicas that are there and have caught up, and since when. `away`: those that are not there.
     """
 
     def __init__(self, cell: Cell, tell: Callable[[float], None]) -> None:
@@ -67,11 +70,11 @@ class VolunteerSwarm(Swarm):
         for replica in self.replicas:
             replica.step_s = volunteer_step_s(self.conditions, replica.number)
             self.network.set_access(name_of(replica), self._access(1.0))
-        self.ready: dict[Replica, None] = {}
+        self.ready: dict[Replica, float] = {}
         self.away: set[Replica] = set()
         self._donors = Random(f"{cell.seed}|donors")
         self._flows: dict[_Flow, None] = {}
-        self._last_left = self.replicas[0].weights()
+        self._last_ready, self._last_left = self.replicas[0], self.replicas[0].weights()
         self._layout = model_layout(run_of(cell))
 
     def __repr__(self) -> str:
@@ -99,8 +102,13 @@ class VolunteerSwarm(Swarm):
         self._tell(self.share)
 
     def mean(self) -> Model:
-        """Return the mean of the fast weights of all that are ready; where nobody is, of the last one that was."""
-        return mean_of([replica.weights() for replica in self.ready]) if self.ready else self._last_left
+        """Return the mean of the fast weights of all that are ready and did not come back only now.
+
+        Of all that are ready where there is none of these, and where nobody is ready the weights of the last that was.
+        """
+        settled = [replica for replica, since_s in self.ready.items() if since_s <= now_s() - SETTLED_S]
+        counted = settled or list(self.ready)
+        return mean_of([replica.weights() for replica in counted]) if counted else self._last_left
 
     def sent(self, replica: Replica) -> float:
         """Return the bytes that a replica has sent."""
@@ -145,7 +153,7 @@ class VolunteerSwarm(Swarm):
     def _vanish(self, replica: Replica) -> None:
         self.away.add(replica)
         if [*self.ready] == [replica]:
-            self._last_left = replica.weights()
+            self._last_ready, self._last_left = replica, replica.weights()
         self.ready.pop(replica, None)
         for flow in [flow for flow in self._flows if replica in flow.ends]:
             self._stop(flow)
@@ -160,9 +168,20 @@ class VolunteerSwarm(Swarm):
 
     # Lines.
 
+    def enter(self, replica: Replica) -> None:
+        """Note that a replica has caught up."""
+        self.ready[replica] = now_s() if now_s() > 0.0 else -math.inf
+
     async def copy(self, replica: Replica, given: Callable[[Replica], T]) -> T | None:
-        """Return what a donor gave when a copy of it began, once the copy is there; None where there is no donor."""
-        while self.ready:
+        """Return what a donor gave when a copy of it began, once the copy is there.
+
+        Where nobody is ready, the last replica that was has the newest weights: it copies none, and gets None. All
+        others wait for it.
+        """
+        while self.ready or replica is not self._last_ready:
+            if not self.ready:
+                await asyncio.sleep(ROSTER_LAG_S)
+                continue
             donor = self.draw(list(self.ready))
             found = given(donor)
             with suppress(ConnectionError):

@@ -69,7 +69,7 @@ class Difference(NamedTuple):
         if not self.is_decided:
             return "undecided"
         if abs(self.nats) <= CLEAR * self.error:
-            return "level"
+            return "open"
         return "gossip" if self.nats > 0.0 else "mean"
 
     def ratio(self) -> str:
@@ -150,7 +150,7 @@ def verdict_of(compared: Sequence[Difference]) -> str:
     winners = [versus.winner for versus in compared]
     if "undecided" in winners or len(winners) < len(OPPONENTS):
         return "undecided"
-    return "mean" if "mean" in winners else "gossip" if set(winners) == {"gossip"} else "level"
+    return "mean" if "mean" in winners else "gossip" if set(winners) == {"gossip"} else "open"
 
 
 def _time(point: Point) -> float:
@@ -183,13 +183,13 @@ def said(data: Measured) -> str:
             verdicts.append(verdict_of(compared))
             leads.append(min(versus.nats for versus in compared))
     data.take_missing()
-    count = {word: verdicts.count(word) for word in ("gossip", "mean", "level", "undecided")}
+    count = {word: verdicts.count(word) for word in ("gossip", "mean", "open", "undecided")}
     return (
-        f"Of {len(places())} places {len(verdicts)} have run. With {SEEDS} seeds gossip is better than both means at "
-        f"{count['gossip']}, a mean is better at {count['mean']}, and {count['level']} are level within {CLEAR:g} "
-        f"standard errors; {count['undecided']} have fewer seeds and decide nothing. Against the better of both means, "
-        f"whatever the seeds, gossip's loss is lower at {sum(lead > 0.0 for lead in leads)} places and higher at "
-        f"{sum(lead < 0.0 for lead in leads)}."
+        f"Of {len(places())} places {len(verdicts)} have run. Of those with {SEEDS} seeds gossip is better than both "
+        f"means at {count['gossip']} and a mean is better at {count['mean']}; {count['open']} stay open within "
+        f"{CLEAR:g} standard errors. Places with fewer seeds, which decide nothing: {count['undecided']}. Against the "
+        f"better of both means, whatever the seeds, gossip's loss is lower at {sum(lead > 0.0 for lead in leads)} "
+        f"places and higher at {sum(lead < 0.0 for lead in leads)}."
     )
 
 
@@ -211,7 +211,7 @@ def map_picture(data: Measured) -> bytes:
     words = (
         f"an opponent's loss less gossip's after {HOURS:g} virtual hours, in thousandths of a nat (± standard error): "
         f"blue, gossip is better; red, the mean is;\n"
-        f"grey numbers, with the seeds in brackets: fewer than {SEEDS} seeds decide nothing"
+        f"white: within {CLEAR:g} standard errors, or fewer than {SEEDS} seeds (in brackets), so nothing is decided"
     )
     sheet.text(0.08, 1.0 - 0.82 / height, words, fontsize=9, color=QUIET)
     panels = sheet.subplots(max(1, len(rows)), len(LINES), squeeze=False)
@@ -242,7 +242,7 @@ def _draw(panel: Axes, data: Measured, some: Sequence[Place], opponent: Method) 
         if versus is None:
             continue
         x, y = CHURNS.index(place.conditions.churn), INEQUALITIES.index(place.conditions.inequality)
-        grid[y][x] = versus.nats
+        grid[y][x] = versus.nats if versus.winner in ("gossip", "mean") else 0.0
         text = f"{1e3 * versus.nats:+.0f} ± {1e3 * versus.error:.0f}"
         text += "" if versus.is_decided else f"\n({versus.seeds})"
         panel.text(x, y, text, ha="center", va="center", fontsize=8, color=INK if versus.is_decided else "#666666")
