@@ -363,8 +363,8 @@ class SpotChecks:
         if len(self._answered) > MOST_ANSWERED:
             del self._answered[next(iter(self._answered))]
         self._budget.earn()
-        gradient = await self._compute(partial(self._mean, reply))
-        self._note(self._verdicts.watch(peer, gradient, self._working(), now_s()))
+        # At once: behind an outer step each gradient would wait for seconds, and the mean takes milliseconds.
+        self._note(self._verdicts.watch(peer, self._mean(reply), self._working(), now_s()))
         if peer in self._verdicts.quarantined or not self._budget.allows(
             suspected=self._verdicts.suspects(peer), drawn=self._rng.random()
         ):

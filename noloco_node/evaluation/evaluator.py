@@ -86,7 +86,7 @@ class EvaluatorContext:
 
 
 class _Material(NamedTuple):
-    """What an evaluation reads; no prompts for a pipeline."""
+    """What an evaluation reads; no prompts for a pipeline, or where the model cannot be asked with them."""
 
     text: HeldOutText
     prompts: Prompts | None
@@ -213,7 +213,12 @@ class Evaluator:
 
     async def _read(self) -> _Material:
         host = self._context.host
-        return _Material(await host.text(), None if self._context.routed else await host.prompts())
+        text, prompts = await host.text(), None
+        try:
+            prompts = None if self._context.routed else await host.prompts()
+        except UserError as unfit:
+            self._tell(f"samples are left out: {unfit.what} {unfit.why}")
+        return _Material(text, prompts)
 
     def _begin_to_read(self) -> asyncio.Task[_Material]:
         if self._opening is None:

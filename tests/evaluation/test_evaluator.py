@@ -18,6 +18,7 @@ from msgspec import structs
 from torch import Tensor
 
 from noloco_node.data.held_out_text import HeldOutText, text_loss
+from noloco_node.data.row_forms import data_error
 from noloco_node.errors import config_error
 from noloco_node.evaluation.evaluator import (
     AT_THE_END,
@@ -244,6 +245,18 @@ async def test_the_model_goes_on_from_the_prompts_of_its_owner() -> None:
     assert max(trial.passes) == 8  # a sequence is as long as those that are trained on
     assert trial.said[1].startswith("  'abc' goes on 'defgh")
     assert trial.said[2].startswith("  'xy\\x1b' goes on ")
+
+
+async def test_prompts_that_no_template_writes_cost_the_samples_and_no_evaluation() -> None:
+    held = Held(sample(), "abc")
+    held.unfit = data_error("The chat template does not write this prompt.", "a system begins", "another one")
+    trial = Trial(held)
+    first = [*await trial.pauses(1, 4), *await trial.pauses(5)]
+    assert [type(event) for event in first] == [events.Noticed, events.Evaluated]
+    assert "samples are left out: The chat template does not write this prompt. a system begins" in trial.said
+    (again,) = await trial.pauses(8)
+    assert isinstance(again, events.Evaluated), "told once"
+    assert again.samples == ()
 
 
 async def test_a_node_that_leaves_does_not_wait_for_the_rest_of_an_evaluation() -> None:

@@ -128,6 +128,22 @@ async def test_a_constant_offset_too_short_for_a_check_is_found_in_all_gradients
     assert peers.calls.count("b") < 16
 
 
+async def test_a_gradient_that_is_not_checked_waits_for_no_outer_step() -> None:
+    """The arithmetic of checks takes its turn behind that of outer steps."""
+
+    async def in_its_turn(function: Callable[[], T]) -> T:
+        await asyncio.sleep(10.0)
+        return function()
+
+    peers, loop, waited = Peers("abcd"), asyncio.get_running_loop(), 0
+    peers.checks._compute = in_its_turn
+    for peer in 50 * "abcd":
+        begun_s = loop.time()
+        await peers.ask(peer)
+        waited += loop.time() - begun_s >= 10.0
+    assert 0 < waited <= peers.checks.statistics()["calls"]
+
+
 async def test_honest_replicas_are_checked_within_the_budget() -> None:
     peers = Peers("abcd")
     await peers.go_round(250)

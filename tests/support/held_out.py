@@ -17,6 +17,8 @@ class Held:
         self._text, self.reads, self._prompts = text, 0, Prompts(DataConfig(), prompts)
         self.kept: list[Checkpoint] = []
         self.full = False
+        self.unfit: Exception | None = None
+        """What opening the prompts raises."""
 
     async def text(self) -> HeldOutText:
         self.reads += 1
@@ -26,6 +28,8 @@ class Held:
         return self._text
 
     async def prompts(self) -> Prompts:
+        if self.unfit is not None:
+            raise self.unfit
         return self._prompts
 
     async def best_loss(self) -> float | None:
