@@ -34,7 +34,7 @@ SEEDS = 5
 """Seeds below which a place decides nothing."""
 CLEAR = 2.0
 """Standard errors beyond which a difference is one."""
-OPPONENTS = {"quorum_mean": "barrier", "late_mean": "nobody waits"}
+OPPONENTS: dict[Method, str] = {"quorum_mean": "barrier", "late_mean": "nobody waits"}
 WIDEST = 0.08
 """Nats at which the picture's colours are full."""
 
@@ -174,7 +174,7 @@ def said(data: Measured) -> str:
     """Return what the map says, in words computed from it."""
     verdicts: list[str] = []
     leads: list[float] = []
-    winners: dict[str, list[str]] = {name: [] for name in OPPONENTS}
+    winners = {name: list[str]() for name in OPPONENTS}
     for replicas, text, conditions in places():
         compared = []
         for name, won in winners.items():
