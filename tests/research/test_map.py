@@ -107,6 +107,8 @@ def test_the_page_says_what_is_decided(tmp_path: Path) -> None:
     assert laboratory_map.main(["--tables", "--out", str(tmp_path)]) == 0
     text = (tmp_path / "map.md").read_text()
     assert f"Of {count} places {count} have run." in text
-    assert "gossip is better than both means at 0 and a mean is better at 3; 0 stay open" in text
+    assert "against *barrier* gossip is better at 3, worse at 0, and 0 stay open" in text
+    assert "against *nobody waits* gossip is better at 0, worse at 3, and 0 stay open" in text
+    assert "gossip is better than both at 0." in text
     assert f"fewer seeds, which decide nothing: {count - 3}." in text
     assert (tmp_path / "pictures" / "map.png").stat().st_size > 10_000
