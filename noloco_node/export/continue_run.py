@@ -101,10 +101,11 @@ def continuing_text(directory: Path, preset: str, adapter: AdapterConfig = NO_AD
 
 
 def _data_of(before: RunConfig | None) -> dict[str, object]:
-    """Return the text of the new run: that of the model's own run, held out as there, else the owner's to name."""
+    """Return the text of the new run: that of the model's own run, held out and evaluated on as there, else the
+    owner's to name."""
     if before is None:
         return {"source": "text", "path": OWN_TEXT}
-    fields = (*SourceConfig.__struct_fields__, "validation_percent", "chat_template", "packed")
+    fields = (*SourceConfig.__struct_fields__, "validation_percent", "evaluate_every_rounds", "chat_template", "packed")
     return {name: value for name in fields if (value := getattr(before.data, name)) is not None}
 
 

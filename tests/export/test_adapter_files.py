@@ -123,6 +123,8 @@ def test_the_mean_of_the_adapters_is_what_both_forms_hold(tmp_path: Path, family
     assert any(
         not torch.equal(each, made.model.state_dict()[name]) for name, each in own.items() if name != "lm_head.weight"
     )
+    notes = [json.loads((place / "noloco.json").read_bytes())["untied"] for place in (adapter, merged)]
+    assert notes == [False, family == "gpt2"], "an adapter holds neither embedding nor head"
     for name, each in found.state_dict().items():
         assert torch.allclose(each, own[name], atol=1e-6), name
     assert model_in(merged).run == made.recipe.run
