@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,9 @@ def test_a_newcomer_copies_adapters_alone_and_its_moments_begin_empty() -> None:
     with Commands() as commands:
         _, bootstrap, invite = written(commands, 100_000)
         donor = trainer(commands, invite, "donor")
-        commands.until(lambda: len(donor.events(InnerStep)) > 5, "it trains", alive=[bootstrap, donor])
+        commands.until(lambda: donor.events(InnerStep), "it trains", alive=[bootstrap, donor])
+        with closing(noloco_node.Swarm(invite, home=commands.directory / "look").watch()) as seen:
+            assert next(status for status in seen if status.progress), "others know that the run has begun"
         inner, home = torch.optim.AdamW(trained.values(), lr=1e-3), commands.directory / "late"
         with noloco_node.GossipOptimizer(inner, model, invite, home=home, listen=[LOCAL], refresh=0.5) as optimizer:
             moved = {name for name, each in model.named_parameters() if not torch.equal(each, begun[name])}
