@@ -23,7 +23,7 @@ Side = Literal["mean", "ffa", "ffa_wide", "alternating", "synchronous", "one", "
 SIDES: dict[Side, str] = {
     "mean": "gossip, plain mean of A and B (the default)",
     "ffa": "gossip, B alone is trained (FFA-LoRA)",
-    "ffa_wide": "gossip, FFA-LoRA of twice the rank: as many trained weights",
+    "ffa_wide": "gossip, FFA-LoRA of twice the rank: about as many trained weights",
     "alternating": "gossip, B is trained in one round, A in the next",
     "synchronous": "data parallel, a mean gradient every step",
     "one": "one machine, as many steps as each replica",
