@@ -74,22 +74,27 @@ class EvaluationMachine:
     """Implements `noloco_node.machine.interface.EvaluationHost`; to be closed."""
 
     def __init__(self, run: RunConfig, options: JoinOptions, directory: Path) -> None:
-        """`directory`: keeps the best weights."""
+        """`directory`: keeps the best weights on a text; another text, such as another --data, begins anew."""
         self._text, self._directory = EvaluationText(run, options.data), directory
         self._data, self._prompts = run.data, options.prompts
+        self._digest = ""
 
     async def text(self) -> HeldOutText:
-        return await asyncio.to_thread(self._text.read)
+        held = await asyncio.to_thread(self._text.read)
+        self._digest = held.digest
+        return held
 
     async def prompts(self) -> Prompts:
         return await asyncio.to_thread(Prompts, self._data, self._prompts)
 
     async def best_loss(self) -> float | None:
         kept = await asyncio.to_thread(evaluated_in, self._directory)
-        return min((each.held_out_loss for each in kept.values()), default=None)
+        # Weights that an earlier version has kept do not name their text.
+        return min((each.held_out_loss for each in kept.values() if each.text in ("", self._digest)), default=None)
 
     async def keep(self, evaluated: Checkpoint) -> None:
-        await asyncio.to_thread(save, self._directory, evaluated, 1)
+        counters = structs.replace(evaluated.counters, text=self._digest)
+        await asyncio.to_thread(save, self._directory, evaluated._replace(counters=counters), 1)
 
     def close(self) -> None:
         self._text.close()

@@ -416,6 +416,11 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     admission: AdmissionConfig = AdmissionConfig()
 
     @property
+    def keeps_best(self) -> bool:
+        """Whether a peer keeps the weights of its best evaluation: in a pipeline no peer has those of a whole chain."""
+        return self.data.evaluate_every_rounds > 0 and self.pipeline.stages == 1
+
+    @property
     def samples_per_step(self) -> int:
         """Sequences in one inner step of one replica."""
         return self.pipeline.microbatch_size * self.pipeline.microbatches_per_step
