@@ -50,7 +50,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Exactly one of: `architecture` (a transformers model type, with `sizes` for its config; it starts from random
     weights, or from those of `weights`), `hub` with `commit` (a model of the hub to continue from),
-    `foreign_parameters` (a foreign module, which each peer's own program builds, as a whole or in stages; it starts from
+    `foreign_parameters` (a foreign module, which each peer's own program builds, whole or in stages; it starts from
     `weights`).
     """
 
