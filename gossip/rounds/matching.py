@@ -278,21 +278,23 @@ class RoundSchedule:
         self._opened_at = inner_steps
         self._seconds_per_step: float | None = None
         self.inner_steps = inner_steps
-        self.reach = 1.0
+        self.of_fastest = inner_steps_per_round
+        """Inner steps that the fastest replica takes in a round now."""
         self.round = self.finished = rounds
         self.skipped_in_a_row = 0
         self.healed = 0
         self._last = False
 
     def tick(
-        self, inner_steps: int, seconds_per_step: float, next_steps: int | None = None, reach: float = 1.0
+        self, inner_steps: int, seconds_per_step: float, next_steps: int | None = None, of_fastest: int | None = None
     ) -> None:
         """Take note of the inner steps done, and of the seconds that one takes now.
 
-        `next_steps`: inner steps that the next round to be opened will last; None leaves them as they are. `reach`: how
-        many times as many the fastest replica takes.
+        `next_steps`: inner steps that the next round to be opened will last; `of_fastest`: those of the fastest replica
+        in a round. None leaves them as they are.
         """
-        self.inner_steps, self._seconds_per_step, self.reach = inner_steps, seconds_per_step, reach
+        self.inner_steps, self._seconds_per_step = inner_steps, seconds_per_step
+        self.of_fastest = of_fastest or self.of_fastest
         self._next_steps = next_steps or self._next_steps
         if not self._opened:
             self.steps = self._next_steps

@@ -147,8 +147,8 @@ class Rounds:
         async with round_state.pause:
             speeds = [candidate.speed for candidate in round_state.partners.candidates()]
             next_steps = local_step_count(self._settings, going, speeds)
-            reach = steps_of_fastest(self._settings, going.progress) / next_steps
-            self._schedule.tick(inner_steps, seconds_per_step, next_steps, reach)
+            of_fastest = steps_of_fastest(self._settings, going.progress)
+            self._schedule.tick(inner_steps, seconds_per_step, next_steps, of_fastest)
             if round_state.step_task is None:
                 await self._end_step()
             if round_state.is_free:
@@ -276,7 +276,7 @@ class Rounds:
         self._context.record(RoundSkipped(round=self._schedule.round, in_a_row=self._schedule.skipped_in_a_row))
 
     async def _take_snapshot(self) -> Snapshot:
-        return await self._optimiser.snapshot(self._schedule.inner_steps, self._schedule.reach)
+        return await self._optimiser.snapshot(self._schedule.inner_steps, self._round_state.brought)
 
     async def _open_round(self, *, last: bool = False) -> None:
         round_state = self._round_state
