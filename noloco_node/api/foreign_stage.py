@@ -209,7 +209,7 @@ class ForeignHost(HostDisk):
         self.device = clock.device(thread)
         store = weight_store(options, home, recipe.run)
         assert store is not None, "the run file of a foreign module lists its first weights"
-        self.first_weights = ForeignWeights(foreign_layout(recipe.run).shapes[0], store)
+        self.first_weights = ForeignWeights(foreign_layout(recipe.run).shapes, store)
 
     def close(self) -> None:
         self.device.close()

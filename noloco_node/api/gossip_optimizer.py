@@ -184,6 +184,12 @@ class GossipOptimizer(Leaves, torch.optim.Optimizer):
     ) -> Machine:
         """Work out what this program gives to a node of the run; raise `UserError` if its module is another one."""
         run, layout = recipe.run, foreign_layout(recipe.run)
+        if run.model.is_in_stages:
+            raise config_error(
+                "The run trains a module in stages.",
+                "its run file is one of a list of modules, of which each peer trains one",
+                "noloco_node.join(invite, stages=...), with what builds them",
+            )
         (shapes,) = layout.shapes
         check_module(shapes, parameters)
         stage = self._stage = ForeignStage([parameters[name] for name in shapes], self._clock)

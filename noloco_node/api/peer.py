@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
@@ -23,6 +24,8 @@ from noloco_node.swarm.invite import Invite
 from noloco_node.swarm.roster import checked_name
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from noloco_node.cli.join import PrepareMachine
 
 STAYS_S = 10.0**9
@@ -215,10 +218,22 @@ class JoinedPeer(Leaves):
         return True
 
 
-def join(invite: str | PathLike[str], **options: Unpack[OwnModelOptions]) -> JoinedPeer:
+def join(
+    invite: str | PathLike[str],
+    *,
+    stages: Callable[[int], nn.Module] | None = None,
+    **options: Unpack[OwnModelOptions],
+) -> JoinedPeer:
     """Begin a node in this process: it takes a stage of the run and trains, like `noloco-node join`.
 
-    `invite`: the line of a bootstrap peer, a file that holds it, or the home of a node. The node works in threads of
-    its own. Raises `noloco_node.errors.UserError` for options that cannot be used.
+    `invite`: the line of a bootstrap peer, a file that holds it, or the home of a node. `stages`: for a run that `init`
+    wrote of a list of modules: returns the module of the stage with a number; it is called in a thread of the node. The
+    node works in threads of its own. Raises `noloco_node.errors.UserError` for options that cannot be used.
     """
-    return JoinedPeer(NodeThread(*parsed(invite, options)))
+    found, read = parsed(invite, options)
+    prepare = None
+    if stages is not None:
+        from noloco_node.api.program_stages import prepared  # which loads torch
+
+        prepare = partial(prepared, stages)
+    return JoinedPeer(NodeThread(found, read, prepare))

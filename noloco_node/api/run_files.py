@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from torch import nn
 
 from gossip.settings import OuterConfig
 from noloco_node.api.foreign_stage import trained_parameters
+from noloco_node.api.program_stages import stage_parameters, tokens, tried
 from noloco_node.errors import config_error, reason_of, storage_error
 from noloco_node.run.fields import toml
 from noloco_node.run.presets import check_free, write_text
@@ -27,7 +28,7 @@ _HINT = "another path, or overwrite=True"
 
 def init(
     path: str | PathLike[str],
-    model: nn.Module | Mapping[str, object],
+    model: nn.Module | Sequence[nn.Module] | Mapping[str, object],
     *,
     steps: int,
     batch: int = 1,
@@ -43,9 +44,10 @@ def init(
     """Write a run file, the recipe that all peers of a run share; return its path.
 
     `model`: a module, of which the run trains what requires a gradient; its weights are written beside the run file
-    (the same name, .safetensors), and the run begins with them. Or the section [model] of a model that the nodes build
-    themselves. `steps`: inner steps of each of so many planned `replicas`, each over `batch` sequences of
-    `sequence_length` tokens: together the budget of the run. `every`: inner steps between two rounds. `codec`: the form
+    (the same name, .safetensors), and the run begins with them. Or a list of modules, the stages of a pipeline
+    (docs/python.md). Or the section [model] of a model that the nodes build themselves. `steps`: inner steps of each of
+    so many planned `replicas`, each over `batch` sequences of `sequence_length` tokens, of a pipeline over a window of
+    them: together the budget of the run. `every`: inner steps between two rounds. `codec`: the form
     in which weights travel: int4, int8, bfloat16 or float32. `sections`: other fields of the run file, by section
     (docs/reference.md). Raises `noloco_node.errors.UserError` that names the field at fault.
     """
@@ -62,10 +64,11 @@ def init(
     )
     path = Path(path).expanduser()
     weights = path.with_suffix(".safetensors")
+    parameters = _trained(model)
     table: dict[str, Any] = {
         "name": name,
         "seed": seed,
-        "model": dict(model) if isinstance(model, Mapping) else {"foreign_parameters": _shapes(model)},
+        "model": dict(model) if isinstance(model, Mapping) else {"foreign_parameters": _shapes(parameters)},
         "pipeline": {"replicas": replicas, "microbatch_size": batch, "sequence_length": sequence_length},
         "inner": {"steps": steps, "warmup_steps": steps // 20},
         "outer": {
@@ -76,9 +79,12 @@ def init(
     }
     if isinstance(model, nn.Module):
         table["pipeline"] |= {"stages": 1, "microbatches_per_step": 1}
+    elif not isinstance(model, Mapping):
+        table["model"] |= _handed_on(model)
+        table["pipeline"]["stages"] = len(model)
     for section, values in sections.items():
         table[section] = {**table.get(section, {}), **values}
-    if isinstance(model, nn.Module):
+    if parameters:
         # Before a file of weights is written, all the rest is known to be right.
         stand_in = {"file": weights.name, "size_bytes": 1, "digest": 64 * "0"}
         decode_run(_text({**table, "model": {**table["model"], "weights": [stand_in]}}), str(path))
@@ -91,7 +97,7 @@ def init(
         if not overwrite:
             check_free(path, _HINT)
             check_free(weights, _HINT)
-        _write_weights(weights, model)
+        _write_weights(weights, parameters)
         table["model"]["weights"] = [msgspec.structs.asdict(described(weights))]
     text = _text(table)
     decode_run(text, str(path))
@@ -117,12 +123,52 @@ def _text(table: Mapping[str, Any]) -> str:
     return "\n".join(plain) + "\n"
 
 
-def _shapes(module: nn.Module) -> dict[str, list[int]]:
-    return {name: list(each.shape) for name, each in trained_parameters(module).items()}
+def _trained(model: nn.Module | Sequence[nn.Module] | Mapping[str, object]) -> dict[str, nn.Parameter]:
+    """Return what a run trains of modules, by name; nothing where nodes build its model."""
+    if isinstance(model, Mapping):
+        return {}
+    if isinstance(model, nn.Module):
+        return trained_parameters(model)
+    if not model or (wrong := [type(each).__name__ for each in model if not isinstance(each, nn.Module)]):
+        raise config_error(
+            f"The list of stages holds {wrong[0] if model else 'no module'}.",
+            "each stage of a pipeline is a module",
+            "a list of modules; or one module, which each peer holds as a whole",
+        )
+    if len({id(each) for module in model for each in module.parameters()}) < sum(
+        len(list(module.parameters())) for module in model
+    ):
+        raise config_error(
+            "Two stages share a parameter.",
+            "stages are on different machines, and each has its own",
+            "a parameter of its own in each stage, such as a head that is not tied to the embedding",
+        )
+    return {
+        name: each for number, module in enumerate(model) for name, each in stage_parameters(number, module).items()
+    }
 
 
-def _write_weights(path: Path, module: nn.Module) -> None:
-    parameters = trained_parameters(module)
+def _handed_on(stages: Sequence[nn.Module]) -> dict[str, int]:
+    """Return the fields of a run file that say what stages make of a token, as they are tried in turn."""
+    hidden, widths = tokens(), list[int]()
+    for number, module in enumerate(stages):
+        hidden = tried(number, module, hidden)
+        widths.append(hidden.shape[-1])
+    *between, vocabulary = widths
+    if len(set(between)) > 1:
+        raise config_error(
+            "The stages hand on different widths.",
+            f"of a token they return {', '.join(map(str, between))} numbers",
+            "one width between all stages",
+        )
+    return {"foreign_width": between[0] if between else 0, "foreign_vocabulary": vocabulary}
+
+
+def _shapes(parameters: Mapping[str, nn.Parameter]) -> dict[str, list[int]]:
+    return {name: list(each.shape) for name, each in parameters.items()}
+
+
+def _write_weights(path: Path, parameters: Mapping[str, nn.Parameter]) -> None:
     values = {name: each.detach().to("cpu", torch.float32).contiguous() for name, each in parameters.items()}
     try:
         atomic_file.write_tensors(path, [atomic_file.array(name, each) for name, each in values.items()], "")

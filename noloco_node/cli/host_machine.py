@@ -20,7 +20,7 @@ from noloco_node.data.text_source import BackgroundOpen, TextSource
 from noloco_node.data.token_text import Prompts
 from noloco_node.machine import memory
 from noloco_node.machine.device import Device
-from noloco_node.machine.interface import Dimensions, Host
+from noloco_node.machine.interface import Dimensions, FirstWeights, Host
 from noloco_node.machine.system import asleep_s
 from noloco_node.planning.bandwidth import bandwidth_seconds, microbatch_bytes
 from noloco_node.planning.checkpoint_map import RunWeights
@@ -74,29 +74,34 @@ class EvaluationMachine:
     """Implements `noloco_node.machine.interface.EvaluationHost`; to be closed."""
 
     def __init__(self, run: RunConfig, options: JoinOptions, directory: Path) -> None:
-        """`directory`: keeps the best weights."""
+        """`directory`: keeps the best weights on a text; another text, such as another --data, begins anew."""
         self._text, self._directory = EvaluationText(run, options.data), directory
         self._data, self._prompts = run.data, options.prompts
+        self._digest = ""
 
     async def text(self) -> HeldOutText:
-        return await asyncio.to_thread(self._text.read)
+        held = await asyncio.to_thread(self._text.read)
+        self._digest = held.digest
+        return held
 
     async def prompts(self) -> Prompts:
         return await asyncio.to_thread(Prompts, self._data, self._prompts)
 
     async def best_loss(self) -> float | None:
         kept = await asyncio.to_thread(evaluated_in, self._directory)
-        return min((each.held_out_loss for each in kept.values()), default=None)
+        # Weights that an earlier version has kept do not name their text.
+        return min((each.held_out_loss for each in kept.values() if each.text in ("", self._digest)), default=None)
 
     async def keep(self, evaluated: Checkpoint) -> None:
-        await asyncio.to_thread(save, self._directory, evaluated, 1)
+        counters = structs.replace(evaluated.counters, text=self._digest)
+        await asyncio.to_thread(save, self._directory, evaluated._replace(counters=counters), 1)
 
     def close(self) -> None:
         self._text.close()
 
 
-class HostMachine(HostDisk):
-    """What this machine gives to one node of a run; to be closed."""
+class StageHost(HostDisk):
+    """The part of a host that trains stages on a text: device, memory, line, both kinds of text; to be closed."""
 
     evaluation: EvaluationMachine | None
 
@@ -106,16 +111,12 @@ class HostMachine(HostDisk):
         home: RunPaths,
         torch_device: torch.device,
         recipe: RunFileText,
-        layout: ModelLayout,
+        layout: Dimensions,
         checkpoint: FirstCheckpoint,
         peer: str,
     ) -> None:
         super().__init__(options, home, recipe, peer)
-        self._torch_device, self._layout = torch_device, layout
-        needs = device_needs(recipe.run, layout, torch_device, self.free_bytes(), self.free_beside_bytes())
-        self._moments_beside = needs.moments_beside
-        self.needs_bytes, self.graph_bytes = list(needs.device), list(needs.graph)
-        self.beside_bytes = list(needs.beside)
+        self._torch_device, self._dimensions = torch_device, layout
         self.first_weights, self.tokenizer = checkpoint
         data = with_tokenizer_in(recipe.run.data, home.tokenizer)
         run = structs.replace(recipe.run, data=data)
@@ -133,17 +134,6 @@ class HostMachine(HostDisk):
         finally:
             self.device.close()
 
-    def build(self, stage: int) -> Stage:
-        # The driver still counts the memory of a stage that we left as ours.
-        DEVICE_TYPES[self._torch_device.type].empty_cache(self._torch_device)
-        run = self._recipe.run
-        needs, graph, most = self.needs_bytes[stage], self.graph_bytes[stage], run.pipeline.in_flight(stage)
-        kept = graphs_that_fit(self.free_bytes(), needs, graph, most)
-        beside = stage in self._moments_beside
-        return make_stage(
-            run, self._layout, stage, self._torch_device, kept.number, by_layers=kept.by_layers, moments_beside=beside
-        )
-
     def free_bytes(self, given_back: int = 0) -> int:
         memory.trim()
         free, most = memory.free_bytes(self._torch_device) + given_back, self._options.most_memory_bytes
@@ -160,7 +150,39 @@ class HostMachine(HostDisk):
         return await self._text.opened()
 
     def line_s(self, stage: int) -> float:
-        return bandwidth_seconds(microbatch_bytes(self._recipe.run, self._layout, stage), self._options.allowance)
+        return bandwidth_seconds(microbatch_bytes(self._recipe.run, self._dimensions, stage), self._options.allowance)
+
+
+class HostMachine(StageHost):
+    """What this machine gives to one node of a run; to be closed."""
+
+    def __init__(
+        self,
+        options: JoinOptions,
+        home: RunPaths,
+        torch_device: torch.device,
+        recipe: RunFileText,
+        layout: ModelLayout,
+        checkpoint: FirstCheckpoint,
+        peer: str,
+    ) -> None:
+        super().__init__(options, home, torch_device, recipe, layout, checkpoint, peer)
+        self._layout = layout
+        needs = device_needs(recipe.run, layout, torch_device, self.free_bytes(), self.free_beside_bytes())
+        self._moments_beside = needs.moments_beside
+        self.needs_bytes, self.graph_bytes = list(needs.device), list(needs.graph)
+        self.beside_bytes = list(needs.beside)
+
+    def build(self, stage: int) -> Stage:
+        # The driver still counts the memory of a stage that we left as ours.
+        DEVICE_TYPES[self._torch_device.type].empty_cache(self._torch_device)
+        run = self._recipe.run
+        needs, graph, most = self.needs_bytes[stage], self.graph_bytes[stage], run.pipeline.in_flight(stage)
+        kept = graphs_that_fit(self.free_bytes(), needs, graph, most)
+        beside = stage in self._moments_beside
+        return make_stage(
+            run, self._layout, stage, self._torch_device, kept.number, by_layers=kept.by_layers, moments_beside=beside
+        )
 
 
 class Machine(NamedTuple):
@@ -173,21 +195,28 @@ class Machine(NamedTuple):
 def machine_for(options: JoinOptions, home: RunPaths, torch_device: torch.device, recipe: RunFileText) -> Machine:
     """Work out what this machine gives to a node of a run; this may read large files, and raise `UserError`."""
     layout = model_layout(recipe.run)
-    checkpoint = first_checkpoint(options, home, recipe.run, layout)
+
+    def put_by(store: WeightStore) -> RunWeights:
+        return RunWeights(layout.prepared, layout.checkpoint, store, frozen=layout.adapter is not None)
+
+    checkpoint = first_checkpoint(options, home, recipe.run, put_by)
     return Machine(layout, partial(HostMachine, options, home, torch_device, recipe, layout, checkpoint))
 
 
 class FirstCheckpoint(NamedTuple):
     """The weights and the tokenizer that a run starts from, here or still to come; None if it starts from its seed."""
 
-    weights: RunWeights | None
+    weights: FirstWeights | None
     tokenizer: WeightStore | None
 
 
-def first_checkpoint(options: JoinOptions, home: RunPaths, run: RunConfig, layout: ModelLayout) -> FirstCheckpoint:
+def first_checkpoint(
+    options: JoinOptions, home: RunPaths, run: RunConfig, put_by: Callable[[WeightStore], FirstWeights]
+) -> FirstCheckpoint:
     """Return the weights and tokenizer that a run starts from; this may read large files.
 
-    Raises `UserError` if the owner named a directory with other files.
+    `put_by`: makes of the files what puts them into stages. Raises `UserError` if the owner named a directory with
+    other files.
     """
     tokenizer = None
     if run.data.tokenizer_files:
@@ -195,9 +224,7 @@ def first_checkpoint(options: JoinOptions, home: RunPaths, run: RunConfig, layou
     weights = weight_store(options, home, run)
     if options.weights is not None and tokenizer is not None:
         WeightStore.whole(options.weights, tokenizer.files).copy_to(tokenizer)
-    frozen = layout.adapter is not None
-    first = None if weights is None else RunWeights(layout.prepared, layout.checkpoint, weights, frozen=frozen)
-    return FirstCheckpoint(first, tokenizer)
+    return FirstCheckpoint(None if weights is None else put_by(weights), tokenizer)
 
 
 def weight_store(options: JoinOptions, home: RunPaths, run: RunConfig) -> WeightStore | None:

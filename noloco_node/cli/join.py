@@ -282,7 +282,9 @@ class _Participant:
         shapes_of = enumerate(machine.dimensions.shapes)
         sizes = {stage: 4 * sum(map(prod, shapes.values())) for stage, shapes in shapes_of}
         wished = {stage: size for stage, size in sizes.items() if stage == options.stage}
-        if (full := require_disk(self.paths, wished or sizes, options.keep)) is not None:
+        if (
+            full := require_disk(self.paths, wished or sizes, options.keep, keeps_best=recipe.run.keeps_best)
+        ) is not None:
             warn(full)
         return recipe, machine
 

@@ -18,11 +18,21 @@ from noloco_node.cli.options import (
 )
 from noloco_node.errors import usage_error
 from noloco_node.export.hub import check_push, push
-from noloco_node.export.sources import check_export, check_models, known_run
+from noloco_node.export.sources import check_export, check_models
 from noloco_node.machine.signals import run, unwound
 from noloco_node.swarm.access import Visitor
 from noloco_node.swarm.invite import found
 
+AdaptedOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--weights",
+        metavar="DIR",
+        help="The model that an adapter is for (init --from DIR).",
+        callback=directory_there,
+        show_default="the one that adapter_config.json names",
+    ),
+]
 HomesOption = Annotated[
     list[Path] | None,
     typer.Option(
@@ -111,9 +121,10 @@ def export(
 def evaluate(
     directories: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="DIR", help="Directories that `export` wrote, or other checkpoints with --data."),
+        typer.Argument(metavar="DIR", help="Directories that `export` wrote; other models and adapters with --data."),
     ] = None,
     from_home: HomesOption = None,
+    weights: AdaptedOption = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -127,19 +138,23 @@ def evaluate(
     whole: Annotated[bool, typer.Option("--all", help="All of the text, however long that takes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a sentence.")] = False,
 ) -> None:
-    """Print validation loss and perplexity of exported checkpoints, or of homes: merged, and each replica."""
-    check_models(directories or (), from_home or ())  # before torch is loaded
+    """Print validation loss and perplexity of checkpoints and adapters, or of homes: merged, and each replica."""
+    check_models(directories or (), from_home or (), weights)  # before torch is loaded
     from noloco_node.inference.evaluation import evaluate as evaluate_models
 
     most = None if whole else batches
-    typer.echo(evaluate_models(directories or (), from_home or (), data=data, batches=most, as_json=as_json))
+    models, homes = directories or (), from_home or ()
+    typer.echo(evaluate_models(models, homes, data=data, batches=most, as_json=as_json, weights=weights))
 
 
 def generate(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that `export` wrote.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A directory that `export` wrote, or another model or adapter.")
+    ],
     prompt: Annotated[
         str, typer.Option(help="Text to go on from; in a run of messages, what a user says.", show_default=False)
     ],
+    weights: AdaptedOption = None,
     max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="At most so many tokens.")] = 200,
     temperature: Annotated[
         float, typer.Option(metavar="X", min=0.0, max=100.0, help="0 takes the most probable token.")
@@ -149,11 +164,11 @@ def generate(
     ] = 40,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal texts.")] = 0,
 ) -> None:
-    """Let an exported checkpoint go on from a prompt, token by token."""
-    known_run(directory)  # before torch is loaded
+    """Let a checkpoint, or an adapter over one, go on from a prompt, token by token."""
+    (model,) = check_models([directory], (), weights)  # before torch is loaded
     from noloco_node.data.token_text import Sampling
     from noloco_node.inference.generation import generate as pieces
 
-    for piece in pieces(directory, prompt, Sampling(max_tokens, temperature, top_k, seed)):
+    for piece in pieces(model, prompt, Sampling(max_tokens, temperature, top_k, seed)):
         typer.echo(piece, nl=False)
     typer.echo()

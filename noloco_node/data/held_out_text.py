@@ -5,6 +5,7 @@ Of more sequences than wanted, every k-th is kept, with k doubling: they lie eve
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -42,6 +43,14 @@ class HeldOutText(NamedTuple):
     @property
     def share(self) -> float:
         return len(self.documents) / max(1, self.read)
+
+    @property
+    def digest(self) -> str:
+        """Of its tokens, and of which of them are learnt."""
+        found = hashlib.sha256()
+        for batch in self.batches:
+            found.update(batch.numpy().tobytes())
+        return found.hexdigest()
 
     def described(self) -> str:
         if self.complete and self.share == 1.0:

@@ -105,12 +105,17 @@ class RowEncoder:
         return self._segment(written, True).tolist()
 
     def closing(self) -> tuple[frozenset[int], str]:
-        """Return the tokens, and the text if there is one, that end what a model has to say."""
+        """Return the tokens, and the text if there is one, that end what a model has to say.
+
+        Of a text with a special token behind it only the text is spelled.
+        """
         text = "" if self._template is None else self._template.closing()
         if self._tokenizer is None or not text:
             return frozenset({self.end}), text
-        mark = self._segment(text, True)[:1].tolist()
-        return frozenset({self.end, *(each for each in mark if each in self._tokenizer.all_special_ids)}), text
+        ids, special = self._segment(text, True).tolist(), self._tokenizer.all_special_ids
+        ends = frozenset({self.end, *[each for each in ids if each in special][:1]})
+        before = min((text.find(each) for each in self._tokenizer.all_special_tokens if each in text), default=0)
+        return ends, text[:before].strip() or text
 
     def _marked(self, text: str, spans: list[Span]) -> Tensor:
         """Return the tokens of a text; those that hold a character of a span are learnt."""

@@ -101,6 +101,11 @@ class Prompts:
         self.ends, self.mark = encoder.closing()
         self._spelling = open_spelling(data)
 
+    def is_over(self, tokens: Sequence[int]) -> bool:
+        """Say whether these tokens, drawn so far, hold the text that ends what a model has to say."""
+        spelling = self._spelling()
+        return self.mark != "" and self.mark in "".join([*map(spelling.add, tokens), spelling.rest()])
+
     def spelled(self, tokens: Iterable[int]) -> Iterator[str]:
         """Yield the text of tokens that a model draws, in pieces of whole characters, as they come."""
         spelling = self._spelling()

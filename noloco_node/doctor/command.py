@@ -212,7 +212,7 @@ def _needs(run_file: RunFileText) -> tuple[list[Need], list[MicrobatchBytes]]:
             stage.memory.total,
             stage.gpu.computing,
             stage.gpu.beside,
-            machine_checks.disk_bytes(stage.memory.weights),
+            machine_checks.disk_bytes(stage.memory.weights, keeps_best=run.keeps_best),
             stage.gpu.coded_moments,
         )
         for number, stage in enumerate(plan(run).stages)

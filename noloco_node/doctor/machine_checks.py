@@ -153,18 +153,21 @@ def judge_disk(free: int | None, needs: Sequence[Need], home: Path) -> Finding:
     return judge("disk", f"{format_bytes(free)} free at {home}", "free some space, or give another --home")
 
 
-def disk_bytes(weights: int, kept: int = KEPT) -> int:
-    """Return the bytes of a stage's `kept` checkpoints and of one more, given those of its weights."""
-    return CHECKPOINT_SETS * weights * (kept + 1)
+def disk_bytes(weights: int, kept: int = KEPT, *, keeps_best: bool = False) -> int:
+    """Return the bytes of a stage's `kept` checkpoints and of one more, given those of its weights.
+
+    `keeps_best`: the weights of the best evaluation lie beside them, and those of a better one while it is written.
+    """
+    return weights * (CHECKPOINT_SETS * (kept + 1) + 2 * keeps_best)
 
 
-def require_disk(paths: RunPaths, weights: Mapping[int, int], kept: int) -> str | None:
+def require_disk(paths: RunPaths, weights: Mapping[int, int], kept: int, *, keeps_best: bool = False) -> str | None:
     """Return a warning if the disk has no room for the checkpoints of any of these stages, given their weights.
 
     Raises `UserError` if there is no checkpoint to go on from either: such a node would never save anything. A node
     that has a checkpoint starts on a full disk, as it would have gone on there.
     """
-    needs = [Need(stage, 0, 0, 0, disk_bytes(size, kept)) for stage, size in weights.items()]
+    needs = [Need(stage, 0, 0, 0, disk_bytes(size, kept, keeps_best=keeps_best)) for stage, size in weights.items()]
     finding = judge_disk(_free_disk(paths.path, [paths]), needs, paths.path)
     if finding.grade is not Grade.BAD:
         return None

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,6 +59,23 @@ def chosen(run_id: str, number: int, peers: Iterable[str]) -> str | None:
         return hashlib.sha256(f"{run_id}|evaluation|{number}|{peer}".encode()).digest()
 
     return max(peers, key=weight, default=None)
+
+
+async def last_evaluation(roster: Callable[[], Roster], every_rounds: int) -> None:
+    """Wait until no peer of stage 0 still evaluates the final weights through later stages; `LONGEST_END_S` at most."""
+
+    def is_made(record: PeerRecord) -> bool:
+        made = record.evaluation
+        return made is not None and made.number > made.round // every_rounds
+
+    def is_awaited() -> bool:
+        sources = [each for each in roster().stage(0) if each.state in (PeerState.TRAINING, PeerState.FINISHED)]
+        return bool(sources) and not any(map(is_made, sources))
+
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LONGEST_END_S):
+            while is_awaited():  # noqa: ASYNC110
+                await asyncio.sleep(LOOK_S)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,21 +279,19 @@ class Evaluator:
         """Let the model go on from each prompt; what is there so far if the node leaves meanwhile."""
         return tuple(
             [
-                events.TextSample(
-                    prompt=text, text="".join(prompts.spelled(await self._continuation(tokens, prompts.ends)))
-                )
+                events.TextSample(prompt=text, text="".join(prompts.spelled(await self._continuation(tokens, prompts))))
                 for text, tokens in prompts.tokens.items()
             ]
         )
 
-    async def _continuation(self, prompt: Sequence[int], ends: Collection[int]) -> list[int]:
+    async def _continuation(self, prompt: Sequence[int], prompts: Prompts) -> list[int]:
         # Equal draws in each evaluation: what differs between two samples is the model.
         generator, context = torch.Generator().manual_seed(SAMPLING.seed), self._context
         drawn: list[int] = []
-        while prompt and len(drawn) < SAMPLING.tokens and not self._is_left():
+        while prompt and len(drawn) < SAMPLING.tokens and not prompts.is_over(drawn) and not self._is_left():
             logits = await context.logits(torch.tensor([[*prompt, *drawn][-context.length :]]))
             last = logits[0, -1]
-            if not last.max().isfinite() or (token := draw(last, SAMPLING, generator)) in ends:
+            if not last.max().isfinite() or (token := draw(last, SAMPLING, generator)) in prompts.ends:
                 break
             drawn.append(token)
         return drawn

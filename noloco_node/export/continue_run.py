@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from noloco_node.errors import UserError, config_error
-from noloco_node.export.sources import NOTES, check_whole, run_of
+from noloco_node.export.sources import NOTES, is_adapter, run_of
 from noloco_node.run.config import (
     NO_ADAPTER,
     TOKENIZER_FILES,
@@ -101,10 +101,11 @@ def continuing_text(directory: Path, preset: str, adapter: AdapterConfig = NO_AD
 
 
 def _data_of(before: RunConfig | None) -> dict[str, object]:
-    """Return the text of the new run: that of the model's own run, held out as there, else the owner's to name."""
+    """Return the text of the new run: that of the model's own run, held out and evaluated on as there, else the
+    owner's to name."""
     if before is None:
         return {"source": "text", "path": OWN_TEXT}
-    fields = (*SourceConfig.__struct_fields__, "validation_percent", "chat_template", "packed")
+    fields = (*SourceConfig.__struct_fields__, "validation_percent", "evaluate_every_rounds", "chat_template", "packed")
     return {name: value for name in fields if (value := getattr(before.data, name)) is not None}
 
 
@@ -193,7 +194,12 @@ def _check(text: str, files: list[Path]) -> None:
 
 
 def _config_of(directory: Path) -> Any:
-    check_whole(directory)
+    if is_adapter(directory):
+        raise config_error(
+            f"{directory} holds an adapter, and no model to go on from.",
+            why="a run starts from the weights of a whole model",
+            hint="noloco-node export --merge writes one; so does merge_and_unload of PEFT",
+        )
     if not (directory / "config.json").is_file():
         raise _no_model(directory, "it has no config.json")
     from transformers import AutoConfig

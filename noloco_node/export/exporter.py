@@ -285,10 +285,10 @@ class _Writer(NamedTuple):
         layout = self.layout
         if isinstance(layout, ForeignLayout):
             notes = self._provenance(stages, untied=False)
-            write_parameters(self.out, stages[0].weights, notes)
+            write_parameters(self.out, {name: each for stage in stages for name, each in stage.weights.items()}, notes)
             load = f"module.load_state_dict(safetensors.torch.load_file('{PARAMETERS}'), strict=False)"
             return "\n".join(self._told(stages, notes, f"{load} puts them into the module."))
-        notes = self._provenance(stages, untied=layout.prepared.tied)
+        notes = self._provenance(stages, untied=layout.prepared.tied and (layout.adapter is None or self.wanted.merge))
         tokenizer, loads = open_tokenizer(self.data), "AutoModelForCausalLM.from_pretrained"
         weights: list[dict[str, Tensor]] = [stage.weights for stage in stages]
         if layout.adapter is not None and not self.wanted.merge:

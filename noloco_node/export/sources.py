@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median_low
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -12,6 +13,7 @@ from noloco_node.errors import Exit, UserError, config_error, usage_error
 from noloco_node.journal import events
 from noloco_node.journal.reader import read
 from noloco_node.run.config import RunConfig
+from noloco_node.run.fields import short
 from noloco_node.run.peer_state import Evaluation
 from noloco_node.run.runfile import decode_run, read_run_text
 from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary
@@ -130,22 +132,61 @@ def run_of(directory: Path) -> RunConfig:
     return decode_run(read_provenance(directory).run_file, str(directory / NOTES))
 
 
-def check_whole(directory: Path) -> None:
-    """Raise `UserError` (CONFIG) if a directory holds an adapter without the model that it adapts."""
-    if (directory / ADAPTER_CONFIG).exists() and not (directory / "config.json").exists():
+class ModelSource(NamedTuple):
+    """A model to evaluate: a checkpoint in `directory`, with the `adapter` in another one added to it if there is one.
+
+    `run`: that the checkpoint, or the adapter, comes from; None if no swarm wrote it.
+    """
+
+    directory: Path
+    run: RunConfig | None
+    adapter: Path | None = None
+
+    @property
+    def named(self) -> Path:
+        """What a person calls the model."""
+        return self.adapter or self.directory
+
+
+def is_adapter(directory: Path) -> bool:
+    """Say whether a directory holds an adapter without the model that it adapts."""
+    return (directory / ADAPTER_CONFIG).exists() and not (directory / "config.json").exists()
+
+
+def model_in(directory: Path, weights: Path | None = None) -> ModelSource:
+    """Return the model in a directory; raise `UserError` (CONFIG) if there is none.
+
+    `weights`: the model that an adapter is for; None for the one that its settings name, if it is on this machine.
+    """
+    adapted = is_adapter(directory)
+    foreign = not (directory / NOTES).exists() and (adapted or (directory / "config.json").exists())
+    run = None if foreign else run_of(directory)
+    if not adapted:
+        return ModelSource(directory, run)
+    return ModelSource(_adapted_by(directory) if weights is None else weights.expanduser(), run, directory)
+
+
+def _adapted_by(directory: Path) -> Path:
+    """Return the model that an adapter's settings name; raise `UserError` (CONFIG) if it is not on this machine."""
+    try:
+        settings = msgspec.json.decode((directory / ADAPTER_CONFIG).read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
         raise config_error(
-            f"{directory} holds an adapter, and no model.",
-            why="an adapter alone computes nothing",
-            hint="export it again with --merge",
-        )
-
-
-def known_run(directory: Path) -> RunConfig | None:
-    """Return the run of a checkpoint, None if it comes from no swarm; raise `UserError` if there is no model."""
-    check_whole(directory)
-    if not (directory / NOTES).exists() and (directory / "config.json").exists():
-        return None
-    return run_of(directory)
+            f"{directory} holds no adapter that can be read.",
+            why=f"{ADAPTER_CONFIG}: {error}",
+            hint="copy or export it again",
+        ) from error
+    named = settings.get("base_model_name_or_path")
+    place = Path(str(named)).expanduser()
+    if isinstance(named, str) and named and (place / "config.json").is_file():
+        return place
+    raise config_error(
+        f"{directory} holds an adapter, and no model.",
+        why=f"its {ADAPTER_CONFIG} names {short(str(named))}, which is no directory with a model here"
+        if named
+        else f"its {ADAPTER_CONFIG} does not say which model it adapts",
+        hint="--weights DIR, with the model that it adapts; or export --merge, which writes the whole model",
+    )
 
 
 def noted(stages: Sequence[Sequence[ReplicaSummary]], kept_by: Mapping[int, str]) -> tuple[FromSnapshot, ...]:
@@ -202,15 +243,24 @@ def told_of(snapshot: FromSnapshot) -> str:
     )
 
 
-def check_models(directories: Sequence[Path], homes: Sequence[Path]) -> None:
-    """Raise `UserError` if there is no model, or directories and homes are both given."""
+def check_models(directories: Sequence[Path], homes: Sequence[Path], weights: Path | None = None) -> list[ModelSource]:
+    """Return the models in directories; raise `UserError` if there is none, or directories and homes are both given.
+
+    `weights`: as in `model_in`, for all adapters among them.
+    """
     if bool(directories) == bool(homes):
         raise usage_error(
             "Nothing to evaluate." if not homes else "Directories and homes cannot be evaluated together.",
             why="a model is an exported directory, or what homes of nodes hold",
             hint="noloco-node evaluate DIR, or noloco-node evaluate --from-home HOME",
         )
-    for directory in directories:
-        known_run(directory)
     if homes:
         recipe_of(homes)
+    found = [model_in(directory, weights) for directory in directories]
+    if weights is not None and not homes and not any(each.adapter for each in found):
+        raise usage_error(
+            "There is no adapter to put over --weights.",
+            why=f"{found[0].directory} is a whole model",
+            hint="leave --weights out; or name a directory with adapter_config.json",
+        )
+    return found

@@ -7,34 +7,31 @@ the merged model with the replica in its stage's place.
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from noloco_node.data.held_out_text import HeldOutText, Loss, text_loss, validation_text
-from noloco_node.errors import UserError, config_error
+from noloco_node.errors import UserError
 from noloco_node.export.adapter_files import base_files, without_base
 from noloco_node.export.exporter import merge_files, of_homes
 from noloco_node.export.held_out_loss import WholeModel, logits_of
-from noloco_node.export.huggingface import quiet_unless_watched
 from noloco_node.export.replica_fetch import reading_with_tokenizer
 from noloco_node.export.replica_files import ReplicaReader, newest
-from noloco_node.export.sources import check_models, known_run, recipe_of, run_of
+from noloco_node.export.sources import ModelSource, check_models, recipe_of, run_of
+from noloco_node.inference.open_model import no_model, open_model
 from noloco_node.planning.model_layout import model_layout
-from noloco_node.run.config import DataConfig, RunConfig
+from noloco_node.run.config import DataConfig
 from noloco_node.terminal import say, warn
 from pipeline.model_config import longest_sequence
 
 LONGEST_SEQUENCE = 1024  # tokens, where nothing but the model's positions says how long a sequence should be
 FEW_DOCUMENTS = 10  # with fewer the figure says little of other text, and that is said
 BATCHES = 64
-_TORN = (SafetensorError, pickle.UnpicklingError)
 
 
 class Measure(NamedTuple):
@@ -87,33 +84,6 @@ def unigram_entropy(batches: Iterable[Tensor]) -> float:
     return -(shares * shares.log()).sum().item()
 
 
-def open_model(directory: Path) -> Any:
-    """Load a checkpoint in plain transformers, for evaluation; raise `UserError` if there is none."""
-    from transformers import AutoModelForCausalLM
-
-    quiet_unless_watched()
-    try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False, dtype=torch.float32, output_loading_info=True
-        )
-    except (*_TORN, AttributeError, EOFError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
-        raise _no_model(directory, " ".join(str(error).split())[:300] or type(error).__name__) from error
-    if missing := sorted(found["missing_keys"]):
-        # transformers would fill them with random numbers.
-        raise _no_model(
-            directory, f"its files lack {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1)
-        )
-    return model.eval()
-
-
-def _no_model(directory: Path, why: str) -> UserError:
-    return config_error(
-        f"{directory} holds no model that transformers can load.",
-        why=why,
-        hint="a directory that `noloco-node export` or the demo wrote; copy or export it again if a file was cut short",
-    )
-
-
 def evaluate(
     directories: Sequence[Path] = (),
     homes: Sequence[Path] = (),
@@ -121,15 +91,16 @@ def evaluate(
     data: str | None = None,
     batches: int | None = BATCHES,
     as_json: bool = False,
+    weights: Path | None = None,
 ) -> str:
     """Evaluate exported checkpoints, or homes: the merged model and every replica in its place in it.
 
     `data`: another source of text, used whole; None for the text that the run held out. `batches`: the most of them,
     spread over the text; None takes all. Returns a sentence a model, or with `as_json` one object: the numbers
-    of one model, or of several a list under `models`.
+    of one model, or of several a list under `models`. `weights`: the model that adapters among them are for.
     """
-    check_models(directories, homes)
-    measured = list(_of_homes(homes, data, batches) if homes else _of_directories(directories, data, batches))
+    sources = check_models(directories, homes, weights)
+    measured = list(_of_homes(homes, data, batches, weights) if homes else _of_models(sources, data, batches))
     if as_json:
         rows = [measure.numbers() for measure in measured]
         only = rows[0] if len(rows) == 1 else {"models": rows}
@@ -139,13 +110,13 @@ def evaluate(
     return "\n".join(measure.sentence(named=len(measured) > 1) for measure in measured)
 
 
-def _of_directories(directories: Sequence[Path], source: str | None, batches: int | None) -> Iterator[Measure]:
-    for directory in directories:
-        reading = _reading(directory, source)
-        model = open_model(directory)
+def _of_models(models: Sequence[ModelSource], source: str | None, batches: int | None) -> Iterator[Measure]:
+    for each in models:
+        reading = _reading(each, source)
+        model = open_model(each)
         text = _text(*reading, batches, named=source is not None)
-        say(f"evaluating {directory} on {_sequences(text)}")
-        yield Measure(str(directory), text_loss(logits_of(model), text), unigram_entropy(text.batches), text)
+        say(f"evaluating {each.named} on {_sequences(text)}")
+        yield Measure(str(each.named), text_loss(logits_of(model), text), unigram_entropy(text.batches), text)
 
 
 def _text(data: DataConfig, sequence_length: int, seed: int, batches: int | None, *, named: bool) -> HeldOutText:
@@ -167,7 +138,9 @@ def _text(data: DataConfig, sequence_length: int, seed: int, batches: int | None
     return text
 
 
-def _of_homes(homes: Sequence[Path], source: str | None, batches: int | None) -> Iterator[Measure]:
+def _of_homes(
+    homes: Sequence[Path], source: str | None, batches: int | None, weights: Path | None
+) -> Iterator[Measure]:
     """Measure the merged model, and then each replica in its place."""
     recipe = recipe_of(homes)
     run, layout = recipe.run, model_layout(recipe.run)
@@ -177,7 +150,7 @@ def _of_homes(homes: Sequence[Path], source: str | None, batches: int | None) ->
     say(f"merging what lies in {len(homes)} home{'s' * (len(homes) > 1)}")
     entropy, filed = unigram_entropy(text.batches), of_homes(homes, recipe)
     stages = merge_files(filed, recipe, layout)
-    base = base_files(recipe, homes)
+    base = base_files(recipe, homes, weights)
     if layout.adapter is not None and not base:
         raise without_base("evaluate")
     model = WholeModel(layout, stages, text, base)
@@ -196,20 +169,20 @@ def _sequences(text: HeldOutText) -> str:
     return f"{len(text.documents)} sequences, {text.described()}"
 
 
-def _reading(directory: Path, source: str | None) -> tuple[DataConfig, int, int]:
+def _reading(model: ModelSource, source: str | None) -> tuple[DataConfig, int, int]:
     """Return a checkpoint's text, the length of its sequences, and the seed of their order.
 
     A checkpoint from no swarm is read with its own tokenizer, on a text that must be named.
     """
-    run = run_of(directory) if source is None else known_run(directory)
-    data = reading_of(directory, run)
+    run = run_of(model.named) if source is None else model.run
+    data = reading_of(model)
     data = data if source is None else _whole(data.with_source(source))
     if run is not None:
         return data, run.pipeline.sequence_length, run.seed
     try:
-        config = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any])
+        config = msgspec.json.decode((model.directory / "config.json").read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError) as error:
-        raise _no_model(directory, f"its config.json cannot be read: {error}") from error
+        raise no_model(model.directory, f"its config.json cannot be read: {error}") from error
     return data, min(longest_sequence(config) or LONGEST_SEQUENCE, LONGEST_SEQUENCE), 0
 
 
@@ -217,13 +190,14 @@ def _whole(data: DataConfig) -> DataConfig:
     return msgspec.structs.replace(data, validation_percent=100.0)
 
 
-def reading_of(directory: Path, run: RunConfig | None) -> DataConfig:
-    """Return how the model in a directory reads text: with its run's tokenizer, or its own without a run.
+def reading_of(model: ModelSource) -> DataConfig:
+    """Return how a model reads text: with its run's tokenizer, or without a run with its own.
 
-    The run's may be a directory of another machine, but the checkpoint has a copy.
+    The run's may be a directory of another machine, but the checkpoint, or the adapter, has a copy.
     """
-    if run is None:
-        return DataConfig(tokenizer=str(directory))
-    if run.data.has_byte_tokenizer:
-        return run.data
-    return msgspec.structs.replace(run.data, tokenizer=str(directory), tokenizer_commit=None)
+    own = str(model.named if (model.named / "tokenizer_config.json").exists() else model.directory)
+    if model.run is None:
+        return DataConfig(tokenizer=own)
+    if model.run.data.has_byte_tokenizer:
+        return model.run.data
+    return msgspec.structs.replace(model.run.data, tokenizer=own, tokenizer_commit=None)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from noloco_node.data.token_text import Prompts, Sampling, draw
 from noloco_node.errors import config_error, usage_error
-from noloco_node.export.sources import known_run
-from noloco_node.inference.evaluation import open_model, reading_of
+from noloco_node.export.sources import ModelSource
+from noloco_node.inference.evaluation import reading_of
+from noloco_node.inference.open_model import open_model
 from pipeline.model_config import longest_sequence
 
 
@@ -47,18 +47,18 @@ def continuation(model: Any, prompt: list[int], sampling: Sampling, ends: Collec
             unread, memory = text, None
 
 
-def generate(directory: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
-    """Return what an exported checkpoint makes of `prompt`, in pieces of whole characters, as they come.
+def generate(model: ModelSource, prompt: str, sampling: Sampling) -> Iterator[str]:
+    """Return what a checkpoint, or an adapter over one, makes of `prompt`, in pieces of whole characters, as they come.
 
     The prompt comes first, unless the run learns answers in messages: then it is what a user says, and the answer comes
     alone. Raises `UserError` at once if there is no such checkpoint, or no token to go on from.
     """
-    prompts = Prompts(reading_of(directory, known_run(directory)), [prompt])
+    prompts = Prompts(reading_of(model), [prompt])
     if not prompts.tokens[prompt]:
         raise usage_error(
             "There is nothing to go on from.",
             why="the prompt has no token",
             hint='a prompt with a word in it, such as --prompt "import "',
         )
-    drawn = continuation(open_model(directory), prompts.tokens[prompt], sampling, prompts.ends)
+    drawn = continuation(open_model(model), prompts.tokens[prompt], sampling, prompts.ends)
     return chain(() if prompts.answers else (prompt,), prompts.spelled(drawn))

@@ -28,7 +28,7 @@ from gossip.transfer.chunks import cut
 from gossip.transfer.donor import Donor, DonorLimits
 from gossip.transfer.download import piece_s
 from noloco_node import __version__
-from noloco_node.evaluation.evaluator import Evaluator, EvaluatorContext
+from noloco_node.evaluation.evaluator import Evaluator, EvaluatorContext, last_evaluation
 from noloco_node.journal import events
 from noloco_node.limits.rate_limit import spending
 from noloco_node.network.interface import Conversation, Handler
@@ -374,6 +374,9 @@ class Assignment:
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until_s):
                 await leave.wait()
+        every, membership = self._context.run.data.evaluate_every_rounds, self._context.membership
+        if every and self.replica.config.stage > 0:
+            await until_event(leave, last_evaluation(lambda: membership.roster, every))
 
     # What we say of ourselves.
 

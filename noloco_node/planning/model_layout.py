@@ -100,7 +100,7 @@ def model_layout(run: RunConfig) -> ModelLayout:
         raise config_error(
             "The run trains a foreign module, which only the program that builds it can run.",
             "its run file names parameters and no architecture",
-            "noloco_node.GossipOptimizer in that program (docs/python.md)",
+            "noloco_node.GossipOptimizer in that program, or noloco_node.join with its stages (docs/python.md)",
         )
     try:
         prepared = prepare(_config(run.model), run.model.dropout)
@@ -215,6 +215,21 @@ def make_stage(
 
     `graphs`, `by_layers` and `moments_beside`: as `pipeline.forward_pass.StageSettings` has them.
     """
+    part = build_stage(run, plan, number, device)
+    return with_optimiser(run, part, number, device, graphs, by_layers=by_layers, moments_beside=moments_beside)
+
+
+def with_optimiser(
+    run: RunConfig,
+    part: Slice,
+    number: int,
+    device: torch.device,
+    graphs: int | None = None,
+    *,
+    by_layers: bool = False,
+    moments_beside: bool = False,
+) -> Stage:
+    """Return the slice of stage `number` with the run's inner optimiser. The others: as `make_stage` has them."""
     from noloco_node.machine.device import autocast_dtype
     from pipeline.forward_pass import StageSettings
     from pipeline.inner_step import Inner
@@ -222,7 +237,7 @@ def make_stage(
 
     inner = run.inner
     return Stage(
-        build_stage(run, plan, number, device),
+        part,
         Inner(inner.beta1, inner.beta2, inner.epsilon, inner.weight_decay, inner.clip_norm, inner.state),
         StageSettings(device, autocast_dtype(device, run.precision), graphs, by_layers, moments_beside),
         first=number == 0,

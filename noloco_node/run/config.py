@@ -50,7 +50,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Exactly one of: `architecture` (a transformers model type, with `sizes` for its config; it starts from random
     weights, or from those of `weights`), `hub` with `commit` (a model of the hub to continue from),
-    `foreign_parameters` (a foreign module, which each peer's own program builds and trains; it starts from `weights`).
+    `foreign_parameters` (a foreign module, which each peer's own program builds, whole or in stages; it starts from
+    `weights`).
     """
 
     architecture: str | None = None
@@ -65,12 +66,21 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The commit of the hub model, 40 hexadecimal digits."""
     foreign_parameters: dict[str, tuple[int, ...]] = {}
     """The trained parameters of a foreign module, each with its shape, as `noloco_node.init` writes them."""
+    foreign_width: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    """Of a foreign module in stages: numbers a token that each stage but the last hands on."""
+    foreign_vocabulary: Annotated[int, Meta(ge=0, le=2**24)] = 0
+    """Of a foreign module in stages: logits a token of the last one; 0: each peer holds the whole module."""
     dropout: Annotated[float, Meta(ge=0.0, le=0.95)] = 0.0
 
     @property
     def is_foreign(self) -> bool:
         """Whether peers train a module of their own programs (docs/python.md)."""
         return bool(self.foreign_parameters)
+
+    @property
+    def is_in_stages(self) -> bool:
+        """Whether that module is a list of stages, which nodes train as those of a model of the run's own."""
+        return self.foreign_vocabulary > 0
 
 
 class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -404,6 +414,11 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     outer: OuterConfig = OuterConfig()
     adapter: AdapterConfig = NO_ADAPTER
     admission: AdmissionConfig = AdmissionConfig()
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether a peer keeps the weights of its best evaluation: in a pipeline no peer has those of a whole chain."""
+        return self.data.evaluate_every_rounds > 0 and self.pipeline.stages == 1
 
     @property
     def samples_per_step(self) -> int:

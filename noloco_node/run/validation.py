@@ -76,12 +76,8 @@ def problems(run: RunConfig) -> Iterator[Problem]:
         )
     yield from _model(run.model)
     yield from _pipeline(run.pipeline, layers_of(run.model))
-    if run.model.is_foreign and run.pipeline.stages > 1:
-        why = "each peer holds the whole of a foreign module"
-        yield Problem("pipeline.stages", str(run.pipeline.stages), why, "1")
-    if run.model.is_foreign and run.pipeline.microbatches_per_step > 1:
-        why = "an inner step of a foreign module counts as one microbatch"
-        yield Problem("pipeline.microbatches_per_step", str(run.pipeline.microbatches_per_step), why, "1")
+    if run.model.is_foreign:
+        yield from _foreign(run)
     yield from _width(run.pipeline, run.model)
     yield from _data(run.data)
     yield from _evaluation(run)
@@ -141,6 +137,9 @@ def _model(model: ModelConfig) -> Iterator[Problem]:
         return
     if model.is_foreign:
         yield from _parameters(model)
+    elif model.foreign_width or model.foreign_vocabulary:
+        why = "it is of a foreign module, and there is none"
+        yield Problem("model.foreign_vocabulary", str(model.foreign_vocabulary), why, "leave it and foreign_width out")
     if model.architecture is not None and not model.sizes:
         yield Problem(
             "model.sizes",
@@ -158,6 +157,34 @@ def _model(model: ModelConfig) -> Iterator[Problem]:
     yield from _hub("model", "hub", model.hub, model.commit)
     for name, value in model.sizes.items():
         yield from _size(f"model.sizes.{name}", value, _LARGEST_SIZE.get(name, 2**31), depth=0)
+
+
+def _foreign(run: RunConfig) -> Iterator[Problem]:
+    """Yield what a run of a foreign module cannot have."""
+    model, pipeline = run.model, run.pipeline
+    if run.adapter.is_trained:
+        why = "a program makes the adapters of its module itself"
+        yield Problem("adapter.rank", str(run.adapter.rank), why, "leave it out")
+    if pipeline.boundaries is not None:
+        why = "a program cuts its module itself"
+        yield Problem("pipeline.boundaries", str(list(pipeline.boundaries)), why, "leave it out")
+    if not model.is_in_stages:
+        if pipeline.stages > 1:
+            why = "each peer holds the whole of a foreign module"
+            yield Problem("pipeline.stages", str(pipeline.stages), why, "1, or a list of modules for noloco_node.init")
+        if pipeline.microbatches_per_step > 1:
+            why = "an inner step of a foreign module counts as one microbatch"
+            yield Problem("pipeline.microbatches_per_step", str(pipeline.microbatches_per_step), why, "1")
+        return
+    if run.data.packs:
+        why = "a stage of a program is not told where rows begin"
+        yield Problem("data.packed", "true", why, "false: each row is a sequence of its own")
+    if pipeline.stages > 1 and not model.foreign_width:
+        yield Problem("model.foreign_width", "0", "stages hand on numbers", _AS_INIT_WRITES)
+    numbers = {name.partition(".")[0] for name in model.foreign_parameters}
+    if numbers != set(map(str, pipeline.all_stages)):
+        why = "the name of each parameter begins with the number of its stage, and each stage has one"
+        yield Problem("model.foreign_parameters", f"of the stages {', '.join(sorted(numbers))}", why, _AS_INIT_WRITES)
 
 
 def _parameters(model: ModelConfig) -> Iterator[Problem]:
@@ -249,7 +276,8 @@ def _pipeline(pipeline: PipelineConfig, layers: int | None) -> Iterator[Problem]
 
 def _width(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Problem]:
     """Widths of models that come from elsewhere are known, and checked, when the model is laid out."""
-    width = next((model.sizes[name] for name in _WIDTHS if isinstance(model.sizes.get(name), int)), None)
+    named = (model.sizes[name] for name in _WIDTHS if isinstance(model.sizes.get(name), int))
+    width = model.foreign_width or next(named, None)
     subspace = pipeline.subspace
     if subspace is not None:
         yield from _subspace(subspace, width, pipeline.stages, model)
@@ -306,7 +334,7 @@ def _evaluation(run: RunConfig) -> Iterator[Problem]:
     field, value = "data.evaluate_every_rounds", str(run.data.evaluate_every_rounds)
     if not run.data.evaluate_every_rounds:
         return
-    if run.model.is_foreign:
+    if run.model.is_foreign and not run.model.is_in_stages:
         yield Problem(field, value, "only the program can compute with a foreign module", "0")
     if run.data.validation_percent == 0:
         yield Problem(field, value, "data.validation_percent is 0: no text is held out", "0, or 2 percent of the text")

@@ -49,9 +49,13 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvaluatedCounters(Counters, frozen=True, kw_only=True):
-    """The metadata of weights that were evaluated. `held_out_loss`: on held-out text, nats a token."""
+    """The metadata of weights that were evaluated. `held_out_loss`: on held-out text, nats a token.
+
+    `text`: the digest of that text; empty where it was not noted.
+    """
 
     held_out_loss: Amount
+    text: str = ""
 
 
 class Checkpoint(NamedTuple):

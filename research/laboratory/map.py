@@ -8,21 +8,15 @@ An interrupted survey goes on where it was: run the same command again. All runs
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 
-from research.laboratory.experiments.grid import Grid
 from research.laboratory.experiments.volunteer_grid import map_grid
-from research.laboratory.running.progress import Board
+from research.laboratory.running.by_seed import Survey, run_by_seed
 from research.laboratory.running.results import Measured
-from research.laboratory.running.runner import Work, survey, trial
-from research.laboratory.running.store import Store
+from research.laboratory.running.runner import Work, trial
 
-SEEDS = 5
 INTRODUCTION = """# Where gossip wins: a map
 
 Written by `python -m research.laboratory.map` from its record, map.jsonl; figures, verdicts and counts are computed.
@@ -74,16 +68,7 @@ this map.
 
 def main(words: Sequence[str] | None = None, work: Work = trial) -> int:
     """Run what is due, by `work`, seed after seed, and write the page and the picture; return the exit code."""
-    asked = _parser().parse_args(words)
-    store = Store(asked.out / "map.jsonl")
-    os.environ["OMP_NUM_THREADS"] = "1"  # read by torch in the workers
-    failed = 0
-    for seeds in range(1, 1 + (0 if asked.tables else asked.seeds)):
-        grid = _narrowed(map_grid(seeds), asked.only)
-        with Board(grid, store) as board:
-            failed += len(survey(grid, store, board, asked.processes, work))
-    _write(Measured(map_grid(SEEDS), store), asked.out)
-    return 1 if failed else 0
+    return run_by_seed(Survey("map", __doc__, map_grid, _write), words, work)
 
 
 def _write(data: Measured, out: Path) -> None:
@@ -95,28 +80,6 @@ def _write(data: Measured, out: Path) -> None:
     parts = [INTRODUCTION, "## What came out", said(data), "![Where gossip is better](pictures/map.png)"]
     parts += [*(table.markdown() for table in map_tables(data)), LIMITS]
     (out / "map.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-
-
-def _narrowed(grid: Grid, patterns: Sequence[str]) -> Grid:
-    names = [recipe.name for recipe in grid.recipes]
-    return grid.only(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns or ["*"]))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="map.py",
-        usage=argparse.SUPPRESS,  # a mistake is answered by one line
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--tables", action="store_true", help="Run nothing; write page and picture of what is kept.")
-    parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help="Run so many seeds.")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="Run these recipes; * is anything.")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="Run so many cells at a time.")
-    parser.add_argument(
-        "--out", type=Path, default=Path("research"), metavar="DIR", help="Keep record, page and picture here."
-    )
-    return parser
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,6 +110,35 @@ def test_a_loop_that_fails_leaves_politely_and_goes_on_from_what_was_saved(run: 
     assert [event.why for event in events(run, "failed", Finished)] == ["asked to leave"]
     with joined(run, "failed", again):
         assert all(torch.equal(a, b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
+
+
+def test_a_member_that_comes_back_brings_its_moments_as_a_torch_program_does(run: Run) -> None:
+    def step(net: nn.Module, its: torch.optim.Optimizer) -> None:
+        its.zero_grad()
+        loss_of(net).backward()
+        its.step()
+
+    def begun(net: nn.Module) -> torch.optim.AdamW:
+        return torch.optim.AdamW(net.parameters(), lr=0.1)
+
+    def member(net: nn.Module) -> noloco_node.GossipOptimizer:
+        return noloco_node.GossipOptimizer(begun(net), net, run.invite, home=run.directory / "back", listen=[LOCAL])
+
+    net, again, alone = module(), module(), module()
+    kept = io.BytesIO()
+    with member(net) as optimizer:
+        assert not optimizer.state_dict()["state"], "what a newcomer copies has no moments"
+        alone.load_state_dict(net.state_dict())
+        step(net, optimizer)
+        torch.save(optimizer.state_dict(), kept)
+    with member(again) as optimizer:
+        assert not optimizer.state_dict()["state"], "its home has no moments"
+        optimizer.load_state_dict(torch.load(io.BytesIO(kept.getvalue())))
+        step(again, optimizer)
+    plain = begun(alone)
+    step(alone, plain)
+    step(alone, plain)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), alone.parameters(), strict=True))
 
 
 def test_what_the_inner_optimiser_raises_is_the_programs(run: Run) -> None:

@@ -23,7 +23,7 @@ def programs() -> list[str]:
 
 @pytest.mark.network
 def test_a_run_is_written_joined_watched_and_taken_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    written, _, member, _, swarm, _, _, loaded = programs()
+    written, _, member, _, swarm, _, _, _, loaded = programs()
     with Commands() as commands:
         monkeypatch.chdir(commands.directory)
         names: dict[str, Any] = {}

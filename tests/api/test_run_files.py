@@ -31,7 +31,7 @@ def test_the_run_of_a_module_begins_with_its_weights(tmp_path: Path) -> None:
     assert (run.outer.inner_steps_per_round, run.outer.codec, run.seed) == (4, "int8", 1)
     layout = foreign_layout(run)
     assert layout.shapes[0] == {"0.weight": (4, 3), "2.weight": (1, 4), "2.bias": (1,)}
-    weights = ForeignWeights(layout.shapes[0], WeightStore.whole(tmp_path, run.model.weights))
+    weights = ForeignWeights(layout.shapes, WeightStore.whole(tmp_path, run.model.weights))
     assert weights.pieces(0)
     other = copy.deepcopy(module)
     with torch.no_grad():
@@ -102,7 +102,7 @@ def test_weights_of_another_module_are_refused(tmp_path: Path) -> None:
     run = load_run(noloco_node.init(tmp_path / "run.toml", nn.Linear(2, 1), steps=1))
     store = WeightStore.whole(tmp_path, run.model.weights)
     with pytest.raises(UserError, match="cannot be loaded") as refused:
-        ForeignWeights({"weight": (1, 3)}, store).put(0, ForeignStage([], IterationClock()))
+        ForeignWeights([{"weight": (1, 3)}], store).put(0, ForeignStage([], IterationClock()))
     assert "weight is missing, or of another shape" in refused.value.why
 
 

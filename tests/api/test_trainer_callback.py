@@ -1,34 +1,95 @@
-"""A Trainer of transformers is a member of a run to its end. It asks for accelerate, which the extra `test` has."""
+"""Trainers of transformers train PEFT's adapters as members of a run. They ask for accelerate and peft."""
 
 from __future__ import annotations
 
+import json
+import runpy
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
-from process_swarm import host, is_finished
-from processes import Commands
+import torch
+from process_swarm import LOCAL, host, is_finished
+from processes import Command, Commands
+from safetensors.torch import load_file
 
+import noloco_node
+from gossip.interface import OuterStepTaken
 from noloco_node.errors import Exit
-from noloco_node.journal.events import InnerStep
+from noloco_node.journal.events import CatchUp, InnerStep
+from noloco_node.journal.reader import read
+from noloco_node.run.runfile import load_run
 
 pytest.importorskip("accelerate")
+pytest.importorskip("peft")
 pytestmark = pytest.mark.network
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_with_trainer.py"
+STEPS = 40
 
 
-def test_a_trainer_trains_until_the_run_is_over() -> None:
+def written(commands: Commands, steps: int) -> tuple[Path, Command, str]:
+    """Return the example's run file, its bootstrap peer and the invite."""
+    path = commands.directory / "run.toml"
+    done = commands.start("--init", str(path), "--steps", str(steps), name="init", program=EXAMPLE)
+    assert done.wait() == Exit.OK, done.complaint
+    return path, *host(commands, path, "--weights", str(commands.directory))
+
+
+def trainer(commands: Commands, invite: str, name: str, *more: str) -> Command:
+    return commands.start("--swarm", invite, *more, name=name, home=True, program=EXAMPLE)
+
+
+def test_three_trainers_train_adapters_and_end_with_the_run_though_one_is_killed(tmp_path: Path) -> None:
     with Commands() as commands:
-        run = commands.directory / "run.toml"
-        written = commands.start("--init", str(run), "--steps", "60", name="init", program=EXAMPLE)
-        assert written.wait() == Exit.OK, written.complaint
-        bootstrap, invite = host(commands, run, "--weights", str(commands.directory))
-        trainer = commands.start("--swarm", invite, name="trainer", home=True, program=EXAMPLE)
-        assert trainer.wait() == Exit.OK, trainer.complaint
-        steps = trainer.events(InnerStep)
-        assert len(steps) == 60
-        losses = [step.loss for step in steps if step.loss is not None]
-        assert losses[-1] < losses[0]
-        assert is_finished(trainer)
+        path, bootstrap, invite = written(commands, STEPS)
+        run = load_run(path)
+        assert all(".lora_A." in name or ".lora_B." in name for name in run.model.foreign_parameters)
+        (weights,) = run.model.weights
+        assert weights.size_bytes < 100_000, "the adapters alone, of a model of 290 kB"
+        names = [f"member{number}" for number in range(3)]
+        members = [trainer(commands, invite, name, "--out", str(tmp_path / name)) for name in names]
+        commands.until(lambda: all(each.events(InnerStep) for each in members), "all train", alive=members)
+        *left, victim = members
+        victim.process.kill()
+        victim.wait()
+        for each in left:
+            assert each.wait() == Exit.OK, each.complaint
+            assert is_finished(each)
+            assert any(met.partner is not None for met in each.events(OuterStepTaken)), "replicas have met"
+        assert sum(len(each.events(InnerStep)) for each in members) >= 3 * STEPS, "others take the steps of the dead"
+        losses = [step.loss for step in left[0].events(InnerStep) if step.loss is not None]
+        assert losses[-1] < losses[0] - 0.5
+        noloco_node.export(None, tmp_path / "mean", homes=[each.home for each in left])
         bootstrap.interrupt()
         assert bootstrap.wait() == Exit.OK
+    assert load_file(tmp_path / "mean" / "model.safetensors").keys() == run.model.foreign_parameters.keys()
+    assert json.loads((tmp_path / "member0" / "adapter_config.json").read_text())["r"] == 8
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, which PEFT asks in an old way
+def test_a_newcomer_copies_adapters_alone_and_its_moments_begin_empty() -> None:
+    example = runpy.run_path(str(EXAMPLE))
+    model: Any = example["with_adapters"](example["base"](None)[0])
+    begun = {name: each.detach().clone() for name, each in model.named_parameters()}
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    with Commands() as commands:
+        _, bootstrap, invite = written(commands, 100_000)
+        donor = trainer(commands, invite, "donor")
+        commands.until(lambda: donor.events(InnerStep), "it trains", alive=[bootstrap, donor])
+        with closing(noloco_node.Swarm(invite, home=commands.directory / "look").watch()) as seen:
+            assert next(status for status in seen if status.progress), "others know that the run has begun"
+        inner, home = torch.optim.AdamW(trained.values(), lr=1e-3), commands.directory / "late"
+        with noloco_node.GossipOptimizer(inner, model, invite, home=home, listen=[LOCAL], refresh=0.5) as optimizer:
+            moved = {name for name, each in model.named_parameters() if not torch.equal(each, begun[name])}
+            assert moved == trained.keys(), "each adapter is the donor's, and no frozen weight has moved"
+            assert not optimizer.state_dict()["state"]
+            model(**{name: torch.tensor([[3, 4, 5]]) for name in ("input_ids", "labels")}).loss.backward()
+            optimizer.step()
+            assert len(optimizer.state_dict()["state"]) == len(trained)
+        (copied,) = [
+            event for event in read(home / "journal.jsonl") if isinstance(event, CatchUp) and event.what == "done"
+        ]
+        numbers = sum(each.numel() for each in trained.values())
+        assert 4 * numbers <= copied.total_bytes < 16 * numbers, "of the whole model it would be ten times as much"

@@ -18,6 +18,7 @@ from checkpoints import write_tokenizer
 from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
+from tokenizers import decoders
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -27,6 +28,7 @@ from noloco_node.data.encoding import CHATML, open_tokenizer
 from noloco_node.data.local_rows import JsonShard, ParquetShard
 from noloco_node.data.row_encoder import RowEncoder, UnfitRowError, sequences_of
 from noloco_node.data.row_forms import BadRow, GoodRow, row_of
+from noloco_node.data.token_text import Prompts
 from noloco_node.errors import Exit, UserError
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.run.config import DataConfig, ModelConfig, PipelineConfig, RunConfig
@@ -163,6 +165,20 @@ def test_a_prompt_in_a_tokenizers_own_template_and_what_ends_the_answer(words: P
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
     tokenizer.save_pretrained(tmp_path / "turns")
     assert RowEncoder(turns).closing() == (set(tokenizer.all_special_ids), "<|turn|>")
+
+
+def test_of_a_text_and_a_special_token_that_end_an_answer_the_text_is_not_shown(words: Path, tmp_path: Path) -> None:
+    data = templated(words, SAYS.replace("eos_token", "' the end' + eos_token"), tmp_path)
+    tokenizer = open_tokenizer(data)
+    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save_pretrained(tmp_path)
+    assert RowEncoder(data).closing() == ({tokenizer.eos_token_id}, "the end")
+    prompts = Prompts(data, ["what is two and two"])
+    answer = tokenizer("the answer is four the end<|end|>", add_special_tokens=False)["input_ids"]
+    assert "".join(prompts.spelled(answer)).strip() == "the answer is four"
+    over = [count for count in range(len(answer) + 1) if prompts.is_over(answer[:count])]
+    assert over
+    assert tokenizer.decode(answer[: over[0]]).endswith("the end")
 
 
 def test_a_template_that_does_not_take_a_prompt_is_said(words: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,13 +96,14 @@ def test_join_refuses_the_disk_that_the_doctor_refuses(tmp_path: Path, monkeypat
         return SimpleNamespace(free=free)
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
-    for kept in (1, 3):
-        least = round(machine_checks.DISK_ROOM * sets * 1000 * (kept + 1))
+    for kept, keeps_best in ((1, False), (3, False), (3, True)):
+        require = partial(machine_checks.require_disk, RunPaths(tmp_path), weights, kept, keeps_best=keeps_best)
+        least = round(machine_checks.DISK_ROOM * 1000 * (sets * (kept + 1) + 2 * keeps_best))
         free = least
-        assert machine_checks.require_disk(RunPaths(tmp_path), weights, kept) is None
+        assert require() is None
         free = least - 1
         with pytest.raises(UserError, match="no room for checkpoints") as caught:
-            machine_checks.require_disk(RunPaths(tmp_path), weights, kept)
+            require()
         assert caught.value.code is Exit.STORAGE
     # Its own checkpoints make way for those that follow.
     (tmp_path / "checkpoint").mkdir()

@@ -29,10 +29,11 @@ from noloco_node.evaluation.evaluator import (
     Evaluator,
     EvaluatorContext,
     chosen,
+    last_evaluation,
 )
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter
-from noloco_node.run.peer_state import PeerState
+from noloco_node.run.peer_state import Evaluation, PeerState
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.storage.checkpoint import Checkpoint, EvaluatedCounters
 from noloco_node.swarm.roster import PeerRecord, Roster
@@ -368,6 +369,28 @@ async def test_one_peer_evaluates_the_final_weights_once_the_next_stage_has_ende
             trial.evaluator._context = replace(trial.evaluator._context, me=other)
             await trial.evaluator.at_the_end(9, 90, 1.0)
         assert len(trial.events) == 1
+
+
+async def test_a_later_stage_stays_until_the_final_weights_are_evaluated() -> None:
+    loop, every = asyncio.get_running_loop(), 4
+
+    def made(number: int, round: int) -> Evaluation:
+        return Evaluation(number=number, round=round, loss=2.0, margin=None, tokens=1, documents=1)
+
+    def source(state: PeerState, evaluation: Evaluation | None) -> PeerRecord:
+        return PeerRecord(peer="source", stage=0, state=state, evaluation=evaluation)
+
+    ends = (
+        (source(PeerState.FINISHED, made(3, 9)), 20.0),
+        (source(PeerState.LEAVING, None), 20.0),
+        (source(PeerState.FINISHED, made(2, 9)), LONGEST_END_S),
+    )
+    for last, ends_s in ends:
+        records = [source(PeerState.TRAINING, made(2, 8))]
+        loop.call_later(20.0, records.__setitem__, 0, last)
+        begun_s = loop.time()
+        await last_evaluation(lambda records=records: Roster(stages=(tuple(records),)), every)  # type: ignore[misc]
+        assert loop.time() - begun_s == pytest.approx(ends_s, abs=2 * LOOK_S)
 
 
 def replace_state(record: PeerRecord) -> PeerRecord:

@@ -19,7 +19,7 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.export.adapter_files import AdapterExport, peft_adapter
 from noloco_node.export.continue_run import continuing_text
 from noloco_node.export.exporter import export
-from noloco_node.export.sources import known_run
+from noloco_node.export.sources import model_in
 from noloco_node.planning.model_layout import build_stage, model_layout
 from noloco_node.run.config import AdapterConfig
 from noloco_node.run.presets import with_fields
@@ -88,6 +88,19 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
+def told(command: list[str]) -> str:
+    shown = CliRunner().invoke(app, command)
+    assert shown.exit_code == Exit.OK, shown.output
+    return shown.stdout
+
+
+def refused(command: list[str], code: Exit = Exit.CONFIG) -> UserError:
+    shown = CliRunner().invoke(app, command)
+    assert isinstance(shown.exception, UserError), shown.output
+    assert shown.exception.code is code
+    return shown.exception
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("freeze_a", [False, True])
 def test_the_mean_of_the_adapters_is_what_both_forms_hold(tmp_path: Path, family: str, freeze_a: bool) -> None:
@@ -110,9 +123,11 @@ def test_the_mean_of_the_adapters_is_what_both_forms_hold(tmp_path: Path, family
     assert any(
         not torch.equal(each, made.model.state_dict()[name]) for name, each in own.items() if name != "lm_head.weight"
     )
+    notes = [json.loads((place / "noloco.json").read_bytes())["untied"] for place in (adapter, merged)]
+    assert notes == [False, family == "gpt2"], "an adapter holds neither embedding nor head"
     for name, each in found.state_dict().items():
         assert torch.allclose(each, own[name], atol=1e-6), name
-    assert known_run(merged) == made.recipe.run
+    assert model_in(merged).run == made.recipe.run
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -148,14 +163,39 @@ def test_a_base_that_is_not_the_runs_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "merged").exists()
 
 
-def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+def test_an_adapter_alone_is_no_model(tmp_path: Path) -> None:
     made = Adapted(tmp_path, "llama", freeze_a=False)
     adapter = made.export("adapter")
-    for command in (["evaluate", str(adapter)], ["init", "--from", str(adapter), str(tmp_path / "run.toml")]):
-        shown = CliRunner().invoke(app, command)
-        assert isinstance(shown.exception, UserError)
-        assert shown.exception.code is Exit.CONFIG
-        assert "--merge" in shown.exception.hint
+    for command in (["evaluate", str(adapter)], ["generate", str(adapter), "--prompt", "a"]):
+        assert "--weights DIR" in refused(command).hint
+    assert "--merge" in refused(["init", "--from", str(adapter), str(tmp_path / "run.toml")]).hint
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_adapter_over_its_model_is_the_merged_model(tmp_path: Path, family: str) -> None:
+    made = Adapted(tmp_path, family, freeze_a=True)
+    merged = made.export("merged", merge=True, base=made.checkpoint)
+    adapter = made.export("adapter")
+    over = ("--weights", str(made.checkpoint))
+    losses = [told(["evaluate", str(each), "--json", *more]) for each, *more in ((merged,), (adapter, *over))]
+    assert json.loads(losses[0])["loss"] == pytest.approx(json.loads(losses[1])["loss"], rel=1e-6)
+    texts = [
+        told(["generate", str(each), "--prompt", "import ", *more]) for each, *more in ((merged,), (adapter, *over))
+    ]
+    assert texts[0] == texts[1]
+    assert refused(["evaluate", str(merged), *over], Exit.USAGE).what == "There is no adapter to put over --weights."
+    # An export that knew the model names it.
+    assert told(["evaluate", str(made.export("named", base=made.checkpoint)), "--json"]) == losses[1]
+    write_model(tmp_path / "other", family, FAMILIES[family] | {"vocab_size": 400})
+    assert "run file lists" in refused(["evaluate", str(adapter), "--weights", str(tmp_path / "other")]).why
+
+
+def test_homes_of_adapters_are_evaluated_over_a_model_that_is_named(tmp_path: Path) -> None:
+    made = Adapted(tmp_path, "llama", freeze_a=False)
+    homes = [word for home in made.homes for word in ("--from-home", str(home))]
+    assert "--weights DIR" in refused(["evaluate", *homes]).hint
+    rows = json.loads(told(["evaluate", *homes, "--weights", str(made.checkpoint), "--json", "--batches", "1"]))
+    assert [row["model"] for row in rows["models"]][:2] == ["merged", "stage 0, peer-0-0, round 40"]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from noloco_node.export import exporter, replica_files
 from noloco_node.export.continue_run import continuing_text
 from noloco_node.export.exporter import export, merge_files, of_homes
 from noloco_node.export.replica_files import ReplicaReader, in_home, newest
-from noloco_node.export.sources import read_provenance, recipe_of
+from noloco_node.export.sources import model_in, read_provenance, recipe_of
 from noloco_node.inference.evaluation import _text, evaluate
 from noloco_node.inference.generation import generate
 from noloco_node.planning.checkpoint_map import RunWeights
@@ -48,7 +48,9 @@ CONTINUED: dict[str, dict[str, Any]] = {
     "gemma3_text": {**LLAMA, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 5},
     "qwen3_moe": {**LLAMA, "num_key_value_heads": 1, "num_experts": 8, "moe_intermediate_size": 24, "head_dim": 32},
 }
-TEXT = demo_run_text(stages=2, replicas=2, steps=100, seed=0)
+TEXT = demo_run_text(stages=2, replicas=2, steps=100, seed=0).replace(
+    "evaluate_every_rounds = 0", "evaluate_every_rounds = 3"
+)
 """A run whose model has 0.75 million parameters."""
 
 
@@ -285,6 +287,7 @@ def test_a_run_that_goes_on_from_an_export_begins_with_exactly_that_model(
     assert (run_.pipeline.stages, run_.pipeline.sequence_length) == (2, 128)
     before = made.recipe.run.data
     assert (run_.data.source, run_.data.path, run_.data.field) == (before.source, before.path, before.field)
+    assert run_.data.evaluate_every_rounds == before.evaluate_every_rounds == 3
     first = RunWeights(again.plan.prepared, again.plan.shapes, WeightStore.whole(out, run_.model.weights))
     parts = [make_stage(run_, again.plan, stage, torch.device("cpu")) for stage in (0, 1)]
     for number, part in enumerate(parts):
@@ -399,7 +402,9 @@ def test_a_checkpoint_of_anybody_is_evaluated_on_a_text_that_is_named(
     with pytest.raises(UserError, match="no checkpoint of a swarm"):
         asked((stranger,), data=None)
     # Bytes that are no text are marked by one, and passed over by the tokenizer of the other.
-    one, other = ("".join(generate(each, "to be", Sampling(40))).replace("\ufffd", "") for each in (out, stranger))
+    one, other = (
+        "".join(generate(model_in(each), "to be", Sampling(40))).replace("\ufffd", "") for each in (out, stranger)
+    )
     assert one == other
     assert one
 

@@ -25,7 +25,7 @@ from noloco_node.data.held_out_text import HeldOutText, Loss, _margin, text_loss
 from noloco_node.data.token_text import Sampling
 from noloco_node.errors import Exit, UserError
 from noloco_node.export.huggingface import own_generation, write_checkpoint
-from noloco_node.export.sources import Provenance, read_provenance
+from noloco_node.export.sources import Provenance, model_in, read_provenance
 from noloco_node.inference.evaluation import evaluate, unigram_entropy
 from noloco_node.inference.generation import generate
 from noloco_node.run.config import DataConfig, ModelConfig
@@ -271,7 +271,7 @@ def test_a_checkpoint_that_was_cut_short_is_one_clear_message(
     spoil(tmp_path / "model")
     for command in (
         lambda: evaluate((tmp_path / "model",), data=str(tmp_path / "text.txt"), batches=1),
-        lambda: list(generate(tmp_path / "model", "import ", Sampling(2))),
+        lambda: list(generate(model_in(tmp_path / "model"), "import ", Sampling(2))),
     ):
         with pytest.raises(UserError, match="holds no model that transformers can load") as caught:
             command()

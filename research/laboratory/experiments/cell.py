@@ -30,11 +30,11 @@ Method = Literal[
     "late_mean",
 ]
 Speeds = Literal["none", "slight", "moderate", "very", "nearly"]
-Scale = Literal["full", "small", "tiny"]
+Scale = Literal["full", "small", "tiny", "adapted"]
 Codec = Literal["float32", "bfloat16", "int8", "int4", "int3", "int2"]
 Corpus = Literal["library", "torch"]
 Prose = Literal["prose"]
-"""The text that only runs under `Conditions` use beside the library's."""
+"""The text that only runs under `Conditions` or with `Adapters` use beside the library's."""
 Sharding = Literal["alike", "fixed", "sampled"]
 Discount = Literal["none", "poly", "threshold"]
 Line = Literal["1000/1000", "100/100", "100/20", "20/5"]
@@ -70,6 +70,19 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     hours: float = 3.0
 
 
+class Adapters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Adapters (LoRA) over a frozen model that one machine has trained on another text, from the cell's seed.
+
+    `trained`: both matrices of each adapter; B alone (FFA-LoRA); or, in gossip, B in one round and A in the next.
+    """
+
+    base_text: Corpus | Prose
+    base_steps: int = 500
+    base_rate: float = 1e-2
+    rank: int = 4
+    trained: Literal["both", "b", "alternating"] = "both"
+
+
 class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One run.
 
@@ -95,6 +108,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     time, in their turn. `beside`: they take it beside the inner steps. `roster_lag_s`: by how much what is known of the
     others is out of date.
     `conditions`: of the methods `quorum_mean`, `late_mean` and `gossip`; `steps` are then those of the fastest machine.
+    `adapters`: what is trained in the place of all weights; `text` is then what they are trained on and judged by.
     """
 
     method: Method
@@ -131,6 +145,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     discount: Discount = "none"
     compensation: float = 0.0
     conditions: Conditions | None = None
+    adapters: Adapters | None = None
 
     @property
     def budget(self) -> int:
@@ -154,7 +169,7 @@ ADDED_LATER = {
     in (
         *("common_start", "often_at_end", "last_rounds", "weighed", "slower_lines", "charged", "beside"),
         *("roster_lag_s", "scale", "text", "fragments", "overlap", "mixing", "density", "pushes"),
-        *("batch", "sharding", "grace_s", "discount", "compensation", "conditions"),
+        *("batch", "sharding", "grace_s", "discount", "compensation", "conditions", "adapters"),
     )
 }
 """Fields that results from before do not know, and their defaults."""

@@ -23,7 +23,7 @@ from research.laboratory.experiments.cell import Cell, Speeds
 LATENCY_S = 0.1
 WEIGHTS_S = 4.0
 """Time to send all weights once as float32."""
-PARAMETERS = {"full": 406_176, "small": 92_400, "tiny": 34_912}
+PARAMETERS = {"full": 406_176, "small": 92_400, "tiny": 34_912, "adapted": 143_680}
 """Weights of the model that cells of a scale train."""
 INNER_STEP_S = 0.064
 """Real seconds of an inner step of that model."""

@@ -1,8 +1,9 @@
 """What all cells train: a Llama of 0.4 million parameters on the source text of Python's standard library, as bytes.
 
 A cell of the small scale trains one of 0.09 million on shorter sequences, a tenth of the work; one of the tiny scale
-trains 0.03 million. The text may also be the Python sources of torch: there wherever this runs, disjoint from the
-library, and no choice was made on it. Under conditions it may be the prose of Python's reference, as pydoc keeps it.
+trains 0.03 million. Adapters are trained over a frozen one of 0.14 million. The text may also be the Python sources of
+torch: there wherever this runs, disjoint from the library, and no choice was made on it. Under conditions, and for
+adapters, it may be the prose of Python's reference, as pydoc keeps it.
 
 Everything is the production's: the text and its held-out part, the model, its cut into stages, the inner optimiser and
 its schedule over the progress of the run.
@@ -29,7 +30,15 @@ from noloco_node.data.file_documents import FileDocuments, ReadingOrder, TextRan
 from noloco_node.data.held_out_text import HeldOutText, text_loss
 from noloco_node.node.replica_context import rate_schedule
 from noloco_node.planning.model_layout import ModelLayout, make_stage
-from noloco_node.run.config import DataConfig, InnerConfig, ModelConfig, PipelineConfig, RunConfig
+from noloco_node.run.config import (
+    NO_ADAPTER,
+    AdapterConfig,
+    DataConfig,
+    InnerConfig,
+    ModelConfig,
+    PipelineConfig,
+    RunConfig,
+)
 from pipeline.inner_step import Schedule
 from pipeline.stage import Stage
 from research.laboratory.experiments.cell import Cell, Corpus, Prose, Scale
@@ -58,22 +67,26 @@ class Dimensions(NamedTuple):
 
 SMALL = Dimensions(width=48, layers=2, intermediate=128, heads=2, sequence_length=64, sequences_per_step=4)
 TINY = SMALL._replace(width=32, layers=1, intermediate=64)
+ADAPTED = SMALL._replace(width=64, intermediate=160)
+HELD_OUT_PERCENT = {("library", "tiny"): 0.6, ("library", "adapted"): 0.6, ("torch", "adapted"): 0.15}
+"""Of a text, where all of it is scored at the end of a run."""
 
 
 def dimensions(cell: Cell) -> Dimensions:
     """Return the sizes of a cell's model."""
     full = Dimensions(WIDTH, LAYERS, 256, 4, SEQUENCE_LENGTH, SEQUENCES_PER_STEP)
-    return {"full": full, "small": SMALL, "tiny": TINY}[cell.scale]
+    return {"full": full, "small": SMALL, "tiny": TINY, "adapted": ADAPTED}[cell.scale]
 
 
 def source(text: Corpus | Prose, scale: Scale = "full") -> DataConfig:
     """Return where a text comes from, with its held-out part."""
+    percent = HELD_OUT_PERCENT.get((text, scale), 2.0)
     if text == "library":
-        return DataConfig(validation_percent=0.6 if scale == "tiny" else 2.0)
+        return DataConfig(validation_percent=percent)
     if text == "prose":
         return DataConfig(source="text", path=topics.__file__, validation_percent=8.0)
     modules = Path(torch.__file__).parent / "**" / "*.py"
-    return DataConfig(source="text", path=str(modules), validation_percent=2.0)
+    return DataConfig(source="text", path=str(modules), validation_percent=percent)
 
 
 def run_of(cell: Cell) -> RunConfig:
@@ -109,7 +122,15 @@ def run_of(cell: Cell) -> RunConfig:
             beta2=0.99,
         ),
         outer=_outer(cell),
+        adapter=_adapter(cell),
     )
+
+
+def _adapter(cell: Cell) -> AdapterConfig:
+    if cell.adapters is None:
+        return NO_ADAPTER
+    rank, frozen = cell.adapters.rank, cell.adapters.trained == "b"
+    return AdapterConfig(rank=rank, alpha=2.0 * rank, freeze_a=frozen, base="float32")
 
 
 def _outer(cell: Cell) -> OuterConfig:

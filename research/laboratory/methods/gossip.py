@@ -25,6 +25,7 @@ from noloco_node.sim.network.link_model import Access, Latency, NetworkCondition
 from noloco_node.sim.network.sim_network import SimNetwork
 from research.laboratory.experiments.hardware_model import LATENCY_S, bytes_per_s, compute_s
 from research.laboratory.experiments.task import run_of
+from research.laboratory.methods.adapters import AlternatingStage
 from research.laboratory.methods.lagging_roster import Crowd
 from research.laboratory.methods.replicas import Replica, Swarm
 from research.laboratory.methods.virtual_trainee import Device
@@ -88,6 +89,8 @@ class Gossiper:
     def _record(self, event: Event) -> None:
         if isinstance(event, OuterStepTaken):
             self._crowd.note(self._network.peer_id, self.rounds.finished)
+            if isinstance(self._stage, AlternatingStage):
+                self._stage.round = self.rounds.finished
             self.replica.rounds += event.partner is not None
             if event.partner is not None:
                 self.lateness.append(event.staleness)
@@ -128,7 +131,7 @@ def origin_of(replica: Replica) -> Origin:
 async def gossip(swarm: Swarm) -> None:
     """Let everybody train and gossip until the budget is spent."""
     cell = swarm.cell
-    rate, latency = bytes_per_s(swarm.weight_bytes) / cell.slower_lines, Latency(mean_s=LATENCY_S)
+    rate, latency = bytes_per_s(swarm.model_bytes) / cell.slower_lines, Latency(mean_s=LATENCY_S)
     hub = SimNetwork(NetworkConditions(latency=latency), seed=cell.seed)
     crowd = Crowd(cell.roster_lag_s)
     everybody: list[Gossiper] = []

@@ -21,8 +21,9 @@ from noloco_node.run.config import RunConfig
 from pipeline.inner_step import learning_rate
 from pipeline.stage import Stage
 from research.laboratory.experiments.cell import Cell, Point
-from research.laboratory.experiments.hardware_model import step_seconds
+from research.laboratory.experiments.hardware_model import PARAMETERS, step_seconds
 from research.laboratory.experiments.task import SharedText, Text, loss_of, open_stages, run_of, schedule
+from research.laboratory.methods.adapters import adapted_stages
 
 POINTS = 8
 """Points of a curve: with 400 steps one every 50, so that all fall on the same moment of a round of 25 or 50 steps."""
@@ -37,10 +38,9 @@ class Replica:
     """The replica of each stage that has this number, on one machine, and its text."""
 
     def __init__(
-        self, run: RunConfig, plan: ModelLayout, number: int, step_s: float, shards: int = 1, *, shared: bool = False
+        self, run: RunConfig, stages: list[Stage], number: int, step_s: float, shards: int = 1, *, shared: bool = False
     ) -> None:
-        self.number, self.step_s = number, step_s
-        self.stages: list[Stage] = open_stages(run, plan)
+        self.number, self.step_s, self.stages = number, step_s, stages
         self.text: Text = SharedText(run, number) if shared else Text(run, number, shards)
         self.steps = 0
         self.rounds = self.sent_bytes = 0.0
@@ -84,8 +84,9 @@ class Swarm:
         plan = model_layout(run)
         self.cell = cell
         shards = 1 if cell.sharding == "alike" else cell.replicas
+        shared = cell.conditions is not None or cell.adapters is not None
         self.replicas = [
-            Replica(run, plan, number, cell.batch * step_s, shards, shared=cell.conditions is not None)
+            Replica(run, _fresh(cell, run, plan), number, cell.batch * step_s, shards, shared=shared)
             for number, step_s in enumerate(step_seconds(cell.speeds, cell.replicas))
         ]
         self.model: Callable[[], Model] = self.mean
@@ -97,7 +98,7 @@ class Swarm:
         self._tell = tell
         self._schedule = schedule(cell)
         self._routes = Random(f"{cell.seed}|routes")
-        self._scratch = open_stages(run, plan)
+        self._scratch = _fresh(cell, run, plan)
 
     def __repr__(self) -> str:
         return f"<Swarm: {self.taken} of {self.cell.budget} inner steps>"
@@ -106,6 +107,11 @@ class Swarm:
     def weight_bytes(self) -> int:
         """The bytes of a replica's weights as float32, all stages."""
         return sum(tensor.nbytes for part in self.replicas[0].weights() for tensor in part)
+
+    @property
+    def model_bytes(self) -> int:
+        """The bytes of the whole model as float32, frozen weights included: what lines are measured by."""
+        return self.weight_bytes if self.cell.adapters is None else 4 * PARAMETERS[self.cell.scale]
 
     @property
     def share(self) -> float:
@@ -191,7 +197,8 @@ class Swarm:
         self.taken += 1
         if self.left <= 0 and not self.spent_at_s:
             self.spent_at_s = now_s()
-        points = min(POINTS, self.cell.steps // STEPS_BETWEEN_POINTS)
+        # Of adapters the end alone is told.
+        points = 0 if self.cell.adapters else min(POINTS, self.cell.steps // STEPS_BETWEEN_POINTS)
         if self.taken * points // self.cell.budget > len(self.curve) and self.left > 0:
             self.note_point()
         self._tell(self.share)
@@ -231,6 +238,10 @@ class Swarm:
         """Return the paper's weight standard deviation: over replicas, root mean square over all weights."""
         rows = torch.stack([torch.cat([t.flatten() for part in r.weights() for t in part]) for r in self.replicas])
         return float(rows.std(0, unbiased=False).square().mean().sqrt())
+
+
+def _fresh(cell: Cell, run: RunConfig, plan: ModelLayout) -> list[Stage]:
+    return open_stages(run, plan) if cell.adapters is None else adapted_stages(cell, run, plan)
 
 
 def mean_of(models: Sequence[Model], weights: Sequence[int] | None = None) -> Model:

@@ -26,6 +26,7 @@ from research.laboratory.experiments.cell import Cell, Result
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = (
     "gossip/**/*.py",
+    "pipeline/adapters/*.py",
     "pipeline/forward_pass.py",
     "pipeline/stage.py",
     "pipeline/inner_step.py",

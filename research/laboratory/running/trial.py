@@ -11,6 +11,7 @@ from noloco_node.sim import clock
 from research.laboratory.experiments.cell import Cell, Result
 from research.laboratory.experiments.task import loss_of, losses_of
 from research.laboratory.methods import synchronous
+from research.laboratory.methods.adapters import loss_of_base, named, product_error
 from research.laboratory.methods.async_server import server
 from research.laboratory.methods.final_rounds import last_rounds
 from research.laboratory.methods.fragments import shards, streaming
@@ -51,17 +52,22 @@ def run(cell: Cell, tell: Callable[[float], None] = lambda share: None) -> Resul
 
 
 async def _run(cell: Cell, tell: Callable[[float], None]) -> Result:
+    held_out: tuple[float, ...] = ()
     if cell.conditions is not None:
         swarm: Swarm = await _under_conditions(cell, tell)
-        held_out = losses_of(cell, swarm.stages_of(swarm.model()))
     else:
-        swarm, held_out = Swarm(cell, tell), ()
+        swarm = Swarm(cell, tell)
         if cell.common_start:
             await synchronous.common_start(swarm)
         await METHODS[cell.method](swarm)
         await last_rounds(swarm, cell.last_rounds)
         swarm.note_point()
     replicas = swarm.replicas
+    if cell.conditions is not None or cell.adapters is not None:
+        held_out = losses_of(cell, swarm.stages_of(swarm.model()))
+    if cell.adapters is not None:
+        swarm.notes["before"] = loss_of_base(cell)
+        swarm.notes["mean_of_products"] = product_error([named(replica.stages[0]) for replica in replicas])
     busy = [replica.busy_s / swarm.spent_at_s for replica in replicas]
     fastest = min(range(len(replicas)), key=lambda number: replicas[number].step_s)
     return Result(

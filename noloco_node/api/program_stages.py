@@ -1,0 +1,167 @@
+"""Stages that a program builds, as those of a run: a node asks for the module of its stage, and trains it as any other.
+
+A stage maps one tensor to one: token ids [b, s], int64, or what the stage before it returned, [b, s, width], to [b, s,
+width]; the last stage to logits [b, s, vocabulary]. b and s may be smaller than the run's. The loss is the node's, and
+so are text, optimiser and precision. No code travels: each peer has the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from noloco_node.api.foreign_stage import check_module, trained_parameters
+from noloco_node.cli.host_machine import Machine, StageHost, first_checkpoint
+from noloco_node.cli.options import JoinOptions
+from noloco_node.errors import UserError, config_error
+from noloco_node.planning.foreign_layout import ForeignLayout, ForeignWeights, foreign_layout
+from noloco_node.planning.model_layout import with_optimiser
+from noloco_node.storage.home import RunPaths
+from noloco_node.swarm.run_distribution import RunFileText
+from pipeline.decoder_slice import Cut
+from pipeline.forward_pass import Slice
+from pipeline.stage import Stage
+
+BuildStage: TypeAlias = Callable[[int], nn.Module]
+_TOKENS = 2
+"""Of the one sequence on which a stage is tried."""
+
+
+def stage_parameters(stage: int, module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return what a stage trains, by its names in the run; raise `UserError` (CONFIG) if that is not float32."""
+    found = {f"{stage}.{name}": each for name, each in trained_parameters(module).items()}
+    for name, each in found.items():
+        if each.dtype is not torch.float32:
+            raise config_error(
+                f"The parameter {name} is {str(each.dtype).removeprefix('torch.')}.",
+                "nodes keep what they train in float32, and multiply in what the device is fast in (precision)",
+                "module.float()",
+            )
+    return found
+
+
+@torch.no_grad()
+def tried(stage: int, module: nn.Module, given: Tensor) -> Tensor:
+    """Return what a stage makes of a short input; raise `UserError` (CONFIG) if that is no tensor [1, s, numbers]."""
+    was_training, device = module.training, next(module.parameters()).device
+    module.eval()
+    try:
+        found = module(given.to(device))
+    except Exception as error:  # the program's own
+        raise config_error(
+            f"Stage {stage} cannot compute with an input of {list(given.shape)}.",
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            "a stage takes token ids [b, s], or what the stage before it returns, for any b and s up to the run's",
+        ) from error
+    finally:
+        module.train(was_training)
+    if not isinstance(found, Tensor) or found.shape[:-1] != given.shape[:2] or not found.is_floating_point():
+        said = f"{found.dtype!s} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise config_error(
+            f"Stage {stage} returns no activations.",
+            f"of an input of {list(given.shape)} it makes {said}",
+            "a stage returns one tensor [b, s, numbers] of floats: activations, the last one logits",
+        )
+    return found.cpu().float()
+
+
+def tokens() -> Tensor:
+    """Return the ids on which a first stage is tried."""
+    return torch.zeros((1, _TOKENS), dtype=torch.int64)
+
+
+class _Logits(nn.Module):
+    """Stands where a vocabulary head is; what it is given are logits already."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.empty(vocabulary, 0), persistent=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return states
+
+
+class ProgramSlice(Slice):
+    """The module of a stage, under the names of the run; its frozen parameters stay as the program made them."""
+
+    def __init__(self, stage: int, module: nn.Module, layout: ForeignLayout) -> None:
+        whole = nn.Module()
+        whole.add_module(str(stage), module)
+        whole.add_module("logits", _Logits(layout.vocabulary))
+        last = stage == len(layout.shapes) - 1
+        super().__init__(whole, Cut(stage, stage + 1, embeds=stage == 0, head=last), "logits")
+        self._module = (module,)
+
+    def named_parameters(self, *args: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, each) for name, each in super().named_parameters(*args, **named) if each.requires_grad)
+
+    def forward(
+        self, hidden: Tensor, tokens: Tensor | None = None, positions: Tensor | None = None, *, logits: bool = True
+    ) -> Tensor:
+        (module,) = self._module
+        output: Tensor = module(hidden)
+        return output
+
+
+def program_slice(stage: int, build: BuildStage, layout: ForeignLayout) -> ProgramSlice:
+    """Return a stage as a program builds it; raise `UserError` (CONFIG) if it cannot, or if it is not the run's."""
+    try:
+        module = build(stage)
+    except UserError:
+        raise
+    except Exception as error:  # the program's own
+        raise config_error(
+            f"The program could not build stage {stage}.",
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            "stages(number) returns the module of a stage, for each number from 0 on",
+        ) from error
+    shapes, found = layout.shapes[stage], stage_parameters(stage, module)
+    check_module(shapes, found)
+    if list(shapes) != list(found):
+        raise config_error(
+            f"The program builds stage {stage} in another order than the run has.",
+            "its parameters have the run's names and shapes, and are registered in another order",
+            "build it as the program did that wrote the run file",
+        )
+    last = stage == len(layout.shapes) - 1
+    given = torch.zeros(1, _TOKENS, layout.width) if stage else tokens()
+    returned, expected = tried(stage, module, given).shape[-1], layout.vocabulary if last else layout.width
+    if returned != expected:
+        raise config_error(
+            f"Stage {stage} is not the one that the run trains.",
+            f"it returns {returned} numbers a token, and the run's {expected}",
+            "build it as the program did that wrote the run file",
+        )
+    return ProgramSlice(stage, module, layout)
+
+
+class ProgramStages(StageHost):
+    """What this machine gives to a node whose stages the program builds; to be closed."""
+
+    def __init__(self, build: BuildStage, layout: ForeignLayout, *args: Any) -> None:
+        super().__init__(*args)
+        self._build, self._layout = build, layout
+
+    def build(self, stage: int) -> Stage:
+        part = program_slice(stage, self._build, self._layout)
+        return with_optimiser(self._recipe.run, part, stage, self._torch_device)
+
+
+def prepared(
+    build: BuildStage, options: JoinOptions, home: RunPaths, torch_device: torch.device, recipe: RunFileText
+) -> Machine:
+    """Work out what a program that builds stages gives to a node; raise `UserError` if the run has none such."""
+    layout = foreign_layout(recipe.run)
+    if not recipe.run.model.is_in_stages:
+        raise config_error(
+            "The run trains a module as a whole, and no stages of a program.",
+            "noloco_node.init was given one module, and no list of them",
+            "noloco_node.GossipOptimizer joins it",
+        )
+    checkpoint = first_checkpoint(options, home, recipe.run, partial(ForeignWeights, layout.shapes))
+    host = partial(ProgramStages, build, layout, options, home, torch_device, recipe, layout, checkpoint)
+    return Machine(layout, host)

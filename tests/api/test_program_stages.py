@@ -1,0 +1,221 @@
+"""Modules of a program as the stages of a run: they compute what the program's own loop would, and are checked."""
+
+from __future__ import annotations
+
+import copy
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from process_swarm import host, is_finished
+from processes import Command, Commands
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+import noloco_node
+from noloco_node.api.program_stages import program_slice
+from noloco_node.errors import Exit, UserError
+from noloco_node.journal.events import InnerStep
+from noloco_node.planning.foreign_layout import foreign_layout
+from noloco_node.planning.model_layout import model_layout, with_optimiser
+from noloco_node.run.config import RunConfig
+from noloco_node.run.runfile import load_run
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_stages.py"
+WIDTH, VOCABULARY = 6, 384
+CPU = torch.device("cpu")
+
+
+class Scaled(nn.Module):
+    """A parameter by itself, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.scale * torch.tanh(self.layer(hidden))
+
+
+def modules(seed: int = 0) -> list[nn.Module]:
+    torch.manual_seed(seed)
+    return [nn.Embedding(VOCABULARY, WIDTH), Scaled(), nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))]
+
+
+def written(directory: Path, stages: list[nn.Module], **sections: dict[str, object]) -> RunConfig:
+    chosen: dict[str, dict[str, object]] = {"pipeline": {"codec": "float32"}, "inner": {"warmup_steps": 0}}
+    return load_run(
+        noloco_node.init(
+            directory / "run.toml", stages, steps=9, batch=2, sequence_length=5, sections={**chosen, **sections}
+        )
+    )
+
+
+def test_the_run_of_a_list_has_a_stage_for_each_module(tmp_path: Path) -> None:
+    run = written(tmp_path, modules())
+    layout = foreign_layout(run)
+    assert [*layout.shapes[1]] == ["1.scale"], "what is frozen stays with the program"
+    assert [*layout.shapes[2]] == ["2.0.weight", "2.0.bias", "2.1.weight", "2.1.bias"]
+    assert (layout.width, layout.vocabulary, len(layout.work), run.pipeline.stages) == (WIDTH, VOCABULARY, 3, 3)
+    assert load_file(tmp_path / "run.safetensors").keys() == run.model.foreign_parameters.keys()
+    with pytest.raises(UserError, match="foreign module") as refused:
+        model_layout(run)
+    assert "noloco_node.join with its stages" in refused.value.hint
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**31), sequences=st.integers(1, 2), length=st.integers(1, 5))
+def test_stages_apart_take_the_step_of_the_modules_in_one_loop(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, sequences: int, length: int
+) -> None:
+    run = written(tmp_path_factory.mktemp("run"), modules(seed))
+    layout, whole = foreign_layout(run), nn.Sequential(*modules(seed))
+    parts = [
+        with_optimiser(run, program_slice(number, modules(seed).__getitem__, layout), number, CPU)
+        for number in range(3)
+    ]
+    ids, targets = torch.randint(VOCABULARY, (2, sequences, length))
+    first = parts[0].forward(ids)
+    second = parts[1].forward(first.output)
+    found = parts[2].loss(second.output, targets)
+    assert found.hidden is not None
+    back = second.backward(found.hidden)
+    assert back is not None
+    first.backward(back)
+
+    trained = [each for each in whole.parameters() if each.requires_grad]
+    inner = run.inner
+    plain = torch.optim.AdamW(trained, lr=0.01, betas=(inner.beta1, inner.beta2), eps=1e-8, weight_decay=0.0)
+    loss = functional.cross_entropy(whole(ids).flatten(0, 1), targets.flatten())
+    loss.backward()
+    for number, part in enumerate(parts):
+        nn.utils.clip_grad_norm_(whole[number].parameters(), inner.clip_norm)
+        part.step(0.01, 1.0)
+    plain.step()
+    torch.testing.assert_close(found.loss, loss.item())
+    for ours, theirs in zip([each for part in parts for each in part.weights()], trained, strict=True):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-4, atol=1e-6)
+
+
+def reordered() -> nn.Module:
+    stage = modules()[2]
+    assert isinstance(stage, nn.Sequential)
+    bias = stage[0].bias
+    del stage[0].bias
+    del stage[0].weight
+    stage[0].register_parameter("bias", bias)
+    stage[0].register_parameter("weight", nn.Parameter(torch.ones(WIDTH)))
+    return stage
+
+
+def narrow() -> nn.Module:
+    scaled = Scaled()
+    scaled.layer = nn.Linear(WIDTH, 1).requires_grad_(False)
+    scaled.forward = lambda hidden: (scaled.scale * hidden)[..., :2]  # type: ignore[method-assign]
+    return scaled
+
+
+def failing() -> nn.Module:
+    raise OSError("no such file")
+
+
+@pytest.mark.parametrize(
+    ("number", "build", "said"),
+    [
+        (0, lambda: nn.Embedding(VOCABULARY, 2), r"its parameter 0.weight is [384, 2], and the run's is [384, 6]"),
+        (1, nn.Identity, "no parameter that requires a gradient"),
+        (1, lambda: Scaled().requires_grad_(True), "its parameter 1.layer.weight is trained"),
+        (1, narrow, "it returns 2 numbers a token, and the run's 6"),
+        (1, failing, "OSError: no such file"),
+        (2, reordered, "registered in another order"),
+        (2, lambda: modules()[2].bfloat16(), "The parameter 2.0.weight is bfloat16"),
+    ],
+)
+def test_a_stage_that_is_not_the_runs_is_refused_by_what_differs(
+    tmp_path: Path, number: int, build: Callable[[], nn.Module], said: str
+) -> None:
+    layout = foreign_layout(written(tmp_path, modules()))
+    with pytest.raises(UserError) as refused:
+        program_slice(number, lambda _: build(), layout)
+    assert refused.value.code is Exit.CONFIG
+    assert said in f"{refused.value.what} {refused.value.why}"
+
+
+class Pair(nn.Embedding):
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(ids), ids
+
+
+@pytest.mark.parametrize(
+    ("stages", "said"),
+    [
+        ([], "The list of stages holds no module"),
+        (["first"], "The list of stages holds str"),
+        (2 * [nn.Linear(1, 1)], "Two stages share a parameter"),
+        ([nn.Linear(3, 3), nn.Linear(3, 3)], "Stage 0 cannot compute with an input of [1, 2]"),
+        ([Pair(9, 3), nn.Linear(3, 9)], "Stage 0 returns no activations"),
+        ([nn.Embedding(9, 3), nn.Linear(3, 4), nn.Linear(4, 9)], "The stages hand on different widths"),
+    ],
+)
+def test_a_list_that_is_no_pipeline_is_refused_and_nothing_is_written(
+    tmp_path: Path, stages: list[nn.Module], said: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        written(tmp_path, stages)
+    assert said in refused.value.what
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("field", "sections"),
+    [
+        ("data.packed", {"data": {"source": "json", "path": "rows.jsonl", "form": "prompt"}}),
+        ("pipeline.boundaries", {"pipeline": {"boundaries": [1, 2]}}),
+        ("adapter.rank", {"adapter": {"rank": 4}}),
+        ("pipeline.codec", {"pipeline": {"codec": "int8"}}),
+        ("pipeline.subspace", {"pipeline": {"subspace": 2}}),
+        ("model.foreign_parameters", {"pipeline": {"stages": 2}}),
+        ("model.foreign_width", {"model": {"foreign_width": 0}}),
+    ],
+)
+def test_what_stages_of_a_program_cannot_do_is_named(tmp_path: Path, field: str, sections: dict[str, object]) -> None:
+    with pytest.raises(UserError) as refused:
+        written(tmp_path, modules(), **copy.deepcopy(sections))  # type: ignore[arg-type]
+    assert field in refused.value.what
+
+
+@pytest.mark.network
+def test_stages_of_a_program_train_over_real_daemons_though_one_peer_is_killed(tmp_path: Path) -> None:
+    with Commands() as commands:
+        path = commands.directory / "run.toml"
+        done = commands.start("--init", str(path), "--steps", "30", name="init", program=EXAMPLE)
+        assert done.wait() == Exit.OK, done.complaint
+        bootstrap, invite = host(commands, path, "--weights", str(commands.directory))
+
+        def member(stage: int, name: str) -> Command:
+            return commands.start("--swarm", invite, "--stage", str(stage), name=name, home=True, program=EXAMPLE)
+
+        first, victim, last = member(0, "first"), member(1, "victim"), member(1, "last")
+        commands.until(lambda: victim.events(InnerStep) and last.events(InnerStep), "all train", alive=[first])
+        victim.process.kill()
+        victim.wait()
+        for each in (first, last):
+            assert each.wait() == Exit.OK, each.complaint
+            assert is_finished(each)
+        losses = [step.loss for step in last.events(InnerStep) if step.loss is not None]
+        assert losses[-1] < losses[0] - 1.0
+        out = tmp_path / "model"
+        noloco_node.export(None, out, homes=[first.home, last.home])
+        bootstrap.interrupt()
+        assert bootstrap.wait() == Exit.OK
+    example = runpy.run_path(str(EXAMPLE))
+    whole = nn.Sequential(example["stage"](0), example["stage"](1))
+    whole.load_state_dict(load_file(out / "model.safetensors"))
+    ids = torch.tensor([[each + 3 for each in b"    def __init__(self, name):\n        self.name = name\n"]])
+    loss = functional.cross_entropy(whole(ids[:, :-1])[0], ids[0, 1:])
+    assert loss < 4.5, "it has learnt: without, it is 6"

@@ -1,0 +1,51 @@
+"""What a machine gives to a node."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import torch
+
+from noloco_node.cli.host_machine import EvaluationMachine
+from noloco_node.cli.options import JoinOptions
+from noloco_node.run.presets import demo_run_text, with_fields
+from noloco_node.run.runfile import decode_run
+from noloco_node.storage.checkpoint import Checkpoint, EvaluatedCounters, save
+
+FIELDS = {"data": {"evaluate_every_rounds": 4, "validation_percent": 50.0}}
+TEXT = with_fields(demo_run_text(stages=1, replicas=2, steps=100, seed=0), FIELDS)
+
+
+def evaluated(loss: float, step: int) -> Checkpoint:
+    counters = EvaluatedCounters(
+        run_id="run",
+        peer="me",
+        stage=0,
+        round=8,
+        inner_steps=step,
+        progress=0.5,
+        samples=0,
+        optimiser_steps=0,
+        held_out_loss=loss,
+    )
+    return Checkpoint(counters, {"fast": (torch.zeros(2),)})
+
+
+async def evaluate(machine: EvaluationMachine, before: float | None, found: Checkpoint) -> None:
+    await machine.text()
+    assert await machine.best_loss() == before
+    await machine.keep(found)
+
+
+def test_the_best_is_the_best_on_one_text(tmp_path: Path) -> None:
+    """Another --data begins anew, and its first evaluation takes the place of the weights that are kept."""
+    run, best = decode_run(TEXT, "the test's"), tmp_path / "best"
+    save(best, evaluated(1.0, 1), 1)  # of an earlier version, which named no text
+    for name, before, kept in (("one", 1.0, 2.0), ("two", None, 3.0), ("two", 3.0, 2.5), ("one", None, 4.0)):
+        (tmp_path / name).mkdir(exist_ok=True)
+        text = "".join(f"{name} or {number} is the question, and the answer\n" for number in range(2000))
+        (tmp_path / name / "text.txt").write_text(text)
+        machine = EvaluationMachine(run, JoinOptions(data=str(tmp_path / name)), best)
+        asyncio.run(evaluate(machine, before, evaluated(kept, round(100 * kept))))
+        machine.close()
