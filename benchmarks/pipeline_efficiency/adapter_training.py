@@ -6,8 +6,9 @@ The model is a small Llama, trained here on the standard library's source text. 
 docstrings: who asks what a function does gets the docstring's first line. Each peer has a third of the modules. The
 swarm is a bootstrap peer and three `noloco-node join` processes with real daemons; one of the three is killed at two
 fifths of the run and comes back. Each peer alone, and one machine with the rows of all, is plain transformers and PEFT
-in float32 with as many steps as a replica. The learning rate of the swarm and of the loops is chosen from --rates on
-seed 0, which is not shown. Losses are over all rows that are held out, by plain transformers, on the answers.
+in float32 with as many steps as a replica. The learning rates of the swarm, of the peers alone and of that machine are
+chosen from --rates on seed 0, which is not shown. Losses are over all rows that are held out, by plain transformers,
+on the answers.
 
 OUT gets the results, a line of JSON for each run; runs that stand there are not repeated.
 """
@@ -59,6 +60,8 @@ LENGTH = 128
 KILLED_AT = 0.4
 """Of the run."""
 BASE_STEPS = 1500
+ALONE = tuple(f"alone {number}" for number in range(PEERS))
+WHOLE = "one machine, all rows"
 FIELDS = {
     "replicas": str(PEERS),
     "sequence_length": str(LENGTH),
@@ -74,6 +77,14 @@ FIELDS = {
     "overlap_steps": "4",
 }
 """Of the run file; rows are not packed, so that plain attention sees each row alone as a node does."""
+
+
+class Rates(NamedTuple):
+    """Learning rates: of the swarm, of each peer alone, and of one machine with the rows of all."""
+
+    swarm: float
+    alone: float
+    whole: float
 
 
 class Rows(NamedTuple):
@@ -213,28 +224,29 @@ def train_alone(run: RunConfig, base: Path, source: Path, steps: int) -> Any:
     return model.merge_and_unload()
 
 
-def losses(out: Path, seed: int, steps: int, rate: float, loop_rate: float) -> dict[str, float]:
+def losses(out: Path, seed: int, steps: int, rates: Rates) -> dict[str, float]:
     """Train all arms of one seed; return their held-out loss [nats a token of an answer] by name."""
     with tempfile.TemporaryDirectory(dir=out) as name:
         directory, base = Path(name), out / "base"
         rows = write_rows(directory, seed)
-        run = write_run(directory / "run.toml", base, rows, seed, steps, rate)
+        run = write_run(directory / "run.toml", base, rows, seed, steps, rates.swarm)
         text = validation_text(run.data, LENGTH, seed, None)
 
         def loss(model: Any) -> float:
             return text_loss(logits_of(model.eval()), text).mean
 
+        def loss_alone(rate: float, source: Path) -> float:
+            loop = write_run(directory / "loop.toml", base, rows, seed, steps, rate)
+            return loss(train_alone(loop, base, source, steps))
+
         found = {"base": loss(AutoModelForCausalLM.from_pretrained(base))}
-        if rate:
-            found["meetings"] = asyncio.run(train_swarm(directory / "run.toml", base, rows, directory))
-            homes = [option for number in range(PEERS) for option in ("--from-home", str(home(directory, number)))]
-            noloco_node("export", *homes, "--merge", "--out", str(directory / "merged"))
-            found["swarm"] = loss(AutoModelForCausalLM.from_pretrained(directory / "merged"))
-        if loop_rate:
-            run = write_run(directory / "loop.toml", base, rows, seed, steps, loop_rate)
-            for arm, source in {f"alone {n}": part for n, part in enumerate(rows.parts)}.items():
-                found[arm] = loss(train_alone(run, base, source, steps))
-            found["one machine, all rows"] = loss(train_alone(run, base, rows.whole, steps))
+        found["meetings"] = asyncio.run(train_swarm(directory / "run.toml", base, rows, directory))
+        homes = [option for number in range(PEERS) for option in ("--from-home", str(home(directory, number)))]
+        noloco_node("export", *homes, "--merge", "--out", str(directory / "merged"))
+        found["swarm"] = loss(AutoModelForCausalLM.from_pretrained(directory / "merged"))
+        for arm, part in zip(ALONE, rows.parts, strict=True):
+            found[arm] = loss_alone(rates.alone, part)
+        found[WHOLE] = loss_alone(rates.whole, rows.whole)
         return found
 
 
@@ -243,7 +255,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=200, help="of a replica, and of each loop")
-    parser.add_argument("--rates", type=float, nargs="+", default=[2e-3, 5e-3, 1e-2])
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 5e-3, 1e-2])
     given = parser.parse_args()
     disable_progress_bar()
     torch.set_num_threads(1)
@@ -252,30 +264,33 @@ def main() -> None:
         train_base(given.out)
     record = given.out / "results.jsonl"
 
-    def of(seed: int, rate: float, loop_rate: float) -> dict[str, float]:
-        key = {"seed": seed, "steps": given.steps, "rate": rate, "loop_rate": loop_rate}
+    def of(seed: int, rates: Rates) -> dict[str, float]:
+        key = {"seed": seed, "steps": given.steps, "rates": list(rates)}
         done = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
         for row in done:
             if row["key"] == key:
                 return dict(row["losses"])
-        found = losses(given.out, seed, given.steps, rate, loop_rate)
+        found = losses(given.out, seed, given.steps, rates)
         with record.open("a") as file:
             file.write(json.dumps({"key": key, "losses": found}) + "\n")
-        print(f"seed {seed}, {rate:g} and {loop_rate:g}: {found}; load {os.getloadavg()[0]:.1f}", flush=True)
+        print(f"seed {seed}, {rates}: {found}; load {os.getloadavg()[0]:.1f}", flush=True)
         return found
 
-    tried = {rate: of(0, rate, rate) for rate in given.rates}
-    of_swarm = min(tried, key=lambda rate: tried[rate]["swarm"])
-    alone = [f"alone {number}" for number in range(PEERS)]
-    of_loop = min(tried, key=lambda rate: sum(tried[rate][arm] for arm in alone))
-    shown = [of(seed, of_swarm, of_loop) for seed in given.seeds]
-    print(f"learning rates: swarm {of_swarm:g}, loops {of_loop:g}; {given.steps} steps each")
-    for other in ("base", *alone, "one machine, all rows"):
+    tried = {rate: of(0, Rates(rate, rate, rate)) for rate in given.rates}
+    best_rates = Rates(*(_best(tried, arms) for arms in (("swarm",), ALONE, (WHOLE,))))
+    shown = [of(seed, best_rates) for seed in given.seeds]
+    print(f"{best_rates}, {given.steps} steps each")
+    for other in ("base", *ALONE, WHOLE):
         gains = [row[other] - row["swarm"] for row in shown]
         print(f"{other}: {statistics.mean(row[other] for row in shown):.3f}; the swarm is lower by {interval(gains)}")
-    best = [min(row[arm] for arm in alone) - row["swarm"] for row in shown]
+    best = [min(row[arm] for arm in ALONE) - row["swarm"] for row in shown]
     swarm = statistics.mean(row["swarm"] for row in shown)
     print(f"swarm: {swarm:.3f}; lower than the best of the peers alone by {interval(best)}")
+
+
+def _best(tried: dict[float, dict[str, float]], arms: tuple[str, ...]) -> float:
+    """Return the learning rate with the least loss of these arms together."""
+    return min(tried, key=lambda rate: sum(tried[rate][arm] for arm in arms))
 
 
 def interval(values: list[float]) -> str:
