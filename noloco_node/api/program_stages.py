@@ -111,6 +111,7 @@ def program_slice(stage: int, build: BuildStage, layout: ForeignLayout) -> Progr
     """Return a stage as a program builds it; raise `UserError` (CONFIG) if it cannot, or if it is not the run's."""
     try:
         module = build(stage)
+        found = stage_parameters(stage, module)
     except UserError:
         raise
     except Exception as error:  # the program's own
@@ -119,7 +120,7 @@ def program_slice(stage: int, build: BuildStage, layout: ForeignLayout) -> Progr
             f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
             "stages(number) returns the module of a stage, for each number from 0 on",
         ) from error
-    shapes, found = layout.shapes[stage], stage_parameters(stage, module)
+    shapes = layout.shapes[stage]
     check_module(shapes, found)
     if list(shapes) != list(found):
         raise config_error(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median_low
 from typing import Any, NamedTuple
@@ -170,16 +171,17 @@ def _adapted_by(directory: Path) -> Path:
     """Return the model that an adapter's settings name; raise `UserError` (CONFIG) if it is not on this machine."""
     try:
         settings = msgspec.json.decode((directory / ADAPTER_CONFIG).read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, RecursionError, msgspec.DecodeError) as error:
         raise config_error(
             f"{directory} holds no adapter that can be read.",
             why=f"{ADAPTER_CONFIG}: {error}",
             hint="copy or export it again",
         ) from error
     named = settings.get("base_model_name_or_path")
-    place = Path(str(named)).expanduser()
-    if isinstance(named, str) and named and (place / "config.json").is_file():
-        return place
+    with suppress(OSError, RuntimeError):  # a name may be of another machine: too long, of no user, or not ours to read
+        place = Path(str(named)).expanduser()
+        if isinstance(named, str) and named and (place / "config.json").is_file():
+            return place
     raise config_error(
         f"{directory} holds an adapter, and no model.",
         why=f"its {ADAPTER_CONFIG} names {short(str(named))}, which is no directory with a model here"

@@ -6,7 +6,6 @@ what changes the arithmetic in a way that is not computed here is refused.
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Mapping
 from math import sqrt
@@ -26,7 +25,6 @@ from noloco_node.export.sources import ADAPTER_CONFIG, ModelSource
 from noloco_node.storage.weight_store import WeightStore
 from pipeline.adapters.frozen_weights import is_linear
 
-_TORN = (SafetensorError, pickle.UnpicklingError)
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 _ORDINARY_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Of PEFT's init_lora_weights those that leave the weights of the model as they are."""
@@ -48,13 +46,14 @@ class PeftSettings(msgspec.Struct, frozen=True):
     use_dora: bool | None = None
     use_qalora: bool | None = None
     alora_invocation_tokens: list[int] | None = None
+    layer_replication: list[Any] | None = None
     init_lora_weights: bool | str | None = None
 
     def refusal(self) -> str | None:
         """Say what of these settings is not computed here; None if nothing."""
         if self.peft_type != "LORA":
             return f"it is of the type {self.peft_type[:40]!r}, not LORA"
-        for name in ("use_dora", "use_qalora", "alora_invocation_tokens"):
+        for name in ("use_dora", "use_qalora", "alora_invocation_tokens", "layer_replication"):
             if getattr(self, name):
                 return f"{name} is set: another arithmetic than W + alpha / r * B A"
         if self.init_lora_weights not in _ORDINARY_STARTS:
@@ -88,7 +87,7 @@ def open_model(source: ModelSource) -> Any:
     model = _whole(source.directory)
     try:
         _add(model, *_read(source.adapter))
-    except (ValueError, OSError, SafetensorError, msgspec.DecodeError) as error:
+    except (ValueError, OSError, RecursionError, SafetensorError, msgspec.DecodeError) as error:
         raise config_error(
             f"The adapter in {source.adapter} cannot be put over the model in {source.directory}.",
             why=" ".join(str(error).split())[:300],
@@ -105,7 +104,7 @@ def _whole(directory: Path) -> Any:
         model, found = AutoModelForCausalLM.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False, dtype=torch.float32, output_loading_info=True
         )
-    except (*_TORN, AttributeError, EOFError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # what a wrong file makes transformers raise has no common type
         raise no_model(directory, " ".join(str(error).split())[:300] or type(error).__name__) from error
     if missing := sorted(found["missing_keys"]):
         # transformers would fill them with random numbers.
@@ -141,6 +140,7 @@ def _add(model: nn.Module, settings: PeftSettings, weights: dict[str, Tensor]) -
     A weight that the model has itself, which PEFT has trained whole, takes the place of its own.
     """
     layers = [name.removesuffix(_A) for name in weights if name.endswith(_A)]
+    matrices: dict[str, tuple[Tensor, Tensor]] = {}
     if not layers:
         raise ValueError("it adapts no layer")
     targets = settings.target_modules if isinstance(settings.target_modules, list) else []
@@ -149,13 +149,16 @@ def _add(model: nn.Module, settings: PeftSettings, weights: dict[str, Tensor]) -
     for name in layers:
         if (b := weights.pop(f"{name}{_B}", None)) is None:
             raise ValueError(f"{name} has a matrix A and no B")
-        _add_to(_layer(model, name), name, settings, weights.pop(f"{name}{_A}").float(), b.float())
+        matrices[name] = weights.pop(f"{name}{_A}"), b
     for name, weight in weights.items():
         owner, _, own = name.rpartition(".")
         before = getattr(_layer(model, owner, of_any_kind=True), own, None)
         if not isinstance(before, nn.Parameter) or before.shape != weight.shape:
             raise ValueError(f"{name}, {list(weight.shape)}, is no weight of this model")
         setattr(model.get_submodule(owner), own, nn.Parameter(weight.float()))
+    # Last: of an adapted head PEFT writes the whole weight as well, without the product.
+    for name, (a, b) in matrices.items():
+        _add_to(_layer(model, name), name, settings, a.float(), b.float())
 
 
 def _add_to(layer: nn.Module, name: str, settings: PeftSettings, a: Tensor, b: Tensor) -> None:

@@ -132,6 +132,7 @@ def failing() -> nn.Module:
         (1, lambda: Scaled().requires_grad_(True), "its parameter 1.layer.weight is trained"),
         (1, narrow, "it returns 2 numbers a token, and the run's 6"),
         (1, failing, "OSError: no such file"),
+        (1, lambda: None, "could not build stage 1. AttributeError: 'NoneType'"),
         (2, reordered, "registered in another order"),
         (2, lambda: modules()[2].bfloat16(), "The parameter 2.0.weight is bfloat16"),
     ],

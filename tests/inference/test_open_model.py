@@ -69,6 +69,38 @@ def test_a_head_tied_to_the_embedding_is_adapted_alone_and_weights_trained_whole
     assert torch.equal(found.model.norm.weight, norm.popitem()[1])
 
 
+def test_a_weight_that_is_written_whole_beside_its_adapter_has_the_product_too(tmp_path: Path) -> None:
+    """PEFT writes an adapted head so."""
+    write_model(tmp_path / "model")
+    given, whole = matrices(HEAD, 384, 32), torch.full((384, 32), 3.0)
+    a, b = given.values()
+    settings = SETTINGS | {"target_modules": ["lm_head"]}
+    weights = given | {f"base_model.model.{HEAD}.base_layer.weight": whole}
+    adapter = write_adapter(tmp_path / "adapter", settings, weights)
+    found = open_model(model_in(adapter, tmp_path / "model")).lm_head.weight
+    torch.testing.assert_close(found.detach(), whole + 3.0 * (b @ a))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_attention_heads": 0},
+        {"pad_token_id": 9999},
+        {"hidden_size": -1},
+        {"num_hidden_layers": "a"},
+    ],
+)
+def test_a_model_with_settings_that_transformers_cannot_read_is_one_clear_message(
+    tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    write_model(tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | wrong))
+    with pytest.raises(UserError, match="holds no model that transformers can load") as caught:
+        open_model(model_in(tmp_path / "model"))
+    assert caught.value.code is Exit.CONFIG
+
+
 @pytest.mark.parametrize(
     ("settings", "weights", "said"),
     [
@@ -85,6 +117,7 @@ def test_a_head_tied_to_the_embedding_is_adapted_alone_and_weights_trained_whole
         ({}, matrices(Q, 32, 32) | {"lora_A": torch.zeros(2)}, "is no name of PEFT's"),
         ({"peft_type": "IA3"}, matrices(Q, 32, 32), "of the type 'IA3'"),
         ({"use_dora": True}, matrices(Q, 32, 32), "use_dora is set"),
+        ({"layer_replication": [[0, 1], [0, 1]]}, matrices(Q, 32, 32), "layer_replication is set"),
         ({"init_lora_weights": "pissa_niter_4"}, matrices(Q, 32, 32), "may have changed the model's own weights"),
         ({"alpha_pattern": {"(a+)+$": 1}}, matrices(Q, 32, 32), "an expression"),
         ({"r": "two"}, matrices(Q, 32, 32), "Expected `int`"),
@@ -111,6 +144,25 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         path.unlink()
         with pytest.raises(UserError, match=said) as caught:
             open_model(model_in(adapter, tmp_path / "model"))
+        assert caught.value.code is Exit.CONFIG
+
+
+@pytest.mark.parametrize("named", ["~no-such-user/model", "x" * 5000, "a\0b", ["a model"], None])
+def test_a_model_that_is_not_here_is_asked_for(tmp_path: Path, named: object) -> None:
+    adapter = write_adapter(tmp_path / "adapter", SETTINGS | {"base_model_name_or_path": named}, {})
+    with pytest.raises(UserError, match="holds an adapter, and no model") as caught:
+        model_in(adapter)
+    assert caught.value.code is Exit.CONFIG
+    assert "--weights DIR" in caught.value.hint
+
+
+def test_settings_nested_without_end_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    adapter = write_adapter(tmp_path / "adapter", SETTINGS, {})
+    (adapter / "adapter_config.json").write_text('{"x": ' + 100_000 * "[")
+    for over in (None, tmp_path / "model"):
+        with pytest.raises(UserError, match="adapter") as caught:
+            open_model(model_in(adapter, over))
         assert caught.value.code is Exit.CONFIG
 
 
