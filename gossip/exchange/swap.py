@@ -16,8 +16,10 @@ probes show how far the two are apart. `common_steps` derives the step of int4 f
 
 A wrapped value is within 8 steps of the receiver's own weight. The same 8 steps bound a liar, and `FAR` the steps.
 
-**Influence.** A partner's distance from our weights is measured in our own pseudo-gradient's norm (at least the median
-of those norms), and compared with the median of what partners showed before, to which each partner has one voice:
+**Influence.** A partner's distance from our weights is measured in what our own pseudo-gradient's norm would be after a
+whole round (at least the median of those): the norm over the square root of the share `brought` of a round's steps.
+Otherwise a machine that takes few steps would refuse the fast ones. The distance is compared with the median of what
+partners showed before, to which each partner has one voice:
 
     distance within CLIP medians       counts whole, to the bit as without a bound
     up to REFUSE medians               counts as far as CLIP medians go: the difference is scaled down
@@ -331,16 +333,19 @@ class InfluenceBound:
     def __init__(self, *, returned: bool = False) -> None:
         self._seen: dict[str, _Seen] = {}
         self._moves: deque[float] = deque(maxlen=MOVES)
+        self._whole_rounds: deque[float] = deque(maxlen=MOVES)
+        """What our moves would be after a whole round of the fastest replica's inner steps."""
         self._refused = 0
         """Meetings in a row that were refused."""
         self._behind = returned
         """Whether our own weights may be the far ones, since no partner's have counted here yet."""
 
-    def share(self, partner: str, deviation: Deviation, *, only: bool = False) -> float:
+    def share(self, partner: str, deviation: Deviation, *, brought: float = 1.0, only: bool = False) -> float:
         """Return the share of the way to a partner's weights that counts; raise Implausible where none does.
 
-        `only`: our stage has no other partner. Raises another ConnectionAbortedError where we may be the ones who are
-        far.
+        `brought`: our inner steps since the last meeting over those of the fastest replica in a round, above 0 and at
+        most 1. `only`: our stage has no other partner. Raises another ConnectionAbortedError where we may be the ones
+        who are far.
         """
         if not math.isfinite(deviation.distance):
             raise Implausible("weights too far to measure")
@@ -348,8 +353,10 @@ class InfluenceBound:
             return 1.0
         if deviation.alike < LEAST_ALIKE:
             raise Implausible(f"weights that are not like ours: cosine {deviation.alike:.2f}")
+        whole = deviation.own / math.sqrt(brought)
         self._moves.append(deviation.own)
-        unit = max(deviation.own, median(self._moves))
+        self._whole_rounds.append(whole)
+        unit = max(whole, median(self._whole_rounds))
         if not unit:
             return 1.0  # we have learned nothing yet, and know no distance
         ratio = deviation.distance / unit
@@ -358,11 +365,11 @@ class InfluenceBound:
         if len(self._seen) > PARTNERS:
             del self._seen[next(iter(self._seen))]
         # A move that has hardly begun has no direction yet.
-        seen.add(ratio, deviation.direction if deviation.own >= unit / 2 else None)
+        seen.add(ratio, deviation.direction if deviation.own >= median(self._moves) / 2 else None)
         often = len(self._seen) > 1 and len(seen.ratios) >= OFTEN and seen.voice > CLIP * most
         if ratio > (CLIP if often else REFUSE) * most:
             self._refused += 1
-            far = f"weights {ratio:.3g} of our own steps from ours, where {most:.3g} is usual"
+            far = f"weights {ratio:.3g} of a round's steps from ours, where {most:.3g} is usual"
             raise ConnectionAbortedError(f"{far}: ours may be behind") if self._behind else Implausible(far)
         self._behind = False
         if len(self._seen) > 1 or not self._in_doubt:

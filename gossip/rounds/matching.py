@@ -278,17 +278,23 @@ class RoundSchedule:
         self._opened_at = inner_steps
         self._seconds_per_step: float | None = None
         self.inner_steps = inner_steps
+        self.of_fastest = inner_steps_per_round
+        """Inner steps that the fastest replica takes in a round now."""
         self.round = self.finished = rounds
         self.skipped_in_a_row = 0
         self.healed = 0
         self._last = False
 
-    def tick(self, inner_steps: int, seconds_per_step: float, next_steps: int | None = None) -> None:
+    def tick(
+        self, inner_steps: int, seconds_per_step: float, next_steps: int | None = None, of_fastest: int | None = None
+    ) -> None:
         """Take note of the inner steps done, and of the seconds that one takes now.
 
-        `next_steps`: inner steps that the next round to be opened will last; None leaves them as they are.
+        `next_steps`: inner steps that the next round to be opened will last; `of_fastest`: those of the fastest replica
+        in a round. None leaves them as they are.
         """
         self.inner_steps, self._seconds_per_step = inner_steps, seconds_per_step
+        self.of_fastest = of_fastest or self.of_fastest
         self._next_steps = next_steps or self._next_steps
         if not self._opened:
             self.steps = self._next_steps
@@ -377,9 +383,14 @@ def steps_per_round(progress: float, early: int, late: int | None) -> int:
     return min(max(course, min(early, late)), max(early, late))
 
 
+def steps_of_fastest(settings: OuterConfig, progress: float) -> int:
+    """Return the inner steps that the fastest replica takes in a round at this progress of the run."""
+    return steps_per_round(progress, settings.inner_steps_per_round, settings.late_inner_steps_per_round)
+
+
 def local_step_count(settings: OuterConfig, going: RoundProgress, others: Sequence[float]) -> int:
     """Return the inner steps from this replica's next round to the one after, as the run's settings have it."""
-    steps = steps_per_round(going.progress, settings.inner_steps_per_round, settings.late_inner_steps_per_round)
+    steps = steps_of_fastest(settings, going.progress)
     return dynamic_steps(going.speed, others, steps) if settings.dynamic_steps else steps
 
 

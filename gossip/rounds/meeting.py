@@ -157,7 +157,8 @@ class MeetingProtocol:
             if round_state.settings.blocking:
                 started_s = now()
                 async with self._drained(), round_state.pause:
-                    taken = await self._optimiser.snapshot(round_state.schedule.inner_steps)
+                    inner_steps = round_state.schedule.inner_steps
+                    taken = await self._optimiser.snapshot(inner_steps, round_state.brought)
                     await self._exchange(conversation, meeting, taken, asked=accepted is not None)
                 self._blocked_s = now() - started_s
             else:

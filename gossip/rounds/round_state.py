@@ -230,6 +230,12 @@ class RoundState:
         return WeightAge(self.schedule.round, self.last_met)
 
     @property
+    def brought(self) -> float:
+        """Our inner steps since the last meeting over those of the fastest replica in a round, at most 1; never 0."""
+        steps = max(1, self.schedule.inner_steps - self.steps_when_met)
+        return min(1.0, steps / self.schedule.of_fastest)
+
+    @property
     def slow_age(self) -> WeightAge:
         """The last round whose step the slow weights hold; `finish` counts it once the correction is in."""
         pending = self.phase.pending if isinstance(self.phase, Correcting) else self.phase

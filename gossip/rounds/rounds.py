@@ -36,7 +36,7 @@ from gossip.interface import (
     RoundProgress,
     RoundSkipped,
 )
-from gossip.rounds.matching import local_step_count
+from gossip.rounds.matching import local_step_count, steps_of_fastest
 from gossip.rounds.meeting import MeetingProtocol
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, Step
 from gossip.rounds.prefetch import SlowWeightPrefetcher
@@ -147,7 +147,8 @@ class Rounds:
         async with round_state.pause:
             speeds = [candidate.speed for candidate in round_state.partners.candidates()]
             next_steps = local_step_count(self._settings, going, speeds)
-            self._schedule.tick(inner_steps, seconds_per_step, next_steps)
+            of_fastest = steps_of_fastest(self._settings, going.progress)
+            self._schedule.tick(inner_steps, seconds_per_step, next_steps, of_fastest)
             if round_state.step_task is None:
                 await self._end_step()
             if round_state.is_free:
@@ -275,7 +276,7 @@ class Rounds:
         self._context.record(RoundSkipped(round=self._schedule.round, in_a_row=self._schedule.skipped_in_a_row))
 
     async def _take_snapshot(self) -> Snapshot:
-        return await self._optimiser.snapshot(self._schedule.inner_steps)
+        return await self._optimiser.snapshot(self._schedule.inner_steps, self._round_state.brought)
 
     async def _open_round(self, *, last: bool = False) -> None:
         round_state = self._round_state

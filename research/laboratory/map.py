@@ -58,10 +58,9 @@ LIMITS = """## Limits
 
 The trained model has 35 thousand parameters and 120 steps, so it is still in the early, steep part of training, where
 more tokens count for much. Replicas hold the whole model; a pipeline is not drawn. All lines of a cell are alike.
-Gossip has the production's bounds on a partner, which refuse honest replicas after a copy that took long; the means
-have no such bounds, and trust everybody. What is said holds for the means as they are built here. Places without five
-seeds are leads. Swarms of a planner have more replicas and larger models than what has run: `init` chooses no method by
-this map.
+Gossip has the production's bounds on a partner; the means have no such bounds, and trust everybody. What is said holds
+for the means as they are built here. Places without five seeds are leads. Swarms of a planner have more replicas and
+larger models than what has run: `init` chooses no method by this map.
 
     python -m research.laboratory.map  # goes on with what is missing: seed after seed, the most telling places first"""
 

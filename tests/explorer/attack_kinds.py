@@ -50,15 +50,19 @@ def like(tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:
     return scaled.to(tensor.dtype)
 
 
+class FirstWeights(TamperedStage):
+    """Claims for ever the weights that it had at first."""
+
+    def __init__(self, stage: StageModel) -> None:
+        super().__init__(stage)
+        self._first = super().claimed()
+
+    def claimed(self) -> tuple[Tensor, ...]:
+        return tuple([tensor.clone() for tensor in self._first])
+
+
 def first_weights() -> Attack:
-    kept: list[Tensor] = []
-
-    def first(weights: Tensor) -> Tensor:
-        if not kept:
-            kept.append(weights)
-        return kept[0].clone()
-
-    return weights(first)
+    return Attack(arithmetic=FirstWeights)
 
 
 def claims_rounds() -> Attack:

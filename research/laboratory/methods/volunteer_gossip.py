@@ -55,8 +55,9 @@ class VolunteerGossip:
     def _given(self, donor: Replica) -> Origin:
         """Return what a donor gives: a copy of its slow weights, and the rounds that they have."""
         rounds = self._gossipers[donor].rounds
+        age = rounds.slow_age
         slow, momentum = (tuple(tensor.clone() for tensor in part) for part in rounds.state[:2])
-        return Origin(OuterState(slow, momentum), rounds.finished, 0, rounds.slow_age.last_met)
+        return Origin(OuterState(slow, momentum), age.round, 0, age.last_met)
 
     def gone(self, replica: Replica) -> None:
         """Note that a replica has vanished."""

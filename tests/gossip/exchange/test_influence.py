@@ -304,3 +304,22 @@ def test_a_replica_that_returns_blames_nobody_for_the_distance_until_it_has_met(
 def test_a_partner_that_is_where_we_are_counts_whole() -> None:
     bound = InfluenceBound()
     assert bound.share("a", at(1.0)) == bound.share("a", at(0.0)) == 1.0
+
+
+@quick
+@given(steps=st.integers(1, 64), whole=st.integers(1, 64), distances=st.lists(st.floats(0.1, 12.0), max_size=8))
+def test_a_machine_of_few_steps_measures_as_one_that_took_them_all(
+    steps: int, whole: int, distances: list[float]
+) -> None:
+    """A move grows at least with the square root of its steps: few of them make no honest partner implausible."""
+    brought = min(1.0, steps / whole)
+    slow, fast = InfluenceBound(), InfluenceBound()
+    for number, distance in enumerate(distances):
+        told = []
+        for bound, share, own in ((slow, brought, math.sqrt(brought)), (fast, 1.0, 1.0)):
+            try:
+                found = bound.share(f"p{number % 2}", at(distance)._replace(own=own), brought=share)
+            except Implausible:
+                found = 0.0
+            told.append(found)
+        assert told[0] == pytest.approx(told[1])
