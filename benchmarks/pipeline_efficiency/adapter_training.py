@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=200, help="of a replica, and of each loop")
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 5e-3, 1e-2])
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 5e-3, 1e-2, 2e-2])
     given = parser.parse_args()
     disable_progress_bar()
     torch.set_num_threads(1)
