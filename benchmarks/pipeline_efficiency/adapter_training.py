@@ -149,7 +149,7 @@ def home(directory: Path, number: int) -> Path:
 
 
 def write_run(path: Path, base: Path, rows: Rows, seed: int, steps: int, rate: float) -> RunConfig:
-    noloco_node("init", "--from", str(base), "--lora", str(RANK), "--base", "bfloat16", str(path))
+    noloco_node("init", "--force", "--from", str(base), "--lora", str(RANK), "--base", "bfloat16", str(path))
     text = path.read_text()
     chosen = {"seed": str(seed), "steps": str(steps), "learning_rate": f"{rate}", "path": json.dumps(str(rows.whole))}
     for name, value in (FIELDS | chosen).items():
