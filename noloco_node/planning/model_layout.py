@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from noloco_node.errors import config_error, storage_error
+from noloco_node.planning.windows import BACKWARD, FROZEN_BACKWARD
 from noloco_node.run.config import ModelConfig, RunConfig
 from noloco_node.units import format_bytes
 from pipeline.adapters import frozen_weights
@@ -69,9 +70,9 @@ class ModelLayout(NamedTuple):
         return self.cuts[0].adapter
 
     @property
-    def passes(self) -> float:
-        """What a microbatch costs, in forward passes: a frozen weight has no gradient."""
-        return 3.0 if self.adapter is None else 2.0
+    def backward(self) -> float:
+        """What a backward pass takes, in forward passes: planner, `check` and simulator count by it."""
+        return BACKWARD if self.adapter is None else FROZEN_BACKWARD
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -137,7 +137,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Those that are trained."""
     frozen_parameters: int
     flops_per_token: int
-    """Of a forward pass; a backward pass takes twice as many, or as many where the model is frozen."""
+    """Of a forward pass; `backward` says how many times as long a backward pass takes."""
     work: float
     """Share of the model's work."""
     memory: Memory
@@ -167,6 +167,8 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Of one inner step of one replica."""
     rounds: int
     """That a replica opens, when as many peers come as planned."""
+    backward: float
+    """What a backward pass takes, in forward passes: less where the model is frozen."""
     efficiency: tuple[float, ...]
     """Share of its time for which the slowest stage works, for each of `windows.MESSAGES`."""
     remedies: tuple[WindowSuggestion, ...]
@@ -206,7 +208,8 @@ def plan(run: RunConfig) -> RunPlan:
     )
     hop = hop_bytes(run.pipeline, drawn.width)
     shares = tuple(stage.work for stage in stages)
-    efficiency = predict_efficiency(run.pipeline, shares)
+    passes = 1.0 + drawn.backward
+    efficiency = predict_efficiency(run.pipeline, shares, passes)
     return RunPlan(
         name=run.name,
         run_id=run_digest(run, content_hashes(run)),
@@ -218,8 +221,9 @@ def plan(run: RunConfig) -> RunPlan:
         tokens=run.tokens(run.budget_samples),
         tokens_per_step=run.tokens(run.samples_per_step),
         rounds=rounds_of(run),
+        backward=drawn.backward,
         efficiency=efficiency,
-        remedies=suggest_windows(run.pipeline, shares) if efficiency[1] < BUSY else (),
+        remedies=suggest_windows(run.pipeline, shares, passes) if efficiency[1] < BUSY else (),
         warnings=(*_warnings(run, stages, efficiency[1]), *drawn.notes),
     )
 

@@ -113,7 +113,7 @@ def _more_graphs(plan: RunPlan) -> str:
     memories = [(stage.memory, stage.gpu) for stage in plan.stages]
     whole = most(lambda memory: memory.whole_graph - memory.graph)
     others = most(lambda memory: memory.other_graphs)
-    more = "half as much" if any(stage.frozen_parameters for stage in plan.stages) else "a third"
+    more = f"{1.0 / (1.0 + plan.backward):.0%}"
     said = (
         f"These graphs are the least: the backward pass computes each layer again, {more} more work. A graph of the "
         f"whole pass, which is kept where it fits, takes {in_words(whole)}."

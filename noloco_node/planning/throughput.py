@@ -102,7 +102,7 @@ def stage_loads(
     found = []
     for number, (work, memory) in enumerate(zip(layout.work, needs, strict=True)):
         sends, takes = not pipeline.is_last(number), number > 0
-        passes = layout.passes + _computed_again(pipeline.in_flight(number), memory, machines)
+        passes = 1.0 + layout.backward + _computed_again(pipeline.in_flight(number), memory, machines)
         bus_s = memory.moments_beside / BUS_BYTES_PER_S / pipeline.microbatches_per_step
         found.append(
             MicrobatchSeconds(
@@ -168,7 +168,7 @@ def forecast(run: RunConfig, layout: ModelLayout, machines: Machines, needs: Seq
     return Throughput(
         tokens_per_s=speed,
         busy=max(load.device_s * part for load, part in zip(loads, parts, strict=True)) / each_s,
-        possible=machines.count * machines.flops / (layout.passes * sum(layout.work)),
+        possible=machines.count * machines.flops / ((1.0 + layout.backward) * sum(layout.work)),
         bound=bound,
         computed_again=max(
             _computed_again(pipeline.in_flight(number), memory, machines) for number, memory in enumerate(needs)

@@ -16,6 +16,12 @@ from msgspec import structs
 
 from noloco_node.run.config import PipelineConfig
 
+BACKWARD = 2.0
+"""What a backward pass takes, in forward passes of the same stage: it has the gradients of inputs and of weights."""
+FROZEN_BACKWARD = 1.4
+"""The same where the weights are frozen. It would be 1 if all of a pass were products with weights; attention, norms
+and the adapters have both gradients. Measured by `python -m benchmarks.memory.frozen_forms`."""
+
 
 class _Shape(NamedTuple):
     """How pace and wait add up, fitted to pipelines of 2 to 16 stages, 1 to 8 replicas and windows of 4 to 64.
@@ -73,15 +79,19 @@ class WindowSuggestion(msgspec.Struct, frozen=True, kw_only=True):
     efficiency: tuple[float, ...]
 
 
-def predict_efficiency(pipeline: PipelineConfig, work: tuple[float, ...]) -> tuple[float, ...]:
+def predict_efficiency(
+    pipeline: PipelineConfig, work: tuple[float, ...], passes: float = 1.0 + BACKWARD
+) -> tuple[float, ...]:
     """Return the share of its time for which the slowest stage works, for each of `MESSAGES`.
 
-    `work`: of a microbatch at each stage, in any unit.
+    `work`: of a microbatch at each stage, in any unit. `passes`: that it costs, forward and backward, in forward ones.
     """
-    return _predict(pipeline, work, 1)
+    return _predict(pipeline, work, passes, 1)
 
 
-def suggest_windows(pipeline: PipelineConfig, work: tuple[float, ...]) -> tuple[WindowSuggestion, ...]:
+def suggest_windows(
+    pipeline: PipelineConfig, work: tuple[float, ...], passes: float = 1.0 + BACKWARD
+) -> tuple[WindowSuggestion, ...]:
     """Return what other windows would give: a longer one, and one twice as long as that."""
     window, replicas = pipeline.microbatches_per_step, pipeline.replicas
     least = 2 * window if window % replicas == 0 else window
@@ -100,16 +110,16 @@ def suggest_windows(pipeline: PipelineConfig, work: tuple[float, ...]) -> tuple[
                 microbatch_size=pipeline.microbatch_size // (factor if shrinks else 1),
                 batch=1.0 if shrinks else longer / window,
                 efficiency=_predict(
-                    structs.replace(pipeline, microbatches_per_step=longer), work, factor if shrinks else 1
+                    structs.replace(pipeline, microbatches_per_step=longer), work, passes, factor if shrinks else 1
                 ),
             )
         )
     return tuple(found)
 
 
-def _predict(pipeline: PipelineConfig, work: tuple[float, ...], message: int) -> tuple[float, ...]:
+def _predict(pipeline: PipelineConfig, work: tuple[float, ...], pace: float, message: int) -> tuple[float, ...]:
     """`message`: how many times as long as `MESSAGES` one takes, in forward passes of the microbatch as it is here."""
-    pace, computing = 3.0, 3.0 * sum(work) / max(work)
+    computing = pace * sum(work) / max(work)
     ways = (computing + 2 * (len(work) - 1) * length * message for length in MESSAGES)
     return tuple(pace / seconds_each(pipeline, pace, way) for way in ways)
 

@@ -297,8 +297,8 @@ def patience_s(setting: SimSetup) -> float:
             case faults.LinkFault():
                 rates = [rate for rate in (fault.up_bytes_per_s, fault.down_bytes_per_s) if rate is not None]
                 bytes_per_s = min([bytes_per_s, *rates])
-    job_s = max(prices.forward_s for prices in setting.prices) * slowness * slowest
-    pass_s = 3 * job_s + 2 * max(pause_s, slowest_pause_s)
+    passes_s = max(prices.passes_s for prices in setting.prices) * slowness * slowest
+    pass_s = passes_s + 2 * max(pause_s, slowest_pause_s)
     there_and_back = setting.sizes.microbatch_bytes + setting.sizes.gradient_bytes
     # All replicas of a stage may send to the same one.
     way_s = there_and_back * pipeline.replicas / bytes_per_s + TRIPS * scenario.network.latency.mean_s

@@ -29,7 +29,7 @@ def test_a_forecast_for_narrow_lines_is_within_15_percent_of_a_simulation(stages
     often = max(run.outer.inner_steps_per_round, found.steps_per_round)
     run = structs.replace(run, outer=replace(run.outer, inner_steps_per_round=often, late_inner_steps_per_round=often))
     # The forecast is of as many replicas in each stage. Peers that choose their stages end unevenly with some seeds.
-    reports = (measure("125m", run, UP, seed=seed, rounds=3) for seed in range(4))
+    reports = (measure(run_text("125m"), run, UP, seed=seed, rounds=3) for seed in range(4))
     report = next(each for each in reports if all(stage.peers == 2 for stage in each.stages))
     assert "links" in found.bound
     assert found.tokens_per_s == pytest.approx(report.tokens_per_s, rel=0.15)

@@ -206,6 +206,17 @@ def test_a_stage_names_its_prices() -> None:
     assert wrong == []
 
 
+@given(backward=st.floats(0.0, 4.0), by_layers=st.booleans())
+def test_a_backward_pass_costs_the_same_at_each_stage(backward: float, by_layers: bool) -> None:
+    """The last stage takes both passes at once; what is computed again is a forward pass."""
+    charged: list[float] = []
+    prices = Prices(forward_s=1.0, backward=backward, by_layers=by_layers)
+    stage = PricedStage(QuadraticModel(0), prices, charged.append, print)
+    stage.forward(IDS).backward(torch.zeros(1, 1, 1))
+    stage.loss(IDS, IDS)
+    assert sum(charged[:2]) == pytest.approx(charged[2]) == pytest.approx(prices.passes_s + by_layers)
+
+
 def test_a_pass_without_its_graph_is_charged_again() -> None:
     charged: list[float] = []
     stage = PricedStage(QuadraticModel(0), Prices(forward_s=1.0, coding_s=0.5, graphs=1), charged.append, print)

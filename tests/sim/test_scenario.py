@@ -13,11 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from benchmarks.pipeline_efficiency.volunteers import text_of, volunteers
 from gossip.exchange.messages import Propose, Weights
 from gossip.settings import Format
 from noloco_node.errors import Exit, UserError
-from noloco_node.planning.plan import mean_steps_per_round
-from noloco_node.planning.throughput import CODING_FLOPS
+from noloco_node.planning.model_layout import model_layout
+from noloco_node.planning.plan import mean_steps_per_round, plan
+from noloco_node.planning.throughput import CODING_FLOPS, gpu_memories, stage_loads
+from noloco_node.planning.windows import BACKWARD, FROZEN_BACKWARD
 from noloco_node.run.presets import run_text, write_text
 from noloco_node.run.runfile import load_run
 from noloco_node.sim.scenario import faults
@@ -182,6 +185,19 @@ def test_what_is_left_out_is_the_run_files(tmp_path: Path) -> None:
     # Arithmetic is a quadratic model's.
     assert setting.dimensions.width == 1
     assert run.pipeline.sequence_length == 1
+
+
+def test_planner_and_simulator_charge_a_frozen_model_alike(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(text_of("125m", 4, sizes={}))
+    (tmp_path / "swarm.toml").write_text("[swarm]\nrun = 'run.toml'\n[devices]\ntflops = 60.0\nmemory_gib = 200.0\n")
+    setting, machines = build_setup(load_scenario(tmp_path / "swarm.toml")), volunteers(20.0, 200.0)
+    run = load_run(tmp_path / "run.toml")
+    layout = model_layout(run)
+    (load,) = stage_loads(run, layout, machines, gpu_memories(run, layout, machines))
+    (prices,) = setting.prices
+    assert prices.passes_s == pytest.approx(load.device_s)
+    assert prices.backward == layout.backward == FROZEN_BACKWARD < BACKWARD
+    assert plan(run).backward == layout.backward
 
 
 def test_a_codec_costs_time_and_saves_bytes(tmp_path: Path) -> None:

@@ -18,17 +18,18 @@ from weakref import WeakSet
 from torch import Tensor
 
 from noloco_node.machine.interface import StageModel
+from noloco_node.planning.windows import BACKWARD
 from pipeline.inner_step import OptimiserState, StepReport
 from pipeline.messages import Gradient
 from pipeline.worker import WorkerForward
 
 
 class Prices(NamedTuple):
-    """Device seconds of a pass forward (backward takes twice that), of an inner step, and of a copy of the weights.
+    """Device seconds of a pass forward, of an inner step, and of a copy of the weights.
 
-    `coding_s`: of what a pass, forward or backward, decodes and encodes. `graphs`: passes that may wait for their
-    gradient with their graph; a backward pass of another computes the forward one again. None: all. `by_layers`: every
-    backward pass does.
+    `backward`: forward passes that a backward pass takes as long as. `coding_s`: of what a pass, forward or backward,
+    decodes and encodes. `graphs`: passes that may wait for their gradient with their graph; a backward pass of another
+    computes the forward one again. None: all. `by_layers`: every backward pass does.
     """
 
     forward_s: float = 0.01
@@ -37,6 +38,12 @@ class Prices(NamedTuple):
     coding_s: float = 0.0
     graphs: int | None = None
     by_layers: bool = False
+    backward: float = BACKWARD
+
+    @property
+    def passes_s(self) -> float:
+        """Of a microbatch, forward and backward, with nothing computed again."""
+        return (1.0 + self.backward) * self.forward_s
 
 
 class _Version(NamedTuple):
@@ -100,13 +107,15 @@ class PricedStage:
         return waiting
 
     def loss(self, hidden: Tensor, targets: Tensor, /) -> Gradient:
-        self._charge((3 + self._prices.by_layers) * self._prices.forward_s + 2 * self._prices.coding_s)
+        prices = self._prices
+        self._charge(prices.passes_s + prices.by_layers * prices.forward_s + 2 * prices.coding_s)
         gradient = self._stage.loss(hidden, targets)
         self._collected += 1
         return gradient
 
     def _backward(self, forward: WorkerForward, version: _Version, gradient: Tensor, *, again: bool) -> Tensor | None:
-        self._charge((3 if again else 2) * self._prices.forward_s + self._prices.coding_s)
+        prices = self._prices
+        self._charge((again + prices.backward) * prices.forward_s + prices.coding_s)
         behind = self._version.steps - version.steps
         if behind >= self._windows or (behind == 0 and version != self._version):
             self._wrong("the weights changed between a microbatch's forward and its backward pass")

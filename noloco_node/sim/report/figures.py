@@ -86,13 +86,15 @@ class PeerSpread(msgspec.Struct, frozen=True, kw_only=True):
 class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     """One stage.
 
-    `time`: shares of the peers' time, at work and by what they waited for; they add up to 1. `devices`: share of time
-    at work, over the peers. `up`, `down`: shares of the lines' capacity, None where they are without limit.
+    `passes_s`: device seconds of a microbatch, forward and backward. `time`: shares of the peers' time, at work and by
+    what they waited for; they add up to 1. `devices`: share of time at work, over the peers. `up`, `down`: shares of
+    the lines' capacity, None where they are without limit.
     """
 
     stage: int
     peers: int
     forward_s: float
+    passes_s: float
     devices: PeerSpread
     up: PeerSpread | None
     down: PeerSpread | None
@@ -244,6 +246,7 @@ def _stage(number: int, world: World, collector: EventCollector, course: Sequenc
         stage=number,
         peers=len({stage_time.peer.name for stage_time in stage_times}),
         forward_s=world.setting.prices[number].forward_s,
+        passes_s=world.setting.prices[number].passes_s,
         devices=devices,
         up=up,
         down=down,

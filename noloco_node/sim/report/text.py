@@ -270,10 +270,10 @@ def _pipeline(report: Report, busiest: StageReport, share: float) -> str:
     devices = report.scenario.devices
     slowness = sum(devices.slowness) / len(devices.slowness)
     pauses_s = 2 * devices.stutter_share * devices.stutter_pause_s
-    own_s = 3 * busiest.forward_s * slowness + pauses_s
+    own_s = busiest.passes_s * slowness + pauses_s
     others = [stage for stage in report.stages if stage is not busiest]
     way = {
-        "passes": sum(3 * stage.forward_s * slowness + pauses_s for stage in others),
+        "passes": sum(stage.passes_s * slowness + pauses_s for stage in others),
         "transfers": _transfers_s(report),
         "latency": TRIPS * len(others) * report.scenario.network.latency.mean_s,
     }

@@ -107,7 +107,7 @@ class DevicesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The devices. `slowness`: times as long as a device of speed 1, handed out to a stage's replicas in turn."""
 
     forward_s: Positive = 0.05
-    """Of a microbatch at one stage, without `tflops`; backward takes twice that."""
+    """Of a microbatch at one stage, without `tflops`; a backward pass takes twice that."""
     tflops: Positive | None = None
     """Speed 1 in 10^12 floating-point operations a second, as reached in training; needs a run file."""
     memory_gib: Positive | None = None

@@ -260,6 +260,7 @@ def _prices(scenario: Scenario, run: RunConfig, plan: ModelLayout | None) -> tup
         prices = tuple(
             Prices(
                 forward_s=tokens * flops / per_s,
+                backward=plan.backward,
                 step_s=devices.step_s,
                 coding_s=coding_s * ((number > 0) + (not run.pipeline.is_last(number))),
             )
