@@ -164,6 +164,7 @@ class RoundContext:
 
     `partners` leaves ourselves out, and returns the same tuple until the roster changes. `record` takes events in order
     and does not wait. `seed`: of the run. `fixed`: numbers of the tensors that neither training nor a round moves.
+    `from_zero`: all weights that rounds move were zero at first, so those of two honest replicas need not be alike.
     `answers`: None waits `RoundTimeouts.answer_s` for each. `saw` is called for each meeting in which both sides step,
     with the partner, the inner steps that it claims since it met anybody, and ours.
     """
@@ -174,6 +175,7 @@ class RoundContext:
     converse: Callable[[str], AbstractAsyncContextManager[Conversation]]
     record: Callable[[Event], None]
     fixed: frozenset[int] = frozenset()
+    from_zero: bool = False
     timeouts: RoundTimeouts = field(default_factory=RoundTimeouts)
     answers: Timing | None = None
     saw: Callable[[str, int, int], None] = lambda partner, theirs, ours: None

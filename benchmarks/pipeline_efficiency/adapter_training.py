@@ -149,7 +149,7 @@ def home(directory: Path, number: int) -> Path:
 
 
 def write_run(path: Path, base: Path, rows: Rows, seed: int, steps: int, rate: float) -> RunConfig:
-    noloco_node("init", "--from", str(base), "--lora", str(RANK), "--base", "bfloat16", str(path))
+    noloco_node("init", "--force", "--from", str(base), "--lora", str(RANK), "--base", "bfloat16", str(path))
     text = path.read_text()
     chosen = {"seed": str(seed), "steps": str(steps), "learning_rate": f"{rate}", "path": json.dumps(str(rows.whole))}
     for name, value in (FIELDS | chosen).items():
@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=200, help="of a replica, and of each loop")
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 5e-3, 1e-2])
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 5e-3, 1e-2, 2e-2])
     given = parser.parse_args()
     disable_progress_bar()
     torch.set_num_threads(1)

@@ -26,7 +26,8 @@ partners showed before, to which each partner has one voice:
     beyond, or not finite              is implausible: the meeting is lost
     beyond CLIP, as mostly             likewise, unless it is our only partner, which may be faster than we are
 
-- A cosine of both weights below LEAST_ALIKE is implausible: replicas of a stage began alike.
+- A cosine of both weights below LEAST_ALIKE is implausible: replicas of a stage began alike. Not where all began at
+  zero, as the second matrices of adapters do whose first ones are frozen.
 - A partner that pulls back, as a mean over its last meetings, counts less, down to LEAST_PULL, unless most others pull
   back too, or there is no other. It is never refused for it: an honest partner that lags pulls back as well.
 - After SELF_DOUBT refusals in a row our guess of the median, TYPICAL, has no voice, for it may be us who are far. A
@@ -327,10 +328,12 @@ class _Seen:
 class InfluenceBound:
     """The history of partners for one set of weights, and the share of the next one that counts.
 
-    `returned`: our weights are older than this process, and may be rounds behind.
+    `returned`: our weights are older than this process, and may be rounds behind. `from_zero`: all weights were zero at
+    first.
     """
 
-    def __init__(self, *, returned: bool = False) -> None:
+    def __init__(self, *, returned: bool = False, from_zero: bool = False) -> None:
+        self._from_zero = from_zero
         self._seen: dict[str, _Seen] = {}
         self._moves: deque[float] = deque(maxlen=MOVES)
         self._whole_rounds: deque[float] = deque(maxlen=MOVES)
@@ -351,7 +354,7 @@ class InfluenceBound:
             raise Implausible("weights too far to measure")
         if deviation.values < LEAST_VALUES:
             return 1.0
-        if deviation.alike < LEAST_ALIKE:
+        if deviation.alike < LEAST_ALIKE and not self._from_zero:
             raise Implausible(f"weights that are not like ours: cosine {deviation.alike:.2f}")
         whole = deviation.own / math.sqrt(brought)
         self._moves.append(deviation.own)

@@ -87,8 +87,8 @@ class OuterOptimiser:
     """Slow weights and momentum of one replica.
 
     `version`: the number of outer steps taken here; it changes with the slow weights. `seed`: of the run. `fixed`:
-    numbers of the tensors that no round moves. `partners`: the other replicas. `returned`: the weights are not a run's
-    first ones.
+    numbers of the tensors that no round moves. `from_zero`: the others were zero at first. `partners`: the other
+    replicas. `returned`: the weights are not a run's first ones.
     """
 
     def __init__(
@@ -100,6 +100,7 @@ class OuterOptimiser:
         *,
         seed: int,
         fixed: frozenset[int] = frozenset(),
+        from_zero: bool = False,
         partners: Callable[[], Sized] = tuple,
         returned: bool = False,
     ) -> None:
@@ -107,12 +108,12 @@ class OuterOptimiser:
         self._rule = Rule(outer, Delay(settings.momentum_period, settings.momentum_spread), fixed)
         self._codec = settings.codec
         self._weighs = settings.weigh_by_steps
-        self._replica = replica
+        self._replica, self._from_zero = replica, from_zero
         self._compute, self._partners = compute, partners
         self._coordinates = probe_coordinates(seed, [tensor.numel() for tensor in state.slow])
         self.state = _of_rule(state, settings.alpha)
         """Its tensors move with the next step."""
-        self._fast_bound, self._slow_bound = (InfluenceBound(returned=returned) for _ in range(2))
+        self._fast_bound, self._slow_bound = (InfluenceBound(returned=returned, from_zero=from_zero) for _ in range(2))
         """Of the fast and of the slow weights that partners bring."""
         self.version = 0
 
@@ -200,7 +201,7 @@ class OuterOptimiser:
 
         def check_theirs() -> None:
             check(theirs, own, own.norm())
-            if alike:
+            if alike and not self._from_zero:
                 check_alike(theirs, own)
 
         await self._compute(check_theirs)

@@ -70,6 +70,7 @@ class Rounds:
             context.compute,
             seed=context.seed,
             fixed=context.fixed,
+            from_zero=context.from_zero,
             partners=context.partners,
             returned=origin.rounds > 0,
         )

@@ -123,6 +123,7 @@ class Replica:
                 converse=self._converse,
                 record=self._journal,
                 fixed=stage.fixed,
+                from_zero=run.adapter.rank > 0 and run.adapter.freeze_a,
                 timeouts=round_timeouts(config, sum(tensor.nbytes for tensor in starting_state.origin.state.slow)),
                 answers=AdaptiveTimeout(ANSWERS) if config.deadlines else None,
                 saw=self._saw,

@@ -55,6 +55,7 @@ class Gossiper:
             partners=partners,
             converse=self._converse,
             record=self._record,
+            from_zero=cell.adapters is not None and cell.adapters.trained == "b",
             timeouts=round_timeouts(ReplicaConfig(run=run, run_id="", stage=0, peer=peer), swarm.weight_bytes),
         )
         origin = origin_of(replica) if copied is None else copied

@@ -307,6 +307,18 @@ def test_a_partner_that_is_where_we_are_counts_whole() -> None:
 
 
 @quick
+@given(alike=st.floats(-1.0, 1.0), distance=st.floats(0.0, CLIP))
+def test_weights_that_began_at_zero_need_not_be_alike(alike: float, distance: float) -> None:
+    deviation = at(distance, alike=alike)
+    assert InfluenceBound(from_zero=True).share("p", deviation) == 1.0
+    if alike < LEAST_ALIKE:
+        with pytest.raises(Implausible, match="not like ours"):
+            InfluenceBound().share("p", deviation)
+    with pytest.raises(Implausible, match="is usual"):
+        InfluenceBound(from_zero=True).share("p", at(2 * REFUSE, alike=alike))
+
+
+@quick
 @given(steps=st.integers(1, 64), whole=st.integers(1, 64), distances=st.lists(st.floats(0.1, 12.0), max_size=8))
 def test_a_machine_of_few_steps_measures_as_one_that_took_them_all(
     steps: int, whole: int, distances: list[float]
