@@ -58,6 +58,7 @@ def main() -> None:
     options.add_argument("--swarm", help="the invite of a swarm, or a file that holds it")
     options.add_argument("--stage", type=int, choices=(0, 1), help="by default the one that needs a peer most")
     options.add_argument("--home", default="member", help="the directory of this member")
+    options.add_argument("--refresh", type=float, default=10.0, help="seconds between two records of this member")
     given = options.parse_args()
     if given.init:
         torch.manual_seed(0)
@@ -65,7 +66,7 @@ def main() -> None:
         sizes = {"steps": given.steps, "batch": 4, "sequence_length": LENGTH}
         noloco_node.init(given.init, [stage(0), stage(1)], **sizes, sections=sections)
         return
-    chosen = {} if given.stage is None else {"stage": given.stage}
+    chosen = {"refresh": given.refresh} | ({} if given.stage is None else {"stage": given.stage})
     with noloco_node.join(given.swarm, stages=stage, home=given.home, threads=1, **chosen) as peer:
         peer.wait()
 

@@ -199,7 +199,8 @@ def test_stages_of_a_program_train_over_real_daemons_though_one_peer_is_killed(t
         bootstrap, invite = host(commands, path, "--weights", str(commands.directory))
 
         def member(stage: int, name: str) -> Command:
-            return commands.start("--swarm", invite, "--stage", str(stage), name=name, home=True, program=EXAMPLE)
+            options = ("--swarm", invite, "--stage", str(stage), "--refresh", "1")
+            return commands.start(*options, name=name, home=True, program=EXAMPLE)
 
         first, victim, last = member(0, "first"), member(1, "victim"), member(1, "last")
         commands.until(lambda: victim.events(InnerStep) and last.events(InnerStep), "all train", alive=[first])
