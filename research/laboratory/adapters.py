@@ -47,10 +47,6 @@ The model is tiny, the text is bytes, and a run has 80 steps, in which an adapte
 same text; with a text of its own for each they would move further apart. Machines are equal and nobody leaves. Gossip
 takes the steps that are under way when the others end: up to 3 of 320 more.
 
-With FFA-LoRA some first meetings are lost, so it has fewer of them: all its weights begin at zero, and after four steps
-those of two honest replicas have a cosine of 0.2, below what the production takes for plausible. So a part of what it
-is behind may be due to this bound.
-
 Matrices that rest are frozen by the laboratory: the program has `freeze_a`, and no field for alternating ones.
 
     python -m research.laboratory.adapters  # goes on with what is missing"""
