@@ -66,7 +66,7 @@ def write_text(directory: Path) -> Path:
 
 def join(commands: Commands, invite: str, stage: int, text: Path, *more: str) -> Command:
     options = ("--stage", str(stage), "--data", str(text), "--listen", LOCAL, "--refresh", "1", "--threads", "1")
-    return commands.start("join", invite, *options, "--linger", "20", *more, home=not more)
+    return commands.start("join", invite, *options, "--linger", "600", *more, home=not more)
 
 
 def loss(directory: Path, text: Path) -> float:
