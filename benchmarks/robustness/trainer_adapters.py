@@ -5,7 +5,7 @@
 Over one small model, which is trained on Python's own library first, both train adapters of the same rank on the same
 rows, with the same batch, rate, rounds and budget of steps: once by examples/train_with_trainer.py, once by
 `noloco-node join` of a run of `noloco-node init --from DIR --lora RANK`. Real daemons; of three peers one is killed
-(SIGKILL) after a third of its steps, and the others take its part of the budget. What is compared is the mean of the
+(SIGKILL) after a third of its steps, and the others take its part of the budget. The benchmark compares the mean of the
 two adapters that are left, by its loss on rows that no peer has read. Orders of rows and first adapters are drawn
 anew in each repeat. OUT keeps the model and a line of JSON for each run; a second call goes on.
 """

@@ -16,10 +16,10 @@ probes show how far the two are apart. `common_steps` derives the step of int4 f
 
 A wrapped value is within 8 steps of the receiver's own weight. The same 8 steps bound a liar, and `FAR` the steps.
 
-**Influence.** A partner's distance from our weights is measured in what our own pseudo-gradient's norm would be after a
-whole round (at least the median of those): the norm over the square root of the share `brought` of a round's steps.
-Otherwise a machine that takes few steps would refuse the fast ones. The distance is compared with the median of what
-partners showed before, to which each partner has one voice:
+**Influence.** A partner's distance from our weights is measured in the norm that our own pseudo-gradient would have
+after a whole round: its norm over the square root of `round_fraction`, and at least the median of these. Otherwise a
+machine that takes few steps would refuse the fast ones. The distance is compared with the median of what partners
+showed before, to which each partner has one voice:
 
     distance within CLIP medians       counts whole, to the bit as without a bound
     up to REFUSE medians               counts as far as CLIP medians go: the difference is scaled down
@@ -343,12 +343,12 @@ class InfluenceBound:
         self._behind = returned
         """Whether our own weights may be the far ones, since no partner's have counted here yet."""
 
-    def share(self, partner: str, deviation: Deviation, *, brought: float = 1.0, only: bool = False) -> float:
+    def share(self, partner: str, deviation: Deviation, *, round_fraction: float = 1.0, only: bool = False) -> float:
         """Return the share of the way to a partner's weights that counts; raise Implausible where none does.
 
-        `brought`: our inner steps since the last meeting over those of the fastest replica in a round, above 0 and at
-        most 1. `only`: our stage has no other partner. Raises another ConnectionAbortedError where we may be the ones
-        who are far.
+        `round_fraction`: our inner steps since the last outer step over those of the fastest replica in a round, above
+        0 and at most 1. `only`: our stage has no other partner. Raises another ConnectionAbortedError where we may be
+        the ones who are far.
         """
         if not math.isfinite(deviation.distance):
             raise Implausible("weights too far to measure")
@@ -356,7 +356,7 @@ class InfluenceBound:
             return 1.0
         if deviation.alike < LEAST_ALIKE and not self._from_zero:
             raise Implausible(f"weights that are not like ours: cosine {deviation.alike:.2f}")
-        whole = deviation.own / math.sqrt(brought)
+        whole = deviation.own / math.sqrt(round_fraction)
         self._moves.append(deviation.own)
         self._whole_rounds.append(whole)
         unit = max(whole, median(self._whole_rounds))

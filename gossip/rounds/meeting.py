@@ -158,7 +158,7 @@ class MeetingProtocol:
                 started_s = now()
                 async with self._drained(), round_state.pause:
                     inner_steps = round_state.schedule.inner_steps
-                    taken = await self._optimiser.snapshot(inner_steps, round_state.brought)
+                    taken = await self._optimiser.snapshot(inner_steps, round_state.round_fraction)
                     await self._exchange(conversation, meeting, taken, asked=accepted is not None)
                 self._blocked_s = now() - started_s
             else:

@@ -41,12 +41,12 @@ class Snapshot(NamedTuple):
     """The fast weights at a moment, and the inner steps that the replica had taken by then.
 
     `fast`: a copy where the codec is exact; else a difference from the slow weights, which move with the next step.
-    `brought`: the inner steps since our last meeting over those that the fastest replica takes in a round, at most 1.
+    `round_fraction`: the inner steps since our last outer step over those of the fastest replica in a round, at most 1.
     """
 
     fast: OwnWeights
     inner_steps: int
-    brought: float = 1.0
+    round_fraction: float = 1.0
 
 
 class Step(NamedTuple):
@@ -122,10 +122,10 @@ class OuterOptimiser:
         """Whether the partner's slow weights are needed: where gamma = beta they cancel."""
         return self._rule.outer.gamma != self._rule.outer.beta
 
-    async def snapshot(self, inner_steps: int, brought: float = 1.0) -> Snapshot:
+    async def snapshot(self, inner_steps: int, round_fraction: float = 1.0) -> Snapshot:
         slow = () if self._codec is Format.FLOAT32 else self.state.slow
         taken = _contiguous(await self._replica.snapshot(slow))
-        return Snapshot(OwnWeights(slow, taken) if slow else OwnWeights(taken), inner_steps, brought)
+        return Snapshot(OwnWeights(slow, taken) if slow else OwnWeights(taken), inner_steps, round_fraction)
 
     # What we send.
 
@@ -191,8 +191,8 @@ class OuterOptimiser:
         self, bound: InfluenceBound, partner: str, sides: Sides, ours: OwnWeights, snapshot: Snapshot
     ) -> Sides:
         deviation = measure(sides.theirs, ours, self.state.slow, snapshot.fast)
-        only = len(self._partners()) < 2
-        return sides._replace(share=bound.share(partner, deviation, brought=snapshot.brought, only=only))
+        share = bound.share(partner, deviation, round_fraction=snapshot.round_fraction, only=len(self._partners()) < 2)
+        return sides._replace(share=share)
 
     async def adopting(self, wire: Tensors, snapshot: Snapshot, *, alike: bool) -> Step:
         """Check weights that we are to adopt, and that they are like ours; return the step to them."""

@@ -159,6 +159,7 @@ class RoundState:
     agreed is still taken. `asking`: the peer whose answer we wait for, which may outlast the round. `last_met`: the
     round in which our weights last met anybody's, 0 if in none, DISOWNED until we have adopted others.
     `steps_when_met`: the inner steps of the snapshot of that meeting, or with which the weights began here.
+    `slow_steps`: the inner steps that the slow weights hold; None until our first outer step where it is not known.
     """
 
     def __init__(self, me: str, settings: OuterConfig, origin: Origin, context: RoundContext) -> None:
@@ -177,6 +178,7 @@ class RoundState:
         self.leaving = False
         self.asking: str | None = None
         self.last_met, self.steps_when_met = origin.last_met, origin.inner_steps
+        self.slow_steps = origin.inner_steps if origin.gathered else None
         self.prefetch = Prefetch()
         self.met_partners: dict[str, None] = {}
         """The partners of meetings that ended in a step of ours, the latest last."""
@@ -230,10 +232,11 @@ class RoundState:
         return WeightAge(self.schedule.round, self.last_met)
 
     @property
-    def brought(self) -> float:
-        """Our inner steps since the last meeting over those of the fastest replica in a round, at most 1; never 0."""
-        steps = max(1, self.schedule.inner_steps - self.steps_when_met)
-        return min(1.0, steps / self.schedule.of_fastest)
+    def round_fraction(self) -> float:
+        """The inner steps of our pseudo-gradient over those of the fastest replica in a round: above 0, at most 1."""
+        if self.slow_steps is None:
+            return 1.0
+        return min(1.0, max(1, self.schedule.inner_steps - self.slow_steps) / self.schedule.of_fastest)
 
     @property
     def slow_age(self) -> WeightAge:

@@ -79,13 +79,16 @@ class Rounds:
         self.weights = WeightsLock()
         self.met_partners: Collection[str] = self._round_state.met_partners
         """The latest partners of meetings that ended in a step of ours."""
-        self.slow_steps: int | None = origin.inner_steps if origin.gathered else None
-        """The inner steps that the slow weights hold; None until our first outer step where it is not known."""
 
     @property
     def state(self) -> OuterState:
         """Slow weights and momentum after the last outer step; they move with the next one."""
         return self._optimiser.state
+
+    @property
+    def slow_steps(self) -> int | None:
+        """The inner steps that the slow weights hold; None until our first outer step where it is not known."""
+        return self._round_state.slow_steps
 
     @property
     def finished(self) -> int:
@@ -277,7 +280,7 @@ class Rounds:
         self._context.record(RoundSkipped(round=self._schedule.round, in_a_row=self._schedule.skipped_in_a_row))
 
     async def _take_snapshot(self) -> Snapshot:
-        return await self._optimiser.snapshot(self._schedule.inner_steps, self._round_state.brought)
+        return await self._optimiser.snapshot(self._schedule.inner_steps, self._round_state.round_fraction)
 
     async def _open_round(self, *, last: bool = False) -> None:
         round_state = self._round_state
@@ -324,7 +327,7 @@ class Rounds:
         round_state = self._round_state
         async with self.weights.fast.moving():
             pending = round_state.take_correction()
-            self.slow_steps = pending.snapshot_step
+            round_state.slow_steps = pending.snapshot_step
             await self._optimiser.correct(pending.correction)
             event, ahead = pending.event, round_state.prefetch
             event = replace(

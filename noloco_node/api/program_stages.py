@@ -44,21 +44,23 @@ def stage_parameters(stage: int, module: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
+def _failed(what: str, error: Exception, hint: str) -> UserError:
+    return config_error(what, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", hint)
+
+
 @torch.no_grad()
 def tried(stage: int, module: nn.Module, given: Tensor) -> Tensor:
     """Return what a stage makes of a short input; raise `UserError` (CONFIG) if that is no tensor [1, s, numbers]."""
-    was_training, device = module.training, next(module.parameters()).device
+    training, device = [each for each in module.modules() if each.training], next(module.parameters()).device
     module.eval()
     try:
         found = module(given.to(device))
     except Exception as error:  # the program's own
-        raise config_error(
-            f"Stage {stage} cannot compute with an input of {list(given.shape)}.",
-            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            "a stage takes token ids [b, s], or what the stage before it returns, for any b and s up to the run's",
-        ) from error
+        hint = "a stage takes token ids [b, s], or what the stage before it returns, for any b and s up to the run's"
+        raise _failed(f"Stage {stage} cannot compute with an input of {list(given.shape)}.", error, hint) from error
     finally:
-        module.train(was_training)
+        for each in training:  # not those that the program keeps in another mode
+            each.training = True
     if not isinstance(found, Tensor) or found.shape[:-1] != given.shape[:2] or not found.is_floating_point():
         said = f"{found.dtype!s} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise config_error(
@@ -115,11 +117,8 @@ def program_slice(stage: int, build: BuildStage, layout: ForeignLayout) -> Progr
     except UserError:
         raise
     except Exception as error:  # the program's own
-        raise config_error(
-            f"The program could not build stage {stage}.",
-            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            "stages(number) returns the module of a stage, for each number from 0 on",
-        ) from error
+        hint = "stages(number) returns the module of a stage, for each number from 0 on"
+        raise _failed(f"The program could not build stage {stage}.", error, hint) from error
     shapes = layout.shapes[stage]
     check_module(shapes, found)
     if list(shapes) != list(found):

@@ -34,7 +34,7 @@ _Rank = Annotated[int, Meta(ge=1, le=2**16)]
 
 
 class PeftSettings(msgspec.Struct, frozen=True):
-    """What is read of an adapter_config.json; its patterns are read as ends of names."""
+    """The settings that are read of an adapter_config.json; its patterns are read as ends of names."""
 
     peft_type: str
     r: _Rank = 8

@@ -169,6 +169,8 @@ def _foreign(run: RunConfig) -> Iterator[Problem]:
         why = "a program cuts its module itself"
         yield Problem("pipeline.boundaries", str(list(pipeline.boundaries)), why, "leave it out")
     if not model.is_in_stages:
+        if model.foreign_width:
+            yield Problem("model.foreign_vocabulary", "0", "the last stage returns logits", _AS_INIT_WRITES)
         if pipeline.stages > 1:
             why = "each peer holds the whole of a foreign module"
             yield Problem("pipeline.stages", str(pipeline.stages), why, "1, or a list of modules for noloco_node.init")

@@ -31,7 +31,8 @@ Four replicas on equal machines then train adapters of rank 4 (alpha 8) on all i
 feedback, rounds of 4 inner steps growing to 16, one last meeting. Injection of adapters, their first values, inner
 optimiser, outer rule and scoring are the production's as well. Alternating replicas exchange and average both
 matrices in every meeting. The initial A, the base and the text that a replica draws are those of the seed for all
-sides. What is scored is the base with the mean of all replicas' A and B, on all of the held-out text (46 to 94 kB).
+sides. The score is the loss of the base with the mean of all replicas' A and B, on all of the held-out text (46 to 94
+kB).
 
 **Tuning.** Each side at four learning rates, on seed 0, on a base of prose and adapters of the library: neither that
 seed nor that pair of texts is reported. FFA-LoRA has higher rates to choose from, for it needs them.

@@ -42,9 +42,9 @@ hour of presence, half of the times by a crash (10 min on average, the optimiser
 by a sleep (30 min on average). A peer that comes back copies weights in bfloat16 from a random peer, over both lines.
 Others learn after a minute that a peer has gone. Lines of 20/5 stall for half a minute every ten minutes. Absences and
 stalls follow from the seed and are alike for all methods. Where nobody is there, the last peer that was goes on from
-its own weights, and the others wait for it. What is scored is the mean of the fast weights of all that are there at
-the end and did not come back in the last 36 minutes, on all of the held-out text (46 kB of the library's, 57 kB of
-prose).
+its own weights, and the others wait for it. The score is the loss of the mean of the fast weights of all that are
+there at the end and did not come back in the last 36 minutes, on all of the held-out text (46 kB of the library's, 57
+kB of prose).
 
 **Tuning.** Each method at rates of 0.01 and 0.02, on seed 0, four replicas, 100/20, twice as slow, 20 % an hour;
 that seed is not reported. The lower rate won for all three, so one lower still may be better. Opponents were given
@@ -58,7 +58,7 @@ LIMITS = """## Limits
 
 The trained model has 35 thousand parameters and 120 steps, so it is still in the early, steep part of training, where
 more tokens count for much. Replicas hold the whole model; a pipeline is not drawn. All lines of a cell are alike.
-Gossip has the production's bounds on a partner; the means have no such bounds, and trust everybody. What is said holds
+Gossip has the production's bounds on a partner; the means have no such bounds, and trust everybody. The verdicts hold
 for the means as they are built here. Places without five seeds are leads. Swarms of a planner have more replicas and
 larger models than what has run: `init` chooses no method by this map.
 

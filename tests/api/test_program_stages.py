@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import noloco_node
-from noloco_node.api.program_stages import program_slice
+from noloco_node.api.program_stages import program_slice, tried
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal.events import InnerStep
 from noloco_node.planning.foreign_layout import foreign_layout
@@ -102,6 +102,14 @@ def test_stages_apart_take_the_step_of_the_modules_in_one_loop(
         torch.testing.assert_close(ours, theirs.detach(), rtol=1e-4, atol=1e-6)
 
 
+def test_a_trial_leaves_each_module_in_its_mode() -> None:
+    stage = modules()[2].train()
+    kept = next(iter(stage.children())).eval()
+    tried(2, stage, torch.zeros(1, 2, WIDTH))
+    assert stage.training
+    assert not kept.training
+
+
 def reordered() -> nn.Module:
     stage = modules()[2]
     assert isinstance(stage, nn.Sequential)
@@ -182,6 +190,7 @@ def test_a_list_that_is_no_pipeline_is_refused_and_nothing_is_written(
         ("pipeline.subspace", {"pipeline": {"subspace": 2}}),
         ("model.foreign_parameters", {"pipeline": {"stages": 2}}),
         ("model.foreign_width", {"model": {"foreign_width": 0}}),
+        ("model.foreign_vocabulary", {"model": {"foreign_vocabulary": 0}}),
     ],
 )
 def test_what_stages_of_a_program_cannot_do_is_named(tmp_path: Path, field: str, sections: dict[str, object]) -> None:

@@ -324,13 +324,13 @@ def test_a_machine_of_few_steps_measures_as_one_that_took_them_all(
     steps: int, whole: int, distances: list[float]
 ) -> None:
     """A move grows at least with the square root of its steps: few of them make no honest partner implausible."""
-    brought = min(1.0, steps / whole)
+    fraction = min(1.0, steps / whole)
     slow, fast = InfluenceBound(), InfluenceBound()
     for number, distance in enumerate(distances):
         told = []
-        for bound, share, own in ((slow, brought, math.sqrt(brought)), (fast, 1.0, 1.0)):
+        for bound, share, own in ((slow, fraction, math.sqrt(fraction)), (fast, 1.0, 1.0)):
             try:
-                found = bound.share(f"p{number % 2}", at(distance)._replace(own=own), brought=share)
+                found = bound.share(f"p{number % 2}", at(distance)._replace(own=own), round_fraction=share)
             except Implausible:
                 found = 0.0
             told.append(found)

@@ -211,3 +211,16 @@ async def test_no_sequence_of_events_breaks_the_invariants(events: list[str]) ->
             assert type(before) in (type(phase), *_LEADS_TO[type(phase)]), "no step is lost, or taken twice"
         answer_state = state.answer_state("b")
         assert (answer_state.open, answer_state.engaged) == (state.is_open, state.meeting is not None)
+
+
+@given(st.integers(0, 100), st.integers(0, 100), st.integers(1, 64))
+async def test_a_round_fraction_is_that_of_the_steps_since_the_last_outer_step(
+    held: int, more: int, of_fastest: int
+) -> None:
+    """Met or alone: both begin the pseudo-gradient anew."""
+    state = closed()
+    state.schedule.tick(held + more, 1.0, of_fastest=of_fastest)
+    state.slow_steps = held
+    assert state.round_fraction == min(1.0, max(1, more) / of_fastest)
+    state.slow_steps = None
+    assert state.round_fraction == 1.0, "not known: the bound is as tight as for a whole round"
