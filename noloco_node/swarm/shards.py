@@ -18,7 +18,7 @@ quarter of the stage has, unless a shard would have too many records then, or to
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
@@ -70,6 +70,12 @@ class StageSize(NamedTuple):
 
     def __str__(self) -> str:
         return f"≈ {self.peers:,.0f} ± {2 * self.error:.0%}" if self.error else f"{self.peers:,.0f}"
+
+
+def total(sizes: Sequence[StageSize]) -> StageSize:
+    """Return the replicas of several stages, whose errors are independent."""
+    peers = math.fsum(size.peers for size in sizes)
+    return StageSize(peers, math.hypot(*(size.peers * size.error for size in sizes)) / peers if peers else 0.0)
 
 
 def written(peer: str, depth: int) -> list[Shard]:
