@@ -117,6 +117,8 @@ class Membership:
         self._reading = asyncio.Lock()
         self.complete = False
         """Whether the last reading reached all keys; only then does an empty roster mean that no peer is there."""
+        self.unlisted_since_s: float | None = None
+        """Since when the DHT has taken no record of ours (loop seconds); None while it takes them."""
         self._rng = random.Random(f"{run_id}|presence|{network.peer_id}")
 
     @property
@@ -210,10 +212,12 @@ class Membership:
                 answers = [read[shard.key(self._stage_key(stage))] for shard in shards[stage]]
                 known = [answer for answer in answers if answer is not None]
                 found[stage] = newest(known, stage) if known else None
-            self._records.take(found, shards, now_s, self._unix_time())
+            # Of a parent those alone that stand in no deeper shard: others there are the same for all readers.
+            own = {s: [each for each in shards[s] if each.depth == self._depths[s]] for s in watched}
+            self._records.take(found, own, now_s, self._unix_time())
             self._sizes = [None] * len(self._sizes)
             for stage in watched:
-                self._divide(stage, [shard for shard in shards[stage] if shard.depth == self._depths[stage]])
+                self._divide(stage, own[stage])
             receipts = read.get(self._receipts_key)
             if receipts is not None:
                 self._read_receipts_s = now_s
@@ -294,7 +298,7 @@ class Membership:
         kept_s = min(self._lifetime_s + CLOCK_ERROR_S + self._behind_s, LONGEST_IN_DHT_S)
         self._progress.note_own(record, loop_s())
         keys = [shard.key(self._stage_key(record.stage)) for shard in written(self.me, depth)]
-        stored: list[Coroutine[Any, Any, object]] = [self._store(key, raw, kept_s) for key in keys]
+        stored: list[Coroutine[Any, Any, bool]] = [self._store(key, raw, kept_s) for key in keys]
         source = None if self._roster.is_sample else self._progress.sources.get(self._network.peer_id)
         if source is not None and (record.state is PeerState.LEAVING or not self._has_told(source.said)):
             stored.append(self._tell(source.said))
@@ -304,16 +308,18 @@ class Membership:
             self._signed_s = loop_s()
             stored.append(self._store(self._receipts_key, self.issued.raw(), SOURCE_LIFETIME_S))
         # All at once: others may call us until our last record is out.
-        await asyncio.gather(*stored)
+        took = await asyncio.gather(*stored)
+        self.unlisted_since_s = None if any(took[: len(keys)]) else self.unlisted_since_s or loop_s()
 
     def _is_due(self, last_s: float) -> bool:
         """Say whether receipts that we last published or read at that time are to be published or read again."""
         return loop_s() - last_s > (REFRESHES_PER_RECEIPTS - 0.5) * self._refresh_s
 
-    async def _tell(self, said: SourceRecord) -> None:
+    async def _tell(self, said: SourceRecord) -> bool:
         """Publish our samples as a source where they outlive us."""
         stored = await self._store(self._sources_key, msgspec.msgpack.encode(said), SOURCE_LIFETIME_S)
         self._told = (said.finished, loop_s()) if stored else None
+        return stored
 
     def _has_told(self, said: SourceRecord) -> bool:
         """Say whether what we published of our samples as a source is good for now; our record says more."""

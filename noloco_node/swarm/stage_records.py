@@ -275,7 +275,7 @@ class StageRecords:
         now_s: float,
         unix_s: float,
     ) -> None:
-        """Note a reading of some stages; None stands for a stage that could not be read. `shards`: that were read."""
+        """Note a reading of some stages; None stands for a stage that could not be read. `shards`: that we follow."""
         read = {stage: raws for stage, raws in found.items() if raws is not None}
         self._read.update(read)
         news = {stage: self._news(stage, raws, shards[stage]) for stage, raws in read.items()}
@@ -325,14 +325,14 @@ class StageRecords:
         self.skew_s = skew_s(islice(offsets, CLOCKS_ASKED), self._refresh_s / 2)
 
     def _news(self, stage: int, raws: Mapping[str, bytes], shards: Sequence[Shard]) -> dict[str, Published]:
-        """Decode the records of a stage that are newer than what we know, and allowed in these shards."""
+        """Decode the records of a stage that are newer than what we know, of peers that these shards count."""
         known, news = self._tables[stage].known, {}
         for peer in at_most(raws, known):
             raw, before = raws[peer], known.get(peer)
             if before is not None and before.raw == raw:
                 continue
             published = decode_record(raw, peer, stage)
-            if published is None or not any(shard.holds(peer, published.depth) for shard in shards):
+            if published is None or not any(shard.counts(peer, published.depth) for shard in shards):
                 continue
             if before is None or published.serial > before.published.serial:
                 news[peer] = published
