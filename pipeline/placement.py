@@ -14,6 +14,8 @@ Later a replica may move to the weakest stage (`movers`). For each willing repli
 of the stage that it would leave and of the weakest one with it; the best mover makes the smaller of the two largest. A
 hash of seed and peer decides among movers within a tenth of the best, so all peers name the same one.
 
+Of a large stage only a sample of its records is known: each stands for several, and capacities are estimates.
+
 A move costs a copy of the weights, and records are noisy and late. So the stage that is left must stay clearly
 stronger, several readings in a row must agree, and the time that a replica stays doubles with each of its moves. Movers
 go one at a time: each announces its move in its record, waits until all must have read it, and heeds earlier
