@@ -186,7 +186,8 @@ class _StateSearch:
         elif self._options.reached:
             self._say(f"BEGINNING THE RUN ANEW, FROM ITS FIRST WEIGHTS: it had reached {self._options.reached:.1%}")
         beginning = await self._device.run(starting.from_seed, self._stage)
-        return replace(beginning, progress=_median_progress(self._at_work()))
+        # Where nobody has finished a round the run begins now, whatever progress somebody claims.
+        return replace(beginning, progress=_median_progress(self._at_work())) if lost else beginning
 
     async def _put_first_weights(self, weights: FirstWeights) -> bool:
         """Fetch the stage's part of the run's first weights and put it into the stage; False if a part is missing.
