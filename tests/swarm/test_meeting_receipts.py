@@ -179,7 +179,7 @@ async def test_names_do_not_end_a_run_of_one_stage() -> None:
 
 @pytest.mark.parametrize("stages", [1, 2])
 async def test_who_says_at_first_that_the_run_is_done_ends_it_for_nobody(stages: int) -> None:
-    """Nobody has finished a round yet: whoever comes next begins the run, whatever its only peer claims."""
+    """Nobody has finished a round yet, so that little of the run can be done, whatever its only peer claims."""
     hub, what = SimNetwork(), recipe(stages=stages, replicas=2, steps=20)
     liar = Membership(hub.network("liar"), what.digest, stages, refresh_s=0.2)
     record = PeerRecord(peer="liar", stage=0, state=PeerState.TRAINING, samples=10**9, progress=1.0)
