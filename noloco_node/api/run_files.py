@@ -44,16 +44,18 @@ def init(
     """Write a run file, the recipe that all peers of a run share; return its path.
 
     `model`: a module, of which the run trains what requires a gradient; its weights are written beside the run file
-    (the same name, .safetensors), and the run begins with them. Or a list of modules, the stages of a pipeline
-    (docs/python.md). Or the section [model] of a model that the nodes build themselves. `steps`: inner steps of each of
-    so many planned `replicas`, each over `batch` sequences of `sequence_length` tokens, of a pipeline over a window of
-    them: together the budget of the run. `every`: inner steps between two rounds. `codec`: the form
-    in which weights travel: int4, int8, bfloat16 or float32. `sections`: other fields of the run file, by section
+    (the same name, .safetensors), and the run begins with them. Or a list of modules, or a ModuleList, the stages of a
+    pipeline (docs/python.md). Or the section [model] of a model that the nodes build themselves. `steps`: inner steps
+    of each of so many planned `replicas`, each over `batch` sequences of `sequence_length` tokens, of a pipeline over a
+    window of them: together the budget of the run. `every`: inner steps between two rounds. `codec`: the form in which
+    weights travel: int4, int8, bfloat16 or float32. `sections`: other fields of the run file, by section
     (docs/reference.md). Raises `noloco_node.errors.UserError` that names the field at fault.
     """
     steps, every = _whole("steps", steps), _whole("every", every)
     path = Path(path).expanduser()
     weights = path.with_suffix(".safetensors")
+    if isinstance(model, nn.ModuleList):  # it computes nothing by itself
+        model = list(model)
     parameters = _trained(model)
     table: dict[str, Any] = {
         "name": name,

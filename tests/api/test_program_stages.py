@@ -48,7 +48,7 @@ def modules(seed: int = 0) -> list[nn.Module]:
     return [nn.Embedding(VOCABULARY, WIDTH), Scaled(), nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))]
 
 
-def written(directory: Path, stages: list[nn.Module], **sections: dict[str, object]) -> RunConfig:
+def written(directory: Path, stages: list[nn.Module] | nn.ModuleList, **sections: dict[str, object]) -> RunConfig:
     chosen: dict[str, dict[str, object]] = {"pipeline": {"codec": "float32"}, "inner": {"warmup_steps": 0}}
     return load_run(
         noloco_node.init(
@@ -58,7 +58,7 @@ def written(directory: Path, stages: list[nn.Module], **sections: dict[str, obje
 
 
 def test_the_run_of_a_list_has_a_stage_for_each_module(tmp_path: Path) -> None:
-    run = written(tmp_path, modules())
+    run = written(tmp_path, nn.ModuleList(modules()))
     layout = foreign_layout(run)
     assert [*layout.shapes[1]] == ["1.scale"], "what is frozen stays with the program"
     assert [*layout.shapes[2]] == ["2.0.weight", "2.0.bias", "2.1.weight", "2.1.bias"]
