@@ -154,10 +154,12 @@ class RunSamples:
     def is_over(self, own: int, returned_s: float) -> bool:
         """Say whether the sources that did most of the work since we began have finished."""
         roster = self._membership.roster
+        if self._run.pipeline.stages == 1 and self._is_deserted(roster):
+            return True
         if self._run.pipeline.stages == 1 and not self._is_estimate:
             most_say_so = run_over(roster.sources, roster.sources_finished)
             nearly = self._signed(own) >= NEARLY_OVER * self._run.budget_samples
-            return self._met_all_finished(roster) or self._is_deserted(roster) or (nearly and most_say_so)
+            return self._met_all_finished(roster) or (nearly and most_say_so)
         verified = self._verified()  # nothing where the roster is a sample
         if run_over(own - self.own_then + verified.present, verified.finished):
             return True
