@@ -9,7 +9,7 @@ those that replicas give each other at meetings.
 The run is over when the budget is reached, or when the sources that did most of the work say that they have finished. A
 source judges the work of others by receipts, a later stage by the microbatches that passed through it, and a replica of
 a run of one stage by its own meetings. Sources without such proof are believed only near the end of the budget, or when
-no more work comes.
+no more work comes: in a run of one stage, when nobody else is at work any more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from statistics import median_low
 from typing import NamedTuple
 
 from noloco_node.run.config import RunConfig
-from noloco_node.run.peer_state import AT_WORK
+from noloco_node.run.peer_state import AT_WORK, PeerState
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.receipts import MetWork, met_work
 from noloco_node.swarm.roster import Derived, Roster
@@ -72,6 +72,8 @@ class RunSamples:
         self._unlisted = max(0, reached - own - begun.others_samples)
         self._verified = Derived(lambda: membership.roster, self._progress_of)
         self._met = Derived(lambda: membership.roster, self._meet)
+        self._deserted_s: float | None = None
+        """Since when others have finished and none is at work, as we know (loop seconds)."""
         membership.begin_counting()
 
     def progress(self, own: int, returned_s: float) -> float:
@@ -92,7 +94,7 @@ class RunSamples:
         if self._run.pipeline.stages == 1:
             most_say_so = run_over(roster.sources, roster.sources_finished)
             nearly = self._signed(own) >= NEARLY_OVER * self._run.budget_samples
-            return self._met_all_finished(roster) or (nearly and most_say_so)
+            return self._met_all_finished(roster) or self._is_deserted(roster) or (nearly and most_say_so)
         verified = self._verified()
         if run_over(own - self.own_then + verified.present, verified.finished):
             return True
@@ -134,6 +136,20 @@ class RunSamples:
         if not met or total < self._run.budget_samples // (LEAST_SERVED * self._run.pipeline.replicas):
             return False
         return run_over(total + total // len(met), sum(met[peer] for peer in finished & met.keys()))
+
+    def _is_deserted(self, roster: Roster) -> bool:
+        """Say whether for `ALONE_S` no other source was at work, and half of those that we know of have finished.
+
+        Who came late has met too few to judge by, and would do alone what is left of the budget by its own count.
+        """
+        finished = {source.peer for source in roster.other_sources if source.finished}
+        at_work = {record.peer for record in roster.stage(0) if record.state is PeerState.TRAINING}
+        if 2 * len(finished) < max(1, len(roster.other_sources)) or at_work - finished - {self._membership.me}:
+            self._deserted_s = None
+            return False
+        if self._deserted_s is None:
+            self._deserted_s = loop_s()
+        return loop_s() - self._deserted_s > ALONE_S
 
     def _progress_of(self, roster: Roster) -> _Verified:
         there = {record.peer for record in roster.stage(0)}

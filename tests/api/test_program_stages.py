@@ -25,6 +25,7 @@ from noloco_node.planning.foreign_layout import foreign_layout
 from noloco_node.planning.model_layout import model_layout, with_optimiser
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import load_run
+from pipeline.forward_pass import StageSettings
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_stages.py"
 WIDTH, VOCABULARY = 6, 384
@@ -76,7 +77,7 @@ def test_stages_apart_take_the_step_of_the_modules_in_one_loop(
     run = written(tmp_path_factory.mktemp("run"), modules(seed))
     layout, whole = foreign_layout(run), nn.Sequential(*modules(seed))
     parts = [
-        with_optimiser(run, program_slice(number, modules(seed).__getitem__, layout), number, CPU)
+        with_optimiser(run, program_slice(number, modules(seed).__getitem__, layout), number, StageSettings(CPU))
         for number in range(3)
     ]
     ids, targets = torch.randint(VOCABULARY, (2, sequences, length))
