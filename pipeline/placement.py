@@ -14,6 +14,8 @@ Later a replica may move to the weakest stage (`movers`). For each willing repli
 of the stage that it would leave and of the weakest one with it; the best mover makes the smaller of the two largest. A
 hash of seed and peer decides among movers within a tenth of the best, so all peers name the same one.
 
+Of a large stage only a sample of its records is known: each stands for several, and capacities are estimates.
+
 A move costs a copy of the weights, and records are noisy and late. So the stage that is left must stay clearly
 stronger, several readings in a row must agree, and the time that a replica stays doubles with each of its moves. Movers
 go one at a time: each announces its move in its record, waits until all must have read it, and heeds earlier
@@ -48,7 +50,8 @@ class StageClaim(NamedTuple):
 
     `claimed_at`: Unix time. `settled`: it serves, or its owner chose the stage. `device_s`: that a microbatch takes it
     at its stage, as it says; 0 where that is not known. `may_serve`: stages that it would go to; None is any.
-    `moves_to`: the stage that it is about to move to. `training`: it works.
+    `moves_to`: the stage that it is about to move to. `training`: it works. `stands_for`: how many replicas of its
+    stage it stands for, where records are a sample.
     """
 
     peer: str
@@ -59,6 +62,7 @@ class StageClaim(NamedTuple):
     may_serve: Collection[int] | None = None
     moves_to: int | None = None
     training: bool = True
+    stands_for: float = 1.0
 
     def serves(self, stage: int) -> bool:
         """Say whether it would go to a stage."""
@@ -66,7 +70,7 @@ class StageClaim(NamedTuple):
 
 
 def powers(claims: Sequence[StageClaim], work: Sequence[float]) -> dict[str, float]:
-    """Return the speed of each peer, in work a second at any stage, as far as it is believed."""
+    """Return the speed of each peer, as far as it is believed, with those it stands for, in work a second anywhere."""
     said = {
         claim.peer: work[claim.stage] / claim.device_s
         for claim in claims
@@ -76,6 +80,7 @@ def powers(claims: Sequence[StageClaim], work: Sequence[float]) -> dict[str, flo
     typical = median(known.values()) if known else fmean(work)
     return {
         claim.peer: min(max(known.get(claim.peer, typical), typical / MOST_BELIEVED), typical * MOST_BELIEVED)
+        * claim.stands_for
         for claim in claims
     }
 
@@ -192,6 +197,8 @@ def _improvement(
 GAP_REPLICAS = 0.5
 GAP_SHARE = 0.1
 """The gap that a move must leave, in replicas and as a share of the starving stage."""
+ERRORS = 3.0
+"""Standard errors of the difference that it must leave too, where capacities are estimates."""
 AS_GOOD = 0.9
 """A move of this share of the best one's worth is as good."""
 READINGS = 3
@@ -302,7 +309,11 @@ def movers(claims: Sequence[StageClaim], work: Sequence[float], seed: int) -> li
     capacity = capacities(claims, work, power)
     target = min(range(len(work)), key=capacity.__getitem__)
     staying = [0] * len(work)
+    variance = [0.0] * len(work)
+    """Of the capacity, where it is estimated from a sample."""
     for claim in claims:
+        if 0 <= claim.stage < len(work):
+            variance[claim.stage] += (power[claim.peer] / work[claim.stage]) ** 2 * (1.0 - 1.0 / claim.stands_for)
         if claim.training and claim.moves_to is None and 0 <= claim.stage < len(work):
             staying[claim.stage] += 1
     found: list[tuple[float, float, Move]] = []
@@ -312,7 +323,8 @@ def movers(claims: Sequence[StageClaim], work: Sequence[float], seed: int) -> li
             continue
         brought = power[claim.peer] / work[target]
         left, joined = capacity[origin] - power[claim.peer] / work[origin], capacity[target] + brought
-        gap = max(GAP_REPLICAS * brought, GAP_SHARE * capacity[target])
+        chance = ERRORS * math.sqrt(variance[origin] + variance[target])
+        gap = max(GAP_REPLICAS * brought, GAP_SHARE * capacity[target], chance)
         if staying[origin] - (claim.moves_to is None) >= 1 and left >= capacity[target] + gap:
             move = Move(claim.peer, origin, target, capacity[target], joined)
             found.append((min(left, joined), left, move))

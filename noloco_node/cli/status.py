@@ -93,6 +93,7 @@ def summary(recipe: RunFileText, roster: Roster, invite: str) -> dict[str, Any]:
         "samples_signed": roster.signed_samples,
         "other_sources": roster.other_sources,
         "budget_samples": recipe.run.budget_samples,
+        "replicas": [roster.size(number)._asdict() for number in range(len(roster.stages))],
         "sources": roster.sources,
         "sources_finished": roster.sources_finished,
         # Records travel as arrays; here their fields have names.
@@ -123,6 +124,8 @@ def picture(recipe: RunFileText, roster: Roster, late: Mapping[str, float] = Map
         table.add_column(heading, justify="right", no_wrap=True)
     for number, records in enumerate(roster.stages):
         table.add_section()
+        if roster.is_sample:
+            table.add_row(str(number), f"{len(records)} of {roster.size(number)}")
         for record in sorted(records, key=lambda record: record.peer):
             table.add_row(str(number), *_row(record))
         if not records:

@@ -47,18 +47,29 @@ EVALUATION = "evaluation"
 SAMPLING = Sampling(tokens=64)
 AT_THE_END = -1
 """Stands for the number of the last evaluation where its peer is chosen: peers end in different rounds."""
+EVALUATORS = 4
+"""Peers that make an evaluation, on average, where no peer knows all sources; with none of them it is left out."""
 LONGEST_END_S = 300.0
 """The peer that evaluates at the end waits and computes for so long at most. No other peer waits for it."""
 LOOK_S = 1.0
 
 
-def chosen(run_id: str, number: int, peers: Iterable[str]) -> str | None:
-    """Return the one of these peers that makes an evaluation; None of no peers."""
+def chosen(run_id: str, number: int, peers: Iterable[str], known: float = 1.0) -> str | None:
+    """Return the one of these peers that makes an evaluation; None of no peers.
+
+    `known`: the share of all peers that these are. Of a share nobody knows who comes first of all: each peer that may
+    be among the first `EVALUATORS` makes it.
+    """
 
     def weight(peer: str) -> bytes:
         return hashlib.sha256(f"{run_id}|evaluation|{number}|{peer}".encode()).digest()
 
-    return max(peers, key=weight, default=None)
+    peers = list(peers)
+    first = max(peers, key=weight, default=None)
+    if first is None or known >= 1.0:
+        return first
+    rank = 1.0 - int.from_bytes(weight(first)[:8]) / 2**64
+    return first if rank * len(peers) <= EVALUATORS * known else None
 
 
 async def last_evaluation(roster: Callable[[], Roster], every_rounds: int) -> None:
@@ -221,8 +232,8 @@ class Evaluator:
         if number <= self._seen:
             return
         self._seen = number
-        sources = self._sources(PeerState.TRAINING)
-        self._ours = number if chosen(context.run_id, number, sources) == context.me else None
+        sources, known = self._sources(PeerState.TRAINING), 1.0 / max(1.0, context.roster().scale(0))
+        self._ours = number if chosen(context.run_id, number, sources, known) == context.me else None
 
     def _sources(self, *states: PeerState) -> set[str]:
         """Return the peers that may evaluate, we among them."""

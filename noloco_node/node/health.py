@@ -26,7 +26,7 @@ from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter
 from noloco_node.machine.system import counts_sleep
 from noloco_node.run.peer_state import AT_WORK
-from noloco_node.swarm.membership import Membership
+from noloco_node.swarm.membership import LIFETIME_S, Membership
 from noloco_node.swarm.roster import Derived, Roster
 from noloco_node.swarm.run_samples import run_over
 from noloco_node.swarm.stage_records import CLOCK_ERROR_S
@@ -173,6 +173,18 @@ def wrong_clock(skew_s: float) -> Condition:
     )
 
 
+def unlisted(seconds: float) -> Condition:
+    """Describe that the DHT has taken no record of ours for so long."""
+    since = f"no node of the DHT has taken our record for {format_duration(seconds)}"
+    return Condition(
+        since,
+        f"{since}: the others do not know that we are here. The nodes that keep the records of our stage cannot be "
+        "reached, or have no room for more; we go on trying. If it lasts, look at this machine's network, or join with "
+        "another --stage",
+        "our record is in the DHT again",
+    )
+
+
 def _served(roster: Roster) -> tuple[bool, ...]:
     return tuple(any(record.state in AT_WORK for record in records) for records in roster.stages)
 
@@ -241,6 +253,9 @@ class HealthMonitor:
         if roster.old_since_s is not None:
             # Then we can tell neither which peers are gone nor how right our clock is.
             return {"roster": old_roster(now_s - roster.old_since_s)}
+        since_s = self._membership.unlisted_since_s
+        if since_s is not None and now_s - since_s >= LIFETIME_S:
+            found["record"] = unlisted(now_s - since_s)
         over = run_over(roster.sources, roster.sources_finished)
         for number in self._membership.watched:
             if over or self._served_now()[number]:

@@ -76,8 +76,9 @@ def claims_of(roster: Roster) -> list[StageClaim]:
             may_serve=record.may_serve or (None if record.state is PeerState.JOINING else ()),
             moves_to=record.moves_to,
             training=record.state is PeerState.TRAINING,
+            stands_for=max(1.0, roster.scale(number)),
         )
-        for records in roster.stages
+        for number, records in enumerate(roster.stages)
         for record in records
         if record.state is not PeerState.FINISHED
     ]

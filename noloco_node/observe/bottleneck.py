@@ -21,6 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from noloco_node.run.peer_state import Wait, WaitCause
+from noloco_node.swarm.shards import StageSize
 
 NEARLY_FULL, HALF_FULL = 0.75, 0.5
 ALIKE = 0.85
@@ -90,6 +91,8 @@ class Bottleneck(NamedTuple):
 class StageView(msgspec.Struct, frozen=True, kw_only=True):
     """One stage. `replicas`: peers that are there; `training`: those of them that train. `busy`, `gap`: means.
 
+    `error`: the relative standard error of these numbers and of the speed; 0 where all peers are known.
+
     `waits`: the most frequent wait of its replicas, in words; `waiting`: how many have it; `cause`: why their devices
     stand still, if they do.
     """
@@ -103,6 +106,11 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
     waits: str | None = None
     waiting: int = 0
     cause: Cause | None = None
+    error: float = 0.0
+
+    @property
+    def size(self) -> StageSize:
+        return StageSize(self.replicas, self.error)
 
 
 def wait_words(wait: Wait, stage: int) -> str:

@@ -80,6 +80,7 @@ class NodeMetrics:
         self._swarm_held_out = gauge("swarm_held_out_loss_nats", "Newest loss on held-out text that a peer reports.")
         self._left_s = gauge("swarm_left_seconds", "Time left at the present speed; NaN where nothing moves.")
         self._replicas = gauge("replicas", "Peers at a stage.", "stage")
+        self._replicas_error = gauge("replicas_error_ratio", "Standard error of these numbers; 0: exact.", "stage")
         self._training = gauge("replicas_training", "Peers that train at a stage.", "stage")
         self._stage_busy = gauge("stage_busy_ratio", "Share of time for which devices of a stage work.", "stage")
 
@@ -157,11 +158,12 @@ class NodeMetrics:
         self._speed.set(view.tokens_per_s)
         self._left_s.set(float("nan") if view.left_s is None else view.left_s)
         self._swarm_held_out.set(float("nan") if view.held_out is None else view.held_out)
-        for gauge in (self._replicas, self._training, self._stage_busy):
+        for gauge in (self._replicas, self._replicas_error, self._training, self._stage_busy):
             gauge.clear()
         for number in watched:
             stage = view.stages[number]
             self._replicas.labels(str(number)).set(stage.replicas)
+            self._replicas_error.labels(str(number)).set(stage.error)
             self._training.labels(str(number)).set(stage.training)
             if stage.busy is not None:
                 self._stage_busy.labels(str(number)).set(stage.busy)

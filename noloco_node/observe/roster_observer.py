@@ -73,7 +73,7 @@ class RosterObserver:
                 records[self._own.peer], name=self._own.name, given=self._own.ledger.given(self._run_id)
             )
         if roster.old_since_s is None:
-            self._note_changes(records, at)
+            self._note_changes(records, at, is_sample=roster.is_sample)
         samples = believed_samples(run, roster)
         totals = RunTotals(
             name=run.name,
@@ -92,7 +92,8 @@ class RosterObserver:
             for record in records.values()
         ]
         routes = self._all_routes(roster, at)
-        return swarm_view(totals, len(roster.stages), peers, self._changes, self._course, at, routes)
+        sizes = [roster.size(number) for number in range(len(roster.stages))] if roster.is_sample else ()
+        return swarm_view(totals, len(roster.stages), peers, self._changes, self._course, at, routes, sizes=sizes)
 
     def _all_routes(self, roster: Roster, at: float) -> tuple[Route, ...]:
         """Return the routes in records, and ours from our own history."""
@@ -112,7 +113,7 @@ class RosterObserver:
             return max(0.0, self._tokens(last - before) / (now - then))
         sources = [record for record in roster.stages[0] if record.state is PeerState.TRAINING]
         # A source whose disk refuses its checkpoints, for one, says so where others say what they wait for: it trains.
-        return sum(
+        return roster.scale(0) * sum(
             record.tokens_per_s for record in sources if not CAUSES.keys() & {each.cause for each in record.waiting}
         )
 
@@ -173,7 +174,8 @@ class RosterObserver:
         """Add a change that no record tells."""
         self._changes.append(Change(at=at, name=name, text=text))
 
-    def _note_changes(self, records: dict[str, PeerRecord], at: float) -> None:
+    def _note_changes(self, records: dict[str, PeerRecord], at: float, *, is_sample: bool) -> None:
+        """Note what is new. Of a sample nobody can say who came or is gone."""
         before, self._before = self._before, records
         training = {peer: record for peer, record in records.items() if record.state is PeerState.TRAINING}
         self._came = {
@@ -183,10 +185,12 @@ class RosterObserver:
         if before is None:
             return
         for peer, record in records.items():
+            if is_sample and peer not in before:
+                continue
             text = _change(before.get(peer), record)
             if text is not None:
                 self._changes.append(Change(at=at, name=called(record), text=text))
-        for peer in before.keys() - records.keys():
+        for peer in () if is_sample else before.keys() - records.keys():
             last = before[peer]
             how = "left after the run" if last.state is PeerState.FINISHED else f"is gone from stage {last.stage}"
             self._changes.append(Change(at=at, name=called(last), text=how))

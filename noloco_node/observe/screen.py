@@ -29,6 +29,7 @@ from noloco_node.observe.swarm_view import (
     SwarmView,
     plain,
 )
+from noloco_node.swarm.shards import total
 from noloco_node.units import format_clock, format_count, format_duration
 
 STATE_STYLES = {"joining": "yellow", "catching up": "yellow", "training": "green", "finished": "blue", "gone": "red"}
@@ -74,7 +75,7 @@ def line(view: SwarmView) -> str:
     loss = [] if view.loss is None else [f"loss {view.loss:.3f}"]
     loss += [] if view.held_out is None else [f"held-out loss {view.held_out:.3f}"]
     gap = [] if view.gap is None else [f"gap {view.gap:.2g}"]
-    census = ", ".join(f"{each.stage}: {each.replicas}" for each in view.stages)
+    census = ", ".join(f"{each.stage}: {each.size}" for each in view.stages)
     parts = [f"{view.progress:.1%}", f"{view.tokens_per_s:,.0f} tokens/s", time_left(view), *loss, *gap]
     parts += [f"replicas by stage {census}", *filter(None, [view.trouble]), plain(view.bottleneck)]
     return f"{_clock(view.at)}  " + " | ".join(parts)
@@ -98,7 +99,7 @@ def change_line(change: Change) -> str:
 
 def _top(view: SwarmView, width: int, height: int) -> list[RenderableType]:
     run_id = f" ({view.run_id[:12]})" if view.run_id else ""
-    there = sum(stage.replicas for stage in view.stages)
+    there = total([stage.size for stage in view.stages])
     tokens = format_count(view.tokens)
     of = "" if view.budget_tokens is None else f" of {format_count(view.budget_tokens)}"
     figures = f"{view.progress:.1%}  {view.tokens_per_s:,.0f} tokens/s  {time_left(view)}"
@@ -110,7 +111,7 @@ def _top(view: SwarmView, width: int, height: int) -> list[RenderableType]:
     facts += [] if view.loss is None else [f"loss {view.loss:.3f}"]
     facts += [] if view.held_out is None else [f"held-out {view.held_out:.3f}"]
     facts += [] if view.gap is None else [f"gap {view.gap:.2g}"]
-    facts.append(f"{there} peer{'s' * (there != 1)}")
+    facts.append(f"{there} peer{'s' * (there.peers != 1)}")
     said = [view.bottleneck] if view.trouble is None else [view.trouble, view.bottleneck]
     wrapped = [line for text in said for line in textwrap.wrap(plain(text), width)]
     heading = _fitted(f"{plain(view.name)}{run_id}  {_clock(view.at)}", width)
@@ -138,7 +139,7 @@ def _stage_table(stages: Sequence[StageView], view: SwarmView, width: int) -> Ta
     alone = max((each.replicas for each in view.stages), default=0) > 1
     for each in stages:
         style = "bold red" if not each.training else "yellow" if alone and each.replicas == 1 else ""
-        waits = "" if each.waits is None else f"{each.waiting} of {each.replicas}: {plain(each.waits)}"
+        waits = "" if each.waits is None else f"{each.waiting} of {each.size}: {plain(each.waits)}"
         table.add_row(
             str(each.stage),
             Text(_replicas(each), style=style),
@@ -232,7 +233,7 @@ def _replicas(stage: StageView) -> str:
     if not stage.replicas:
         return "nobody"
     others = stage.replicas - stage.training
-    return f"{stage.replicas}" + (f" ({others} idle)" if others else "")
+    return f"{stage.size}" + (f" ({others} idle)" if others else "")
 
 
 def _waits(peer: PeerView, at: float) -> str:

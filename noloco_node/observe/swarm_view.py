@@ -15,6 +15,7 @@ import msgspec
 
 from noloco_node.observe.bottleneck import CAUSES, Bottleneck, StageView, present_bottleneck, wait_words
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
+from noloco_node.swarm.shards import StageSize
 
 T = TypeVar("T")
 
@@ -194,17 +195,20 @@ def swarm_view(
     at: float,
     routes: Sequence[Route] = (),
     *,
+    sizes: Sequence[StageSize] = (),
     is_speed_known: bool = True,
 ) -> SwarmView:
     """Put a view together, and add its moment to the course.
 
-    `is_speed_known`: the speed counts all sources; false while some have taken only their first step.
+    `sizes`: of the stages, where `peers` may be a sample; none: all are there. `is_speed_known`: the speed counts all
+    sources; false while some have taken only their first step.
     """
     by_stage: list[list[PeerView]] = [[] for _ in range(stages)]
     for peer in peers:
         if 0 <= peer.stage < stages:
             by_stage[peer.stage].append(peer)
-    seen = tuple(_stage_view(number, there) for number, there in enumerate(by_stage))
+    scales = [size.peers / max(1, len(there)) for size, there in zip(sizes, by_stage, strict=True)] if sizes else []
+    seen = tuple(_stage_view(number, there, sizes[number] if sizes else None) for number, there in enumerate(by_stage))
     loss, gap = _loss([peer for peer in peers if peer.stage == 0] or peers), _mean([peer.gap for peer in peers])
     speed, budget = totals.tokens_per_s, totals.budget_tokens
     is_over = totals.progress >= 1.0 or _all_finished(peers)
@@ -229,7 +233,7 @@ def swarm_view(
         peers=tuple(sorted(_with_shares(peers, seen), key=lambda peer: (peer.stage, peer.name, peer.peer))),
         changes=tuple(sorted(changes, key=lambda change: change.at)),  # silence is noticed late
         course=tuple(course.points),
-        given=_given_in_all(peers),
+        given=_given_in_all(peers, scales),
         routes=tuple(routes),
     )
 
@@ -243,12 +247,14 @@ def plain(words: str | None) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in (words or "")[:MOST_WORDS])
 
 
-def _given_in_all(peers: Sequence[PeerView]) -> GivenInAll:
+def _given_in_all(peers: Sequence[PeerView], scales: Sequence[float]) -> GivenInAll:
+    """Return sums over all peers; each counts as often as those of its stage do."""
+    counted = [(scales[peer.stage] if 0 <= peer.stage < len(scales) else 1.0, peer) for peer in peers]
     return GivenInAll(
-        tokens=sum(peer.tokens for peer in peers),
-        there_s=sum(peer.there_s or 0.0 for peer in peers),
-        line_bytes=sum(peer.line_bytes or 0 for peer in peers),
-        joules=sum(peer.joules or 0.0 for peer in peers),
+        tokens=round(sum(scale * peer.tokens for scale, peer in counted)),
+        there_s=sum(scale * (peer.there_s or 0.0) for scale, peer in counted),
+        line_bytes=round(sum(scale * (peer.line_bytes or 0) for scale, peer in counted)),
+        joules=sum(scale * (peer.joules or 0.0) for scale, peer in counted),
         drawn=sum(peer.tokens_claimed or 0 for peer in peers),
         # Of each peer at most what it claims: the two figures are of the same tokens.
         signed=sum(min(peer.tokens_signed or 0, peer.tokens_claimed or 0) for peer in peers),
@@ -274,7 +280,7 @@ def _with_shares(peers: Sequence[PeerView], stages: Sequence[StageView]) -> Iter
         yield msgspec.structs.replace(peer, share=peer.tokens_per_s / whole) if whole > 0.0 else peer
 
 
-def _stage_view(number: int, peers: Sequence[PeerView]) -> StageView:
+def _stage_view(number: int, peers: Sequence[PeerView], size: StageSize | None) -> StageView:
     present = [peer for peer in peers if peer.state != "gone"]
     waits = [
         (words, None if peer.cause is None else CAUSES.get(peer.cause)) for peer in present if (words := _brief(peer))
@@ -283,16 +289,19 @@ def _stage_view(number: int, peers: Sequence[PeerView]) -> StageView:
     counts = Counter(keys)
     most = max(counts, key=lambda key: (counts[key], key), default=None)
     worst, cause = (None, None) if most is None else waits[keys.index(most)]
+    size = size or StageSize(len(present))
+    scale = size.peers / max(1, len(present))
     return StageView(
         stage=number,
-        replicas=len(present),
-        training=sum(peer.trains for peer in present),
-        tokens_per_s=sum(peer.tokens_per_s for peer in present),
+        replicas=round(size.peers),
+        training=round(scale * sum(peer.trains for peer in present)),
+        tokens_per_s=scale * sum(peer.tokens_per_s for peer in present),
         busy=_mean([peer.busy for peer in present if peer.trains]),
         gap=_mean([peer.gap for peer in present]),
         waits=worst,
-        waiting=0 if most is None else counts[most],
+        waiting=0 if most is None else round(scale * counts[most]),
         cause=cause,
+        error=size.error,
     )
 
 

@@ -13,6 +13,10 @@ In the DHT a record stays five minutes longer than readers believe it, since it 
 clock is behind theirs, we ask for as much more. The network guarantees that a peer signed its own record. After a
 failed reading the roster stays, and says since when it is old (`Roster.old_since_s`): its peers can still be called.
 
+A stage of more than 64 replicas has shards (`noloco_node.swarm.shards`): a peer writes under the keys of its own, and
+reads a few. Then the roster is a sample, which says how many peers there are (`Roster.sizes`), and no sum of all peers
+is read: the keys of sources and of receipts are left alone.
+
 A source and a visitor also read the receipts for all sources' samples (`noloco_node.swarm.receipts`). A replica of the
 last stage publishes the receipts that it gives. Both happen every second time.
 """
@@ -40,7 +44,17 @@ from noloco_node.swarm.receipts import (
     SourceRecord,
 )
 from noloco_node.swarm.roster import Given, PeerRecord, Roster, SourceProgress
-from noloco_node.swarm.stage_records import CLOCK_ERROR_S, RECORD_BYTES, Published, StageRecords, encode_record
+from noloco_node.swarm.shards import (
+    FOLLOWED,
+    MOST_IN_SHARD,
+    Shard,
+    StageSize,
+    followed,
+    next_depth,
+    stage_size,
+    written,
+)
+from noloco_node.swarm.stage_records import CLOCK_ERROR_S, RECORD_BYTES, Published, StageRecords, encode_record, newest
 from noloco_node.tasks import loop_s
 
 LIFETIME_S = 30.0
@@ -50,6 +64,8 @@ REFRESHES = 3
 LONGEST_IN_DHT_S = 3600.0
 REFRESHES_PER_RECEIPTS = 2
 """Refreshes between two publications of receipts, and between two readings."""
+READINGS_PER_PARENT = 8
+"""Readings of large stages between two that look for peers of a lower depth, where none has been seen."""
 READS_FOR_NEWCOMERS = 4
 """Readings in the time of one, while a newcomer of the next stage catches up."""
 
@@ -57,7 +73,7 @@ READS_FOR_NEWCOMERS = 4
 class Membership:
     """Keeps our record in the DHT and the roster up to date while `run` is awaited.
 
-    `given`: returns our totals for the run, whenever we publish our record.
+    `given`: returns our totals for the run, whenever we publish our record. `shards`: of a large stage that are read.
     """
 
     def __init__(
@@ -70,16 +86,23 @@ class Membership:
         unix_time: Callable[[], float] = time.time,
         name: str = "",
         given: Callable[[], Given | None] = lambda: None,
+        shards: int = FOLLOWED,
     ) -> None:
         self._network, self._run_id, self._unix_time, self._name = network, run_id, unix_time, name
         self._sources_key, self._receipts_key = f"{run_id}/sources", f"{run_id}/receipts"
-        self._given = given
+        self._given, self._followed = given, shards
         self._lifetime_s, self._refresh_s = max(LIFETIME_S, REFRESHES * refresh_s), refresh_s
         self._own: PeerRecord | None = None
         self._serial = 0
         self._behind_s = 0.0
         """The most seconds by which our clock was behind the others'."""
         self._records = StageRecords(network.peer_id, stages, self._lifetime_s, refresh_s)
+        self._depths = [0] * stages
+        """By which we divide each stage into shards."""
+        self._sizes: list[StageSize | None] = [None] * stages
+        self._reads_parents = [False] * stages
+        """Whether a stage has peers of a lower depth, as far as we have seen."""
+        self._readings = 0
         self._progress = RunProgress(network.peer_id)
         self.receipts = self._progress.receipts
         self.issued: IssuedReceipts | None = None
@@ -94,6 +117,8 @@ class Membership:
         self._reading = asyncio.Lock()
         self.complete = False
         """Whether the last reading reached all keys; only then does an empty roster mean that no peer is there."""
+        self.unlisted_since_s: float | None = None
+        """Since when the DHT has taken no record of ours (loop seconds); None while it takes them."""
         self._rng = random.Random(f"{run_id}|presence|{network.peer_id}")
 
     @property
@@ -172,23 +197,34 @@ class Membership:
         """Read the stages that we watch, or these stages once; return the new roster."""
         async with self._reading:
             watched = self._records.watched if stages is None else tuple(stages)
-            keys = list(map(self._stage_key, watched))
-            if self._progress.is_due(loop_s()):
+            shards = {stage: self._shards(stage) for stage in watched}
+            keys = [shard.key(self._stage_key(stage)) for stage in watched for shard in shards[stage]]
+            is_sample = self._roster.is_sample
+            if self._progress.is_due(loop_s()) and not is_sample:
                 keys.append(self._sources_key)
             # A peer of a later stage counts the samples that pass through it.
-            if (self._own is None or self._own.stage == 0) and self._is_due(self._read_receipts_s):
+            if (self._own is None or self._own.stage == 0) and self._is_due(self._read_receipts_s) and not is_sample:
                 keys.append(self._receipts_key)
             read = dict(zip(keys, await self._network.read_all(keys), strict=True))
             now_s = loop_s()
-            found = {stage: read[self._stage_key(stage)] for stage in watched}
-            self._records.take(found, now_s, self._unix_time())
+            found: dict[int, Mapping[str, bytes] | None] = {}
+            for stage in watched:
+                answers = [read[shard.key(self._stage_key(stage))] for shard in shards[stage]]
+                known = [answer for answer in answers if answer is not None]
+                found[stage] = newest(known, stage) if known else None
+            # Of a parent those alone that stand in no deeper shard: others there are the same for all readers.
+            own = {s: [each for each in shards[s] if each.depth == self._depths[s]] for s in watched}
+            self._records.take(found, own, now_s, self._unix_time())
+            self._sizes = [None] * len(self._sizes)
+            for stage in watched:
+                self._divide(stage, own[stage])
             receipts = read.get(self._receipts_key)
             if receipts is not None:
                 self._read_receipts_s = now_s
                 self.receipts.take(receipts, () if self.issued is None else self.issued.brought)
             if found.get(0) is not None:
                 self._progress.see(self._records.believed[0].values(), self._records.of_sources, now_s)
-            if self._progress.lost_one:
+            if self._progress.lost_one and not is_sample:
                 read[self._sources_key], *_ = await self._network.read_all([self._sources_key])
             sources = read.get(self._sources_key)
             if sources is not None:
@@ -197,6 +233,27 @@ class Membership:
             self._records.keep_only(watched)
             self._show(now_s)
         return self._roster
+
+    def _shards(self, stage: int) -> list[Shard]:
+        """Return the shards of a stage to read now: those that we follow, and while depths differ their parents too."""
+        shards = followed(self.me, stage, self._depths[stage], loop_s(), self._followed)
+        self._readings += bool(self._depths[stage])
+        if self._depths[stage] and (self._reads_parents[stage] or self._readings % READINGS_PER_PARENT == 0):
+            shards += dict.fromkeys(shard.parent for shard in shards)
+        return shards
+
+    def _divide(self, stage: int, shards: Sequence[Shard]) -> None:
+        """Estimate the size of a stage by the shards that were read, and divide it by that from now on."""
+        depth, depths = self._depths[stage], self._records.depths(stage)
+        if self._own is not None and self._own.stage == stage:
+            depths[self.me] = depth
+        if not depth and len(depths) <= MOST_IN_SHARD and not any(depths.values()):
+            return
+        counted = [each for peer, each in depths.items() if any(shard.counts(peer, each) for shard in shards)]
+        size = stage_size(counted, len(shards))
+        self._sizes[stage] = size if size.error else None
+        depth = self._depths[stage] = next_depth(counted, size.peers)
+        self._reads_parents[stage] = any(each < depth for each in depths.values())
 
     async def run(self) -> NoReturn:
         while True:
@@ -222,7 +279,7 @@ class Membership:
     def _expects_newcomer(self) -> bool:
         """Say whether a newcomer of the next stage is about to begin its work."""
         after = None if self._own is None else self._own.stage + 1
-        if after is None or after not in self.watched:
+        if after is None or after not in self.watched or self._roster.is_sample:
             return False
         return any(record.state is PeerState.CATCHING_UP for record in self._roster.stages[after])
 
@@ -234,30 +291,35 @@ class Membership:
         unix_s = max(0.0, self._unix_time())
         self._serial = max(self._serial + 1, int(1000 * unix_s))
         named = msgspec.structs.replace(record, name=self._name, given=self._given())
-        raw = encode_record(Published(self._serial, named, unix_s, self._lifetime_s))
+        depth = self._depths[record.stage]
+        raw = encode_record(Published(self._serial, named, unix_s, self._lifetime_s, depth))
         # Never shorter than before: of two records the DHT keeps the one that expires later.
         self._behind_s = max(self._behind_s, -(self.skew_s or 0.0))
         kept_s = min(self._lifetime_s + CLOCK_ERROR_S + self._behind_s, LONGEST_IN_DHT_S)
         self._progress.note_own(record, loop_s())
-        stored: list[Coroutine[Any, Any, object]] = [self._store(self._stage_key(record.stage), raw, kept_s)]
-        source = self._progress.sources.get(self._network.peer_id)
+        keys = [shard.key(self._stage_key(record.stage)) for shard in written(self.me, depth)]
+        stored: list[Coroutine[Any, Any, bool]] = [self._store(key, raw, kept_s) for key in keys]
+        source = None if self._roster.is_sample else self._progress.sources.get(self._network.peer_id)
         if source is not None and (record.state is PeerState.LEAVING or not self._has_told(source.said)):
             stored.append(self._tell(source.said))
         ends = record.state in (PeerState.FINISHED, PeerState.LEAVING)
-        if self.issued is not None and self.issued.samples and (ends or self._is_due(self._signed_s)):
+        signs = self.issued is not None and self.issued.samples and not self._roster.is_sample
+        if self.issued is not None and signs and (ends or self._is_due(self._signed_s)):
             self._signed_s = loop_s()
             stored.append(self._store(self._receipts_key, self.issued.raw(), SOURCE_LIFETIME_S))
         # All at once: others may call us until our last record is out.
-        await asyncio.gather(*stored)
+        took = await asyncio.gather(*stored)
+        self.unlisted_since_s = None if any(took[: len(keys)]) else self.unlisted_since_s or loop_s()
 
     def _is_due(self, last_s: float) -> bool:
         """Say whether receipts that we last published or read at that time are to be published or read again."""
         return loop_s() - last_s > (REFRESHES_PER_RECEIPTS - 0.5) * self._refresh_s
 
-    async def _tell(self, said: SourceRecord) -> None:
+    async def _tell(self, said: SourceRecord) -> bool:
         """Publish our samples as a source where they outlive us."""
         stored = await self._store(self._sources_key, msgspec.msgpack.encode(said), SOURCE_LIFETIME_S)
         self._told = (said.finished, loop_s()) if stored else None
+        return stored
 
     def _has_told(self, said: SourceRecord) -> bool:
         """Say whether what we published of our samples as a source is good for now; our record says more."""
@@ -274,8 +336,10 @@ class Membership:
         """Make the new roster, and wake the waiting tasks if it differs."""
         before, me = self._roster, self._network.peer_id
         believed, old_since_s = self._records.believed, self._records.old_since_s(now_s)
-        sources, other_sources = self._progress.sources, self._progress.other_sources()
-        self._roster = roster_of(me, self._own, believed, sources, now_s, old_since_s, other_sources)
+        sizes = tuple(self._sizes) if any(self._sizes) else ()
+        other_sources = () if sizes else self._progress.other_sources()
+        roster = roster_of(me, self._own, believed, self._progress.sources, now_s, old_since_s, other_sources)
+        self._roster = sampled(roster, sizes) if sizes else roster
         if msgspec.structs.replace(before, read_at=now_s) != self._roster:
             self._change.set()
             self._change = asyncio.Event()
@@ -311,3 +375,10 @@ def roster_of(
         sources_finished=len(finished),
         other_sources=other_sources,
     )
+
+
+def sampled(roster: Roster, sizes: tuple[StageSize | None, ...]) -> Roster:
+    """Return a roster as one that is a sample. Sources count that are in it now: whoever has left it may be there."""
+    finished = sum(record.state is PeerState.FINISHED for record in roster.stages[0])
+    at_work = sum(record.state is PeerState.TRAINING for record in roster.stages[0])
+    return msgspec.structs.replace(roster, sizes=sizes, sources=finished + at_work, sources_finished=finished)

@@ -13,6 +13,7 @@ import msgspec
 
 from noloco_node.errors import usage_error
 from noloco_node.run.peer_state import Evaluation, PeerState, Wait
+from noloco_node.swarm.shards import StageSize
 from noloco_node.units import Amount, Count, Fraction, Seconds, UnixSeconds
 
 T = TypeVar("T")
@@ -103,9 +104,11 @@ class SourceProgress(msgspec.Struct, frozen=True):
 
 
 class Roster(msgspec.Struct, frozen=True, kw_only=True):
-    """All live records by stage, as of `read_at` (loop seconds)."""
+    """The live records by stage, as of `read_at` (loop seconds): all, or of a large stage a sample."""
 
     stages: tuple[tuple[PeerRecord, ...], ...]
+    sizes: tuple[StageSize | None, ...] = ()
+    """The estimated replicas of each stage whose records are a sample; None, and for missing ones: all are listed."""
     read_at: float = 0.0
     old_since_s: float | None = None
     """Since when we have heard no peer (loop seconds): the trouble is ours, and the others may be there."""
@@ -134,11 +137,24 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
     def unserved(self) -> list[int]:
         return [number for number, records in enumerate(self.stages) if not records]
 
+    @property
+    def is_sample(self) -> bool:
+        """Whether a stage has more replicas than are listed, so that sums are estimates."""
+        return any(self.sizes)
+
     def stage(self, number: int) -> tuple[PeerRecord, ...]:
         return self.stages[number]
 
+    def size(self, number: int) -> StageSize:
+        """Return how many replicas a stage has."""
+        return (self.sizes[number] if self.sizes else None) or StageSize(len(self.stages[number]))
+
+    def scale(self, number: int) -> float:
+        """Return for how many replicas of a stage each listed one stands."""
+        return self.size(number).peers / max(1, len(self.stages[number]))
+
     def census(self) -> str:
-        return ", ".join(f"{number}: {len(records)}" for number, records in enumerate(self.stages))
+        return ", ".join(f"{number}: {self.size(number)}" for number in range(len(self.stages)))
 
 
 def some_addresses(roster: Roster) -> list[str]:

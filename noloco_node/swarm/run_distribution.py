@@ -29,6 +29,7 @@ from noloco_node.run.runfile import check_paths, content_hashes, decode_run, run
 from noloco_node.storage import atomic_file
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
+from noloco_node.swarm.shards import FOLLOWED
 from noloco_node.units import Fraction, UnixSeconds
 
 TOPIC = "run"
@@ -77,9 +78,9 @@ class RunFileText:
         recipe.digest = run_digest(run, content_hashes(run))
         return recipe
 
-    def membership(self, network: PeerNetwork) -> Membership:
-        """Return the view of this run's peers that a peer has which does not train."""
-        return Membership(network, self.digest, self.run.pipeline.stages)
+    def membership(self, network: PeerNetwork, shards: int = FOLLOWED) -> Membership:
+        """Return the view of this run's peers that a peer has which does not train; `shards`: as for `Membership`."""
+        return Membership(network, self.digest, self.run.pipeline.stages, shards=shards)
 
     async def serve(self, conversation: Conversation) -> None:
         """Answer one `RunRequest`."""

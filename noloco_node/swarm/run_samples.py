@@ -10,12 +10,17 @@ The run is over when the budget is reached, or when the sources that did most of
 source judges the work of others by receipts, a later stage by the microbatches that passed through it, and a replica of
 a run of one stage by its own meetings. Sources without such proof are believed only near the end of the budget, or when
 no more work comes: in a run of one stage, when nobody else is at work any more.
+
+Where a stage has so many replicas that the roster is a sample, nobody can add up all sources. From then on a source
+estimates the run's samples: it adds up the inner steps of the sources that it knows, times the number for which each
+stands (`SampledWork`). Errors of chance differ from source to source, so each also follows the median of what the
+others have reached.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from statistics import median_low
+from statistics import fmean, median_low
 from typing import NamedTuple
 
 from noloco_node.run.config import RunConfig
@@ -36,6 +41,16 @@ UNMET_ROUNDS = 2
 """In a run of one stage, the rounds of work that a replica may not have brought to a meeting yet."""
 UNMET_TIMES = 2
 """Until our first meeting, names count as up to so many times the run's replicas."""
+
+
+LEAST_WATCHED_S = 60.0
+"""For which a source is watched before its pace counts."""
+MOST_PACE = 2.0
+"""A source's pace counts up to so many times the median."""
+FOLLOWS = 0.02
+"""The share of its distance from the median by which an estimate moves in each reading: a bias of 1 % at most, for
+what others say is some seconds old.
+"""
 
 
 def run_over(sources: int, finished: int) -> bool:
@@ -59,6 +74,34 @@ class _Verified(NamedTuple):
     finished_in_all: int
 
 
+class SampledWork:
+    """The inner steps that all replicas of a stage take, from rosters that are samples."""
+
+    def __init__(self) -> None:
+        self._begun: dict[str, tuple[float, int]] = {}
+        """When we first saw each replica (loop seconds), and its inner steps then."""
+
+    def steps_per_s(self, roster: Roster, stage: int = 0) -> float:
+        """Return the inner steps a second of a stage; 0 until some replicas have been watched for long enough."""
+        now_s, before = roster.read_at, self._begun
+        steps = {each.peer: each.inner_steps for each in roster.stage(stage) if each.state is PeerState.TRAINING}
+        self._begun = {
+            peer: before[peer] if peer in before and before[peer][1] <= done else (now_s, done)
+            for peer, done in steps.items()
+        }
+        watched = [
+            (now_s - since_s, steps[peer] - then)
+            for peer, (since_s, then) in self._begun.items()
+            if now_s - since_s >= LEAST_WATCHED_S
+        ]
+        if not watched:
+            return 0.0
+        typical = median_low([taken / span_s for span_s, taken in watched])
+        # A step more than that may be chance.
+        paces = [min(taken, MOST_PACE * typical * span_s + 1) / span_s for span_s, taken in watched]
+        return fmean(paces) * len(steps) * roster.scale(stage)
+
+
 class RunSamples:
     """The samples of a run, as a source counts them that begins now with `own` samples.
 
@@ -72,6 +115,10 @@ class RunSamples:
         self._unlisted = max(0, reached - own - begun.others_samples)
         self._verified = Derived(lambda: membership.roster, self._progress_of)
         self._met = Derived(lambda: membership.roster, self._meet)
+        self._work, self._estimate, self._estimated_s = SampledWork(), float(reached), begun.read_at
+        """The run's samples as of a reading (loop seconds), once the roster has been a sample."""
+        self._is_estimate = False
+        self._estimated = Derived(lambda: membership.roster, self._estimate_now)
         self._deserted_s: float | None = None
         """Since when others have finished and none is at work, as we know (loop seconds)."""
         membership.begin_counting()
@@ -84,24 +131,43 @@ class RunSamples:
         roster = self._membership.roster
         if self.is_over(own, returned_s):
             return 1.0
+        estimate = self._estimated()
+        if self._is_estimate:
+            return min(1.0, max(own, estimate) / self._run.budget_samples)
         unlisted = max(0, self._unlisted - (roster.first_samples - self._begun.first_samples))
         claimed = own + roster.others_samples + unlisted
-        return min(1.0, max(own, min(claimed, self._signed(own))) / self._run.budget_samples)
+        self._estimate = max(own, min(claimed, self._signed(own)))
+        return min(1.0, self._estimate / self._run.budget_samples)
+
+    def _estimate_now(self, roster: Roster) -> float:
+        """Note a reading, and return the estimate of the run's samples that follows; it never falls."""
+        rate = self._work.steps_per_s(roster) * self._run.samples_per_step
+        passed_s, self._estimated_s = roster.read_at - self._estimated_s, roster.read_at
+        self._is_estimate |= roster.is_sample
+        if self._is_estimate:
+            others = {each.peer: each.progress for each in roster.stage(0) if each.state in AT_WORK}
+            ours = others.pop(self._membership.me, 0.0)
+            ahead = (median_low(others.values()) - ours) * self._run.budget_samples if others else 0.0
+            self._estimate += max(0.0, rate * passed_s + FOLLOWS * ahead)
+        return self._estimate
 
     def is_over(self, own: int, returned_s: float) -> bool:
         """Say whether the sources that did most of the work since we began have finished."""
         roster = self._membership.roster
-        if self._run.pipeline.stages == 1:
+        if self._run.pipeline.stages == 1 and self._is_deserted(roster):
+            return True
+        if self._run.pipeline.stages == 1 and not self._is_estimate:
             most_say_so = run_over(roster.sources, roster.sources_finished)
             nearly = self._signed(own) >= NEARLY_OVER * self._run.budget_samples
-            return self._met_all_finished(roster) or self._is_deserted(roster) or (nearly and most_say_so)
-        verified = self._verified()
+            return self._met_all_finished(roster) or (nearly and most_say_so)
+        verified = self._verified()  # nothing where the roster is a sample
         if run_over(own - self.own_then + verified.present, verified.finished):
             return True
         # A fast source that came late has done most since, and does not know the run's progress.
         if run_over(own + verified.present_in_all, verified.finished_in_all):
             return True
-        nearly = self._signed(own) >= NEARLY_OVER * self._run.budget_samples
+        reached = self._estimated() if self._is_estimate else self._signed(own)
+        nearly = reached >= NEARLY_OVER * self._run.budget_samples
         others = roster.sources - roster.sources_finished > 1
         idle = loop_s() - returned_s > (IDLE_S if others else ALONE_S)
         # A source without returning gradients is not at work: its stages may have ended without it.
@@ -186,8 +252,8 @@ def is_over_below(run: RunConfig, roster: Roster, served: Mapping[str, int], pro
 
 def believed_samples(run: RunConfig, roster: Roster) -> int:
     """Return the samples of the run that a visitor believes. Receipts of replicas that left are gone."""
-    if not roster.other_sources:
+    if not roster.other_sources and not roster.is_sample:
         return roster.run_samples
     progress = [record.progress for stage in roster.stages for record in stage if record.state in AT_WORK]
     reached = round(median_low(progress or [0.0]) * run.budget_samples)
-    return min(roster.run_samples, max(roster.signed_samples, reached))
+    return reached if roster.is_sample else min(roster.run_samples, max(roster.signed_samples, reached))

@@ -21,16 +21,17 @@ We remember a record that is still in the DHT after its lifetime, so that it doe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from noloco_node.network.wire import decoded
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.roster import PeerRecord
+from noloco_node.swarm.shards import DEEPEST, Shard
 from noloco_node.units import Count, Seconds, UnixSeconds
 
 RECORD_BYTES = 4096
@@ -56,12 +57,14 @@ class Published(msgspec.Struct, frozen=True, array_like=True):
     """A record as stored. `serial` grows with each publication; `at`: its Unix time, 0 if unknown.
 
     `lifetime_s`: how long it asks to be believed, since its peer may publish more seldom than we do; 0 if unknown.
+    `depth`: by which its peer divides the stage into shards (`noloco_node.swarm.shards`).
     """
 
     serial: Count
     record: PeerRecord
     at: UnixSeconds = 0.0
     lifetime_s: Seconds = 0.0
+    depth: Annotated[int, msgspec.Meta(ge=0, le=DEEPEST)] = 0
 
 
 class PeerEntry(msgspec.Struct, frozen=True):
@@ -180,7 +183,25 @@ def encode_record(published: Published) -> bytes:
     record = published.record
     places = tuple(place.removesuffix(f"/p2p/{record.peer}") for place in record.addresses)
     bare = msgspec.structs.replace(record, peer="", addresses=places)
-    return msgspec.msgpack.encode(msgspec.structs.replace(published, record=bare))
+    fields = msgspec.structs.astuple(msgspec.structs.replace(published, record=bare))
+    return msgspec.msgpack.encode(fields if published.depth else fields[:-1])
+
+
+def newest(readings: Sequence[Mapping[str, bytes]], stage: int) -> Mapping[str, bytes]:
+    """Return the records of several keys of a stage, of each peer the one with the highest serial number."""
+    if len(readings) == 1:
+        return readings[0]
+
+    def serial(raw: bytes) -> int:
+        published = decode_record(raw, peer, stage)
+        return -1 if published is None else published.serial
+
+    found: dict[str, bytes] = {}
+    for records in readings:
+        for peer, raw in records.items():
+            if found.setdefault(peer, raw) != raw:
+                found[peer] = max(found[peer], raw, key=serial)
+    return found
 
 
 def decode_record(raw: bytes, peer: str, stage: int) -> Published | None:
@@ -234,16 +255,30 @@ class StageRecords:
         """The watched stages that we have read since we began to watch them."""
         return tuple(number for number in self.watched if number in self._read)
 
+    def depths(self, stage: int) -> dict[str, int]:
+        """Return the depths of the peers of a stage that we believe and that do not leave."""
+        return {
+            peer: entry.published.depth
+            for peer, entry in self._tables[stage].known.items()
+            if entry.believed and entry.published.record.state is not PeerState.LEAVING
+        }
+
     def focus(self, stages: Collection[int]) -> None:
         """Watch only these stages from now on, and stage 0."""
         self.watched = tuple(number for number in range(len(self._tables)) if number in stages or number == 0)
         self.compare_clocks()
 
-    def take(self, found: Mapping[int, Mapping[str, bytes] | None], now_s: float, unix_s: float) -> None:
-        """Note a reading of some stages; None stands for a stage that could not be read."""
+    def take(
+        self,
+        found: Mapping[int, Mapping[str, bytes] | None],
+        shards: Mapping[int, Sequence[Shard]],
+        now_s: float,
+        unix_s: float,
+    ) -> None:
+        """Note a reading of some stages; None stands for a stage that could not be read. `shards`: that we follow."""
         read = {stage: raws for stage, raws in found.items() if raws is not None}
         self._read.update(read)
-        news = {stage: self._news(stage, raws) for stage, raws in read.items()}
+        news = {stage: self._news(stage, raws, shards[stage]) for stage, raws in read.items()}
         if self._hears(read, news):
             self._heard_s = now_s
         given_up = self._heard_s is not None and now_s - self._heard_s >= ISOLATED_S
@@ -289,15 +324,17 @@ class StageRecords:
         )
         self.skew_s = skew_s(islice(offsets, CLOCKS_ASKED), self._refresh_s / 2)
 
-    def _news(self, stage: int, raws: Mapping[str, bytes]) -> dict[str, Published]:
-        """Decode the records of a stage that are newer than what we know, and allowed."""
+    def _news(self, stage: int, raws: Mapping[str, bytes], shards: Sequence[Shard]) -> dict[str, Published]:
+        """Decode the records of a stage that are newer than what we know, of peers that these shards count."""
         known, news = self._tables[stage].known, {}
         for peer in at_most(raws, known):
             raw, before = raws[peer], known.get(peer)
             if before is not None and before.raw == raw:
                 continue
             published = decode_record(raw, peer, stage)
-            if published is not None and (before is None or published.serial > before.published.serial):
+            if published is None or not any(shard.counts(peer, published.depth) for shard in shards):
+                continue
+            if before is None or published.serial > before.published.serial:
                 news[peer] = published
         return news
 

@@ -109,7 +109,7 @@ function drawSummary() {
     ["loss", fixed(frame.loss, 3) || "–"],
     ...(frame.held_out === null ? [] : [["held-out loss", fixed(frame.held_out, 3)]]),
     ["gap", frame.gap === null ? "–" : figure(frame.gap)],
-    ["peers", `${there} at ${frame.stages.length} stage${frame.stages.length === 1 ? "" : "s"}`],
+    ["peers", `${about(there, frame.stages)} at ${frame.stages.length} stage${frame.stages.length === 1 ? "" : "s"}`],
   ];
   const make = () => {
     const box = document.createElement("div");
@@ -230,6 +230,12 @@ function makeNode() {
   return node;
 }
 
+function about(count, stages) {
+  const all = stages.reduce((sum, stage) => sum + stage.replicas, 0);
+  const error = Math.hypot(...stages.map((stage) => stage.replicas * stage.error)) / Math.max(1, all);
+  return error > 0 ? `≈ ${brief.format(count)} ± ${Math.round(200 * error)} %` : `${count}`;
+}
+
 function drawStages(group, breadth, height) {
   group.replaceChildren();
   frame.stages.forEach((stage, number) => {
@@ -237,7 +243,7 @@ function drawStages(group, breadth, height) {
     const limits = stage.stage === frame.limit && frame.progress < 1;
     group.append(svg("rect", { class: `column${limits ? " limit" : ""}`, x: x + 2, y: 0, width: breadth - 4, height, rx: 8 }));
     const away = stage.replicas - stage.training;
-    const census = frame.progress >= 1 ? `${stage.replicas} there` : stage.replicas ? `${stage.training}${away ? ` + ${away} idle` : " at work"}` : "nobody";
+    const census = frame.progress >= 1 ? `${about(stage.replicas, [stage])} there` : stage.replicas ? `${about(stage.training, [stage])}${away ? ` + ${away} idle` : " at work"}` : "nobody";
     group.append(text(x + 10, 16, `stage ${stage.stage}`, { class: "title" }));
     group.append(text(x + 10, 31, census, { class: stage.training || frame.progress >= 1 ? "quiet" : "quiet empty" }));
     if (limits && breadth >= 130) {

@@ -52,6 +52,17 @@ def test_the_usual_pace_is_that_of_records_every_ten_seconds() -> None:
 # Who should go.
 
 
+@given(st.integers(20, 90), st.integers(1, 90), st.integers(2, 400))
+def test_of_a_sample_nobody_moves_for_what_may_be_chance(crowded: int, weak: int, each: int) -> None:
+    whole, listed = swarm(crowded, weak), [claim._replace(stands_for=float(each)) for claim in swarm(crowded, weak)]
+    assert capacities(listed, EVEN) == pytest.approx([each * one for one in capacities(whole, EVEN)])
+    found, error = movers(listed, EVEN, 0), (crowded + weak) ** 0.5
+    if abs(crowded - weak) <= 2.0 * error:
+        assert found == []
+    elif crowded - 1 - weak > 3.0 * error and crowded - 1 > 1.1 * weak:
+        assert {move.origin for move in found} == {0}
+
+
 def test_who_can_be_spared_goes_where_it_is_needed() -> None:
     (first, *rest) = movers(swarm(3, 1), EVEN, 0)
     assert {move.peer for move in (first, *rest)} == {"s0r0", "s0r1", "s0r2"}

@@ -1,0 +1,304 @@
+"""Rosters that are samples: which rounds meet, what a peer reads, and whom it takes for alive, up to 10^5 peers.
+
+    python -m benchmarks.scale.views [--peers 1000 10000] [--churn 0 0.5 10] [--seeds 5] [--minutes 20] [--json]
+
+In virtual time, with the functions by which production decides: where a record stands and which shards are followed
+(`noloco_node.swarm.shards`), in which order partners are asked, how long one is picky, what is answered and when
+somebody is asked again (`gossip.rounds.matching`). Nothing else is there: no training, no lines. A run has four stages;
+one of them is simulated. Peers publish and read every 10 s, each at its own moment, and open a round every 60 s. An
+answer takes 0.2 s, a dead peer 5 s, a meeting 10 s. A tenth of the records are of Sybils that refuse every proposal.
+A dead peer is believed for 30 s from its last record, and for 90 s where a shard is read for the first time. `--churn`:
+percent of the peers that die a minute; as many newcomers come. The first 5 minutes do not count.
+
+`met`: share of the rounds of living peers that met. `dead`, `sybils`: share of a roster. `kb_per_s`: what a peer
+receives and sends, by the sizes that `benchmarks.scale.membership` measures with real daemons. `knows_s`, `works_s`:
+the time from a newcomer's record until a peer of the stage before has read it, and until the first microbatch, if each
+of those peers sends one a second; medians and the slowest of a hundred.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import takewhile
+from random import Random
+from statistics import fmean, median
+from typing import NamedTuple
+
+from gossip.exchange.messages import Accept, Decline, DeclineReason, Propose
+from gossip.rounds.matching import (
+    ASKED_AT_MOST,
+    AnswerState,
+    PartnerQueue,
+    answer,
+    good_enough_at,
+    preferences,
+)
+from gossip.settings import RoundTimeouts
+from noloco_node.swarm.membership import LIFETIME_S
+from noloco_node.swarm.shards import Shard, followed, next_depth, stage_size, written
+from noloco_node.swarm.stage_records import CLOCK_S
+
+STAGES, SYBILS, REFRESH_S, ROUND_S = 4, 0.1, 10.0, 60.0
+ANSWER_S, MEETING_S, WARM_S = 0.2, 10.0, 300.0
+PATIENCE = RoundTimeouts()
+READ_KB, WRITTEN_KB, RECORD_KB = 1.5, 5.0, 0.85
+"""A reading of one holder without its records, a publication to three holders, and one record in a reading."""
+
+
+@dataclass(eq=False)
+class Peer:
+    """One replica. `offset_s`: of its publications, readings and rounds. `order`: of its open round."""
+
+    name: str
+    born_s: float
+    offset_s: float
+    sybil: bool = False
+    died_s: float = math.inf
+    round: int = 0
+    opened_s: float = 0.0
+    open: bool = False
+    meets: bool = False
+    asking: str | None = None
+    order: tuple[str, ...] = ()
+    queue: PartnerQueue = field(default_factory=lambda: PartnerQueue(PATIENCE, Random(0)))
+
+    def last_s(self, offset_s: float, now_s: float) -> float:
+        """Return the last moment of its rhythm before now."""
+        return now_s - (now_s - offset_s) % REFRESH_S
+
+    def written_s(self, now_s: float) -> float:
+        """Return when its newest record was written, as of now."""
+        until_s = min(now_s, self.died_s)
+        return max(self.born_s, self.last_s(self.offset_s, until_s))
+
+    def delay_s(self, place: int, count: int, now_s: float) -> float:
+        """Return for how long a preference will not do (`RoundSchedule.preference_delay_s`)."""
+        return max(0.0, good_enough_at(place, count) * ROUND_S - (now_s - self.opened_s))
+
+
+class Found(NamedTuple):
+    met: float
+    dead: float
+    sybils: float
+    roster: float
+    error: float
+    kb_per_s: float
+    knows_s: float
+    works_s: float
+    slowest_s: float
+
+
+class Stage:
+    """One stage whose replicas die and come."""
+
+    def __init__(self, replicas: int, churn: float, seed: int) -> None:
+        self.rng, self.churn = Random(f"{replicas}|{churn}|{seed}"), churn
+        self.seed, self.now_s, self.depth = seed, 0.0, 0
+        self.peers: dict[str, Peer] = {}
+        self.shards: defaultdict[Shard, list[Peer]] = defaultdict(list)
+        self.events: list[tuple[float, int, str, Peer]] = []
+        self.counts = [0, 0]
+        self.looks: list[tuple[int, int, int, float, float]] = []
+        self._number = 0
+        while (depth := next_depth([self.depth] * replicas, replicas)) != self.depth:
+            self.depth = depth
+        for number in range(replicas):
+            self.join(sybil=number < SYBILS * replicas, born_s=-3600.0)
+
+    def join(self, *, sybil: bool, born_s: float) -> Peer:
+        rng = self.rng
+        peer = Peer(f"{rng.getrandbits(64):016x}", born_s, rng.uniform(0.0, REFRESH_S), sybil)
+        peer.queue = PartnerQueue(PATIENCE, rng)
+        self.peers[peer.name] = peer
+        for shard in written(peer.name, self.depth):
+            self.shards[shard].append(peer)
+        if not sybil:
+            self.at(self.now_s + rng.uniform(0.0, ROUND_S), "open", peer)
+            if self.churn:
+                self.at(self.now_s + rng.expovariate(self.churn / 100 / 60 / (1 - SYBILS)), "die", peer)
+        return peer
+
+    def at(self, when_s: float, what: str, peer: Peer) -> None:
+        self._number += 1
+        heappush(self.events, (when_s, self._number, what, peer))
+
+    def roster(self, reader: Peer) -> list[Peer]:
+        """Return the peers that a reader takes for alive since its last reading."""
+        read_s = max(reader.born_s, reader.last_s(reader.offset_s + REFRESH_S / 2, self.now_s))
+        found: dict[str, Peer] = {}
+        for shard in followed(reader.name, 0, self.depth, read_s):
+            new = read_s - reader.born_s < LIFETIME_S or shard not in followed(
+                reader.name, 0, self.depth, read_s - LIFETIME_S
+            )
+            believed_s = LIFETIME_S + (CLOCK_S if new else 0.0)
+            for peer in self.shards[shard]:
+                if peer.born_s <= read_s < peer.written_s(read_s) + believed_s:
+                    found[peer.name] = peer
+        found.pop(reader.name, None)
+        return list(found.values())
+
+    def run(self, seconds: float) -> None:
+        while self.events and self.events[0][0] <= seconds:
+            self.now_s, _, what, peer = heappop(self.events)
+            if peer.died_s <= self.now_s:
+                continue
+            getattr(self, f"_{what}")(peer)
+
+    def _die(self, peer: Peer) -> None:
+        peer.died_s = self.now_s
+        self.peers.pop(peer.name)
+        self.join(sybil=False, born_s=self.now_s)
+        for shard in written(peer.name, self.depth):
+            # Records stay in the DHT for minutes, and count as long as a newcomer may believe them.
+            self.shards[shard] = [
+                each for each in self.shards[shard] if each.died_s + LIFETIME_S + CLOCK_S > self.now_s
+            ]
+
+    def _open(self, peer: Peer) -> None:
+        if self.now_s > WARM_S and peer.round:
+            self.counts[peer.open] += 1
+        peer.round, peer.open, peer.opened_s = peer.round + 1, True, self.now_s
+        there = self.roster(peer)
+        peer.order = preferences(peer.name, [each.name for each in there], self.seed, int(self.now_s // ROUND_S))
+        peer.queue.clear()
+        if self.now_s > WARM_S and self.rng.random() < 0.1:
+            dead = sum(each.died_s <= self.now_s for each in there)
+            size = stage_size([self.depth] * len(there), max(1, len(followed(peer.name, 0, self.depth, 0.0))))
+            self.looks.append((len(there), dead, sum(each.sybil for each in there), size.peers, size.error))
+        self.at(self.now_s + ROUND_S, "open", peer)
+        self.at(self.now_s, "ask", peer)
+
+    def _ask(self, peer: Peer) -> None:
+        """Ask the next partner (`MeetingProtocol.run`)."""
+        if not peer.open or peer.meets or peer.asking is not None:
+            return
+        order = peer.order
+        good = takewhile(
+            lambda place: not peer.delay_s(place, len(order), self.now_s), range(min(len(order), ASKED_AT_MOST))
+        )
+        partner, wait_s = peer.queue.next([order[place] for place in good], self.now_s)
+        if partner is None:
+            self.at(self.now_s + min(max(wait_s, 0.05), 1.0), "ask", peer)
+            return
+        peer.asking = partner
+        other = self.peers.get(partner)
+        self.at(self.now_s + (PATIENCE.answer_s if other is None else ANSWER_S), "hear", peer)
+
+    def _hear(self, peer: Peer) -> None:
+        partner, peer.asking = peer.asking, None
+        other = self.peers.get(partner or "")
+        if not peer.open or peer.meets or partner is None:
+            return
+        if other is None:
+            peer.queue.put_off(partner, PATIENCE.sleep_s, self.now_s)
+        elif other.sybil:
+            peer.queue.declined(
+                partner, Decline(reason=DeclineReason.ENGAGED, retry_after_s=3600.0, round=other.round), self.now_s
+            )
+        else:
+            reply = answer(self._state(other, peer.name), peer.name, Propose(round=other.round))
+            if isinstance(reply, Accept):
+                for each in (peer, other):
+                    each.meets = True
+                    self.at(self.now_s + MEETING_S, "part", each)
+            else:
+                peer.queue.declined(partner, reply, self.now_s)
+        self.at(self.now_s + self.rng.uniform(0.0, PATIENCE.jitter_s), "ask", peer)
+
+    def _part(self, peer: Peer) -> None:
+        peer.meets = peer.open = False
+
+    def _state(self, peer: Peer, sender: str) -> AnswerState:
+        place = peer.order.index(sender) if sender in peer.order else len(peer.order)
+        return AnswerState(
+            me=peer.name,
+            round=peer.round,
+            open=peer.open,
+            engaged=peer.meets,
+            asking=peer.asking,
+            leaving=False,
+            had=False,
+            preference_delay_s=peer.delay_s(place, max(len(peer.order), place + 1), self.now_s),
+            ready_in_s=max(0.0, peer.opened_s + ROUND_S - self.now_s),
+        )
+
+    def newcomer_s(self) -> tuple[float, float]:
+        """Return how long after its record a newcomer is known to a peer of the stage before, and gets a microbatch."""
+        name, rng = f"{self.rng.getrandbits(64):016x}", self.rng
+        own = set(written(name, self.depth))
+        knows, first = math.inf, math.inf
+        for caller in self.peers.values():
+            shards = followed(caller.name, 1, self.depth, self.now_s)
+            if caller.sybil or not own.intersection(shards):
+                continue
+            reads_s = rng.uniform(0.0, REFRESH_S)
+            hops = sum(len(self.shards[shard]) for shard in shards)
+            knows, first = min(knows, reads_s), min(first, reads_s + rng.expovariate(1.0 / hops))
+        return knows, first
+
+    def kb_per_s(self) -> float:
+        """Return what a peer sends and receives in membership: stage 0, its own, the next, and its record."""
+        peers = self.rng.sample(list(self.peers.values()), min(200, len(self.peers)))
+        total = 0.0
+        for peer in peers:
+            for stage in range(3):
+                shards = followed(peer.name, stage, self.depth, self.now_s)
+                shards += [shard.parent for shard in shards if self.depth][: len(shards) // 8]
+                total += sum(READ_KB + RECORD_KB * len(self.shards[shard]) for shard in shards)
+            total += WRITTEN_KB * len(written(peer.name, self.depth))
+        return total / len(peers) / REFRESH_S
+
+
+def measure(peers: int, churn: float, seed: int, minutes: float) -> Found:
+    stage = Stage(peers // STAGES, churn, seed)
+    stage.run(WARM_S + 60.0 * minutes)
+    met, skipped = stage.counts
+    listed, dead, sybils, sizes, _ = map(fmean, zip(*stage.looks, strict=True))
+    knows, works = zip(*(stage.newcomer_s() for _ in range(100)), strict=True)
+    true = peers // STAGES
+    error = math.sqrt(fmean((each[3] / true - 1.0) ** 2 for each in stage.looks)) if sizes else 0.0
+    return Found(
+        met / (met + skipped),
+        dead / listed,
+        sybils / listed,
+        listed,
+        error,
+        stage.kb_per_s(),
+        median(knows),
+        median(works),
+        max(works),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--peers", type=int, nargs="+", default=[1000, 10000], metavar="N")
+    parser.add_argument("--churn", type=float, nargs="+", default=[0.0, 0.5, 10.0], metavar="PERCENT")
+    parser.add_argument("--seeds", type=int, default=5, metavar="N")
+    parser.add_argument("--minutes", type=float, default=20.0, metavar="M")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    options = parser.parse_args()
+    for peers in options.peers:
+        for churn in options.churn:
+            found = [measure(peers, churn, seed, options.minutes) for seed in range(options.seeds)]
+            figures = {
+                name: [round(getattr(each, name), 4) for each in found] if options.json else values(found, name)
+                for name in Found._fields
+            }
+            facts = {"peers": peers, "churn": churn} | figures
+            print(json.dumps(facts) if options.json else "  ".join(f"{k} {v}" for k, v in facts.items()), flush=True)
+
+
+def values(found: list[Found], name: str) -> str:
+    """Return the mean, the least and the most of a figure."""
+    each = [getattr(one, name) for one in found]
+    return f"{fmean(each):.3g} ({min(each):.3g} to {max(each):.3g})"
+
+
+if __name__ == "__main__":
+    main()

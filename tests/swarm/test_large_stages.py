@@ -1,0 +1,253 @@
+"""Stages too large for everybody to know everybody: who is found, what is estimated, and what a reader reads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from random import Random
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from noloco_node.cli.status import picture, summary
+from noloco_node.evaluation.evaluator import EVALUATORS, chosen
+from noloco_node.node.stage_claim import claims_of
+from noloco_node.observe.roster_observer import RosterObserver
+from noloco_node.observe.screen import line, lines
+from noloco_node.run.config import PipelineConfig
+from noloco_node.run.peer_state import PeerState
+from noloco_node.run.presets import demo_run_text
+from noloco_node.sim.network.link_model import Latency, NetworkConditions
+from noloco_node.sim.network.sim_network import SimNetwork
+from noloco_node.swarm.membership import Membership
+from noloco_node.swarm.receipts import ReceiptLedger
+from noloco_node.swarm.roster import PeerRecord, Roster
+from noloco_node.swarm.run_distribution import RunFileText
+from noloco_node.swarm.run_samples import RunSamples, SampledWork, believed_samples
+from noloco_node.swarm.shards import DEEPEST, FOLLOWED, MOST_IN_SHARD, StageSize
+from noloco_node.swarm.stage_records import Published, decode_record, encode_record, newest
+
+WEATHER = NetworkConditions(latency=Latency(mean_s=0.05))
+
+
+def record(peer: str, stage: int = 0, **facts: Any) -> PeerRecord:
+    return PeerRecord(peer=peer, stage=stage, **({"state": PeerState.TRAINING} | facts))
+
+
+class Crowd:
+    """Members of one stage, and the keys and records that they read."""
+
+    def __init__(self) -> None:
+        self.hub, self.loop = SimNetwork(WEATHER, seed=3), asyncio.get_running_loop()
+        self.members: dict[str, tuple[Membership, asyncio.Task[Any]]] = {}
+        self.read: Counter[str] = Counter()
+        self.keys: set[str] = set()
+
+    async def join(self, name: str) -> None:
+        network = self.hub.network(name)
+        read_all = network.read_all
+
+        async def noted(keys: Sequence[str]) -> list[Mapping[str, bytes] | None]:
+            found = await read_all(keys)
+            self.keys.update(keys)
+            self.read[name] += sum(len(records or ()) for records in found)
+            return found
+
+        network.read_all = noted  # type: ignore[method-assign]
+        membership = Membership(network, "run", 1, unix_time=lambda: 1e9 + self.loop.time())
+        await membership.claim(record(name))
+        self.members[name] = membership, asyncio.create_task(membership.run())
+
+    async def leave(self, name: str) -> None:
+        membership, task = self.members.pop(name)
+        task.cancel()
+        await membership.withdraw()
+
+    @property
+    def rosters(self) -> list[Roster]:
+        return [membership.roster for membership, _ in self.members.values()]
+
+    def known(self) -> set[str]:
+        """Return the members that another one knows."""
+        return {
+            each.peer
+            for name, (membership, _) in self.members.items()
+            for each in membership.roster.stage(0)
+            if each.peer != name
+        }
+
+
+async def test_a_stage_grows_into_shards_and_shrinks_back_and_nobody_gets_lost() -> None:
+    crowd = Crowd()
+    for number in range(MOST_IN_SHARD):
+        await crowd.join(f"p{number}")
+    await asyncio.sleep(30.0)
+    assert {len(roster.stage(0)) for roster in crowd.rosters} == {MOST_IN_SHARD}
+    assert not any(roster.is_sample for roster in crowd.rosters)
+    assert {key for key in crowd.keys if "/stage/" in key} == {"run/stage/0"}, "as it was before there were shards"
+    for number in range(MOST_IN_SHARD, 140):
+        await crowd.join(f"p{number}")
+    # A record of the depth before is believed for 30 s.
+    await asyncio.sleep(100.0)
+    crowd.read.clear()
+    begun_s = crowd.loop.time()
+    for _ in range(3):
+        await asyncio.sleep(10.0)
+        assert crowd.known() == crowd.members.keys(), "each is known to somebody, whatever depths they have"
+    readings = (crowd.loop.time() - begun_s) / 10.0
+    assert max(crowd.read.values()) <= (readings + 1) * (FOLLOWED + 1) * MOST_IN_SHARD
+    for roster in crowd.rosters:
+        size = roster.size(0)
+        assert roster.is_sample
+        assert len(roster.stage(0)) < 140
+        assert abs(size.peers - 140) <= 5.0 * size.error * size.peers
+    visitor = Membership(crowd.hub.network("v"), "run", 1, unix_time=lambda: 1e9 + crowd.loop.time(), shards=8)
+    first = await visitor.peek()
+    assert first.is_sample
+    assert first.stage(0), "the key of the whole stage shows some"
+    second = await visitor.peek()
+    assert len(second.stage(0)) == pytest.approx(140, abs=1), "a visitor reads up to eight shards, here all"
+    assert not second.is_sample
+    for name in list(crowd.members)[20:]:
+        await crowd.leave(name)
+    await asyncio.sleep(60.0)
+    assert {len(roster.stage(0)) for roster in crowd.rosters} == {20}
+    assert not any(roster.is_sample for roster in crowd.rosters)
+    for _, task in crowd.members.values():
+        task.cancel()
+
+
+@given(st.integers(0, 2**40), st.integers(0, DEEPEST))
+def test_a_record_of_a_small_stage_has_the_bytes_that_it_always_had(serial: int, depth: int) -> None:
+    published = Published(serial, record("p", 2), 5.0, 30.0, depth)
+    raw = encode_record(published)
+    assert decode_record(raw, "p", 2) == published
+    assert len(msgspec.msgpack.decode(raw)) == (5 if depth else 4)
+    beyond = msgspec.msgpack.encode((*msgspec.msgpack.decode(raw)[:4], DEEPEST + 1))
+    assert decode_record(beyond, "p", 2) is None
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("abc"), st.integers(1, 9)), min_size=1, max_size=4))
+def test_of_several_keys_the_newest_record_of_each_peer_counts(keys: list[dict[str, int]]) -> None:
+    readings = [
+        {peer: encode_record(Published(serial, record(peer))) for peer, serial in each.items()} for each in keys
+    ]
+    found = newest(readings, 0)
+    serials = {peer: cast(Published, decode_record(raw, peer, 0)).serial for peer, raw in found.items()}
+    assert serials == {peer: max(each.get(peer, 0) for each in keys) for each in keys for peer in each}
+
+
+# What is estimated.
+
+
+def sample(replicas: int, listed: int, stages: int = 1, read_at: float = 0.0, **facts: Any) -> Roster:
+    """A roster that lists a part of each stage."""
+    found = [[record(f"s{stage}r{number:04}", stage, **facts) for number in range(listed)] for stage in range(stages)]
+    return Roster(stages=tuple(map(tuple, found)), sizes=(StageSize(float(replicas), 0.1),) * stages, read_at=read_at)
+
+
+@given(st.integers(0, 10**6), st.integers(100, 1000), st.floats(0.0, 0.2))
+@settings(max_examples=10)
+def test_steps_of_all_follow_from_a_sample_that_is_exchanged(seed: int, replicas: int, liars: float) -> None:
+    rng, work = Random(seed), SampledWork()
+    paces = [rng.uniform(0.5, 1.5) / 12.0 for _ in range(replicas)]
+    false = set(rng.sample(range(replicas), round(liars * replicas)))
+    listed = rng.sample(range(replicas), 96)
+    found = []
+    for reading in range(90):
+        if reading % 30 == 29:
+            listed = [*listed[48:], *rng.sample(range(replicas), 48)]
+        now_s = 10.0 * reading
+        records = tuple(
+            record(f"{each}", inner_steps=int((1000.0 if each in false else 1.0) * paces[each] * now_s) + each)
+            for each in sorted(set(listed))
+        )
+        roster = Roster(stages=(records,), sizes=(StageSize(float(replicas), 0.1),), read_at=now_s)
+        found.append(work.steps_per_s(roster))
+    assert found[:6] == [0.0] * 6, "too short a time says nothing"
+    true = sum(paces)
+    mean = sum(found[12:]) / len(found[12:])
+    share = sum(f"{each}" in {str(one) for one in false} for each in listed) / len(listed)
+    assert 0.75 * true <= mean <= (1.25 + 2.5 * max(share, liars)) * true
+
+
+async def test_a_source_estimates_how_far_the_run_is() -> None:
+    """Beyond shards nobody can add up claims: each adds up the pace of those it knows, and follows the others."""
+    pace_s, replicas, budget = 12.0, 2000, 2000 * 100 * 8
+    run = cast(
+        Any,
+        SimpleNamespace(
+            budget_samples=budget,
+            samples_per_step=8,
+            pipeline=PipelineConfig(stages=2, replicas=replicas),
+        ),
+    )
+    facts = {"issued": None, "receipts": ReceiptLedger(), "begin_counting": lambda: None}
+    membership = cast(Any, SimpleNamespace(me="s0r0000", roster=sample(replicas, 90, 2), **facts))
+    counted, reached = RunSamples(run, membership, reached=0, own=0), []
+    for reading in range(1, 119):
+        steps = int(10.0 * reading / pace_s)
+        progress = max(0.0, (10.0 * reading - 8.0) / (100 * pace_s))
+        membership.roster = sample(replicas, 90, 2, 10.0 * reading, inner_steps=steps, progress=min(1.0, progress))
+        reached.append(counted.progress(8 * steps, asyncio.get_running_loop().time()))
+    assert reached == sorted(reached)
+    assert reached[-1] == pytest.approx(118 / 120, abs=0.08)
+    ended = sample(replicas, 90, 2, 1200.0, state=PeerState.FINISHED, progress=1.0)
+    membership.roster = msgspec.structs.replace(ended, sources=90, sources_finished=90)
+    nearly = reached[-1] >= 0.95
+    assert (counted.progress(800, asyncio.get_running_loop().time()) == 1.0) == nearly
+    assert believed_samples(run, membership.roster) == budget
+
+
+def test_capacities_count_those_that_are_not_listed() -> None:
+    claims = claims_of(sample(6400, 80, 3))
+    assert {claim.stands_for for claim in claims} == {80.0}
+    whole = claims_of(msgspec.structs.replace(sample(80, 80, 3), sizes=()))
+    assert {claim.stands_for for claim in whole} == {1.0}
+
+
+@given(st.integers(10, 10**6), st.integers(0, 50))
+def test_some_evaluate_where_nobody_knows_all(replicas: int, seed: int) -> None:
+    listed = min(64, replicas)
+    rng, known = Random(seed), listed / replicas
+    peers = [f"{seed}-{number}" for number in range(listed)]
+    rng.shuffle(peers)
+    one = chosen("run", seed, peers, known)
+    assert one in {None, chosen("run", seed, peers)}
+    if known == 1.0:
+        assert one is not None
+
+
+def test_as_many_evaluate_as_were_meant() -> None:
+    replicas, listed = 400, 50
+    everybody = [f"peer {number}" for number in range(replicas)]
+    rng, made = Random(1), []
+    for number in range(20):
+        seen = {me: [me, *rng.sample(everybody, listed - 1)] for me in everybody}
+        made.append(sum(chosen("run", number, peers, listed / replicas) == me for me, peers in seen.items()))
+    assert 0.5 * EVALUATORS < sum(made) / len(made) < 2.0 * EVALUATORS
+
+
+def test_views_say_what_is_an_estimate() -> None:
+    recipe = RunFileText(demo_run_text(stages=2, replicas=2, steps=100, seed=0), "a test")
+    roster = sample(24600, 90, 2, tokens_per_s=10.0, inner_steps=50, progress=0.5, round=5)
+    roster = msgspec.structs.replace(roster, sizes=(StageSize(24600.0, 0.035), StageSize(90.0)))
+    observer = RosterObserver(recipe.run, recipe.digest)
+    view = observer.view(roster, 1e9)
+    assert [stage.replicas for stage in view.stages] == [24600, 90]
+    assert view.stages[0].tokens_per_s == pytest.approx(246_000.0)
+    assert "0: ≈ 24,600 ± 7%, 1: 90" in line(view)
+    assert "stage 0: ≈ 24,600 ± 7%" in "\n".join(lines(view))
+    assert view.progress == pytest.approx(0.5, abs=0.01)
+    # Another sample is no news of anybody.
+    others = [tuple(msgspec.structs.replace(each, peer=f"x{each.peer}") for each in stage) for stage in roster.stages]
+    assert observer.view(msgspec.structs.replace(roster, stages=tuple(others)), 1e9 + 10.0).changes == ()
+    assert "90 of ≈ 24,600 ± 7%" in picture(recipe, roster)
+    told = json.loads(msgspec.json.encode(summary(recipe, roster, "invite")))
+    assert told["replicas"] == [{"peers": 24600.0, "error": 0.035}, {"peers": 90.0, "error": 0.0}]
