@@ -29,6 +29,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from operator import attrgetter
+from statistics import median_low
 from typing import Any, NoReturn
 
 import msgspec
@@ -247,7 +248,8 @@ class Membership:
         depth, depths = self._depths[stage], self._records.depths(stage)
         if self._own is not None and self._own.stage == stage:
             depths[self.me] = depth
-        if not depth and len(depths) <= MOST_IN_SHARD and not any(depths.values()):
+        # Under the key of the whole stage: a few that name a depth shall not keep us from adding up what all did.
+        if not depth and len(depths) <= MOST_IN_SHARD and not (depths and median_low(depths.values())):
             return
         counted = [each for peer, each in depths.items() if any(shard.counts(peer, each) for shard in shards)]
         size = stage_size(counted, len(shards))

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import count, islice
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
@@ -30,7 +31,7 @@ from noloco_node.swarm.receipts import ReceiptLedger
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.swarm.run_samples import RunSamples, SampledWork, believed_samples
-from noloco_node.swarm.shards import DEEPEST, FOLLOWED, MOST_IN_SHARD, StageSize
+from noloco_node.swarm.shards import DEEPEST, FOLLOWED, MOST_IN_SHARD, StageSize, written
 from noloco_node.swarm.stage_records import Published, decode_record, encode_record, newest
 
 WEATHER = NetworkConditions(latency=Latency(mean_s=0.05))
@@ -121,6 +122,22 @@ async def test_a_stage_grows_into_shards_and_shrinks_back_and_nobody_gets_lost()
     assert not any(roster.is_sample for roster in crowd.rosters)
     for _, task in crowd.members.values():
         task.cancel()
+
+
+@pytest.mark.parametrize("liars", [1, 3])
+async def test_a_few_that_say_that_a_stage_is_large_do_not_make_its_rosters_samples(liars: int) -> None:
+    crowd = Crowd()
+    for number in range(4):
+        await crowd.join(f"p{number}")
+    names = (f"liar {number}" for number in count())
+    for name in islice((name for name in names if written(name, 3)[-1].depth == 0), liars):
+        raw = encode_record(Published(1, record(name), 1e9 + crowd.loop.time(), 300.0, 3))
+        await crowd.hub.network(name).publish("run/stage/0", name, raw, 300.0)
+    await asyncio.sleep(30.0)
+    assert {len(roster.stage(0)) for roster in crowd.rosters} == {4 + liars}, "all know all"
+    assert not any(roster.is_sample for roster in crowd.rosters)
+    for name in list(crowd.members):
+        await crowd.leave(name)
 
 
 @given(st.integers(0, 2**40), st.integers(0, DEEPEST))
