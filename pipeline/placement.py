@@ -85,9 +85,14 @@ def powers(claims: Sequence[StageClaim], work: Sequence[float]) -> dict[str, flo
     }
 
 
-def capacities(claims: Sequence[StageClaim], work: Sequence[float]) -> list[float]:
-    """Return the microbatches that each stage can do in a second, all its replicas together."""
-    power = powers(claims, work)
+def capacities(
+    claims: Sequence[StageClaim], work: Sequence[float], power: Mapping[str, float] | None = None
+) -> list[float]:
+    """Return the microbatches that each stage can do in a second, all its replicas together.
+
+    `power`: `powers` of the same claims, where it is there already.
+    """
+    power = powers(claims, work) if power is None else power
     found = [0.0] * len(work)
     # In an order of their own, so that all sum up to the same last digit.
     for claim in sorted(claims, key=lambda claim: (claim.peer, claim.stage)):
@@ -155,7 +160,8 @@ def should_yield(me: str, claims: Sequence[StageClaim], work: Sequence[float]) -
     plan = {peer: claim.stage for peer, claim in islice(newcomers.items(), MOST_NEWCOMERS)}
     if me not in plan:
         return None
-    capacity, power = capacities(claims, work), powers(claims, work)
+    power = powers(claims, work)
+    capacity = capacities(claims, work, power)
     # Each move is an improvement for good, so this ends; the bound guards against rounding.
     for _ in range(len(plan) * len(work)):
         move = _improvement(plan, newcomers, capacity, power, work)
@@ -299,7 +305,8 @@ def movers(claims: Sequence[StageClaim], work: Sequence[float], seed: int) -> li
 
     `claims`: all live records; `may_serve` says where each is willing to go. `work`: of a microbatch at each stage.
     """
-    capacity, power = capacities(claims, work), powers(claims, work)
+    power = powers(claims, work)
+    capacity = capacities(claims, work, power)
     target = min(range(len(work)), key=capacity.__getitem__)
     staying = [0] * len(work)
     variance = [0.0] * len(work)

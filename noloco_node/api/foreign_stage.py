@@ -16,13 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from noloco_node.api.training_thread import IterationClock, TrainingThread
-from noloco_node.cli.host_machine import HostDisk, weight_store
-from noloco_node.cli.options import JoinOptions
+from noloco_node.cli.host_machine import HostDisk, MachineRequest, weight_store
 from noloco_node.errors import config_error
 from noloco_node.planning.foreign_layout import ForeignWeights, foreign_layout
 from noloco_node.run.config import RunConfig
-from noloco_node.storage.home import RunPaths
-from noloco_node.swarm.run_distribution import RunFileText
 from pipeline.inner_step import OptimiserState, StepReport
 from pipeline.messages import Gradient
 
@@ -194,22 +191,20 @@ class ForeignHost(HostDisk):
 
     def __init__(
         self,
-        options: JoinOptions,
-        home: RunPaths,
-        recipe: RunFileText,
+        request: MachineRequest,
         stage: ForeignStage,
         thread: TrainingThread,
         clock: IterationClock,
         signal: StepSignal,
         peer: str,
     ) -> None:
-        super().__init__(options, home, recipe, peer)
+        super().__init__(request, peer)
         self._stage, self._signal = stage, signal
         stage.discard()  # a microbatch of the node before us is lost
         self.device = clock.device(thread)
-        store = weight_store(options, home, recipe.run)
+        store = weight_store(request)
         assert store is not None, "the run file of a foreign module lists its first weights"
-        self.first_weights = ForeignWeights(foreign_layout(recipe.run).shapes, store)
+        self.first_weights = ForeignWeights(foreign_layout(request.recipe.run).shapes, store)
 
     def close(self) -> None:
         self.device.close()

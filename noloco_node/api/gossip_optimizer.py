@@ -13,13 +13,10 @@ from torch import Tensor, nn
 from noloco_node.api.foreign_stage import ForeignHost, ForeignStage, StepSignal, check_module, trained_parameters
 from noloco_node.api.peer import Leaves, NodeThread, PeerOptions, at_exit, parsed
 from noloco_node.api.training_thread import IterationClock, TrainingThread
-from noloco_node.cli.host_machine import Machine
-from noloco_node.cli.options import JoinOptions
+from noloco_node.cli.host_machine import Machine, MachineRequest
 from noloco_node.errors import Exit, UserError, config_error, usage_error
 from noloco_node.planning.foreign_layout import foreign_layout
 from noloco_node.run.peer_state import PeerState
-from noloco_node.storage.home import RunPaths
-from noloco_node.swarm.run_distribution import RunFileText
 
 
 class GossipOptimizer(Leaves, torch.optim.Optimizer):
@@ -174,16 +171,9 @@ class GossipOptimizer(Leaves, torch.optim.Optimizer):
         """Do the node's last work on the weights until it has ended."""
         self._training.work_until(lambda: self._node.is_over)
 
-    def _prepare(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        options: JoinOptions,
-        home: RunPaths,
-        _: torch.device,
-        recipe: RunFileText,
-    ) -> Machine:
+    def _prepare(self, parameters: Mapping[str, nn.Parameter], request: MachineRequest) -> Machine:
         """Work out what this program gives to a node of the run; raise `UserError` if its module is another one."""
-        run, layout = recipe.run, foreign_layout(recipe.run)
+        run, layout = request.recipe.run, foreign_layout(request.recipe.run)
         if run.model.is_in_stages:
             raise config_error(
                 "The run trains a module in stages.",
@@ -194,7 +184,7 @@ class GossipOptimizer(Leaves, torch.optim.Optimizer):
         check_module(shapes, parameters)
         stage = self._stage = ForeignStage([parameters[name] for name in shapes], self._clock)
         signal = self._signal = StepSignal(run, stage)
-        return Machine(layout, partial(ForeignHost, options, home, recipe, stage, self._training, self._clock, signal))
+        return Machine(layout, partial(ForeignHost, request, stage, self._training, self._clock, signal))
 
     def _refuse_second(self) -> None:
         if GossipOptimizer._alive is not None and GossipOptimizer._alive._node.is_ours:

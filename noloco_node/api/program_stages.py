@@ -15,15 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from noloco_node.api.foreign_stage import check_module, trained_parameters
-from noloco_node.cli.host_machine import Machine, StageHost, first_checkpoint
-from noloco_node.cli.options import JoinOptions
+from noloco_node.cli.host_machine import FirstCheckpoint, Machine, MachineRequest, StageHost, first_checkpoint
 from noloco_node.errors import UserError, config_error
 from noloco_node.planning.foreign_layout import ForeignLayout, ForeignWeights, foreign_layout
 from noloco_node.planning.model_layout import with_optimiser
-from noloco_node.storage.home import RunPaths
-from noloco_node.swarm.run_distribution import RunFileText
 from pipeline.decoder_slice import Cut
-from pipeline.forward_pass import Slice
+from pipeline.forward_pass import Slice, StageSettings
 from pipeline.stage import Stage
 
 BuildStage: TypeAlias = Callable[[int], nn.Module]
@@ -142,26 +139,25 @@ def program_slice(stage: int, build: BuildStage, layout: ForeignLayout) -> Progr
 class ProgramStages(StageHost):
     """What this machine gives to a node whose stages the program builds; to be closed."""
 
-    def __init__(self, build: BuildStage, layout: ForeignLayout, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(
+        self, build: BuildStage, layout: ForeignLayout, checkpoint: FirstCheckpoint, request: MachineRequest, peer: str
+    ) -> None:
+        super().__init__(layout, checkpoint, request, peer)
         self._build, self._layout = build, layout
 
     def build(self, stage: int) -> Stage:
         part = program_slice(stage, self._build, self._layout)
-        return with_optimiser(self._recipe.run, part, stage, self._torch_device)
+        return with_optimiser(self._recipe.run, part, stage, StageSettings(self._torch_device))
 
 
-def prepared(
-    build: BuildStage, options: JoinOptions, home: RunPaths, torch_device: torch.device, recipe: RunFileText
-) -> Machine:
+def prepared(build: BuildStage, request: MachineRequest) -> Machine:
     """Work out what a program that builds stages gives to a node; raise `UserError` if the run has none such."""
-    layout = foreign_layout(recipe.run)
-    if not recipe.run.model.is_in_stages:
+    layout = foreign_layout(request.recipe.run)
+    if not request.recipe.run.model.is_in_stages:
         raise config_error(
             "The run trains a module as a whole, and no stages of a program.",
             "noloco_node.init was given one module, and no list of them",
             "noloco_node.GossipOptimizer joins it",
         )
-    checkpoint = first_checkpoint(options, home, recipe.run, partial(ForeignWeights, layout.shapes))
-    host = partial(ProgramStages, build, layout, options, home, torch_device, recipe, layout, checkpoint)
-    return Machine(layout, host)
+    checkpoint = first_checkpoint(request, partial(ForeignWeights, layout.shapes))
+    return Machine(layout, partial(ProgramStages, build, layout, checkpoint, request))

@@ -44,32 +44,28 @@ def init(
     """Write a run file, the recipe that all peers of a run share; return its path.
 
     `model`: a module, of which the run trains what requires a gradient; its weights are written beside the run file
-    (the same name, .safetensors), and the run begins with them. Or a list of modules, the stages of a pipeline
-    (docs/python.md). Or the section [model] of a model that the nodes build themselves. `steps`: inner steps of each of
-    so many planned `replicas`, each over `batch` sequences of `sequence_length` tokens, of a pipeline over a window of
-    them: together the budget of the run. `every`: inner steps between two rounds. `codec`: the form
-    in which weights travel: int4, int8, bfloat16 or float32. `sections`: other fields of the run file, by section
+    (the same name, .safetensors), and the run begins with them. Or a list of modules, or a ModuleList, the stages of a
+    pipeline (docs/python.md). Or the section [model] of a model that the nodes build themselves. `steps`: inner steps
+    of each of so many planned `replicas`, each over `batch` sequences of `sequence_length` tokens, of a pipeline over a
+    window of them: together the budget of the run. `every`: inner steps between two rounds. `codec`: the form in which
+    weights travel: int4, int8, bfloat16 or float32. `sections`: other fields of the run file, by section
     (docs/reference.md). Raises `noloco_node.errors.UserError` that names the field at fault.
     """
-    steps, batch, sequence_length, replicas, every, seed = (
-        _whole(field, value)
-        for field, value in {
-            "steps": steps,
-            "batch": batch,
-            "sequence_length": sequence_length,
-            "replicas": replicas,
-            "every": every,
-            "seed": seed,
-        }.items()
-    )
+    steps, every = _whole("steps", steps), _whole("every", every)
     path = Path(path).expanduser()
     weights = path.with_suffix(".safetensors")
+    if isinstance(model, nn.ModuleList):  # it computes nothing by itself
+        model = list(model)
     parameters = _trained(model)
     table: dict[str, Any] = {
         "name": name,
-        "seed": seed,
+        "seed": _whole("seed", seed),
         "model": dict(model) if isinstance(model, Mapping) else {"foreign_parameters": _shapes(parameters)},
-        "pipeline": {"replicas": replicas, "microbatch_size": batch, "sequence_length": sequence_length},
+        "pipeline": {
+            "replicas": _whole("replicas", replicas),
+            "microbatch_size": _whole("batch", batch),
+            "sequence_length": _whole("sequence_length", sequence_length),
+        },
         "inner": {"steps": steps, "warmup_steps": steps // 20},
         "outer": {
             "inner_steps_per_round": every,
@@ -85,9 +81,12 @@ def init(
     for section, values in sections.items():
         table[section] = {**table.get(section, {}), **values}
     if parameters:
-        # Before a file of weights is written, all the rest is known to be right.
-        stand_in = {"file": weights.name, "size_bytes": 1, "digest": 64 * "0"}
-        decode_run(_text({**table, "model": {**table["model"], "weights": [stand_in]}}), str(path))
+        # Before a file of weights is written, all the rest is known to be right: this entry stands for it.
+        table["model"]["weights"] = [{"file": weights.name, "size_bytes": 1, "digest": 64 * "0"}]
+    decode_run(_text(table), str(path))
+    if not overwrite:
+        check_free(path, _HINT)
+    if parameters:
         if weights == path:
             raise config_error(
                 f"The run file {path} would take the place of its own weights.",
@@ -95,15 +94,11 @@ def init(
                 "a run file with another ending, such as run.toml",
             )
         if not overwrite:
-            check_free(path, _HINT)
             check_free(weights, _HINT)
         _write_weights(weights, parameters)
         table["model"]["weights"] = [msgspec.structs.asdict(described(weights))]
-    text = _text(table)
-    decode_run(text, str(path))
-    if not overwrite:
-        check_free(path, _HINT)
-    write_text(path, text, overwrite=True)
+        decode_run(_text(table), str(path))
+    write_text(path, _text(table), overwrite=True)
     return path
 
 

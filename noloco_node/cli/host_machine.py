@@ -38,13 +38,23 @@ from pipeline.hardware.device_type import DEVICE_TYPES
 from pipeline.stage import Stage
 
 
+class MachineRequest(NamedTuple):
+    """What this machine is asked to take part in: a run, as its owner chose, with this home and device."""
+
+    options: JoinOptions
+    home: RunPaths
+    torch_device: torch.device
+    recipe: RunFileText
+
+
 class HostDisk(Host):
     """The part of a host that is its home: checkpoints, snapshots and copies of a node's stages; and its clock."""
 
     device: Device
 
-    def __init__(self, options: JoinOptions, home: RunPaths, recipe: RunFileText, peer: str) -> None:
+    def __init__(self, request: MachineRequest, peer: str) -> None:
         super().__init__()
+        options, home, self._torch_device, recipe = request
         self._options, self._home, self._recipe = options, home, recipe
         self.checkpoints = CheckpointStore(home.checkpoint, home.snapshots, recipe.digest, peer, say)
         self.snapshots = SnapshotDirectory(home.snapshots, recipe.digest) if options.keep_snapshots else None
@@ -105,18 +115,10 @@ class StageHost(HostDisk):
 
     evaluation: EvaluationMachine | None
 
-    def __init__(
-        self,
-        options: JoinOptions,
-        home: RunPaths,
-        torch_device: torch.device,
-        recipe: RunFileText,
-        layout: Dimensions,
-        checkpoint: FirstCheckpoint,
-        peer: str,
-    ) -> None:
-        super().__init__(options, home, recipe, peer)
-        self._torch_device, self._dimensions = torch_device, layout
+    def __init__(self, layout: Dimensions, checkpoint: FirstCheckpoint, request: MachineRequest, peer: str) -> None:
+        super().__init__(request, peer)
+        options, home, torch_device, recipe = request
+        self._dimensions = layout
         self.first_weights, self.tokenizer = checkpoint
         data = with_tokenizer_in(recipe.run.data, home.tokenizer)
         run = structs.replace(recipe.run, data=data)
@@ -156,19 +158,10 @@ class StageHost(HostDisk):
 class HostMachine(StageHost):
     """What this machine gives to one node of a run; to be closed."""
 
-    def __init__(
-        self,
-        options: JoinOptions,
-        home: RunPaths,
-        torch_device: torch.device,
-        recipe: RunFileText,
-        layout: ModelLayout,
-        checkpoint: FirstCheckpoint,
-        peer: str,
-    ) -> None:
-        super().__init__(options, home, torch_device, recipe, layout, checkpoint, peer)
-        self._layout = layout
-        needs = device_needs(recipe.run, layout, torch_device, self.free_bytes(), self.free_beside_bytes())
+    def __init__(self, layout: ModelLayout, checkpoint: FirstCheckpoint, request: MachineRequest, peer: str) -> None:
+        super().__init__(layout, checkpoint, request, peer)
+        self._layout, free = layout, (self.free_bytes(), self.free_beside_bytes())
+        needs = device_needs(request.recipe.run, layout, request.torch_device, *free)
         self._moments_beside = needs.moments_beside
         self.needs_bytes, self.graph_bytes = list(needs.device), list(needs.graph)
         self.beside_bytes = list(needs.beside)
@@ -192,15 +185,14 @@ class Machine(NamedTuple):
     host: Callable[[str], Host]
 
 
-def machine_for(options: JoinOptions, home: RunPaths, torch_device: torch.device, recipe: RunFileText) -> Machine:
+def machine_for(request: MachineRequest) -> Machine:
     """Work out what this machine gives to a node of a run; this may read large files, and raise `UserError`."""
-    layout = model_layout(recipe.run)
+    layout = model_layout(request.recipe.run)
 
     def put_by(store: WeightStore) -> RunWeights:
         return RunWeights(layout.prepared, layout.checkpoint, store, frozen=layout.adapter is not None)
 
-    checkpoint = first_checkpoint(options, home, recipe.run, put_by)
-    return Machine(layout, partial(HostMachine, options, home, torch_device, recipe, layout, checkpoint))
+    return Machine(layout, partial(HostMachine, layout, first_checkpoint(request, put_by), request))
 
 
 class FirstCheckpoint(NamedTuple):
@@ -210,30 +202,29 @@ class FirstCheckpoint(NamedTuple):
     tokenizer: WeightStore | None
 
 
-def first_checkpoint(
-    options: JoinOptions, home: RunPaths, run: RunConfig, put_by: Callable[[WeightStore], FirstWeights]
-) -> FirstCheckpoint:
+def first_checkpoint(request: MachineRequest, put_by: Callable[[WeightStore], FirstWeights]) -> FirstCheckpoint:
     """Return the weights and tokenizer that a run starts from; this may read large files.
 
     `put_by`: makes of the files what puts them into stages. Raises `UserError` if the owner named a directory with
     other files.
     """
-    tokenizer = None
-    if run.data.tokenizer_files:
-        tokenizer = WeightStore.filling(home.tokenizer, run.data.tokenizer_files, options.most_disk_bytes)
-    weights = weight_store(options, home, run)
+    options, home, _, recipe = request
+    tokenizer, listed = None, recipe.run.data.tokenizer_files
+    if listed:
+        tokenizer = WeightStore.filling(home.tokenizer, listed, options.most_disk_bytes)
+    weights = weight_store(request)
     if options.weights is not None and tokenizer is not None:
         WeightStore.whole(options.weights, tokenizer.files).copy_to(tokenizer)
     return FirstCheckpoint(None if weights is None else put_by(weights), tokenizer)
 
 
-def weight_store(options: JoinOptions, home: RunPaths, run: RunConfig) -> WeightStore | None:
+def weight_store(request: MachineRequest) -> WeightStore | None:
     """Return the files of the weights that a run starts from, as far as they are here; None if it lists none."""
+    options, home, _, recipe = request
+    listed = recipe.run.model.weights
     if options.weights is not None:
-        return WeightStore.whole(options.weights, run.model.weights)
-    if not run.model.weights:
-        return None
-    return WeightStore.filling(home.weights, run.model.weights, options.most_disk_bytes)
+        return WeightStore.whole(options.weights, listed)
+    return WeightStore.filling(home.weights, listed, options.most_disk_bytes) if listed else None
 
 
 def _save(directory: Path, checkpoint: Checkpoint, keep: int) -> str:

@@ -56,10 +56,10 @@ from noloco_node.web.served_views import ServedViews, views_served
 if TYPE_CHECKING:
     import torch
 
-    from noloco_node.cli.host_machine import Machine
+    from noloco_node.cli.host_machine import Machine, MachineRequest
     from noloco_node.machine.device import EnergyMeter
 
-    PrepareMachine: TypeAlias = Callable[[JoinOptions, RunPaths, torch.device, RunFileText], Machine]
+    PrepareMachine: TypeAlias = Callable[[MachineRequest], Machine]
 
 
 def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
@@ -261,6 +261,7 @@ class _Participant:
         return list(dict.fromkeys(each.peer for each in self.access.invite.addresses if each.peer != network.peer_id))
 
     async def _fetch_run(self, network: PeerNetwork) -> tuple[RunFileText, Machine]:
+        from noloco_node.cli.host_machine import MachineRequest
         from noloco_node.planning.model_layout import check_download
 
         options = self.options
@@ -278,7 +279,8 @@ class _Participant:
         await asyncio.to_thread(check_download, recipe.run.model, options.most_disk_bytes)
         for place in (self.paths, self.home):
             place.keep_run_file(recipe.text)
-        machine = await asyncio.to_thread(self.prepare, options, self.paths, self.torch_device, recipe)
+        request = MachineRequest(options, self.paths, self.torch_device, recipe)
+        machine = await asyncio.to_thread(self.prepare, request)
         shapes_of = enumerate(machine.dimensions.shapes)
         sizes = {stage: 4 * sum(map(prod, shapes.values())) for stage, shapes in shapes_of}
         wished = {stage: size for stage, size in sizes.items() if stage == options.stage}

@@ -11,7 +11,7 @@ import hashlib
 import os
 import shutil
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import median_low
@@ -134,14 +134,8 @@ class ReplicaReader:
             self._open = opening.pop_all()
 
     def standing(self, place: int) -> ReplicaSummary:
-        counters = self.filed[place].counters
-        return ReplicaSummary(
-            peer=self.filed[place].peer,
-            round=counters.round,
-            inner_steps=counters.inner_steps,
-            progress=counters.progress,
-            norm=norm_of(self._tensor(place, number) for number in range(len(self._names))),
-        )
+        each = self.filed[place]
+        return _summary(each.peer, each.counters, (self._tensor(place, number) for number in range(len(self._names))))
 
     def weights(self, place: int) -> dict[str, Tensor]:
         return {name: self._tensor(place, number) for number, name in enumerate(self._names)}
@@ -177,6 +171,16 @@ class ReplicaReader:
     def __exit__(self, *_: object) -> None:
         self._files = []
         self._open.close()
+
+
+def _summary(peer: str, counters: Counters, weights: Iterator[Tensor]) -> ReplicaSummary:
+    return ReplicaSummary(
+        peer=peer,
+        round=counters.round,
+        inner_steps=counters.inner_steps,
+        progress=counters.progress,
+        norm=norm_of(weights),
+    )
 
 
 class MergedReplicas(NamedTuple):
@@ -233,14 +237,7 @@ def best_evaluated(homes: Sequence[Path], run_id: str, shapes: Shapes) -> tuple[
             why = f"{path} cannot be read: {error}"
             say(f"{path} is skipped: {error}")
             continue
-        taken = ReplicaSummary(
-            peer=counters.peer,
-            round=counters.round,
-            inner_steps=counters.inner_steps,
-            progress=counters.progress,
-            norm=norm_of(iter(weights)),
-        )
-        loss = counters.held_out_loss
+        taken, loss = _summary(counters.peer, counters, iter(weights)), counters.held_out_loss
         left_out = [
             LeftOut(peer=each.peer, why=f"loss {each.held_out_loss:.4f} at its best, the least is {loss:.4f}")
             for other, each in found.items()

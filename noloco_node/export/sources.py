@@ -256,13 +256,12 @@ def check_models(directories: Sequence[Path], homes: Sequence[Path], weights: Pa
             why="a model is an exported directory, or what homes of nodes hold",
             hint="noloco-node evaluate DIR, or noloco-node evaluate --from-home HOME",
         )
-    if homes:
-        recipe_of(homes)
+    over_weights = bool(homes) and recipe_of(homes).run.adapter.is_trained
     found = [model_in(directory, weights) for directory in directories]
-    if weights is not None and not homes and not any(each.adapter for each in found):
+    if weights is not None and not over_weights and not any(each.adapter for each in found):
         raise usage_error(
             "There is no adapter to put over --weights.",
-            why=f"{found[0].directory} is a whole model",
+            why=f"{found[0].directory} is a whole model" if found else "the run of the homes trains whole weights",
             hint="leave --weights out; or name a directory with adapter_config.json",
         )
     return found

@@ -130,6 +130,10 @@ def _read(directory: Path) -> tuple[PeftSettings, dict[str, Tensor]]:
     weights = load_file(directory / ADAPTER_WEIGHTS)
     if strange := next((name for name in weights if not name.startswith(_PREFIX)), None):
         raise ValueError(f"{strange} in {ADAPTER_WEIGHTS} is no name of PEFT's")
+    if odd := next((name for name, each in weights.items() if not each.is_floating_point()), None):
+        raise ValueError(f"{odd} has {str(weights[odd].dtype).removeprefix('torch.')} numbers, not floating-point ones")
+    if odd := next((name for name, each in weights.items() if not each.float().isfinite().all()), None):
+        raise ValueError(f"{odd} has numbers that are not finite")
     return settings, {name.removeprefix(_PREFIX).replace(".base_layer.", "."): each for name, each in weights.items()}
 
 

@@ -75,6 +75,8 @@ from pipeline.inner_step import moment_ratio
 
 LOOKS, LOOK_S = 6, 5.0
 """How often, and at which pauses, a newcomer of a run that was begun looks for peers that return."""
+FIRST_ROUNDS = 2
+"""Rounds of work that may be done before anybody has finished one: more peers may be there than planned."""
 
 
 class Start(NamedTuple):
@@ -186,7 +188,12 @@ class _StateSearch:
         elif self._options.reached:
             self._say(f"BEGINNING THE RUN ANEW, FROM ITS FIRST WEIGHTS: it had reached {self._options.reached:.1%}")
         beginning = await self._device.run(starting.from_seed, self._stage)
-        return replace(beginning, progress=_median_progress(self._at_work()))
+        run, others = self._context.run, self._at_work()
+        if not lost:
+            # Nobody has finished a round. A liar's claim of more would end the run for who comes first.
+            most = FIRST_ROUNDS * (run.outer.inner_steps_per_round + run.outer.overlap_steps) / run.inner.steps
+            others = [record for record in others if record.progress <= most]
+        return replace(beginning, progress=_median_progress(others))
 
     async def _put_first_weights(self, weights: FirstWeights) -> bool:
         """Fetch the stage's part of the run's first weights and put it into the stage; False if a part is missing.

@@ -10,6 +10,7 @@ from msgspec import structs
 
 from noloco_node.data.held_out_text import FORWARD_PASSES, evaluated_sequences
 from noloco_node.planning.bandwidth import hop_bytes, round_bytes
+from noloco_node.planning.method_map import on_such_lines
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.planning.plan import LEAST_ROUNDS, mean_steps_per_round, rounds_of
 from noloco_node.planning.plan_text import fitted, in_phases
@@ -113,6 +114,8 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
                 f"{run.inner.steps:,} inner steps of this run, fewer than the {LEAST_ROUNDS} that mix the replicas. "
                 "Fewer machines, faster lines or more tokens help."
             )
+        carried = min(machines.up_bytes_per_s, machines.down_bytes_per_s) * tokens / found.tokens_per_s
+        said.append(on_such_lines(carried / largest))
     if every := run.data.evaluate_every_rounds:
         number = max(1, rounds_of(run) // every)
         share = number * evaluated_sequences(run) / FORWARD_PASSES / run.budget_samples

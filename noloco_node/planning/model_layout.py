@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from pipeline.adapters.frozen_weights import Form
     from pipeline.decoder_slice import Cut
-    from pipeline.forward_pass import Slice
+    from pipeline.forward_pass import Slice, StageSettings
     from pipeline.stage import Stage
 
 _REFUSALS = (ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
@@ -216,23 +216,15 @@ def make_stage(
 
     `graphs`, `by_layers` and `moments_beside`: as `pipeline.forward_pass.StageSettings` has them.
     """
-    part = build_stage(run, plan, number, device)
-    return with_optimiser(run, part, number, device, graphs, by_layers=by_layers, moments_beside=moments_beside)
-
-
-def with_optimiser(
-    run: RunConfig,
-    part: Slice,
-    number: int,
-    device: torch.device,
-    graphs: int | None = None,
-    *,
-    by_layers: bool = False,
-    moments_beside: bool = False,
-) -> Stage:
-    """Return the slice of stage `number` with the run's inner optimiser. The others: as `make_stage` has them."""
-    from noloco_node.machine.device import autocast_dtype
     from pipeline.forward_pass import StageSettings
+
+    settings = StageSettings(device, None, graphs, by_layers, moments_beside)
+    return with_optimiser(run, build_stage(run, plan, number, device), number, settings)
+
+
+def with_optimiser(run: RunConfig, part: Slice, number: int, settings: StageSettings) -> Stage:
+    """Return the slice of stage `number` with the run's inner optimiser, in the run's precision."""
+    from noloco_node.machine.device import autocast_dtype
     from pipeline.inner_step import Inner
     from pipeline.stage import Stage
 
@@ -240,7 +232,7 @@ def with_optimiser(
     return Stage(
         part,
         Inner(inner.beta1, inner.beta2, inner.epsilon, inner.weight_decay, inner.clip_norm, inner.state),
-        StageSettings(device, autocast_dtype(device, run.precision), graphs, by_layers, moments_beside),
+        settings._replace(autocast=autocast_dtype(settings.device, run.precision)),
         first=number == 0,
         last=run.pipeline.is_last(number),
         codec=run.pipeline.codec,

@@ -9,7 +9,7 @@ those that replicas give each other at meetings.
 The run is over when the budget is reached, or when the sources that did most of the work say that they have finished. A
 source judges the work of others by receipts, a later stage by the microbatches that passed through it, and a replica of
 a run of one stage by its own meetings. Sources without such proof are believed only near the end of the budget, or when
-no more work comes.
+no more work comes: in a run of one stage, when nobody else is at work any more.
 
 Where a stage has so many replicas that the roster is a sample, nobody can add up all sources. From then on a source
 estimates the run's samples: it adds up the inner steps of the sources that it knows, times the number for which each
@@ -119,6 +119,8 @@ class RunSamples:
         """The run's samples as of a reading (loop seconds), once the roster has been a sample."""
         self._is_estimate = False
         self._estimated = Derived(lambda: membership.roster, self._estimate_now)
+        self._deserted_s: float | None = None
+        """Since when others have finished and none is at work, as we know (loop seconds)."""
         membership.begin_counting()
 
     def progress(self, own: int, returned_s: float) -> float:
@@ -152,6 +154,8 @@ class RunSamples:
     def is_over(self, own: int, returned_s: float) -> bool:
         """Say whether the sources that did most of the work since we began have finished."""
         roster = self._membership.roster
+        if self._run.pipeline.stages == 1 and self._is_deserted(roster):
+            return True
         if self._run.pipeline.stages == 1 and not self._is_estimate:
             most_say_so = run_over(roster.sources, roster.sources_finished)
             nearly = self._signed(own) >= NEARLY_OVER * self._run.budget_samples
@@ -198,6 +202,20 @@ class RunSamples:
         if not met or total < self._run.budget_samples // (LEAST_SERVED * self._run.pipeline.replicas):
             return False
         return run_over(total + total // len(met), sum(met[peer] for peer in finished & met.keys()))
+
+    def _is_deserted(self, roster: Roster) -> bool:
+        """Say whether for `ALONE_S` no other source was at work, and half of those that we know of have finished.
+
+        Who came late has met too few to judge by, and would do alone what is left of the budget by its own count.
+        """
+        finished = {source.peer for source in roster.other_sources if source.finished}
+        at_work = {record.peer for record in roster.stage(0) if record.state is PeerState.TRAINING}
+        if 2 * len(finished) < max(1, len(roster.other_sources)) or at_work - finished - {self._membership.me}:
+            self._deserted_s = None
+            return False
+        if self._deserted_s is None:
+            self._deserted_s = loop_s()
+        return loop_s() - self._deserted_s > ALONE_S
 
     def _progress_of(self, roster: Roster) -> _Verified:
         there = {record.peer for record in roster.stage(0)}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 import pytest
 from admission_keys import NOW_S, OWNER, RUN, key, member, public
 from coroutine_tests import run_by
+from sample_messages import ASKS, Ask
 
 from noloco_node.admission.admission_hook import LIST_LIFETIME_S, AdmissionHook
 from noloco_node.admission.admission_state import AdmissionState
@@ -25,21 +25,10 @@ from noloco_node.admission.ticket import (
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.calls import HookedNetwork
 from noloco_node.network.interface import Conversation, PeerNetwork
-from noloco_node.network.schema import MessageSpec, Schema
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 
 REFRESH_S = 10.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Word:
-    """Anything that is said."""
-
-    text: str
-
-
-SCHEMA = Schema({Word: MessageSpec("Word")})
 
 
 class Swarm:
@@ -73,13 +62,13 @@ class Swarm:
                 await conversation.send(said)
 
         for topic in ("gossip/0", "run", "state/1"):
-            await network.serve(topic, SCHEMA, answer)
+            await network.serve(topic, ASKS, answer)
         return network
 
 
 async def asked(network: PeerNetwork, server: PeerNetwork, topic: str, text: str = "hello") -> str:
-    async with network.talk(server.peer_id, topic, SCHEMA) as conversation:
-        await conversation.send(Word(text=text))
+    async with network.talk(server.peer_id, topic, ASKS) as conversation:
+        await conversation.send(Ask(text=text))
         return str((await conversation.receive()).text)
 
 
@@ -153,11 +142,11 @@ async def test_whoever_may_look_may_not_train(swarm: Swarm) -> None:
 @run_by(played, gives=1)
 async def test_a_ticket_ends_at_its_second_also_within_a_conversation(swarm: Swarm) -> None:
     server, other = await swarm.server(1), swarm.network(2, member(2, until=NOW_S + 100))
-    async with other.talk(server.peer_id, "gossip/0", SCHEMA) as conversation:
-        await conversation.send(Word(text="before"))
+    async with other.talk(server.peer_id, "gossip/0", ASKS) as conversation:
+        await conversation.send(Ask(text="before"))
         assert (await conversation.receive()).text == "before"
         await asyncio.sleep(100.0 - asyncio.get_running_loop().time())
-        await conversation.send(Word(text="after"))
+        await conversation.send(Ask(text="after"))
         with pytest.raises(ConnectionError):
             await conversation.receive()
     assert swarm.heard == ["before"]

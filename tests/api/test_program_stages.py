@@ -25,6 +25,7 @@ from noloco_node.planning.foreign_layout import foreign_layout
 from noloco_node.planning.model_layout import model_layout, with_optimiser
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import load_run
+from pipeline.forward_pass import StageSettings
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_stages.py"
 WIDTH, VOCABULARY = 6, 384
@@ -47,7 +48,7 @@ def modules(seed: int = 0) -> list[nn.Module]:
     return [nn.Embedding(VOCABULARY, WIDTH), Scaled(), nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))]
 
 
-def written(directory: Path, stages: list[nn.Module], **sections: dict[str, object]) -> RunConfig:
+def written(directory: Path, stages: list[nn.Module] | nn.ModuleList, **sections: dict[str, object]) -> RunConfig:
     chosen: dict[str, dict[str, object]] = {"pipeline": {"codec": "float32"}, "inner": {"warmup_steps": 0}}
     return load_run(
         noloco_node.init(
@@ -57,7 +58,7 @@ def written(directory: Path, stages: list[nn.Module], **sections: dict[str, obje
 
 
 def test_the_run_of_a_list_has_a_stage_for_each_module(tmp_path: Path) -> None:
-    run = written(tmp_path, modules())
+    run = written(tmp_path, nn.ModuleList(modules()))
     layout = foreign_layout(run)
     assert [*layout.shapes[1]] == ["1.scale"], "what is frozen stays with the program"
     assert [*layout.shapes[2]] == ["2.0.weight", "2.0.bias", "2.1.weight", "2.1.bias"]
@@ -76,7 +77,7 @@ def test_stages_apart_take_the_step_of_the_modules_in_one_loop(
     run = written(tmp_path_factory.mktemp("run"), modules(seed))
     layout, whole = foreign_layout(run), nn.Sequential(*modules(seed))
     parts = [
-        with_optimiser(run, program_slice(number, modules(seed).__getitem__, layout), number, CPU)
+        with_optimiser(run, program_slice(number, modules(seed).__getitem__, layout), number, StageSettings(CPU))
         for number in range(3)
     ]
     ids, targets = torch.randint(VOCABULARY, (2, sequences, length))

@@ -15,6 +15,7 @@ from noloco_node.cli.main import app
 from noloco_node.errors import Exit
 from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
+from noloco_node.run.presets import run_text
 
 INVITE = "noloco1:" + "a" * 64 + "@/ip4/127.0.0.1/tcp/9/p2p/12D3KooWQYhTNQdmr3ArTeUHRYzFg94BKyTkoWBDWez9kSCVe2Xo"
 REFUSED: list[tuple[list[str], Exit]] = [
@@ -59,6 +60,7 @@ REFUSED: list[tuple[list[str], Exit]] = [
     (["evaluate"], Exit.USAGE),
     (["evaluate", "nowhere"], Exit.CONFIG),
     (["evaluate", "--from-home", "empty"], Exit.CONFIG),
+    (["evaluate", "--from-home", "home", "--weights", "empty"], Exit.USAGE),
     (["generate", "empty", "--prompt", "x"], Exit.CONFIG),
     (["me", "--home", "nowhere"], Exit.CONFIG),
     (["me", "--home", "nothing.txt"], Exit.CONFIG),
@@ -88,6 +90,8 @@ print(json.dumps(codes))
 def test_wrong_input_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "full").mkdir()
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "run.toml").write_text(run_text("tiny"))
     (tmp_path / "odd" / "journal.jsonl").mkdir(parents=True)
     (tmp_path / "full" / "a").touch()
     (tmp_path / "nothing.txt").touch()

@@ -6,30 +6,20 @@ import asyncio
 from pathlib import Path
 
 import torch
+from sample_counters import evaluated_counters
 
 from noloco_node.cli.host_machine import EvaluationMachine
 from noloco_node.cli.options import JoinOptions
 from noloco_node.run.presets import demo_run_text, with_fields
 from noloco_node.run.runfile import decode_run
-from noloco_node.storage.checkpoint import Checkpoint, EvaluatedCounters, save
+from noloco_node.storage.checkpoint import Checkpoint, save
 
 FIELDS = {"data": {"evaluate_every_rounds": 4, "validation_percent": 50.0}}
 TEXT = with_fields(demo_run_text(stages=1, replicas=2, steps=100, seed=0), FIELDS)
 
 
 def evaluated(loss: float, step: int) -> Checkpoint:
-    counters = EvaluatedCounters(
-        run_id="run",
-        peer="me",
-        stage=0,
-        round=8,
-        inner_steps=step,
-        progress=0.5,
-        samples=0,
-        optimiser_steps=0,
-        held_out_loss=loss,
-    )
-    return Checkpoint(counters, {"fast": (torch.zeros(2),)})
+    return Checkpoint(evaluated_counters(loss, inner_steps=step), {"fast": (torch.zeros(2),)})
 
 
 async def evaluate(machine: EvaluationMachine, before: float | None, found: Checkpoint) -> None:

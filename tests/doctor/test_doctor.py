@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from handlers import now
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S
@@ -50,10 +51,6 @@ NEEDS = st.lists(
     st.builds(lambda number, more: Need(number, number + more, number, more, more), st.integers(1, 10**12), BYTES),
     max_size=4,
 ).map(lambda needs: [need._replace(stage=number) for number, need in enumerate(needs)])
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 # Judgements.

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe
 from msgspec import structs
+from sample_counters import evaluated_counters
 from torch import Tensor
 
 from noloco_node.data.held_out_text import HeldOutText, text_loss
@@ -35,7 +36,7 @@ from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter
 from noloco_node.run.peer_state import Evaluation, PeerState
 from noloco_node.sim.network.sim_network import SimNetwork
-from noloco_node.storage.checkpoint import Checkpoint, EvaluatedCounters
+from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.swarm.roster import PeerRecord, Roster
 
 NAMES = st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1, max_size=8)
@@ -95,18 +96,7 @@ class Trial:
         return 100.0 * torch.nn.functional.one_hot(ids + 1, 384).float()
 
     async def _evaluated(self, loss: float) -> Checkpoint:
-        counters = EvaluatedCounters(
-            run_id="run",
-            stage=0,
-            round=4,
-            inner_steps=9,
-            progress=0.1,
-            samples=0,
-            optimiser_steps=0,
-            peer="me",
-            held_out_loss=loss,
-        )
-        return Checkpoint(counters, {})
+        return Checkpoint(evaluated_counters(loss, inner_steps=9, progress=0.1, peer="me"), {})
 
     async def pauses(self, *rounds: int) -> list[events.Event]:
         """Pause in these rounds, with time between two of them to read the text; return the events of the last."""

@@ -1,12 +1,12 @@
 """Run random schedules of faults, each a whole swarm in virtual time, and check what must always hold.
 
-    python -m tests.explorer [--count 1000] [--first 0] [--hostile] [--processes 2]
+    python -m tests.explorer [--count 1000] [--first 0] [--hostile] [--stages 1] [--processes 2]
     python -m tests.explorer --replay SEED            # one of these again, with every event
     python -m tests.explorer --scenario FILE          # a scenario under the same invariants; it may have hostile peers
 
-A schedule is a swarm of three stages and three replicas, with every kind of fault (see `schedule_generator.py`); the
-invariants are in `invariants.py`. Exit code 1 if one is broken: the seed, the violation, and a shorter schedule are
-printed.
+A schedule is a swarm of one stage or three, with three replicas of each, and every kind of fault (see
+`schedule_generator.py`); the invariants are in `invariants.py`. Exit code 1 if one is broken: the seed, the violation,
+and a shorter schedule are printed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ import torch
 
 from noloco_node.sim.scenario.faults import Hostile
 from noloco_node.sim.scenario.scenario import Scenario, load_scenario
-from tests.explorer.schedule_generator import draw
+from tests.explorer.schedule_generator import STAGES, draw
 from tests.explorer.search import ExploreResult, examine_seed, replay, report, totals
 
 LINE_EVERY_S = 10.0
 
 
-def has_hostile_peers(scenario: Scenario) -> bool:
-    return any(isinstance(fault, Hostile) for fault in scenario.fault)
+def is_wanted(scenario: Scenario, hostile: bool, stages: int | None) -> bool:
+    """Say whether a schedule has hostile peers, where only such are wanted, and as many stages."""
+    attacked = any(isinstance(fault, Hostile) for fault in scenario.fault)
+    return (attacked or not hostile) and stages in (None, scenario.swarm.stages)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -38,6 +40,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=1000, help="schedules to run")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--hostile", action="store_true", help="count and run those alone that have hostile peers")
+    parser.add_argument("--stages", type=int, choices=(1, STAGES), help="count and run those alone of so many stages")
     parser.add_argument("--processes", type=int, default=2, help="processes, one core each")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run this seed alone, and say every event")
     parser.add_argument("--scenario", type=Path, metavar="FILE", help="run this scenario alone, and say every event")
@@ -50,7 +53,7 @@ def main(words: Sequence[str] | None = None) -> int:
     begun_s = said_s = time.monotonic()
     results: list[ExploreResult] = []
     with multiprocessing.get_context("spawn").Pool(arguments.processes, torch.set_num_threads, (1,)) as pool:
-        seeds = (seed for seed in count(arguments.first) if not arguments.hostile or has_hostile_peers(draw(seed)))
+        seeds = (seed for seed in count(arguments.first) if is_wanted(draw(seed), arguments.hostile, arguments.stages))
         for result in pool.imap(examine_seed, islice(seeds, arguments.count), chunksize=4):
             results.append(result)
             if result.broken is not None:

@@ -80,8 +80,8 @@ class BoundInvariants:
         peers, scenario = len(self.context.world.peers), setting.scenario
         # A stream is there while it is open; one that was left in a cut is dropped when patience ends.
         self._check("messages and streams held back", len(network.held_outboxes), most_streams)
-        # Under the key of each stage that a peer has served, and as a source.
-        places = peers * (setting.run.pipeline.stages + 1)
+        # Under the key of each stage that a peer has served, as a source, and as one that signs receipts.
+        places = peers * (setting.run.pipeline.stages + 2)
         versions = VERSIONS + math.ceil(2 * scenario.network.roster_lag_s / scenario.swarm.refresh_s)
         kept = int(network.dht.statistics()["records.kept"])
         self._check("versions of records kept in the network", kept, places * versions)

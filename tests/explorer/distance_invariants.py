@@ -82,4 +82,5 @@ class DistanceInvariants:
                 sentence = f"stage {stage} ended {away:.3f} times as far away as it began, {clean[stage]:.3f} without"
                 raise InvariantBroken("distance", at_s, f"{sentence} attacks")
         more = max((away - clean[stage] for stage, away in ended.items() if stage in clean), default=0.0)
-        return {"distance": max(ended.values()), "clean_distance": max(clean.values()), "more_distance": more}
+        most, clean_most = (max(each.values(), default=0.0) for each in (ended, clean))
+        return {"distance": most, "clean_distance": clean_most, "more_distance": more}

@@ -8,8 +8,10 @@
   every gate is free and no task is left.
 - `batch`: each inner step uses exactly its microbatches, on weights that did not change under them.
 - `finite`: weights and momenta are finite.
+- `evaluated`: an evaluation has a finite loss, and is of no round that its peer has not finished.
 - `pair`, `rule`, `round`: see `round_invariants` and `meetings`.
-- `roster`: when nothing has happened for a record's lifetime and a few refreshes, all rosters show who is there.
+- `roster`: when nothing has happened for a record's lifetime and a few refreshes, all rosters show who is there. A peer
+  that hears nobody, since no other is left, doubts its own connection for `ISOLATED_S` first.
 - `bound`: queues, conversations, memory and timers stay within what windows and replicas allow (`bound_invariants`).
 - `distance`: honest weights come no farther from where they should go than they began, and end about as near as
   without the hostile peers, of which there are a quarter of a stage at most (`distance_invariants`).
@@ -23,6 +25,7 @@ each invariant was really evaluated is counted. Nothing is expected of a hostile
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 
 import torch
@@ -36,6 +39,7 @@ from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.world import LOOK_S, Watcher, World
 from noloco_node.swarm.membership import LIFETIME_S
+from noloco_node.swarm.stage_records import ISOLATED_S
 from tests.explorer.bound_invariants import BoundInvariants
 from tests.explorer.distance_invariants import DistanceInvariants
 from tests.explorer.liveness_invariants import LivenessInvariants
@@ -109,6 +113,11 @@ class InvariantChecker(Watcher):
                 self._check_finite(record)
                 if event.partner is not None:
                     self._liveness.note_meeting(record.stage)
+            case events.Evaluated() if record is not None:
+                self._context.checked["evaluated"] += 1
+                if not math.isfinite(event.loss) or event.round > record.finished[-1][1]:
+                    sentence = f"{record.name} evaluated round {event.round} after round {record.finished[-1][1]}"
+                    self._context.complain("evaluated", f"{sentence}: a loss of {event.loss:.3g}")
             case events.Lost(what="exchange") | events.PeerViolation(topic="gossip") if record is not None:
                 record.breaks.append(Break(now_s, event.peer))
             case events.Finished() if record is not None:
@@ -197,6 +206,8 @@ class InvariantChecker(Watcher):
             if record.closed_s is not None:
                 (gone if now_s - record.closed_s > roster_s else going).add(record.name)
         if self._context.idle_s <= roster_s or self._context.sent_home:
+            return
+        if self._context.idle_s <= roster_s + ISOLATED_S and len(self._context.running) == 1:
             return
         stages = range(self._world.setting.run.pipeline.stages)
         truth = {stage: {record.name for record, _ in training if record.stage == stage} for stage in stages}

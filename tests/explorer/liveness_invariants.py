@@ -84,6 +84,8 @@ class LivenessInvariants:
 
     def note_finished(self, record: SessionRecord, why: str) -> None:
         over = why == events.RUN_OVER
+        if over and not self.stepped_s:
+            self.context.complain("ended", f"{record.name} takes the run for over before anybody has taken a step")
         if over and self.context.hostile and self._progress() < EARLY:
             # One that is cut off with a hostile source may be told so. Nobody else is.
             self.deceived += 1

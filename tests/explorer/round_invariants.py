@@ -12,8 +12,9 @@ end of each pause are remembered. So:
 - the mean of a solo round is one's own fast weights;
 - phi' = phi - u - the momentum's share, always;
 - who was too stale and took its partner's weights has no momentum left;
-- the fast weights have moved by phi' - snapshot, neither more nor less, but for what the codec has rounded: gossip has
-  its effect, and once; who took its partner's weights has them in both places.
+- the fast weights have moved by phi' - snapshot, neither more nor less: gossip has its effect, and once; who took its
+  partner's weights has them in both places. What a codec has left out of what travelled comes on top, to the bit as the
+  codec rounds; of a partner's that counted in part no more than that;
 
 A step that forgets its momentum shows in both means: the sides of a pair have different momenta as soon as they have
 met different partners.
@@ -31,6 +32,7 @@ steps, and with the next one where those that it has met are ahead as far.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +41,7 @@ from torch import Tensor
 from gossip.interface import OuterStepTaken
 from gossip.rule.outer_step import LIFT_BOUND, OuterState
 from gossip.settings import Format
+from research.codec.whole_sets import encode
 from tests.explorer.meetings import MeetingChecker, MeetingSide
 from tests.explorer.observation import CheckerContext, clipped
 from tests.explorer.session_records import SessionRecord, fast_of, state_of
@@ -47,11 +50,8 @@ TOLERANCE = 1e-3
 """Of a recovered mean, relative to the largest number that it was recovered from: float32, divided by beta."""
 ROUNDING = 1e-5
 """Of a difference of weights, relative to the largest of them: a few sums in float32."""
-DIFFERENCE = 2.0**-7
-"""What bfloat16 rounds off a correction and off the difference from the slow weights that the snapshot is, relative to
-the largest of them."""
-KEPT = {Format.FLOAT32: 0.0, Format.BFLOAT16: 2.0**-8, Format.INT8: 1.0 / 127}
-"""What a meeting in a codec leaves in the fast weights, relative to the largest number; of int4 see `meetings`."""
+DIFFERENCE = 2.0**-8
+"""What bfloat16 rounds off a correction at most, relative to its largest value."""
 
 
 @dataclass(slots=True, repr=False)
@@ -96,29 +96,47 @@ class RoundInvariants:
             return
         if not torch.allclose(phi_next, phi - added - self._share(before) * m, atol=TOLERANCE * scale):
             context.complain("rule", f"{record.name} moved its slow weights by other than its momentum")
-        due, codec = phi_next - snapshot, Format(context.outer.codec)
-        rounding = ROUNDING * scale
+        assert record.peer.replica is not None
+        before_clipped, record.clipped = record.clipped, clipped(record.peer.replica)
+        in_part, codec = record.clipped > before_clipped, Format(context.outer.codec)
+        due, rounding = phi_next - snapshot, ROUNDING * scale
+        left_out = list(self._left_out(phi, snapshot, met=event.partner is not None))
+        for part in left_out:
+            if in_part:
+                rounding += float(part.abs().max())
+            else:
+                due += part
         if codec is not Format.FLOAT32:
-            rounding += DIFFERENCE * float(torch.maximum(due.abs(), (phi - snapshot).abs()).max())
-        kept = math.inf if codec.is_modular else KEPT[codec] * scale
-        off = self._check_correction(
-            record, fast - before_fast, due, rounding + (kept if event.partner is not None else 0.0)
-        )
+            rounding += DIFFERENCE * float(due.abs().max())
+        unknown = codec.is_modular and event.partner is not None
+        off = self._check_correction(record, fast - before_fast, due, math.inf if unknown else rounding)
         if event.partner is not None:
             self.met += 1
             record.met_s = now_s
             kept = max(0.0, off - rounding)
             side = MeetingSide(record, event, mean, slow=phi, snapshot=snapshot, kept=kept, scale=scale, at_s=now_s)
-            assert record.peer.replica is not None
-            before_clipped, record.clipped = record.clipped, clipped(record.peer.replica)
-            side.clipped = record.clipped > before_clipped
+            side.clipped = in_part
             self.meetings.hear(side)
             return
         self.solo += 1
-        away = float((mean - snapshot).abs().max())
-        if away > max(TOLERANCE * scale, rounding):
+        away = float((mean - snapshot + sum(left_out)).abs().max())
+        if away > TOLERANCE * scale:
             sentence = f"{record.name} took a solo step for round {event.round} that its own weights do not explain"
             context.complain("rule", f"{sentence}: the mean that it applied is {away:.3g} off")
+
+    def _left_out(self, slow: Tensor, snapshot: Tensor, *, met: bool) -> Iterator[Tensor]:
+        """Yield what rounding has left out of a snapshot, and of slow weights that travelled, as the correction has it.
+
+        Of int4 only what the snapshot lacks where nobody was met: how it rounds follows from both sides' probes.
+        """
+        outer, codec = self.context.outer, Format(self.context.outer.codec)
+        if codec is Format.FLOAT32:
+            return
+        taken = slow + (snapshot - slow).bfloat16()
+        travels = met and not codec.is_modular
+        yield snapshot - (_decoded(codec, taken) if travels else taken)
+        if travels and outer.gamma != outer.beta:
+            yield _decoded(codec, slow) - slow
 
     def _share(self, before: OuterState) -> float:
         """Return how much of the momentum a step from this state moves the slow weights by, alpha included."""
@@ -157,3 +175,9 @@ class RoundInvariants:
         if event.round < least:
             sentence = f"{record.name} finished round {event.round}, which was behind already when it opened"
             context.complain("round", f"{sentence}: its stage was at {sorted(others)} at {then_s:.1f} s")
+
+
+def _decoded(codec: Format, weights: Tensor) -> Tensor:
+    """Return what both sides of a meeting read of weights that travel."""
+    (decoded,) = encode(codec, (weights,)).decoded
+    return decoded

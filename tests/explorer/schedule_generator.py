@@ -1,4 +1,6 @@
-"""Random schedules: a swarm of three stages and three replicas, its network, and what happens to it, all from one seed.
+"""Random schedules: a swarm of three replicas of each stage, its network, and what happens to it, all from one seed.
+
+One swarm of five has one stage, the others three. In one of four peers evaluate.
 
 Every kind of fault is drawn, at any time: while peers join, in the middle, while they leave, in the last round. Most
 schedules leave the swarm in peace for its second half, so that what must come right after the last fault can be seen
@@ -38,6 +40,10 @@ from noloco_node.sim.scenario.scenario import (
 )
 
 STAGES = REPLICAS = 3
+ONE_STAGE_SHARE = 0.2
+"""Of all swarms."""
+EVALUATING_SHARE = 0.25
+"""Of all swarms."""
 SAMPLES = 48
 """Microbatches that a source draws in a run in which nothing happens, about."""
 SLACK_S = 400.0
@@ -56,15 +62,19 @@ HOSTILE_LEARNING_RATE = 0.3
 def draw(seed: int) -> Scenario:
     rng = Random(f"{seed}|explore")
     work_s = rng.uniform(65.0, 95.0)
+    kind = Random(f"{seed}|explore|kind")
+    stages = 1 if kind.random() < ONE_STAGE_SHARE else STAGES
+    every = kind.choice((1, 2)) if kind.random() < EVALUATING_SHARE else None
     swarm = structs.replace(_swarm(rng), **_outer(Random(f"{seed}|explore|outer")))
+    swarm = structs.replace(swarm, stages=stages, evaluate_every_rounds=every)
     moving = Random(f"{seed}|explore|moves")
     hostile = Random(f"{seed}|explore|hostile")
-    attacks = tuple(_attacks(hostile, work_s)) if hostile.random() < HOSTILE_SHARE else ()
+    attacks = tuple(_attacks(hostile, work_s, stages)) if hostile.random() < HOSTILE_SHARE else ()
     if attacks:
         # Others wait for a peer that is silent on purpose until a deadline passes: without any, for ever.
         swarm = structs.replace(swarm, replicas=REPLICAS + 1, model="wide quadratic", impatient=True)
         swarm = structs.replace(swarm, learning_rate=HOSTILE_LEARNING_RATE)
-    if moves := not attacks and moving.random() < MOVING_SHARE:
+    if moves := not attacks and moving.random() < MOVING_SHARE and stages > 1:
         work_s *= SLOWER
         swarm = structs.replace(swarm, moves=True, refresh_s=round(moving.uniform(0.4, 0.7), 2))
     network = _network(rng)
@@ -76,7 +86,7 @@ def draw(seed: int) -> Scenario:
         stutter_share=rng.choice((0.0, 0.0, 0.02)),
         stutter_pause_s=1.0,
     )
-    anchors = _anchors(rng, REPLICAS + bool(attacks), network.dials_only)
+    anchors = _anchors(rng, stages, REPLICAS + bool(attacks), network.dials_only)
     fault = _Schedule(rng, work_s, anchors).draw()
     more = (*attacks, *(_starvation(moving, work_s, anchors) if moves else ()))
     fault = tuple(sorted((*fault, *more), key=lambda each: each.at_s))
@@ -88,7 +98,6 @@ def draw(seed: int) -> Scenario:
 def _swarm(rng: Random) -> SwarmConfig:
     per_round, window = rng.choice((2, 3, 4)), rng.choice((2, 3, 4))
     return SwarmConfig(
-        stages=STAGES,
         replicas=REPLICAS,
         rounds=max(4, round(SAMPLES / (per_round * window))),
         inner_steps_per_round=per_round,
@@ -130,17 +139,17 @@ def _network(rng: Random) -> NetworkConfig:
     )
 
 
-def _attacks(rng: Random, work_s: float) -> Iterator[Fault]:
+def _attacks(rng: Random, work_s: float, stages: int) -> Iterator[Fault]:
     """Yield who attacks from when on: one stage's fourth replica or more."""
-    for stage in rng.sample(range(STAGES), rng.choice((1, 1, 2, STAGES))):
+    for stage in rng.sample(range(stages), min(stages, rng.choice((1, 1, 2, STAGES)))):
         at_s = rng.choice((0.0, 0.0, round(rng.uniform(0.0, work_s / 2), 2)))
         yield faults.Hostile(at_s=at_s, peer=peer_name(stage, REPLICAS), how=rng.choice(get_args(faults.Attacks)))
 
 
-def _anchors(rng: Random, replicas: int, dials_only: float) -> tuple[str, ...]:
+def _anchors(rng: Random, stages: int, replicas: int, dials_only: float) -> tuple[str, ...]:
     """Choose a replica of each stage that the world lets others dial."""
-    hidden = unreachable(planned(STAGES, replicas), dials_only)
-    names = [[peer_name(stage, replica) for replica in range(REPLICAS)] for stage in range(STAGES)]
+    hidden = unreachable(planned(stages, replicas), dials_only)
+    names = [[peer_name(stage, replica) for replica in range(REPLICAS)] for stage in range(stages)]
     reachable = [[name for name in of_stage if name not in hidden] for of_stage in names]
     return tuple(rng.choice(found) for found in reachable)
 
@@ -160,9 +169,9 @@ class _Schedule:
     """Draws the faults of one run."""
 
     def __init__(self, rng: Random, work_s: float, anchors: tuple[str, ...]) -> None:
-        self._rng, self._anchors = rng, anchors
+        self._rng, self._anchors, self._stages = rng, anchors, len(anchors)
         self._last_s = work_s * (0.7 if rng.random() < 0.7 else 2.0)
-        self._peers = [peer_name(stage, replica) for stage in range(STAGES) for replica in range(REPLICAS)]
+        self._peers = [peer_name(stage, replica) for stage in range(self._stages) for replica in range(REPLICAS)]
         self._together_s = rng.uniform(0.0, self._last_s)
         self._newcomers = list(NEWCOMERS)
         self._kinds: tuple[Callable[[float], list[Fault]], ...] = (
@@ -259,4 +268,4 @@ class _Schedule:
             return []
         peer = self._newcomers.pop(0)
         self._peers.append(peer)
-        return [faults.Join(at_s=at_s, peer=peer, stage=self._rng.choice((None, None, *range(STAGES))))]
+        return [faults.Join(at_s=at_s, peer=peer, stage=self._rng.choice((None, None, *range(self._stages))))]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoints import LLAMA, write_model
 from safetensors.torch import load_file
+from sample_counters import counters
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -24,7 +25,7 @@ from noloco_node.planning.model_layout import build_stage, model_layout
 from noloco_node.run.config import AdapterConfig
 from noloco_node.run.presets import with_fields
 from noloco_node.run.runfile import load_run
-from noloco_node.storage.checkpoint import Checkpoint, Counters, save
+from noloco_node.storage.checkpoint import Checkpoint, save
 from noloco_node.storage.home import Home
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.run_distribution import RunFileText
@@ -56,22 +57,13 @@ class Adapted:
         moved = tuple(
             each.detach() + (1.0 + 0.1 * peer) * far for each, far in zip(part.parameters(), noise, strict=True)
         )
-        counters = Counters(
-            run_id=self.recipe.digest,
-            stage=stage,
-            round=40,
-            inner_steps=400,
-            progress=0.5,
-            samples=0,
-            optimiser_steps=0,
-            peer=f"peer-{stage}-{peer}",
-        )
-        place = self.directory / counters.peer
+        taken = counters(run_id=self.recipe.digest, stage=stage, round=40, peer=f"peer-{stage}-{peer}")
+        place = self.directory / taken.peer
         with Home.open(place) as home:
             paths = home.enter(self.recipe.digest)
             files = self.recipe.run.data.tokenizer_files
             WeightStore.whole(self.checkpoint, files).copy_to(WeightStore.filling(paths.tokenizer, files))
-            save(paths.checkpoint, Checkpoint(counters, {"slow": moved, "fast": moved}), 1)
+            save(paths.checkpoint, Checkpoint(taken, {"slow": moved, "fast": moved}), 1)
             for each in (paths, home):
                 each.keep_run_file(self.recipe.text)
         return place

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sample_counters import evaluated_counters
 from transformers import AutoModelForCausalLM
 
 from noloco_node.errors import Exit, UserError
@@ -14,7 +15,7 @@ from noloco_node.export.exporter import export
 from noloco_node.export.replica_files import best_evaluated
 from noloco_node.planning.model_layout import make_stage, model_layout
 from noloco_node.run.presets import demo_run_text, with_fields
-from noloco_node.storage.checkpoint import Checkpoint, EvaluatedCounters, save
+from noloco_node.storage.checkpoint import Checkpoint, save
 from noloco_node.storage.home import HomePaths
 from noloco_node.swarm.run_distribution import RunFileText
 from pipeline.hardware.split_weights import split
@@ -34,18 +35,8 @@ def keep(home: Path, loss: float, *, halves: bool = False) -> tuple[torch.Tensor
     if halves:
         upper, lower = zip(*(split(each) for each in weights), strict=True)
         fast = (*upper, *lower)
-    counters = EvaluatedCounters(
-        run_id=RUN.digest,
-        peer=home.name,
-        stage=0,
-        round=8,
-        inner_steps=40,
-        progress=0.5,
-        samples=0,
-        optimiser_steps=0,
-        held_out_loss=loss,
-    )
-    save(paths.run(RUN.digest).best, Checkpoint(counters, {"fast": fast}), 1)
+    taken = evaluated_counters(loss, run_id=RUN.digest, peer=home.name, round=8)
+    save(paths.run(RUN.digest).best, Checkpoint(taken, {"fast": fast}), 1)
     paths.run_file.write_text(RUN.text)
     return weights
 

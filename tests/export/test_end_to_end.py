@@ -18,6 +18,7 @@ import torch
 from checkpoints import LLAMA, write_model
 from limits import LAST_RESORT_S
 from safetensors.torch import load_file
+from sample_counters import counters
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -35,7 +36,7 @@ from noloco_node.planning.checkpoint_map import RunWeights
 from noloco_node.planning.model_layout import ModelLayout, build_stage, make_stage, model_layout
 from noloco_node.run.presets import PRESETS, demo_run_text, run_text
 from noloco_node.run.runfile import decode_run
-from noloco_node.storage.checkpoint import Checkpoint, Counters, save
+from noloco_node.storage.checkpoint import Checkpoint, save
 from noloco_node.storage.home import Home
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.run_distribution import RunFileText
@@ -70,17 +71,8 @@ class Homes:
         return tuple(weight.detach() for weight in part.parameters())
 
     def checkpoint(self, stage: int, peer: str, tensors: tuple[Tensor, ...], round: int = 40) -> Checkpoint:
-        counters = Counters(
-            run_id=self.recipe.digest,
-            stage=stage,
-            round=round,
-            inner_steps=10 * round,
-            progress=0.5,
-            samples=0,
-            optimiser_steps=0,
-            peer=peer,
-        )
-        return Checkpoint(counters, {"slow": tensors, "fast": tuple(2 * tensor for tensor in tensors)})
+        taken = counters(run_id=self.recipe.digest, stage=stage, round=round, inner_steps=10 * round, peer=peer)
+        return Checkpoint(taken, {"slow": tensors, "fast": tuple(2 * tensor for tensor in tensors)})
 
     def make(self, name: str, stage: int, tensors: tuple[Tensor, ...], round: int = 40) -> Path:
         home = self.directory / name

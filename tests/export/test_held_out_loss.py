@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from sample_counters import counters
 from torch import Tensor
 
 from noloco_node.data import blocks
@@ -34,7 +35,7 @@ from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, newest
 from noloco_node.planning.model_layout import build_stage, model_layout
 from noloco_node.run.presets import demo_run_text
 from noloco_node.storage import atomic_file
-from noloco_node.storage.checkpoint import Counters, arrays_of
+from noloco_node.storage.checkpoint import arrays_of
 from noloco_node.swarm.run_distribution import RunFileText
 
 pytestmark = pytest.mark.usefixtures("short_text", "ordinary_text")
@@ -97,19 +98,10 @@ BEHIND = RUN.run.outer.staleness_at_most
 
 
 def lay(folder: Path, stage: int, peer: str, weights: Sequence[Tensor], round: int = 9) -> ReplicaFile:
-    counters = Counters(
-        run_id=RUN.digest,
-        stage=stage,
-        round=round,
-        inner_steps=9,
-        progress=0.1,
-        samples=0,
-        optimiser_steps=0,
-        peer=peer,
-    )
+    taken = counters(run_id=RUN.digest, stage=stage, round=round, inner_steps=9, progress=0.1, peer=peer)
     path = folder / f"{stage}-{peer}.safetensors"
-    atomic_file.write_tensors(path, arrays_of({"slow": tuple(weights)}), msgspec.json.encode(counters).decode())
-    return ReplicaFile(path, peer, counters)
+    atomic_file.write_tensors(path, arrays_of({"slow": tuple(weights)}), msgspec.json.encode(taken).decode())
+    return ReplicaFile(path, peer, taken)
 
 
 def merged(filed: Sequence[ReplicaFile], snapshots: Sequence[ReplicaFile] = ()) -> list[MergedReplicas]:

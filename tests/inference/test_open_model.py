@@ -121,6 +121,8 @@ def test_a_model_with_settings_that_transformers_cannot_read_is_one_clear_messag
         ({"init_lora_weights": "pissa_niter_4"}, matrices(Q, 32, 32), "may have changed the model's own weights"),
         ({"alpha_pattern": {"(a+)+$": 1}}, matrices(Q, 32, 32), "an expression"),
         ({"r": "two"}, matrices(Q, 32, 32), "Expected `int`"),
+        ({}, {name: each * torch.inf for name, each in matrices(Q, 32, 32).items()}, "not finite"),
+        ({}, {name: each.to(torch.complex64) for name, each in matrices(Q, 32, 32).items()}, "complex64 numbers"),
     ],
 )
 def test_what_does_not_fit_is_named(

@@ -15,6 +15,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 import torch
+from handlers import now
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe
@@ -79,10 +80,6 @@ class Heavy:
 
 HEAVY = Schema({Heavy: MessageSpec("Heavy", {"content": TensorSpec((1_000_000,), "float32")})})
 SCHEMA = Schema({Load: MessageSpec("Load", header_bytes=LONG_HEADER_BYTES), Took: MessageSpec("Took")})
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 # What people write.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 
@@ -13,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
+from sample_messages import ASKS, Ask
 
 from noloco_node.journal import events
 from noloco_node.network.calls import HookedNetwork
 from noloco_node.network.interface import Conversation
-from noloco_node.network.schema import MessageSpec, Schema
+from noloco_node.network.schema import Schema
 from noloco_node.network.timeouts import (
     DIALS,
     MOST_PEERS,
@@ -83,16 +83,6 @@ def test_several_waits_that_were_under_way_together_count_once_and_peers_are_bou
     assert timing.deadline_s("a") == timing.deadline_s("never met"), "forgotten: what first contacts take counts"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Word:
-    """A message."""
-
-    text: str
-
-
-SCHEMA = Schema({Word: MessageSpec("Word")})
-
-
 async def echo(conversation: Conversation) -> None:
     await conversation.send(await conversation.receive())
 
@@ -100,15 +90,15 @@ async def echo(conversation: Conversation) -> None:
 async def test_a_dial_into_the_dark_costs_what_is_usual_and_not_what_the_transport_allows() -> None:
     hub = SimNetwork(NetworkConditions(latency=Latency(mean_s=0.05)))
     network, other = HookedNetwork(hub.network("a"), DialTimeouts()), hub.network("b")
-    await other.serve("echo", SCHEMA, echo)
+    await other.serve("echo", ASKS, echo)
     loop = asyncio.get_running_loop()
 
     async def ask() -> float:
         begun_s = loop.time()
         try:
-            async with network.talk("b", "echo", SCHEMA) as conversation:
-                await conversation.send(Word(text="hello"))
-                assert await conversation.receive() == Word(text="hello")
+            async with network.talk("b", "echo", ASKS) as conversation:
+                await conversation.send(Ask(text="hello"))
+                assert await conversation.receive() == Ask(text="hello")
         except ConnectionRefusedError:
             return loop.time() - begun_s
         return 0.0
@@ -127,12 +117,12 @@ async def test_a_dial_into_the_dark_costs_what_is_usual_and_not_what_the_transpo
 async def test_a_slow_line_is_learnt_and_its_peer_reached() -> None:
     hub = SimNetwork(NetworkConditions(latency=Latency(mean_s=6.0)))
     network, other = HookedNetwork(hub.network("a"), DialTimeouts()), hub.network("b")
-    await other.serve("echo", SCHEMA, echo)
+    await other.serve("echo", ASKS, echo)
     refused = 0
     for _ in range(10):
         try:
-            async with network.talk("b", "echo", SCHEMA) as conversation:
-                await conversation.send(Word(text="hello"))
+            async with network.talk("b", "echo", ASKS) as conversation:
+                await conversation.send(Ask(text="hello"))
                 await conversation.receive()
         except ConnectionRefusedError:
             refused += 1
@@ -174,8 +164,8 @@ async def test_our_own_cancellation_is_nobody_s_fault() -> None:
 
     network = HookedNetwork(Never(), DialTimeouts())  # type: ignore[arg-type] # nothing else of it is used
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(1.0), network.talk("b", "echo", SCHEMA):
+        async with asyncio.timeout(1.0), network.talk("b", "echo", ASKS):
             pytest.fail("it opened")
     with pytest.raises(ConnectionRefusedError, match="within 10"):
-        async with network.talk("b", "echo", SCHEMA):
+        async with network.talk("b", "echo", ASKS):
             pytest.fail("it opened")

@@ -5,30 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sample_messages import ASKS, Ask
 
 from noloco_node.network.interface import Conversation
-from noloco_node.network.schema import MessageSpec, Schema
 from noloco_node.node import microbatches
 from noloco_node.node.microbatches import FEWEST_AT_ONCE, IDLE_S, LEAST_S, ConversationPool, SendTurns
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork
 
 LATENCY_S = 0.05
-
-
-@dataclass(frozen=True, kw_only=True)
-class Word:
-    """A message."""
-
-    text: str
-
-
-SCHEMA = Schema({Word: MessageSpec("Word")})
 
 
 class World:
@@ -38,12 +27,12 @@ class World:
         self.network = SimNetwork(NetworkConditions(latency=Latency(mean_s=LATENCY_S)))
         self.caller = self.network.network("a")
         self.others = {name: self.network.network(name) for name in others or ("b",)}
-        self.pool = ConversationPool(self.caller, "echo", SCHEMA)
+        self.pool = ConversationPool(self.caller, "echo", ASKS)
         self.handled: list[str] = []
 
     async def serve(self) -> None:
         for other in self.others.values():
-            await other.serve("echo", SCHEMA, self._echo)
+            await other.serve("echo", ASKS, self._echo)
 
     async def _echo(self, conversation: Conversation) -> None:
         with suppress(ConnectionResetError):
@@ -60,8 +49,8 @@ class World:
         """Return the seconds that a call took."""
         begun_s = asyncio.get_running_loop().time()
         async with self.pool.talk(peer) as conversation:
-            await conversation.send(Word(text=text))
-            assert await conversation.receive() == Word(text=text)
+            await conversation.send(Ask(text=text))
+            assert await conversation.receive() == Ask(text=text)
         return asyncio.get_running_loop().time() - begun_s
 
     @property

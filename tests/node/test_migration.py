@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 from memory_swarms import Peer, recipe, until
 from real_nodes import RealNodes
+from sample_counters import counters
 
 from gossip.interface import OuterStepTaken
 from gossip.rounds.rounds import Rounds
@@ -35,7 +36,7 @@ from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.state_sync.starting_state import MOST_ASKED, asked_of
-from noloco_node.storage.checkpoint import Checkpoint, Counters, files, save
+from noloco_node.storage.checkpoint import Checkpoint, files, save
 from noloco_node.storage.checkpoint_store import KEPT, CheckpointStore
 from noloco_node.swarm.roster import PeerRecord, Roster
 
@@ -297,18 +298,9 @@ async def test_a_replica_moves_over_real_daemons_and_training_goes_on() -> None:
 
 
 def kept_at(stage: int, step: int, peer: str = "me") -> Checkpoint:
-    counters = Counters(
-        run_id="run",
-        stage=stage,
-        round=step // 2,
-        inner_steps=step,
-        progress=0.5,
-        samples=0,
-        optimiser_steps=step,
-        peer=peer,
-    )
+    taken = counters(stage=stage, round=step // 2, inner_steps=step, optimiser_steps=step, peer=peer)
     one = (torch.full((3,), float(step)),)
-    return Checkpoint(counters, {"slow": one, "momentum": one, "fast": one, "optimiser": one + one})
+    return Checkpoint(taken, {"slow": one, "momentum": one, "fast": one, "optimiser": one + one})
 
 
 @settings(max_examples=25)

@@ -13,6 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
+from sample_counters import counters
 from torch import Tensor
 
 from noloco_node.journal import events
@@ -114,23 +115,15 @@ class Life:
 
     async def end(self, *, politely: bool) -> Counters:
         """End it, and return what its checkpoint counts."""
-        counters = Counters(
-            run_id="run",
-            stage=0,
-            round=1,
-            inner_steps=1,
-            progress=self.stamp,
-            samples=self._duty.samples,
-            optimiser_steps=1,
-            data_position=self._duty.position(),
-        )
+        samples, position = self._duty.samples, self._duty.position()
+        taken = counters(progress=self.stamp, samples=samples, data_position=position)
         assert not self._task.done()
         self._task.cancel()
         await asyncio.wait([self._task])
         if politely:
             self._presence.update(self._record(PeerState.LEAVING))
             await self._presence.withdraw()
-        return counters
+        return taken
 
 
 class Run:

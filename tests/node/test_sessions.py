@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from handlers import now
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,10 +42,6 @@ PEERS = (
     "12D3KooWDew3PbJwkmKi9CybWvVzPR45JWKmhBr4v7wX92tMdw52",
     "12D3KooWFudLtKfvASkYC4Br5VfYwnHPm9bTwdeDuMcZAvZTfdkH",
 )
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def trouble(code: Exit, why: str = "somewhere: connection refused") -> UserError:

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from noloco_node.planning.method_map import FAR, MAP, on_such_lines
 from research.laboratory import map as laboratory_map
 from research.laboratory.experiments.cell import Cell, Point, Result
 from research.laboratory.experiments.grid import at
 from research.laboratory.experiments.volunteer_grid import TUNED, map_cell, map_grid, places
-from research.laboratory.output.map_tables import Difference, difference, verdict_of
-from research.laboratory.running.results import seconds_to, spent_to
+from research.laboratory.output.map_tables import SEEDS, Difference, difference, planner_map, verdict_of
+from research.laboratory.running.results import Measured, seconds_to, spent_to
 from research.laboratory.running.store import Store
 
 LEVELS = {"gossip": 2.5, "quorum_mean": 2.6, "late_mean": 2.45}
@@ -81,6 +82,19 @@ class TestVerdicts:
         assert (verdict == "mean") == (min(nats) < -2 * error)
         assert verdict_of(compared[:1]) == "undecided"
         assert verdict_of([compared[0], compared[1]._replace(seeds=4)]) == "undecided"
+
+
+def test_what_a_planner_says_of_the_map_is_in_its_record() -> None:
+    record = Store(Path(laboratory_map.__file__).parents[1] / "map.jsonl")
+    assert planner_map(Measured(map_grid(SEEDS), record)) == MAP
+
+
+@given(st.floats(0.01, 1e6))
+def test_a_planner_hears_of_the_lines_that_are_nearest(sends: float) -> None:
+    ratios = [max(sends / line.sends, line.sends / sends) for line in MAP]
+    said = on_such_lines(sends)
+    assert f"Where it could {MAP[ratios.index(min(ratios))].sends:,} times," in said
+    assert ("unlike all" in said) is (min(ratios) > FAR)
 
 
 def test_what_is_spent_to_a_loss_lies_between_two_points() -> None:

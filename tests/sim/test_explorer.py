@@ -13,15 +13,17 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 from msgspec import structs
+from torch import Tensor
 
 import gossip.rounds.meeting
 import gossip.rounds.outer_optimiser
 from benchmarks.structure.source import ROOT
-from gossip.exchange.codec import Coded
+from gossip.exchange.codec import Coded, OwnWeights
 from gossip.exchange.messages import Acknowledge, Decline, DeclineReason, Propose
 from gossip.exchange.swap import InfluenceBound
 from gossip.interface import Conversation
@@ -90,6 +92,7 @@ LEAST = {
     "checked.bound": 200_000,
     "checked.correction": 1200,
     "checked.distance": 5000,
+    "checked.evaluated": 40,
     "checked.failure": 3000,
     "checked.finite": 1500,
     "checked.gone": 20,
@@ -116,15 +119,10 @@ def examined(seed: int) -> ExploreResult:
     return examine(draw(seed))
 
 
-OPEN = {11: "distance"}
-"""Seeds that break an invariant, and which: one of three replicas of a stage sends weights x 1.5, an open problem."""
-
-
 @pytest.mark.parametrize("first", range(0, SEEDS, 5))
 def test_random_schedules_keep_the_invariants(first: int) -> None:
     broken = {seed: examined(seed).broken for seed in range(first, first + 5)}
-    found = {seed: str(each) for seed, each in broken.items() if each is not None}
-    assert {seed: each for seed, each in found.items() if each.split(",")[0] != OPEN.get(seed)} == {}
+    assert {seed: str(each) for seed, each in broken.items() if each is not None} == {}
 
 
 def test_random_schedules_evaluate_every_invariant() -> None:
@@ -137,6 +135,16 @@ def test_in_some_swarms_replicas_move() -> None:
     moving = [seed for seed in range(SEEDS) if draw(seed).swarm.moves]
     assert SEEDS / 10 <= len(moving) <= SEEDS / 2
     assert sum(examined(seed).counts.get("moved", 0) for seed in moving) >= len(moving) / 2
+
+
+def test_some_swarms_have_one_stage_and_in_some_peers_evaluate() -> None:
+    drawn = [draw(seed).swarm for seed in range(10 * SEEDS)]
+    assert {swarm.stages for swarm in drawn} == {1, 3}
+    assert 0.15 <= sum(swarm.stages == 1 for swarm in drawn) / len(drawn) <= 0.25
+    assert 0.2 <= sum(swarm.evaluate_every_rounds is not None for swarm in drawn) / len(drawn) <= 0.3
+    assert not any(swarm.moves for swarm in drawn if swarm.stages == 1)
+    both = [seed for seed in range(SEEDS) if draw(seed).swarm.stages == 1 and draw(seed).swarm.evaluate_every_rounds]
+    assert sum(examined(seed).counts["checked.evaluated"] for seed in both)
 
 
 def test_in_some_swarms_a_quarter_of_a_stage_or_less_is_hostile() -> None:
@@ -161,9 +169,14 @@ def test_every_kind_of_fault_is_drawn() -> None:
     assert drawn == set(faults.Fault.__args__) - {faults.Churn}
 
 
-@pytest.mark.parametrize("seed", [483, 3368])
+@pytest.mark.parametrize("seed", [483, 3368, 59, 185, 197, 262, 294, 329, 908, 1158, 3053])
 def test_schedules_that_once_broke_hold(seed: int) -> None:
-    """Sides of a meeting that the watcher did not match; the last two nodes of a run, each waiting for the other."""
+    """Sides of a meeting that the watcher did not match; the last two nodes of a run, each waiting for the other.
+
+    Of one stage: a replica that did not see the end of the run, for it had met too few (59, 1158); one whose partners
+    died at once, and which doubts its own connection first (185); slow weights that travelled, rounded (the next four);
+    a liar that ended the run before anybody had taken a step (908); receipts that a bound had forgotten (3053).
+    """
     assert examined(seed).broken is None
 
 
@@ -301,7 +314,7 @@ def test_a_momentum_that_is_not_carried_is_found(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_side_that_uses_its_exact_weights_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its partner sees of them is rounded: the two means differ."""
+    """What its partner sees of them is rounded: the two means differ, and its correction is not of what it has sent."""
     take = OuterOptimiser.take
 
     async def exact(self: OuterOptimiser, step: Step) -> Tensors:
@@ -312,7 +325,25 @@ def test_a_side_that_uses_its_exact_weights_is_found(monkeypatch: pytest.MonkeyP
         return await take(self, step)
 
     monkeypatch.setattr(OuterOptimiser, "take", exact)
-    assert first_broken(lambda scenario: with_outer(scenario, codec=Format.INT8, gamma=None)).kind == "pair"
+    assert first_broken(lambda scenario: with_outer(scenario, codec=Format.INT8, gamma=None)).kind == "rule"
+
+
+@pytest.mark.parametrize("gamma", [None, 0.5])
+@pytest.mark.parametrize("codec", [Format.BFLOAT16, Format.INT8])
+def test_a_correction_that_forgets_what_rounding_has_left_out_is_found(
+    monkeypatch: pytest.MonkeyPatch, codec: Format, gamma: float | None
+) -> None:
+    """It starts from the exact snapshot, and what was not sent is lost."""
+    mean = gossip.rounds.outer_optimiser._Work._mean
+
+    def forgetful(self: Any, seen: Any, weights: OwnWeights, number: int, at: slice, *memory: Tensor) -> Any:
+        found, sent = mean(self, seen, weights, number, at, *memory)
+        return found, weights.read(number, at, torch.empty_like(self._near)) if seen is self._fast else sent
+
+    monkeypatch.setattr(gossip.rounds.outer_optimiser._Work, "_mean", forgetful)
+    broken = first_broken(lambda scenario: with_outer(scenario, codec=codec, gamma=gamma))
+    assert broken.kind == "rule"
+    assert "fast weights" in broken.sentence
 
 
 def test_a_momentum_that_survives_adoption_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

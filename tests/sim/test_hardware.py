@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from handlers import now
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,11 +18,6 @@ from noloco_node.sim.clock import Deadlock, run
 from noloco_node.sim.hardware import quadratic_model
 from noloco_node.sim.hardware.priced_stage import PricedStage, Prices, Stutter, VirtualDevice
 from noloco_node.sim.hardware.quadratic_model import QuadraticModel, RandomBatches, quadratic_layout
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
-
 
 # The clock.
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
+from sample_counters import counters
 from torch import Tensor, nn
 from toy_gossip import at_once
 
@@ -29,7 +30,7 @@ from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.download import DownloadLink, StateDownload
 from noloco_node.state_sync.starting_state import from_checkpoint, from_donor
 from noloco_node.storage import checkpoint as checkpoints
-from noloco_node.storage.checkpoint import Checkpoint, Counters
+from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.storage.transfer_files import PartialDownload, StateFile
 from noloco_node.swarm.run_distribution import RunFileText
 from pipeline.adamw import AdamW, magnitudes, scales_of
@@ -184,8 +185,9 @@ def test_a_copy_on_the_disk_reads_as_one_in_memory(tmp_path: Path) -> None:
 
 def test_a_checkpoint_keeps_codes_as_they_are(tmp_path: Path) -> None:
     moments = trained(5).moments()
-    counters = Counters(run_id="run", stage=0, round=1, inner_steps=3, progress=0.1, samples=1, optimiser_steps=3)
-    path = checkpoints.save(tmp_path, Checkpoint(counters, {"slow": tuple(drawn(5)), "optimiser": moments}))
+    path = checkpoints.save(
+        tmp_path, Checkpoint(counters(optimiser_steps=3), {"slow": tuple(drawn(5)), "optimiser": moments})
+    )
     found = checkpoints.load(path).tensors["optimiser"]
     assert [each.dtype for each in found] == [each.dtype for each in moments]
     assert all(map(torch.equal, found, moments))

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
 from msgspec import structs
+from sample_counters import counters
 
 from gossip.exchange.messages import Manifest, Parts, StateRequest
 from gossip.rule.outer_step import ROUND_BOUND
@@ -39,7 +40,7 @@ from noloco_node.state_sync.starting_state import (
     reached,
     verify_snapshot,
 )
-from noloco_node.storage.checkpoint import Checkpoint, Counters
+from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.storage.checkpoint_store import KEPT_SNAPSHOTS, SnapshotDirectory
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.stage_records import CLOCK_S
@@ -138,10 +139,9 @@ def test_who_asks_for_snapshots_comes_to_an_end(promised: bool, saved: bool, att
 
 def test_the_last_few_of_each_stage_are_kept_and_room_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def made(stage: int, round: int) -> Checkpoint:
-        counters = Counters(
-            run_id="run", stage=stage, round=round, inner_steps=round, progress=0.0, samples=0, optimiser_steps=0
+        return Checkpoint(
+            counters(stage=stage, round=round, inner_steps=round), {"slow": (torch.full((4,), float(round)),)}
         )
-        return Checkpoint(counters, {"slow": (torch.full((4,), float(round)),)})
 
     async def main() -> None:
         store = SnapshotDirectory(tmp_path / "snapshots", "run")

@@ -17,26 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 from safetensors.torch import load_file, save_file
+from sample_counters import counters
 from small_stages import INNER, cuts, make_stage, prepared
 
 from benchmarks.robustness.kill_checkpoint import kill_many
 from noloco_node.storage import atomic_file
-from noloco_node.storage.checkpoint import KEPT, Checkpoint, Counters, files, load, load_latest, save
+from noloco_node.storage.checkpoint import KEPT, Checkpoint, files, load, load_latest, save
 
 
 def checkpoint(steps: int, run_id: str = "run") -> Checkpoint:
-    counters = Counters(
-        run_id=run_id,
-        stage=1,
-        round=3,
-        inner_steps=steps,
-        progress=0.5,
-        samples=64,
-        optimiser_steps=steps,
-        data_position={"dealt": steps},
-    )
+    place = {"dealt": steps}
+    taken = counters(run_id=run_id, stage=1, inner_steps=steps, samples=64, optimiser_steps=steps, data_position=place)
     slow = (torch.full((2, 3), float(steps)), torch.arange(4.0), torch.tensor(7.0), torch.empty(0, 3))
-    return Checkpoint(counters, {"slow": slow, "momentum": tuple(-tensor for tensor in slow), "optimiser": ()})
+    return Checkpoint(taken, {"slow": slow, "momentum": tuple(-tensor for tensor in slow), "optimiser": ()})
 
 
 def steps_found(directory: Path) -> int | None:

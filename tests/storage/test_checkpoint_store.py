@@ -7,16 +7,14 @@ import asyncio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sample_counters import counters
 
-from noloco_node.storage.checkpoint import Checkpoint, Counters
+from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.storage.checkpoint_store import SHARE, CheckpointWriter, LastCheckpoint, checkpoint_due
 
 
 def checkpoint(round: int) -> Checkpoint:
-    counters = Counters(
-        run_id="run", stage=0, round=round, inner_steps=10 * round, progress=0.0, samples=0, optimiser_steps=0
-    )
-    return Checkpoint(counters, {})
+    return Checkpoint(counters(round=round, inner_steps=10 * round), {})
 
 
 @given(

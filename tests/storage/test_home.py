@@ -13,11 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sample_counters import counters
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.storage import atomic_file
 from noloco_node.storage import home as homes
-from noloco_node.storage.checkpoint import KEPT, Checkpoint, Counters, files, load_latest, save
+from noloco_node.storage.checkpoint import KEPT, Checkpoint, files, load_latest, save
 from noloco_node.storage.checkpoint_store import CheckpointStore, SnapshotDirectory
 from noloco_node.storage.home import Home, HomePaths, RunPaths, holder
 from noloco_node.swarm.run_distribution import RunHistory
@@ -141,10 +142,8 @@ RUNS = ("a" * 64, "b" * 64)
 
 
 def checkpoint(run: str, step: int, stage: int = 0, peer: str = "me") -> Checkpoint:
-    counters = Counters(
-        run_id=run, stage=stage, round=step, inner_steps=step, progress=0.1, samples=0, optimiser_steps=0, peer=peer
-    )
-    return Checkpoint(counters, {"slow": (torch.zeros(2),), "fast": (torch.zeros(2),), "optimiser": ()})
+    taken = counters(run_id=run, stage=stage, round=step, inner_steps=step, peer=peer)
+    return Checkpoint(taken, {"slow": (torch.zeros(2),), "fast": (torch.zeros(2),), "optimiser": ()})
 
 
 def steps(paths: RunPaths, run: str) -> list[int]:

@@ -19,6 +19,9 @@ class Bulk:
     numbers: Tensor
 
 
+ASKS = Schema({Ask: MessageSpec("Ask")})
+
+
 def schema_of(numbers: int) -> Schema:
     """Return the schema of both, with so many numbers in a `Bulk`."""
     return Schema({Ask: MessageSpec("Ask"), Bulk: MessageSpec("Bulk", {"numbers": TensorSpec((numbers,), "float32")})})

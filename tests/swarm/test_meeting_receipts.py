@@ -6,26 +6,34 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from random import Random
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
+from msgspec import structs
 
 from noloco_node.journal import events
 from noloco_node.run.peer_state import PeerState
+from noloco_node.sim import clock
 from noloco_node.sim.network.sim_network import SimNetwork
-from noloco_node.swarm.membership import Membership
+from noloco_node.swarm.membership import Membership, roster_of
 from noloco_node.swarm.receipts import (
     MOST_BROUGHT,
     MOST_TIMES,
     IssuedReceipts,
     MetWork,
     ReceiptLedger,
+    SourceCount,
+    SourceRecord,
     met_work,
     tag_of,
 )
-from noloco_node.swarm.roster import PeerRecord
+from noloco_node.swarm.roster import PeerRecord, SourceProgress
+from noloco_node.swarm.run_samples import ALONE_S, RunSamples
+from noloco_node.tasks import loop_s
 
 ROUND = 8
 """Samples that a replica of speed 1 does in a round."""
@@ -169,6 +177,24 @@ async def test_names_do_not_end_a_run_of_one_stage() -> None:
     assert 3 * 60 * 0.85 <= sum(steps) <= 3 * 60 * 1.1
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+async def test_who_says_at_first_that_the_run_is_done_ends_it_for_nobody(stages: int) -> None:
+    """Nobody has finished a round yet, so that little of the run can be done, whatever its only peer claims."""
+    hub, what = SimNetwork(), recipe(stages=stages, replicas=2, steps=20)
+    liar = Membership(hub.network("liar"), what.digest, stages, refresh_s=0.2)
+    record = PeerRecord(peer="liar", stage=0, state=PeerState.TRAINING, samples=10**9, progress=1.0)
+    await liar.claim(record)
+    telling = asyncio.create_task(liar.run())
+    await asyncio.sleep(1.0)
+    liar.update(structs.replace(record, state=PeerState.FINISHED))
+    await asyncio.sleep(1.0)
+    honest = [Peer(hub, what, f"peer-{number}", number % stages, job_s=0.1) for number in range(2 * stages)]
+    await asyncio.gather(*(peer.task for peer in honest))
+    telling.cancel()
+    steps = [peer.of(events.InnerStep)[-1].step for peer in honest if peer.node.samples]
+    assert 2 * 20 * 0.85 <= sum(steps) <= 2 * 20 * 1.1
+
+
 @pytest.mark.parametrize("jobs_s", [(0.1,), (0.1, 0.8), (0.1, 0.2, 0.3, 0.4)])
 async def test_replicas_of_one_stage_do_the_budget_together_and_no_more(jobs_s: tuple[float, ...]) -> None:
     """At whatever speeds, and alone too."""
@@ -178,3 +204,34 @@ async def test_replicas_of_one_stage_do_the_budget_together_and_no_more(jobs_s: 
     await asyncio.gather(*(peer.task for peer in peers))
     steps = [peer.of(events.InnerStep)[-1].step for peer in peers]
     assert len(jobs_s) * 80 * 0.95 <= sum(steps) <= len(jobs_s) * 80 * 1.1, steps
+
+
+@given(st.dictionaries(st.sampled_from("abcde"), st.sampled_from([PeerState.TRAINING, PeerState.FINISHED, None])))
+def test_who_has_met_too_few_ends_soon_after_the_others_have_and_never_while_one_works(
+    others: dict[str, PeerState | None],
+) -> None:
+    """Who came late, say. None: gone without a word."""
+    records = {peer: PeerRecord(peer=peer, stage=0, state=state) for peer, state in others.items() if state}
+    finished = {peer for peer, state in others.items() if state is PeerState.FINISHED}
+    claims = tuple(SourceProgress(peer, 900, 0, 0, peer in finished) for peer in sorted(others))
+    counts = {peer: SourceCount(SourceRecord(900, peer in finished), 0.0, 0) for peer in others}
+    own = PeerRecord(peer="me", stage=0, state=PeerState.TRAINING)
+    membership = SimpleNamespace(
+        me="me",
+        roster=roster_of("me", own, [records], counts, 0.0, None, claims),
+        issued=IssuedReceipts(1),
+        receipts=ledger(),
+        begin_counting=lambda: None,
+    )
+
+    async def look() -> list[bool]:
+        counted = RunSamples(recipe(stages=1, replicas=3, steps=1000).run, cast(Any, membership), 0, 0)
+        found = []
+        for _ in range(3):
+            found.append(counted.is_over(8, loop_s()))
+            await asyncio.sleep(0.6 * ALONE_S)
+        return found
+
+    works = any(state is PeerState.TRAINING for state in others.values())
+    over = bool(finished) and not works and 2 * len(finished) >= len(others)
+    assert clock.run(look()) == [False, False, over]

@@ -15,8 +15,11 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 
+from gossip.settings import Format, OuterConfig
 from noloco_node.charts import COLOURS, INK, QUIET, new_figure, png, set_title
-from research.laboratory.experiments.cell import Conditions, Method, Point, Result
+from noloco_node.planning.bandwidth import round_bytes
+from noloco_node.planning.method_map import MapLine, Versus
+from research.laboratory.experiments.cell import Conditions, Line, Method, Point, Result
 from research.laboratory.experiments.volunteer_grid import (
     CHURNS,
     HOURS,
@@ -27,6 +30,7 @@ from research.laboratory.experiments.volunteer_grid import (
     places,
     recipe_name,
 )
+from research.laboratory.experiments.volunteer_model import PARAMETERS_MEANT, line_bytes_per_s
 from research.laboratory.output.table import NOTHING, Table
 from research.laboratory.running.results import Measured, perplexity, spent_to
 
@@ -168,6 +172,28 @@ def _spent(pairs: Sequence[tuple[Result, Result]], of: Callable[[Point], float])
         level = max(one.curve[-1].merged, other.curve[-1].merged)
         ratios.append(spent_to(one, level, of) / spent_to(other, level, of))
     return f"{mean(ratios):.2f}"
+
+
+def planner_map(data: Measured) -> tuple[MapLine, ...]:
+    """Return what a planner needs of the map: of four replicas and the library's text, in the order of the lines."""
+    return tuple(_planner_line(data, line) for line in LINES)
+
+
+def _planner_line(data: Measured, line: Line) -> MapLine:
+    _, up_bytes_per_s = line_bytes_per_s(line)
+    sent = round_bytes(OuterConfig(codec=Format.INT4), ((PARAMETERS_MEANT,),))
+    here = [Place(one, 4, "library") for one in all_conditions() if one.line == line]
+    return MapLine(
+        round(3600.0 * HOURS * up_bytes_per_s / sent),
+        len(here),
+        *(_planner_versus([pairs_of(data, place, name) for place in here]) for name in OPPONENTS),
+    )
+
+
+def _planner_versus(places: Sequence[Sequence[tuple[Result, Result]]]) -> Versus:
+    times = [float(_spent(pairs, _time)) for pairs in places]
+    won = [found.winner for pairs in places if (found := difference(pairs)) is not None]
+    return Versus(min(times), max(times), won.count("gossip"), won.count("mean"))
 
 
 def said(data: Measured) -> str:
