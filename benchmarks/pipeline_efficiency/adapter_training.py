@@ -6,9 +6,9 @@ The model is a small Llama, trained here on the standard library's source text. 
 docstrings: who asks what a function does gets the docstring's first line. Each peer has a third of the modules. The
 swarm is a bootstrap peer and three `noloco-node join` processes with real daemons; one of the three is killed at two
 fifths of the run and comes back. Each peer alone, and one machine with the rows of all, is plain transformers and PEFT
-in float32 with as many steps as a replica. The learning rates of the swarm, of the peers alone and of that machine are
-chosen from --rates on seed 0, which is not shown. Losses are over all rows that are held out, by plain transformers,
-on the answers.
+in float32 with as many steps as are planned of a replica; the nodes share them out by their speed. The learning rates
+of the swarm, of the peers alone and of that machine are chosen from --rates on seed 0, which is not shown. Losses are
+over all rows that are held out, by plain transformers, on the answers.
 
 OUT gets the results, a line of JSON for each run; runs that stand there are not repeated.
 """
@@ -161,8 +161,8 @@ def write_run(path: Path, base: Path, rows: Rows, seed: int, steps: int, rate: f
     return msgspec.structs.replace(run, data=with_tokenizer_in(run.data, base))
 
 
-async def train_swarm(run_file: Path, base: Path, rows: Rows, out: Path) -> int:
-    """Train the run to its end with real nodes; return the number of meetings."""
+async def train_swarm(run_file: Path, base: Path, rows: Rows, out: Path) -> dict[str, float]:
+    """Train the run to its end with real nodes; return the inner steps of each, and all their meetings, by name."""
     children, homes = Children(), [home(out, number) for number in range(PEERS)]
     listen = ("--listen", "/ip4/127.0.0.1/tcp/0")
 
@@ -187,7 +187,8 @@ async def train_swarm(run_file: Path, base: Path, rows: Rows, out: Path) -> int:
                     raise node.trouble("it ended before its run")
     finally:
         await children.stop()
-    return len([step for each in homes for step in _seen(each, OuterStepTaken)])
+    taken = {f"steps {number}": len(_seen(each, events.InnerStep)) for number, each in enumerate(homes)}
+    return {**taken, "meetings": len([step for each in homes for step in _seen(each, OuterStepTaken) if step.partner])}
 
 
 def _seen(home: Path, kind: type[Any]) -> list[Any]:
@@ -240,7 +241,7 @@ def losses(out: Path, seed: int, steps: int, rates: Rates) -> dict[str, float]:
             return loss(train_alone(loop, base, source, steps))
 
         found = {"base": loss(AutoModelForCausalLM.from_pretrained(base))}
-        found["meetings"] = asyncio.run(train_swarm(directory / "run.toml", base, rows, directory))
+        found |= asyncio.run(train_swarm(directory / "run.toml", base, rows, directory))
         homes = [option for number in range(PEERS) for option in ("--from-home", str(home(directory, number)))]
         noloco_node("export", *homes, "--merge", "--out", str(directory / "merged"))
         found["swarm"] = loss(AutoModelForCausalLM.from_pretrained(directory / "merged"))
@@ -279,7 +280,9 @@ def main() -> None:
     tried = {rate: of(0, Rates(rate, rate, rate)) for rate in given.rates}
     best_rates = Rates(*(_best(tried, arms) for arms in (("swarm",), ALONE, (WHOLE,))))
     shown = [of(seed, best_rates) for seed in given.seeds]
-    print(f"{best_rates}, {given.steps} steps each")
+    print(f"{best_rates}, {given.steps} steps of each loop")
+    taken = [[int(row[f"steps {number}"]) for number in range(PEERS)] for row in shown]
+    print(f"inner steps of the nodes: {taken}, {statistics.mean(map(sum, taken)) / PEERS:.0f} on average")
     for other in ("base", *ALONE, WHOLE):
         gains = [row[other] - row["swarm"] for row in shown]
         print(f"{other}: {statistics.mean(row[other] for row in shown):.3f}; the swarm is lower by {interval(gains)}")

@@ -25,6 +25,8 @@ from noloco_node.run.config import DataConfig
 from pipeline.activation_codec import first, given, ids_of, learnt
 
 _SAYS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+KEPT_TOKENS = 2**21
+"""Tokens of rows that are kept: few rows are read again and again, for the first shuffled chunk already."""
 Span = tuple[int, int]
 
 
@@ -57,6 +59,9 @@ class RowEncoder:
         """Whether the end token follows a conversation: a tokenizer's own template has its own end."""
         self.name = f"{self._plain.name}|{data.form}|{data.chat_template}"
         self.end = self._plain.end
+        self._kept: dict[str, Tensor] = {}
+        """The tokens of rows, by their text, until their number reaches `KEPT_TOKENS`."""
+        self._room = KEPT_TOKENS
 
     def filling(self, count: int) -> Tensor:
         """Return tokens that stand where a row has ended."""
@@ -65,8 +70,17 @@ class RowEncoder:
     def document(self, text: str) -> Tensor:
         """Return a row as marked tokens, however many; raise `UnfitRowError` where none would be learnt.
 
-        The first one is only given: a sequence may end with the first token of the next row.
+        The first one is only given: a sequence may end with the first token of the next row. Nobody changes them.
         """
+        found = self._kept.get(text)
+        if found is None:
+            found = self._document(text)
+            if len(found) <= self._room:
+                self._room -= len(found)
+                self._kept[text] = found
+        return found
+
+    def _document(self, text: str) -> Tensor:
         try:
             content = msgspec.json.decode(text)
         except RecursionError:

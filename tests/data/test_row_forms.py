@@ -95,6 +95,19 @@ def test_the_completion_and_its_end_are_learnt(pair: tuple[str, str]) -> None:
     assert tokens.lt(0).tolist() == [True] * given + [False] * (len(tokens) - given)
 
 
+@drawn(st.lists(conversations, min_size=1, max_size=4), st.lists(st.integers(0, 3), max_size=9), st.integers(0, 300))
+@quick
+def test_a_row_that_is_read_again_is_the_same_whether_it_is_kept_or_not(
+    rows: list[list[dict[str, str]]], order: list[int], room: int
+) -> None:
+    keeping = RowEncoder(MESSAGES)
+    keeping._room = room
+    for place in order:
+        text = json.dumps(rows[place % len(rows)])
+        assert torch.equal(keeping.document(text), RowEncoder(MESSAGES).document(text))
+    assert sum(map(len, keeping._kept.values())) <= room
+
+
 @drawn(conversations)
 @quick
 def test_what_the_assistant_says_is_learnt(messages: list[dict[str, str]]) -> None:

@@ -37,13 +37,14 @@ def recipe(
     architecture: str = "llama",
     codec: str = "float32",
     width: int = 16,
+    layers: int = 3,
     extra: str = "",
 ) -> RunFileText:
     """A run of a model small enough for a test. In float32 what travels is exact, and so is what a test may ask for."""
     sizes = {
-        "llama": f"vocab_size = 32\nhidden_size = {width}\nintermediate_size = 24\nnum_hidden_layers = 3\n"
+        "llama": f"vocab_size = 32\nhidden_size = {width}\nintermediate_size = 24\nnum_hidden_layers = {layers}\n"
         "num_attention_heads = 2\nmax_position_embeddings = 16",
-        "gpt2": f"vocab_size = 32\nn_embd = {width}\nn_layer = 3\nn_head = 2\nn_positions = 16",
+        "gpt2": f"vocab_size = 32\nn_embd = {width}\nn_layer = {layers}\nn_head = 2\nn_positions = 16",
     }[architecture]
     text = f"""
 name = "test"

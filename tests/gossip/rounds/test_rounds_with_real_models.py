@@ -18,6 +18,7 @@ from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 
 PER_ROUND, STEPS = 5, 30
+SMALL = {"stages": 1, "layers": 1}
 CPU = torch.device("cpu")
 
 
@@ -26,7 +27,7 @@ def lived(extra: str) -> list[Peer]:
     """Let four replicas of one stage train to the end; nothing of theirs is to be changed by who looks at it."""
 
     async def main() -> list[Peer]:
-        hub, what = SimNetwork(), recipe(stages=1, replicas=4, steps=STEPS, per_round=PER_ROUND, extra=extra)
+        hub, what = SimNetwork(), recipe(**SMALL, replicas=4, steps=STEPS, per_round=PER_ROUND, extra=extra)
         peers = [Peer(hub, what, f"peer-{letter}", 0, job_s=0.05) for letter in "abcd"]
         await asyncio.gather(*[peer.task for peer in peers])
         assert not hub.failures
@@ -49,7 +50,7 @@ def merged(peers: list[Peer]) -> Tensor:
 def test_a_codec_leads_to_about_the_same_model_for_less(codec: str, near: float, gamma: float) -> None:
     rule = f"alpha = 0.5\nbeta = 0.7\ngamma = {gamma}\ncodec = "
     plain, coded = lived(f'{rule}"float32"'), lived(f'{rule}"{codec}"')
-    what = recipe(stages=1, extra=f'{rule}"{codec}"')
+    what = recipe(**SMALL, extra=f'{rule}"{codec}"')
     first = torch.cat([tensor.flatten() for tensor in make_stage(what.run, plain[0].plan, 0, CPU).weights()])
     moved = float(torch.linalg.vector_norm(merged(plain) - first))
     away = float(torch.linalg.vector_norm(merged(coded) - merged(plain)))
@@ -69,15 +70,14 @@ def test_a_codec_leads_to_about_the_same_model_for_less(codec: str, near: float,
 @pytest.mark.parametrize("gamma", [0.7, 0.5])
 async def test_a_newcomer_in_the_middle_of_a_period_becomes_a_replica(gamma: float) -> None:
     hub = SimNetwork()
-    what = recipe(
-        stages=1, replicas=2, steps=60, per_round=3, extra=f"gamma = {gamma}\nmomentum_period = 3\nalpha = 0.4"
-    )
+    rule = f"gamma = {gamma}\nmomentum_period = 3\nalpha = 0.4"
+    what = recipe(**SMALL, replicas=2, steps=60, per_round=3, extra=rule)
     peers = [Peer(hub, what, f"peer-{letter}", 0, job_s=0.05) for letter in "ab"]
     await until(lambda: len(peers[0].of(OuterStepTaken)) == 4)
     peers.append(Peer(hub, what, "newcomer", 0, job_s=0.05))
     await asyncio.gather(*[peer.task for peer in peers])
     assert not hub.failures
-    *_, newcomer = peers = peers
+    newcomer = peers[-1]
     assert [step.partner for step in newcomer.of(OuterStepTaken) if step.partner is not None]
     for peer in peers:
         assert peer.saved is not None
