@@ -215,7 +215,12 @@ class Membership:
                 found[stage] = newest(known, stage) if known else None
             # Of a parent those alone that stand in no deeper shard: others there are the same for all readers.
             own = {s: [each for each in shards[s] if each.depth == self._depths[s]] for s in watched}
-            self._records.take(found, own, now_s, self._unix_time())
+            # Who stands under a key that could not be read, or under its parent's, grows no older.
+            unread = {
+                s: [each for each in own[s] if None in (read[each.key(key)], read.get(each.parent.key(key), ()))]
+                for s, key in zip(watched, map(self._stage_key, watched), strict=True)
+            }
+            self._records.take(found, own, now_s, self._unix_time(), unread)
             self._sizes = [None] * len(self._sizes)
             for stage in watched:
                 self._divide(stage, own[stage])
