@@ -47,6 +47,7 @@ from noloco_node.swarm.receipts import (
 from noloco_node.swarm.roster import Given, PeerRecord, Roster, SourceProgress
 from noloco_node.swarm.shards import (
     FOLLOWED,
+    LEAST_IN_SHARD,
     MOST_IN_SHARD,
     Shard,
     StageSize,
@@ -258,7 +259,9 @@ class Membership:
             return
         counted = [each for peer, each in depths.items() if any(shard.counts(peer, each) for shard in shards)]
         size = stage_size(counted, len(shards))
-        self._sizes[stage] = size if size.error else None
+        # Receipts end with it: whoever takes part first finds as many where only peers of a large stage are expected.
+        is_sure = self._own is None or (depth > 0 and len(counted) >= LEAST_IN_SHARD)
+        self._sizes[stage] = size if size.error and is_sure else None
         depth = self._depths[stage] = next_depth(counted, size.peers)
         self._reads_parents[stage] = any(each < depth for each in depths.values())
 
