@@ -140,6 +140,51 @@ async def test_a_few_that_say_that_a_stage_is_large_do_not_make_its_rosters_samp
         await crowd.leave(name)
 
 
+@pytest.mark.parametrize(("honest", "liars"), [(1, 2), (6, 12)])
+async def test_more_liars_than_honest_under_one_key_do_not_end_receipts(honest: int, liars: int) -> None:
+    """A new stage has few honest peers, and names cost nothing."""
+    crowd = Crowd()
+    for number in range(honest):
+        await crowd.join(f"p{number}")
+    names = list(islice((n for n in map("liar {}".format, count()) if written(n, 8)[-1].depth == 0), liars))
+    networks = {name: crowd.hub.network(name) for name in names}
+    for serial in range(1, 8):
+        for name, network in networks.items():
+            raw = encode_record(Published(serial, record(name), 1e9 + crowd.loop.time(), 300.0, 8))
+            await network.publish("run/stage/0", name, raw, 300.0)
+        await asyncio.sleep(10.0)
+        assert not any(roster.is_sample for roster in crowd.rosters)
+        assert crowd.known() >= (crowd.members.keys() if honest > 1 else set())
+    for name in list(crowd.members):
+        await crowd.leave(name)
+
+
+async def test_peers_of_a_shard_that_cannot_be_read_stay() -> None:
+    """Of a stage of two shards a reader knows everybody, and shall not lose half of them for one silent key."""
+    crowd = Crowd()
+    for number in range(100):
+        await crowd.join(f"p{number}")
+    await asyncio.sleep(80.0)
+    membership, _ = crowd.members["p7"]
+    network, silent = membership._network, "run/stage/0/1/1"
+    read_all = network.read_all
+    assert silent in crowd.keys
+    assert len(membership.roster.stage(0)) == 100
+
+    async def read_others(keys: Sequence[str]) -> list[Mapping[str, bytes] | None]:
+        found = await read_all([key for key in keys if key != silent])
+        answers = iter(found)
+        return [None if key == silent else next(answers) for key in keys]
+
+    network.read_all = read_others  # type: ignore[method-assign]
+    for _ in range(8):
+        await asyncio.sleep(10.0)
+        assert len(membership.roster.stage(0)) == 100
+        assert not membership.complete
+    for _, task in crowd.members.values():
+        task.cancel()
+
+
 @given(st.integers(0, 2**40), st.integers(0, DEEPEST))
 def test_a_record_of_a_small_stage_has_the_bytes_that_it_always_had(serial: int, depth: int) -> None:
     published = Published(serial, record("p", 2), 5.0, 30.0, depth)
