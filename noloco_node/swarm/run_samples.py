@@ -81,8 +81,8 @@ class SampledWork:
         self._begun: dict[str, tuple[float, int]] = {}
         """When we first saw each replica (loop seconds), and its inner steps then."""
 
-    def steps_per_s(self, roster: Roster, stage: int = 0) -> float:
-        """Return the inner steps a second of a stage; 0 until some replicas have been watched for long enough."""
+    def steps_per_s(self, roster: Roster, stage: int = 0) -> float | None:
+        """Return the inner steps a second of a stage; None until some replicas have been watched for long enough."""
         now_s, before = roster.read_at, self._begun
         steps = {each.peer: each.inner_steps for each in roster.stage(stage) if each.state is PeerState.TRAINING}
         self._begun = {
@@ -95,7 +95,7 @@ class SampledWork:
             if now_s - since_s >= LEAST_WATCHED_S
         ]
         if not watched:
-            return 0.0
+            return None
         typical = median_low([taken / span_s for span_s, taken in watched])
         # A step more than that may be chance.
         paces = [min(taken, MOST_PACE * typical * span_s + 1) / span_s for span_s, taken in watched]
@@ -141,10 +141,13 @@ class RunSamples:
 
     def _estimate_now(self, roster: Roster) -> float:
         """Note a reading, and return the estimate of the run's samples that follows; it never falls."""
-        rate = self._work.steps_per_s(roster) * self._run.samples_per_step
-        passed_s, self._estimated_s = roster.read_at - self._estimated_s, roster.read_at
         self._is_estimate |= roster.is_sample
+        steps_per_s = self._work.steps_per_s(roster)
+        # What was done before a pace is known counts when it is.
+        passed_s = 0.0 if steps_per_s is None else roster.read_at - self._estimated_s
+        self._estimated_s += passed_s
         if self._is_estimate:
+            rate = (steps_per_s or 0.0) * self._run.samples_per_step
             others = {each.peer: each.progress for each in roster.stage(0) if each.state in AT_WORK}
             ours = others.pop(self._membership.me, 0.0)
             ahead = (median_low(others.values()) - ours) * self._run.budget_samples if others else 0.0

@@ -231,10 +231,11 @@ def test_steps_of_all_follow_from_a_sample_that_is_exchanged(seed: int, replicas
             for each in sorted(set(listed))
         )
         roster = Roster(stages=(records,), sizes=(StageSize(float(replicas), 0.1),), read_at=now_s)
-        found.append(work.steps_per_s(roster))
-    assert found[:6] == [0.0] * 6, "too short a time says nothing"
+        if (pace := work.steps_per_s(roster)) is not None:
+            found.append(pace)
+    assert len(found) == 90 - 6, "too short a time says nothing"
     true = sum(paces)
-    mean = sum(found[12:]) / len(found[12:])
+    mean = sum(found[6:]) / len(found[6:])
     share = sum(f"{each}" in {str(one) for one in false} for each in listed) / len(listed)
     assert 0.75 * true <= mean <= (1.25 + 2.5 * max(share, liars)) * true
 
@@ -259,7 +260,7 @@ async def test_a_source_estimates_how_far_the_run_is() -> None:
         membership.roster = sample(replicas, 90, 2, 10.0 * reading, inner_steps=steps, progress=min(1.0, progress))
         reached.append(counted.progress(8 * steps, asyncio.get_running_loop().time()))
     assert reached == sorted(reached)
-    assert reached[-1] == pytest.approx(118 / 120, abs=0.08)
+    assert reached[-1] == pytest.approx(118 / 120, abs=0.04)
     ended = sample(replicas, 90, 2, 1200.0, state=PeerState.FINISHED, progress=1.0)
     membership.roster = msgspec.structs.replace(ended, sources=90, sources_finished=90)
     nearly = reached[-1] >= 0.95
