@@ -105,7 +105,7 @@ def followed(reader: str, stage: int, depth: int, now_s: float, count: int = FOL
 
 
 def prevailing(depths: Collection[int]) -> int:
-    """Return the deepest depth that at least `PREVAILING` of these peers have (0 of none), at most one beyond the median.
+    """Return the deepest depth that at least `PREVAILING` of these peers have (0 of none): at most the median and one.
 
     A quarter of the names under one key cost little; they shall not make a stage seem a thousand times as large.
     """
