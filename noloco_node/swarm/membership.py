@@ -29,6 +29,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from operator import attrgetter
+from statistics import median_low
 from typing import Any, NoReturn
 
 import msgspec
@@ -46,6 +47,7 @@ from noloco_node.swarm.receipts import (
 from noloco_node.swarm.roster import Given, PeerRecord, Roster, SourceProgress
 from noloco_node.swarm.shards import (
     FOLLOWED,
+    LEAST_IN_SHARD,
     MOST_IN_SHARD,
     Shard,
     StageSize,
@@ -214,7 +216,12 @@ class Membership:
                 found[stage] = newest(known, stage) if known else None
             # Of a parent those alone that stand in no deeper shard: others there are the same for all readers.
             own = {s: [each for each in shards[s] if each.depth == self._depths[s]] for s in watched}
-            self._records.take(found, own, now_s, self._unix_time())
+            # Who stands under a key that could not be read, or under its parent's, grows no older.
+            unread = {
+                s: [each for each in own[s] if None in (read[each.key(key)], read.get(each.parent.key(key), ()))]
+                for s, key in zip(watched, map(self._stage_key, watched), strict=True)
+            }
+            self._records.take(found, own, now_s, self._unix_time(), unread)
             self._sizes = [None] * len(self._sizes)
             for stage in watched:
                 self._divide(stage, own[stage])
@@ -247,11 +254,14 @@ class Membership:
         depth, depths = self._depths[stage], self._records.depths(stage)
         if self._own is not None and self._own.stage == stage:
             depths[self.me] = depth
-        if not depth and len(depths) <= MOST_IN_SHARD and not any(depths.values()):
+        # Under the key of the whole stage: a few that name a depth shall not keep us from adding up what all did.
+        if not depth and len(depths) <= MOST_IN_SHARD and not (depths and median_low(depths.values())):
             return
         counted = [each for peer, each in depths.items() if any(shard.counts(peer, each) for shard in shards)]
         size = stage_size(counted, len(shards))
-        self._sizes[stage] = size if size.error else None
+        # Receipts end with it: whoever takes part first finds as many where only peers of a large stage are expected.
+        is_sure = self._own is None or (depth > 0 and len(counted) >= LEAST_IN_SHARD)
+        self._sizes[stage] = size if size.error and is_sure else None
         depth = self._depths[stage] = next_depth(counted, size.peers)
         self._reads_parents[stage] = any(each < depth for each in depths.values())
 

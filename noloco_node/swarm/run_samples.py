@@ -32,6 +32,8 @@ from noloco_node.tasks import loop_s
 
 NEARLY_OVER, IDLE_S = 0.95, 300.0
 """From this progress, or after so long without work, sources without proof of work may end a run."""
+DESERTED_OVER = 0.75
+"""From this progress a replica of a run of one stage may end it alone: a stranger's word ends no run at its start."""
 ALONE_S = 100.0
 """The same if no other source is at work; then an end costs nothing."""
 LEAST_SERVED = 4
@@ -157,11 +159,14 @@ class RunSamples:
     def is_over(self, own: int, returned_s: float) -> bool:
         """Say whether the sources that did most of the work since we began have finished."""
         roster = self._membership.roster
-        if self._run.pipeline.stages == 1 and self._is_deserted(roster):
-            return True
+        reached = self._estimated() if self._is_estimate else self._signed(own)
+        nearly = reached >= NEARLY_OVER * self._run.budget_samples
+        if self._run.pipeline.stages == 1:
+            is_deserted = self._is_deserted(roster)
+            if is_deserted and reached >= DESERTED_OVER * self._run.budget_samples:
+                return True
         if self._run.pipeline.stages == 1 and not self._is_estimate:
             most_say_so = run_over(roster.sources, roster.sources_finished)
-            nearly = self._signed(own) >= NEARLY_OVER * self._run.budget_samples
             return self._met_all_finished(roster) or (nearly and most_say_so)
         verified = self._verified()  # nothing where the roster is a sample
         if run_over(own - self.own_then + verified.present, verified.finished):
@@ -169,8 +174,6 @@ class RunSamples:
         # A fast source that came late has done most since, and does not know the run's progress.
         if run_over(own + verified.present_in_all, verified.finished_in_all):
             return True
-        reached = self._estimated() if self._is_estimate else self._signed(own)
-        nearly = reached >= NEARLY_OVER * self._run.budget_samples
         others = roster.sources - roster.sources_finished > 1
         idle = loop_s() - returned_s > (IDLE_S if others else ALONE_S)
         # A source without returning gradients is not at work: its stages may have ended without it.

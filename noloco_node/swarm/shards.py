@@ -21,6 +21,7 @@ import math
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from statistics import median_low
 from typing import NamedTuple
 
 MOST_IN_SHARD, LEAST_IN_SHARD = 64, 16
@@ -104,9 +105,12 @@ def followed(reader: str, stage: int, depth: int, now_s: float, count: int = FOL
 
 
 def prevailing(depths: Collection[int]) -> int:
-    """Return the deepest depth that at least `PREVAILING` of these peers have; 0 of none."""
+    """Return the deepest depth that at least `PREVAILING` of these peers have (0 of none): at most the median and one.
+
+    A quarter of the names under one key cost little; they shall not make a stage seem a thousand times as large.
+    """
     falling = sorted(depths, reverse=True)
-    return falling[math.ceil(PREVAILING * len(falling)) - 1] if falling else 0
+    return min(falling[math.ceil(PREVAILING * len(falling)) - 1], median_low(falling) + 1) if falling else 0
 
 
 def stage_size(depths: Collection[int], shards: int) -> StageSize:

@@ -121,8 +121,17 @@ class PeerTable:
         self._entries.clear()
         self._aged_s = self._believed = None
 
-    def take(self, news: Mapping[str, Published], raws: Mapping[str, bytes], reading: DhtRead) -> None:
-        """Note the newer records of a reading, and let the others age. `raws`: all that the reading found."""
+    def take(
+        self,
+        news: Mapping[str, Published],
+        raws: Mapping[str, bytes],
+        reading: DhtRead,
+        unread: Sequence[Shard] = (),
+    ) -> None:
+        """Note the newer records of a reading, and let the others age. `raws`: all that the reading found.
+
+        `unread`: shards whose peers do not age, for they could not be read.
+        """
         if reading.ages:
             if self._aged_s is not None:
                 self._clock_s += min(reading.now_s - self._aged_s, self._lifetime_s / 2)
@@ -139,6 +148,7 @@ class PeerTable:
             for peer, entry in self._entries.items()
             if entry.news_s + self._lifetime_s <= self._clock_s  # no lifetime is shorter
             and entry.news_s + self._life_s(entry.published) <= self._clock_s
+            and not any(shard.counts(peer, entry.published.depth) for shard in unread)
         ]
         if news or aged:
             self._believed = None
@@ -274,8 +284,12 @@ class StageRecords:
         shards: Mapping[int, Sequence[Shard]],
         now_s: float,
         unix_s: float,
+        unread: Mapping[int, Sequence[Shard]],
     ) -> None:
-        """Note a reading of some stages; None stands for a stage that could not be read. `shards`: that we follow."""
+        """Note a reading of some stages; None stands for a stage that could not be read.
+
+        `shards`: that we follow; `unread`: those of them of which a key could not be read.
+        """
         read = {stage: raws for stage, raws in found.items() if raws is not None}
         self._read.update(read)
         news = {stage: self._news(stage, raws, shards[stage]) for stage, raws in read.items()}
@@ -287,7 +301,7 @@ class StageRecords:
         ages = self._heard_s == now_s or (given_up and bool(read))
         reading = DhtRead(now_s, unix_s, self._youngest_at, ages)
         for stage, records in news.items():
-            self._tables[stage].take(records, read[stage], reading)
+            self._tables[stage].take(records, read[stage], reading, unread[stage])
 
     def keep_only(self, stages: Collection[int]) -> None:
         """Forget all other stages, since what we know of them grows old."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import count, islice
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
@@ -30,7 +31,7 @@ from noloco_node.swarm.receipts import ReceiptLedger
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.swarm.run_samples import RunSamples, SampledWork, believed_samples
-from noloco_node.swarm.shards import DEEPEST, FOLLOWED, MOST_IN_SHARD, StageSize
+from noloco_node.swarm.shards import DEEPEST, FOLLOWED, MOST_IN_SHARD, StageSize, written
 from noloco_node.swarm.stage_records import Published, decode_record, encode_record, newest
 
 WEATHER = NetworkConditions(latency=Latency(mean_s=0.05))
@@ -119,6 +120,67 @@ async def test_a_stage_grows_into_shards_and_shrinks_back_and_nobody_gets_lost()
     await asyncio.sleep(60.0)
     assert {len(roster.stage(0)) for roster in crowd.rosters} == {20}
     assert not any(roster.is_sample for roster in crowd.rosters)
+    for _, task in crowd.members.values():
+        task.cancel()
+
+
+@pytest.mark.parametrize("liars", [1, 3])
+async def test_a_few_that_say_that_a_stage_is_large_do_not_make_its_rosters_samples(liars: int) -> None:
+    crowd = Crowd()
+    for number in range(4):
+        await crowd.join(f"p{number}")
+    names = (f"liar {number}" for number in count())
+    for name in islice((name for name in names if written(name, 3)[-1].depth == 0), liars):
+        raw = encode_record(Published(1, record(name), 1e9 + crowd.loop.time(), 300.0, 3))
+        await crowd.hub.network(name).publish("run/stage/0", name, raw, 300.0)
+    await asyncio.sleep(30.0)
+    assert {len(roster.stage(0)) for roster in crowd.rosters} == {4 + liars}, "all know all"
+    assert not any(roster.is_sample for roster in crowd.rosters)
+    for name in list(crowd.members):
+        await crowd.leave(name)
+
+
+@pytest.mark.parametrize(("honest", "liars"), [(1, 2), (6, 12)])
+async def test_more_liars_than_honest_under_one_key_do_not_end_receipts(honest: int, liars: int) -> None:
+    """A new stage has few honest peers, and names cost nothing."""
+    crowd = Crowd()
+    for number in range(honest):
+        await crowd.join(f"p{number}")
+    names = list(islice((n for n in map("liar {}".format, count()) if written(n, 8)[-1].depth == 0), liars))
+    networks = {name: crowd.hub.network(name) for name in names}
+    for serial in range(1, 8):
+        for name, network in networks.items():
+            raw = encode_record(Published(serial, record(name), 1e9 + crowd.loop.time(), 300.0, 8))
+            await network.publish("run/stage/0", name, raw, 300.0)
+        await asyncio.sleep(10.0)
+        assert not any(roster.is_sample for roster in crowd.rosters)
+        assert crowd.known() >= (crowd.members.keys() if honest > 1 else set())
+    for name in list(crowd.members):
+        await crowd.leave(name)
+
+
+async def test_peers_of_a_shard_that_cannot_be_read_stay() -> None:
+    """Of a stage of two shards a reader knows everybody, and shall not lose half of them for one silent key."""
+    crowd = Crowd()
+    for number in range(100):
+        await crowd.join(f"p{number}")
+    await asyncio.sleep(80.0)
+    membership, _ = crowd.members["p7"]
+    network, silent = membership._network, "run/stage/0/1/1"
+    read_all = network.read_all
+    assert silent in crowd.keys
+    assert len(membership.roster.stage(0)) == 100
+
+    async def read_others(keys: Sequence[str]) -> list[Mapping[str, bytes] | None]:
+        found = await read_all([key for key in keys if key != silent])
+        answers = iter(found)
+        return [None if key == silent else next(answers) for key in keys]
+
+    network.read_all = read_others  # type: ignore[method-assign]
+    for _ in range(8):
+        await asyncio.sleep(10.0)
+        assert len(membership.roster.stage(0)) == 100
+        assert not membership.complete
     for _, task in crowd.members.values():
         task.cancel()
 

@@ -32,7 +32,7 @@ from noloco_node.swarm.receipts import (
     tag_of,
 )
 from noloco_node.swarm.roster import PeerRecord, SourceProgress
-from noloco_node.swarm.run_samples import ALONE_S, RunSamples
+from noloco_node.swarm.run_samples import ALONE_S, DESERTED_OVER, RunSamples
 from noloco_node.tasks import loop_s
 
 ROUND = 8
@@ -206,11 +206,14 @@ async def test_replicas_of_one_stage_do_the_budget_together_and_no_more(jobs_s: 
     assert len(jobs_s) * 80 * 0.95 <= sum(steps) <= len(jobs_s) * 80 * 1.1, steps
 
 
-@given(st.dictionaries(st.sampled_from("abcde"), st.sampled_from([PeerState.TRAINING, PeerState.FINISHED, None])))
+@given(
+    st.dictionaries(st.sampled_from("abcde"), st.sampled_from([PeerState.TRAINING, PeerState.FINISHED, None])),
+    st.sampled_from([0.0, 0.4, 0.8]),
+)
 def test_who_has_met_too_few_ends_soon_after_the_others_have_and_never_while_one_works(
-    others: dict[str, PeerState | None],
+    others: dict[str, PeerState | None], reached: float
 ) -> None:
-    """Who came late, say. None: gone without a word."""
+    """Who came late, say. None: gone without a word. A run that has hardly begun is ended by nobody's word."""
     records = {peer: PeerRecord(peer=peer, stage=0, state=state) for peer, state in others.items() if state}
     finished = {peer for peer, state in others.items() if state is PeerState.FINISHED}
     claims = tuple(SourceProgress(peer, 900, 0, 0, peer in finished) for peer in sorted(others))
@@ -225,7 +228,8 @@ def test_who_has_met_too_few_ends_soon_after_the_others_have_and_never_while_one
     )
 
     async def look() -> list[bool]:
-        counted = RunSamples(recipe(stages=1, replicas=3, steps=1000).run, cast(Any, membership), 0, 0)
+        run = recipe(stages=1, replicas=3, steps=1000).run
+        counted = RunSamples(run, cast(Any, membership), round(reached * run.budget_samples), 0)
         found = []
         for _ in range(3):
             found.append(counted.is_over(8, loop_s()))
@@ -233,5 +237,5 @@ def test_who_has_met_too_few_ends_soon_after_the_others_have_and_never_while_one
         return found
 
     works = any(state is PeerState.TRAINING for state in others.values())
-    over = bool(finished) and not works and 2 * len(finished) >= len(others)
+    over = bool(finished) and not works and 2 * len(finished) >= len(others) and reached > DESERTED_OVER
     assert clock.run(look()) == [False, False, over]

@@ -159,6 +159,18 @@ def test_few_liars_stand_for_few(honest: int, depth: int, data: st.DataObject) -
     assert stage_size(told, 1).peers <= (honest + 2 * len(liars)) * 2**depth
 
 
+@given(st.integers(2, 200), st.integers(0, 8), st.data())
+def test_liars_fewer_than_the_honest_make_a_stage_no_thousand_times_as_large(
+    honest: int, depth: int, data: st.DataObject
+) -> None:
+    liars = data.draw(st.lists(st.integers(0, DEEPEST), max_size=honest - 1))
+    told = [depth] * honest + liars
+    assert prevailing(told) <= depth + 1
+    size = stage_size(told, 1)
+    assert size.peers <= (honest + 4 * len(liars)) * 2**depth
+    assert next_depth(told, size.peers) <= max(depth + 1, math.ceil(math.log2(size.peers / MOST_IN_SHARD)))
+
+
 @given(st.text(max_size=60), st.integers(0, 3), depths, st.floats(0.0, 1e6), st.sampled_from([1, 2, 4, 8]))
 def test_followed_shards_differ_and_outlive_a_change_of_depth(
     reader: str, stage: int, depth: int, now_s: float, count: int
