@@ -40,7 +40,7 @@ from gossip.rounds.matching import (
 )
 from gossip.settings import RoundTimeouts
 from noloco_node.swarm.membership import LIFETIME_S
-from noloco_node.swarm.shards import Shard, followed, next_depth, stage_size, written
+from noloco_node.swarm.shards import MOST_IN_SHARD, Shard, followed, next_depth, stage_size, written
 from noloco_node.swarm.stage_records import CLOCK_S
 
 STAGES, SYBILS, REFRESH_S, ROUND_S = 4, 0.1, 10.0, 60.0
@@ -283,6 +283,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20.0, metavar="M")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     options = parser.parse_args()
+    if min(options.peers) <= STAGES * MOST_IN_SHARD or min(options.seeds, options.minutes) <= 0:
+        parser.error(
+            f"--peers above {STAGES * MOST_IN_SHARD}, so that a stage has shards; --seeds and --minutes above 0"
+        )
     for peers in options.peers:
         for churn in options.churn:
             found = [measure(peers, churn, seed, options.minutes) for seed in range(options.seeds)]

@@ -57,8 +57,8 @@ LOOK_S = 1.0
 def chosen(run_id: str, number: int, peers: Iterable[str], known: float = 1.0) -> str | None:
     """Return the one of these peers that makes an evaluation; None of no peers.
 
-    `known`: the share of all peers that these are. Of a share nobody knows who comes first of all: each peer that may
-    be among the first `EVALUATORS` makes it.
+    `known`: the share of all peers that these are. Where it is less than all, no peer knows the
+    first of all: each peer that may be among the first `EVALUATORS` makes the evaluation.
     """
 
     def weight(peer: str) -> bytes:

@@ -190,7 +190,7 @@ class _StateSearch:
         beginning = await self._device.run(starting.from_seed, self._stage)
         run, others = self._context.run, self._at_work()
         if not lost:
-            # Nobody has finished a round. A liar's claim of more would end the run for who comes first.
+            # Nobody has finished a round. A liar's claim of more would end the run for the peer that comes first.
             most = FIRST_ROUNDS * (run.outer.inner_steps_per_round + run.outer.overlap_steps) / run.inner.steps
             others = [record for record in others if record.progress <= most]
         return replace(beginning, progress=_median_progress(others))

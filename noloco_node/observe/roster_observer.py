@@ -175,7 +175,7 @@ class RosterObserver:
         self._changes.append(Change(at=at, name=name, text=text))
 
     def _note_changes(self, records: dict[str, PeerRecord], at: float, *, is_sample: bool) -> None:
-        """Note what is new. Of a sample nobody can say who came or is gone."""
+        """Note what is new. A sample does not tell which peers came or are gone."""
         before, self._before = self._before, records
         training = {peer: record for peer, record in records.items() if record.state is PeerState.TRAINING}
         self._came = {

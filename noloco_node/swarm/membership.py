@@ -216,7 +216,7 @@ class Membership:
                 found[stage] = newest(known, stage) if known else None
             # Of a parent those alone that stand in no deeper shard: others there are the same for all readers.
             own = {s: [each for each in shards[s] if each.depth == self._depths[s]] for s in watched}
-            # Who stands under a key that could not be read, or under its parent's, grows no older.
+            # The peers under a key that could not be read, or under its parent's, grow no older.
             unread = {
                 s: [each for each in own[s] if None in (read[each.key(key)], read.get(each.parent.key(key), ()))]
                 for s, key in zip(watched, map(self._stage_key, watched), strict=True)
@@ -259,7 +259,7 @@ class Membership:
             return
         counted = [each for peer, each in depths.items() if any(shard.counts(peer, each) for shard in shards)]
         size = stage_size(counted, len(shards))
-        # Receipts end with it: whoever takes part first finds as many where only peers of a large stage are expected.
+        # No receipts are read from then on: a peer that takes part asks for a shard that is full enough.
         is_sure = self._own is None or (depth > 0 and len(counted) >= LEAST_IN_SHARD)
         self._sizes[stage] = size if size.error and is_sure else None
         depth = self._depths[stage] = next_depth(counted, size.peers)

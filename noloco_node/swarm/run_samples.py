@@ -161,10 +161,9 @@ class RunSamples:
         roster = self._membership.roster
         reached = self._estimated() if self._is_estimate else self._signed(own)
         nearly = reached >= NEARLY_OVER * self._run.budget_samples
-        if self._run.pipeline.stages == 1:
-            is_deserted = self._is_deserted(roster)
-            if is_deserted and reached >= DESERTED_OVER * self._run.budget_samples:
-                return True
+        mostly = reached >= DESERTED_OVER * self._run.budget_samples
+        if self._run.pipeline.stages == 1 and self._is_deserted(roster) and mostly:
+            return True
         if self._run.pipeline.stages == 1 and not self._is_estimate:
             most_say_so = run_over(roster.sources, roster.sources_finished)
             return self._met_all_finished(roster) or (nearly and most_say_so)
@@ -212,7 +211,7 @@ class RunSamples:
     def _is_deserted(self, roster: Roster) -> bool:
         """Say whether for `ALONE_S` no other source was at work, and half of those that we know of have finished.
 
-        Who came late has met too few to judge by, and would do alone what is left of the budget by its own count.
+        A replica that came late has met too few to judge by. It would do alone what its own count lacks of the budget.
         """
         finished = {source.peer for source in roster.other_sources if source.finished}
         at_work = {record.peer for record in roster.stage(0) if record.state is PeerState.TRAINING}

@@ -213,7 +213,7 @@ async def test_replicas_of_one_stage_do_the_budget_together_and_no_more(jobs_s: 
 def test_who_has_met_too_few_ends_soon_after_the_others_have_and_never_while_one_works(
     others: dict[str, PeerState | None], reached: float
 ) -> None:
-    """Who came late, say. None: gone without a word. A run that has hardly begun is ended by nobody's word."""
+    """A replica that came late, say. None: that peer went without a word. No claim ends a run that has hardly begun."""
     records = {peer: PeerRecord(peer=peer, stage=0, state=state) for peer, state in others.items() if state}
     finished = {peer for peer, state in others.items() if state is PeerState.FINISHED}
     claims = tuple(SourceProgress(peer, 900, 0, 0, peer in finished) for peer in sorted(others))

@@ -143,7 +143,7 @@ def test_a_small_stage_has_one_key_and_is_known_exactly(replicas: int) -> None:
 @given(st.integers(MOST_IN_SHARD + 1, 10**6), depths)
 @settings(max_examples=100)
 def test_one_depth_prevails_and_stays(replicas: int, common: int) -> None:
-    """Who disagrees takes the depth of the others where it is possible, and no two possible ones are far apart."""
+    """A peer that disagrees takes the depth of the others if it is possible. Possible ones are close together."""
     depth = next_depth([common] * 40, replicas)
     assert next_depth([depth] * 40, replicas) == depth
     assert abs(next_depth([depth] * 27 + [depth + 1] * 13, replicas) - depth) <= 1
