@@ -265,7 +265,7 @@ async def test_without_a_snapshot_it_is_said_loudly_and_a_returning_checkpoint_i
 async def test_a_run_of_one_stage_that_died_goes_on_from_the_checkpoint_that_comes_back(
     tmp_path: Path, adapter: str
 ) -> None:
-    """No other stage keeps snapshots of it. A newcomer that has tried the dead replicas waits for others all the same."""
+    """Nobody keeps snapshots of it. A newcomer that has asked the dead replicas waits for others all the same."""
     made = Continued(tmp_path, adapter=adapter, stages=1, replicas=3, steps=4000, per_round=3)
     shelves = [Memory() for _ in range(3)]
     peers = [
