@@ -88,6 +88,9 @@ def problems(run: RunConfig) -> Iterator[Problem]:
 
 
 def _adapter(adapter: AdapterConfig, model: ModelConfig) -> Iterator[Problem]:
+    if model.frozen_files and not (adapter.is_trained and model.weights):
+        why = "they are files of model.weights as adapters are trained over it"
+        yield Problem("model.frozen_files", "given", why, "leave them out")
     if not adapter.is_trained:
         if adapter != NO_ADAPTER:
             yield Problem("adapter.rank", "0", "without a rank there is no adapter", "16, for example")
@@ -154,6 +157,7 @@ def _model(model: ModelConfig) -> Iterator[Problem]:
     if model.hub is not None and model.weights:
         yield Problem("model.weights", "given", "the weights come with the model on the hub", "leave them out")
     yield from _files("model.weights", model.weights, _WEIGHT_FILE, "it is no name of a safetensors file")
+    yield from _files("model.frozen_files", model.frozen_files, _WEIGHT_FILE, "it is no name of a safetensors file")
     yield from _hub("model", "hub", model.hub, model.commit)
     for name, value in model.sizes.items():
         yield from _size(f"model.sizes.{name}", value, _LARGEST_SIZE.get(name, 2**31), depth=0)

@@ -20,6 +20,7 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.export.adapter_files import AdapterExport, peft_adapter
 from noloco_node.export.continue_run import continuing_text
 from noloco_node.export.exporter import export
+from noloco_node.export.frozen_files import with_frozen_files
 from noloco_node.export.sources import model_in
 from noloco_node.planning.model_layout import build_stage, model_layout
 from noloco_node.run.config import AdapterConfig
@@ -29,6 +30,7 @@ from noloco_node.storage.checkpoint import Checkpoint, save
 from noloco_node.storage.home import Home
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.run_distribution import RunFileText
+from pipeline.adapters.frozen_weights import Form
 
 pytestmark = pytest.mark.usefixtures("short_text")
 TEXT: dict[str, dict[str, object]] = {"data": {"source": '"stdlib"'}, "pipeline": {"stages": 2, "replicas": 2}}
@@ -36,16 +38,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 384, "n_positions": 64},
 }
+LINEAR = {
+    "llama": ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"],
+    "gpt2": ["c_attn", "c_fc", "c_proj"],
+}
+"""Layers of which nodes keep codes."""
 
 
 class Adapted:
     """Two replicas of each of two stages, whose adapters lie in their homes, and the checkpoint that they adapt."""
 
-    def __init__(self, directory: Path, family: str, *, freeze_a: bool) -> None:
+    def __init__(self, directory: Path, family: str, *, freeze_a: bool, base: Form = "bfloat16") -> None:
         self.directory, self.checkpoint = directory, directory / "checkpoint"
         self.model = write_model(self.checkpoint, family, FAMILIES[family])
-        adapter = AdapterConfig(rank=2, alpha=4.0, freeze_a=freeze_a)
+        adapter = AdapterConfig(rank=2, alpha=4.0, freeze_a=freeze_a, base=base)
         text = with_fields(continuing_text(self.checkpoint, "tiny", adapter), TEXT).replace('path = "your-text/"', "")
+        self.frozen = directory / "frozen"
+        text = with_frozen_files(text, self.checkpoint, self.frozen, overwrite=False)
         self.recipe = RunFileText(text, "the test's run file")
         self.layout = model_layout(self.recipe.run)
         self.homes = [self._home(stage, peer) for stage in (0, 1) for peer in (0, 1)]
@@ -120,6 +129,26 @@ def test_the_mean_of_the_adapters_is_what_both_forms_hold(tmp_path: Path, family
     for name, each in found.state_dict().items():
         assert torch.allclose(each, own[name], atol=1e-6), name
     assert model_in(merged).run == made.recipe.run
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_are_added_to_the_model_as_nodes_keep_it_if_that_alone_is_here(tmp_path: Path, family: str) -> None:
+    made = Adapted(tmp_path, family, freeze_a=False, base="nf4")
+    own, kept = (
+        AutoModelForCausalLM.from_pretrained(made.export(name, merge=True, base=base)).state_dict()
+        for name, base in (("own", made.checkpoint), ("kept", made.frozen))
+    )
+    before = made.model.state_dict()
+    codes = [name for name, each in own.items() if not torch.allclose(each, kept[name], rtol=2.0**-7, atol=1e-7)]
+    assert sorted({name.split(".")[-2] for name in codes}) == LINEAR[family]
+    for name in codes:
+        error = (kept[name] - own[name]).abs().max()
+        assert error <= 0.16 * before[name].abs().max(), "half of the widest gap between two codes"
+    named = [
+        json.loads((made.export(f"adapter-{base.name}", base=base) / "adapter_config.json").read_bytes())
+        for base in (made.checkpoint, made.frozen)
+    ]
+    assert [each["base_model_name_or_path"] for each in named] == [str(made.checkpoint), None]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
