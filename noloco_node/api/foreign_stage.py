@@ -77,38 +77,40 @@ def frozen_digests(module: nn.Module, prefix: str = "") -> dict[str, str]:
     """Return, by name, digests of what a module has and does not train; names begin with `prefix`.
 
     8 hexadecimal digits of the SHA-256 over the shape and some thousand values at equal distances. Floats count in
-    bfloat16, so that a model has the same digests in float32.
+    bfloat16, so that a model has the same digests in float32. What a library keeps as codes has the empty digest.
     """
     found = {}
     for name, each in module.named_parameters():
         if each.requires_grad:
             continue
-        few = each.data.reshape(-1)[:: max(1, each.numel() // _DIGESTED)].cpu()
-        values = few.bfloat16().view(torch.int16) if few.is_floating_point() else few
-        told = hashlib.sha256(repr(tuple(each.shape)).encode() + values.numpy().tobytes())
-        found[prefix + name.replace("_orig_mod.", "")] = told.hexdigest()[:8]
+        values, digest = each.data, ""
+        if type(values) is Tensor and values.is_floating_point():
+            few = values.reshape(-1)[:: max(1, values.numel() // _DIGESTED)].cpu().bfloat16().view(torch.int16)
+            digest = hashlib.sha256(repr(tuple(values.shape)).encode() + few.numpy().tobytes()).hexdigest()[:8]
+        found[prefix + name.replace("_orig_mod.", "")] = digest
     return found
 
 
 def check_frozen(run: RunConfig, module: nn.Module, prefix: str = "") -> None:
     """Raise `UserError` (CONFIG) that names the first parameter in which a module is frozen otherwise than the run's.
 
-    A run file of an earlier version does not say how.
+    Codes are not compared. A run file of an earlier version does not say what is frozen.
     """
     if not run.model.foreign_frozen:
         return
     expected = {name: each for name, each in run.model.foreign_frozen.items() if name.startswith(prefix)}
     found = frozen_digests(module, prefix)
     for name in (*expected, *found):
-        if (own := found.get(name)) != (runs := expected.get(name)):
+        own, runs = found.get(name), expected.get(name)
+        if own is None or runs is None or (own and runs and own != runs):
             raise config_error(
                 "The module is not the one that the run trains.",
-                f"its frozen parameter {name} has other values than the run's"
-                if own and runs
+                f"it has no frozen parameter {name}"
+                if own is None
                 else f"its parameter {name} is frozen, and the run has none of this name"
-                if own
-                else f"it has no frozen parameter {name}",
-                "load the model, the revision and the form that the program loaded when it wrote the run file",
+                if runs is None
+                else f"its frozen parameter {name} has other values than the run's",
+                "load the model and the revision that the program loaded when it wrote the run file",
             )
 
 

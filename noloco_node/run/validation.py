@@ -205,7 +205,7 @@ def _parameters(model: ModelConfig) -> Iterator[Problem]:
             if not name.isprintable() or not 0 < len(name) <= 512:
                 yield Problem(f"model.{field}", repr(name), "it is no name of a parameter", _AS_INIT_WRITES)
     for name, digest in model.foreign_frozen.items():
-        if not re.fullmatch(r"[0-9a-f]{8}", digest):
+        if not re.fullmatch(r"([0-9a-f]{8})?", digest):
             yield Problem(f"model.foreign_frozen.{name}", repr(digest), "it is no digest", _AS_INIT_WRITES)
     for name, shape in model.foreign_parameters.items():
         field = f"model.foreign_parameters.{name}"

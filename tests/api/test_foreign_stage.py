@@ -147,6 +147,9 @@ def test_the_first_frozen_parameter_that_differs_is_named(tmp_path: Path) -> Non
         with pytest.raises(UserError) as refused:
             check_frozen(run, other)
         assert why in refused.value.why
+    codes = frozen(0)
+    codes[0].weight = nn.Parameter(torch.zeros(45_000, dtype=torch.uint8), requires_grad=False)
+    check_frozen(run, codes)
     assert not load_run(noloco_node.init(tmp_path / "other.toml", nn.Linear(2, 2), steps=9)).model.foreign_frozen
 
 
