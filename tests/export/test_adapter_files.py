@@ -22,6 +22,7 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.export.adapter_files import AdapterExport, peft_adapter
 from noloco_node.export.continue_run import continuing_text
 from noloco_node.export.exporter import export
+from noloco_node.export.frozen_files import with_frozen_files
 from noloco_node.export.sources import model_in, read_provenance
 from noloco_node.planning.model_layout import build_stage, model_layout
 from noloco_node.run.config import AdapterConfig
@@ -31,12 +32,18 @@ from noloco_node.storage.checkpoint import Checkpoint, save
 from noloco_node.storage.home import Home
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.run_distribution import RunFileText
+from pipeline.adapters.frozen_weights import Form
 
 pytestmark = pytest.mark.usefixtures("short_text")
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 384, "n_positions": 64},
 }
+LINEAR = {
+    "llama": ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"],
+    "gpt2": ["c_attn", "c_fc", "c_proj"],
+}
+"""Layers of which nodes keep codes."""
 
 
 class Adapted:
@@ -56,17 +63,20 @@ class Adapted:
         noises: Sequence[float] = (0.1, 0.11),
         ahead: int = 0,
         learnt: bool = False,
+        base: Form = "bfloat16",
     ) -> None:
         self.directory, self.checkpoint = directory, directory / "checkpoint"
         self.model = write_model(self.checkpoint, family, FAMILIES[family])
         if learnt:
             self._learn()
-        adapter = AdapterConfig(rank=2, alpha=4.0, freeze_a=freeze_a)
+        adapter = AdapterConfig(rank=2, alpha=4.0, freeze_a=freeze_a, base=base)
         fields: dict[str, dict[str, object]] = {
             "data": {"source": '"stdlib"'},
             "pipeline": {"stages": stages, "replicas": len(noises)},
         }
         text = with_fields(continuing_text(self.checkpoint, "tiny", adapter), fields).replace('path = "your-text/"', "")
+        self.frozen = directory / "frozen"
+        text = with_frozen_files(text, self.checkpoint, self.frozen, overwrite=False)
         self.recipe = RunFileText(text, "the test's run file")
         self.layout = model_layout(self.recipe.run)
         rounds = [*[40] * (len(noises) - 1), 40 + ahead]
@@ -167,6 +177,26 @@ def test_of_adapters_of_one_stage_those_that_predict_make_the_mean(
     (taken,) = read_provenance(made.export("unjudged")).taken
     assert {"peer-0-1", "peer-0-2"} <= {each.peer for each in taken}
     assert "the model that they adapt is not here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_are_added_to_the_model_as_nodes_keep_it_if_that_alone_is_here(tmp_path: Path, family: str) -> None:
+    made = Adapted(tmp_path, family, freeze_a=False, base="nf4")
+    own, kept = (
+        AutoModelForCausalLM.from_pretrained(made.export(name, merge=True, base=base)).state_dict()
+        for name, base in (("own", made.checkpoint), ("kept", made.frozen))
+    )
+    before = made.model.state_dict()
+    codes = [name for name, each in own.items() if not torch.allclose(each, kept[name], rtol=2.0**-7, atol=1e-7)]
+    assert sorted({name.split(".")[-2] for name in codes}) == LINEAR[family]
+    for name in codes:
+        error = (kept[name] - own[name]).abs().max()
+        assert error <= 0.16 * before[name].abs().max(), "half of the widest gap between two codes"
+    named = [
+        json.loads((made.export(f"adapter-{base.name}", base=base) / "adapter_config.json").read_bytes())
+        for base in (made.checkpoint, made.frozen)
+    ]
+    assert [each["base_model_name_or_path"] for each in named] == [str(made.checkpoint), None]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
