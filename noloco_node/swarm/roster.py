@@ -110,6 +110,8 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
     sizes: tuple[StageSize | None, ...] = ()
     """The estimated replicas of each stage whose records are a sample; None, and for missing ones: all are listed."""
     read_at: float = 0.0
+    stages_read_at: tuple[float, ...] = ()
+    """When each stage was read (loop seconds); empty: all at `read_at`."""
     old_since_s: float | None = None
     """Since when we have heard no peer (loop seconds): the trouble is ours, and the others may be there."""
     run_samples: int = 0
@@ -144,6 +146,10 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
 
     def stage(self, number: int) -> tuple[PeerRecord, ...]:
         return self.stages[number]
+
+    def stage_read_at(self, number: int) -> float:
+        """Return when the records of a stage were read (loop seconds)."""
+        return self.stages_read_at[number] if self.stages_read_at else self.read_at
 
     def size(self, number: int) -> StageSize:
         """Return how many replicas a stage has."""

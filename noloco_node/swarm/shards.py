@@ -29,8 +29,10 @@ MOST_IN_SHARD, LEAST_IN_SHARD = 64, 16
 DEEPEST = 20
 FOLLOWED = 2
 """Shards of a stage that a reader follows; a power of two."""
-FOLLOWED_S = 1800.0
+FOLLOWED_S = 7200.0
 """A shard is followed for so long. The readers of one change at different times, and a reader one after the other."""
+RENEWED_S = 60.0
+"""A peer of a stage of which nobody knows all publishes its record so often."""
 PREVAILING = 0.25
 """The share of a stage whose depth the others take."""
 _BITS = 64
@@ -61,6 +63,27 @@ class Shard(NamedTuple):
         """
         above = depth == self.depth - 1 and self.parent.holds(peer, depth)
         return above or self.holds(peer, depth)
+
+
+class ReadingRhythm:
+    """When a large stage is read again: seldom while it keeps its depth and enough of its peers are known.
+
+    The pause begins at `least_s`. It doubles with each such reading, and each other reading sets it back.
+    """
+
+    def __init__(self, least_s: float) -> None:
+        self._least_s = self.pause_s = least_s
+        self._read: tuple[Shard, ...] = ()
+        self._read_s = -math.inf
+
+    def is_due(self, shards: Sequence[Shard], now_s: float) -> bool:
+        """Say whether these shards, which are followed now, are to be read. Others than before always are."""
+        return tuple(shards) != self._read or now_s - self._read_s >= self.pause_s
+
+    def note(self, shards: Sequence[Shard], now_s: float, *, steady: bool, most_s: float) -> None:
+        """Note that these shards were read. `most_s`: the longest pause that may follow."""
+        self._read, self._read_s = tuple(shards), now_s
+        self.pause_s = min(2.0 * self.pause_s, most_s) if steady else self._least_s
 
 
 class StageSize(NamedTuple):
