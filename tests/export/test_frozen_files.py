@@ -121,7 +121,10 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
 def test_files_of_another_form_than_the_runs_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path / "model", sizes=WIDE)
     path = init(tmp_path, "nf4")
-    path.write_text(path.read_text().replace('\nbase = "nf4"\n', '\nbase = "int8"\n'))
+    frozen = next((tmp_path / "run-frozen").glob("frozen-*"))
+    renamed = frozen.rename(frozen.with_name(frozen.name.replace("nf4", "int8")))
+    text = path.read_text().replace('\nbase = "nf4"\n', '\nbase = "int8"\n').replace(frozen.name, renamed.name)
+    path.write_text(text)
     run = load_run(path)
     weights = fetched(tmp_path / "run-frozen", run.model.fetched, run, 0, tmp_path / "here")
     with pytest.raises(UserError, match=r"weight is uint8 .*, not int8") as caught:
