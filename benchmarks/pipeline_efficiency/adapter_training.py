@@ -47,7 +47,7 @@ from noloco_node.data.held_out_text import text_loss, validation_text
 from noloco_node.demo.child_processes import Child, Children, tied_command
 from noloco_node.export.held_out_loss import logits_of
 from noloco_node.journal import events, reader
-from noloco_node.node.replica_context import rate_schedule
+from noloco_node.node.replica import rate_schedule
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import load_run
 from pipeline.activation_codec import as_targets, ids_of

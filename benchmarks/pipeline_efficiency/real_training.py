@@ -42,7 +42,7 @@ from noloco_node.demo.child_processes import ONE_THREAD, Children
 from noloco_node.export.held_out_loss import logits_of
 from noloco_node.inference.generation import continuation
 from noloco_node.journal import events, reader
-from noloco_node.node.replica_context import rate_schedule
+from noloco_node.node.replica import rate_schedule
 from noloco_node.observe.peer_history import Point
 from noloco_node.observe.screen import smoothed
 from noloco_node.run.runfile import load_run

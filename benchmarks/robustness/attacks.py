@@ -107,7 +107,7 @@ def _ended(world: World, seen: Seen) -> Outcome:
     routes = [each.next_stage.hop_totals for each in replicas.values() if each.next_stage is not None]
     through = sum(totals[LIAR].succeeded for totals in routes if LIAR in totals)
     total = sum(hop.succeeded for totals in routes for hop in totals.values())
-    places = [replica.config.stage for replica in replicas.values()]
+    places = [replica.stage for replica in replicas.values()]
     return Outcome(
         seconds=seen.stepped_s,
         steps=seen.steps,

@@ -168,7 +168,7 @@ def _ended(world: World, hostile: Collection[str], violations: Counter[str]) -> 
     for peer in honest:
         assert peer.replica is not None
         counts.update({name: int(count) for name, count in peer.replica.statistics().items()})
-        slow.setdefault(peer.replica.config.stage, []).append(peer.replica.rounds.state.slow)
+        slow.setdefault(peer.replica.stage, []).append(peer.replica.rounds.state.slow)
     stages = []
     for number in range(world.setting.run.pipeline.stages):
         stage = world.setting.build(number)

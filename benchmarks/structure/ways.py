@@ -17,12 +17,14 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from statistics import median_low
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.structure.call_trace import CallTrace, modules
@@ -80,6 +82,10 @@ def run_text(*, stages: int = 1, replicas: int = 1, window: int = 1, width: int 
     return RUN.format(stages=stages, replicas=replicas, window=window, width=width, check_share=check_share)
 
 
+def _ignore(peer: str, for_s: float) -> None:
+    pass
+
+
 class Swarm:
     """Replicas of production in one process, on the networks that they are given, and a roster that stays as it is."""
 
@@ -87,11 +93,13 @@ class Swarm:
         from noloco_node.planning.model_layout import model_layout
         from noloco_node.swarm.run_distribution import RunFileText
 
-        self.run = RunFileText(text, "the run file of the ways").run
+        self.run_file = RunFileText(text, "the run file of the ways")
+        self.run = self.run_file.run
         self.layout = model_layout(self.run)
         self.places: list[tuple[str, int]] = []
         self.events: list[Any] = []
 
+    @property
     def roster(self) -> Any:
         """Return a roster in which all replicas train."""
         from noloco_node.run.peer_state import PeerState
@@ -103,33 +111,35 @@ class Swarm:
             stages[stage].append(record)
         return Roster(stages=tuple(map(tuple, stages)))
 
-    async def replica(self, network: Any, stage: int, device: Any, shut_out: Callable[..., None] | None = None) -> Any:
+    async def replica(
+        self, network: Any, stage: int, device: Any, shut_out: Callable[[str, float], None] = _ignore
+    ) -> Any:
         """Return a replica at a stage that serves what a node serves of it."""
         import torch
 
+        from noloco_node.machine.interface import Reporter
+        from noloco_node.node.node_context import NodeContext
         from noloco_node.node.replica import Replica
-        from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
         from noloco_node.planning.model_layout import make_stage
         from noloco_node.run.protocols import GOSSIP, MICROBATCH, gossip_schema, microbatch_schema, topic
         from noloco_node.state_sync.starting_state import from_seed
 
         part = make_stage(self.run, self.layout, stage, torch.device("cpu"))
-        context = ReplicaContext(
+        members: Any = self
+        host: Any = SimpleNamespace(device=device, unix_time=time.time, line_s=lambda stage: 0.0)
+        context = NodeContext(
+            run_file=self.run_file,
+            dimensions=self.layout,
             network=network,
-            roster=self.roster,
-            record=self.events.append,
-            hold=_no_copy,
-            microbatch_schema=microbatch_schema(self.run, self.layout.width),
-            gossip_schema=gossip_schema(self.run, part.shapes),
-            vocabulary=self.layout.vocabulary,
+            membership=members,
+            host=host,
+            reporter=Reporter(record=self.events.append, say=print),
         )
-        if shut_out is not None:
-            context = replace(context, shut_out=shut_out)
-        config = ReplicaConfig(run=self.run, run_id="ways", stage=stage, peer=network.peer_id)
-        replica = Replica(config, part, device, context, from_seed(part))
+        replica = Replica(context, stage, part, from_seed(part), shut_out)
         self.places.append((network.peer_id, stage))
-        await network.serve(topic(GOSSIP, stage), context.gossip_schema, replica.rounds.serve)
-        await network.serve(topic(MICROBATCH, stage), context.microbatch_schema, replica.microbatches.serve)
+        await network.serve(topic(GOSSIP, stage), gossip_schema(self.run, part.shapes), replica.rounds.serve)
+        schema = microbatch_schema(self.run, self.layout.width)
+        await network.serve(topic(MICROBATCH, stage), schema, replica.microbatches.serve)
         return replica
 
     async def tokens(self) -> Any:
@@ -149,15 +159,11 @@ class Swarm:
             replica.worker.process,
             lambda samples, _: samples / (count * batch),
             prove=lambda signer, samples: None,
-            me=replica.config.peer,
+            me=replica.peer,
             budget_s=self.run.pipeline.budget_s,
             rng=Random(0),
         )
         await source.run(1)
-
-
-async def _no_copy(state: object) -> Any:
-    raise NotImplementedError("no newcomer comes")
 
 
 class Peers:

@@ -38,7 +38,6 @@ from noloco_node.node.join import Start
 from noloco_node.node.migration import MigrationWatcher
 from noloco_node.node.node_context import NodeContext
 from noloco_node.node.replica import Replica
-from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
 from noloco_node.node.reporting import ProgressReporter
 from noloco_node.node.stage_claim import out_of_memory
 from noloco_node.node.stage_work import StageWork
@@ -123,7 +122,7 @@ class StageServer:
 
     def __init__(self, context: NodeContext, replica: Replica) -> None:
         self._context, self._replica = context, replica
-        self._shapes = tuple(context.dimensions.shapes[replica.config.stage].values())
+        self._shapes = tuple(context.dimensions.shapes[replica.stage].values())
         self._served: dict[str, Schema] = {}
         self._meetings: set[asyncio.Task[object]] = set()
         """Proposals of others that we are answering; one may take as long as an exchange."""
@@ -133,9 +132,9 @@ class StageServer:
 
     async def begin(self) -> None:
         context, replica, run = self._context, self._replica, self._context.run
-        if replica.config.stage > 0:
+        if replica.stage > 0:
             await self._serve(MICROBATCH, microbatch_schema(run, context.dimensions.width), replica.microbatches.serve)
-        context.membership.issued = replica.microbatches.issued if replica.config.last else None
+        context.membership.issued = replica.microbatches.issued if replica.last else None
         await self._serve(GOSSIP, gossip_schema(run, self._shapes), self._meet)
         await self._serve(STATE, state_schema(self._shapes, self._moments), self._give)
 
@@ -154,7 +153,7 @@ class StageServer:
             await asyncio.wait(left)
 
     async def _serve(self, protocol: str, schema: Schema, handler: Handler) -> None:
-        name = topic(protocol, self._replica.config.stage)
+        name = topic(protocol, self._replica.stage)
         self._served[name] = schema
         handler = violations_journalled(self._context.reporter.record, protocol, handler)
         await self._context.network.serve(name, schema, handler)
@@ -274,7 +273,7 @@ class Assignment:
         Raises, in a group, `DeviceLost` if the device fails for good, and `UserError` if its memory does not suffice.
         """
         replica, work = self.replica, self._services.work
-        self._reporter.say(f"training stage {replica.config.stage} from inner step {replica.inner_steps}")
+        self._reporter.say(f"training stage {replica.stage} from inner step {replica.inner_steps}")
         async with asyncio.TaskGroup() as group:
             gossip = group.create_task(replica.rounds.run(), name="gossip")
             steps = group.create_task(replica.train(self._in_pause), name="inner steps")
@@ -289,7 +288,7 @@ class Assignment:
             if lost.done():
                 raise lost.result()
             if unfit.done():
-                raise out_of_memory(replica.config.stage, f"for {UNFIT_S:.0f} s every microbatch ran out of it")
+                raise out_of_memory(replica.stage, f"for {UNFIT_S:.0f} s every microbatch ran out of it")
             unfit.cancel()
             ending: Ending
             if done.done() or deserted.done():
@@ -299,7 +298,7 @@ class Assignment:
             elif moving.done():
                 ending = MoveTo(moving.result())
             else:
-                ending = RetrySnapshot(replica.config.stage, *failed.result())
+                ending = RetrySnapshot(replica.stage, *failed.result())
             self._ending = ending
             moving.cancel()
             self._state = PeerState.TRAINING if isinstance(ending, RunOver) else PeerState.LEAVING
@@ -375,7 +374,7 @@ class Assignment:
             async with asyncio.timeout_at(until_s):
                 await leave.wait()
         every, membership = self._context.run.data.evaluate_every_rounds, self._context.membership
-        if every and self.replica.config.stage > 0:
+        if every and self.replica.stage > 0:
             await until_event(leave, last_evaluation(lambda: membership.roster, every))
 
     # What we say of ourselves.
@@ -441,7 +440,7 @@ class Assignment:
     def _make_evaluator(self) -> Evaluator | None:
         """Return what evaluates our replica; None where nothing is to be evaluated."""
         context, replica, run = self._context, self.replica, self._context.run
-        if context.host.evaluation is None or replica.config.stage > 0:
+        if context.host.evaluation is None or replica.stage > 0:
             return None
         evaluated = EvaluatorContext(
             run_id=context.run_file.digest,
@@ -457,7 +456,7 @@ class Assignment:
             busy_s=lambda: context.host.device.busy_s,
             is_ending=lambda: self._ending is not None,
             reporter=self._reporter,
-            routed=not replica.config.last,
+            routed=not replica.last,
         )
         return Evaluator(evaluated, replica.rounds.finished)
 
@@ -469,7 +468,7 @@ class Assignment:
             run_id=context.run_file.digest,
             seed=context.run.seed,
             shapes=tuple(tuple(shapes.values()) for shapes in context.dimensions.shapes),
-            own=self.replica.config.stage,
+            own=self.replica.stage,
             every=context.options.keep_snapshots,
             deadline_s=lambda weight_bytes: copying_s(weight_bytes, context.options.slowest_bytes_per_s),
         )
@@ -480,28 +479,9 @@ class Assignment:
 
 
 def _make_replica(context: NodeContext, services: NodeServices, start: Start) -> Replica:
-    run, options, membership = context.run, context.options, context.membership
     services.work.begin(start.starting_state.progress, start.counted)
-    membership.focus(run.pipeline.all_stages if context.keeps_snapshots else (start.number, start.number + 1))
-    config = ReplicaConfig(
-        run=run,
-        run_id=context.run_file.digest,
-        stage=start.number,
-        peer=context.me,
-        deadlines=options.deadlines,
-        slowest_bytes_per_s=options.slowest_bytes_per_s,
-        line_s=context.host.line_s(start.number),
-    )
-    replica_context = ReplicaContext(
-        network=context.network,
-        roster=lambda: membership.roster,
-        record=context.reporter.record,
-        hold=context.host.hold,
-        microbatch_schema=microbatch_schema(run, context.dimensions.width),
-        gossip_schema=gossip_schema(run, start.stage.shapes),
-        vocabulary=context.dimensions.vocabulary,
-        unix_time=context.host.unix_time,
-        shut_out=services.shut_out,
+    context.membership.focus(
+        context.run.pipeline.all_stages if context.keeps_snapshots else (start.number, start.number + 1)
     )
     context.reporter.record(
         events.Started(
@@ -512,4 +492,4 @@ def _make_replica(context: NodeContext, services: NodeServices, start: Start) ->
             parameters=sum(tensor.numel() for tensor in start.starting_state.origin.state.slow),
         )
     )
-    return Replica(config, start.stage, context.host.device, replica_context, start.starting_state)
+    return Replica(context, start.number, start.stage, start.starting_state, services.shut_out)

@@ -25,9 +25,9 @@ from noloco_node.journal import events
 from noloco_node.network.interface import Conversation, ConversationEnded, PeerNetwork
 from noloco_node.network.schema import Schema, Violation
 from noloco_node.network.timeouts import AdaptiveTimeout, TimeoutBounds
-from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
+from noloco_node.node.node_context import NodeContext
 from noloco_node.run.peer_state import PeerState
-from noloco_node.run.protocols import MICROBATCH, topic
+from noloco_node.run.protocols import MICROBATCH, microbatch_schema, topic
 from noloco_node.swarm.receipts import IssuedReceipts
 from noloco_node.swarm.roster import Roster
 from noloco_node.tasks import loop_s
@@ -218,21 +218,22 @@ class SendTurns:
 class MicrobatchClient:
     """Sends microbatches to replicas of the next stage."""
 
-    def __init__(self, config: ReplicaConfig, context: ReplicaContext, turns: SendTurns) -> None:
-        self._config, self._context, self._turns = config, context, turns
+    def __init__(self, context: NodeContext, stage: int, turns: SendTurns) -> None:
+        self._context, self._stage, self._turns = context, stage, turns
         self._timeout = AdaptiveTimeout(REPLIES)
-        self.bound = SizeBound(ACTIVATION_CODECS[config.run.pipeline.codec].back)
+        self.bound = SizeBound(ACTIVATION_CODECS[context.run.pipeline.codec].back)
         """Bounds the gradients that replicas return."""
         self._unbounded: dict[asyncio.Timeout, float] = {}
         """Calls that began before any replica had replied, and when (loop seconds)."""
         self._roster: Roster | None = None
         self._hops: tuple[Hop, ...] = ()
         """The replicas to call, as of the roster."""
-        self._pool = ConversationPool(context.network, topic(MICROBATCH, config.stage + 1), context.microbatch_schema)
+        schema = microbatch_schema(context.run, context.dimensions.width)
+        self._pool = ConversationPool(context.network, topic(MICROBATCH, stage + 1), schema)
 
     def hops(self) -> tuple[Hop, ...]:
         """Return the replicas of the next stage that train: the same tuple until there is another roster."""
-        roster = self._context.roster()
+        roster = self._context.membership.roster
         if roster is not self._roster:
             self._hops = self._in_states(roster, PeerState.TRAINING)
             self._roster = roster
@@ -240,10 +241,10 @@ class MicrobatchClient:
 
     def evaluators(self) -> tuple[Hop, ...]:
         """Return the replicas of the next stage that evaluate: also those that have finished."""
-        return self._in_states(self._context.roster(), PeerState.TRAINING, PeerState.FINISHED)
+        return self._in_states(self._context.membership.roster, PeerState.TRAINING, PeerState.FINISHED)
 
     def _in_states(self, roster: Roster, *states: PeerState) -> tuple[Hop, ...]:
-        records = roster.stage(self._config.stage + 1)
+        records = roster.stage(self._stage + 1)
         return tuple([Hop(each.peer, each.device_s) for each in records if each.state in states])
 
     async def call(self, peer: str, microbatch: Microbatch) -> Reply:
@@ -255,7 +256,7 @@ class MicrobatchClient:
         return await self._call(peer, microbatch, SequenceLosses)
 
     async def _call(self, peer: str, microbatch: Microbatch, wanted: type[T]) -> T | Refused:
-        record = self._context.record
+        record = self._context.reporter.record
         try:
             reply = await self._reply(peer, microbatch, wanted)
         except Violation as violation:
@@ -276,7 +277,7 @@ class MicrobatchClient:
         """Send a microbatch and return the reply; ConnectionAbortedError when it takes far too long."""
         # The caller that is nearest to a replica that hangs must give up first, with time left to ask another one, or
         # innocent replicas are accused. So waits in vain do not lengthen its deadline: callers above would not know.
-        begun_s, share = loop_s(), 1.0 + (self._config.run.pipeline.stages - 1 - self._config.stage) / 2
+        begun_s, share = loop_s(), 1.0 + (self._context.run.pipeline.stages - 1 - self._stage) / 2
         limit = self._limit(share * self._timeout.deadline_s(peer), begun_s)
         try:
             async with limit:
@@ -293,7 +294,7 @@ class MicrobatchClient:
         if isinstance(reply, Gradient):
             self._timeout.took(peer, loop_s() - begun_s)
             self._bound_first(share * self._timeout.deadline_s(peer))
-            if self._config.run.pipeline.is_last(self._config.stage + 1):
+            if self._context.run.pipeline.is_last(self._stage + 1):
                 reply = replace(reply, computed_by=peer)
         return reply
 
@@ -308,8 +309,8 @@ class MicrobatchClient:
 
     def _limit(self, most_s: float, begun_s: float) -> asyncio.Timeout:
         """Return the time limit of a call; before any reply has come, the first one will set it."""
-        limit = asyncio.timeout(most_s if self._config.deadlines and most_s < math.inf else None)
-        if self._config.deadlines and most_s == math.inf:
+        limit = asyncio.timeout(most_s if self._context.options.deadlines and most_s < math.inf else None)
+        if self._context.options.deadlines and most_s == math.inf:
             self._unbounded[limit] = begun_s
         return limit
 
@@ -335,12 +336,12 @@ class MicrobatchClient:
 class MicrobatchServer:
     """Takes microbatches of peers of the stage before, one after another on each conversation."""
 
-    def __init__(self, config: ReplicaConfig, context: ReplicaContext, worker: Worker, turns: SendTurns) -> None:
-        self._config, self._context, self._worker, self._turns = config, context, worker, turns
-        self.bound = SizeBound(ACTIVATION_CODECS[config.run.pipeline.codec].down)
+    def __init__(self, context: NodeContext, stage: int, worker: Worker, turns: SendTurns) -> None:
+        self._context, self._stage, self._worker, self._turns = context, stage, worker, turns
+        self.bound = SizeBound(ACTIVATION_CODECS[context.run.pipeline.codec].down)
         """Bounds the activations that peers send."""
         # By Unix time, so that a later session's number is higher.
-        self.issued = IssuedReceipts(int(1000 * context.unix_time()))
+        self.issued = IssuedReceipts(int(1000 * context.host.unix_time()))
         """Samples whose gradient we returned, by source; in a run of one stage, what partners brought to meetings."""
         self.returned_s = -math.inf
         """When we returned a gradient last (loop seconds)."""
@@ -356,7 +357,7 @@ class MicrobatchServer:
     async def serve(self, conversation: Conversation) -> None:
         """Answer the microbatches of one peer until it sends no more."""
         try:
-            async with asyncio.timeout(self._config.run.pipeline.budget_s):
+            async with asyncio.timeout(self._context.run.pipeline.budget_s):
                 microbatch = await conversation.receive()
         except TimeoutError as silence:
             raise ConnectionAbortedError(f"{conversation.peer} sent no microbatch") from silence
@@ -375,7 +376,7 @@ class MicrobatchServer:
     async def _next(self, conversation: Conversation) -> Any:
         """Return the next message; None when the caller has ended, or after it was idle for long."""
         # The caller has to end an idle stream first, or its next microbatch might meet our end on its way.
-        wait_s = IDLE_S + self._config.run.pipeline.budget_s
+        wait_s = IDLE_S + self._context.run.pipeline.budget_s
         try:
             async with asyncio.timeout(wait_s) as wait:
                 self._idle[conversation] = wait
@@ -391,13 +392,13 @@ class MicrobatchServer:
         """Take one microbatch through our stage and send the reply."""
         if not isinstance(microbatch, Microbatch):
             raise Violation(f"expected a microbatch, got {type(microbatch).__name__}")
-        some_given = self._config.run.data.has_rows
+        some_given = self._context.run.data.has_rows
         try:
-            check_marked(microbatch, self._context.vocabulary, some_given=some_given)
+            check_marked(microbatch, self._context.dimensions.vocabulary, some_given=some_given)
             hidden = self.bound.bounded(conversation.peer, microbatch.hidden)
         except ValueError as error:
             raise Violation(str(error)) from None
-        source = conversation.peer if self._config.stage == 1 else microbatch.source
+        source = conversation.peer if self._stage == 1 else microbatch.source
         take = self._worker.evaluate if microbatch.forward_only else self._worker.process
         reply = await take(replace(microbatch, hidden=hidden, source=source), conversation.peer)
         if isinstance(reply, Gradient):
@@ -413,7 +414,9 @@ class MicrobatchServer:
                 self._worker.reply_lost()
             raise
         if isinstance(reply, Refused):
-            self._context.record(events.RefusedMicrobatch(peer=conversation.peer, reason=str(reply.reason), here=True))
+            self._context.reporter.record(
+                events.RefusedMicrobatch(peer=conversation.peer, reason=str(reply.reason), here=True)
+            )
 
 
 def _end(wait: asyncio.Timeout) -> None:

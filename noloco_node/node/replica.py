@@ -20,20 +20,22 @@ from gossip.interface import Event, MeetingLost, OuterStepTaken, RoundContext, R
 from gossip.rounds.rounds import Rounds
 from gossip.rounds.weights_lock import to_the_end
 from gossip.rule.outer_step import Tensors
+from gossip.settings import RoundTimeouts
 from gossip.transfer.chunks import HeldCopy
 from noloco_node import __version__
 from noloco_node.evaluation.routed_losses import evaluation_quota, routed_losses
 from noloco_node.journal import events
 from noloco_node.machine.device import WatchedDevice
-from noloco_node.machine.interface import Runner, StageModel
+from noloco_node.machine.interface import StageModel
 from noloco_node.network.interface import Conversation
 from noloco_node.network.timeouts import ANSWERS, AdaptiveTimeout
 from noloco_node.network.wire import is_usable
 from noloco_node.node.microbatches import MicrobatchClient, MicrobatchServer, SendTurns
+from noloco_node.node.node_context import NodeContext, NodeOptions
 from noloco_node.node.partners import Partners
-from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext, rate_schedule, round_timeouts
+from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
-from noloco_node.run.protocols import GOSSIP, topic
+from noloco_node.run.protocols import GOSSIP, gossip_schema, topic
 from noloco_node.state_sync.starting_state import StartingState, StartingWeights
 from noloco_node.storage.checkpoint import Checkpoint, Counters, EvaluatedCounters
 from noloco_node.swarm.receipts import MOST_BROUGHT
@@ -41,7 +43,7 @@ from noloco_node.swarm.roster import PeerRecord, speed
 from noloco_node.tasks import loop_s
 from pipeline.activation_codec import ids_of
 from pipeline.admission_window import AdmissionWindow, WindowOutcome
-from pipeline.inner_step import OptimiserState, Progress, advance, begin, learning_rate
+from pipeline.inner_step import OptimiserState, Progress, Schedule, advance, begin, learning_rate
 from pipeline.messages import ACTIVATION_CODECS
 from pipeline.next_stage import NextStage, NextStageClient, Wanted
 from pipeline.spot_checks import CheckSettings, SpotChecks
@@ -52,58 +54,81 @@ if TYPE_CHECKING:
 
 DRAIN_S = 30.0
 """How long the blocking form of a round waits for what is in flight."""
+HEARING_S = 30.0
+"""Bounds a proposal and its answer in a meeting; the timeout of an answer adapts to earlier answers."""
 IDLE_S = 5.0
 """Shorter waits are not reported."""
 CAUSES = {Wanted.REPLICA: WaitCause.REPLICA, Wanted.ROOM: WaitCause.ROOM, Wanted.ANSWER: WaitCause.ANSWER}
 
 
+def rate_schedule(run: RunConfig) -> Schedule:
+    inner = run.inner
+    return Schedule(
+        peak=inner.learning_rate,
+        steps=inner.steps,
+        warmup_steps=inner.warmup_steps,
+        final_fraction=inner.final_fraction,
+    )
+
+
+def round_timeouts(run: RunConfig, options: NodeOptions, weight_bytes: int) -> RoundTimeouts:
+    """Return how long rounds wait; the deadline of an exchange follows from its most bytes."""
+    if not options.deadlines:
+        return RoundTimeouts(answer_s=math.inf, exchange_s=math.inf)
+    most_bytes = 2 * run.outer.weight_sets * weight_bytes
+    return RoundTimeouts(answer_s=HEARING_S, exchange_s=60.0 + most_bytes / options.slowest_bytes_per_s)
+
+
 class Replica:
-    """The weights of one stage on this machine, and all that changes them."""
+    """The weights of one stage on this machine, and all that changes them.
+
+    `stage`: its number. `shut_out`: shuts a peer out for so many seconds, at any stage.
+    """
 
     def __init__(
         self,
-        config: ReplicaConfig,
-        stage: StageModel,
-        device: Runner,
-        context: ReplicaContext,
+        context: NodeContext,
+        stage: int,
+        model: StageModel,
         starting_state: StartingState,
+        shut_out: Callable[[str, float], None],
     ) -> None:
-        run = config.run
+        run, device = context.run, context.host.device
         window, windows = run.pipeline.microbatches_per_step, run.pipeline.windows_in_flight
         # The last stage waits for no other: a second window would gain it nothing. It queues what it would have had in
         # flight.
-        self.config = config
-        self.admission = AdmissionWindow(window, (1 + windows) * window, 1 if config.last else windows)
+        self.peer, self.stage, self.last = context.me, stage, run.pipeline.is_last(stage)
+        self.admission = AdmissionWindow(window, (1 + windows) * window, 1 if self.last else windows)
         self.inner_steps = starting_state.origin.inner_steps
         self.progress: Progress = begin(starting_state.progress, loop_s())
-        self._stage, self._device, self._context = stage, device, context
+        self._model, self._device, self._context = model, device, context
         watched = WatchedDevice(device)
         self._run = watched.run
         self.device_lost = watched.lost
         """Set when the device is lost, to the reason."""
         self._schedule = rate_schedule(run)
-        rng = Random(f"{run.seed}|routing|{config.peer}")
-        turns = SendTurns(config.run.pipeline.replicas)
-        self._client = MicrobatchClient(config, context, turns)
+        rng = Random(f"{run.seed}|routing|{context.me}")
+        turns = SendTurns(run.pipeline.replicas)
+        self._client = MicrobatchClient(context, stage, turns)
         client = self._client
         ways = NextStageClient(
             hops=client.hops, call=client.call, evaluators=client.evaluators, evaluate=client.evaluate
         )
-        checks = CheckSettings(share=run.pipeline.check_share, stage=config.stage, stages=run.pipeline.stages)
+        checks = CheckSettings(share=run.pipeline.check_share, stage=stage, stages=run.pipeline.stages)
         self._checks = SpotChecks(
             ways,
             ACTIVATION_CODECS[run.pipeline.codec],
             checks,
             device.beside,
-            lambda verdict: context.record(events.SpotCheck(**verdict._asdict())),
-            context.shut_out,
-            Random(f"{run.seed}|checks|{config.peer}"),
+            lambda verdict: context.reporter.record(events.SpotCheck(**verdict._asdict())),
+            shut_out,
+            Random(f"{run.seed}|checks|{context.me}"),
         )
         if checks.rate > 0.0:
             ways = replace(ways, hops=self._checks.hops, check=self._checks.check)
-        self.next_stage = None if config.last else NextStage(ways, rng)
+        self.next_stage = None if self.last else NextStage(ways, rng)
         self.worker = Worker(
-            stage,
+            model,
             self.admission,
             self._run,
             self.next_stage,
@@ -111,10 +136,12 @@ class Replica:
             device.clock,
             evaluation_quota(run),
         )
-        self.microbatches = MicrobatchServer(config, context, self.worker, turns)
-        self._partners = Partners(config.peer, config.stage, context.roster)
+        self.microbatches = MicrobatchServer(context, stage, self.worker, turns)
+        self._gossip_schema = gossip_schema(run, model.shapes)
+        self._partners = Partners(context.me, stage, lambda: context.membership.roster)
+        weight_bytes = sum(tensor.nbytes for tensor in starting_state.origin.state.slow)
         self.rounds = Rounds(
-            config.peer,
+            context.me,
             run.outer,
             starting_state.origin,
             self,
@@ -124,14 +151,15 @@ class Replica:
                 partners=self._partners,
                 converse=self._converse,
                 record=self._journal,
-                fixed=stage.fixed,
+                fixed=model.fixed,
                 from_zero=run.adapter.rank > 0 and run.adapter.freeze_a,
-                timeouts=round_timeouts(config, sum(tensor.nbytes for tensor in starting_state.origin.state.slow)),
-                answers=AdaptiveTimeout(ANSWERS) if config.deadlines else None,
+                timeouts=round_timeouts(run, context.options, weight_bytes),
+                answers=AdaptiveTimeout(ANSWERS) if context.options.deadlines else None,
                 saw=self._saw,
             ),
         )
         self.starting_weights = StartingWeights(starting_state, self.rounds)
+        self._line_s = context.host.line_s(stage)
         self._loss: float | None = None
         self._gap: float | None = None
         self._partner: str | None = None
@@ -154,7 +182,7 @@ class Replica:
             rate = learning_rate(self.progress.value, self._schedule)
             # Gradients are those of sums: a microbatch counts by its tokens that are learnt.
             learnt = max(1, sum(outcome.tokens for outcome in outcomes))
-            report = await self._run(self._stage.step, rate, learnt / self.config.run.pipeline.microbatch_tokens)
+            report = await self._run(self._model.step, rate, learnt / self._context.run.pipeline.microbatch_tokens)
             self._note_step(outcomes, rate, report.applied)
         going = RoundProgress(self.progress.value, speed(self._microbatch_s))
         await self.rounds.between_steps(self.inner_steps, self.seconds_per_step, going)
@@ -163,23 +191,23 @@ class Replica:
 
     def _note_step(self, outcomes: tuple[WindowOutcome, ...], rate: float, applied: bool) -> None:
         self.inner_steps += 1
-        now_s, tokens = loop_s(), len(outcomes) * self.config.run.pipeline.microbatch_tokens
+        now_s, tokens = loop_s(), len(outcomes) * self._context.run.pipeline.microbatch_tokens
         # A loss over no token is none: a foreign module may not say its loss.
         known_losses = [(each.loss, each.tokens) for each in outcomes if each.loss is not None and each.tokens]
         losses = [loss for loss, _ in known_losses]
         self._loss = fmean(losses, [count for _, count in known_losses]) if losses else None
-        others = (record for records in self._context.roster().stages for record in records)
-        known = [record.loss for record in others if record.peer != self.config.peer and record.loss is not None]
+        others = (record for records in self._context.membership.roster.stages for record in records)
+        known = [record.loss for record in others if record.peer != self.peer and record.loss is not None]
         if (failed := self.starting_weights.failed(losses, known)) is not None:
             ours, usual = failed
-            disowned = events.Disowned(stage=self.config.stage, round=self.rounds.finished, loss=ours, usual=usual)
-            self._context.record(disowned)
+            disowned = events.Disowned(stage=self.stage, round=self.rounds.finished, loss=ours, usual=usual)
+            self._context.reporter.record(disowned)
         self.seconds_per_step = max(1e-6, now_s - self._stepped_at)
         device_s = self._device.busy_s - self._busy_s
         self._stepped_at, self._busy_s = now_s, self._device.busy_s
         newest = tokens / self.seconds_per_step
         self._tokens_per_s = 0.8 * self._tokens_per_s + 0.2 * newest if self._tokens_per_s else newest
-        self._context.record(
+        self._context.reporter.record(
             events.InnerStep(
                 step=self.inner_steps,
                 progress=self.progress.value,
@@ -203,20 +231,20 @@ class Replica:
 
     async def losses(self, tokens: Tensor) -> Tensor:
         """Return the losses of marked `tokens` [b, s + 1]: of each but the first, or in a pipeline of each sequence."""
-        if self.config.last:
-            return await self._run(self._stage.token_losses, ids_of(tokens[:, :-1]), tokens[:, 1:])
+        if self.last:
+            return await self._run(self._model.token_losses, ids_of(tokens[:, :-1]), tokens[:, 1:])
         return await routed_losses(
-            self.config.run, lambda microbatch: self.worker.evaluate(microbatch, self.config.peer), tokens
+            self._context.run, lambda microbatch: self.worker.evaluate(microbatch, self.peer), tokens
         )
 
     async def logits(self, ids: Tensor) -> Tensor:
         """Return the logits of each token [b, s, vocabulary], in a run of one stage."""
-        return await self._run(self._stage.infer, ids)
+        return await self._run(self._model.infer, ids)
 
     async def discard(self) -> int:
         """Forget the partial window's gradients and all microbatches in flight; return how many the window held."""
         self.worker.abandon()
-        await self._run(self._stage.discard)
+        await self._run(self._model.discard)
         return self.admission.succeeded
 
     async def aclose(self) -> None:
@@ -237,8 +265,8 @@ class Replica:
             return self._state(OptimiserState(0, ()), whole=False)
         whole = parts is Parts.ALL
         async with self.rounds.weights.reading():
-            optimiser = await self._run(self._stage.optimiser_state) if whole else OptimiserState(0, ())
-            return await self._context.hold(self._state(optimiser, whole=whole))
+            optimiser = await self._run(self._model.optimiser_state) if whole else OptimiserState(0, ())
+            return await self._context.host.hold(self._state(optimiser, whole=whole))
 
     def _state(self, optimiser: OptimiserState, *, whole: bool) -> ReplicaState:
         outer, age = self.rounds.state, self.rounds.slow_age
@@ -258,21 +286,21 @@ class Replica:
     # What the rounds ask of us (gossip.interface.GossipReplica).
 
     async def snapshot(self, slow: Tensors) -> Tensors:
-        return await self._run(self._stage.weights, slow)
+        return await self._run(self._model.weights, slow)
 
     async def correct(self, correction: Tensors) -> None:
-        await self._run(self._stage.correct, correction)
+        await self._run(self._model.correct, correction)
 
     async def replace(self, weights: Tensors) -> None:
-        await self._run(self._stage.set_weights, weights)
+        await self._run(self._model.set_weights, weights)
 
     def alone(self, retry_after_s: float) -> AbstractAsyncContextManager[None]:
         """Shut the admission window until nothing is in flight."""
-        return self.admission.alone(retry_after_s, DRAIN_S if self.config.deadlines else math.inf)
+        return self.admission.alone(retry_after_s, DRAIN_S if self._context.options.deadlines else math.inf)
 
     @asynccontextmanager
     async def _converse(self, peer: str) -> AsyncIterator[Conversation]:
-        talk = self._context.network.talk(peer, topic(GOSSIP, self.config.stage), self._context.gossip_schema)
+        talk = self._context.network.talk(peer, topic(GOSSIP, self.stage), self._gossip_schema)
         try:
             async with talk as conversation:
                 yield conversation
@@ -282,7 +310,7 @@ class Replica:
 
     def _saw(self, partner: str, theirs: int, ours: int) -> None:
         """Give a partner a receipt for the inner steps that it claims, as far as they are likely."""
-        run = self.config.run
+        run = self._context.run
         if run.pipeline.stages > 1:
             return  # the last stage sees the samples themselves
         likely = min(theirs, MOST_BROUGHT * max(ours, run.outer.inner_steps_per_round))
@@ -293,25 +321,25 @@ class Replica:
     def _journal(self, event: Event) -> None:
         match event:
             case MeetingLost(implausible=True):
-                self._context.record(events.PeerViolation(peer=event.partner, topic=GOSSIP, why=event.why))
+                self._context.reporter.record(events.PeerViolation(peer=event.partner, topic=GOSSIP, why=event.why))
             case MeetingLost():
-                self._context.record(events.Lost(peer=event.partner, what="exchange", why=event.why))
+                self._context.reporter.record(events.Lost(peer=event.partner, what="exchange", why=event.why))
             case _:
                 if isinstance(event, OuterStepTaken):
                     self._gap, self._partner = event.gap, event.partner
-                self._context.record(event)
+                self._context.reporter.record(event)
 
     @property
     def _microbatch_s(self) -> float:
         """Seconds a microbatch, of the device or of the line, whichever limits us; 0 until known."""
-        return max(self.worker.device_s, self.config.line_s)
+        return max(self.worker.device_s, self._line_s)
 
     def describe(self, state: PeerState) -> PeerRecord:
         """Return our record for the roster."""
         waits = None if state is PeerState.FINISHED else self.waits()
         return PeerRecord(
-            peer=self.config.peer,
-            stage=self.config.stage,
+            peer=self.peer,
+            stage=self.stage,
             state=state,
             round=self.rounds.finished,
             inner_steps=self.inner_steps,
@@ -333,7 +361,7 @@ class Replica:
             return Wait(CAUSES[wait.wanted], round(now_s - wait.since_s, 1), wait.detail)
         idle_s, admission = now_s - self._stepped_at, self.admission
         if admission.in_flight == 0 and admission.succeeded < admission.window and idle_s > IDLE_S:
-            return Wait(WaitCause.MICROBATCHES, round(idle_s, 1)) if self.config.stage else None
+            return Wait(WaitCause.MICROBATCHES, round(idle_s, 1)) if self.stage else None
         return None
 
     async def checkpoint(self, samples: int, data_position: dict[str, object] | None) -> Checkpoint:
@@ -348,8 +376,8 @@ class Replica:
         optimiser = OptimiserState(0, ())
         try:
             if not lost:
-                fast = await self._run(self._stage.current_weights)
-                optimiser = await self._run(self._stage.optimiser_state)
+                fast = await self._run(self._model.current_weights)
+                optimiser = await self._run(self._model.optimiser_state)
         except BaseException:
             read()
             raise
@@ -376,14 +404,14 @@ class Replica:
         counters = EvaluatedCounters(
             **self._place(self.rounds.finished), samples=0, optimiser_steps=0, held_out_loss=loss
         )
-        return Checkpoint(counters, {"fast": await self._run(self._stage.current_weights)})
+        return Checkpoint(counters, {"fast": await self._run(self._model.current_weights)})
 
     def _place(self, round: int) -> dict[str, Any]:
         """Return the counters that say of whom weights are, and how far they have come."""
         return {
-            "run_id": self.config.run_id,
-            "peer": self.config.peer,
-            "stage": self.config.stage,
+            "run_id": self._context.run_file.digest,
+            "peer": self.peer,
+            "stage": self.stage,
             "round": round,
             "inner_steps": self.inner_steps,
             "progress": self.progress.value,
@@ -396,7 +424,7 @@ class Replica:
             "worker": self.worker.statistics(),
             "downstream": self.next_stage.statistics() if self.next_stage else {},
             "rounds": self.rounds.statistics(),
-            "stage": self._stage.statistics(),
+            "stage": self._model.statistics(),
             "activations": self.microbatches.bound.statistics(),
             "gradients": self._client.bound.statistics(),
             "checks": self._checks.statistics(),

@@ -29,7 +29,7 @@ class ProgressReporter:
     def __init__(self, context: NodeContext, replica: Replica, announce: Callable[[], PeerState]) -> None:
         self._replica, self._announce, self._refresh_s = replica, announce, context.options.refresh_s
         self._membership, self._network, self._reporter = context.membership, context.network, context.reporter
-        self._hops = HopSample(loop_s())
+        self._run, self._hops = context.run, HopSample(loop_s())
         self._device, self._speed = context.host.device, DeviceSpeed()
         self._meetings = MissedMeetings()
         self._warn = context.warn
@@ -76,13 +76,13 @@ class ProgressReporter:
             self._reporter.record(events.Noticed(what="device", text=text))
 
     def _look_at_meetings(self) -> None:
-        counts, me = self._replica.rounds.statistics(), self._replica.config
-        others = sum(record.peer != me.peer for record in self._membership.roster.stage(me.stage))
+        counts, stage = self._replica.rounds.statistics(), self._replica.stage
+        others = sum(record.peer != self._membership.me for record in self._membership.roster.stage(stage))
         alone = self._meetings.look(int(counts["met"]), int(counts["solo"]), others)
         if alone is not None:
             text = (
                 f"{alone} outer steps in a row were taken alone, though the roster lists {others} more of stage "
-                f"{me.stage}: "
+                f"{stage}: "
                 f"{self._replica.rounds.silence or 'none of them was ready when we were'}"
             )
             self._warn(text)
@@ -110,9 +110,9 @@ class ProgressReporter:
         """Journal what the largest sources claim and how much of it is signed, if anything is known."""
         other_sources = self._membership.roster.other_sources
         largest = sorted(other_sources, key=lambda source: (-source.claimed, source.peer))[:MOST_SOURCES]
-        own = self._membership.receipts.signed(self._replica.config.peer)
+        own = self._membership.receipts.signed(self._membership.me)
         if own or any(source.signed for source in largest):
-            tokens = self._replica.config.run.tokens
+            tokens = self._run.tokens
             claimed = {source.peer: tokens(source.claimed) for source in largest}
             signed = {source.peer: tokens(source.signed) for source in largest}
             self._reporter.record(events.Receipts(claimed=claimed, signed=signed, own=tokens(own)))

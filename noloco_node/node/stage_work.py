@@ -73,7 +73,7 @@ class StageWork:
 
     async def run_until_done(self, replica: Replica) -> None:
         """Return when this peer's part of the run is done, and none of its microbatches is under way."""
-        if replica.config.stage == 0:
+        if replica.stage == 0:
             source = await self._make_source(replica)
             pipeline = self._run.pipeline
             await source.run(pipeline.microbatches_per_step * pipeline.windows_in_flight)

@@ -133,7 +133,7 @@ class SimulatedPeer:
     @property
     def stage(self) -> int | None:
         if self.replica is not None:
-            return self.replica.config.stage
+            return self.replica.stage
         return self.disk.counters.stage if self.disk is not None else self.asked_stage
 
     def start(self) -> None:

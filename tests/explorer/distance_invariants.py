@@ -40,7 +40,7 @@ def distances(world: World, hostile: Collection[str]) -> dict[int, float]:
     for name, peer in world.peers.items():
         if name not in hostile and peer.replica is not None and peer.replica.inner_steps:
             (slow,) = peer.replica.rounds.state.slow
-            found.setdefault(peer.replica.config.stage, []).append(distance(slow))
+            found.setdefault(peer.replica.stage, []).append(distance(slow))
     return {stage: sum(each) / len(each) for stage, each in sorted(found.items())}
 
 

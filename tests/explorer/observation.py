@@ -147,7 +147,7 @@ def slots(gate: AdmissionWindow) -> str:
 
 def sizes(replica: Replica) -> Iterator[tuple[str, int, int]]:
     """Yield what a replica remembers of others: what it is, their stage, and the number of entries."""
-    stage = replica.config.stage
+    stage = replica.stage
     yield "prospects", stage, replica.rounds.view.put_off
     if replica.next_stage is not None:
         yield "replicas of the next stage that rest", stage + 1, len(replica.next_stage._standing._refusals)

@@ -115,7 +115,7 @@ def begin_record(peer: SimulatedPeer, kept_steps: int, now_s: float) -> SessionR
     return SessionRecord(
         peer=peer,
         session=peer.session.number,
-        stage=replica.config.stage,
+        stage=replica.stage,
         began_s=now_s,
         state=state_of(peer),
         fast=fast,

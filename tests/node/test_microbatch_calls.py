@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.schema import Violation
 from noloco_node.node import microbatches
 from noloco_node.node.microbatches import IDLE_S, MicrobatchClient, MicrobatchServer, SendTurns
-from noloco_node.node.replica_context import ReplicaConfig
+from noloco_node.node.node_context import NodeOptions
 from noloco_node.run.config import RunConfig
 from noloco_node.run.protocols import microbatch_schema
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
@@ -68,9 +69,7 @@ class Callee:
         self.worker = Worker()
         self.run, self.schema = run, microbatch_schema(run, WIDTH)
         self.journal = list[events.Event]()
-        config = ReplicaConfig(run=run, run_id="run", stage=1, peer="b")
-        context = SimpleNamespace(vocabulary=32, record=lambda event: None, unix_time=lambda: 1e9)
-        self.server = MicrobatchServer(config, context, self.worker, SendTurns(1))  # type: ignore[arg-type] # of their likes
+        self.server = MicrobatchServer(self._context(lambda event: None), 1, self.worker, SendTurns(1))
 
     async def serve(self) -> None:
         await self._callee.serve("microbatch/1", self.schema, self.server.serve)
@@ -81,8 +80,17 @@ class Callee:
             yield conversation
 
     def client(self) -> MicrobatchClient:
-        context = SimpleNamespace(network=self.caller, microbatch_schema=self.schema, record=self.journal.append)
-        return MicrobatchClient(ReplicaConfig(run=self.run, run_id="run", stage=0, peer="a"), context, SendTurns(1))  # type: ignore[arg-type]
+        return MicrobatchClient(self._context(self.journal.append, self.caller), 0, SendTurns(1))
+
+    def _context(self, record: Callable[[events.Event], None], network: PeerNetwork | None = None) -> Any:
+        return SimpleNamespace(
+            run=self.run,
+            network=network,
+            dimensions=SimpleNamespace(width=WIDTH, vocabulary=32),
+            host=SimpleNamespace(unix_time=lambda: 1e9),
+            reporter=SimpleNamespace(record=record),
+            options=NodeOptions(),
+        )
 
     def open(self) -> int:
         return self.network.open_calls("b")

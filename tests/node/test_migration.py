@@ -121,7 +121,7 @@ class Cast:
 
 def at_stage(peer: SimulatedPeer) -> int | None:
     node = peer.session.node
-    return None if node is None or node.replica is None else node.replica.config.stage
+    return None if node is None or node.replica is None else node.replica.stage
 
 
 # What a peer has left.

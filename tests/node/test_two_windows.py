@@ -40,7 +40,7 @@ def assert_free(peer: Peer) -> None:
     assert (gate["in_flight"], gate["queued"]) == (0, 0)
     stage = peer.stages[-1].statistics()
     assert gate["stale"] == stage["stale_backwards"], "the gate knows which gradients are stale, the stage it is"
-    if replica.config.last:
+    if replica.last:
         assert gate["stale"] == gate["deferred"] == 0
 
 

@@ -59,7 +59,7 @@ def test_a_swarm_with_a_subspace_learns_gossips_and_is_exported(tmp_path: Path) 
         replicas = [peer.replica for peer in world.peers.values() if peer.replica is not None]
         stages = []
         for number in range(3):
-            first = next(each for each in replicas if each.config.stage == number)
+            first = next(each for each in replicas if each.stage == number)
             stage = setup.build(number)
             assert isinstance(stage, Stage)
             stage.set_weights(first.rounds.state.slow)

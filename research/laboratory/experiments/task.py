@@ -28,7 +28,7 @@ from noloco_node.data.blocks import SMALLEST_PIECE_BYTES, Blocks, BlockSource, o
 from noloco_node.data.encoding import open_encoder
 from noloco_node.data.file_documents import FileDocuments, ReadingOrder, TextRange, pieces_of, stdlib_files
 from noloco_node.data.held_out_text import HeldOutText, text_loss
-from noloco_node.node.replica_context import rate_schedule
+from noloco_node.node.replica import rate_schedule
 from noloco_node.planning.model_layout import ModelLayout, make_stage
 from noloco_node.run.config import (
     NO_ADAPTER,

@@ -19,7 +19,8 @@ from gossip.interface import Candidate, Event, Origin, OuterStepTaken, RoundCont
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState, Tensors
 from noloco_node.network.interface import Conversation, PeerNetwork
-from noloco_node.node.replica_context import ReplicaConfig, round_timeouts
+from noloco_node.node.node_context import NodeOptions
+from noloco_node.node.replica import round_timeouts
 from noloco_node.run.protocols import GOSSIP, gossip_schema
 from noloco_node.sim.network.link_model import Access, Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork
@@ -56,7 +57,7 @@ class Gossiper:
             converse=self._converse,
             record=self._record,
             from_zero=cell.adapters is not None and cell.adapters.trained == "b",
-            timeouts=round_timeouts(ReplicaConfig(run=run, run_id="", stage=0, peer=peer), swarm.weight_bytes),
+            timeouts=round_timeouts(run, NodeOptions(), swarm.weight_bytes),
         )
         origin = origin_of(replica) if copied is None else copied
         self.rounds = Rounds(peer, run.outer, origin, self, around)
