@@ -46,11 +46,12 @@ from noloco_node.libp2p.record_checks import SIGNATURE_BYTES
 from noloco_node.libp2p.record_holders import MORE_EVERY, SEARCH_S, SEARCHED, WRITTEN
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.membership import READ_OTHERS_S, READ_S, SAMPLE_RENEWALS
-from noloco_node.swarm.roster import Given, PeerRecord
+from noloco_node.swarm.roster import Given, PeerRecord, brief
 from noloco_node.swarm.shards import (
     FOLLOWED_S,
     MOST_IN_SHARD,
     RENEWED_S,
+    WHOLE_OF,
     Shard,
     followed,
     next_depth,
@@ -65,8 +66,8 @@ ANSWER_S, MEETING_S, WARM_S = 0.2, 10.0, 300.0
 PATIENCE = RoundTimeouts()
 BELIEVED_S = SAMPLE_RENEWALS * RENEWED_S
 READ_KB, WRITTEN_KB, SEARCH_KB, ENTRY_BYTES = 1.7, 5.1, 17.9, 66
-"""Measured with twelve daemons: a reading of one holder without its records, a publication, a search for holders, and
-what a signed record has around it in an answer.
+"""Measured with twelve daemons: a reading of one holder without its records, a publication of a whole record, a search
+for holders, and what a signed record has around it in an answer.
 """
 ID = "12D3KooWQYV9dGMFoRzNStwpXztXaBUjtPqi6aU76ZgUriHhKust"
 USUAL = PeerRecord(
@@ -93,7 +94,11 @@ USUAL = PeerRecord(
     hops=(("gUriHhKu", 120), ("abcdefgh", 99)),
     given=Given(10**9, 10**6, 10**11, 10**11, 10**8),
 )
-RECORD_BYTES = len(encode_record(Published(1_800_000_000_000, USUAL, 1.8e9 + 0.4, BELIEVED_S, 3)))
+WHOLE_BYTES, BRIEF_BYTES = (
+    len(encode_record(Published(1_800_000_000_000, record, 1.8e9 + 0.4, BELIEVED_S, 3)))
+    for record in (USUAL, brief(USUAL))
+)
+RECORD_BYTES = BRIEF_BYTES + (WHOLE_BYTES - BRIEF_BYTES) // WHOLE_OF
 
 
 @dataclass(eq=False)

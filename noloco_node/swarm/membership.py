@@ -17,7 +17,8 @@ A stage of more than 64 replicas has shards (`noloco_node.swarm.shards`): a peer
 reads a few. Then the roster is a sample, which says how many peers there are (`Roster.sizes`), and no sum of all peers
 is read: the keys of sources and of receipts are left alone. A peer that knows only a sample of its stage publishes its
 record every `RENEWED_S`. A sample is read every `READ_S`, or every `READ_OTHERS_S` where we do not work with the stage;
-one that is too small, or whose depth changes, is read sooner.
+one that is too small, or whose depth changes, is read sooner. Most records of such a stage are brief
+(`noloco_node.swarm.roster.brief`).
 
 A source and a visitor also read the receipts for all sources' samples (`noloco_node.swarm.receipts`). A replica of the
 last stage publishes the receipts that it gives. Both happen every second time.
@@ -46,7 +47,7 @@ from noloco_node.swarm.receipts import (
     SourceCount,
     SourceRecord,
 )
-from noloco_node.swarm.roster import Given, PeerRecord, Roster, SourceProgress
+from noloco_node.swarm.roster import Given, PeerRecord, Roster, SourceProgress, brief
 from noloco_node.swarm.shards import (
     FOLLOWED,
     LEAST_IN_SHARD,
@@ -56,6 +57,7 @@ from noloco_node.swarm.shards import (
     Shard,
     StageSize,
     followed,
+    is_brief,
     next_depth,
     stage_size,
     written,
@@ -355,6 +357,7 @@ class Membership:
         is_sampled = self._sizes[record.stage] is not None
         if is_sampled:
             lifetime_s = max(lifetime_s, SAMPLE_RENEWALS * RENEWED_S)
+            named = brief(named) if is_brief(self.me) else named
         raw = encode_record(Published(self._serial, named, unix_s, lifetime_s, depth))
         # Never shorter than before: of two records the DHT keeps the one that expires later.
         behind_s = max(0.0, -(self.skew_s or 0.0))

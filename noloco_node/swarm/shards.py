@@ -33,6 +33,8 @@ FOLLOWED_S = 7200.0
 """A shard is followed for so long. The readers of one change at different times, and a reader one after the other."""
 RENEWED_S = 60.0
 """A peer of a stage of which nobody knows all publishes its record so often."""
+WHOLE_OF = 8
+"""Of so many peers of such a stage one publishes its whole record, for views; the others what decisions read."""
 PREVAILING = 0.25
 """The share of a stage whose depth the others take."""
 _BITS = 64
@@ -110,6 +112,11 @@ def written(peer: str, depth: int) -> list[Shard]:
         own = own.parent
         found.append(own)
     return found
+
+
+def is_brief(peer: str) -> bool:
+    """Say whether this peer leaves out of its record what only views read, once nobody knows all of its stage."""
+    return _hash(peer) % WHOLE_OF != 0
 
 
 def followed(reader: str, stage: int, depth: int, now_s: float, count: int = FOLLOWED) -> list[Shard]:
