@@ -26,6 +26,10 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import msgspec
 from typer.models import ArgumentInfo, OptionInfo
 
+import noloco_node
+from noloco_node import GossipCallback, GossipOptimizer, Swarm, export, init, join
+from noloco_node.api.peer import JoinedPeer
+from noloco_node.api.swarm import PeerStatus, SwarmStatus
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit
 from noloco_node.journal.events import ROUND_EVENTS, NodeEvent
@@ -114,11 +118,54 @@ def journal() -> str:
     return "\n\n".join(parts)
 
 
+def python() -> str:
+    """The names of the Python interface, and the types of what they return."""
+    kinds = (init, GossipOptimizer, GossipCallback, join, JoinedPeer, Swarm, SwarmStatus, PeerStatus, export)
+    return "\n\n".join(map(_python, kinds))
+
+
+def _python(kind: Any) -> str:
+    """Return signature and docstring of a function or class, and a table of what a class of ours has."""
+    where = "noloco_node." if kind.__name__ in dir(noloco_node) else ""  # its commands have headings of these names too
+    parts = [f"### {where}{kind.__name__}", _paragraphs(kind.__doc__ or "")]
+    if kind is not JoinedPeer:  # which `join` alone makes
+        parts.insert(1, _indented(f"{kind.__name__}{_signature(kind)}"))
+    if inspect.isclass(kind):
+        if inspect.isfunction(kind.__init__):
+            parts.append(_paragraphs(kind.__init__.__doc__ or ""))
+        own = (
+            each for base in kind.__mro__ if base.__module__.startswith("noloco_node") for each in vars(base).items()
+        )
+        rows = []
+        for name, member in own:
+            is_property = isinstance(member, property)
+            if not name.startswith("_") and (is_property or inspect.isfunction(member)) and member.__doc__:
+                given = "" if is_property else _signature(member)
+                rows.append((f"`{name}{given}`", " ".join(member.__doc__.split())))
+        if rows:
+            parts.append(_table(("member", "meaning"), rows))
+    return "\n\n".join(each for each in parts if each)
+
+
+def _signature(kind: Any) -> str:
+    """Return the signature without `self`, and of a class without what it returns; types stand without quotes."""
+    signature = inspect.signature(kind)
+    given = [each for name, each in signature.parameters.items() if name != "self"]
+    text = str(signature.replace(parameters=given)).replace("mappingproxy({})", "{}")
+    text = re.sub(r"(: |-> )'([^']*)'", r"\1\2", text)
+    return text.removesuffix(" -> None") if inspect.isclass(kind) else text
+
+
+def _indented(text: str) -> str:
+    return textwrap.indent("\n".join(textwrap.wrap(text, 112, subsequent_indent=8 * " ")), 4 * " ")
+
+
 GENERATORS: Mapping[str, Callable[[], str]] = {
     "commands": commands,
     "exit codes": exit_codes,
     "run file": run_file,
     "journal": journal,
+    "python": python,
 }
 
 

@@ -8,6 +8,7 @@ program's optimiser. Rounds, snapshots, catching up and checkpoints are those of
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -24,6 +25,8 @@ from pipeline.inner_step import OptimiserState, StepReport
 from pipeline.messages import Gradient
 
 EXCHANGED = (torch.float32, torch.bfloat16)
+_DIGESTED = 1024
+"""Values of a frozen parameter, about, that its digest is of: a model of billions is read in a moment."""
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -67,6 +70,48 @@ def _differences(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Te
     for name in found:
         if name not in expected:
             yield f"its parameter {name} is trained, and the run has none of this name"
+
+
+@torch.no_grad()
+def frozen_digests(module: nn.Module, prefix: str = "") -> dict[str, str]:
+    """Return, by name, digests of what a module has and does not train; names begin with `prefix`.
+
+    8 hexadecimal digits of the SHA-256 over the shape and some thousand values at equal distances. Floats count in
+    bfloat16, so that a model has the same digests in float32. What a library keeps as codes has the empty digest.
+    """
+    found = {}
+    for name, each in module.named_parameters():
+        if each.requires_grad:
+            continue
+        values, digest = each.data, ""
+        if type(values) is Tensor and values.is_floating_point():
+            few = values.reshape(-1)[:: max(1, values.numel() // _DIGESTED)].cpu().bfloat16().view(torch.int16)
+            digest = hashlib.sha256(repr(tuple(values.shape)).encode() + few.numpy().tobytes()).hexdigest()[:8]
+        found[prefix + name.replace("_orig_mod.", "")] = digest
+    return found
+
+
+def check_frozen(run: RunConfig, module: nn.Module, prefix: str = "") -> None:
+    """Raise `UserError` (CONFIG) that names the first parameter in which a module is frozen otherwise than the run's.
+
+    Codes are not compared. A run file of an earlier version does not say what is frozen.
+    """
+    if not run.model.foreign_frozen:
+        return
+    expected = {name: each for name, each in run.model.foreign_frozen.items() if name.startswith(prefix)}
+    found = frozen_digests(module, prefix)
+    for name in (*expected, *found):
+        own, runs = found.get(name), expected.get(name)
+        if own is None or runs is None or (own and runs and own != runs):
+            raise config_error(
+                "The module is not the one that the run trains.",
+                f"it has no frozen parameter {name}"
+                if own is None
+                else f"its parameter {name} is frozen, and the run has none of this name"
+                if runs is None
+                else f"its frozen parameter {name} has other values than the run's",
+                "load the model and the revision that the program loaded when it wrote the run file",
+            )
 
 
 class ForeignStage:

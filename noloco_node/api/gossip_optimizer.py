@@ -10,7 +10,14 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from noloco_node.api.foreign_stage import ForeignHost, ForeignStage, StepSignal, check_module, trained_parameters
+from noloco_node.api.foreign_stage import (
+    ForeignHost,
+    ForeignStage,
+    StepSignal,
+    check_frozen,
+    check_module,
+    trained_parameters,
+)
 from noloco_node.api.peer import Leaves, NodeThread, PeerOptions, at_exit, parsed
 from noloco_node.api.training_thread import IterationClock, TrainingThread
 from noloco_node.cli.host_machine import Machine, MachineRequest
@@ -50,7 +57,7 @@ class GossipOptimizer(Leaves, torch.optim.Optimizer):
         self._training, self._clock = TrainingThread(), IterationClock()
         self._stage: ForeignStage | None = None
         self._signal: StepSignal | None = None
-        self._node = NodeThread(found, read, partial(self._prepare, parameters), self._training.wake)
+        self._node = NodeThread(found, read, partial(self._prepare, module, parameters), self._training.wake)
         GossipOptimizer._alive = self
         at_exit(self._end)
         try:
@@ -171,7 +178,7 @@ class GossipOptimizer(Leaves, torch.optim.Optimizer):
         """Do the node's last work on the weights until it has ended."""
         self._training.work_until(lambda: self._node.is_over)
 
-    def _prepare(self, parameters: Mapping[str, nn.Parameter], request: MachineRequest) -> Machine:
+    def _prepare(self, module: nn.Module, parameters: Mapping[str, nn.Parameter], request: MachineRequest) -> Machine:
         """Work out what this program gives to a node of the run; raise `UserError` if its module is another one."""
         run, layout = request.recipe.run, foreign_layout(request.recipe.run)
         if run.model.is_in_stages:
@@ -182,6 +189,7 @@ class GossipOptimizer(Leaves, torch.optim.Optimizer):
             )
         (shapes,) = layout.shapes
         check_module(shapes, parameters)
+        check_frozen(run, module)
         stage = self._stage = ForeignStage([parameters[name] for name in shapes], self._clock)
         signal = self._signal = StepSignal(run, stage)
         return Machine(layout, partial(ForeignHost, request, stage, self._training, self._clock, signal))

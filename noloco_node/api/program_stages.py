@@ -14,11 +14,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from noloco_node.api.foreign_stage import check_module, trained_parameters
+from noloco_node.api.foreign_stage import check_frozen, check_module, trained_parameters
 from noloco_node.cli.host_machine import FirstCheckpoint, Machine, MachineRequest, StageHost, first_checkpoint
 from noloco_node.errors import UserError, config_error
 from noloco_node.planning.foreign_layout import ForeignLayout, ForeignWeights, foreign_layout
 from noloco_node.planning.model_layout import with_optimiser
+from noloco_node.run.config import RunConfig
 from pipeline.decoder_slice import Cut
 from pipeline.forward_pass import Slice, StageSettings
 from pipeline.stage import Stage
@@ -106,7 +107,7 @@ class ProgramSlice(Slice):
         return output
 
 
-def program_slice(stage: int, build: BuildStage, layout: ForeignLayout) -> ProgramSlice:
+def program_slice(stage: int, build: BuildStage, layout: ForeignLayout, run: RunConfig) -> ProgramSlice:
     """Return a stage as a program builds it; raise `UserError` (CONFIG) if it cannot, or if it is not the run's."""
     try:
         module = build(stage)
@@ -133,6 +134,7 @@ def program_slice(stage: int, build: BuildStage, layout: ForeignLayout) -> Progr
             f"it returns {returned} numbers a token, and the run's {expected}",
             "build it as the program did that wrote the run file",
         )
+    check_frozen(run, module, f"{stage}.")
     return ProgramSlice(stage, module, layout)
 
 
@@ -146,7 +148,7 @@ class ProgramStages(StageHost):
         self._build, self._layout = build, layout
 
     def build(self, stage: int) -> Stage:
-        part = program_slice(stage, self._build, self._layout)
+        part = program_slice(stage, self._build, self._layout, self._recipe.run)
         return with_optimiser(self._recipe.run, part, stage, StageSettings(self._torch_device))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gossip.settings import OuterConfig
-from noloco_node.api.foreign_stage import trained_parameters
+from noloco_node.api.foreign_stage import frozen_digests, trained_parameters
 from noloco_node.api.program_stages import stage_parameters, tokens, tried
 from noloco_node.errors import config_error, reason_of, storage_error
 from noloco_node.run.fields import toml
@@ -60,7 +60,7 @@ def init(
     table: dict[str, Any] = {
         "name": name,
         "seed": _whole("seed", seed),
-        "model": dict(model) if isinstance(model, Mapping) else {"foreign_parameters": _shapes(parameters)},
+        "model": dict(model) if isinstance(model, Mapping) else _foreign(model, parameters),
         "pipeline": {
             "replicas": _whole("replicas", replicas),
             "microbatch_size": _whole("batch", batch),
@@ -159,8 +159,12 @@ def _handed_on(stages: Sequence[nn.Module]) -> dict[str, int]:
     return {"foreign_width": between[0] if between else 0, "foreign_vocabulary": vocabulary}
 
 
-def _shapes(parameters: Mapping[str, nn.Parameter]) -> dict[str, list[int]]:
-    return {name: list(each.shape) for name, each in parameters.items()}
+def _foreign(model: nn.Module | Sequence[nn.Module], parameters: Mapping[str, nn.Parameter]) -> dict[str, object]:
+    """Return the fields of a run file that tell a module, or a list of stages, from others."""
+    stages = {"": model} if isinstance(model, nn.Module) else {f"{stage}.": each for stage, each in enumerate(model)}
+    frozen = {name: each for prefix, part in stages.items() for name, each in frozen_digests(part, prefix).items()}
+    shapes = {name: list(each.shape) for name, each in parameters.items()}
+    return {"foreign_parameters": shapes} | ({"foreign_frozen": frozen} if frozen else {})
 
 
 def _write_weights(path: Path, parameters: Mapping[str, nn.Parameter]) -> None:

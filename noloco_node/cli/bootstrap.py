@@ -175,7 +175,7 @@ def _checkpoint_stores(directory: Path | None, run: RunConfig) -> dict[str, Weig
     """
     if directory is None:
         return {}
-    stores = {weight_exchange.TOPIC: WeightStore.whole(directory, run.model.weights)}
+    stores = {weight_exchange.TOPIC: WeightStore.whole(directory, run.model.fetched)}
     if run.data.tokenizer_files:
         stores[weight_exchange.TOKENIZER_TOPIC] = WeightStore.whole(directory, run.data.tokenizer_files)
     return stores

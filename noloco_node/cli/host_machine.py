@@ -221,7 +221,7 @@ def first_checkpoint(request: MachineRequest, put_by: Callable[[WeightStore], Fi
 def weight_store(request: MachineRequest) -> WeightStore | None:
     """Return the files of the weights that a run starts from, as far as they are here; None if it lists none."""
     options, home, _, recipe = request
-    listed = recipe.run.model.weights
+    listed = recipe.run.model.fetched
     if options.weights is not None:
         return WeightStore.whole(options.weights, listed)
     return WeightStore.filling(home.weights, listed, options.most_disk_bytes) if listed else None

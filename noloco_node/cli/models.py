@@ -67,8 +67,8 @@ def export(
         typer.Option(
             "--weights",
             metavar="DIR",
-            help="The checkpoint that a run of adapters started from (init --from DIR): to merge, and to judge replicas"
-            " by their loss.",
+            help="The checkpoint that a run of adapters started from (init --from DIR), or the frozen model that init"
+            " wrote: to merge, and to judge replicas by their loss.",
             callback=directory_there,
             show_default=False,
         ),

@@ -142,8 +142,8 @@ WeightsOption = Annotated[
     typer.Option(
         "--weights",
         metavar="DIR",
-        help="The checkpoint that the run goes on from (init --from DIR): others fetch it from here. One peer that has "
-        "it is enough.",
+        help="The checkpoint that the run goes on from (init --from DIR), or the frozen model that init --lora wrote: "
+        "others fetch it from here. One peer that has it is enough.",
         callback=directory_there,
         show_default=False,
     ),

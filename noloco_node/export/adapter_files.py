@@ -10,10 +10,11 @@ from torch import Tensor
 
 from noloco_node.errors import UserError, config_error, usage_error
 from noloco_node.planning.model_layout import ModelLayout, frozen_whole, hub_directory
-from noloco_node.run.config import RunConfig
+from noloco_node.run.config import ModelConfig, RunConfig
 from noloco_node.storage.home import HomePaths
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.run_distribution import RunFileText
+from pipeline.adapters.frozen_weights import Form
 from pipeline.adapters.lora import ALL_LINEAR, AdaptedLinear, drawn, ordinary
 from pipeline.partition import empty_slice
 
@@ -36,13 +37,19 @@ def base_files(recipe: RunFileText, homes: Sequence[Path], given: Path | None = 
     if (directory := hub_directory(model)) is not None:
         return sorted(directory.glob("*.safetensors"))
     if given is not None:
-        store = WeightStore.whole(given, model.weights)
+        frozen = any((given.expanduser() / each.file).exists() for each in model.frozen_files)
+        store = WeightStore.whole(given, model.frozen_files if frozen else model.weights)
         return [store.directory / each.file for each in store.files]
     for place in (place.weights for home in homes for place in HomePaths(home).places_of(recipe.digest)):
-        store = WeightStore.filling(place, model.weights)
+        store = WeightStore.filling(place, model.fetched)
         if not store.missing(store.all_pieces()):
             return [store.directory / each.file for each in store.files]
     return []
+
+
+def are_frozen(model: ModelConfig, base: Sequence[Path]) -> bool:
+    """Say whether these files of `base_files` are those that nodes fetch, and not the checkpoint's own."""
+    return any(each.file == path.name for each in model.frozen_files for path in base)
 
 
 def check_merge(run: RunConfig, base: Sequence[Path]) -> None:
@@ -64,10 +71,13 @@ def without_base(what: str) -> UserError:
 
 
 def merged_weights(
-    layout: ModelLayout, base: Sequence[Path], stages: Sequence[Mapping[str, Tensor]]
+    layout: ModelLayout, base: Sequence[Path], form: Form, stages: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Return the weights of the model with the adapters of all stages added to them, float32."""
-    whole = frozen_whole(layout, base, "float32")
+    """Return the weights of the model with the adapters of all stages added to them, float32.
+
+    `form`: of the files in `base`; float32 for those of a checkpoint.
+    """
+    whole = frozen_whole(layout, base, form)
     for weights in stages:
         whole.load_state_dict(weights, strict=False)
     return dict(ordinary(whole))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -78,7 +78,7 @@ def continuing_text(directory: Path, preset: str, adapter: AdapterConfig = NO_AD
     model = _MODEL.format(
         architecture=toml(config.model_type),
         sizes="\n".join(f"{name} = {toml(value)}" for name, value in sizes_of(config).items()),
-        weights="\n\n".join(_sections("model.weights", files)),
+        weights="\n\n".join(sections("model.weights", files)),
     )
     text = written(
         numbers,
@@ -86,7 +86,7 @@ def continuing_text(directory: Path, preset: str, adapter: AdapterConfig = NO_AD
         0,
         model=model,
         tokenizer=TRAVELLING if own_tokenizer else "byt5",
-        data_sections="\n\n".join((*_mixture(before), *_sections("data.tokenizer_files", own_tokenizer))),
+        data_sections="\n\n".join((*_mixture(before), *sections("data.tokenizer_files", own_tokenizer))),
         data=_data_of(before),
     )
     if adapter.is_trained:
@@ -165,7 +165,8 @@ def _tokenizer_files(directory: Path, vocabulary: int) -> list[Path]:
     return files
 
 
-def _sections(name: str, paths: list[Path]) -> Iterator[str]:
+def sections(name: str, paths: Iterable[Path]) -> Iterator[str]:
+    """Yield the section of a run file for each of these files, which are read whole for their digests."""
     return (_section(name, path) for path in paths)
 
 

@@ -21,7 +21,14 @@ from torch import Tensor
 
 from noloco_node.data.encoding import open_tokenizer
 from noloco_node.errors import UserError, reason_of, storage_error, usage_error
-from noloco_node.export.adapter_files import AdapterExport, base_files, check_merge, merged_weights, peft_adapter
+from noloco_node.export.adapter_files import (
+    AdapterExport,
+    are_frozen,
+    base_files,
+    check_merge,
+    merged_weights,
+    peft_adapter,
+)
 from noloco_node.export.held_out_loss import judged_by_loss
 from noloco_node.export.huggingface import (
     PARAMETERS,
@@ -289,20 +296,27 @@ class _Writer(NamedTuple):
             load = f"module.load_state_dict(safetensors.torch.load_file('{PARAMETERS}'), strict=False)"
             return "\n".join(self._told(stages, notes, f"{load} puts them into the module."))
         notes = self._provenance(stages, untied=layout.prepared.tied and (layout.adapter is None or self.wanted.merge))
+        frozen = are_frozen(self.recipe.run.model, self.base)
         tokenizer, loads = open_tokenizer(self.data), "AutoModelForCausalLM.from_pretrained"
         weights: list[dict[str, Tensor]] = [stage.weights for stage in stages]
         if layout.adapter is not None and not self.wanted.merge:
-            adapter = peft_adapter(self.recipe.run, layout, self.wanted.base, weights)
+            adapter = peft_adapter(self.recipe.run, layout, None if frozen else self.wanted.base, weights)
             write_adapter(self.out, *adapter, tokenizer, notes)
             loads = "PeftModel.from_pretrained, over the model that the run started from"
         else:
             if layout.adapter is None:
                 weights = [layout.ordinary(number, each) for number, each in enumerate(weights)]
             else:
-                weights = [merged_weights(layout, self.base, weights)]
+                form = layout.adapter.base if frozen else "float32"
+                weights = [merged_weights(layout, self.base, form, weights)]
             generation = own_generation(self.recipe.run.model, self.data)
             write_checkpoint(self.out, layout.prepared.config, weights, tokenizer, notes, generation)
         lines = self._told(stages, notes, f"Load it with {loads}.")
+        if layout.adapter is not None and self.wanted.merge and frozen:
+            lines.append(
+                f"The adapters were added to the model in {layout.adapter.base}, as it was trained; to add them to the"
+                " weights of the checkpoint, export with --weights DIR, the directory that init --from was given."
+            )
         if layout.prepared.tied and layout.adapter is None:
             lines.append(
                 "The original ties the vocabulary head to the embedding; here they were trained apart: two tensors."

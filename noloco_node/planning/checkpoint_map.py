@@ -130,16 +130,43 @@ class CheckpointMap:
 def read_parameters(prepared: Prepared, shapes: Shapes, paths: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters from safetensors files; `UserError` (CONFIG) where these are of another model."""
     try:
-        with _opened(paths) as files:
+        with opened(paths) as files:
             yield from CheckpointMap(prepared, files).load(shapes, lambda name: files[name].get_tensor(name))
     except (ValueError, OSError, SafetensorError) as error:
         raise unfit(_directory_of(paths), error) from error
 
 
+def load_frozen(
+    prepared: Prepared, shapes: Shapes, paths: Sequence[Path], load: Callable[[Iterable[tuple[str, Tensor]]], None]
+) -> None:
+    """Let `load` take parameters as `read_parameters` yields them, or codes and scales of those that files have so.
+
+    Raises `UserError` (CONFIG) where the files are of another model, or have codes of another form.
+    """
+    try:
+        with opened(paths) as files:
+
+            def read(name: str) -> Tensor:
+                found: Tensor = files[name].get_tensor(name)
+                return found
+
+            codes = [(name, scales) for name in shapes if (scales := scales_of(name)) in files]
+            others = {name: shape for name, shape in shapes.items() if scales_of(name) not in files}
+            load((name, read(name)) for pair in codes for name in pair)
+            load(CheckpointMap(prepared, files).load(others, read))
+    except (ValueError, OSError, SafetensorError) as error:
+        raise unfit(_directory_of(paths), error) from error
+
+
+def scales_of(name: str) -> str:
+    """Return the name of the scales of a weight, if it is codes."""
+    return f"{name.rpartition('.')[0]}.scales"
+
+
 def check_files(prepared: Prepared, stages: Iterable[Shapes], paths: Sequence[Path]) -> None:
     """Raise `UserError` (CONFIG) unless safetensors files hold the parameters of all stages; reads headers alone."""
     try:
-        with _opened(paths) as files:
+        with opened(paths) as files:
             check_shapes(prepared, stages, {name: file.get_slice(name).get_shape() for name, file in files.items()})
     except (ValueError, OSError, SafetensorError) as error:
         raise unfit(_directory_of(paths), error) from error
@@ -154,7 +181,8 @@ def check_shapes(prepared: Prepared, stages: Iterable[Shapes], found: Mapping[st
 
 
 @contextmanager
-def _opened(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
+def opened(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """Yield the safetensors file of each tensor; raise ValueError where there is none."""
     with ExitStack() as stack:
         where: dict[str, Any] = {}
         for path in paths:
@@ -195,17 +223,18 @@ class RunWeights:
         Raises `UserError` where these are none.
         """
         try:
-            names = self.store.tensors()
-            return self.store.pieces_of(CheckpointMap(self._prepared, names).sources(self._stages[stage]))
+            there, wanted = self.store.tensors(), self._stages[stage]
+            codes = map(scales_of, wanted) if self.frozen else ()
+            return self.store.pieces_of((*CheckpointMap(self._prepared, there).sources(wanted), *codes))
         except ValueError as error:
             raise unfit(str(self.store.directory), error) from error
 
     def put(self, stage: int, part: StageModel) -> None:
         """Put a stage's parameters into it; its pieces are here. Raises `UserError` for files of another model."""
         paths = [self.store.directory / each.file for each in self.store.files]
-        found = read_parameters(self._prepared, self._stages[stage], paths)
         if self.frozen:
             assert isinstance(part, Stage)
-            part.load_frozen(found)
+            load_frozen(self._prepared, self._stages[stage], paths, part.load_frozen)
         else:
+            found = read_parameters(self._prepared, self._stages[stage], paths)
             part.set_weights([weight for _, weight in found])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -89,6 +90,18 @@ class ModelLayout(NamedTuple):
     @property
     def vocabulary(self) -> int:
         return int(self.prepared.config.vocab_size)
+
+    def whole(self, form: Form) -> Cut:
+        """Return the cut that is the whole model with its adapters, frozen in this form."""
+        assert self.adapter is not None, "adapters are trained"
+        return self.cuts[0]._replace(
+            end_layer=self.cuts[-1].end_layer, head=True, adapter=self.adapter._replace(base=form)
+        )
+
+    @property
+    def whole_checkpoint(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of all parameters that the stages have of a checkpoint."""
+        return {name: shape for stage in self.checkpoint for name, shape in stage.items()}
 
     def ordinary(self, number: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights of stage `number` in the shapes of an ordinary checkpoint."""
@@ -178,13 +191,13 @@ def build_stage(run: RunConfig, plan: ModelLayout, number: int, device: torch.de
     part = build(plan.prepared, plan.cuts[number], run.seed, device)
     directory = hub_directory(run.model)
     if directory is not None:
-        from noloco_node.planning.checkpoint_map import read_parameters
+        from noloco_node.planning.checkpoint_map import load_frozen, read_parameters
 
-        found = read_parameters(plan.prepared, plan.checkpoint[number], sorted(directory.glob("*.safetensors")))
+        paths, shapes = sorted(directory.glob("*.safetensors")), plan.checkpoint[number]
         if plan.adapter is not None:
-            frozen_weights.load(part, found)
+            load_frozen(plan.prepared, shapes, paths, partial(frozen_weights.load, part))
         else:
-            for name, tensor in found:
+            for name, tensor in read_parameters(plan.prepared, shapes, paths):
                 part.get_parameter(name).data.copy_(tensor)
     return part
 
@@ -192,13 +205,10 @@ def build_stage(run: RunConfig, plan: ModelLayout, number: int, device: torch.de
 def frozen_whole(layout: ModelLayout, paths: Sequence[Path], form: Form) -> Slice:
     """Return the whole model of a run that trains adapters, in this form, from the files that it starts from."""
     assert layout.adapter is not None, "adapters are trained"
-    first, *_, last = (layout.cuts[0], *layout.cuts)
-    whole = first._replace(end_layer=last.end_layer, head=True, adapter=layout.adapter._replace(base=form))
-    part = build(layout.prepared, whole, layout.adapter.seed)
-    from noloco_node.planning.checkpoint_map import read_parameters
+    part = build(layout.prepared, layout.whole(form), layout.adapter.seed)
+    from noloco_node.planning.checkpoint_map import load_frozen
 
-    shapes = {name: shape for stage in layout.checkpoint for name, shape in stage.items()}
-    frozen_weights.load(part, read_parameters(layout.prepared, shapes, paths))
+    load_frozen(layout.prepared, layout.whole_checkpoint, paths, partial(frozen_weights.load, part))
     return part.eval()
 
 

@@ -60,17 +60,27 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     weights: tuple[WeightFile, ...] = ()
     """Files of a checkpoint to continue from (`file`, `size_bytes`, `digest`), as `init --from` lists them. They travel
     through the swarm: a peer that has them is given `--weights DIR` at `bootstrap` or `join`."""
+    frozen_files: tuple[WeightFile, ...] = ()
+    """Files of the same checkpoint in the form of `adapter.base`, as `init --lora` writes them: nodes fetch these
+    instead, and `--weights DIR` at `bootstrap` and `join` is their directory."""
     hub: str | None = None
     """A model of the hub to continue from, owner/name."""
     commit: str | None = None
     """The commit of the hub model, 40 hexadecimal digits."""
     foreign_parameters: dict[str, tuple[int, ...]] = {}
     """The trained parameters of a foreign module, each with its shape, as `noloco_node.init` writes them."""
+    foreign_frozen: dict[str, str] = {}
+    """What a foreign module has and does not train, each with a digest of its values: equal on all peers."""
     foreign_width: Annotated[int, Meta(ge=0, le=2**20)] = 0
     """Of a foreign module in stages: numbers a token that each stage but the last hands on."""
     foreign_vocabulary: Annotated[int, Meta(ge=0, le=2**24)] = 0
     """Of a foreign module in stages: logits a token of the last one; 0: each peer holds the whole module."""
     dropout: Annotated[float, Meta(ge=0.0, le=0.95)] = 0.0
+
+    @property
+    def fetched(self) -> tuple[WeightFile, ...]:
+        """The files that nodes fetch before they begin; none where the run starts from its seed, or from the hub."""
+        return self.frozen_files or self.weights
 
     @property
     def is_foreign(self) -> bool:
@@ -469,7 +479,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         `own_source`: text that the owner of this machine names instead of the run's.
         """
         model, cut, data = self.model, self.pipeline, self.data
-        size = format_bytes(sum(each.size_bytes for each in model.weights))
+        size = format_bytes(sum(each.size_bytes for each in model.fetched))
         begin = f"from a checkpoint of {size}" if model.weights else "from its first step"
         here = "none is named here; a source names its own with --data"
         text = (data.text_name if data.is_public else here) if own_source is None else f"your own, {own_source}"
@@ -482,8 +492,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             else [f"trained: adapters of rank {self.adapter.rank} over the frozen model in {self.adapter.base}"]
         )
         planned = (
-            f"run {short(self.name)!r}: {cut.stages} stages, {cut.replicas} replicas planned of each, "
-            f"{self.tokens(self.budget_samples):,} tokens to train on"
+            f"run {short(self.name)!r}: {cut.stages} stage{'s' * (cut.stages > 1)}, "
+            f"{cut.replicas} replicas planned of each, {self.tokens(self.budget_samples):,} tokens to train on"
         )
         if model.is_foreign:
             numbers = sum(prod(shape) for shape in model.foreign_parameters.values())

@@ -88,10 +88,20 @@ def problems(run: RunConfig) -> Iterator[Problem]:
 
 
 def _adapter(adapter: AdapterConfig, model: ModelConfig) -> Iterator[Problem]:
+    if model.frozen_files and not (adapter.is_trained and model.weights):
+        why = "they are files of model.weights as adapters are trained over it"
+        yield Problem("model.frozen_files", "given", why, "leave them out")
     if not adapter.is_trained:
         if adapter != NO_ADAPTER:
             yield Problem("adapter.rank", "0", "without a rank there is no adapter", "16, for example")
         return
+    for each in model.frozen_files:
+        if not each.file.startswith(f"frozen-{adapter.base}-"):
+            why = f"the frozen model in {each.file} is of another form"
+            yield Problem(
+                "adapter.base", repr(adapter.base), why, "the form of `init --lora --base FORM`; or call it again"
+            )
+            break
     if model.hub is None and not model.weights:
         why = "adapters are trained over a finished model, and this one starts from random weights"
         yield Problem("adapter.rank", str(adapter.rank), why, "`noloco-node init --from DIR --lora RANK`, or model.hub")
@@ -137,9 +147,9 @@ def _model(model: ModelConfig) -> Iterator[Problem]:
         return
     if model.is_foreign:
         yield from _parameters(model)
-    elif model.foreign_width or model.foreign_vocabulary:
+    elif model.foreign_width or model.foreign_vocabulary or model.foreign_frozen:
         why = "it is of a foreign module, and there is none"
-        yield Problem("model.foreign_vocabulary", str(model.foreign_vocabulary), why, "leave it and foreign_width out")
+        yield Problem("model.foreign_vocabulary", str(model.foreign_vocabulary), why, "leave foreign_* out")
     if model.architecture is not None and not model.sizes:
         yield Problem(
             "model.sizes",
@@ -154,6 +164,7 @@ def _model(model: ModelConfig) -> Iterator[Problem]:
     if model.hub is not None and model.weights:
         yield Problem("model.weights", "given", "the weights come with the model on the hub", "leave them out")
     yield from _files("model.weights", model.weights, _WEIGHT_FILE, "it is no name of a safetensors file")
+    yield from _files("model.frozen_files", model.frozen_files, _WEIGHT_FILE, "it is no name of a safetensors file")
     yield from _hub("model", "hub", model.hub, model.commit)
     for name, value in model.sizes.items():
         yield from _size(f"model.sizes.{name}", value, _LARGEST_SIZE.get(name, 2**31), depth=0)
@@ -193,18 +204,18 @@ def _parameters(model: ModelConfig) -> Iterator[Problem]:
     if not model.weights:
         why = "peers build a foreign module each for itself, and would begin with different weights"
         yield Problem("model.weights", "nothing", why, _AS_INIT_WRITES)
-    if len(model.foreign_parameters) > _MOST_PARAMETERS:
-        why = f"a module of so many parameters has no room in a run file: at most {_MOST_PARAMETERS}"
-        yield Problem(
-            "model.foreign_parameters",
-            str(len(model.foreign_parameters)),
-            why,
-            "fewer parameters that require a gradient",
-        )
+    for field, names in (("foreign_parameters", model.foreign_parameters), ("foreign_frozen", model.foreign_frozen)):
+        if len(names) > _MOST_PARAMETERS:
+            why = f"a module of so many parameters has no room in a run file: at most {_MOST_PARAMETERS}"
+            yield Problem(f"model.{field}", str(len(names)), why, "a module of fewer parameters")
+        for name in names:
+            if not name.isprintable() or not 0 < len(name) <= 512:
+                yield Problem(f"model.{field}", repr(name), "it is no name of a parameter", _AS_INIT_WRITES)
+    for name, digest in model.foreign_frozen.items():
+        if not re.fullmatch(r"([0-9a-f]{8})?", digest):
+            yield Problem(f"model.foreign_frozen.{name}", repr(digest), "it is no digest", _AS_INIT_WRITES)
     for name, shape in model.foreign_parameters.items():
         field = f"model.foreign_parameters.{name}"
-        if not name.isprintable() or not 0 < len(name) <= 512:
-            yield Problem("model.foreign_parameters", repr(name), "it is no name of a parameter", _AS_INIT_WRITES)
         for size in shape:
             yield from within(field, size, 1, 2**31)
         yield from within(field, prod(shape), 1, 2**34)

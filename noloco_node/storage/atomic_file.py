@@ -134,13 +134,13 @@ class TensorBytes(NamedTuple):
 
 
 def array(name: str, tensor: Tensor) -> Array:
-    """Return a tensor as it is written: int8 and bfloat16 as they are, others as float32.
+    """Return a tensor as it is written: int8, uint8 and bfloat16 as they are, others as float32.
 
     A weight in two parts, bfloat16 and int8, is known by these formats when it is read (`pipeline.hardware`).
     """
     import torch
 
-    written = {torch.int8: "I8", torch.bfloat16: "BF16"}.get(tensor.dtype, "F32")
+    written = {torch.int8: "I8", torch.uint8: "U8", torch.bfloat16: "BF16"}.get(tensor.dtype, "F32")
     dtype = torch.float32 if written == "F32" else tensor.dtype
     return Array(name, written, tuple(tensor.shape), _bytes_in(tensor, dtype))
 

@@ -241,7 +241,7 @@ def _not_these(directory: Path, why: str) -> UserError:
     return config_error(
         f"The files in {directory} are not those that the run starts from.",
         why,
-        "the directory that `noloco-node init --from` was given, or a copy of it",
+        "the directory that `noloco-node init --from` was given, or with --lora the one that it wrote; or a copy",
     )
 
 

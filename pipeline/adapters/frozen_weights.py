@@ -14,7 +14,7 @@ weight in that type: the backward pass makes it again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, Literal
 
@@ -82,15 +82,13 @@ class FrozenLinear(nn.Module):
         values = _pairs(dtype, self.weight.device)[self.weight.int()].view(-1, NF4_BLOCK).mul_(self.scales)
         return values.view(-1)[: self.out_features * self.in_features].view(self.out_features, self.in_features)
 
-    def put(self, weight: Tensor) -> None:
-        """Take the weight of a checkpoint, float32 on the CPU."""
+    def kept(self, weight: Tensor) -> dict[str, Tensor]:
+        """Return the weight of a checkpoint, float32 on the CPU, as it is kept, by the names of the buffers."""
         weight = weight.t() if self.turned else weight
         if self.form in PLAIN:
-            self.weight.copy_(weight)
-            return
+            return {"weight": weight.to(self.weight.dtype)}
         scales, codes = _int8(weight) if self.form == "int8" else _nf4(weight)
-        self.weight.copy_(codes)
-        self.scales.copy_(scales)
+        return {"weight": codes, "scales": scales}
 
     def ordinary(self) -> Tensor:
         """Return the weight as a checkpoint has it, float32."""
@@ -156,11 +154,39 @@ def freeze(whole: nn.Module, form: Form) -> None:
 
 @torch.no_grad()
 def load(part: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Put weights of a checkpoint, by the names of their parameters, where a slice keeps them frozen."""
+    """Put weights, by their names in a checkpoint or from `coded`, where a slice keeps them frozen.
+
+    Raises ValueError for codes of another form or shape.
+    """
     for name, weight in weights:
         owner, _, own = name.rpartition(".")
         holder = part.get_submodule(owner)
-        if isinstance(holder, FrozenLinear) and own == "weight":
-            holder.put(weight)
+        found = {own: weight}
+        if isinstance(holder, FrozenLinear) and own == "weight" and weight.is_floating_point():
+            found = holder.kept(weight)
+        for each, tensor in found.items():
+            buffer = holder.get_buffer(each)
+            same = tensor.dtype == buffer.dtype or (tensor.is_floating_point() and buffer.is_floating_point())
+            if not same or tensor.shape != buffer.shape:
+                raise ValueError(f"{name} is {_described(tensor)}, not {_described(buffer)}")
+            buffer.copy_(tensor)
+
+
+@torch.no_grad()
+def coded(part: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights of a checkpoint, float32 on the CPU, as they travel to machines that keep them frozen as `part`.
+
+    Those that it keeps as codes are codes and scales, [name].weight and [name].scales; others have their shape and are
+    in its dtype. `part` needs no memory. Weights on the meta device yield shapes and dtypes.
+    """
+    for name, weight in weights:
+        owner, _, own = name.rpartition(".")
+        holder = part.get_submodule(owner)
+        if isinstance(holder, FrozenLinear) and own == "weight" and holder.form not in PLAIN:
+            yield from ((f"{owner}.{each}", tensor) for each, tensor in holder.kept(weight).items())
         else:
-            holder.get_buffer(own).copy_(weight)
+            yield name, weight.to(holder.get_buffer(own).dtype)
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

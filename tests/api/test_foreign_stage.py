@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from noloco_node.api.foreign_stage import ForeignStage, StepSignal, check_module, trained_parameters
+import noloco_node
+from noloco_node.api.foreign_stage import ForeignStage, StepSignal, check_frozen, check_module, trained_parameters
 from noloco_node.api.gossip_optimizer import _check_optimised
 from noloco_node.api.training_thread import IterationClock
 from noloco_node.errors import UserError
 from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
+from noloco_node.run.runfile import load_run
 
 TARGETS = torch.zeros((2, 3), dtype=torch.int64)
 
@@ -118,6 +121,36 @@ def test_the_first_parameter_that_differs_is_named(other: nn.Module, why: str) -
     with pytest.raises(UserError) as refused:
         check_module(shapes, trained_parameters(other))
     assert why in refused.value.why
+
+
+def frozen(seed: int, *, biases: bool = True) -> nn.Module:
+    """Return a trained layer over a large frozen one and a small one, which depend on the seed."""
+    torch.manual_seed(seed)
+    large, small = nn.Linear(300, 300, bias=biases), nn.Linear(300, 2, bias=biases)
+    return nn.Sequential(large.requires_grad_(False), small.requires_grad_(False), nn.Linear(2, 2))
+
+
+def test_the_first_frozen_parameter_that_differs_is_named(tmp_path: Path) -> None:
+    module = frozen(0)
+    run = load_run(noloco_node.init(tmp_path / "run.toml", module, steps=9))
+    check_frozen(run, module)
+    check_frozen(run, frozen(0).bfloat16())
+    moved = frozen(0)
+    with torch.no_grad():
+        moved[1].weight.mul_(1.01)
+    for other, why in (
+        (frozen(1), "frozen parameter 0.weight has other values"),
+        (moved, "frozen parameter 1.weight has other values"),
+        (frozen(0, biases=False), "it has no frozen parameter 0.bias"),
+        (nn.Sequential(*frozen(0), nn.Linear(2, 2).requires_grad_(False)), "its parameter 3.weight is frozen"),
+    ):
+        with pytest.raises(UserError) as refused:
+            check_frozen(run, other)
+        assert why in refused.value.why
+    codes = frozen(0)
+    codes[0].weight = nn.Parameter(torch.zeros(45_000, dtype=torch.uint8), requires_grad=False)
+    check_frozen(run, codes)
+    assert not load_run(noloco_node.init(tmp_path / "other.toml", nn.Linear(2, 2), steps=9)).model.foreign_frozen
 
 
 def test_a_parameter_that_the_optimiser_lacks_is_named() -> None:

@@ -77,7 +77,7 @@ def test_stages_apart_take_the_step_of_the_modules_in_one_loop(
     run = written(tmp_path_factory.mktemp("run"), modules(seed))
     layout, whole = foreign_layout(run), nn.Sequential(*modules(seed))
     parts = [
-        with_optimiser(run, program_slice(number, modules(seed).__getitem__, layout), number, StageSettings(CPU))
+        with_optimiser(run, program_slice(number, modules(seed).__getitem__, layout, run), number, StageSettings(CPU))
         for number in range(3)
     ]
     ids, targets = torch.randint(VOCABULARY, (2, sequences, length))
@@ -139,6 +139,7 @@ def failing() -> nn.Module:
         (0, lambda: nn.Embedding(VOCABULARY, 2), r"its parameter 0.weight is [384, 2], and the run's is [384, 6]"),
         (1, nn.Identity, "no parameter that requires a gradient"),
         (1, lambda: Scaled().requires_grad_(True), "its parameter 1.layer.weight is trained"),
+        (1, lambda: modules(1)[1], "its frozen parameter 1.layer.weight has other values"),
         (1, narrow, "it returns 2 numbers a token, and the run's 6"),
         (1, failing, "OSError: no such file"),
         (1, lambda: None, "could not build stage 1. AttributeError: 'NoneType'"),
@@ -149,9 +150,10 @@ def failing() -> nn.Module:
 def test_a_stage_that_is_not_the_runs_is_refused_by_what_differs(
     tmp_path: Path, number: int, build: Callable[[], nn.Module], said: str
 ) -> None:
-    layout = foreign_layout(written(tmp_path, modules()))
+    run = written(tmp_path, modules())
+    layout = foreign_layout(run)
     with pytest.raises(UserError) as refused:
-        program_slice(number, lambda _: build(), layout)
+        program_slice(number, lambda _: build(), layout, run)
     assert refused.value.code is Exit.CONFIG
     assert said in f"{refused.value.what} {refused.value.why}"
 

@@ -14,12 +14,12 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from noloco_node.machine.memory import SavedTensors
-from pipeline.adapters.frozen_weights import NF4_BLOCK, Form, FrozenLinear, load
+from pipeline.adapters.frozen_weights import NF4_BLOCK, Form, FrozenLinear, coded, load
 from pipeline.adapters.lora import ALL_LINEAR, AdaptedLinear, Adapter, drawn, ordinary
 from pipeline.decoder_slice import Cut
 from pipeline.forward_pass import Slice, StageSettings
 from pipeline.model_config import Prepared, family_config, prepare
-from pipeline.partition import adapter_targets, build, slice_size, verify_adapters
+from pipeline.partition import adapter_targets, build, empty_slice, slice_size, verify_adapters
 from pipeline.stage import Stage
 
 ADAPTER = Adapter(rank=3, alpha=6.0, dropout=0.0, targets=(ALL_LINEAR,), freeze_a=False, base="float32", seed=5)
@@ -58,6 +58,35 @@ def moved(part: Slice, seed: int = 0) -> Slice:
             generator = torch.Generator().manual_seed(sum(name.encode()) + seed)
             weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
     return part
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("base", get_args(Form))
+def test_a_slice_takes_coded_weights_as_those_of_a_checkpoint(name: str, base: Any) -> None:
+    recipe = family(name)
+    weights, adapter = weights_of(recipe), ADAPTER._replace(base=base)
+    for piece in (each._replace(adapter=adapter) for each in cuts(recipe, 2)):
+        shapes = slice_size(recipe.config, piece._replace(adapter=None)).shapes
+        travelling = list(coded(empty_slice(recipe.config, piece), [(each, weights[each]) for each in shapes]))
+        outline = coded(empty_slice(recipe.config, piece), [(each, weights[each].to("meta")) for each in shapes])
+        assert [(name, each.shape, each.dtype) for name, each in outline] == [
+            (name, each.shape, each.dtype) for name, each in travelling
+        ]
+        part = build(recipe, piece, 0)
+        load(part, travelling)
+        expected = adapted(recipe, piece._replace(adapter=None), weights, adapter).state_dict()
+        assert all(torch.equal(each, expected[name]) for name, each in part.state_dict().items())
+
+
+@pytest.mark.parametrize(("form", "other"), [("int8", "nf4"), ("nf4", "int8"), ("int8", "bfloat16")])
+def test_codes_of_another_form_are_refused(form: Any, other: Any) -> None:
+    recipe = family("llama")
+    (piece,) = cuts(recipe, 1)
+    weights = weights_of(recipe)
+    found = coded(empty_slice(recipe.config, piece._replace(adapter=ADAPTER._replace(base=form))), weights.items())
+    part = build(recipe, piece._replace(adapter=ADAPTER._replace(base=other)), 0)
+    with pytest.raises(ValueError, match=r"weight is u?int8 .*, not"):
+        load(part, found)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -206,7 +235,7 @@ def test_codes_are_as_near_as_their_scale_says(shape: tuple[int, int], seed: int
     layer = FrozenLinear(torch.nn.Linear(*reversed(shape), bias=False), form)
     for name, empty in list(layer.named_buffers()):
         layer.register_buffer(name, torch.zeros_like(empty, device="cpu"))
-    layer.put(weight)
+    load(layer, [("weight", weight)])
     found = layer.dense(torch.float32)
     if form == "int8":
         largest, most = weight.abs().amax(1, keepdim=True).expand(shape), 0.501 / 127

@@ -80,7 +80,8 @@ def test_real_nodes_train_adapters_and_take_them_home(tmp_path: Path, stages: in
     write_model(checkpoint, sizes=SIZES)
     with Commands() as commands:
         run = write_run(commands.directory, checkpoint, base, stages=str(stages))
-        started = ("bootstrap", "--run", str(run), "--listen", LOCAL, "--weights", str(checkpoint))
+        frozen = run.with_name("run-frozen")
+        started = ("bootstrap", "--run", str(run), "--listen", LOCAL, "--weights", str(frozen))
         bootstrap = commands.start(*started, home=True)
         invite = commands.until(lambda: bootstrap.output.strip(), "a bootstrap peer invites", alive=[bootstrap])
         places = [0, 0, 0] if stages == 1 else [0, 1, 1]
@@ -94,8 +95,8 @@ def test_real_nodes_train_adapters_and_take_them_home(tmp_path: Path, stages: in
         assert len(victim.events(Started)) == 2, "it came back"
         assert any(node.events(OuterStepTaken) for node in nodes), "replicas have met"
         adapter, merged = tmp_path / "adapter", tmp_path / "merged"
-        for out, more in ((adapter, ()), (merged, ("--merge",))):
-            export = commands.start("export", invite, "--out", str(out), "--weights", str(checkpoint), *more)
+        for out, weights, more in ((adapter, checkpoint, ()), (merged, frozen, ("--merge",))):
+            export = commands.start("export", invite, "--out", str(out), "--weights", str(weights), *more)
             assert export.wait() == Exit.OK, export.complaint
         for command in alive:
             command.interrupt()

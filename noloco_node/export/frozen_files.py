@@ -1,0 +1,122 @@
+"""The files of a frozen model in the form in which nodes keep it: `init --lora` makes them, and nodes fetch these."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from functools import lru_cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noloco_node.errors import reason_of, storage_error
+from noloco_node.export.continue_run import sections
+from noloco_node.planning.checkpoint_map import CheckpointMap, opened
+from noloco_node.planning.model_layout import model_layout
+from noloco_node.run.config import RunConfig
+from noloco_node.run.presets import check_free
+from noloco_node.run.runfile import decode_run
+from noloco_node.storage.atomic_file import Array, TensorBytes, array, write_tensors
+from noloco_node.terminal import Bar, say
+from noloco_node.units import format_bytes
+from pipeline.adapters import frozen_weights
+from pipeline.partition import empty_slice
+
+WORTH = 0.9
+"""Share of the checkpoint's bytes up to which its owner keeps a second copy of the model."""
+FILE_BYTES = 4 * 2**30
+"""A file that has so much takes no further tensor."""
+
+
+def with_frozen_files(text: str, origin: Path, out: Path, *, overwrite: bool) -> str:
+    """Write the frozen model of a run, and its tokenizer, to `out`; return the run file's text with its files.
+
+    `origin`: the checkpoint that the run starts from. If its files are hardly larger, or the run has no adapters,
+    nothing is written and the text is returned as it is. Raises `UserError` if the disk refuses, or if `out` is there
+    and must not be overwritten.
+    """
+    run = decode_run(text, "the new run file")
+    if not run.adapter.is_trained or not run.model.weights:
+        return text
+    origin, before_bytes = origin.expanduser(), sum(each.size_bytes for each in run.model.weights)
+    with opened([origin / each.file for each in run.model.weights]) as files:
+        arrays = _arrays(run, files)
+        size_bytes = sum(each.size_bytes for each in arrays)
+        if size_bytes > WORTH * before_bytes:
+            return text
+        if not overwrite:
+            check_free(out)
+        sizes = f"{format_bytes(size_bytes)} instead of {format_bytes(before_bytes)}"
+        say(f"writing the model in {run.adapter.base} to {out}: {sizes} for each machine to fetch")
+        try:
+            with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as aside:
+                written = _write(arrays, Path(aside), run.adapter.base)
+                others = [Path(shutil.copy(origin / each.file, aside)) for each in run.data.tokenizer_files]
+                lines = "\n\n".join((*sections("model.frozen_files", written), "[[model.weights]]"))
+                out.mkdir(exist_ok=True)
+                for path in (*written, *others):
+                    os.replace(path, out / path.name)
+        except OSError as error:
+            what = f"The frozen model cannot be written to {out}."
+            raise storage_error(what, reason_of(error), "free some space, or write the run file elsewhere") from error
+    return text.replace("[[model.weights]]", lines, 1)
+
+
+def _arrays(run: RunConfig, files: Mapping[str, Any]) -> list[Array]:
+    """Return the tensors of a run's frozen model, each made of those of its checkpoint when it is written."""
+    layout = model_layout(run)
+    outline, shapes = CheckpointMap(layout.prepared, files), layout.whole_checkpoint
+    part = empty_slice(layout.prepared.config, layout.whole(run.adapter.base))
+
+    @lru_cache(1)  # codes and scales follow each other
+    def made(name: str) -> dict[str, Tensor]:
+        found = outline.load({name: shapes[name]}, lambda source: files[source].get_tensor(source))
+        return dict(frozen_weights.coded(part, found))
+
+    def chunks(name: str, own: str) -> Iterator[memoryview]:
+        data = array(own, made(name)[own]).data
+        assert isinstance(data, TensorBytes)
+        return data.read()
+
+    found: list[Array] = []
+    seen: set[tuple[str, ...]] = set()
+    for name, shape in shapes.items():
+        sources = tuple(outline.sources([name]))
+        if sources in seen:
+            continue  # a head that is the embedding
+        seen.add(sources)
+        for own, empty in frozen_weights.coded(part, [(name, torch.empty(shape, device="meta"))]):
+            entry = array(own, empty)
+            found.append(entry._replace(data=TensorBytes(entry.size_bytes, partial(chunks, name, own))))
+    return found
+
+
+def _write(arrays: list[Array], directory: Path, form: str) -> list[Path]:
+    """Write tensors into files of a directory, and return these."""
+    shards: list[list[Array]] = [[]]
+    for each in arrays:
+        if sum(other.size_bytes for other in shards[-1]) >= FILE_BYTES:
+            shards.append([])
+        shards[-1].append(each)
+    paths = [directory / f"frozen-{form}-{number:05d}.safetensors" for number in range(1, len(shards) + 1)]
+    done, total = 0, sum(each.size_bytes for each in arrays)
+
+    def told(each: Array, bar: Bar) -> Array:
+        def read() -> Iterator[memoryview]:
+            nonlocal done
+            for chunk in each.chunks():
+                done += len(chunk)
+                bar.draw(done / total, f"{format_bytes(done)} of {format_bytes(total)}")
+                yield chunk
+
+        return each._replace(data=TensorBytes(each.size_bytes, read))
+
+    with closing(Bar()) as bar:
+        for path, shard in zip(paths, shards, strict=True):
+            write_tensors(path, [told(each, bar) for each in shard], about=f"frozen {form}")
+    return paths
