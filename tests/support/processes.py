@@ -34,6 +34,7 @@ E = TypeVar("E")
 
 POLL_S = 0.05
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+MEMBER = Path(__file__).with_name("local_member.py")
 _NEVER = threading.Event()
 
 
