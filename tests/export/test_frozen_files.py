@@ -15,9 +15,11 @@ from noloco_node.cli.main import app
 from noloco_node.errors import Exit, UserError
 from noloco_node.planning.checkpoint_map import RunWeights
 from noloco_node.planning.model_layout import make_stage, model_layout
+from noloco_node.planning.plan_text import report
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import load_run
 from noloco_node.storage.weight_store import WeightFile, WeightStore
+from noloco_node.units import format_bytes
 
 WIDE = LLAMA | {"hidden_size": 64, "intermediate_size": 192}
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 384, "n_positions": 64}
@@ -101,8 +103,10 @@ def test_a_directory_that_is_there_stays_unless_forced(tmp_path: Path) -> None:
         init(tmp_path, "nf4")
     assert not (tmp_path / "run.toml").exists()
     before = load_run(init(tmp_path, "nf4", "--force")).model
-    again = load_run(init(tmp_path, "nf4", "--force")).model
-    assert before == again, "all machines make the same codes"
+    path = init(tmp_path, "nf4", "--force")
+    assert before == load_run(path).model, "all machines make the same codes"
+    said = " ".join(report(path).split())
+    assert f"fetches the model that the run starts from, {format_bytes(before.fetched[0].size_bytes)}, once." in said
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
