@@ -167,6 +167,8 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Of one inner step of one replica."""
     rounds: int
     """That a replica opens, when as many peers come as planned."""
+    fetched_bytes: int
+    """Of the files that the run starts from, all stages together."""
     backward: float
     """What a backward pass takes, in forward passes: less where the model is frozen."""
     efficiency: tuple[float, ...]
@@ -221,6 +223,7 @@ def plan(run: RunConfig) -> RunPlan:
         tokens=run.tokens(run.budget_samples),
         tokens_per_step=run.tokens(run.samples_per_step),
         rounds=rounds_of(run),
+        fetched_bytes=sum(each.size_bytes for each in run.model.fetched),
         backward=drawn.backward,
         efficiency=efficiency,
         remedies=suggest_windows(run.pipeline, shares, passes) if efficiency[1] < BUSY else (),

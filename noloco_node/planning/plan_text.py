@@ -35,6 +35,11 @@ def describe(plan: RunPlan) -> list[str]:
         f"Tokens: {format_count(plan.tokens)} in all, {format_count(plan.tokens_per_step)} an inner step of a replica; "
         f"{plan.rounds} rounds a replica.",
     ]
+    if plan.fetched_bytes:
+        which = "" if len(plan.stages) == 1 else ": the part of its stage"
+        lines.append(
+            f"A machine fetches the model that the run starts from, {format_bytes(plan.fetched_bytes)}, once{which}."
+        )
     if len(plan.stages) > 1:
         lines += [
             f"A microbatch's hop: {format_bytes(plan.hop_down_bytes)} down, {format_bytes(plan.hop_up_bytes)} back.",

@@ -95,6 +95,13 @@ def _adapter(adapter: AdapterConfig, model: ModelConfig) -> Iterator[Problem]:
         if adapter != NO_ADAPTER:
             yield Problem("adapter.rank", "0", "without a rank there is no adapter", "16, for example")
         return
+    for each in model.frozen_files:
+        if not each.file.startswith(f"frozen-{adapter.base}-"):
+            why = f"the frozen model in {each.file} is of another form"
+            yield Problem(
+                "adapter.base", repr(adapter.base), why, "the form of `init --lora --base FORM`; or call it again"
+            )
+            break
     if model.hub is None and not model.weights:
         why = "adapters are trained over a finished model, and this one starts from random weights"
         yield Problem("adapter.rank", str(adapter.rank), why, "`noloco-node init --from DIR --lora RANK`, or model.hub")
