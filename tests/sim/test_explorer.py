@@ -396,7 +396,7 @@ def test_a_peer_that_finishes_first_when_asked_to_leave_is_found(monkeypatch: py
         return ending
 
     monkeypatch.setattr(Assignment, "train", stays)
-    assert "was asked to leave" in first_broken().sentence
+    assert "was asked to leave" in first_broken(first=7).sentence
 
 
 def test_a_correction_that_is_not_applied_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
