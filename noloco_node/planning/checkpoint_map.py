@@ -175,14 +175,14 @@ def check_files(prepared: Prepared, stages: Iterable[Shapes], paths: Sequence[Pa
     try:
         with opened(paths) as files:
             slices = {name: file.get_slice(name) for name, file in files.items()}
-            check_tensors(prepared, stages, {name: (each.get_dtype(), each.get_shape()) for name, each in slices.items()})
+            check_tensors(
+                prepared, stages, {name: (each.get_dtype(), each.get_shape()) for name, each in slices.items()}
+            )
     except (ValueError, OSError, SafetensorError) as error:
         raise unfit(_directory_of(paths), error) from error
 
 
-def check_tensors(
-    prepared: Prepared, stages: Iterable[Shapes], found: Mapping[str, tuple[str, Sequence[int]]]
-) -> None:
+def check_tensors(prepared: Prepared, stages: Iterable[Shapes], found: Mapping[str, tuple[str, Sequence[int]]]) -> None:
     """Raise ValueError unless tensors, by their names in a checkpoint, make all stages' parameters.
 
     `found`: dtype, as safetensors spells it, and shape of each.
