@@ -25,7 +25,7 @@ MORE_EVERY = 12
 SEARCH_S, SEARCH_AGAIN_S = 180.0, 5.0
 """A search is good for so long; after one, the next waits at least so long."""
 SEARCH_PAUSES, LONGEST_SEARCH_S = 6, 3600.0
-"""A search is good for so many pauses between two uses of the place, for so long at most, while all nodes answer well."""
+"""While all nodes answer well, a search is good for so many pauses between two uses, and for so long at most."""
 DOUBTED_S, SILENT_S = 600.0, 30.0
 """A node comes last for so long: one that lost what it took, and one that did not answer."""
 STALE_S, STALE_PERIODS = 15.0, 1.5
