@@ -220,7 +220,7 @@ def make_stage(
     graphs: int | None = None,
     *,
     by_layers: bool = False,
-    moments_beside: bool = False,
+    moments_beside: int = 0,
 ) -> Stage:
     """Return stage `number` with its inner optimiser; raise `UserError` as `build_stage` does.
 
