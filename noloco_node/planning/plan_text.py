@@ -85,8 +85,9 @@ def _moments(plan: RunPlan) -> list[str]:
     moments = max(stage.gpu.coded_moments for stage in plan.stages)
     if not moments:
         return []
+    size = format_bytes(moments)
     return [
-        f"Where a GPU has less memory than that, the node keeps {format_bytes(moments)} of 8-bit moments beside it."
+        f"Where a GPU has less memory than that, the node keeps as many moments beside it as need be, {size} at most."
     ]
 
 

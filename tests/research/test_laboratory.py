@@ -330,18 +330,6 @@ class TestCommand:
         assert "3 runs wait for a tuning that failed" in said
 
 
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A model and a held-out text small enough for a test."""
-    from research.laboratory.experiments import task
-
-    for name, size in (("WIDTH", 32), ("LAYERS", 2), ("VALIDATION_BATCHES", 1), ("SEQUENCE_LENGTH", 32)):
-        monkeypatch.setattr(task, name, size)
-    task.validation_text.cache_clear()
-    yield
-    task.validation_text.cache_clear()
-
-
 def test_shards_are_parts_of_the_text_and_unlike() -> None:
     parts = [{(piece.name, piece.start) for piece in shard(number, 4)} for number in range(4)]
     assert all(parts)
