@@ -7,8 +7,7 @@
 The clean swarm of `training_attacks` trains, and every second microbatch is computed by two more replicas. A sender
 judges each of these microbatches once: a pair first, by chance, the third where the two disagree. It sees them in
 stretches of 16 in random order, which is harder than the real one, for what is usual moves with it. New senders do so
-until `--checks` checks have been judged. So it is with the gradients of all replicas, in stretches of 64, and their
-offsets.
+until `--checks` checks have been judged. So it is with the gradients that each sender got, and their offsets.
 
     alike     float32 on equal machines, one text
     mixed     of four replicas of a stage one computes in bfloat16, one in float16
@@ -25,7 +24,7 @@ gradients, activations and meetings that a bound refused.
 from __future__ import annotations
 
 import argparse
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain, combinations, product
 from pathlib import Path
@@ -118,15 +117,15 @@ def found_by_itself(kind: str, seed: int) -> Counter[str]:
     return Counter({name: seen.counts[name] for name in COUNTED}) + seen.violations
 
 
-def recorded(kind: str, seed: int) -> tuple[list[Apart], list[Mean]]:
-    """Return what three replicas were apart, microbatch by microbatch, and the means of all gradients."""
+def recorded(kind: str, seed: int) -> tuple[list[Apart], list[list[Mean]]]:
+    """Return what three replicas were apart, microbatch by microbatch, and the means of each sender's gradients."""
     found: list[Apart] = []
-    means: list[Mean] = []
+    means: defaultdict[SpotChecks, list[Mean]] = defaultdict(list)
     calls: Counter[SpotChecks] = Counter()
 
     async def check(checks: SpotChecks, peer: str, microbatch: Microbatch, reply: Gradient, _: float) -> Gradient:
         calls[checks] += 1
-        means.append((peer, checks._mean(reply)))
+        means[checks].append((peer, checks._mean(reply)))
         if calls[checks] % EVERY == 0:
             others = [hop.peer for hop in checks._ways.hops() if hop.peer != peer]
             answers = {peer: reply}
@@ -141,14 +140,14 @@ def recorded(kind: str, seed: int) -> tuple[list[Apart], list[Mean]]:
 
     with mock.patch.object(SpotChecks, "check", check):
         trained(kind, seed)
-    return found, means
+    return found, list(means.values())
 
 
-def kept(directory: Path | None, kind: str, seed: int) -> tuple[list[Apart], list[Mean]]:
+def kept(directory: Path | None, kind: str, seed: int) -> tuple[list[Apart], list[list[Mean]]]:
     """Return what was recorded, from a file of `directory` if it is there; else record it, and write that file."""
     path = None if directory is None else directory / f"{kind}-{seed}.pt"
     if path is not None and path.exists():
-        found: tuple[list[Apart], list[Mean]] = torch.load(path, weights_only=True)
+        found: tuple[list[Apart], list[list[Mean]]] = torch.load(path, weights_only=True)
         return found
     found = recorded(kind, seed)
     if path is not None:
@@ -183,13 +182,14 @@ def judged(found: list[Apart], rng: Random, checks: int) -> Counter[str]:
     return counts
 
 
-def watched(means: list[Mean], rng: Random, checks: int) -> Counter[str]:
+def watched(senders: list[list[Mean]], rng: Random, checks: int) -> Counter[str]:
     """Return the verdicts on the offsets of so many gradients, and their number."""
     counts = Counter[str]()
-    replicas = sorted({peer for peer, _ in means})
-    for verdicts, now_s, (peer, each) in lives(means, 4 * STRETCH, rng, checks):
-        counts["judged"] += 1
-        counts.update(str(verdict.finding) for verdict in verdicts.watch(peer, each, replicas, now_s))
+    for means in senders:
+        replicas = sorted({peer for peer, _ in means})
+        for verdicts, now_s, (peer, each) in lives(means, STRETCH, rng, checks // len(senders)):
+            counts["judged"] += 1
+            counts.update(str(verdict.finding) for verdict in verdicts.watch(peer, each, replicas, now_s))
     return counts
 
 
