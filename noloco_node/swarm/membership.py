@@ -86,6 +86,8 @@ REFRESHES_PER_RECEIPTS = 2
 """Refreshes between two publications of receipts, and between two readings."""
 READINGS_PER_PARENT = 8
 """Readings of large stages between two that look for peers of a lower depth, where none has been seen."""
+ENDING = 0.2
+"""Where so many peers of a sample say that they have finished, the run ends, and the sample is read often."""
 READS_FOR_NEWCOMERS = 4
 """Readings in the time of one, while a newcomer of the next stage catches up."""
 
@@ -335,7 +337,9 @@ class Membership:
     def _note_reading(self, stage: int, shards: Sequence[Shard], now_s: float, gone: float) -> None:
         """Note that these shards were read, and choose when they are read again if they are a sample."""
         steady = all(shard.depth == self._depths[stage] for shard in shards)
-        is_enough = len(self._records.believed[stage]) >= LEAST_IN_SHARD
+        believed = self._records.believed[stage]
+        finished = sum(record.state is PeerState.FINISHED for record in believed.values())
+        is_enough = len(believed) >= LEAST_IN_SHARD and finished < ENDING * len(believed)
         most_s = VISITOR_READ_S
         if self._own is not None:
             most_s = READ_S if stage - self._own.stage in (0, 1) else READ_OTHERS_S

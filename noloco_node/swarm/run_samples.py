@@ -51,7 +51,7 @@ LEAST_WATCHED_S = 60.0
 """For which a source is watched before its pace counts."""
 MOST_PACE = 2.0
 """A source's pace counts up to so many times the median."""
-FOLLOWS_S = 500.0
+FOLLOWS_S = 2000.0
 """In which an estimate comes nearer to the median of the others' by all but 1/e of its distance."""
 LONGEST_AHEAD_S = 600.0
 """For which the pace of the last reading is believed without another."""
