@@ -15,8 +15,9 @@ asked it leaves it out (`noloco_node.node.partners`).
 from a newcomer's record until a peer of the stage before has read it, and until the first microbatch, if each of those
 peers sends one a second and draws from its bag (`pipeline.routing`); medians and the slowest of a hundred.
 
-`kb_per_s`: what a peer receives and sends for membership, and of that `read`, `search`, `write` and `look` (all stages,
-for a move): by the bytes of a record as production encodes it, and by what real daemons took in a swarm of twelve.
+`kb_per_s`: what a peer receives and sends for membership, and of that `read`, `search`, `write` and `look` (the stage
+that is not read otherwise, for a move): by the bytes of a record as production encodes it, and by what twelve daemons
+took.
 """
 
 from __future__ import annotations
@@ -43,18 +44,20 @@ from gossip.rounds.matching import (
 )
 from gossip.settings import RoundTimeouts
 from noloco_node.libp2p.record_checks import SIGNATURE_BYTES
-from noloco_node.libp2p.record_holders import MORE_EVERY, SEARCH_S, SEARCHED, WRITTEN
+from noloco_node.libp2p.record_holders import LONGEST_SEARCH_S, MORE_EVERY, SEARCH_PAUSES, SEARCH_S, SEARCHED, WRITTEN
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.membership import READ_OTHERS_S, READ_S, SAMPLE_RENEWALS
 from noloco_node.swarm.roster import Given, PeerRecord, brief
 from noloco_node.swarm.shards import (
     FOLLOWED_S,
+    LEAST_PAUSE_S,
     MOST_IN_SHARD,
     RENEWED_S,
     WHOLE_OF,
     Shard,
     followed,
     next_depth,
+    next_pause_s,
     stage_size,
     written,
 )
@@ -120,9 +123,9 @@ class Peer:
     lost: set[str] = field(default_factory=set)
     queue: PartnerQueue = field(default_factory=lambda: PartnerQueue(PATIENCE, Random(0)))
 
-    def read_s(self, now_s: float) -> float:
+    def read_s(self, now_s: float, pause_s: float) -> float:
         """Return when it read its stage last."""
-        return max(self.born_s, now_s - (now_s - self.reads_s) % READ_S)
+        return max(self.born_s, now_s - (now_s - self.reads_s) % pause_s)
 
     def written_s(self, now_s: float) -> float:
         """Return when its newest record was written, as of now."""
@@ -156,6 +159,7 @@ class Stage:
     def __init__(self, replicas: int, churn: float, seed: int) -> None:
         self.rng, self.churn = Random(f"{replicas}|{churn}|{seed}"), churn
         self.seed, self.now_s, self.depth = seed, 0.0, 0
+        self.pause_s, self.others_pause_s = pause_s(churn, READ_S), pause_s(churn, READ_OTHERS_S)
         self.peers: dict[str, Peer] = {}
         self.shards: defaultdict[Shard, list[Peer]] = defaultdict(list)
         self.events: list[tuple[float, int, str, Peer]] = []
@@ -169,7 +173,7 @@ class Stage:
 
     def join(self, *, sybil: bool, born_s: float) -> Peer:
         rng = self.rng
-        reads_s = born_s if born_s >= 0.0 else rng.uniform(0.0, READ_S)
+        reads_s = born_s if born_s >= 0.0 else rng.uniform(0.0, self.pause_s)
         peer = Peer(f"{rng.getrandbits(64):016x}", born_s, rng.uniform(0.0, RENEWED_S), reads_s, sybil)
         peer.queue = PartnerQueue(PATIENCE, rng)
         self.peers[peer.name] = peer
@@ -187,13 +191,13 @@ class Stage:
 
     def roster(self, reader: Peer) -> list[Peer]:
         """Return the peers that a reader takes for alive since its last reading."""
-        read_s = reader.read_s(self.now_s)
-        before_s = read_s - READ_S
+        read_s = reader.read_s(self.now_s, self.pause_s)
+        before_s = read_s - self.pause_s
         found: dict[str, Peer] = {}
         for shard in followed(reader.name, 0, self.depth, read_s):
             new = before_s < reader.born_s or shard not in followed(reader.name, 0, self.depth, before_s)
             # Where a shard was read before, its peers count that have published since.
-            since_s = read_s - BELIEVED_S - CLOCK_S if new else before_s
+            since_s = read_s - BELIEVED_S - CLOCK_S if new else min(before_s, read_s - BELIEVED_S)
             for peer in self.shards[shard]:
                 if peer.born_s <= read_s and peer.written_s(read_s) > since_s:
                     found[peer.name] = peer
@@ -215,7 +219,7 @@ class Stage:
         for shard in written(peer.name, self.depth):
             # Records stay in the DHT for minutes, and count as long as a newcomer may believe them.
             self.shards[shard] = [
-                each for each in self.shards[shard] if each.died_s + BELIEVED_S + CLOCK_S + READ_S > self.now_s
+                each for each in self.shards[shard] if each.died_s + BELIEVED_S + CLOCK_S + self.pause_s > self.now_s
             ]
 
     def _open(self, peer: Peer) -> None:
@@ -297,7 +301,7 @@ class Stage:
             shards = followed(caller.name, 1, self.depth, self.now_s)
             if caller.sybil or not own.intersection(shards):
                 continue
-            reads_s = rng.uniform(0.0, READ_S)
+            reads_s = rng.uniform(0.0, self.pause_s)
             # The newcomer's entry is one of those that are left in the bag.
             left = rng.randint(0, sum(len(self.shards[shard]) for shard in shards))
             knows, first = min(knows, reads_s), min(first, reads_s + rng.randint(0, left) + rng.random())
@@ -307,25 +311,38 @@ class Stage:
         """Return what a peer receives and sends in membership: for readings, searches, its record, and looks."""
         peers = self.rng.sample(list(self.peers.values()), min(200, len(self.peers)))
         read = search = write = look = 0.0
-        pace = StagePace.of(READ_OTHERS_S)
+        pace = StagePace.of(READ_S)
         for peer in peers:
             # The first reading asks all holders that a search finds, every twelfth the usual ones and one more.
-            for stage, every_s in enumerate((READ_OTHERS_S, READ_S, READ_S)):
+            for stage, every_s in enumerate((self.others_pause_s, self.pause_s, self.pause_s)):
                 asked = 1.0 + (SEARCHED - 1.0) * every_s / FOLLOWED_S + WRITTEN / MORE_EVERY
                 for shard in followed(peer.name, stage, self.depth, self.now_s):
                     read += asked * self._answer_kb(shard) / every_s
-                    search += SEARCH_KB / (every_s * math.ceil(SEARCH_S / every_s))
-            for stage in range(STAGES):
-                for shard in followed(peer.name, stage, self.depth, self.now_s):
-                    look += (self._answer_kb(shard) + SEARCH_KB * (stage == STAGES - 1)) / pace.look_s
+                    search += SEARCH_KB / self._search_s(every_s)
+            for shard in followed(peer.name, STAGES - 1, self.depth, self.now_s):
+                look += self._answer_kb(shard) / pace.look_s + SEARCH_KB / self._search_s(pace.look_s)
             keys = len(written(peer.name, self.depth))
             write += WRITTEN_KB * keys / RENEWED_S
-            search += SEARCH_KB * keys / SEARCH_S
+            search += SEARCH_KB * keys / self._search_s(RENEWED_S)
         count = len(peers)
         return read / count, search / count, write / count, look / count
 
+    def _search_s(self, every_s: float) -> float:
+        """Return how long a search is good for: less where one of the holders is likely to die meanwhile."""
+        calm_s = max(SEARCH_S, min(SEARCH_PAUSES * every_s, LONGEST_SEARCH_S))
+        dies = self.churn / 6000.0 * WRITTEN * calm_s > 1.0
+        return every_s * math.ceil((SEARCH_S if dies else calm_s) / every_s)
+
     def _answer_kb(self, shard: Shard) -> float:
         return READ_KB + (ENTRY_BYTES + SIGNATURE_BYTES + RECORD_BYTES) / 1000 * len(self.shards[shard])
+
+
+def pause_s(churn: float, most_s: float) -> float:
+    """Return the pause between two readings that production arrives at."""
+    found_s = LEAST_PAUSE_S
+    for _ in range(10):
+        found_s = next_pause_s(found_s, 1.0 - math.exp(-churn / 6000.0 * found_s), most_s)
+    return found_s
 
 
 def measure(peers: int, churn: float, seed: int, minutes: float) -> Found:

@@ -15,7 +15,15 @@ from noloco_node.planning.model_layout import model_layout
 from noloco_node.planning.plan import LEAST_ROUNDS, mean_steps_per_round, rounds_of
 from noloco_node.planning.plan_text import fitted, in_phases
 from noloco_node.planning.search import CLEARLY, Planned, in_fewer_stages, in_subspaces, plan_for, plan_in
-from noloco_node.planning.throughput import Machines, fits, forecast, gpu_memories, missing, share_of_rounds
+from noloco_node.planning.throughput import (
+    Machines,
+    fits,
+    forecast,
+    gpu_memories,
+    missing,
+    share_of_rounds,
+    taking_part,
+)
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import load_run
 from noloco_node.units import format_bytes, format_count, format_duration, format_rate
@@ -138,7 +146,7 @@ def describe_changes(planned: Planned, before: RunConfig, machines: Machines) ->
             f"{run.inner.steps:,}. The learning rate stays; by a rule of thumb for Adam one "
             f"{sqrt(batch / asked):.2g} times as high suits that batch."
         )
-    spare = machines.count - run.pipeline.peers
+    spare = machines.count - taking_part(run, machines)
     if spare:
         said.append(f"This plan leaves out {spare} of {machines.count} machines, which may join as more replicas.")
     return fitted(said)

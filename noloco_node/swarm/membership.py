@@ -17,8 +17,8 @@ A stage of more than 64 replicas has shards (`noloco_node.swarm.shards`): a peer
 reads a few. Then the roster is a sample, which says how many peers there are (`Roster.sizes`), and no sum of all peers
 is read: the keys of sources and of receipts are left alone. A peer that knows only a sample of its stage publishes its
 record every `RENEWED_S`. A sample is read every `READ_S`, or every `READ_OTHERS_S` where we do not work with the stage;
-one that is too small, or whose depth changes, is read sooner. Most records of such a stage are brief
-(`noloco_node.swarm.roster.brief`).
+one that is too small, whose depth changes, or of which many are gone, is read sooner. Most records of such a stage are
+brief (`noloco_node.swarm.roster.brief`).
 
 A source and a visitor also read the receipts for all sources' samples (`noloco_node.swarm.receipts`). A replica of the
 last stage publishes the receipts that it gives. Both happen every second time.
@@ -71,8 +71,8 @@ REFRESHES = 3
 """Our record outlives this many refreshes, since one or two may be lost on the way."""
 SAMPLE_RENEWALS = 2
 """The same where a roster is a sample: another reading finds the peer again."""
-READ_S, READ_OTHERS_S = 120.0, 240.0
-"""The longest time between two readings of a sample: of our stage and the next, and of another stage."""
+READ_S, READ_OTHERS_S, VISITOR_READ_S = 180.0, 480.0, 120.0
+"""The longest time between two readings of a sample: of our stage and the next, of another stage, and of a visitor."""
 LONGEST_IN_DHT_S = 3600.0
 REFRESHES_PER_RECEIPTS = 2
 """Refreshes between two publications of receipts, and between two readings."""
@@ -116,7 +116,7 @@ class Membership:
         self._sizes: list[StageSize | None] = [None] * stages
         self._read_s = [0.0] * stages
         """When each stage was read last (loop seconds)."""
-        self._rhythms = [ReadingRhythm(RENEWED_S / 2) for _ in range(stages)]
+        self._rhythms = [ReadingRhythm() for _ in range(stages)]
         self._reads_parents = [False] * stages
         """Whether a stage has peers of a lower depth, as far as we have seen."""
         self._readings = 0
@@ -212,19 +212,29 @@ class Membership:
             await self._publish(msgspec.structs.replace(last, state=PeerState.LEAVING))
 
     async def peek(self, stages: Collection[int] | None = None) -> Roster:
-        """Read the stages that we watch, or these stages once; return the new roster."""
+        """Read the stages that we watch, or these stages once; return the new roster.
+
+        Samples that we watch, and whose reading is not due, are not read for the latter.
+        """
         async with self._reading:
-            watched = self._records.watched if stages is None else tuple(stages)
-            await self._read(watched, watched)
+            watched = self._records.watched
+            if stages is None:
+                await self._read(watched, watched)
+            else:
+                await self._read([s for s in stages if s not in watched or self._is_due_now(s)], stages)
         return self._roster
 
     async def _read_due(self) -> None:
         """Read those of the stages that we watch whose reading is due: all but samples."""
         async with self._reading:
             watched = self._records.watched
-            due = [s for s in watched if self._sizes[s] is None or self._rhythms[s].is_due(self._follow(s), loop_s())]
+            due = [stage for stage in watched if self._is_due_now(stage)]
             if due:
                 await self._read(due, watched)
+
+    def _is_due_now(self, stage: int) -> bool:
+        """Say whether a stage that we watch is to be read: always, unless it is a sample."""
+        return self._sizes[stage] is None or self._rhythms[stage].is_due(self._follow(stage), loop_s())
 
     async def _read(self, stages: Collection[int], kept: Collection[int]) -> None:
         """Read stages and show the new roster; forget all stages but those that are `kept`."""
@@ -251,6 +261,7 @@ class Membership:
             for s, key in zip(stages, map(self._stage_key, stages), strict=True)
         }
         pauses_s = {s: self._rhythms[s].pause_s if self._sizes[s] else 0.0 for s in stages}
+        before = {s: self._records.believed[s].keys() for s in stages}
         self._records.take(found, own, now_s, self._unix_time(), unread, pauses_s)
         for stage, records in found.items():
             if records is not None:
@@ -260,7 +271,9 @@ class Membership:
                 self._sizes[stage] = None
         for stage in stages:
             self._divide(stage, own[stage])
-            self._note_reading(stage, own[stage], now_s, read_all=not unread[stage])
+            if not unread[stage]:  # else they are due until they could be read
+                gone = before[stage] - self._records.believed[stage].keys()
+                self._note_reading(stage, own[stage], now_s, len(gone) / max(1, len(before[stage])))
         self._records.seldom = [stage for stage, size in enumerate(self._sizes) if size is not None]
         receipts = read.get(self._receipts_key)
         if receipts is not None:
@@ -307,15 +320,14 @@ class Membership:
             self._publish_s = float("-inf")
         self._reads_parents[stage] = any(each < depth for each in depths.values())
 
-    def _note_reading(self, stage: int, shards: Sequence[Shard], now_s: float, *, read_all: bool) -> None:
+    def _note_reading(self, stage: int, shards: Sequence[Shard], now_s: float, gone: float) -> None:
         """Note that these shards were read, and choose when they are read again if they are a sample."""
-        if not read_all:
-            return  # they are due until they could be read
         steady = all(shard.depth == self._depths[stage] for shard in shards)
         is_enough = len(self._records.believed[stage]) >= LEAST_IN_SHARD
-        works_with = self._own is None or stage - self._own.stage in (0, 1)
-        most_s = READ_S if works_with else READ_OTHERS_S
-        self._rhythms[stage].note(shards, now_s, steady=steady and is_enough, most_s=most_s)
+        most_s = VISITOR_READ_S
+        if self._own is not None:
+            most_s = READ_S if stage - self._own.stage in (0, 1) else READ_OTHERS_S
+        self._rhythms[stage].note(shards, now_s, steady=steady and is_enough, gone=gone, most_s=most_s)
 
     async def run(self) -> NoReturn:
         while True:

@@ -33,6 +33,10 @@ FOLLOWED_S = 7200.0
 """A shard is followed for so long. The readers of one change at different times, and a reader one after the other."""
 RENEWED_S = 60.0
 """A peer of a stage of which nobody knows all publishes its record so often."""
+LEAST_PAUSE_S = 30.0
+"""The shortest pause between two readings of a sample."""
+MANY_GONE = 0.2
+"""The part of a sample that may be gone at a reading: of the listed peers nearly as many are dead, just before it."""
 WHOLE_OF = 8
 """Of so many peers of such a stage one publishes its whole record, for views; the others what decisions read."""
 PREVAILING = 0.25
@@ -67,14 +71,20 @@ class Shard(NamedTuple):
         return above or self.holds(peer, depth)
 
 
-class ReadingRhythm:
-    """When a large stage is read again: seldom while it keeps its depth and enough of its peers are known.
+def next_pause_s(pause_s: float, gone: float, most_s: float) -> float:
+    """Return the pause after the next reading of a sample, of which this part was gone after the last pause.
 
-    The pause begins at `least_s`. It doubles with each such reading, and each other reading sets it back.
+    It doubles while few are gone, up to `most_s`, and is halved where many are.
     """
+    factor = 2.0 if gone <= MANY_GONE / 2 else 0.5 if gone > MANY_GONE else 1.0
+    return max(LEAST_PAUSE_S, min(factor * pause_s, most_s))
 
-    def __init__(self, least_s: float) -> None:
-        self._least_s = self.pause_s = least_s
+
+class ReadingRhythm:
+    """When a large stage is read again: seldom while it keeps its depth, and enough of its peers are known and stay."""
+
+    def __init__(self) -> None:
+        self.pause_s = LEAST_PAUSE_S
         self._read: tuple[Shard, ...] = ()
         self._read_s = -math.inf
 
@@ -82,10 +92,10 @@ class ReadingRhythm:
         """Say whether these shards, which are followed now, are to be read. Others than before always are."""
         return tuple(shards) != self._read or now_s - self._read_s >= self.pause_s
 
-    def note(self, shards: Sequence[Shard], now_s: float, *, steady: bool, most_s: float) -> None:
-        """Note that these shards were read. `most_s`: the longest pause that may follow."""
+    def note(self, shards: Sequence[Shard], now_s: float, *, steady: bool, gone: float, most_s: float) -> None:
+        """Note that these shards were read. `gone`, `most_s`: as for `next_pause_s`."""
         self._read, self._read_s = tuple(shards), now_s
-        self.pause_s = min(2.0 * self.pause_s, most_s) if steady else self._least_s
+        self.pause_s = next_pause_s(self.pause_s, gone, most_s) if steady else LEAST_PAUSE_S
 
 
 class StageSize(NamedTuple):
