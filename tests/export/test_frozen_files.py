@@ -109,6 +109,18 @@ def test_a_directory_that_is_there_stays_unless_forced(tmp_path: Path) -> None:
     assert f"fetches the model that the run starts from, {format_bytes(before.fetched[0].size_bytes)}, once." in said
 
 
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_no_run_goes_on_from_codes(tmp_path: Path, base: str) -> None:
+    write_model(tmp_path / "model", sizes=WIDE)
+    init(tmp_path, base)
+    (tmp_path / "run-frozen").rename(tmp_path / "again")
+    shown = CliRunner().invoke(app, ["init", "--from", str(tmp_path / "again"), str(tmp_path / "again.toml")])
+    assert isinstance(shown.exception, UserError)
+    assert shown.exception.code is Exit.CONFIG
+    assert "q_proj.weight holds integers" in shown.exception.why
+    assert not (tmp_path / "again.toml").exists()
+
+
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "model", sizes=WIDE)
 
