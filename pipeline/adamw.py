@@ -11,7 +11,7 @@ without rounding that bound always holds (`moment_ratio`), and with it no step e
 A step goes through a matrix in pieces of whole blocks. Each becomes float32, is computed and is put back before the
 next, and the result does not depend on where a piece ends. A weight may be split (`pipeline.hardware.split_weights`).
 On a GPU the arithmetic is compiled, where torch can.
-The coded moments may lie in main memory (`pipeline.hardware.moments_beside`).
+Some of the coded moments, or all, may lie in main memory (`pipeline.hardware.moments_beside`).
 """
 
 from __future__ import annotations
@@ -142,22 +142,23 @@ class AdamW:
         device: torch.device,
         remainders: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
         *,
-        beside: bool = False,
+        beside: int = 0,
     ) -> None:
         """Take all memory: a step must not fail half-way.
 
-        `remainders`: of the weights that are split. `beside`: whether coded moments lie in main memory.
+        `remainders`: of the weights that are split. `beside`: bytes of coded moments that lie in main memory, at
+        least; those of whole matrices.
         """
         self.steps = 0
         self._weights, self._inner, self._device, self._remainders = weights, inner, device, remainders
         coded = [weight for weight in weights if is_coded(weight.shape, inner.state)]
         sizes = [moment_bytes(weight.shape, inner.state) for weight in coded for _ in _NAMES]
-        memory = (
-            main_memory(sizes, pinned=device.type == "cuda")
-            if beside
-            else [torch.zeros(size, dtype=torch.int8, device=device) for size in sizes]
-        )
+        # The first moments of a matrix and the second go together.
+        far = next((number for number in range(0, len(sizes), 2) if sum(sizes[:number]) >= beside), len(sizes))
+        memory = main_memory(sizes[:far], pinned=device.type == "cuda")
+        memory += [torch.zeros(size, dtype=torch.int8, device=device) for size in sizes[far:]]
         self._coded = dict(zip(coded, zip(memory[::2], memory[1::2], strict=True), strict=True))
+        self._far = frozenset(coded[: far // 2])
         self._plain = self._optimiser([weight for weight in weights if weight not in self._coded])
         forms = {weight in remainders for weight in self._coded} if device.type == "cuda" else set()
         faster = {halves: compiled(device, halves=halves) for halves in forms}
@@ -169,8 +170,8 @@ class AdamW:
             )
             for weight, moments in self._coded.items()
         }
-        longest = max((piece.moments[0].codes.numel() for each in self._pieces.values() for piece in each), default=0)
-        self._beside = MomentsBeside(device, -(-longest // BLOCK), longest) if beside else None
+        longest = max((piece.moments[0].codes.numel() for each in self._far for piece in self._pieces[each]), default=0)
+        self._beside = MomentsBeside(device, -(-longest // BLOCK), longest) if self._far else None
         self._room = self._reserve()
 
     def _optimiser(self, weights: list[nn.Parameter]) -> torch.optim.AdamW | None:
@@ -230,13 +231,13 @@ class AdamW:
     ) -> None:
         halves = weight in self._remainders
         parts = [weight.detach(), self._remainders[weight]] if halves else [weight.detach()]
-        faster = self._faster.get(halves)
+        faster, far = self._faster.get(halves), self._beside if weight in self._far else None
         for piece in own_pieces:
             shape = piece.moments[0].codes.shape
             # The last blocks of matrices have lengths of their own, and are few.
             compute = faster if faster is not None and shape[1] == BLOCK and shape[0] > 1 else move
             held = [part.view(-1)[piece.values].view(shape) for part in parts]
-            beside = nullcontext(piece.moments) if self._beside is None else self._beside.on_device(piece.moments)
+            beside = nullcontext(piece.moments) if far is None else far.on_device(piece.moments)
             with beside as moments:
                 compute(held, gradient[piece.values].view(shape), moments, numbers)
 

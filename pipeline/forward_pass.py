@@ -293,14 +293,14 @@ class StageSettings(NamedTuple):
     """How a stage computes. `autocast`: what the matrices are multiplied in; None: float32.
 
     `graphs`: how many passes that wait for their gradient may keep their graph; None for all. `by_layers`: a graph is
-    the inputs of the layers alone. `moments_beside`: whether coded moments lie in main memory.
+    the inputs of the layers alone. `moments_beside`: bytes of coded moments that lie in main memory.
     """
 
     device: torch.device
     autocast: torch.dtype | None = None
     graphs: int | None = None
     by_layers: bool = False
-    moments_beside: bool = False
+    moments_beside: int = 0
 
 
 class StagePasses:

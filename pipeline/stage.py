@@ -51,7 +51,7 @@ class Stage(StagePasses):
         self.shapes = tuple(tuple(weight.shape) for weight in self._weights)
         self.fixed = frozenset(n for n, weight in enumerate(self._weights) if not weight.requires_grad)
         self._clip_norm = inner.clip_norm
-        beside = settings.moments_beside and coded
+        beside = settings.moments_beside if coded else 0
         self._adamw = AdamW(self._weights, inner, settings.device, self._remainders, beside=beside)
         self._upload = Upload(settings.device)
         self._spare: tuple[Tensor, ...] = ()

@@ -374,10 +374,10 @@ def main() -> None:
             print(f"{done:,} of {wanted.draws:,}, {per_s:,.0f}/s, {left_s:.0f} s left", flush=True)
     print(f"{done:,} records in {seed - wanted.seed:,} rosters, {time.monotonic() - begun_s:.0f} s: nothing raised")
     heard: Counter[str] = Counter()
-    for number in range(wanted.sessions):
+    for number in range(wanted.lives):
         begun_s = time.monotonic()
         heard += live(wanted.seed + number)
-        print(f"swarm {number + 1} of {wanted.sessions}, {time.monotonic() - begun_s:.0f} s: {dict(heard)}", flush=True)
+        print(f"swarm {number + 1} of {wanted.lives}, {time.monotonic() - begun_s:.0f} s: {dict(heard)}", flush=True)
 
 
 if __name__ == "__main__":

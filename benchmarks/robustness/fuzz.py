@@ -76,6 +76,12 @@ def _fuzzed(schema: Schema) -> FuzzedSchema:
     return FuzzedSchema(schema, tuple(frames), max(schema.body_bytes, schema.header_bytes))
 
 
+@cache
+def good_frames(schema: Schema) -> tuple[bytes, ...]:
+    """Return frames of good messages of a schema."""
+    return _fuzzed(schema).frames
+
+
 def _frame(schema: Schema, rule: Any, rng: Random) -> bytes:
     values = {field.name: _value(field.type, rng) for field in msgspec.structs.fields(rule.scalars)}
     values |= {name: _tensors(rng.choice(layouts)) for name, layouts in rule.layouts.items()}
@@ -139,19 +145,54 @@ def _with_lengths(rng: Random, raw: bytearray) -> bytearray:
 def _with_header(rng: Random, raw: bytearray) -> bytearray:
     """Replace a value somewhere in the header, whose length is right then."""
     end = PREFIX_BYTES + int.from_bytes(raw[1:5])
+    changed = _with_value(rng, raw[PREFIX_BYTES:end])
+    return raw[:1] + len(changed).to_bytes(4) + raw[5:PREFIX_BYTES] + changed + raw[end:]
+
+
+def _with_value(rng: Random, raw: bytearray) -> bytearray:
+    """Replace a value somewhere in MessagePack; return anything else as it is."""
     try:
-        header = msgspec.msgpack.decode(raw[PREFIX_BYTES:end])
-        place = header
+        whole = msgspec.msgpack.decode(raw)
+        place = whole
         while isinstance(place, dict | list) and place:
             key = rng.choice(list(place)) if isinstance(place, dict) else rng.randrange(len(place))
-            if not isinstance(place[key], dict | list) or not place[key] or rng.random() < 0.3:
-                place[key] = rng.choice(VALUES)
+            value = place[key]
+            if not isinstance(value, dict | list) or not value or rng.random() < 0.3:
+                place[key] = _near(rng, value) if isinstance(value, int | float) else rng.choice(VALUES)
                 break
             place = place[key]
-        changed = msgspec.msgpack.encode(header)
-    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, TypeError):
+        return bytearray(msgspec.msgpack.encode(whole))
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, TypeError, OverflowError):
         return raw
-    return raw[:1] + len(changed).to_bytes(4) + raw[5:PREFIX_BYTES] + changed + raw[end:]
+
+
+def _near(rng: Random, number: float) -> Any:
+    """Return another number, which a message may hold more often than one of `VALUES`."""
+    return rng.choice((*VALUES, *4 * (0, 1, number - 1, number + 1, 2 * number, -number, rng.randrange(2**16))))
+
+
+def broken_header(rng: Random, frames: Sequence[bytes]) -> bytes:
+    """Return a frame with another value in its header, which more often reaches who answers it."""
+    return bytes(_with_header(rng, bytearray(rng.choice(frames))))
+
+
+def broken_value(rng: Random, values: Sequence[bytes]) -> bytes:
+    """Return a record's value, or a text, with something wrong in it, mostly."""
+    raw = bytearray(rng.choice(values))
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        match rng.randrange(8):
+            case 0 if raw:
+                _flip(rng, raw, len(raw))
+            case 1:
+                del raw[rng.randrange(len(raw) + 1) :]
+            case 2:
+                place = rng.randrange(len(raw) + 1)
+                raw[place : place + rng.choice((0, 1, 8))] = rng.randbytes(rng.choice((1, 4, 40)))
+            case 3:
+                raw += rng.choice(values)
+            case _:
+                raw = _with_value(rng, raw)
+    return bytes(raw)
 
 
 # What becomes of them.

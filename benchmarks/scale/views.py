@@ -5,15 +5,19 @@
 In virtual time, with the functions by which production decides: where a record stands and which shards are followed
 (`noloco_node.swarm.shards`), in which order partners are asked, how long one is picky, what is answered and when
 somebody is asked again (`gossip.rounds.matching`). Nothing else is there: no training, no lines. A run has four stages;
-one of them is simulated. Peers publish and read every 10 s, each at its own moment, and open a round every 60 s. An
-answer takes 0.2 s, a dead peer 5 s, a meeting 10 s. A tenth of the records are of Sybils that refuse every proposal.
-A dead peer is believed for 30 s from its last record, and for 90 s where a shard is read for the first time. `--churn`:
-percent of the peers that die a minute; as many newcomers come. The first 5 minutes do not count.
+one of them is simulated. Peers publish and read samples as often as production does (`noloco_node.swarm.membership`),
+each at its own moment, and open a round every 60 s. An answer takes 0.2 s, a dead peer 5 s, a meeting 10 s. A tenth of
+the records are of Sybils that refuse every proposal. A dead peer is believed as long as production believes it; who has
+asked it leaves it out (`noloco_node.node.partners`).
+`--churn`: percent of the peers that die a minute; as many newcomers come. The first 5 minutes do not count.
 
-`met`: share of the rounds of living peers that met. `dead`, `sybils`: share of a roster. `kb_per_s`: what a peer
-receives and sends, by the sizes that `benchmarks.scale.membership` measures with real daemons. `knows_s`, `works_s`:
-the time from a newcomer's record until a peer of the stage before has read it, and until the first microbatch, if each
-of those peers sends one a second; medians and the slowest of a hundred.
+`met`: share of the rounds of living peers that met. `dead`, `sybils`: share of a roster. `knows_s`, `works_s`: the time
+from a newcomer's record until a peer of the stage before has read it, and until the first microbatch, if each of those
+peers sends one a second and draws from its bag (`pipeline.routing`); medians and the slowest of a hundred.
+
+`kb_per_s`: what a peer receives and sends for membership, and of that `read`, `search`, `write` and `look` (the stage
+that is not read otherwise, for a move): by the bytes of a record as production encodes it, and by what twelve daemons
+took.
 """
 
 from __future__ import annotations
@@ -39,24 +43,75 @@ from gossip.rounds.matching import (
     preferences,
 )
 from gossip.settings import RoundTimeouts
-from noloco_node.swarm.membership import LIFETIME_S
-from noloco_node.swarm.shards import MOST_IN_SHARD, Shard, followed, next_depth, stage_size, written
-from noloco_node.swarm.stage_records import CLOCK_S
+from noloco_node.libp2p.record_checks import SIGNATURE_BYTES
+from noloco_node.libp2p.record_holders import LONGEST_SEARCH_S, MORE_EVERY, SEARCH_PAUSES, SEARCH_S, SEARCHED, WRITTEN
+from noloco_node.run.peer_state import PeerState
+from noloco_node.swarm.membership import READ_OTHERS_S, READ_S, SAMPLE_RENEWALS
+from noloco_node.swarm.roster import Given, PeerRecord, brief
+from noloco_node.swarm.shards import (
+    FOLLOWED_S,
+    LEAST_PAUSE_S,
+    MOST_IN_SHARD,
+    RENEWED_S,
+    WHOLE_OF,
+    Shard,
+    followed,
+    next_depth,
+    next_pause_s,
+    stage_size,
+    written,
+)
+from noloco_node.swarm.stage_records import CLOCK_S, Published, encode_record
+from pipeline.placement import StagePace
 
-STAGES, SYBILS, REFRESH_S, ROUND_S = 4, 0.1, 10.0, 60.0
+STAGES, SYBILS, ROUND_S = 4, 0.1, 60.0
 ANSWER_S, MEETING_S, WARM_S = 0.2, 10.0, 300.0
 PATIENCE = RoundTimeouts()
-READ_KB, WRITTEN_KB, RECORD_KB = 1.5, 5.0, 0.85
-"""A reading of one holder without its records, a publication to three holders, and one record in a reading."""
+BELIEVED_S = SAMPLE_RENEWALS * RENEWED_S
+READ_KB, WRITTEN_KB, SEARCH_KB, ENTRY_BYTES = 1.7, 5.1, 17.9, 66
+"""Measured with twelve daemons: a reading of one holder without its records, a publication of a whole record, a search
+for holders, and what a signed record has around it in an answer.
+"""
+ID = "12D3KooWQYV9dGMFoRzNStwpXztXaBUjtPqi6aU76ZgUriHhKust"
+USUAL = PeerRecord(
+    peer=ID,
+    stage=2,
+    state=PeerState.TRAINING,
+    claimed_at=1.8e9 + 0.5,
+    round=431,
+    inner_steps=43112,
+    progress=0.431222,
+    samples=344000,
+    device_s=0.123456,
+    tokens_per_s=5321.3,
+    loss=3.2131,
+    gap=0.0131,
+    partner=ID,
+    addresses=(
+        f"/ip4/203.0.113.77/tcp/31337/p2p/{ID}",
+        f"/ip6/2001:db8:85a3:8d3:1319:8a2e:370:7348/tcp/31337/p2p/{ID}",
+    ),
+    may_serve=(0, 1, 3),
+    version="0.4.0",
+    name="gpu-at-home",
+    hops=(("gUriHhKu", 120), ("abcdefgh", 99)),
+    given=Given(10**9, 10**6, 10**11, 10**11, 10**8),
+)
+WHOLE_BYTES, BRIEF_BYTES = (
+    len(encode_record(Published(1_800_000_000_000, record, 1.8e9 + 0.4, BELIEVED_S, 3)))
+    for record in (USUAL, brief(USUAL))
+)
+RECORD_BYTES = BRIEF_BYTES + (WHOLE_BYTES - BRIEF_BYTES) // WHOLE_OF
 
 
 @dataclass(eq=False)
 class Peer:
-    """One replica. `offset_s`: of its publications, readings and rounds. `order`: of its open round."""
+    """One replica. `offset_s`, `reads_s`: of its publications and its readings. `order`: of its open round."""
 
     name: str
     born_s: float
     offset_s: float
+    reads_s: float
     sybil: bool = False
     died_s: float = math.inf
     round: int = 0
@@ -65,16 +120,17 @@ class Peer:
     meets: bool = False
     asking: str | None = None
     order: tuple[str, ...] = ()
+    lost: set[str] = field(default_factory=set)
     queue: PartnerQueue = field(default_factory=lambda: PartnerQueue(PATIENCE, Random(0)))
 
-    def last_s(self, offset_s: float, now_s: float) -> float:
-        """Return the last moment of its rhythm before now."""
-        return now_s - (now_s - offset_s) % REFRESH_S
+    def read_s(self, now_s: float, pause_s: float) -> float:
+        """Return when it read its stage last."""
+        return max(self.born_s, now_s - (now_s - self.reads_s) % pause_s)
 
     def written_s(self, now_s: float) -> float:
         """Return when its newest record was written, as of now."""
         until_s = min(now_s, self.died_s)
-        return max(self.born_s, self.last_s(self.offset_s, until_s))
+        return max(self.born_s, until_s - (until_s - self.offset_s) % RENEWED_S)
 
     def delay_s(self, place: int, count: int, now_s: float) -> float:
         """Return for how long a preference will not do (`RoundSchedule.preference_delay_s`)."""
@@ -88,6 +144,10 @@ class Found(NamedTuple):
     roster: float
     error: float
     kb_per_s: float
+    read: float
+    search: float
+    write: float
+    look: float
     knows_s: float
     works_s: float
     slowest_s: float
@@ -99,6 +159,7 @@ class Stage:
     def __init__(self, replicas: int, churn: float, seed: int) -> None:
         self.rng, self.churn = Random(f"{replicas}|{churn}|{seed}"), churn
         self.seed, self.now_s, self.depth = seed, 0.0, 0
+        self.pause_s, self.others_pause_s = pause_s(churn, READ_S), pause_s(churn, READ_OTHERS_S)
         self.peers: dict[str, Peer] = {}
         self.shards: defaultdict[Shard, list[Peer]] = defaultdict(list)
         self.events: list[tuple[float, int, str, Peer]] = []
@@ -112,7 +173,8 @@ class Stage:
 
     def join(self, *, sybil: bool, born_s: float) -> Peer:
         rng = self.rng
-        peer = Peer(f"{rng.getrandbits(64):016x}", born_s, rng.uniform(0.0, REFRESH_S), sybil)
+        reads_s = born_s if born_s >= 0.0 else rng.uniform(0.0, self.pause_s)
+        peer = Peer(f"{rng.getrandbits(64):016x}", born_s, rng.uniform(0.0, RENEWED_S), reads_s, sybil)
         peer.queue = PartnerQueue(PATIENCE, rng)
         self.peers[peer.name] = peer
         for shard in written(peer.name, self.depth):
@@ -129,17 +191,18 @@ class Stage:
 
     def roster(self, reader: Peer) -> list[Peer]:
         """Return the peers that a reader takes for alive since its last reading."""
-        read_s = max(reader.born_s, reader.last_s(reader.offset_s + REFRESH_S / 2, self.now_s))
+        read_s = reader.read_s(self.now_s, self.pause_s)
+        before_s = read_s - self.pause_s
         found: dict[str, Peer] = {}
         for shard in followed(reader.name, 0, self.depth, read_s):
-            new = read_s - reader.born_s < LIFETIME_S or shard not in followed(
-                reader.name, 0, self.depth, read_s - LIFETIME_S
-            )
-            believed_s = LIFETIME_S + (CLOCK_S if new else 0.0)
+            new = before_s < reader.born_s or shard not in followed(reader.name, 0, self.depth, before_s)
+            # Where a shard was read before, its peers count that have published since.
+            since_s = read_s - BELIEVED_S - CLOCK_S if new else min(before_s, read_s - BELIEVED_S)
             for peer in self.shards[shard]:
-                if peer.born_s <= read_s < peer.written_s(read_s) + believed_s:
+                if peer.born_s <= read_s and peer.written_s(read_s) > since_s:
                     found[peer.name] = peer
-        found.pop(reader.name, None)
+        for name in (reader.name, *reader.lost):
+            found.pop(name, None)
         return list(found.values())
 
     def run(self, seconds: float) -> None:
@@ -156,7 +219,7 @@ class Stage:
         for shard in written(peer.name, self.depth):
             # Records stay in the DHT for minutes, and count as long as a newcomer may believe them.
             self.shards[shard] = [
-                each for each in self.shards[shard] if each.died_s + LIFETIME_S + CLOCK_S > self.now_s
+                each for each in self.shards[shard] if each.died_s + BELIEVED_S + CLOCK_S + self.pause_s > self.now_s
             ]
 
     def _open(self, peer: Peer) -> None:
@@ -195,6 +258,8 @@ class Stage:
         if not peer.open or peer.meets or partner is None:
             return
         if other is None:
+            peer.lost.add(partner)
+            peer.order = tuple(name for name in peer.order if name != partner)
             peer.queue.put_off(partner, PATIENCE.sleep_s, self.now_s)
         elif other.sybil:
             peer.queue.declined(
@@ -236,22 +301,48 @@ class Stage:
             shards = followed(caller.name, 1, self.depth, self.now_s)
             if caller.sybil or not own.intersection(shards):
                 continue
-            reads_s = rng.uniform(0.0, REFRESH_S)
-            hops = sum(len(self.shards[shard]) for shard in shards)
-            knows, first = min(knows, reads_s), min(first, reads_s + rng.expovariate(1.0 / hops))
+            reads_s = rng.uniform(0.0, self.pause_s)
+            # The newcomer's entry is one of those that are left in the bag.
+            left = rng.randint(0, sum(len(self.shards[shard]) for shard in shards))
+            knows, first = min(knows, reads_s), min(first, reads_s + rng.randint(0, left) + rng.random())
         return knows, first
 
-    def kb_per_s(self) -> float:
-        """Return what a peer sends and receives in membership: stage 0, its own, the next, and its record."""
+    def kb_per_s(self) -> tuple[float, float, float, float]:
+        """Return what a peer receives and sends in membership: for readings, searches, its record, and looks."""
         peers = self.rng.sample(list(self.peers.values()), min(200, len(self.peers)))
-        total = 0.0
+        read = search = write = look = 0.0
+        pace = StagePace.of(READ_S)
         for peer in peers:
-            for stage in range(3):
-                shards = followed(peer.name, stage, self.depth, self.now_s)
-                shards += [shard.parent for shard in shards if self.depth][: len(shards) // 8]
-                total += sum(READ_KB + RECORD_KB * len(self.shards[shard]) for shard in shards)
-            total += WRITTEN_KB * len(written(peer.name, self.depth))
-        return total / len(peers) / REFRESH_S
+            # The first reading asks all holders that a search finds, every twelfth the usual ones and one more.
+            for stage, every_s in enumerate((self.others_pause_s, self.pause_s, self.pause_s)):
+                asked = 1.0 + (SEARCHED - 1.0) * every_s / FOLLOWED_S + WRITTEN / MORE_EVERY
+                for shard in followed(peer.name, stage, self.depth, self.now_s):
+                    read += asked * self._answer_kb(shard) / every_s
+                    search += SEARCH_KB / self._search_s(every_s)
+            for shard in followed(peer.name, STAGES - 1, self.depth, self.now_s):
+                look += self._answer_kb(shard) / pace.look_s + SEARCH_KB / self._search_s(pace.look_s)
+            keys = len(written(peer.name, self.depth))
+            write += WRITTEN_KB * keys / RENEWED_S
+            search += SEARCH_KB * keys / self._search_s(RENEWED_S)
+        count = len(peers)
+        return read / count, search / count, write / count, look / count
+
+    def _search_s(self, every_s: float) -> float:
+        """Return how long a search is good for: less where one of the holders is likely to die meanwhile."""
+        calm_s = max(SEARCH_S, min(SEARCH_PAUSES * every_s, LONGEST_SEARCH_S))
+        dies = self.churn / 6000.0 * WRITTEN * calm_s > 1.0
+        return every_s * math.ceil((SEARCH_S if dies else calm_s) / every_s)
+
+    def _answer_kb(self, shard: Shard) -> float:
+        return READ_KB + (ENTRY_BYTES + SIGNATURE_BYTES + RECORD_BYTES) / 1000 * len(self.shards[shard])
+
+
+def pause_s(churn: float, most_s: float) -> float:
+    """Return the pause between two readings that production arrives at."""
+    found_s = LEAST_PAUSE_S
+    for _ in range(10):
+        found_s = next_pause_s(found_s, 1.0 - math.exp(-churn / 6000.0 * found_s), most_s)
+    return found_s
 
 
 def measure(peers: int, churn: float, seed: int, minutes: float) -> Found:
@@ -260,7 +351,7 @@ def measure(peers: int, churn: float, seed: int, minutes: float) -> Found:
     met, skipped = stage.counts
     listed, dead, sybils, sizes, _ = map(fmean, zip(*stage.looks, strict=True))
     knows, works = zip(*(stage.newcomer_s() for _ in range(100)), strict=True)
-    true = peers // STAGES
+    true, cost = peers // STAGES, stage.kb_per_s()
     error = math.sqrt(fmean((each[3] / true - 1.0) ** 2 for each in stage.looks)) if sizes else 0.0
     return Found(
         met / (met + skipped),
@@ -268,7 +359,8 @@ def measure(peers: int, churn: float, seed: int, minutes: float) -> Found:
         sybils / listed,
         listed,
         error,
-        stage.kb_per_s(),
+        sum(cost),
+        *cost,
         median(knows),
         median(works),
         max(works),
@@ -294,7 +386,7 @@ def main() -> None:
                 name: [round(getattr(each, name), 4) for each in found] if options.json else values(found, name)
                 for name in Found._fields
             }
-            facts = {"peers": peers, "churn": churn} | figures
+            facts = {"peers": peers, "churn": churn, "record_bytes": RECORD_BYTES} | figures
             print(json.dumps(facts) if options.json else "  ".join(f"{k} {v}" for k, v in facts.items()), flush=True)
 
 

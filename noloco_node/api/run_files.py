@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gossip.settings import OuterConfig
-from noloco_node.api.foreign_stage import frozen_digests, trained_parameters
+from noloco_node.api.foreign_stage import listed_frozen, trained_parameters
 from noloco_node.api.program_stages import stage_parameters, tokens, tried
 from noloco_node.errors import config_error, reason_of, storage_error
 from noloco_node.run.fields import toml
@@ -162,8 +162,7 @@ def _handed_on(stages: Sequence[nn.Module]) -> dict[str, int]:
 def _foreign(model: nn.Module | Sequence[nn.Module], parameters: Mapping[str, nn.Parameter]) -> dict[str, object]:
     """Return the fields of a run file that tell a module, or a list of stages, from others."""
     stages = {"": model} if isinstance(model, nn.Module) else {f"{stage}.": each for stage, each in enumerate(model)}
-    frozen = {name: each for prefix, part in stages.items() for name, each in frozen_digests(part, prefix).items()}
-    shapes = {name: list(each.shape) for name, each in parameters.items()}
+    shapes, frozen = {name: list(each.shape) for name, each in parameters.items()}, listed_frozen(stages)
     return {"foreign_parameters": shapes} | ({"foreign_frozen": frozen} if frozen else {})
 
 

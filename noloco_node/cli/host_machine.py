@@ -172,7 +172,7 @@ class HostMachine(StageHost):
         run = self._recipe.run
         needs, graph, most = self.needs_bytes[stage], self.graph_bytes[stage], run.pipeline.in_flight(stage)
         kept = graphs_that_fit(self.free_bytes(), needs, graph, most)
-        beside = stage in self._moments_beside
+        beside = self._moments_beside[stage]
         return make_stage(
             run, self._layout, stage, self._torch_device, kept.number, by_layers=kept.by_layers, moments_beside=beside
         )

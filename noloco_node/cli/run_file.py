@@ -257,9 +257,9 @@ def write_run(
 
         frozen = path.with_name(f"{path.stem}-frozen")
         plain, text = text, with_frozen_files(text, origin, frozen, overwrite=overwrite)
-        if text != plain:
-            serve = f"noloco-node bootstrap --run {path} --weights {frozen}"
-            advice += f"\nA peer that has it gives the model to the others:  {serve}"
+        served = origin if text == plain else frozen
+        command = shlex.join(("noloco-node", "bootstrap", "--run", str(path), "--weights", str(served)))
+        advice += f"\nThe other nodes fetch the model from a peer that has it:  {command}"
     if rule is None:
         write_text(path, text, overwrite=overwrite)
         return f"Wrote {path}. {advice}{expected}"

@@ -20,9 +20,9 @@ from noloco_node.admission.ticket import peer_of_file
 from noloco_node.errors import Exit, UserError, reason_of, storage_error
 from noloco_node.libp2p.settings import ensure_identity
 from noloco_node.machine.memory import (
+    bytes_beside,
     free_bytes,
     machine_free_bytes,
-    puts_moments_beside,
     usable_bytes,
     wanted_bytes,
 )
@@ -111,7 +111,7 @@ class Need(NamedTuple):
     def placed(self, gpu: float, ram: float) -> Need:
         """Return what a node takes of a machine with so many bytes free."""
         room = usable_bytes(gpu), usable_bytes(ram)
-        moments = self.moments if puts_moments_beside(self.computing, self.beside, self.moments, *room) else 0
+        moments = bytes_beside(self.computing, self.beside, self.moments, *room)
         return self._replace(computing=self.computing - moments, beside=self.beside + moments)
 
 

@@ -153,6 +153,8 @@ class DhtRecords:
             lacks = not answers or holders.lacks(found, time.time())
             if not lacks and (number or not holders.is_stale(found, loop_s(), time.time())):
                 break
+        else:
+            holders.suspect()
         if not answers:
             raise ConnectionResetError("no node of the DHT answers that is near the key")
         holders.judge(answers, self._joined().me, wrote, loop_s(), time.time())

@@ -24,6 +24,8 @@ MORE_EVERY = 12
 """One of so many publications, or readings, goes to more nodes. Records in the DHT outlive the time between two."""
 SEARCH_S, SEARCH_AGAIN_S = 180.0, 5.0
 """A search is good for so long; after one, the next waits at least so long."""
+SEARCH_PAUSES, LONGEST_SEARCH_S = 6, 3600.0
+"""While all nodes answer well, a search is good for so many pauses between two uses, and for so long at most."""
 DOUBTED_S, SILENT_S = 600.0, 30.0
 """A node comes last for so long: one that lost what it took, and one that did not answer."""
 STALE_S, STALE_PERIODS = 15.0, 1.5
@@ -62,6 +64,10 @@ class Holders:
         self._took: dict[PeerId, float] = {}
         """The expiry of the version of our own record that each node has taken last."""
         self._searched_s, self._neighbours = float("-inf"), 0
+        self._used_s, self._pause_s = 0.0, 0.0
+        """When we last read or wrote here (loop seconds), and how long after the time before."""
+        self._in_doubt = False
+        """Whether a node did not answer well since the last search."""
         self._readings = self._writings = 0
 
     # Which nodes there are.
@@ -69,22 +75,28 @@ class Holders:
     def is_search_due(self, now_s: float, neighbours: int) -> bool:
         """Say whether the nodes near the place are to be searched anew. `neighbours`: in our routing table."""
         age_s = now_s - self._searched_s
+        good_s = 0.0 if self._in_doubt else min(SEARCH_PAUSES * self._pause_s, LONGEST_SEARCH_S)
         changed = 8 * abs(neighbours - self._neighbours) > self._neighbours
         good = sum(not self._is_doubted(peer, now_s) for peer in self._nearest)
         # We count as one: a search finds us, too.
         too_few = good < min(WRITTEN, neighbours + 1)
-        return age_s > SEARCH_S or (age_s > SEARCH_AGAIN_S and (changed or too_few))
+        return age_s > max(SEARCH_S, good_s) or (age_s > SEARCH_AGAIN_S and (changed or too_few))
 
     def note_search(self, nearest: Sequence[PeerId], now_s: float, neighbours: int) -> None:
         self._nearest, self._searched_s, self._neighbours = tuple(nearest), now_s, neighbours
+        self._in_doubt = False
         self._took = {peer: expiry for peer, expiry in self._took.items() if peer in nearest}
         self._doubted_until_s = {peer: end_s for peer, end_s in self._doubted_until_s.items() if end_s > now_s}
+
+    def _use(self, now_s: float) -> None:
+        self._used_s, self._pause_s = now_s, now_s - self._used_s if self._used_s else 0.0
 
     def order(self, now_s: float) -> list[PeerId]:
         """Return the nodes, the nearest first; those in doubt come last."""
         return sorted(self._nearest, key=lambda peer: self._is_doubted(peer, now_s))
 
     def doubt(self, peer: PeerId, now_s: float, for_s: float) -> None:
+        self._in_doubt = True
         self._doubted_until_s[peer] = max(now_s + for_s, self._doubted_until_s.get(peer, 0.0))
 
     def _is_doubted(self, peer: PeerId, now_s: float) -> bool:
@@ -95,6 +107,7 @@ class Holders:
     def next_writing(self, now_s: float) -> tuple[list[PeerId], int]:
         """Return the nodes that the next publication asks, in this order, and how many of them have to answer."""
         turn = self._writings
+        self._use(now_s)
         self._writings += 1
         return self.order(now_s), SEARCHED if turn % MORE_EVERY == 0 else WRITTEN
 
@@ -110,6 +123,7 @@ class Holders:
     def next_reading(self, now_s: float) -> list[list[PeerId]]:
         """Return the nodes that the next reading asks: a group, and each further one until the answers suffice."""
         order, turn = self.order(now_s), self._readings
+        self._use(now_s)
         self._readings += 1
         if turn == 0:
             return [order]
@@ -125,6 +139,10 @@ class Holders:
     def lacks(self, found: Mapping[str, Version], unix_s: float) -> bool:
         """Say whether records are missing that must still be there."""
         return any(subkey not in found for subkey in self._living(unix_s))
+
+    def suspect(self) -> None:
+        """Note that the nodes together lack what must be there: nodes that are nearer may have it."""
+        self._in_doubt = True
 
     def is_stale(self, found: Mapping[str, Version], now_s: float, unix_s: float) -> bool:
         """Say whether most of the records should have a newer version by now, and have none."""

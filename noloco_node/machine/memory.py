@@ -12,6 +12,7 @@ import ctypes
 import os
 from collections import Counter
 from collections.abc import Callable
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,12 +45,14 @@ def wanted_bytes(needs: float) -> float:
     return needs / _USABLE
 
 
-def puts_moments_beside(computing: float, beside: float, moments: float, gpu: float, ram: float) -> bool:
-    """Say whether a stage fits a GPU only with its 8-bit moments in main memory, and does so.
+def bytes_beside(computing: float, beside: float, moments: int, gpu: float, ram: float) -> int:
+    """Return the bytes of a stage's 8-bit moments that lie in main memory: as few as let it fit a GPU.
 
-    `computing`, `beside`: what it takes of both with the moments on the GPU. `gpu`, `ram`: what it may take.
+    None where it fits, or would not fit so either. `computing`, `beside`: what it takes of both memories with the
+    moments on the GPU. `gpu`, `ram`: what it may take.
     """
-    return moments > 0 and computing > gpu and computing - moments <= gpu and beside + moments <= ram
+    lacking = ceil(max(0.0, computing - gpu))
+    return lacking if lacking <= min(moments, ram - beside) else 0
 
 
 def free_of_gpu(size_bytes: float) -> float:

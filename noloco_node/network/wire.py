@@ -361,8 +361,12 @@ def decoded(raw: bytes, kind: type[T], most_bytes: int) -> T | None:
 
 
 def _has_usable(found: msgspec.Struct) -> bool:
-    values = [getattr(found, name) for name in found.__struct_fields__]
-    return all(
-        is_usable(value) if isinstance(value, float) else not isinstance(value, msgspec.Struct) or _has_usable(value)
-        for value in values
-    )
+    for name in found.__struct_fields__:
+        value = getattr(found, name)
+        if (
+            not is_usable(value)
+            if isinstance(value, float)
+            else isinstance(value, msgspec.Struct) and not _has_usable(value)
+        ):
+            return False
+    return True

@@ -38,12 +38,14 @@ from noloco_node.node.stage_claim import build_stage, claim_stage
 from noloco_node.node.state_source import (
     Attempts,
     DownloadFailed,
+    Failure,
     FromCheckpoint,
     FromPeerSnapshot,
     FromReplicas,
     FromSeed,
     LookAgain,
     NobodyBack,
+    NobodyFound,
     Seeker,
     SnapshotNotFound,
     choose_source,
@@ -148,7 +150,7 @@ class _StateSearch:
             while not await self._put_first_weights(weights):
                 await self._wait_for_first_weights()
         while True:
-            outcome: StartingState | DownloadFailed | SnapshotNotFound | None
+            outcome: StartingState | Failure | None
             match choose_source(self._membership.roster, seeker, attempts):
                 case FromSeed(lost):
                     outcome = await self._from_seed(lost)
@@ -159,8 +161,7 @@ class _StateSearch:
                 case FromPeerSnapshot(attempt):
                     outcome = await self._from_snapshot(attempt)
                 case NobodyBack(looks):
-                    await self._look_for_others(looks)
-                    outcome = None
+                    outcome = await self._look_for_others(looks)
                 case LookAgain(seconds, for_replica):
                     if for_replica:
                         now_unix_s = self._context.host.unix_time()
@@ -246,7 +247,7 @@ class _StateSearch:
         nodes = dict.fromkeys(record.peer for records in self._membership.roster.stages for record in records)
         return [peer for peer in (*nodes, *self._options.bootstrap_peers) if peer != self._context.me]
 
-    async def _look_for_others(self, looks: int) -> None:
+    async def _look_for_others(self, looks: int) -> NobodyFound:
         """Read the roster again; raise `UserError` if no peer came back for long."""
         reached = f"{self._options.reached:.1%} of the run"
         if looks == LOOKS:
@@ -261,6 +262,7 @@ class _StateSearch:
             self._say(f"{reached} is done, and nobody who has its weights is here: looking for {LOOKS * LOOK_S:.0f} s")
         await asyncio.sleep(LOOK_S)
         await self._membership.peek()
+        return NobodyFound()
 
     # What this peer, or others, have of the stage.
 

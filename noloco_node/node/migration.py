@@ -17,6 +17,7 @@ import msgspec
 from noloco_node.node.node_context import NodeContext
 from noloco_node.node.stage_claim import claims_of, fitting_stages, free_memory, servable
 from noloco_node.run.peer_state import PeerState
+from noloco_node.swarm.membership import READ_S
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.tasks import loop_s
 from pipeline.placement import MigrationState, Move, OwnPlacement, StagePace, decide, may_move
@@ -45,9 +46,17 @@ class MigrationWatcher:
         self.device_s = 0.0
         self._context, self._stage, self._progress, self._unfit = context, stage, progress, unfit
         self._proved = proved
-        self._pace = StagePace.of(context.options.refresh_s)
+        self._usual_pace = StagePace.of(context.options.refresh_s)
         self._me = OwnPlacement(context.me, context.run.seed, loop_s(), moves)
         self._state = MigrationState()
+
+    @property
+    def _pace(self) -> StagePace:
+        """Return how slowly we decide: to read all stages costs much where they are large, and news of them is late."""
+        if not self._context.membership.roster.is_sample:
+            return self._usual_pace
+        slow = StagePace.of(READ_S)
+        return self._usual_pace._replace(look_s=slow.look_s, settle_s=slow.settle_s, delay_s=slow.delay_s)
 
     async def run(self) -> Move:
         """Return the move when it is due; never if the owner does not allow moves."""

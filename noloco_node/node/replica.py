@@ -8,15 +8,15 @@ correct the fast weights. Every access to weights is a job of the device's one t
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from random import Random
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from gossip.exchange.messages import Parts, ReplicaState
-from gossip.interface import Candidate, Event, MeetingLost, OuterStepTaken, RoundContext, RoundProgress
+from gossip.interface import Event, MeetingLost, OuterStepTaken, RoundContext, RoundProgress
 from gossip.rounds.rounds import Rounds
 from gossip.rounds.weights_lock import to_the_end
 from gossip.rule.outer_step import Tensors
@@ -32,13 +32,14 @@ from noloco_node.network.timeouts import ANSWERS, AdaptiveTimeout
 from noloco_node.network.wire import is_usable
 from noloco_node.node.microbatches import MicrobatchClient, MicrobatchServer, SendTurns
 from noloco_node.node.node_context import NodeContext, NodeOptions
+from noloco_node.node.partners import Partners
 from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.run.protocols import GOSSIP, gossip_schema, topic
 from noloco_node.state_sync.starting_state import StartingState, StartingWeights
 from noloco_node.storage.checkpoint import Checkpoint, Counters, EvaluatedCounters
 from noloco_node.swarm.receipts import MOST_BROUGHT
-from noloco_node.swarm.roster import Derived, PeerRecord, Roster, speed
+from noloco_node.swarm.roster import PeerRecord, speed
 from noloco_node.tasks import loop_s
 from pipeline.activation_codec import ids_of
 from pipeline.admission_window import AdmissionWindow, WindowOutcome
@@ -137,6 +138,7 @@ class Replica:
         )
         self.microbatches = MicrobatchServer(context, stage, self.worker, turns)
         self._gossip_schema = gossip_schema(run, model.shapes)
+        self._partners = Partners(context.me, stage, lambda: context.membership.roster)
         weight_bytes = sum(tensor.nbytes for tensor in starting_state.origin.state.slow)
         self.rounds = Rounds(
             context.me,
@@ -146,7 +148,7 @@ class Replica:
             RoundContext(
                 seed=run.seed,
                 compute=device.beside,
-                partners=Derived(lambda: context.membership.roster, self._partners),
+                partners=self._partners,
                 converse=self._converse,
                 record=self._journal,
                 fixed=model.fixed,
@@ -296,12 +298,15 @@ class Replica:
         """Shut the admission window until nothing is in flight."""
         return self.admission.alone(retry_after_s, DRAIN_S if self._context.options.deadlines else math.inf)
 
-    def _partners(self, roster: Roster) -> tuple[Candidate, ...]:
-        others = [record for record in roster.stage(self.stage) if record.peer != self.peer]
-        return tuple([Candidate(r.peer, r.round, r.speed) for r in others if r.state is PeerState.TRAINING])
-
-    def _converse(self, peer: str) -> AbstractAsyncContextManager[Conversation]:
-        return self._context.network.talk(peer, topic(GOSSIP, self.stage), self._gossip_schema)
+    @asynccontextmanager
+    async def _converse(self, peer: str) -> AsyncIterator[Conversation]:
+        talk = self._context.network.talk(peer, topic(GOSSIP, self.stage), self._gossip_schema)
+        try:
+            async with talk as conversation:
+                yield conversation
+        except ConnectionRefusedError:
+            self._partners.lose(peer)
+            raise
 
     def _saw(self, partner: str, theirs: int, ours: int) -> None:
         """Give a partner a receipt for the inner steps that it claims, as far as they are likely."""

@@ -80,20 +80,28 @@ class SnapshotNotFound:
 
 
 @dataclass(frozen=True, slots=True)
+class NobodyFound:
+    """No peer that has the weights of a run that was begun was here at a reading of the roster."""
+
+
+Failure: TypeAlias = DownloadFailed | SnapshotNotFound | NobodyFound
+
+
+@dataclass(frozen=True, slots=True)
 class Attempts:
-    """How often each source failed, and which one failed since the last reading of the roster."""
+    """How often each source failed, and which one failed since the last wait."""
 
     downloads: int = 0
     searches: int = 0
     looks: int = 0
-    failure: DownloadFailed | SnapshotNotFound | None = None
+    failure: Failure | None = None
 
-    def after(self, failure: DownloadFailed | SnapshotNotFound | None) -> Attempts:
+    def after(self, failure: Failure | None) -> Attempts:
         """Return the attempts after one more; None: after a wait."""
         return Attempts(
             self.downloads + isinstance(failure, DownloadFailed),
             self.searches + isinstance(failure, SnapshotNotFound),
-            self.looks + (failure is None),
+            self.looks + isinstance(failure, NobodyFound),
             failure,
         )
 

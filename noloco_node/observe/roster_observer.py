@@ -108,7 +108,8 @@ class RosterObserver:
             seen.append((at, samples))
         while len(seen) > 2 and at - seen[1][0] >= SPAN_S:
             seen.popleft()
-        if seen and seen[-1][0] - seen[0][0] >= LEAST_SPAN_S:
+        # The progress in a sample comes in steps of minutes.
+        if seen and seen[-1][0] - seen[0][0] >= LEAST_SPAN_S and not roster.is_sample:
             (then, before), (now, last) = seen[0], seen[-1]
             return max(0.0, self._tokens(last - before) / (now - then))
         sources = [record for record in roster.stages[0] if record.state is PeerState.TRAINING]

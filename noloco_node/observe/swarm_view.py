@@ -207,7 +207,6 @@ def swarm_view(
     for peer in peers:
         if 0 <= peer.stage < stages:
             by_stage[peer.stage].append(peer)
-    scales = [size.peers / max(1, len(there)) for size, there in zip(sizes, by_stage, strict=True)] if sizes else []
     seen = tuple(_stage_view(number, there, sizes[number] if sizes else None) for number, there in enumerate(by_stage))
     loss, gap = _loss([peer for peer in peers if peer.stage == 0] or peers), _mean([peer.gap for peer in peers])
     speed, budget = totals.tokens_per_s, totals.budget_tokens
@@ -233,7 +232,7 @@ def swarm_view(
         peers=tuple(sorted(_with_shares(peers, seen), key=lambda peer: (peer.stage, peer.name, peer.peer))),
         changes=tuple(sorted(changes, key=lambda change: change.at)),  # silence is noticed late
         course=tuple(course.points),
-        given=_given_in_all(peers, scales),
+        given=_given_in_all(peers, sizes),
         routes=tuple(routes),
     )
 
@@ -247,9 +246,13 @@ def plain(words: str | None) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in (words or "")[:MOST_WORDS])
 
 
-def _given_in_all(peers: Sequence[PeerView], scales: Sequence[float]) -> GivenInAll:
-    """Return sums over all peers; each counts as often as those of its stage do."""
-    counted = [(scales[peer.stage] if 0 <= peer.stage < len(scales) else 1.0, peer) for peer in peers]
+def _given_in_all(peers: Sequence[PeerView], sizes: Sequence[StageSize]) -> GivenInAll:
+    """Return sums over all peers. Of a sample only some tell what they have given; each stands for as many."""
+    telling = [peer for peer in peers if peer.there_s or not sizes]
+    tell = Counter(peer.stage for peer in telling)
+    counted = [
+        (sizes[peer.stage].peers / tell[peer.stage] if 0 <= peer.stage < len(sizes) else 1.0, peer) for peer in telling
+    ]
     return GivenInAll(
         tokens=round(sum(scale * peer.tokens for scale, peer in counted)),
         there_s=sum(scale * (peer.there_s or 0.0) for scale, peer in counted),

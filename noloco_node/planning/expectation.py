@@ -15,13 +15,20 @@ from noloco_node.planning.model_layout import model_layout
 from noloco_node.planning.plan import LEAST_ROUNDS, mean_steps_per_round, rounds_of
 from noloco_node.planning.plan_text import fitted, in_phases
 from noloco_node.planning.search import CLEARLY, Planned, in_fewer_stages, in_subspaces, plan_for, plan_in
-from noloco_node.planning.throughput import Machines, fits, forecast, gpu_memories, missing, share_of_rounds
+from noloco_node.planning.throughput import (
+    Machines,
+    fits,
+    forecast,
+    gpu_memories,
+    missing,
+    share_of_rounds,
+    taking_part,
+)
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import load_run
 from noloco_node.units import format_bytes, format_count, format_duration, format_rate
 
 TOKENS_A_PARAMETER = 20
-MOMENTS_BESIDE = ", and AdamW's moments lie in main memory, from where each step fetches them"
 EVALUATIONS = 100
 """Of a run on held-out text."""
 IDLE = 0.5
@@ -76,6 +83,7 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
     )
     device = max(memory.computing for memory in needs)
     beside = max(memory.beside for memory in needs)
+    moments = max(memory.moments_beside for memory in needs)
     said = [
         f"On {machines.in_words()}, {machines.flops / 1e12:g} TFLOP/s, lines of "
         f"{format_rate(machines.down_bytes_per_s)} down and {format_rate(machines.up_bytes_per_s)} up, "
@@ -92,7 +100,7 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
         f"Memory: {format_bytes(device)} on the GPU at least, and {format_bytes(beside)} beside it at most "
         f"({in_phases(max(needs, key=lambda memory: memory.beside))}); "
         f"{found.computed_again:.0%} of the forward passes are computed again"
-        f"{MOMENTS_BESIDE if any(memory.moments_beside for memory in needs) else ''}.",
+        + (f", and steps fetch {format_bytes(moments)} of AdamW's moments from beside it." if moments else "."),
     ]
     if len(set(found.replicas)) > 1:
         said.append(
@@ -138,9 +146,9 @@ def describe_changes(planned: Planned, before: RunConfig, machines: Machines) ->
             f"{run.inner.steps:,}. The learning rate stays; by a rule of thumb for Adam one "
             f"{sqrt(batch / asked):.2g} times as high suits that batch."
         )
-    spare = machines.count - run.pipeline.peers
+    spare = machines.count - taking_part(run, machines)
     if spare:
-        said.append(f"{spare} of {machines.count} machines have no place in this plan: they may join as more replicas.")
+        said.append(f"This plan leaves out {spare} of {machines.count} machines, which may join as more replicas.")
     return fitted(said)
 
 

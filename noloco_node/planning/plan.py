@@ -14,7 +14,7 @@ import msgspec
 
 from gossip.settings import OuterConfig
 from noloco_node.data.encoding import check_vocabulary
-from noloco_node.machine.memory import GraphBytes, puts_moments_beside, usable_bytes
+from noloco_node.machine.memory import GraphBytes, bytes_beside, usable_bytes
 from noloco_node.planning.bandwidth import float32_bytes, gossip_memory, hop_bytes, round_bytes
 from noloco_node.planning.windows import BUSY, WindowSuggestion, predict_efficiency, suggest_windows
 from noloco_node.run.config import RunConfig
@@ -112,15 +112,16 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         return lasting + self.stale_weights + self.graph
 
     def placed(self, gpu: float, ram: float) -> Memory:
-        """Return the same with the moments beside the GPU where a stage fits in no other way.
+        """Return the same with as many moments beside the GPU as let the stage fit, if that helps.
 
         `gpu`, `ram`: bytes that it may take of a GPU, and of main memory beside it.
         """
-        moments = self.coded_moments
-        if not puts_moments_beside(self.computing, self.beside, moments, gpu, ram):
-            return self
+        moments = bytes_beside(self.computing, self.beside, self.coded_moments, gpu, ram)
         return msgspec.structs.replace(
-            self, optimiser=self.optimiser - moments, coded_moments=0, moments_beside=moments
+            self,
+            optimiser=self.optimiser - moments,
+            coded_moments=self.coded_moments - moments,
+            moments_beside=self.moments_beside + moments,
         )
 
     @property
@@ -167,6 +168,8 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Of one inner step of one replica."""
     rounds: int
     """That a replica opens, when as many peers come as planned."""
+    fetched_bytes: int
+    """Of the files that the run starts from, all stages together."""
     backward: float
     """What a backward pass takes, in forward passes: less where the model is frozen."""
     efficiency: tuple[float, ...]
@@ -221,6 +224,7 @@ def plan(run: RunConfig) -> RunPlan:
         tokens=run.tokens(run.budget_samples),
         tokens_per_step=run.tokens(run.samples_per_step),
         rounds=rounds_of(run),
+        fetched_bytes=sum(each.size_bytes for each in run.model.fetched),
         backward=drawn.backward,
         efficiency=efficiency,
         remedies=suggest_windows(run.pipeline, shares, passes) if efficiency[1] < BUSY else (),
@@ -241,13 +245,13 @@ class DeviceNeeds(NamedTuple):
     """Bytes that each stage takes, about.
 
     `device`: of the device's memory, at least; `graph`: of it one microbatch's; `beside`: of main memory beside a GPU
-    that has its own; else (). `moments_beside`: the stages whose moments are there.
+    that has its own; else (). `moments_beside`: of each stage's moments, those that lie there.
     """
 
     device: tuple[int, ...]
     graph: tuple[GraphBytes, ...]
     beside: tuple[int, ...]
-    moments_beside: frozenset[int] = frozenset()
+    moments_beside: tuple[int, ...]
 
 
 def device_needs(
@@ -263,13 +267,13 @@ def device_needs(
     found = memories(run, drawn, half=half is not None, splits=half is not torch.float16)
     graph = tuple(memory.graphs for memory in found)
     if DEVICE_TYPES[device.type].shares_memory:
-        return DeviceNeeds(tuple(memory.total for memory in found), graph, ())
+        return DeviceNeeds(tuple(memory.total for memory in found), graph, (), (0,) * len(found))
     found = tuple(memory.placed(usable_bytes(free), usable_bytes(free_beside)) for memory in found)
     return DeviceNeeds(
         tuple(memory.computing for memory in found),
         graph,
         tuple(memory.beside for memory in found),
-        frozenset(number for number, memory in enumerate(found) if memory.moments_beside),
+        tuple(memory.moments_beside for memory in found),
     )
 
 

@@ -35,6 +35,11 @@ def describe(plan: RunPlan) -> list[str]:
         f"Tokens: {format_count(plan.tokens)} in all, {format_count(plan.tokens_per_step)} an inner step of a replica; "
         f"{plan.rounds} rounds a replica.",
     ]
+    if plan.fetched_bytes:
+        which = "" if len(plan.stages) == 1 else ": the part of its stage"
+        lines.append(
+            f"A machine fetches the model that the run starts from, {format_bytes(plan.fetched_bytes)}, once{which}."
+        )
     if len(plan.stages) > 1:
         lines += [
             f"A microbatch's hop: {format_bytes(plan.hop_down_bytes)} down, {format_bytes(plan.hop_up_bytes)} back.",
@@ -80,8 +85,9 @@ def _moments(plan: RunPlan) -> list[str]:
     moments = max(stage.gpu.coded_moments for stage in plan.stages)
     if not moments:
         return []
+    size = format_bytes(moments)
     return [
-        f"Where a GPU has less memory than that, the node keeps {format_bytes(moments)} of 8-bit moments beside it."
+        f"Where a GPU has less memory than that, the node keeps as many moments beside it as need be, {size} at most."
     ]
 
 

@@ -149,11 +149,20 @@ def fits(needs: Sequence[Memory], machines: Machines) -> bool:
     return missing(needs, machines) == Missing(0.0, 0.0)
 
 
+def taking_part(run: RunConfig, machines: Machines) -> int:
+    """Return the peers that a forecast counts: those that a run plans, and what is left where stages divide machines.
+
+    More machines than that would make another batch than the run asks for.
+    """
+    rest = machines.count - run.pipeline.peers
+    return run.pipeline.peers + (rest if 0 < rest < run.pipeline.stages else 0)
+
+
 def forecast(run: RunConfig, layout: ModelLayout, machines: Machines, needs: Sequence[Memory]) -> Throughput:
-    """Return what to expect of a run on these machines, as many of them as it plans."""
+    """Return what to expect of a run on these machines, of `taking_part` of them."""
     pipeline, loads = run.pipeline, stage_loads(run, layout, machines, needs)
     slowest = _slowest(loads, run.outer.line_share if pipeline.replicas > 1 else 0.0)
-    replicas = settled([seconds for seconds, _ in slowest], pipeline.peers)
+    replicas = settled([seconds for seconds, _ in slowest], taking_part(run, machines))
     # What a microbatch asks of a replica, where all stages had as many.
     parts = [pipeline.replicas / count for count in replicas]
     pace_s, what, number = max(

@@ -492,8 +492,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             else [f"trained: adapters of rank {self.adapter.rank} over the frozen model in {self.adapter.base}"]
         )
         planned = (
-            f"run {short(self.name)!r}: {cut.stages} stages, {cut.replicas} replicas planned of each, "
-            f"{self.tokens(self.budget_samples):,} tokens to train on"
+            f"run {short(self.name)!r}: {cut.stages} stage{'s' * (cut.stages > 1)}, "
+            f"{cut.replicas} replicas planned of each, {self.tokens(self.budget_samples):,} tokens to train on"
         )
         if model.is_foreign:
             numbers = sum(prod(shape) for shape in model.foreign_parameters.values())

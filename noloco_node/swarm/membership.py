@@ -15,7 +15,10 @@ failed reading the roster stays, and says since when it is old (`Roster.old_sinc
 
 A stage of more than 64 replicas has shards (`noloco_node.swarm.shards`): a peer writes under the keys of its own, and
 reads a few. Then the roster is a sample, which says how many peers there are (`Roster.sizes`), and no sum of all peers
-is read: the keys of sources and of receipts are left alone.
+is read: the keys of sources and of receipts are left alone. A peer that knows only a sample of its stage publishes its
+record every `RENEWED_S`. A sample is read every `READ_S`, or every `READ_OTHERS_S` where we do not work with the stage;
+one that is too small, whose depth changes, or of which many are gone, is read sooner. Most records of such a stage are
+brief (`noloco_node.swarm.roster.brief`).
 
 A source and a visitor also read the receipts for all sources' samples (`noloco_node.swarm.receipts`). A replica of the
 last stage publishes the receipts that it gives. Both happen every second time.
@@ -44,14 +47,17 @@ from noloco_node.swarm.receipts import (
     SourceCount,
     SourceRecord,
 )
-from noloco_node.swarm.roster import Given, PeerRecord, Roster, SourceProgress
+from noloco_node.swarm.roster import Given, PeerRecord, Roster, SourceProgress, brief
 from noloco_node.swarm.shards import (
     FOLLOWED,
     LEAST_IN_SHARD,
     MOST_IN_SHARD,
+    RENEWED_S,
+    ReadingRhythm,
     Shard,
     StageSize,
     followed,
+    is_brief,
     next_depth,
     stage_size,
     written,
@@ -63,6 +69,10 @@ LIFETIME_S = 30.0
 """Readers believe a record for this long at least."""
 REFRESHES = 3
 """Our record outlives this many refreshes, since one or two may be lost on the way."""
+SAMPLE_RENEWALS = 2
+"""The same where a roster is a sample: another reading finds the peer again."""
+READ_S, READ_OTHERS_S, VISITOR_READ_S = 180.0, 480.0, 120.0
+"""The longest time between two readings of a sample: of our stage and the next, of another stage, and of a visitor."""
 LONGEST_IN_DHT_S = 3600.0
 REFRESHES_PER_RECEIPTS = 2
 """Refreshes between two publications of receipts, and between two readings."""
@@ -95,13 +105,18 @@ class Membership:
         self._given, self._followed = given, shards
         self._lifetime_s, self._refresh_s = max(LIFETIME_S, REFRESHES * refresh_s), refresh_s
         self._own: PeerRecord | None = None
+        self._publish_s = float("-inf")
+        """When our record is to be published again (loop seconds)."""
         self._serial = 0
-        self._behind_s = 0.0
-        """The most seconds by which our clock was behind the others'."""
+        self._kept_s = 0.0
+        """The longest life in the DHT that a record of ours had."""
         self._records = StageRecords(network.peer_id, stages, self._lifetime_s, refresh_s)
         self._depths = [0] * stages
         """By which we divide each stage into shards."""
         self._sizes: list[StageSize | None] = [None] * stages
+        self._read_s = [0.0] * stages
+        """When each stage was read last (loop seconds)."""
+        self._rhythms = [ReadingRhythm() for _ in range(stages)]
         self._reads_parents = [False] * stages
         """Whether a stage has peers of a lower depth, as far as we have seen."""
         self._readings = 0
@@ -157,6 +172,7 @@ class Membership:
         self._show(self._roster.read_at)
 
     def publish_now(self) -> None:
+        self._publish_s = float("-inf")
         self._hurry.set()
 
     async def changed(self) -> Roster:
@@ -178,7 +194,7 @@ class Membership:
         publish_now = record.state is not self._own.state or self._own.round == 0 < record.round
         self._own = record
         if publish_now:
-            self._hurry.set()
+            self.publish_now()
 
     async def claim(self, record: PeerRecord) -> Roster:
         """Publish that we serve `record.stage` from now on; return the roster read right after."""
@@ -196,54 +212,90 @@ class Membership:
             await self._publish(msgspec.structs.replace(last, state=PeerState.LEAVING))
 
     async def peek(self, stages: Collection[int] | None = None) -> Roster:
-        """Read the stages that we watch, or these stages once; return the new roster."""
+        """Read the stages that we watch, or these stages once; return the new roster.
+
+        Samples that we watch, and whose reading is not due, are not read for the latter.
+        """
         async with self._reading:
-            watched = self._records.watched if stages is None else tuple(stages)
-            shards = {stage: self._shards(stage) for stage in watched}
-            keys = [shard.key(self._stage_key(stage)) for stage in watched for shard in shards[stage]]
-            is_sample = self._roster.is_sample
-            if self._progress.is_due(loop_s()) and not is_sample:
-                keys.append(self._sources_key)
-            # A peer of a later stage counts the samples that pass through it.
-            if (self._own is None or self._own.stage == 0) and self._is_due(self._read_receipts_s) and not is_sample:
-                keys.append(self._receipts_key)
-            read = dict(zip(keys, await self._network.read_all(keys), strict=True))
-            now_s = loop_s()
-            found: dict[int, Mapping[str, bytes] | None] = {}
-            for stage in watched:
-                answers = [read[shard.key(self._stage_key(stage))] for shard in shards[stage]]
-                known = [answer for answer in answers if answer is not None]
-                found[stage] = newest(known, stage) if known else None
-            # Of a parent those alone that stand in no deeper shard: others there are the same for all readers.
-            own = {s: [each for each in shards[s] if each.depth == self._depths[s]] for s in watched}
-            # The peers under a key that could not be read, or under its parent's, grow no older.
-            unread = {
-                s: [each for each in own[s] if None in (read[each.key(key)], read.get(each.parent.key(key), ()))]
-                for s, key in zip(watched, map(self._stage_key, watched), strict=True)
-            }
-            self._records.take(found, own, now_s, self._unix_time(), unread)
-            self._sizes = [None] * len(self._sizes)
-            for stage in watched:
-                self._divide(stage, own[stage])
-            receipts = read.get(self._receipts_key)
-            if receipts is not None:
-                self._read_receipts_s = now_s
-                self.receipts.take(receipts, () if self.issued is None else self.issued.brought)
-            if found.get(0) is not None:
-                self._progress.see(self._records.believed[0].values(), self._records.of_sources, now_s)
-            if self._progress.lost_one and not is_sample:
-                read[self._sources_key], *_ = await self._network.read_all([self._sources_key])
-            sources = read.get(self._sources_key)
-            if sources is not None:
-                self._progress.take(sources, now_s)
-            self.complete = all(records is not None for key, records in read.items() if key != self._receipts_key)
-            self._records.keep_only(watched)
-            self._show(now_s)
+            watched = self._records.watched
+            if stages is None:
+                await self._read(watched, watched)
+            else:
+                await self._read([s for s in stages if s not in watched or self._is_due_now(s)], stages)
         return self._roster
+
+    async def _read_due(self) -> None:
+        """Read those of the stages that we watch whose reading is due: all but samples."""
+        async with self._reading:
+            watched = self._records.watched
+            due = [stage for stage in watched if self._is_due_now(stage)]
+            if due:
+                await self._read(due, watched)
+
+    def _is_due_now(self, stage: int) -> bool:
+        """Say whether a stage that we watch is to be read: always, unless it is a sample."""
+        return self._sizes[stage] is None or self._rhythms[stage].is_due(self._follow(stage), loop_s())
+
+    async def _read(self, stages: Collection[int], kept: Collection[int]) -> None:
+        """Read stages and show the new roster; forget all stages but those that are `kept`."""
+        shards = {stage: self._shards(stage) for stage in stages}
+        keys = [shard.key(self._stage_key(stage)) for stage in stages for shard in shards[stage]]
+        is_sample = self._roster.is_sample
+        if self._progress.is_due(loop_s()) and not is_sample:
+            keys.append(self._sources_key)
+        # A peer of a later stage counts the samples that pass through it.
+        if (self._own is None or self._own.stage == 0) and self._is_due(self._read_receipts_s) and not is_sample:
+            keys.append(self._receipts_key)
+        read = dict(zip(keys, await self._network.read_all(keys), strict=True))
+        now_s = loop_s()
+        found: dict[int, Mapping[str, bytes] | None] = {}
+        for stage in stages:
+            answers = [read[shard.key(self._stage_key(stage))] for shard in shards[stage]]
+            known = [answer for answer in answers if answer is not None]
+            found[stage] = newest(known, stage) if known else None
+        # Of a parent those alone that stand in no deeper shard: others there are the same for all readers.
+        own = {s: [each for each in shards[s] if each.depth == self._depths[s]] for s in stages}
+        # The peers under a key that could not be read, or under its parent's, grow no older.
+        unread = {
+            s: [each for each in own[s] if None in (read[each.key(key)], read.get(each.parent.key(key), ()))]
+            for s, key in zip(stages, map(self._stage_key, stages), strict=True)
+        }
+        pauses_s = {s: self._rhythms[s].pause_s if self._sizes[s] else 0.0 for s in stages}
+        before = {s: self._records.believed[s].keys() for s in stages}
+        self._records.take(found, own, now_s, self._unix_time(), unread, pauses_s)
+        for stage, records in found.items():
+            if records is not None:
+                self._read_s[stage] = now_s
+        for stage in range(len(self._sizes)):
+            if stage in stages or stage not in kept:
+                self._sizes[stage] = None
+        for stage in stages:
+            self._divide(stage, own[stage])
+            if not unread[stage]:  # else they are due until they could be read
+                gone = before[stage] - self._records.believed[stage].keys()
+                self._note_reading(stage, own[stage], now_s, len(gone) / max(1, len(before[stage])))
+        self._records.seldom = [stage for stage, size in enumerate(self._sizes) if size is not None]
+        receipts = read.get(self._receipts_key)
+        if receipts is not None:
+            self._read_receipts_s = now_s
+            self.receipts.take(receipts, () if self.issued is None else self.issued.brought)
+        if found.get(0) is not None:
+            self._progress.see(self._records.believed[0].values(), self._records.of_sources, now_s)
+        if self._progress.lost_one and not is_sample:
+            read[self._sources_key], *_ = await self._network.read_all([self._sources_key])
+        sources = read.get(self._sources_key)
+        if sources is not None:
+            self._progress.take(sources, now_s)
+        self.complete = all(records is not None for key, records in read.items() if key != self._receipts_key)
+        self._records.keep_only(kept)
+        self._show(now_s)
+
+    def _follow(self, stage: int) -> list[Shard]:
+        return followed(self.me, stage, self._depths[stage], loop_s(), self._followed)
 
     def _shards(self, stage: int) -> list[Shard]:
         """Return the shards of a stage to read now: those that we follow, and while depths differ their parents too."""
-        shards = followed(self.me, stage, self._depths[stage], loop_s(), self._followed)
+        shards = self._follow(stage)
         self._readings += bool(self._depths[stage])
         if self._depths[stage] and (self._reads_parents[stage] or self._readings % READINGS_PER_PARENT == 0):
             shards += dict.fromkeys(shard.parent for shard in shards)
@@ -262,15 +314,27 @@ class Membership:
         # No receipts are read from then on: a peer that takes part asks for a shard that is full enough.
         is_sure = self._own is None or (depth > 0 and len(counted) >= LEAST_IN_SHARD)
         self._sizes[stage] = size if size.error and is_sure else None
-        depth = self._depths[stage] = next_depth(counted, size.peers)
+        before, depth = depth, next_depth(counted, size.peers)
+        self._depths[stage] = depth
+        if self._own is not None and self._own.stage == stage and depth != before:
+            self._publish_s = float("-inf")
         self._reads_parents[stage] = any(each < depth for each in depths.values())
+
+    def _note_reading(self, stage: int, shards: Sequence[Shard], now_s: float, gone: float) -> None:
+        """Note that these shards were read, and choose when they are read again if they are a sample."""
+        steady = all(shard.depth == self._depths[stage] for shard in shards)
+        is_enough = len(self._records.believed[stage]) >= LEAST_IN_SHARD
+        most_s = VISITOR_READ_S
+        if self._own is not None:
+            most_s = READ_S if stage - self._own.stage in (0, 1) else READ_OTHERS_S
+        self._rhythms[stage].note(shards, now_s, steady=steady and is_enough, gone=gone, most_s=most_s)
 
     async def run(self) -> NoReturn:
         while True:
             self._hurry.clear()
-            if self._own is not None:
+            if self._own is not None and loop_s() >= self._publish_s:
                 await self._publish(self._own)
-            await self.peek()
+            await self._read_due()
             await self._rest(self._refresh_s * self._rng.uniform(0.9, 1.1))
 
     async def _rest(self, pause_s: float) -> None:
@@ -301,11 +365,15 @@ class Membership:
         unix_s = max(0.0, self._unix_time())
         self._serial = max(self._serial + 1, int(1000 * unix_s))
         named = msgspec.structs.replace(record, name=self._name, given=self._given())
-        depth = self._depths[record.stage]
-        raw = encode_record(Published(self._serial, named, unix_s, self._lifetime_s, depth))
+        depth, lifetime_s = self._depths[record.stage], self._lifetime_s
+        is_sampled = self._sizes[record.stage] is not None
+        if is_sampled:
+            lifetime_s = max(lifetime_s, SAMPLE_RENEWALS * RENEWED_S)
+            named = brief(named) if is_brief(self.me) else named
+        raw = encode_record(Published(self._serial, named, unix_s, lifetime_s, depth))
         # Never shorter than before: of two records the DHT keeps the one that expires later.
-        self._behind_s = max(self._behind_s, -(self.skew_s or 0.0))
-        kept_s = min(self._lifetime_s + CLOCK_ERROR_S + self._behind_s, LONGEST_IN_DHT_S)
+        behind_s = max(0.0, -(self.skew_s or 0.0))
+        kept_s = self._kept_s = min(max(self._kept_s, lifetime_s + CLOCK_ERROR_S + behind_s), LONGEST_IN_DHT_S)
         self._progress.note_own(record, loop_s())
         keys = [shard.key(self._stage_key(record.stage)) for shard in written(self.me, depth)]
         stored: list[Coroutine[Any, Any, bool]] = [self._store(key, raw, kept_s) for key in keys]
@@ -319,7 +387,10 @@ class Membership:
             stored.append(self._store(self._receipts_key, self.issued.raw(), SOURCE_LIFETIME_S))
         # All at once: others may call us until our last record is out.
         took = await asyncio.gather(*stored)
-        self.unlisted_since_s = None if any(took[: len(keys)]) else self.unlisted_since_s or loop_s()
+        is_listed = any(took[: len(keys)])
+        self.unlisted_since_s = None if is_listed else self.unlisted_since_s or loop_s()
+        # Within a tenth: the next chance is a refresh later.
+        self._publish_s = loop_s() + (0.9 * RENEWED_S if is_listed and is_sampled else 0.0)
 
     def _is_due(self, last_s: float) -> bool:
         """Say whether receipts that we last published or read at that time are to be published or read again."""
@@ -349,8 +420,8 @@ class Membership:
         sizes = tuple(self._sizes) if any(self._sizes) else ()
         other_sources = () if sizes else self._progress.other_sources()
         roster = roster_of(me, self._own, believed, self._progress.sources, now_s, old_since_s, other_sources)
-        self._roster = sampled(roster, sizes) if sizes else roster
-        if msgspec.structs.replace(before, read_at=now_s) != self._roster:
+        self._roster = sampled(roster, sizes, tuple(self._read_s)) if sizes else roster
+        if msgspec.structs.replace(before, read_at=now_s, stages_read_at=self._roster.stages_read_at) != self._roster:
             self._change.set()
             self._change = asyncio.Event()
 
@@ -387,8 +458,13 @@ def roster_of(
     )
 
 
-def sampled(roster: Roster, sizes: tuple[StageSize | None, ...]) -> Roster:
-    """Return a roster as one that is a sample. Sources count that are in it now: whoever has left it may be there."""
+def sampled(roster: Roster, sizes: tuple[StageSize | None, ...], read_at: tuple[float, ...]) -> Roster:
+    """Return a roster as one that is a sample. Sources count that are in it now: whoever has left it may be there.
+
+    `read_at`: when each stage was read (loop seconds).
+    """
     finished = sum(record.state is PeerState.FINISHED for record in roster.stages[0])
     at_work = sum(record.state is PeerState.TRAINING for record in roster.stages[0])
-    return msgspec.structs.replace(roster, sizes=sizes, sources=finished + at_work, sources_finished=finished)
+    return msgspec.structs.replace(
+        roster, sizes=sizes, stages_read_at=read_at, sources=finished + at_work, sources_finished=finished
+    )

@@ -85,7 +85,7 @@ class SampledWork:
 
     def steps_per_s(self, roster: Roster, stage: int = 0) -> float | None:
         """Return the inner steps a second of a stage; None until some replicas have been watched for long enough."""
-        now_s, before = roster.read_at, self._begun
+        now_s, before = roster.stage_read_at(stage), self._begun
         steps = {each.peer: each.inner_steps for each in roster.stage(stage) if each.state is PeerState.TRAINING}
         self._begun = {
             peer: before[peer] if peer in before and before[peer][1] <= done else (now_s, done)
@@ -117,8 +117,10 @@ class RunSamples:
         self._unlisted = max(0, reached - own - begun.others_samples)
         self._verified = Derived(lambda: membership.roster, self._progress_of)
         self._met = Derived(lambda: membership.roster, self._meet)
-        self._work, self._estimate, self._estimated_s = SampledWork(), float(reached), begun.read_at
+        self._work, self._estimate, self._estimated_s = SampledWork(), float(reached), begun.stage_read_at(0)
         """The run's samples as of a reading (loop seconds), once the roster has been a sample."""
+        self._noted_s = float("-inf")
+        """The last reading of stage 0 that the estimate takes into account."""
         self._is_estimate = False
         self._estimated = Derived(lambda: membership.roster, self._estimate_now)
         self._deserted_s: float | None = None
@@ -144,9 +146,12 @@ class RunSamples:
     def _estimate_now(self, roster: Roster) -> float:
         """Note a reading, and return the estimate of the run's samples that follows; it never falls."""
         self._is_estimate |= roster.is_sample
+        if self._is_estimate and roster.stage_read_at(0) == self._noted_s:
+            return self._estimate
+        self._noted_s = roster.stage_read_at(0)
         steps_per_s = self._work.steps_per_s(roster)
         # What was done before a pace is known counts when it is.
-        passed_s = 0.0 if steps_per_s is None else roster.read_at - self._estimated_s
+        passed_s = 0.0 if steps_per_s is None else self._noted_s - self._estimated_s
         self._estimated_s += passed_s
         if self._is_estimate:
             rate = (steps_per_s or 0.0) * self._run.samples_per_step

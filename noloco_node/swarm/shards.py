@@ -29,8 +29,16 @@ MOST_IN_SHARD, LEAST_IN_SHARD = 64, 16
 DEEPEST = 20
 FOLLOWED = 2
 """Shards of a stage that a reader follows; a power of two."""
-FOLLOWED_S = 1800.0
+FOLLOWED_S = 7200.0
 """A shard is followed for so long. The readers of one change at different times, and a reader one after the other."""
+RENEWED_S = 60.0
+"""A peer of a stage of which nobody knows all publishes its record so often."""
+LEAST_PAUSE_S = 30.0
+"""The shortest pause between two readings of a sample."""
+MANY_GONE = 0.2
+"""The part of a sample that may be gone at a reading: of the listed peers nearly as many are dead, just before it."""
+WHOLE_OF = 8
+"""Of so many peers of such a stage one publishes its whole record, for views; the others what decisions read."""
 PREVAILING = 0.25
 """The share of a stage whose depth the others take."""
 _BITS = 64
@@ -63,6 +71,33 @@ class Shard(NamedTuple):
         return above or self.holds(peer, depth)
 
 
+def next_pause_s(pause_s: float, gone: float, most_s: float) -> float:
+    """Return the pause after the next reading of a sample, of which this part was gone after the last pause.
+
+    It doubles while few are gone, up to `most_s`, and is halved where many are.
+    """
+    factor = 2.0 if gone <= MANY_GONE / 2 else 0.5 if gone > MANY_GONE else 1.0
+    return max(LEAST_PAUSE_S, min(factor * pause_s, most_s))
+
+
+class ReadingRhythm:
+    """When a large stage is read again: seldom while it keeps its depth, and enough of its peers are known and stay."""
+
+    def __init__(self) -> None:
+        self.pause_s = LEAST_PAUSE_S
+        self._read: tuple[Shard, ...] = ()
+        self._read_s = -math.inf
+
+    def is_due(self, shards: Sequence[Shard], now_s: float) -> bool:
+        """Say whether these shards, which are followed now, are to be read. Others than before always are."""
+        return tuple(shards) != self._read or now_s - self._read_s >= self.pause_s
+
+    def note(self, shards: Sequence[Shard], now_s: float, *, steady: bool, gone: float, most_s: float) -> None:
+        """Note that these shards were read. `gone`, `most_s`: as for `next_pause_s`."""
+        self._read, self._read_s = tuple(shards), now_s
+        self.pause_s = next_pause_s(self.pause_s, gone, most_s) if steady else LEAST_PAUSE_S
+
+
 class StageSize(NamedTuple):
     """The replicas of a stage. `error`: the relative standard error of the number; 0 where all are known."""
 
@@ -87,6 +122,11 @@ def written(peer: str, depth: int) -> list[Shard]:
         own = own.parent
         found.append(own)
     return found
+
+
+def is_brief(peer: str) -> bool:
+    """Say whether this peer leaves out of its record what only views read, once nobody knows all of its stage."""
+    return _hash(peer) % WHOLE_OF != 0
 
 
 def followed(reader: str, stage: int, depth: int, now_s: float, count: int = FOLLOWED) -> list[Shard]:

@@ -31,7 +31,7 @@ import msgspec
 from noloco_node.network.wire import decoded
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.roster import PeerRecord
-from noloco_node.swarm.shards import DEEPEST, Shard
+from noloco_node.swarm.shards import DEEPEST, RENEWED_S, Shard
 from noloco_node.units import Count, Seconds, UnixSeconds
 
 RECORD_BYTES = 4096
@@ -83,13 +83,15 @@ class PeerEntry(msgspec.Struct, frozen=True):
 
 class DhtRead(NamedTuple):
     """The circumstances of one reading. `now_s`: loop seconds; `unix_s`: by our clock. `youngest_at`: when the
-    youngest record so far was written. `ages`: whether peers without news grow older by it.
+    youngest record so far was written. `ages`: whether peers without news grow older by it. `pause_s`: that was meant
+    between this reading of the stage and the one before.
     """
 
     now_s: float
     unix_s: float
     youngest_at: float
     ages: bool
+    pause_s: float = 0.0
 
 
 class PeerTable:
@@ -134,7 +136,7 @@ class PeerTable:
         """
         if reading.ages:
             if self._aged_s is not None:
-                self._clock_s += min(reading.now_s - self._aged_s, self._lifetime_s / 2)
+                self._clock_s += min(reading.now_s - self._aged_s, max(self._lifetime_s / 2, reading.pause_s))
             self._aged_s = reading.now_s
         for peer, published in news.items():
             believed, offset_s = True, None
@@ -168,13 +170,12 @@ def is_doubtful(at: float, reading: DhtRead, lifetime_s: float) -> bool:
     return bool(at) and min(reading.unix_s, reading.youngest_at) - at > lifetime_s + CLOCK_S
 
 
-def skew_s(offsets_s: Iterable[float | None], typical_age_s: float) -> float | None:
+def skew_s(offsets_s: Sequence[float]) -> float | None:
     """Return by how much our clock is ahead of the others', negative if behind; None if too few are known to tell.
 
-    It is the median over peers, so that no single wrong clock decides. `typical_age_s`: of a record when it is read.
+    It is the median over peers, so that no single wrong clock decides.
     """
-    known = [offset_s for offset_s in offsets_s if offset_s is not None]
-    return median(known) - typical_age_s if len(known) >= LEAST_CLOCKS else None
+    return median(offsets_s) if len(offsets_s) >= LEAST_CLOCKS else None
 
 
 def at_most(found: Collection[str], known: Mapping[str, Any]) -> Iterable[str]:
@@ -244,9 +245,13 @@ class StageRecords:
         self._read: set[int] = set()
         self._heard_s: float | None = None
         """When we last heard a peer, or knew none (loop seconds)."""
+        self._deaf_s: float | None = None
+        """When the first reading after that heard nobody (loop seconds); None: there was none."""
         self._youngest_at = 0.0
         """When the youngest of the others' records was written, by its own clock."""
         self.watched = tuple(range(stages))
+        self.seldom: Collection[int] = ()
+        """The stages that are read and written seldom, because nobody knows all of their peers."""
         self.skew_s: float | None = None
         """Seconds by which our clock is ahead of the others'; None if too few peers are known."""
 
@@ -285,22 +290,25 @@ class StageRecords:
         now_s: float,
         unix_s: float,
         unread: Mapping[int, Sequence[Shard]],
+        pauses_s: Mapping[int, float],
     ) -> None:
         """Note a reading of some stages; None stands for a stage that could not be read.
 
-        `shards`: that we follow; `unread`: those of them of which a key could not be read.
+        `shards`: that we follow; `unread`: those of them of which a key could not be read. `pauses_s`: `DhtRead`.
         """
         read = {stage: raws for stage, raws in found.items() if raws is not None}
         self._read.update(read)
         news = {stage: self._news(stage, raws, shards[stage]) for stage, raws in read.items()}
-        if self._hears(read, news):
-            self._heard_s = now_s
+        if self._hears(found, news):
+            self._heard_s, self._deaf_s = now_s, None
+        elif self._deaf_s is None:
+            self._deaf_s = now_s
         given_up = self._heard_s is not None and now_s - self._heard_s >= ISOLATED_S
         others = (each.at for records in news.values() for peer, each in records.items() if peer != self._me)
         self._youngest_at = max([self._youngest_at, *others])
         ages = self._heard_s == now_s or (given_up and bool(read))
-        reading = DhtRead(now_s, unix_s, self._youngest_at, ages)
         for stage, records in news.items():
+            reading = DhtRead(now_s, unix_s, self._youngest_at, ages, pauses_s[stage])
             self._tables[stage].take(records, read[stage], reading, unread[stage])
 
     def keep_only(self, stages: Collection[int]) -> None:
@@ -313,15 +321,24 @@ class StageRecords:
 
     def old_since_s(self, now_s: float) -> float | None:
         """Return since when we heard no peer, if longer than one failed reading explains."""
-        since_s = self._heard_s
-        return since_s if since_s is not None and now_s - since_s > 2.5 * self._refresh_s else None
+        if self._heard_s is None or self._deaf_s is None:
+            return None
+        # A large stage is read seldom: then the time before the first failed reading says nothing.
+        since_s = max(self._heard_s, self._deaf_s - self._refresh_s)
+        return self._heard_s if now_s - since_s > 2.5 * self._refresh_s else None
 
     def news_age_s(self, unix_s: float) -> dict[str, float]:
         """Return the age of the last news of each believed peer that is late.
 
-        The age counts to the youngest of all records if that is earlier than our clock, which may be wrong.
+        The age counts to the youngest of all records if that is earlier than our clock, which may be wrong. A peer of a
+        stage that is read seldom is never late: the first reading without news ends it.
         """
-        entries = [(peer, entry) for table in self._tables for peer, entry in table.known.items() if entry.believed]
+        entries = [
+            (peer, entry)
+            for number, table in enumerate(self._tables)
+            for peer, entry in table.known.items()
+            if entry.believed and number not in self.seldom
+        ]
         now_s = min(unix_s, self._youngest_at)
         ages_s = {peer: now_s - entry.published.at for peer, entry in entries if entry.published.at}
         lives_s = {peer: entry.published.lifetime_s for peer, entry in entries}
@@ -331,12 +348,13 @@ class StageRecords:
     def compare_clocks(self) -> None:
         """Compute `skew_s`, which is asked far more often than it changes."""
         offsets = (
-            entry.offset_s
+            # On the mean a record is half as old as the time between two of its peer.
+            entry.offset_s - (RENEWED_S if number in self.seldom else self._refresh_s) / 2
             for number in self.watched
             for peer, entry in self._tables[number].known.items()
-            if entry.believed and peer != self._me
+            if entry.believed and peer != self._me and entry.offset_s is not None
         )
-        self.skew_s = skew_s(islice(offsets, CLOCKS_ASKED), self._refresh_s / 2)
+        self.skew_s = skew_s(list(islice(offsets, CLOCKS_ASKED)))
 
     def _news(self, stage: int, raws: Mapping[str, bytes], shards: Sequence[Shard]) -> dict[str, Published]:
         """Decode the records of a stage that are newer than what we know, of peers that these shards count."""
@@ -352,16 +370,18 @@ class StageRecords:
                 news[peer] = published
         return news
 
-    def _hears(self, read: Mapping[int, Mapping[str, bytes]], news: Mapping[int, Mapping[str, Published]]) -> bool:
+    def _hears(
+        self, found: Mapping[int, Mapping[str, bytes] | None], news: Mapping[int, Mapping[str, Published]]
+    ) -> bool:
         """Say whether a reading tells of other peers; if not, the trouble is ours."""
-        if not read:
+        if not news:
             return False
         if any(peer != self._me for records in news.values() for peer in records):
             return True
         known = [
             (number, peer)
-            for number in self.watched
+            for number in found
             for peer, record in self._tables[number].believed.items()
             if peer != self._me and record.state is not PeerState.LEAVING
         ]
-        return not known or (len(known) == 1 and known[0][1] in read.get(known[0][0], ()))
+        return not known or (len(known) == 1 and known[0][1] in (found[known[0][0]] or ()))

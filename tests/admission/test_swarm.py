@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from admission_keys import NOW_S, OWNER, admitted, key, public
+from continued_runs import ADAPTER, Continued
 from memory_swarms import Peer, recipe, until
 
+from gossip.interface import OuterStepTaken
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.ticket import (
@@ -30,31 +33,47 @@ from noloco_node.swarm import access, invite
 from noloco_node.swarm.access import RunAccess
 from noloco_node.swarm.run_distribution import SCHEMA, TOPIC
 
-RECIPE = recipe(replicas=2, steps=400, extra=f'[admission]\nowner = "{OWNER.hex()}"\nrule = "listed"\n')
+OWNED: dict[str, Any] = {
+    "replicas": 2,
+    "steps": 400,
+    "extra": f'[admission]\nowner = "{OWNER.hex()}"\nrule = "listed"\n',
+}
 REFRESHES_S = 2.0
 """Ten of the nodes' own."""
 
 
 class AdmittedHub:
-    """Networks of members."""
+    """Networks of members of a run."""
 
-    def __init__(self) -> None:
-        self.hub, self.states = SimNetwork(), dict[str, AdmissionState]()
+    def __init__(self, run: str) -> None:
+        self.run, self.hub, self.states = run, SimNetwork(), dict[str, AdmissionState]()
 
     def network(self, peer: str) -> Any:
-        state = self.states[peer] = AdmissionState(RECIPE.digest, lambda: NOW_S)
+        state = self.states[peer] = AdmissionState(self.run, lambda: NOW_S)
         state.pin(OWNER, "listed")
-        ticket = encode((grant(key(0), RECIPE.digest, MEMBER, NOW_S + 10**6, key_of(peer) or b""),))
+        ticket = encode((grant(key(0), self.run, MEMBER, NOW_S + 10**6, key_of(peer) or b""),))
         return admitted(self.hub.network(peer), state, ticket)
 
 
-async def test_a_swarm_of_members_trains_and_goes_on_without_who_is_shut_out() -> None:
-    hub: Any = AdmittedHub()
-    peers = [Peer(hub, RECIPE, peer_of(public(number + 1)), number // 2, job_s=0.5) for number in range(4)]
+def partners(peer: Peer) -> list[str]:
+    return [event.partner for event in peer.of(OuterStepTaken) if event.partner is not None]
+
+
+@pytest.mark.parametrize("stages", [2, 1], ids=["pipeline", "one stage of adapters"])
+async def test_a_swarm_of_members_trains_and_goes_on_without_who_is_shut_out(tmp_path: Path, stages: int) -> None:
+    names, stage = [peer_of(public(number + 1)) for number in range(4)], stages - 1
+    if stages == 1:
+        made = Continued(tmp_path, adapter=ADAPTER, stages=1, **OWNED)
+        hub = made.hub = AdmittedHub(made.recipe.digest)
+        peers = [made.peer(name, 0, made.whole(), job_s=0.5) for name in names]
+    else:
+        what = recipe(**OWNED)
+        hub = AdmittedHub(what.digest)
+        peers = [Peer(cast(Any, hub), what, name, number // 2, job_s=0.5) for number, name in enumerate(names)]
     victim, others = peers[3], peers[:3]
-    await until(lambda: all(len(peer.of(events.InnerStep)) > 5 for peer in peers))
+    await until(lambda: all(partners(peer) for peer in peers))
     begun_s = asyncio.get_running_loop().time()
-    raw = encode_list(signed_list(key(0), RECIPE.digest, 1, {public(4): NOW_S + 10**6}))
+    raw = encode_list(signed_list(key(0), hub.run, 1, {public(4): NOW_S + 10**6}))
     assert hub.states[peers[0].name].take_revocations(raw)
     await asyncio.wait([victim.task])
     assert asyncio.get_running_loop().time() - begun_s < REFRESHES_S
@@ -63,9 +82,14 @@ async def test_a_swarm_of_members_trains_and_goes_on_without_who_is_shut_out() -
     assert trouble.code is Exit.NOT_ADMITTED
     await asyncio.sleep(REFRESHES_S)
     assert all(state.revocations is not None for state in hub.states.values())
-    await until(lambda: len(others[0].node.roster.stages[1]) == 1, 60.0 - REFRESHES_S)
+    await until(
+        lambda: all(each.peer != victim.name for each in others[0].node.roster.stage(stage)), 60.0 - REFRESHES_S
+    )
     before = {peer.name: len(peer.of(events.InnerStep)) for peer in others}
+    met = len(partners(peers[0]))
     await until(lambda: all(len(peer.of(events.InnerStep)) > before[peer.name] for peer in others))
+    await until(lambda: len(partners(peers[0])) > met + 2)
+    assert victim.name not in partners(peers[0])[met:]
     for peer in others:
         peer.leave.set()
     await asyncio.gather(*(peer.task for peer in others))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from process_swarm import host, peer
-from processes import Command, Commands
+from processes import MEMBER, Command, Commands
 from safetensors.torch import load_file
 
 import noloco_node
@@ -29,7 +29,7 @@ def test_a_few_lines_make_a_loop_a_member() -> None:
 
 
 def member(commands: Commands, invite: str, name: str) -> Command:
-    return commands.start("--swarm", invite, "--steps", "1000000", name=name, home=True, program=EXAMPLE)
+    return commands.start(str(EXAMPLE), "--swarm", invite, "--steps", "1000000", name=name, home=True, program=MEMBER)
 
 
 def met(command: Command) -> list[OuterStepTaken]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from process_swarm import LOCAL, host, is_finished
-from processes import Command, Commands
+from processes import MEMBER, Command, Commands
 from safetensors.torch import load_file
 
 import noloco_node
@@ -38,7 +38,7 @@ def written(commands: Commands, steps: int) -> tuple[Path, Command, str]:
 
 
 def trainer(commands: Commands, invite: str, name: str, *more: str) -> Command:
-    return commands.start("--swarm", invite, *more, name=name, home=True, program=EXAMPLE)
+    return commands.start(str(EXAMPLE), "--swarm", invite, *more, name=name, home=True, program=MEMBER)
 
 
 def test_three_trainers_train_adapters_and_end_with_the_run_though_one_is_killed(tmp_path: Path) -> None:

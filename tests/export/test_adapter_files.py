@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from checkpoints import LLAMA, write_model
 from safetensors.torch import load_file
 from sample_counters import counters
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from noloco_node.cli.main import app
@@ -21,7 +23,7 @@ from noloco_node.export.adapter_files import AdapterExport, peft_adapter
 from noloco_node.export.continue_run import continuing_text
 from noloco_node.export.exporter import export
 from noloco_node.export.frozen_files import with_frozen_files
-from noloco_node.export.sources import model_in
+from noloco_node.export.sources import model_in, read_provenance
 from noloco_node.planning.model_layout import build_stage, model_layout
 from noloco_node.run.config import AdapterConfig
 from noloco_node.run.presets import with_fields
@@ -33,7 +35,6 @@ from noloco_node.swarm.run_distribution import RunFileText
 from pipeline.adapters.frozen_weights import Form
 
 pytestmark = pytest.mark.usefixtures("short_text")
-TEXT: dict[str, dict[str, object]] = {"data": {"source": '"stdlib"'}, "pipeline": {"stages": 2, "replicas": 2}}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 384, "n_positions": 64},
@@ -46,27 +47,61 @@ LINEAR = {
 
 
 class Adapted:
-    """Two replicas of each of two stages, whose adapters lie in their homes, and the checkpoint that they adapt."""
+    """Replicas of each stage, whose adapters lie in their homes, and the checkpoint that they adapt.
 
-    def __init__(self, directory: Path, family: str, *, freeze_a: bool, base: Form = "bfloat16") -> None:
+    `noises`: what each replica of a stage adds to its adapters, times the same noise. `ahead`: rounds that the last one
+    claims. `learnt`: whether the checkpoint predicts its text better than a guess.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        family: str,
+        *,
+        freeze_a: bool,
+        stages: int = 2,
+        noises: Sequence[float] = (0.1, 0.11),
+        ahead: int = 0,
+        learnt: bool = False,
+        base: Form = "bfloat16",
+        alpha: float = 4.0,
+    ) -> None:
         self.directory, self.checkpoint = directory, directory / "checkpoint"
         self.model = write_model(self.checkpoint, family, FAMILIES[family])
-        adapter = AdapterConfig(rank=2, alpha=4.0, freeze_a=freeze_a, base=base)
-        text = with_fields(continuing_text(self.checkpoint, "tiny", adapter), TEXT).replace('path = "your-text/"', "")
+        if learnt:
+            self._learn()
+        adapter = AdapterConfig(rank=2, alpha=alpha, freeze_a=freeze_a, base=base)
+        fields: dict[str, dict[str, object]] = {
+            "data": {"source": '"stdlib"'},
+            "pipeline": {"stages": stages, "replicas": len(noises)},
+        }
+        text = with_fields(continuing_text(self.checkpoint, "tiny", adapter), fields).replace('path = "your-text/"', "")
         self.frozen = directory / "frozen"
         text = with_frozen_files(text, self.checkpoint, self.frozen, overwrite=False)
         self.recipe = RunFileText(text, "the test's run file")
         self.layout = model_layout(self.recipe.run)
-        self.homes = [self._home(stage, peer) for stage in (0, 1) for peer in (0, 1)]
+        rounds = [*[40] * (len(noises) - 1), 40 + ahead]
+        self.homes = [
+            self._home(stage, peer, noise, rounds[peer]) for stage in range(stages) for peer, noise in enumerate(noises)
+        ]
 
-    def _home(self, stage: int, peer: int) -> Path:
+    def _learn(self) -> None:
+        words = AutoTokenizer.from_pretrained(self.checkpoint)(Path(argparse.__file__).read_text()[:20_000])
+        tokens = torch.tensor(words["input_ids"])
+        optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        for batch in tokens[: len(tokens) // 256 * 256].view(-1, 8, 32):
+            self.model(input_ids=batch, labels=batch).loss.backward()
+            optimiser.step()
+            optimiser.zero_grad()
+        self.model.save_pretrained(self.checkpoint, max_shard_size="100KB")
+
+    def _home(self, stage: int, peer: int, noise: float, round: int) -> Path:
         part = build_stage(self.recipe.run, self.layout, stage, torch.device("cpu"))
         generator = torch.Generator().manual_seed(stage)
-        noise = [0.1 * torch.randn(each.shape, generator=generator) for each in part.parameters()]
         moved = tuple(
-            each.detach() + (1.0 + 0.1 * peer) * far for each, far in zip(part.parameters(), noise, strict=True)
+            each.detach() + noise * torch.randn(each.shape, generator=generator) for each in part.parameters()
         )
-        taken = counters(run_id=self.recipe.digest, stage=stage, round=40, peer=f"peer-{stage}-{peer}")
+        taken = counters(run_id=self.recipe.digest, stage=stage, round=round, peer=f"peer-{stage}-{peer}")
         place = self.directory / taken.peer
         with Home.open(place) as home:
             paths = home.enter(self.recipe.digest)
@@ -129,6 +164,21 @@ def test_the_mean_of_the_adapters_is_what_both_forms_hold(tmp_path: Path, family
     for name, each in found.state_dict().items():
         assert torch.allclose(each, own[name], atol=1e-6), name
     assert model_in(merged).run == made.recipe.run
+
+
+def test_of_adapters_of_one_stage_those_that_predict_make_the_mean(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two of three spoil the model, and one claims to be rounds ahead. Without the model norms and rounds decide."""
+    noises = (0.001, 0.1, 0.11)
+    made = Adapted(tmp_path, "llama", freeze_a=False, stages=1, noises=noises, ahead=9, learnt=True, alpha=40.0)
+    judged = read_provenance(made.export("adapter", base=made.checkpoint))
+    assert [each.peer for each in judged.taken[0]] == ["peer-0-0"]
+    assert all(each.why.startswith("loss") for each in judged.left_out[0])
+    assert "not judged" not in capsys.readouterr().err
+    (taken,) = read_provenance(made.export("unjudged")).taken
+    assert {"peer-0-1", "peer-0-2"} <= {each.peer for each in taken}
+    assert "the model that they adapt is not here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -15,9 +15,11 @@ from noloco_node.cli.main import app
 from noloco_node.errors import Exit, UserError
 from noloco_node.planning.checkpoint_map import RunWeights
 from noloco_node.planning.model_layout import make_stage, model_layout
+from noloco_node.planning.plan_text import report
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import load_run
 from noloco_node.storage.weight_store import WeightFile, WeightStore
+from noloco_node.units import format_bytes
 
 WIDE = LLAMA | {"hidden_size": 64, "intermediate_size": 192}
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 384, "n_positions": 64}
@@ -101,8 +103,22 @@ def test_a_directory_that_is_there_stays_unless_forced(tmp_path: Path) -> None:
         init(tmp_path, "nf4")
     assert not (tmp_path / "run.toml").exists()
     before = load_run(init(tmp_path, "nf4", "--force")).model
-    again = load_run(init(tmp_path, "nf4", "--force")).model
-    assert before == again, "all machines make the same codes"
+    path = init(tmp_path, "nf4", "--force")
+    assert before == load_run(path).model, "all machines make the same codes"
+    said = " ".join(report(path).split())
+    assert f"fetches the model that the run starts from, {format_bytes(before.fetched[0].size_bytes)}, once." in said
+
+
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_no_run_goes_on_from_codes(tmp_path: Path, base: str) -> None:
+    write_model(tmp_path / "model", sizes=WIDE)
+    init(tmp_path, base)
+    (tmp_path / "run-frozen").rename(tmp_path / "again")
+    shown = CliRunner().invoke(app, ["init", "--from", str(tmp_path / "again"), str(tmp_path / "again.toml")])
+    assert isinstance(shown.exception, UserError)
+    assert shown.exception.code is Exit.CONFIG
+    assert "q_proj.weight holds integers" in shown.exception.why
+    assert not (tmp_path / "again.toml").exists()
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +137,10 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
 def test_files_of_another_form_than_the_runs_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path / "model", sizes=WIDE)
     path = init(tmp_path, "nf4")
-    path.write_text(path.read_text().replace('\nbase = "nf4"\n', '\nbase = "int8"\n'))
+    frozen = next((tmp_path / "run-frozen").glob("frozen-*"))
+    renamed = frozen.rename(frozen.with_name(frozen.name.replace("nf4", "int8")))
+    text = path.read_text().replace('\nbase = "nf4"\n', '\nbase = "int8"\n').replace(frozen.name, renamed.name)
+    path.write_text(text)
     run = load_run(path)
     weights = fetched(tmp_path / "run-frozen", run.model.fetched, run, 0, tmp_path / "here")
     with pytest.raises(UserError, match=r"weight is uint8 .*, not int8") as caught:

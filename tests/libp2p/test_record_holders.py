@@ -21,7 +21,15 @@ from noloco_node.libp2p.dht_records import DhtRecords
 from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.record_checks import SIGNATURE_BYTES
-from noloco_node.libp2p.record_holders import MORE_EVERY, SEARCH_S, SEARCHED, WRITTEN
+from noloco_node.libp2p.record_holders import (
+    LONGEST_SEARCH_S,
+    MORE_EVERY,
+    SEARCH_PAUSES,
+    SEARCH_S,
+    SEARCHED,
+    WRITTEN,
+    Holders,
+)
 from noloco_node.libp2p.settings import NetworkSettings, RunSecret, ensure_identity, peer_bytes
 
 KEY, REFRESH_S, LIFETIME_S, ANSWER_S = "run/stage/0", 10.0, 330.0, 5.0
@@ -205,6 +213,26 @@ async def test_a_search_is_repeated_when_it_is_old_or_the_neighbours_are_others(
     assert not holders.is_search_due(now_s + SEARCH_S / 2, 0)
     assert holders.is_search_due(now_s + SEARCH_S / 2, 1)
     assert holders.is_search_due(now_s + 2 * SEARCH_S, 0)
+
+
+@given(st.floats(1.0, 1e4), st.sampled_from(["well", "silent", "lacking"]))
+def test_nodes_near_a_place_that_is_used_seldom_are_searched_seldom_while_they_answer_well(
+    pause_s: float, how: str
+) -> None:
+    holders, begun_s = Holders(), 1e5
+    holders.note_search(["a", "b", "c"], begun_s, 3)  # type: ignore[arg-type]
+    for use in range(3):
+        holders.next_reading(begun_s + use * pause_s)
+    if how == "silent":
+        holders.doubt("a", begun_s, 0.0)  # type: ignore[arg-type]
+    elif how == "lacking":
+        holders.suspect()
+    good_s = max(SEARCH_S, min(SEARCH_PAUSES * pause_s, LONGEST_SEARCH_S)) if how == "well" else SEARCH_S
+    assert not holders.is_search_due(begun_s + 0.99 * good_s, 3)
+    assert holders.is_search_due(begun_s + 1.01 * good_s, 3)
+    # After a rest of hours the last pause says nothing.
+    holders.next_reading(begun_s + 5 * pause_s)
+    assert holders.is_search_due(begun_s + 1e6, 3)
 
 
 async def test_a_search_that_finds_too_few_is_repeated_soon() -> None:

@@ -9,83 +9,19 @@ from typing import Any
 import pytest
 import torch
 from admission_keys import NOW_S, OWNER, admitted, key, public
-from checkpoints import listed, weights_section, write_model
-from memory_swarms import Peer, recipe, until
+from continued_runs import ADAPTER, Continued
+from memory_swarms import Peer, until
 from toy_gossip import at_once
 
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.ticket import MEMBER, Right, encode, grant, key_of, peer_of
 from noloco_node.journal import events
 from noloco_node.network.interface import PeerNetwork
-from noloco_node.planning.checkpoint_map import RunWeights
-from noloco_node.planning.model_layout import model_layout
 from noloco_node.run.config import AdmissionRule
 from noloco_node.run.peer_state import Wait, WaitCause
-from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync import weight_exchange
 from noloco_node.state_sync.weight_exchange import WeightDownload, WeightServer
 from noloco_node.storage.weight_store import WeightStore
-from noloco_node.swarm.run_distribution import RunFileText
-
-SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 16,
-}
-
-
-class Continued:
-    """A run that goes on from a checkpoint, and what nodes of it are given."""
-
-    def __init__(self, directory: Path, *, own_tokenizer: bool = False, adapter: str = "") -> None:
-        self.directory = directory
-        self.model = write_model(directory / "checkpoint", sizes=SIZES, shard_size="3KB")
-        plain = recipe(steps=40).text
-        section = weights_section(directory / "checkpoint")
-        words = [directory / "checkpoint" / name for name in ("config.json", "tokenizer_config.json")]
-        tokenizer = f'[data]\ntokenizer = "files"\n{listed("data.tokenizer_files", words)}'
-        text = plain.replace("[pipeline]", f"{section}{tokenizer if own_tokenizer else ''}{adapter}[pipeline]")
-        self.recipe = RunFileText(text, "the test's run file")
-        self.layout = model_layout(self.recipe.run)
-        self.hub = SimNetwork()
-
-    def whole(self) -> WeightStore:
-        return WeightStore.whole(self.directory / "checkpoint", self.recipe.run.model.weights)
-
-    def tokenizer(self, name: str) -> WeightStore:
-        return WeightStore.filling(self.directory / f"{name}'s tokenizer", self.recipe.run.data.tokenizer_files)
-
-    def owners_tokenizer(self) -> WeightStore:
-        return WeightStore.whole(self.directory / "checkpoint", self.recipe.run.data.tokenizer_files)
-
-    def peer(self, name: str, stage: int, store: WeightStore | None = None, **more: Any) -> Peer:
-        store = store or WeightStore.filling(self.directory / name, self.recipe.run.model.weights)
-        if self.recipe.run.data.tokenizer_files:
-            more = {"tokenizer": self.tokenizer(name), **more}
-        return Peer(
-            self.hub,
-            self.recipe,
-            name,
-            stage,
-            first_weights=RunWeights(
-                self.layout.prepared, self.layout.checkpoint, store, frozen=self.layout.adapter is not None
-            ),
-            **more,
-        )
-
-    async def bootstrap(self) -> None:
-        network, schema = self.hub.network("bootstrap"), weight_exchange.SCHEMA
-        await network.serve(weight_exchange.TOPIC, schema, WeightServer(self.whole(), at_once).serve)
-        if self.recipe.run.data.tokenizer_files:
-            server = WeightServer(self.owners_tokenizer(), at_once)
-            await network.serve(weight_exchange.TOKENIZER_TOPIC, schema, server.serve)
-
-    def begins_with_the_checkpoint(self, peer: Peer, stage: int) -> bool:
-        own, shapes = dict(self.model.named_parameters()), self.layout.shapes[stage]
-        return all(torch.equal(own[name], each) for name, each in zip(shapes, peer.begun_with, strict=True))
 
 
 @pytest.fixture(name="made", params=[False], ids=["bytes"])
@@ -105,6 +41,11 @@ BOTH = pytest.mark.parametrize("made", [False, True], ids=["bytes", "own tokeniz
 OWN_TOKENIZER = pytest.mark.parametrize("made", [True], ids=["own tokenizer"], indirect=True)
 
 
+def begins_with_the_checkpoint(made: Continued, peer: Peer, stage: int) -> bool:
+    own, shapes = dict(made.model.named_parameters()), made.layout.shapes[stage]
+    return all(torch.equal(own[name], each) for name, each in zip(shapes, peer.begun_with, strict=True))
+
+
 async def leave(*peers: Peer) -> None:
     for peer in peers:
         peer.leave.set()
@@ -116,7 +57,7 @@ async def test_newcomers_fetch_their_part_from_the_bootstrap_peer(made: Continue
     await made.bootstrap()
     peers = [made.peer(f"peer-{stage}", stage, bootstrap_peers=("bootstrap",)) for stage in (0, 1)]
     await until(lambda: all(peer.of(events.InnerStep) for peer in peers))
-    assert all(made.begins_with_the_checkpoint(peer, stage) for stage, peer in enumerate(peers))
+    assert all(begins_with_the_checkpoint(made, peer, stage) for stage, peer in enumerate(peers))
     here = [made.tokenizer(peer.name) for peer in peers]
     assert not any(each.missing(each.all_pieces()) for each in here)
     await leave(*peers)
@@ -149,8 +90,8 @@ async def test_who_has_nobody_to_ask_waits_and_says_for_what(made: Continued) ->
     assert not waiting.of(events.InnerStep)
     owner = made.peer("owner", 1, made.whole())
     await until(lambda: bool(waiting.of(events.InnerStep) and owner.of(events.InnerStep)))
-    assert made.begins_with_the_checkpoint(waiting, 0)
-    assert made.begins_with_the_checkpoint(owner, 1)
+    assert begins_with_the_checkpoint(made, waiting, 0)
+    assert begins_with_the_checkpoint(made, owner, 1)
     # Who comes later takes the state of those who trained, though it could have the checkpoint.
     await until(lambda: waiting.node.roster.stage(0)[0].round > 0)
     late = made.peer("late", 0, bootstrap_peers=("bootstrap",))
@@ -181,7 +122,7 @@ async def test_a_download_that_was_cut_is_resumed_from_another(made: Continued) 
 
 async def test_whoever_trains_adapters_needs_the_frozen_weights_and_copies_adapters_alone(tmp_path: Path) -> None:
     """A newcomer, and who comes back with a checkpoint of its own."""
-    made = Continued(tmp_path, adapter='[adapter]\nrank = 2\nbase = "float32"\n')
+    made = Continued(tmp_path, adapter=ADAPTER)
 
     def has_the_frozen_weights(peer: Peer, stage: int) -> bool:
         held, own = peer.stages[-1]._module.state_dict(), made.model.state_dict()

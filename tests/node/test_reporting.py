@@ -60,6 +60,7 @@ def test_a_slow_device_is_said_and_journalled() -> None:
     said, recorded = list[str](), list[Any]()
     device, statistics = SimpleNamespace(busy_s=0.0), {"succeeded": 0}
     context = SimpleNamespace(
+        run=None,
         options=SimpleNamespace(refresh_s=60.0),
         membership=None,
         network=None,

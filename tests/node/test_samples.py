@@ -90,7 +90,7 @@ class Life:
     async def _live(self) -> None:
         await self._presence.claim(self._record(PeerState.CATCHING_UP))
         self._duty.begin(self._begun_with, self._counters)
-        replica: Any = SimpleNamespace(config=SimpleNamespace(stage=0), worker=SimpleNamespace(process=self._process))
+        replica: Any = SimpleNamespace(stage=0, worker=SimpleNamespace(process=self._process))
         async with asyncio.TaskGroup() as group:
             group.create_task(self._presence.run())
             group.create_task(self._duty.run_until_done(replica))

@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from noloco_node.node.state_source import (
     Attempts,
     DownloadFailed,
+    Failure,
     FromCheckpoint,
     FromPeerSnapshot,
     FromReplicas,
     FromSeed,
     LookAgain,
     NobodyBack,
+    NobodyFound,
     Seeker,
     SnapshotNotFound,
     StateSource,
@@ -124,9 +126,10 @@ def test_the_source(
 def test_a_run_that_was_begun_is_not_begun_anew_alone(
     found: tuple[PeerRecord, ...], saved_round: int | None, expected: StateSource
 ) -> None:
+    """Only readings at which nobody was here count, whatever has failed before."""
     attempts = Attempts()
-    for _ in range(3):
-        attempts = attempts.after(None)
+    for failure in (DownloadFailed(), None, NobodyFound(), SnapshotNotFound(promised=True), None, *2 * [NobodyFound()]):
+        attempts = attempts.after(failure)
     assert choose_source(roster(*found), seeker(saved_round, begun=True), attempts) == expected
 
 
@@ -141,12 +144,12 @@ RECORDS = st.lists(
     max_size=6,
 ).map(lambda records: roster(*records))
 SAVED = st.none() | st.integers(0, 40)
-FAILURES = st.none() | st.just(DownloadFailed()) | st.booleans().map(SnapshotNotFound)
+FAILURES = st.none() | st.just(NobodyFound()) | st.just(DownloadFailed()) | st.booleans().map(SnapshotNotFound)
 
 
 @given(RECORDS, SAVED, st.lists(FAILURES, max_size=5))
 def test_what_we_have_is_not_thrown_away_and_what_lives_is_not_overwritten(
-    found: Roster, saved_round: int | None, failures: list[DownloadFailed | SnapshotNotFound | None]
+    found: Roster, saved_round: int | None, failures: list[Failure | None]
 ) -> None:
     attempts = Attempts()
     for failure in failures:

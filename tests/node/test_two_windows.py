@@ -98,7 +98,7 @@ def test_who_is_stranded_with_gradients_of_the_next_window_knows_it() -> None:
 
     async def main(steps: int) -> tuple[Peer, float, bool]:
         hub = SimNetwork(NetworkConditions(latency=Latency(shape="lognormal", mean_s=0.3, std_s=0.6)))
-        what = with_windows(recipe(steps=400, window=3, per_round=10_000), 2)
+        what = with_windows(recipe(steps=400, window=3, per_round=10_000, layers=3), 2)
         peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1)]
         await until(lambda: len(peers[0].of(events.InnerStep)) >= steps)
         replica = peers[0].replica

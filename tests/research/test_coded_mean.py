@@ -18,6 +18,8 @@ from research.laboratory.experiments.sizes import OURS
 from research.laboratory.methods.coded_mean import BLOCK, CodedMean, rounded
 from research.laboratory.methods.replicas import Model, mean_of
 
+pytestmark = pytest.mark.usefixtures("one_held_out_batch")
+
 few = settings(max_examples=25)
 codecs = st.sampled_from(["float32", "int8", "int4", "int3", "int2"])
 CENTRAL = replace(OURS, method="central", replicas=3)

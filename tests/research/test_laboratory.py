@@ -5,24 +5,22 @@ from __future__ import annotations
 import hashlib
 import math
 import multiprocessing
-import os
 import re
-import time
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
-from random import Random
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from repository import ROOT
+from toy_cells import outcome, toy
 
 from noloco_node.data.blocks import SMALLEST_PIECE_BYTES
 from noloco_node.data.file_documents import pieces_of, stdlib_files
 from research.laboratory import papers
-from research.laboratory.experiments.cell import ADDED_LATER, Adapters, Cell, Conditions, Point, Result, Rule
+from research.laboratory.experiments.cell import ADDED_LATER, Adapters, Cell, Conditions, Result, Rule
 from research.laboratory.experiments.choices import lacks
 from research.laboratory.experiments.grid import RATES, Grid, Recipe, Run, at
 from research.laboratory.experiments.recipes import SMALL_RATES, everything, small, smoke
@@ -31,19 +29,8 @@ from research.laboratory.experiments.task import shard
 from research.laboratory.output.table import NO_WORSE, compared, judged
 from research.laboratory.output.tables import every_table, tuning
 from research.laboratory.running.results import Figure, Measured, figure, seconds_to
-from research.laboratory.running.runner import Tell, survey, trial
+from research.laboratory.running.runner import survey, trial
 from research.laboratory.running.store import SOURCES, Store, decode, encode
-
-LEVELS = {
-    "parallel": 1.5,
-    "independent": 2.2,
-    "central": 1.8,
-    "pairs": 1.9,
-    "server": 2.0,
-    "gossip": 1.65,
-    "shards": 1.8,
-}
-
 
 cells = st.builds(
     Cell,
@@ -56,37 +43,6 @@ cells = st.builds(
     late_inner_steps=st.none() | st.integers(1, 50),
 )
 losses = st.floats(0.1, 9.0) | st.sampled_from([math.nan, math.inf])
-
-
-def outcome(cell: Cell, merged: float | None = None) -> Result:
-    """A result by formula: the method decides, rate and seed matter little, best between 5e-3 and 1e-2."""
-    noise = Random(cell.key).gauss(0.0, 0.002)
-    loss = LEVELS[cell.method] + 0.05 * abs(math.log(cell.learning_rate / 6e-3)) + noise if merged is None else merged
-    curve = tuple(
-        Point(
-            share=part / 8,
-            virtual_s=part * cell.steps / 8,
-            merged=loss + (1 - part / 8),
-            single=loss + (1 - part / 8),
-            spread=1.0 - part / 10,
-            learning_rate=cell.learning_rate * (1.0 - part / 9),
-        )
-        for part in range(1, 9)
-    )
-    return Result(
-        cell=cell,
-        merged=loss,
-        single=loss + 0.01,
-        spread=0.001,
-        virtual_s=float(cell.steps),
-        busy=0.97,
-        fast_busy=0.98,
-        bytes_per_step=1000.0,
-        rounds=8.0,
-        steps_taken=(cell.steps,) * cell.replicas,
-        curve=curve,
-        wall_s=0.1,
-    )
 
 
 def filled(grid: Grid, path: Path) -> Store:
@@ -188,19 +144,6 @@ class TestGrid:
 def plain(name: str, steps: int, method: str = "pairs") -> Recipe:
     cell = msgspec.convert({"method": method, "replicas": 2, "steps": steps, "learning_rate": 0.0}, Cell)
     return Recipe(name=name, family=name, cell=cell, about=name)
-
-
-def toy(cell: Cell, tell: Tell) -> Result:
-    """What worker processes do here: 13 steps raise, 17 end the process, 19 wait for ever, others are a formula."""
-    tell(0.5)
-    if cell.steps == 13:
-        raise ValueError("thirteen is refused")
-    if cell.steps == 17:
-        os._exit(3)
-    while cell.steps == 19:
-        tell(0.5)
-        time.sleep(0.01)
-    return outcome(cell)
 
 
 class Notes:
@@ -385,18 +328,6 @@ class TestCommand:
         said = capsys.readouterr().err
         assert said.count("failed: noloco, tuning, rate") == len(RATES)
         assert "3 runs wait for a tuning that failed" in said
-
-
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A model and a held-out text small enough for a test."""
-    from research.laboratory.experiments import task
-
-    for name, size in (("WIDTH", 32), ("LAYERS", 2), ("VALIDATION_BATCHES", 1), ("SEQUENCE_LENGTH", 32)):
-        monkeypatch.setattr(task, name, size)
-    task.validation_text.cache_clear()
-    yield
-    task.validation_text.cache_clear()
 
 
 def test_shards_are_parts_of_the_text_and_unlike() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
 from functools import cache
 from typing import get_args
 
@@ -128,16 +127,10 @@ class TestMargins:
 
 
 @pytest.fixture(autouse=True)
-def tiny(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    """A model and a held-out text small enough for a test, but for the test of how large the model is."""
-    from research.laboratory.experiments import task
-
+def tiny_but_for_its_size(request: pytest.FixtureRequest) -> None:
+    """Make the model small, but for the test of how large the model is."""
     if request.cls is None:
-        for name, size in (("WIDTH", 32), ("LAYERS", 2), ("VALIDATION_BATCHES", 1), ("SEQUENCE_LENGTH", 32)):
-            monkeypatch.setattr(task, name, size)
-    task.validation_text.cache_clear()
-    yield
-    task.validation_text.cache_clear()
+        request.getfixturevalue("tiny")
 
 
 @cache

@@ -30,6 +30,8 @@ from research.laboratory.methods.synchronous import groups
 from research.laboratory.running import trial
 from research.theory.pair_step import pseudo_gradient
 
+pytestmark = pytest.mark.usefixtures("one_held_out_batch")
+
 few = settings(max_examples=25)
 seeds = st.integers(0, 2**20)
 CELL = replace(at(heads()["mean"][0], 1e-2, 1), replicas=4, steps=10, inner_steps=3, late_inner_steps=None)

@@ -40,7 +40,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_layers = 4}\n'
 ALONE = "[pipeline]\nstages = 1\n"
 WEIGHTS = f'[[model.weights]]\nfile = "model.safetensors"\nsize_bytes = 1000\ndigest = "{"ab" * 32}"\n'
-FROZEN = WEIGHTS.replace("model.weights", "model.frozen_files")
+FROZEN = WEIGHTS.replace("model.weights", "model.frozen_files").replace("model.safe", "frozen-nf4-00001.safe")
 WORDS = f"""[data]
 tokenizer = 'files'
 [[data.tokenizer_files]]
@@ -91,6 +91,7 @@ def test_it_loads_without_torch_or_transformers() -> None:
         (MODEL + WEIGHTS.replace("1000", "99999999999999"), "model.weights.0.size_bytes", "a value from"),
         (MODEL + WEIGHTS + FROZEN, "model.frozen_files = given", "leave"),
         (MODEL + FROZEN + "[adapter]\nrank = 4\n", "model.frozen_files = given", "leave"),
+        (MODEL + WEIGHTS + FROZEN + "[adapter]\nrank = 4\nbase = 'int8'\n", "adapter.base = 'int8'", "init --lora"),
         (MODEL + WEIGHTS + FROZEN.replace("abab", "ABAB"), "model.frozen_files.0.digest", "init --from"),
         ("[model]\narchitecture = 'llama'\nsizes = {hidden_size = 1e9}\n", "model.sizes.hidden_size", "65,536"),
         ("[model]\narchitecture = 'llama'\nsizes = {a = 2020-01-01}\n", "model.sizes.a", "number"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from continued_runs import ADAPTER, Continued
 from dead_stage import Memory, forgotten, killed, over
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,8 +21,10 @@ from msgspec import structs
 from sample_counters import counters
 
 from gossip.exchange.messages import Manifest, Parts, StateRequest
+from gossip.interface import OuterStepTaken
 from gossip.rule.outer_step import ROUND_BOUND
 from noloco_node.journal import events as journal_events
+from noloco_node.node.join import LOOK_S, LOOKS
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.sim.network.sim_network import SimNetwork
@@ -256,6 +259,36 @@ async def test_without_a_snapshot_it_is_said_loudly_and_a_returning_checkpoint_i
     assert any("no snapshot of stage 1 is newer than our own" in line for line in back.said)
     assert not any("LOST" in line for line in back.said)
     assert any(line.startswith("STAGE 1 HAS LOST ITS WEIGHTS") for line in stranger.said)
+
+
+@pytest.mark.parametrize("adapter", ["", ADAPTER], ids=["all weights", "adapters"])
+async def test_a_run_of_one_stage_that_died_goes_on_from_the_checkpoint_that_comes_back(
+    tmp_path: Path, adapter: str
+) -> None:
+    """Nobody keeps snapshots of it. A newcomer that has asked the dead replicas waits for others all the same."""
+    made = Continued(tmp_path, adapter=adapter, stages=1, replicas=3, steps=4000, per_round=3)
+    shelves = [Memory() for _ in range(3)]
+    peers = [
+        made.peer(f"peer-{number}", 0, made.whole(), job_s=0.5, snapshots=shelf) for number, shelf in enumerate(shelves)
+    ]
+    await until(lambda: all(peer.saved is not None and peer.saved.counters.round > 1 for peer in peers))
+    await killed(made.hub, peers)
+    fresh = made.peer("fresh", 0, made.whole(), job_s=0.5, reached=0.1)
+    await until(lambda: any("10.0% of the run is done" in line for line in fresh.said))
+    assert any("could not copy the state" in line for line in fresh.said), "the dead were in the roster for a while"
+    await asyncio.sleep((LOOKS - 1) * LOOK_S)
+    saved = peers[0].saved
+    assert saved is not None
+    back = made.peer("back", 0, made.whole(), job_s=0.5, saved=saved)
+    await until(
+        lambda: len(fresh.of(journal_events.InnerStep)) > 1 and any(e.partner for e in fresh.of(OuterStepTaken))
+    )
+    assert back.of(journal_events.InnerStep)[0].step == saved.counters.inner_steps + 1
+    assert fresh.of(journal_events.InnerStep)[0].step > saved.counters.inner_steps
+    assert fresh.copied_stages == [0]
+    assert not any(shelf.kept for shelf in shelves)
+    assert not any("LOST" in line or "ANEW" in line for line in fresh.said)
+    await over([fresh, back])
 
 
 def test_who_offered_one_snapshot_and_gives_another_is_refused() -> None:

@@ -37,10 +37,14 @@ def recipe(
     architecture: str = "llama",
     codec: str = "float32",
     width: int = 16,
-    layers: int = 3,
+    layers: int = 0,
     extra: str = "",
 ) -> RunFileText:
-    """A run of a model small enough for a test. In float32 what travels is exact, and so is what a test may ask for."""
+    """A run of a model small enough for a test, of one layer a stage unless `layers` says another number.
+
+    In float32 what travels is exact, and so is what a test may ask for.
+    """
+    layers = layers or stages
     sizes = {
         "llama": f"vocab_size = 32\nhidden_size = {width}\nintermediate_size = 24\nnum_hidden_layers = {layers}\n"
         "num_attention_heads = 2\nmax_position_embeddings = 16",

@@ -33,9 +33,8 @@ T = TypeVar("T")
 E = TypeVar("E")
 
 POLL_S = 0.05
-FORKED = ("doctor", "export", "join", "status")
-"""Commands that begin as forks: they load torch, or are given often."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+MEMBER = Path(__file__).with_name("local_member.py")
 _NEVER = threading.Event()
 
 
@@ -136,13 +135,11 @@ class Commands:
     ) -> Command:
         """Start `noloco-node`, or a Python program, with `arguments`; with `home`, also with a home of its own.
 
-        `forked`: the commands of `FORKED`, and programs with a home, begin with the libraries loaded. `network`: the
-        network namespace that it lives in; empty: ours.
+        `forked`: it begins with the libraries loaded. `network`: the network namespace that it lives in; empty: ours.
         """
         name = name or f"{arguments[0]}{len(self._commands)}"
         directory = self.directory / name
         more = ("--home", str(directory / "home")) if home else ()
-        forked = forked and (arguments[0] in FORKED if program is None else home)
         command = Command(name, directory, [*arguments, *more], forked=forked, program=program, network=network)
         self._commands.append(command)
         return command

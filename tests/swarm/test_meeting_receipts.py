@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from continued_runs import ADAPTER, Continued
 from hypothesis import given
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
@@ -195,14 +197,17 @@ async def test_who_says_at_first_that_the_run_is_done_ends_it_for_nobody(stages:
     assert 2 * 20 * 0.85 <= sum(steps) <= 2 * 20 * 1.1
 
 
-@pytest.mark.parametrize("jobs_s", [(0.1,), (0.1, 0.8), (0.1, 0.2, 0.3, 0.4)])
-async def test_replicas_of_one_stage_do_the_budget_together_and_no_more(jobs_s: tuple[float, ...]) -> None:
+@pytest.mark.parametrize(
+    ("jobs_s", "adapter"), [((0.1,), ""), ((0.1, 0.8), ""), ((0.1, 0.2, 0.3, 0.4), ""), ((0.1, 0.8), ADAPTER)]
+)
+async def test_replicas_of_one_stage_do_the_budget_together_and_no_more(
+    tmp_path: Path, jobs_s: tuple[float, ...], adapter: str
+) -> None:
     """At whatever speeds, and alone too."""
-
-    hub, what = SimNetwork(), recipe(stages=1, replicas=len(jobs_s), steps=80, per_round=4)
-    peers = [Peer(hub, what, f"peer-{number}", 0, job_s=job_s) for number, job_s in enumerate(jobs_s)]
+    made = Continued(tmp_path, adapter=adapter, stages=1, replicas=len(jobs_s), steps=80, per_round=4)
+    peers = [made.peer(f"peer-{number}", 0, made.whole(), job_s=job_s) for number, job_s in enumerate(jobs_s)]
     await asyncio.gather(*(peer.task for peer in peers))
-    steps = [peer.of(events.InnerStep)[-1].step for peer in peers]
+    steps = [len(peer.of(events.InnerStep)) for peer in peers]
     assert len(jobs_s) * 80 * 0.95 <= sum(steps) <= len(jobs_s) * 80 * 1.1, steps
 
 

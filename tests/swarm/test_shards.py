@@ -15,10 +15,14 @@ from noloco_node.swarm.shards import (
     FOLLOWED,
     FOLLOWED_S,
     LEAST_IN_SHARD,
+    LEAST_PAUSE_S,
+    MANY_GONE,
     MOST_IN_SHARD,
+    ReadingRhythm,
     Shard,
     followed,
     next_depth,
+    next_pause_s,
     prevailing,
     stage_size,
     written,
@@ -181,6 +185,35 @@ def test_followed_shards_differ_and_outlive_a_change_of_depth(
     deeper = followed(reader, stage, depth + 1, now_s, count)
     if len(deeper) == len(shards):
         assert [shard.parent for shard in deeper] == shards
+
+
+@given(st.floats(0.0, 100.0), st.floats(LEAST_PAUSE_S, 1e4), st.lists(st.floats(0.0, 1.0), max_size=20))
+def test_the_pause_between_two_readings_settles_where_a_part_of_the_sample_is_gone(
+    churn_per_hour: float, most_s: float, before: list[float]
+) -> None:
+    pause_s = LEAST_PAUSE_S
+    for gone in before:
+        pause_s = next_pause_s(pause_s, gone, most_s)
+        assert LEAST_PAUSE_S <= pause_s <= most_s
+
+    def gone_in(seconds: float) -> float:
+        return 1.0 - math.exp(-churn_per_hour / 3600.0 * seconds)
+
+    for _ in range(20):
+        pause_s = next_pause_s(pause_s, gone_in(pause_s), most_s)
+    assert pause_s == LEAST_PAUSE_S or gone_in(pause_s) <= MANY_GONE
+    assert pause_s == most_s or gone_in(pause_s) > MANY_GONE / 2
+
+
+def test_a_sample_is_read_again_when_its_pause_is_over_or_its_shards_are_others() -> None:
+    rhythm, shards, others = ReadingRhythm(), [Shard(3, 1), Shard(3, 6)], [Shard(3, 2), Shard(3, 6)]
+    assert rhythm.is_due(shards, 0.0)
+    for steady, pause_s in [(True, 60.0), (True, 120.0), (True, 180.0), (False, LEAST_PAUSE_S)]:
+        rhythm.note(shards, 100.0, steady=steady, gone=0.0, most_s=180.0)
+        assert rhythm.pause_s == pause_s
+        assert not rhythm.is_due(shards, 99.0 + pause_s)
+        assert rhythm.is_due(shards, 100.0 + pause_s)
+        assert rhythm.is_due(others, 101.0)
 
 
 def test_shards_are_exchanged_one_after_the_other_and_all_are_followed() -> None:

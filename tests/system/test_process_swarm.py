@@ -333,7 +333,8 @@ def test_an_interrupt_while_a_node_starts_leaves_nothing(lone: Lone, moment: str
 @pytest.mark.parametrize("moment", ["home", "daemon", "invite"])
 def test_an_interrupt_ends_a_bootstrap_peer(commands: Commands, moment: str) -> None:
     run = run_file(commands.directory)
-    bootstrap = commands.start("bootstrap", "--run", str(run), "--listen", LOCAL, home=True)
+    options = ("--run", str(run), "--listen", LOCAL)
+    bootstrap = commands.start("bootstrap", *options, home=True, forked=moment != "home")
     commands.until(lambda: MOMENTS[moment](bootstrap), moment, alive=[bootstrap])
     bootstrap.interrupt()
     gone(bootstrap)
