@@ -172,7 +172,8 @@ async def train_swarm(run_file: Path, base: Path, rows: Rows, out: Path) -> dict
         return children.start(f"peer {number}", tied_command("noloco_node", *command, *options), homes[number])
 
     try:
-        command = ("bootstrap", "--run", str(run_file), "--weights", str(base), "--home", str(out / "bootstrap"))
+        frozen = run_file.with_name(f"{run_file.stem}-frozen")
+        command = ("bootstrap", "--run", str(run_file), "--weights", str(frozen), "--home", str(out / "bootstrap"))
         bootstrap = children.start("bootstrap", tied_command("noloco_node", *command, *listen), out / "bootstrap")
         invite = await bootstrap.line("noloco1:", 120)
         nodes = [join(number) for number in range(PEERS)]

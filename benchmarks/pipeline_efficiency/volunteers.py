@@ -23,12 +23,13 @@ from msgspec import structs
 
 from noloco_node.planning.expectation import planned_values
 from noloco_node.planning.search import Planned, plan_for, plan_in_any_form
-from noloco_node.planning.throughput import Machines
+from noloco_node.planning.throughput import Machines, taking_part
 from noloco_node.run.config import RunConfig
 from noloco_node.run.presets import run_text, with_fields, with_values
 from noloco_node.run.runfile import decode_run
 from noloco_node.sim.report.collector import EventCollector
 from noloco_node.sim.report.figures import Report, make_report
+from noloco_node.sim.scenario.faults import Join
 from noloco_node.sim.scenario.scenario import load_scenario
 from noloco_node.sim.scenario.setup import MBIT_BYTES, build_setup
 from noloco_node.sim.world import World, simulate
@@ -91,9 +92,11 @@ def measure(text: str, run: RunConfig, up: float, seed: int, rounds: int, memory
         path = Path(directory) / "run.toml"
         path.write_text(with_values(text, values, ""))
         scenario = load_scenario(SCENARIO)
+        rest = taking_part(run, volunteers(up, memory_gib)) - run.pipeline.peers
         scenario = structs.replace(
             scenario,
             seed=seed,
+            fault=tuple(Join(at_s=1.0, peer=f"rest{number}") for number in range(rest)),
             swarm=structs.replace(scenario.swarm, run=str(path), rounds=rounds),
             network=structs.replace(scenario.network, up_mbit_per_s=up),
             devices=structs.replace(scenario.devices, memory_gib=memory_gib),

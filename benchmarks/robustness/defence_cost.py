@@ -9,10 +9,11 @@
 Production nodes in virtual time train the small Llama of `training_attacks`, 2 stages x 4 replicas. The defences are
 influence (a partner's weights, activations and gradients are measured before they count), receipts (samples are signed
 for, and believed as far as they are signed), admission (tickets are shown, and stand before every record) and bans.
-None of them can be switched off in the product: here their parts are replaced from outside. Spot checks are in both:
-their cost is a setting. The difference of two runs is one of two large numbers, which other programs shift; `--parts`
-adds up what the functions of each defence take, and not what waits and wrappers around them do. Bytes are those of
-messages, and of records that are published and read.
+None of them can be switched off in the product: here their parts are replaced from outside. Spot checks are in both
+runs: how many microbatches are computed twice is a setting, and `--parts` shows what their verdicts take. The
+difference of two runs is one of two large numbers, which other programs shift; `--parts` adds up what the functions of
+each defence take, and not what waits and wrappers around them do. Bytes are those of messages, and of records that are
+published and read.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from noloco_node.sim.world import World, simulate
 from noloco_node.swarm.receipts import IssuedReceipts, ReceiptLedger
 from noloco_node.swarm.run_samples import RunSamples
 from pipeline.activation_codec import SizeBound
+from pipeline.spot_checks import SpotChecks, Verdicts
 
 UNTIL = 2**33
 
@@ -135,6 +137,10 @@ PARTS: dict[str, tuple[tuple[type, str], ...]] = {
         (RunSamples, "_signed"),
     ),
     "bans": ((BanHook, "_refuse_banned"), (BanList, "note")),
+    "checks": (
+        *((SpotChecks, name) for name in ("_mean", "_distance")),
+        *((Verdicts, name) for name in ("agree", "judge", "watch")),
+    ),
     "admission": (
         *(
             (AdmissionState, name)

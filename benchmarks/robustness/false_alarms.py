@@ -1,33 +1,52 @@
-"""How often spot checks would shut out an honest replica: their verdicts on what honest replicas really returned.
+"""How often honest replicas of odd kinds would be shut out: verdicts of spot checks on what they really returned.
 
-    python -m benchmarks.robustness.false_alarms --seeds 0 1 2
-    python -m benchmarks.robustness.false_alarms --seeds 0 1 2 --slowness 1 1 1 10
+    python -m benchmarks.robustness.false_alarms                               # all kinds, three seeds: 10^6 checks
+    python -m benchmarks.robustness.false_alarms --kinds slow all --seeds 0 1  # some
 
 The clean swarm of `training_attacks` trains, and every second microbatch is computed by two more replicas. Of these
-distances stretches of 16 are drawn by chance until 10^5 checks have been judged, as one sender would: a pair first,
-the third where the two disagree. The random order is harder than the real one, for what is usual moves with it. So
-are stretches of four times as many gradients of all replicas, until the offsets of 10^5 have been judged.
+distances stretches of 16 are drawn by chance until `--checks` checks have been judged, as one sender would: a pair
+first, the third where the two disagree. The random order is harder than the real one, for what is usual moves with it.
+So are stretches of four times as many gradients of all replicas, until as many offsets have been judged.
+
+    alike     float32 on equal machines, one text
+    mixed     of four replicas of a stage one computes in bfloat16, one in float16
+    lossy     2 % of messages are lost with their stream, 10 % come two seconds late
+    slow      one replica of four of a stage is ten times slower
+    domain    one source of four reads another language: the same text with all tokens exchanged
+    int8      the moments of the inner optimiser are kept in 8 bits
+    all       all of these together
+
+`--live` runs each swarm as it is instead, and prints what its own nodes found: verdicts of their checks, and the
+gradients, activations and meetings that a bound refused.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, product
 from random import Random
 from statistics import quantiles
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from benchmarks.robustness.training_attacks import outcome, prepared
+from benchmarks.robustness.training_attacks import CLEAN, COUNTED, Outcome, outcome, prepared
+from noloco_node.machine import device
+from noloco_node.machine.interface import StageModel
+from noloco_node.sim.hardware.memory_host import BlockText
+from noloco_node.sim.peer import SimulatedPeer
+from noloco_node.sim.scenario.scenario import NetworkConfig
+from noloco_node.sim.scenario.setup import SimSetup
 from pipeline.messages import Gradient, Microbatch
-from pipeline.spot_checks import SpotChecks, Verdicts
+from pipeline.spot_checks import CheckFinding, SpotChecks, Verdicts
+from tests.explorer.attacks import Attack
 
-CHECKS, STRETCH = 100_000, 16
+CHECKS, STRETCH = 50_000, 16
 EVERY = 2
+VOCABULARY = 384
 Apart = dict[tuple[str, str], float]
 """Distances between three answers to one microbatch."""
 
@@ -36,7 +55,66 @@ Mean = tuple[str, Tensor]
 """A replica, and the mean of a gradient of it."""
 
 
-def recorded(seed: int, slowness: Sequence[float]) -> tuple[list[Apart], list[Mean]]:
+LOSSY = NetworkConfig(loss=0.02, late=0.1, late_s=2.0)
+ODD = ("lossy", "slow", "int8", "mixed", "domain")
+KINDS: dict[str, tuple[str, ...]] = {"alike": (), **{kind: (kind,) for kind in ODD}, "all": ODD}
+"""By name, what is odd."""
+PRECISIONS = {"r1": torch.bfloat16, "r2": torch.float16}
+"""Of these replicas of each stage; the others compute in float32."""
+FOREIGN = "s0r3"
+"""The source that reads another language."""
+
+
+class ForeignText(BlockText):
+    """Text whose tokens are exchanged, always alike."""
+
+    async def draw(self) -> Tensor:
+        return torch.arange(VOCABULARY).flip(0)[await super().draw()]
+
+
+def swarm(kind: str, seed: int) -> SimSetup:
+    """Return a swarm with what all its replicas share."""
+    odd = KINDS[kind]
+    return prepared(
+        seed,
+        slowness=(1.0, 1.0, 1.0, 10.0) if "slow" in odd else (1.0,),
+        network=LOSSY if "lossy" in odd else CLEAN,
+        state="int8" if "int8" in odd else "float32",
+    )
+
+
+def trained(kind: str, seed: int) -> Outcome:
+    """Train a swarm whose odd replicas compute in another precision, or read another language."""
+    setup, odd = swarm(kind, seed), KINDS[kind]
+    start, open_text = SimulatedPeer.start, SimulatedPeer._open_text
+
+    def started(peer: SimulatedPeer) -> None:
+        if "mixed" in odd and (precision := PRECISIONS.get(peer.name[2:])) is not None:
+            peer.tampering = Attack(arithmetic=lambda _: in_precision(setup, int(peer.name[1]), precision))
+        start(peer)
+
+    async def opened(peer: SimulatedPeer) -> Any:
+        if peer.name != FOREIGN or "domain" not in odd:
+            return await open_text(peer)
+        return ForeignText(setup.run, peer.name, setup.dimensions.vocabulary)
+
+    with mock.patch.multiple(SimulatedPeer, start=started, _open_text=opened):
+        return outcome(setup)
+
+
+def in_precision(setup: SimSetup, number: int, precision: torch.dtype) -> StageModel:
+    """Return a stage as a device builds it that computes in this precision."""
+    with mock.patch.object(device, "autocast_dtype", return_value=precision):
+        return setup.build(number)
+
+
+def found_by_itself(kind: str, seed: int) -> Counter[str]:
+    """Return what the nodes of a swarm found about each other, and how much they judged."""
+    seen = trained(kind, seed)
+    return Counter({name: seen.counts[name] for name in COUNTED}) + seen.violations
+
+
+def recorded(kind: str, seed: int) -> tuple[list[Apart], list[Mean]]:
     """Return what three replicas were apart, microbatch by microbatch, and the means of all gradients."""
     found: list[Apart] = []
     means: list[Mean] = []
@@ -58,15 +136,15 @@ def recorded(seed: int, slowness: Sequence[float]) -> tuple[list[Apart], list[Me
         return reply
 
     with mock.patch.object(SpotChecks, "check", check):
-        outcome(prepared(seed, slowness=slowness))
+        trained(kind, seed)
     return found, means
 
 
-def judged(found: list[Apart], rng: Random) -> Counter[str]:
-    """Return the verdicts of 10^5 checks, and how many asked a third."""
+def judged(found: list[Apart], rng: Random, checks: int) -> Counter[str]:
+    """Return the verdicts of so many checks, and how many asked a third."""
     verdicts, counts = Verdicts(deep=False), Counter[str]()
     replicas = sorted({peer for apart in found for pair in apart for peer in pair})
-    for begun in range(0, CHECKS, STRETCH):
+    for begun in range(0, checks, STRETCH):
         first = rng.randrange(len(found) - STRETCH)
         for now_s, apart in enumerate(found[first : first + STRETCH], begun):
             verdicts.paroled(now_s)
@@ -77,11 +155,11 @@ def judged(found: list[Apart], rng: Random) -> Counter[str]:
     return counts
 
 
-def watched(means: list[Mean], rng: Random) -> Counter[str]:
-    """Return the verdicts on the offsets of 10^5 gradients."""
+def watched(means: list[Mean], rng: Random, checks: int) -> Counter[str]:
+    """Return the verdicts on the offsets of so many gradients."""
     verdicts, counts = Verdicts(deep=False), Counter[str]()
     replicas, length = sorted({peer for peer, _ in means}), 4 * STRETCH
-    for begun in range(0, CHECKS, length):
+    for begun in range(0, checks, length):
         first = rng.randrange(len(means) - length)
         for now_s, (peer, each) in enumerate(means[first : first + length], begun):
             verdicts.paroled(now_s)
@@ -92,16 +170,28 @@ def watched(means: list[Mean], rng: Random) -> Counter[str]:
 def main() -> None:
     """Print verdicts by seed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--slowness", nargs="+", type=float, default=[1.0], help="of each stage's replicas in turn")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--checks", type=int, default=CHECKS, help="of each kind and seed")
+    parser.add_argument("--live", action="store_true", help="what the nodes of each swarm find themselves")
     wanted = parser.parse_args()
     torch.set_num_threads(1)
-    for seed in wanted.seeds:
-        found, means = recorded(seed, wanted.slowness)
+    total = Counter[str]()
+    for kind, seed in product(wanted.kinds, wanted.seeds):
+        if wanted.live:
+            total += (seen := found_by_itself(kind, seed))
+            print(f"{kind}, seed {seed}: {dict(seen)}", flush=True)
+            continue
+        found, means = recorded(kind, seed)
         cuts = quantiles((distance for apart in found for distance in apart.values()), n=20)
-        print(f"seed {seed}: {len(found)} microbatches, distances {cuts[9]:.3f} (median), {cuts[18]:.3f} (95 %)")
-        print(f"    of {CHECKS:,} checks {dict(judged(found, Random(seed)))}")
-        print(f"    of {CHECKS:,} gradients {dict(watched(means, Random(seed)))}", flush=True)
+        spread = f"distances {cuts[9]:.3f} (median), {cuts[18]:.3f} (95 %)"
+        print(f"{kind}, seed {seed}: {len(found)} microbatches, {spread}")
+        verdicts = judged(found, Random(seed), wanted.checks), watched(means, Random(seed), wanted.checks)
+        for of, each in zip(("checks", "offsets"), verdicts, strict=True):
+            print(f"    of {wanted.checks:,} {of} {dict(each)}", flush=True)
+            total[f"{of} judged"] += wanted.checks
+            total[f"quarantines by {of}"] += each[CheckFinding.QUARANTINED]
+    print(", ".join(f"{count:,} {what}" for what, count in total.items()))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from noloco_node.journal import events
 from noloco_node.machine.interface import StageModel
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.faults import Crash
-from noloco_node.sim.scenario.scenario import DevicesConfig, Scenario, SwarmConfig
+from noloco_node.sim.scenario.scenario import DevicesConfig, NetworkConfig, Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import SimSetup, build_setup
 from noloco_node.sim.world import Watcher, World, simulate
 from noloco_node.state_sync.replica_mean import mean_of
@@ -53,7 +53,7 @@ from tests.explorer.attacks import Attack, TamperedStage, boast
 RUN = """
 name = "attacked"
 precision = "float32"
-inner = {{ steps = {steps}, learning_rate = 5e-3, warmup_steps = 6 }}
+inner = {{ steps = {steps}, learning_rate = 5e-3, warmup_steps = 6, state = "{state}" }}
 outer = {{ inner_steps_per_round = 4, overlap_steps = 2 }}
 pipeline.stages = {stages}
 pipeline.replicas = {replicas}
@@ -117,18 +117,29 @@ class Shape(NamedTuple):
     rows: int = 4
 
 
-SMALL = Shape()
+SMALL, CLEAN = Shape(), NetworkConfig()
 
 
 def prepared(
-    seed: int, steps: int = 48, share: float = 0.02, slowness: Sequence[float] = (1.0,), shape: Shape = SMALL
+    seed: int,
+    steps: int = 48,
+    share: float = 0.02,
+    slowness: Sequence[float] = (1.0,),
+    shape: Shape = SMALL,
+    network: NetworkConfig = CLEAN,
+    state: str = "float32",
 ) -> SimSetup:
-    """Return the swarm; `share` of its compute goes into spot checks. `slowness`: of each stage's replicas in turn."""
+    """Return the swarm; `share` of its compute goes into spot checks. `slowness`: of each stage's replicas in turn.
+
+    `network`: the lines. `state`: the form of the inner optimiser's moments.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.toml"
-        path.write_text(RUN.format(steps=steps, share=share, inner_width=2 * shape.width, **shape._asdict()))
+        told = {"steps": steps, "share": share, "state": state, "inner_width": 2 * shape.width}
+        path.write_text(RUN.format(**told, **shape._asdict()))
         swarm = SwarmConfig(run=str(path), model="transformer", duration_s=36_000.0)
-        return build_setup(Scenario(seed=seed, swarm=swarm, devices=DevicesConfig(slowness=tuple(slowness))))
+        devices = DevicesConfig(slowness=tuple(slowness))
+        return build_setup(Scenario(seed=seed, swarm=swarm, devices=devices, network=network))
 
 
 class Violations(Watcher):

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NoReturn
 
 import torch
@@ -26,7 +27,10 @@ from pipeline.messages import Gradient
 
 EXCHANGED = (torch.float32, torch.bfloat16)
 _DIGESTED = 1024
-"""Values of a frozen parameter, about, that its digest is of: a model of billions is read in a moment."""
+"""Values of a frozen parameter, about, that its digests are of: a model of billions is read in a moment."""
+_COMPARED = (torch.bfloat16, torch.float16)
+_LISTED = 1024
+"""The most frozen parameters that a run file lists: it has room for no more beside those that are trained."""
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -76,33 +80,42 @@ def _differences(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Te
 def frozen_digests(module: nn.Module, prefix: str = "") -> dict[str, str]:
     """Return, by name, digests of what a module has and does not train; names begin with `prefix`.
 
-    8 hexadecimal digits of the SHA-256 over the shape and some thousand values at equal distances. Floats count in
-    bfloat16, so that a model has the same digests in float32. What a library keeps as codes has the empty digest.
+    8 hexadecimal digits of the SHA-256 over the shape and some thousand values at equal distances, in bfloat16, and 8
+    more of the same in float16: a checkpoint in either has one of the two in common with itself in any float format.
+    What a library keeps as codes, or elsewhere than in memory, has the empty digest.
     """
     found = {}
     for name, each in module.named_parameters():
         if each.requires_grad:
             continue
         values, digest = each.data, ""
-        if type(values) is Tensor and values.is_floating_point():
-            few = values.reshape(-1)[:: max(1, values.numel() // _DIGESTED)].cpu().bfloat16().view(torch.int16)
-            digest = hashlib.sha256(repr(tuple(values.shape)).encode() + few.numpy().tobytes()).hexdigest()[:8]
+        if type(values) is Tensor and values.is_floating_point() and not values.is_meta:
+            few, shape = values.reshape(-1)[:: max(1, values.numel() // _DIGESTED)].cpu(), repr(tuple(values.shape))
+            kept = [few.to(dtype).view(torch.int16).numpy().tobytes() for dtype in _COMPARED]
+            digest = "".join(hashlib.sha256(shape.encode() + each).hexdigest()[:8] for each in kept)
         found[prefix + name.replace("_orig_mod.", "")] = digest
     return found
+
+
+def listed_frozen(stages: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return what a run file lists of modules, each with the beginning of its names: the first `_LISTED` digests."""
+    found = (each for prefix, module in stages.items() for each in frozen_digests(module, prefix).items())
+    return dict(islice(found, _LISTED))
 
 
 def check_frozen(run: RunConfig, module: nn.Module, prefix: str = "") -> None:
     """Raise `UserError` (CONFIG) that names the first parameter in which a module is frozen otherwise than the run's.
 
-    Codes are not compared. A run file of an earlier version does not say what is frozen.
+    Codes are not compared, nor what a long list has left out. A run file of an earlier version has no list.
     """
-    if not run.model.foreign_frozen:
+    listed = run.model.foreign_frozen
+    if not listed:
         return
-    expected = {name: each for name, each in run.model.foreign_frozen.items() if name.startswith(prefix)}
+    expected = {name: each for name, each in listed.items() if name.startswith(prefix)}
     found = frozen_digests(module, prefix)
-    for name in (*expected, *found):
+    for name in expected if len(listed) >= _LISTED else (*expected, *found):
         own, runs = found.get(name), expected.get(name)
-        if own is None or runs is None or (own and runs and own != runs):
+        if own is None or runs is None or (own and runs and own[:8] != runs[:8] and own[8:] != runs[8:]):
             raise config_error(
                 "The module is not the one that the run trains.",
                 f"it has no frozen parameter {name}"

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from gossip.settings import OuterConfig
-from noloco_node.api.foreign_stage import frozen_digests, trained_parameters
+from noloco_node.api.foreign_stage import listed_frozen, trained_parameters
 from noloco_node.api.program_stages import stage_parameters, tokens, tried
 from noloco_node.errors import config_error, reason_of, storage_error
 from noloco_node.run.fields import toml
-from noloco_node.run.presets import check_free, write_text
+from noloco_node.run.presets import check_free, check_named, write_text
 from noloco_node.run.runfile import decode_run
 from noloco_node.storage import atomic_file
 from noloco_node.storage.weight_store import described
@@ -53,6 +53,7 @@ def init(
     """
     steps, every = _whole("steps", steps), _whole("every", every)
     path = Path(path).expanduser()
+    check_named(path)
     weights = path.with_suffix(".safetensors")
     if isinstance(model, nn.ModuleList):  # it computes nothing by itself
         model = list(model)
@@ -162,8 +163,7 @@ def _handed_on(stages: Sequence[nn.Module]) -> dict[str, int]:
 def _foreign(model: nn.Module | Sequence[nn.Module], parameters: Mapping[str, nn.Parameter]) -> dict[str, object]:
     """Return the fields of a run file that tell a module, or a list of stages, from others."""
     stages = {"": model} if isinstance(model, nn.Module) else {f"{stage}.": each for stage, each in enumerate(model)}
-    frozen = {name: each for prefix, part in stages.items() for name, each in frozen_digests(part, prefix).items()}
-    shapes = {name: list(each.shape) for name, each in parameters.items()}
+    shapes, frozen = {name: list(each.shape) for name, each in parameters.items()}, listed_frozen(stages)
     return {"foreign_parameters": shapes} | ({"foreign_frozen": frozen} if frozen else {})
 
 

@@ -16,7 +16,7 @@ from noloco_node.limits.budget import read_owner_limits, read_rate, read_size
 from noloco_node.machine.signals import unwound
 from noloco_node.run.config import NO_ADAPTER, AdapterConfig, AdmissionRule
 from noloco_node.run.fields import converted
-from noloco_node.run.presets import check_free, machines_of, run_text, with_owner, with_values, write_text
+from noloco_node.run.presets import check_free, check_named, machines_of, run_text, with_owner, with_values, write_text
 from noloco_node.run.runfile import decode_run, load_run
 
 if TYPE_CHECKING:
@@ -227,6 +227,7 @@ def write_run(
     that suits the machines. `options`: machines to plan for, if any.
     """
     options.figures()
+    check_named(path)
     if not overwrite:
         check_free(path)
     if origin is None:
@@ -257,9 +258,9 @@ def write_run(
 
         frozen = path.with_name(f"{path.stem}-frozen")
         plain, text = text, with_frozen_files(text, origin, frozen, overwrite=overwrite)
-        if text != plain:
-            serve = f"noloco-node bootstrap --run {path} --weights {frozen}"
-            advice += f"\nA peer that has it gives the model to the others:  {serve}"
+        served = origin if text == plain else frozen
+        command = shlex.join(("noloco-node", "bootstrap", "--run", str(path), "--weights", str(served)))
+        advice += f"\nThe other nodes fetch the model from a peer that has it:  {command}"
     if rule is None:
         write_text(path, text, overwrite=overwrite)
         return f"Wrote {path}. {advice}{expected}"

@@ -30,7 +30,8 @@ from noloco_node.terminal import say
 _MODEL = """\
 [model]
 # The model of a checkpoint, and its files. The owner of the checkpoint gives --weights DIR to noloco-node bootstrap,
-# or to join, and the other nodes fetch the part of their stage.
+# or to join, and the other nodes fetch the part of their stage. Where frozen_files are listed, nodes fetch these, and
+# DIR is the directory that holds them.
 architecture = {architecture}
 # Share of activations zeroed in training; 0 is best as long as no text is seen twice.
 dropout = 0.0

@@ -84,12 +84,9 @@ def _arrays(run: RunConfig, files: Mapping[str, Any]) -> list[Array]:
         return data.read()
 
     found: list[Array] = []
-    seen: set[tuple[str, ...]] = set()
     for name, shape in shapes.items():
-        sources = tuple(outline.sources([name]))
-        if sources in seen:
-            continue  # a head that is the embedding
-        seen.add(sources)
+        if outline.is_shared(name):
+            continue
         for own, empty in frozen_weights.coded(part, [(name, torch.empty(shape, device="meta"))]):
             entry = array(own, empty)
             found.append(entry._replace(data=TensorBytes(entry.size_bytes, partial(chunks, name, own))))

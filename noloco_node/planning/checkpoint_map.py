@@ -68,10 +68,15 @@ class CheckpointMap:
         origins = (self._origins[name] for name in parameters if name in self._origins)
         return list(dict.fromkeys(name for origin in origins for name, _ in origin.tensors))
 
+    def is_shared(self, parameter: str) -> bool:
+        """Say whether a parameter is the tensor of another one: a head that is tied to the embedding."""
+        origin = self._origins.get(parameter)
+        return origin is not None and origin.converter is None and origin.first != parameter
+
     def load(self, shapes: Shapes, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield these parameters as float32, in their order; `read` returns a tensor of the checkpoint by its name.
 
-        At the end it raises ValueError naming what is missing or of another shape.
+        At the end it raises ValueError naming what is missing, of another shape, or no float.
         """
         wrong: list[str] = []
         made: tuple[_Origin | None, dict[str, Tensor]] = (None, {})
@@ -89,6 +94,8 @@ class CheckpointMap:
             tensor = made[1].get(name if origin.converter is not None else origin.first)
             if tensor is None:
                 wrong.append(f"{name} is missing")
+            elif not tensor.is_floating_point():
+                wrong.append(f"{name} holds integers: codes, and no weights")
             elif tuple(tensor.shape) != shape:
                 wrong.append(f"{name} is {list(tensor.shape)}, not {list(shape)}")
             else:
@@ -147,6 +154,8 @@ def load_frozen(
         with opened(paths) as files:
 
             def read(name: str) -> Tensor:
+                if name not in files:
+                    raise ValueError(f"{name} is missing")
                 found: Tensor = files[name].get_tensor(name)
                 return found
 
@@ -167,16 +176,28 @@ def check_files(prepared: Prepared, stages: Iterable[Shapes], paths: Sequence[Pa
     """Raise `UserError` (CONFIG) unless safetensors files hold the parameters of all stages; reads headers alone."""
     try:
         with opened(paths) as files:
-            check_shapes(prepared, stages, {name: file.get_slice(name).get_shape() for name, file in files.items()})
+            slices = {name: file.get_slice(name) for name, file in files.items()}
+            check_tensors(
+                prepared, stages, {name: (each.get_dtype(), each.get_shape()) for name, each in slices.items()}
+            )
     except (ValueError, OSError, SafetensorError) as error:
         raise unfit(_directory_of(paths), error) from error
 
 
-def check_shapes(prepared: Prepared, stages: Iterable[Shapes], found: Mapping[str, Sequence[int]]) -> None:
-    """Raise ValueError unless tensors of these shapes, by their names in a checkpoint, make all stages' parameters."""
+def check_tensors(prepared: Prepared, stages: Iterable[Shapes], found: Mapping[str, tuple[str, Sequence[int]]]) -> None:
+    """Raise ValueError unless tensors, by their names in a checkpoint, make all stages' parameters.
+
+    `found`: dtype, as safetensors spells it, and shape of each.
+    """
+
+    def read(name: str) -> Tensor:
+        dtype, shape = found[name]
+        kind = torch.float32 if "F" in dtype else torch.int8  # of integers
+        return torch.empty(tuple(shape), dtype=kind, device="meta")
+
     outline = CheckpointMap(prepared, found)
     for shapes in stages:
-        for _ in outline.load(shapes, lambda name: torch.empty(tuple(found[name]), device="meta")):
+        for _ in outline.load(shapes, read):
             pass
 
 

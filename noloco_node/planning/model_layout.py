@@ -265,7 +265,7 @@ def check_hub_weights(model: ModelConfig, layout: ModelLayout) -> None:
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
-    from noloco_node.planning.checkpoint_map import check_shapes, unfit
+    from noloco_node.planning.checkpoint_map import check_tensors, unfit
 
     try:
         files = get_safetensors_metadata(model.hub, revision=model.commit).files_metadata.values()
@@ -274,8 +274,8 @@ def check_hub_weights(model: ModelConfig, layout: ModelLayout) -> None:
     except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
         raise unfit(model.hub, error) from error
     try:
-        shapes = {name: tensor.shape for file in files for name, tensor in file.tensors.items()}
-        check_shapes(layout.prepared, layout.checkpoint, shapes)
+        found = {name: (tensor.dtype, tensor.shape) for file in files for name, tensor in file.tensors.items()}
+        check_tensors(layout.prepared, layout.checkpoint, found)
     except ValueError as error:
         raise unfit(model.hub, error) from error
 

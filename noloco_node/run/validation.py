@@ -204,15 +204,18 @@ def _parameters(model: ModelConfig) -> Iterator[Problem]:
     if not model.weights:
         why = "peers build a foreign module each for itself, and would begin with different weights"
         yield Problem("model.weights", "nothing", why, _AS_INIT_WRITES)
-    for field, names in (("foreign_parameters", model.foreign_parameters), ("foreign_frozen", model.foreign_frozen)):
+    for field, names, fewer in (
+        ("foreign_parameters", model.foreign_parameters, "fewer parameters that require a gradient"),
+        ("foreign_frozen", model.foreign_frozen, _AS_INIT_WRITES),
+    ):
         if len(names) > _MOST_PARAMETERS:
             why = f"a module of so many parameters has no room in a run file: at most {_MOST_PARAMETERS}"
-            yield Problem(f"model.{field}", str(len(names)), why, "a module of fewer parameters")
+            yield Problem(f"model.{field}", str(len(names)), why, fewer)
         for name in names:
             if not name.isprintable() or not 0 < len(name) <= 512:
                 yield Problem(f"model.{field}", repr(name), "it is no name of a parameter", _AS_INIT_WRITES)
     for name, digest in model.foreign_frozen.items():
-        if not re.fullmatch(r"([0-9a-f]{8})?", digest):
+        if not re.fullmatch(r"([0-9a-f]{16})?", digest):
             yield Problem(f"model.foreign_frozen.{name}", repr(digest), "it is no digest", _AS_INIT_WRITES)
     for name, shape in model.foreign_parameters.items():
         field = f"model.foreign_parameters.{name}"

@@ -73,7 +73,8 @@ class WeightStore:
         directory = directory.expanduser()
         store = cls(directory, files)
         if not files:
-            raise _not_these(directory, "the run file lists none: the run starts from its seed, or from the hub")
+            why = "the run file lists none: the run starts from its seed, or from the hub"
+            raise _not_these(directory, why, "leave --weights out")
         for number, file in enumerate(files):
             try:
                 content = piece_digests(directory / file.file)
@@ -237,12 +238,12 @@ def described(path: Path) -> WeightFile:
     return WeightFile(file=path.name, size_bytes=path.stat().st_size, digest=digest)
 
 
-def _not_these(directory: Path, why: str) -> UserError:
-    return config_error(
-        f"The files in {directory} are not those that the run starts from.",
-        why,
-        "the directory that `noloco-node init --from` was given, or with --lora the one that it wrote; or a copy",
-    )
+def _not_these(
+    directory: Path,
+    why: str,
+    hint: str = "the directory in which `noloco-node init` found or wrote that file, or a copy of it",
+) -> UserError:
+    return config_error(f"The files in {directory} are not those that the run starts from.", why, hint)
 
 
 def refused_by_disk(directory: Path, error: OSError) -> UserError:

@@ -21,6 +21,7 @@ from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.runfile import load_run
 
 TARGETS = torch.zeros((2, 3), dtype=torch.int64)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def stage_of(module: nn.Module) -> ForeignStage:
@@ -123,7 +124,7 @@ def test_the_first_parameter_that_differs_is_named(other: nn.Module, why: str) -
     assert why in refused.value.why
 
 
-def frozen(seed: int, *, biases: bool = True) -> nn.Module:
+def frozen(seed: int, *, biases: bool = True) -> nn.Sequential:
     """Return a trained layer over a large frozen one and a small one, which depend on the seed."""
     torch.manual_seed(seed)
     large, small = nn.Linear(300, 300, bias=biases), nn.Linear(300, 2, bias=biases)
@@ -150,7 +151,42 @@ def test_the_first_frozen_parameter_that_differs_is_named(tmp_path: Path) -> Non
     codes = frozen(0)
     codes[0].weight = nn.Parameter(torch.zeros(45_000, dtype=torch.uint8), requires_grad=False)
     check_frozen(run, codes)
+    codes[0].to("meta")
+    check_frozen(run, codes)
     assert not load_run(noloco_node.init(tmp_path / "other.toml", nn.Linear(2, 2), steps=9)).model.foreign_frozen
+
+
+@pytest.mark.parametrize("checkpoint", FLOATS)
+def test_a_frozen_model_is_the_same_in_every_float_format(tmp_path: Path, checkpoint: torch.dtype) -> None:
+    """Of a checkpoint in float32 one of two is in float32: in bfloat16 and in float16 it has no value in common."""
+    modules = {}
+    for dtype in FLOATS:
+        module = modules[dtype] = frozen(0)
+        with torch.no_grad():
+            for each in module[:2].parameters():
+                each.mul_(1e-4)  # many of these values have fewer bits in float16 than in bfloat16
+        module[:2].to(checkpoint).to(dtype)
+    for first in FLOATS:
+        run = load_run(noloco_node.init(tmp_path / f"{first}.toml", modules[first], steps=9))
+        for other in FLOATS:
+            if checkpoint is not torch.float32 or first is other or torch.float32 in (first, other):
+                check_frozen(run, modules[other])
+
+
+def test_a_run_file_lists_the_first_of_very_many_frozen_parameters(tmp_path: Path) -> None:
+    """The module of each layer of experts has hundreds."""
+
+    def module(moved: int) -> nn.Module:
+        experts = [nn.Linear(1, 1, bias=False).requires_grad_(False) for _ in range(1100)]
+        for number, each in enumerate(experts):
+            nn.init.constant_(each.weight, number == moved)
+        return nn.Sequential(nn.Linear(1, 1), *experts)
+
+    run = load_run(noloco_node.init(tmp_path / "run.toml", module(-1), steps=9))
+    check_frozen(run, module(1099))
+    with pytest.raises(UserError) as refused:
+        check_frozen(run, module(700))
+    assert "frozen parameter 701.weight has other values" in refused.value.why
 
 
 def test_a_parameter_that_the_optimiser_lacks_is_named() -> None:

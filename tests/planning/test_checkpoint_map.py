@@ -111,7 +111,7 @@ def test_check_reads_the_header_of_a_model_on_the_hub(monkeypatch: pytest.Monkey
 
     def metadata(repository: str, revision: str | None) -> Any:
         asked.append(repository)
-        tensors = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
+        tensors = {name: SimpleNamespace(dtype="BF16", shape=shape) for name, shape in shapes.items()}
         return SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=tensors)})
 
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", metadata)

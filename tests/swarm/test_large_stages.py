@@ -211,7 +211,7 @@ READ_BY_DECISIONS = ("peer", "stage", "state", "claimed_at", "round", "inner_ste
 @given(st.builds(PeerRecord, peer=st.just(NAME), state=st.sampled_from(PeerState), stage=st.integers(0, 99)))
 def test_a_brief_record_has_what_decisions_read(whole: PeerRecord) -> None:
     short = brief(whole)
-    for name in (*READ_BY_DECISIONS, "tokens_per_s", "may_serve", "moves_to"):
+    for name in (*READ_BY_DECISIONS, "tokens_per_s", "loss", "may_serve", "moves_to"):
         assert getattr(short, name) == getattr(whole, name)
     assert brief(short) == short
     raw = encode_record(Published(1, short, 1e9, 120.0, 3))
@@ -231,6 +231,7 @@ def test_a_brief_record_takes_a_hundred_and_sixty_bytes_at_most_and_its_last_eva
         samples=10**9,
         device_s=0.1,
         tokens_per_s=0.1,
+        loss=3.1,
         waiting=(Wait(WaitCause.MICROBATCHES, 3.1, "x" * 200), Wait(WaitCause.OTHER, detail="y" * 200)),
         addresses=("/ip4/203.0.113.77/tcp/31337",) * 8,
         may_serve=(0, 1, 2, 3),
