@@ -437,6 +437,8 @@ def refused(lone: Lone) -> Iterator[dict[str, tuple[Command, Wrong]]]:
             home = wrong.arguments[0] in ("bootstrap", "join") and "--home" not in wrong.arguments
             given[each.__name__] = lone.commands.start(*wrong.arguments, home=home), wrong
         yield given
+        for command, _ in given.values():  # another worker of the tests may have taken the others of them
+            command.wait()
 
 
 @pytest.mark.parametrize("name", [each.__name__ for each in WRONG])
