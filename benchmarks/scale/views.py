@@ -61,7 +61,7 @@ from noloco_node.swarm.shards import (
     stage_size,
     written,
 )
-from noloco_node.swarm.stage_records import CLOCK_S, Published, encode_record
+from noloco_node.swarm.stage_records import CLOCK_ERROR_S, CLOCK_S, Published, encode_record
 from pipeline.placement import StagePace
 
 STAGES, SYBILS, ROUND_S = 4, 0.1, 60.0
@@ -217,9 +217,9 @@ class Stage:
         self.peers.pop(peer.name)
         self.join(sybil=False, born_s=self.now_s)
         for shard in written(peer.name, self.depth):
-            # Records stay in the DHT for minutes, and count as long as a newcomer may believe them.
+            # Records of the dead stay in the DHT for minutes, and are read.
             self.shards[shard] = [
-                each for each in self.shards[shard] if each.died_s + BELIEVED_S + CLOCK_S + self.pause_s > self.now_s
+                each for each in self.shards[shard] if each.died_s + BELIEVED_S + CLOCK_ERROR_S > self.now_s
             ]
 
     def _open(self, peer: Peer) -> None:
@@ -303,7 +303,7 @@ class Stage:
                 continue
             reads_s = rng.uniform(0.0, self.pause_s)
             # The newcomer's entry is one of those that are left in the bag.
-            left = rng.randint(0, sum(len(self.shards[shard]) for shard in shards))
+            left = rng.randint(0, sum(peer.died_s > self.now_s for shard in shards for peer in self.shards[shard]))
             knows, first = min(knows, reads_s), min(first, reads_s + rng.randint(0, left) + rng.random())
         return knows, first
 

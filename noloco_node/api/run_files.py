@@ -18,7 +18,7 @@ from noloco_node.api.foreign_stage import listed_frozen, trained_parameters
 from noloco_node.api.program_stages import stage_parameters, tokens, tried
 from noloco_node.errors import config_error, reason_of, storage_error
 from noloco_node.run.fields import toml
-from noloco_node.run.presets import check_free, write_text
+from noloco_node.run.presets import check_free, check_named, write_text
 from noloco_node.run.runfile import decode_run
 from noloco_node.storage import atomic_file
 from noloco_node.storage.weight_store import described
@@ -53,6 +53,7 @@ def init(
     """
     steps, every = _whole("steps", steps), _whole("every", every)
     path = Path(path).expanduser()
+    check_named(path)
     weights = path.with_suffix(".safetensors")
     if isinstance(model, nn.ModuleList):  # it computes nothing by itself
         model = list(model)

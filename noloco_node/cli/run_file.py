@@ -16,7 +16,7 @@ from noloco_node.limits.budget import read_owner_limits, read_rate, read_size
 from noloco_node.machine.signals import unwound
 from noloco_node.run.config import NO_ADAPTER, AdapterConfig, AdmissionRule
 from noloco_node.run.fields import converted
-from noloco_node.run.presets import check_free, machines_of, run_text, with_owner, with_values, write_text
+from noloco_node.run.presets import check_free, check_named, machines_of, run_text, with_owner, with_values, write_text
 from noloco_node.run.runfile import decode_run, load_run
 
 if TYPE_CHECKING:
@@ -227,6 +227,7 @@ def write_run(
     that suits the machines. `options`: machines to plan for, if any.
     """
     options.figures()
+    check_named(path)
     if not overwrite:
         check_free(path)
     if origin is None:

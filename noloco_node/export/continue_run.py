@@ -136,7 +136,10 @@ def weight_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     try:
         if index.is_file():
-            return [directory / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+            if (odd := next((each for each in names if Path(each).name != each), None)) is not None:
+                raise ValueError(f"{odd} is no file beside it")  # files travel without directories
+            return [directory / name for name in names]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _no_model(directory, f"{index.name} cannot be read: {error}") from error
     whole = directory / "model.safetensors"

@@ -154,6 +154,8 @@ def load_frozen(
         with opened(paths) as files:
 
             def read(name: str) -> Tensor:
+                if name not in files:
+                    raise ValueError(f"{name} is missing")
                 found: Tensor = files[name].get_tensor(name)
                 return found
 

@@ -70,7 +70,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     foreign_parameters: dict[str, tuple[int, ...]] = {}
     """The trained parameters of a foreign module, each with its shape, as `noloco_node.init` writes them."""
     foreign_frozen: dict[str, str] = {}
-    """What a foreign module has and does not train, each with a digest of its values: equal on all peers."""
+    """What a foreign module has and does not train, each with digests of its values, which are equal on all peers; of
+    very many parameters the first. One with an empty text is not compared."""
     foreign_width: Annotated[int, Meta(ge=0, le=2**20)] = 0
     """Of a foreign module in stages: numbers a token that each stage but the last hands on."""
     foreign_vocabulary: Annotated[int, Meta(ge=0, le=2**24)] = 0

@@ -81,6 +81,12 @@ def numbers_of(preset: str) -> Preset:
     return _PRESETS[preset]
 
 
+def check_named(path: Path) -> None:
+    """Raise `UserError` if a directory is where a run file is to be written."""
+    if path.is_dir():
+        raise usage_error(f"{path} is a directory.", why="a run is one file", hint=f"{path / 'run.toml'}, for example")
+
+
 def check_free(path: Path, hint: str = "another path, or --force") -> None:
     """Raise `UserError` if a file is where one of a run is to be written."""
     if path.exists():

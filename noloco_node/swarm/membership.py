@@ -62,7 +62,15 @@ from noloco_node.swarm.shards import (
     stage_size,
     written,
 )
-from noloco_node.swarm.stage_records import CLOCK_ERROR_S, RECORD_BYTES, Published, StageRecords, encode_record, newest
+from noloco_node.swarm.stage_records import (
+    CLOCK_ERROR_S,
+    LONGEST_LIFETIME_S,
+    RECORD_BYTES,
+    Published,
+    StageRecords,
+    encode_record,
+    newest,
+)
 from noloco_node.tasks import loop_s
 
 LIFETIME_S = 30.0
@@ -78,6 +86,8 @@ REFRESHES_PER_RECEIPTS = 2
 """Refreshes between two publications of receipts, and between two readings."""
 READINGS_PER_PARENT = 8
 """Readings of large stages between two that look for peers of a lower depth, where none has been seen."""
+ENDING = 0.2
+"""Where so many peers of a sample say that they have finished, the run ends, and the sample is read often."""
 READS_FOR_NEWCOMERS = 4
 """Readings in the time of one, while a newcomer of the next stage catches up."""
 
@@ -205,11 +215,15 @@ class Membership:
         return await self.peek()
 
     async def withdraw(self) -> None:
-        """Publish that we leave; our samples as a source stay. A lost network is not raised."""
+        """Publish that we leave; our samples as a source stay. A lost network is not raised.
+
+        Where we are one of a sample, a record that says that we have finished stays instead.
+        """
         last, self._own = self._own, None
         if last is not None:
             self._progress.note_own(last, loop_s())
-            await self._publish(msgspec.structs.replace(last, state=PeerState.LEAVING))
+            stays = last.state is PeerState.FINISHED and self._sizes[last.stage] is not None
+            await self._publish(last if stays else msgspec.structs.replace(last, state=PeerState.LEAVING))
 
     async def peek(self, stages: Collection[int] | None = None) -> Roster:
         """Read the stages that we watch, or these stages once; return the new roster.
@@ -323,7 +337,9 @@ class Membership:
     def _note_reading(self, stage: int, shards: Sequence[Shard], now_s: float, gone: float) -> None:
         """Note that these shards were read, and choose when they are read again if they are a sample."""
         steady = all(shard.depth == self._depths[stage] for shard in shards)
-        is_enough = len(self._records.believed[stage]) >= LEAST_IN_SHARD
+        believed = self._records.believed[stage]
+        finished = sum(record.state is PeerState.FINISHED for record in believed.values())
+        is_enough = len(believed) >= LEAST_IN_SHARD and finished < ENDING * len(believed)
         most_s = VISITOR_READ_S
         if self._own is not None:
             most_s = READ_S if stage - self._own.stage in (0, 1) else READ_OTHERS_S
@@ -368,7 +384,9 @@ class Membership:
         depth, lifetime_s = self._depths[record.stage], self._lifetime_s
         is_sampled = self._sizes[record.stage] is not None
         if is_sampled:
-            lifetime_s = max(lifetime_s, SAMPLE_RENEWALS * RENEWED_S)
+            # All who read us see that we have finished, for by that they end.
+            ends = record.state is PeerState.FINISHED
+            lifetime_s = max(lifetime_s, LONGEST_LIFETIME_S if ends else SAMPLE_RENEWALS * RENEWED_S)
             named = brief(named) if is_brief(self.me) else named
         raw = encode_record(Published(self._serial, named, unix_s, lifetime_s, depth))
         # Never shorter than before: of two records the DHT keeps the one that expires later.

@@ -93,9 +93,10 @@ class PeerRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 def brief(record: PeerRecord) -> PeerRecord:
-    """Return what decisions read of a record, some 110 bytes instead of 330; views read more.
+    """Return what decisions read of a record, some 120 bytes instead of 330; views read more.
 
-    An evaluation stays for some rounds, since few peers make each.
+    The loss is among it: newcomers judge weights by the median of others' losses, and liars among them would count
+    `WHOLE_OF` times if few honest peers told theirs. An evaluation stays for some rounds, since few peers make each.
     """
     made = record.evaluation
     is_news = made is not None and (record.state is PeerState.FINISHED or record.round - made.round <= EVALUATED_ROUNDS)
@@ -110,6 +111,7 @@ def brief(record: PeerRecord) -> PeerRecord:
         samples=record.samples,
         device_s=record.device_s,
         tokens_per_s=record.tokens_per_s,
+        loss=record.loss,
         waiting=tuple(Wait(w.cause, w.seconds) for w in record.waiting if w.cause is not WaitCause.OTHER),
         may_serve=record.may_serve,
         moves_to=record.moves_to,

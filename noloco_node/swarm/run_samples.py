@@ -19,6 +19,7 @@ others have reached.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from statistics import fmean, median_low
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from noloco_node.run.peer_state import AT_WORK, PeerState
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.receipts import MetWork, met_work
 from noloco_node.swarm.roster import Derived, Roster
+from noloco_node.swarm.shards import RENEWED_S
 from noloco_node.tasks import loop_s
 
 NEARLY_OVER, IDLE_S = 0.95, 300.0
@@ -49,10 +51,10 @@ LEAST_WATCHED_S = 60.0
 """For which a source is watched before its pace counts."""
 MOST_PACE = 2.0
 """A source's pace counts up to so many times the median."""
-FOLLOWS = 0.02
-"""The share of its distance from the median by which an estimate moves in each reading: a bias of 1 % at most, for
-what others say is some seconds old.
-"""
+FOLLOWS_S = 2000.0
+"""In which an estimate comes nearer to the median of the others' by all but 1/e of its distance."""
+LONGEST_AHEAD_S = 600.0
+"""For which the pace of the last reading is believed without another."""
 
 
 def run_over(sources: int, finished: int) -> bool:
@@ -113,6 +115,7 @@ class RunSamples:
     def __init__(self, run: RunConfig, membership: Membership, reached: int, own: int) -> None:
         begun = membership.roster
         self._run, self._membership, self._reached, self._begun = run, membership, reached, begun
+        self._me = membership.me
         self.own_then = own
         self._unlisted = max(0, reached - own - begun.others_samples)
         self._verified = Derived(lambda: membership.roster, self._progress_of)
@@ -120,7 +123,11 @@ class RunSamples:
         self._work, self._estimate, self._estimated_s = SampledWork(), float(reached), begun.stage_read_at(0)
         """The run's samples as of a reading (loop seconds), once the roster has been a sample."""
         self._noted_s = float("-inf")
-        """The last reading of stage 0 that the estimate takes into account."""
+        """The last reading of stage 0 that the estimate takes into account (loop seconds)."""
+        self._most_finished = False
+        """Whether most sources of a sample have said that they have finished; they are in no later one."""
+        self._rate, self._shown = 0.0, 0.0
+        """The run's samples a second by that reading, and the largest estimate that we have told."""
         self._is_estimate = False
         self._estimated = Derived(lambda: membership.roster, self._estimate_now)
         self._deserted_s: float | None = None
@@ -135,7 +142,7 @@ class RunSamples:
         roster = self._membership.roster
         if self.is_over(own, returned_s):
             return 1.0
-        estimate = self._estimated()
+        estimate = self._sampled()
         if self._is_estimate:
             return min(1.0, max(own, estimate) / self._run.budget_samples)
         unlisted = max(0, self._unlisted - (roster.first_samples - self._begun.first_samples))
@@ -154,17 +161,30 @@ class RunSamples:
         passed_s = 0.0 if steps_per_s is None else self._noted_s - self._estimated_s
         self._estimated_s += passed_s
         if self._is_estimate:
-            rate = (steps_per_s or 0.0) * self._run.samples_per_step
-            others = {each.peer: each.progress for each in roster.stage(0) if each.state in AT_WORK}
-            ours = others.pop(self._membership.me, 0.0)
-            ahead = (median_low(others.values()) - ours) * self._run.budget_samples if others else 0.0
-            self._estimate += max(0.0, rate * passed_s + FOLLOWS * ahead)
+            self._rate = (steps_per_s or 0.0) * self._run.samples_per_step
+            reached = self._estimate + self._rate * passed_s
+            self._most_finished |= run_over(roster.sources, roster.sources_finished)
+            others = [each.progress for each in roster.stage(0) if each.state in AT_WORK and each.peer != self._me]
+            if self._most_finished:
+                others = [1.0]
+            if others:
+                # On the mean their records are half as old as the time between two.
+                median = median_low(others) * self._run.budget_samples + self._rate * RENEWED_S / 2
+                reached += (1.0 - math.exp(-passed_s / FOLLOWS_S)) * (median - reached)
+            self._estimate = max(self._estimate, reached)
         return self._estimate
+
+    def _sampled(self) -> float:
+        """Return the estimate as of now, which never falls."""
+        estimate = self._estimated()  # notes the last reading
+        ahead_s = min(loop_s() - self._noted_s, LONGEST_AHEAD_S) if self._rate else 0.0
+        self._shown = max(self._shown, estimate + self._rate * ahead_s)
+        return self._shown
 
     def is_over(self, own: int, returned_s: float) -> bool:
         """Say whether the sources that did most of the work since we began have finished."""
         roster = self._membership.roster
-        reached = self._estimated() if self._is_estimate else self._signed(own)
+        reached = self._sampled() if self._is_estimate else self._signed(own)
         nearly = reached >= NEARLY_OVER * self._run.budget_samples
         mostly = reached >= DESERTED_OVER * self._run.budget_samples
         if self._run.pipeline.stages == 1 and self._is_deserted(roster) and mostly:
@@ -181,7 +201,8 @@ class RunSamples:
         others = roster.sources - roster.sources_finished > 1
         idle = loop_s() - returned_s > (IDLE_S if others else ALONE_S)
         # A source without returning gradients is not at work: its stages may have ended without it.
-        return (nearly or idle) and run_over(roster.sources - idle, roster.sources_finished)
+        most_say_so = self._most_finished or run_over(roster.sources - idle, roster.sources_finished)
+        return (nearly or idle) and most_say_so
 
     def _signed(self, own: int) -> float:
         """Return the run's samples that receipts cover, `own` being ours."""

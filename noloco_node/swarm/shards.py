@@ -35,8 +35,10 @@ RENEWED_S = 60.0
 """A peer of a stage of which nobody knows all publishes its record so often."""
 LEAST_PAUSE_S = 30.0
 """The shortest pause between two readings of a sample."""
-MANY_GONE = 0.2
-"""The part of a sample that may be gone at a reading: of the listed peers nearly as many are dead, just before it."""
+MANY_GONE, PAUSE_GROWTH = 0.15, math.sqrt(2.0)
+"""The part of a sample that may be gone at a reading: of the listed peers nearly as many are dead, just before it. Two
+pauses in turn differ by this factor at most.
+"""
 WHOLE_OF = 8
 """Of so many peers of such a stage one publishes its whole record, for views; the others what decisions read."""
 PREVAILING = 0.25
@@ -74,9 +76,9 @@ class Shard(NamedTuple):
 def next_pause_s(pause_s: float, gone: float, most_s: float) -> float:
     """Return the pause after the next reading of a sample, of which this part was gone after the last pause.
 
-    It doubles while few are gone, up to `most_s`, and is halved where many are.
+    It grows while few are gone, up to `most_s`, and falls where many are.
     """
-    factor = 2.0 if gone <= MANY_GONE / 2 else 0.5 if gone > MANY_GONE else 1.0
+    factor = PAUSE_GROWTH if gone <= MANY_GONE / PAUSE_GROWTH else 1.0 / PAUSE_GROWTH if gone > MANY_GONE else 1.0
     return max(LEAST_PAUSE_S, min(factor * pause_s, most_s))
 
 

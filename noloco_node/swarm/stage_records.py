@@ -352,7 +352,11 @@ class StageRecords:
             entry.offset_s - (RENEWED_S if number in self.seldom else self._refresh_s) / 2
             for number in self.watched
             for peer, entry in self._tables[number].known.items()
-            if entry.believed and peer != self._me and entry.offset_s is not None
+            if entry.believed
+            and peer != self._me
+            and entry.offset_s is not None
+            # The last record of a peer that has finished may be found late.
+            and not (number in self.seldom and entry.published.record.state is PeerState.FINISHED)
         )
         self.skew_s = skew_s(list(islice(offsets, CLOCKS_ASKED)))
 

@@ -156,16 +156,17 @@ def freeze(whole: nn.Module, form: Form) -> None:
 def load(part: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Put weights, by their names in a checkpoint or from `coded`, where a slice keeps them frozen.
 
-    Raises ValueError for codes of another form or shape.
+    Raises ValueError for codes of another form or shape, or of what is kept in no form.
     """
     for name, weight in weights:
         owner, _, own = name.rpartition(".")
         holder = part.get_submodule(owner)
-        found = {own: weight}
+        found, buffers = {own: weight}, dict(holder.named_buffers(recurse=False))
         if isinstance(holder, FrozenLinear) and own == "weight" and weight.is_floating_point():
             found = holder.kept(weight)
         for each, tensor in found.items():
-            buffer = holder.get_buffer(each)
+            if (buffer := buffers.get(each)) is None:
+                raise ValueError(f"{name} is no frozen weight of this model")
             same = tensor.dtype == buffer.dtype or (tensor.is_floating_point() and buffer.is_floating_point())
             if not same or tensor.shape != buffer.shape:
                 raise ValueError(f"{name} is {_described(tensor)}, not {_described(buffer)}")

@@ -69,6 +69,8 @@ def test_a_file_that_is_there_stays(tmp_path: Path) -> None:
     assert weights.read_text() == "mine"
     noloco_node.init(path, nn.Linear(1, 1), steps=1, overwrite=True)
     assert load_run(path).model.is_foreign
+    with pytest.raises(UserError, match="is a directory"):
+        noloco_node.init(tmp_path, nn.Linear(1, 1), steps=1, overwrite=True)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ REFUSED: list[tuple[list[str], Exit]] = [
     (["init", "new.toml", "--from", "empty"], Exit.CONFIG),
     (["init", "new.toml", "--gpu", "nonsense"], Exit.USAGE),
     (["init", "broken.toml"], Exit.USAGE),
+    (["init", "--force", "."], Exit.USAGE),
     (["check", "nowhere.toml"], Exit.CONFIG),
     (["check", "broken.toml"], Exit.CONFIG),
     (["join", "nonsense"], Exit.CONFIG),

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import LLAMA, write_model
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit, UserError
 from noloco_node.planning.checkpoint_map import RunWeights
-from noloco_node.planning.model_layout import make_stage, model_layout
+from noloco_node.planning.model_layout import frozen_whole, make_stage, model_layout
 from noloco_node.planning.plan_text import report
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import load_run
@@ -107,6 +108,25 @@ def test_a_directory_that_is_there_stays_unless_forced(tmp_path: Path) -> None:
     assert before == load_run(path).model, "all machines make the same codes"
     said = " ".join(report(path).split())
     assert f"fetches the model that the run starts from, {format_bytes(before.fetched[0].size_bytes)}, once." in said
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "why"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.other", "up_proj.weight is missing"),
+        ("model.layers.0.mlp.up_proj.scales", "model.norm.scales", "model.norm.scales is no frozen weight"),
+    ],
+)
+def test_files_whose_tensors_have_strange_names_are_refused(tmp_path: Path, before: str, after: str, why: str) -> None:
+    write_model(tmp_path / "model", sizes=WIDE)
+    run = load_run(init(tmp_path, "nf4"))
+    (path,) = (tmp_path / "run-frozen").glob("frozen-*")
+    save_file({after if name == before else name: each for name, each in load_file(path).items()}, path)
+    layout = model_layout(run)
+    with pytest.raises(UserError) as caught:
+        frozen_whole(layout, [path], "nf4")
+    assert caught.value.code is Exit.CONFIG
+    assert why in caught.value.why
 
 
 @pytest.mark.parametrize("base", ["int8", "nf4"])

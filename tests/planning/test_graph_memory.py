@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.memory.families import FAMILIES, MOST, compared, spared
+from docs import generate_families
 from noloco_node.planning import graph_memory
 from noloco_node.planning.graph_memory import extrapolated, graph_bytes
 from noloco_node.planning.model_layout import ModelLayout, build_stage, make_stage, model_layout
@@ -71,7 +72,8 @@ def test_so_is_what_is_spared_where_layers_are_computed_again(family: str) -> No
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_computed_again_have_the_same_bits(family: str) -> None:
     pipeline = PipelineConfig(stages=2, boundaries=(2,), sequence_length=24, microbatch_size=2, codec="float32")
-    run = RunConfig(model=ModelConfig(architecture=family, sizes=FAMILIES[family]), pipeline=pipeline)
+    model = ModelConfig(architecture=family, sizes=generate_families.FAMILIES[family])
+    run = RunConfig(model=model, pipeline=pipeline)
     layout = model_layout(run)
     for number in range(2):
         stages = (make_stage(run, layout, number, torch.device("cpu"), by_layers=each) for each in (False, True))

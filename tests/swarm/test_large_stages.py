@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import count, islice
+from itertools import count, islice, pairwise
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
@@ -211,7 +211,7 @@ READ_BY_DECISIONS = ("peer", "stage", "state", "claimed_at", "round", "inner_ste
 @given(st.builds(PeerRecord, peer=st.just(NAME), state=st.sampled_from(PeerState), stage=st.integers(0, 99)))
 def test_a_brief_record_has_what_decisions_read(whole: PeerRecord) -> None:
     short = brief(whole)
-    for name in (*READ_BY_DECISIONS, "tokens_per_s", "may_serve", "moves_to"):
+    for name in (*READ_BY_DECISIONS, "tokens_per_s", "loss", "may_serve", "moves_to"):
         assert getattr(short, name) == getattr(whole, name)
     assert brief(short) == short
     raw = encode_record(Published(1, short, 1e9, 120.0, 3))
@@ -231,6 +231,7 @@ def test_a_brief_record_takes_a_hundred_and_sixty_bytes_at_most_and_its_last_eva
         samples=10**9,
         device_s=0.1,
         tokens_per_s=0.1,
+        loss=3.1,
         waiting=(Wait(WaitCause.MICROBATCHES, 3.1, "x" * 200), Wait(WaitCause.OTHER, detail="y" * 200)),
         addresses=("/ip4/203.0.113.77/tcp/31337",) * 8,
         may_serve=(0, 1, 2, 3),
@@ -288,8 +289,12 @@ def test_steps_of_all_follow_from_a_sample_that_is_exchanged(seed: int, replicas
     assert 0.75 * true <= mean <= (1.25 + 2.5 * max(share, liars)) * true
 
 
-async def test_a_source_estimates_how_far_the_run_is() -> None:
-    """Beyond shards nobody can add up claims: each adds up the pace of those it knows, and follows the others."""
+@pytest.mark.parametrize("pause", [1, 18])
+async def test_a_source_estimates_how_far_the_run_is(pause: int) -> None:
+    """Beyond shards nobody can add up claims: each adds up the pace of those it knows, and follows the others.
+
+    `pause`: tens of seconds between two readings.
+    """
     pace_s, replicas, budget = 12.0, 2000, 2000 * 100 * 8
     run = cast(
         Any,
@@ -300,16 +305,22 @@ async def test_a_source_estimates_how_far_the_run_is() -> None:
         ),
     )
     facts = {"issued": None, "receipts": ReceiptLedger(), "begin_counting": lambda: None}
-    membership = cast(Any, SimpleNamespace(me="s0r0000", roster=sample(replicas, 90, 2), **facts))
+    begun_s = asyncio.get_running_loop().time()
+    membership = cast(Any, SimpleNamespace(me="s0r0000", roster=sample(replicas, 90, 2, begun_s), **facts))
     counted, reached = RunSamples(run, membership, reached=0, own=0), []
     for reading in range(1, 119):
+        await asyncio.sleep(10.0)
         steps = int(10.0 * reading / pace_s)
-        progress = max(0.0, (10.0 * reading - 8.0) / (100 * pace_s))
-        membership.roster = sample(replicas, 90, 2, 10.0 * reading, inner_steps=steps, progress=min(1.0, progress))
+        progress = max(0.0, (10.0 * reading - RENEWED_S / 2) / (100 * pace_s))
+        read_at = begun_s + 10.0 * reading
+        if reading % pause == 0:
+            facts = {"inner_steps": steps, "progress": min(1.0, progress)}
+            membership.roster = sample(replicas, 90, 2, read_at, **facts)
         reached.append(counted.progress(8 * steps, asyncio.get_running_loop().time()))
     assert reached == sorted(reached)
+    assert max(after - before for before, after in pairwise(reached[40:])) < 0.04, "also while nothing is read"
     assert reached[-1] == pytest.approx(118 / 120, abs=0.04)
-    ended = sample(replicas, 90, 2, 1200.0, state=PeerState.FINISHED, progress=1.0)
+    ended = sample(replicas, 90, 2, begun_s + 1200.0, state=PeerState.FINISHED, progress=1.0)
     membership.roster = msgspec.structs.replace(ended, sources=90, sources_finished=90)
     nearly = reached[-1] >= 0.95
     assert (counted.progress(800, asyncio.get_running_loop().time()) == 1.0) == nearly

@@ -215,6 +215,28 @@ async def test_trouble_of_our_own_empties_no_roster_and_is_marked(how: str, othe
     assert peers(one.roster) == [["a"], names[:1]], "with a clear sight the dead leave as ever"
 
 
+async def test_a_peer_whose_record_nobody_takes_knows_since_when() -> None:
+    hub, loop = SimNetwork(WEATHER), asyncio.get_running_loop()
+    network, one = present(hub, "a")
+    publish, takes = network.publish, True
+
+    async def refused(key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
+        return takes and await publish(key, subkey, value, lifetime_s)
+
+    network.publish = refused  # type: ignore[method-assign]
+    await one.claim(record("a"))
+    task = asyncio.create_task(one.run())
+    await asyncio.sleep(30.0)
+    assert one.unlisted_since_s is None
+    takes, since_s = False, loop.time()
+    await asyncio.sleep(100.0)
+    assert one.unlisted_since_s == pytest.approx(since_s, abs=12.0), "since the first publication that failed"
+    takes = True
+    await asyncio.sleep(12.0)
+    assert one.unlisted_since_s is None
+    task.cancel()
+
+
 async def test_where_nobody_says_anything_new_for_minutes_all_are_gone_at_last() -> None:
     hub = SimNetwork(WEATHER)
     one, _ = await joined(hub, "a")

@@ -413,30 +413,40 @@ def no_such_device(lone: Lone, _: ExitStack) -> Wrong:
     return Wrong(("join", lone.invite, "--device", "cuda"), Exit.DEVICE, ("'cuda'", "0 CUDA devices"))
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        no_invite,
-        closed_port,
-        another_peer_there,
-        another_run,
-        taken_port,
-        used_home,
-        file_as_home,
-        unstable_run,
-        no_such_stage,
-        no_such_device,
-    ],
+WRONG = (
+    no_invite,
+    closed_port,
+    another_peer_there,
+    another_run,
+    taken_port,
+    used_home,
+    file_as_home,
+    unstable_run,
+    no_such_stage,
+    no_such_device,
 )
-def test_what_is_wrong_is_said_once_and_with_its_exit_code(
-    lone: Lone, wrong: Callable[[Lone, ExitStack], Wrong]
-) -> None:
+
+
+@pytest.fixture(scope="module")
+def refused(lone: Lone) -> Iterator[dict[str, tuple[Command, Wrong]]]:
+    """Give all commands at once, for each waits for a daemon; by the name of what is wrong with it."""
     with ExitStack() as open_now:
-        arguments, code, words = wrong(lone, open_now)
-        command = lone.commands.start(
-            *arguments, home=arguments[0] in ("bootstrap", "join") and "--home" not in arguments
-        )
-        complains(command, code, *words)
+        given: dict[str, tuple[Command, Wrong]] = {}
+        for each in WRONG:
+            wrong = each(lone, open_now)
+            home = wrong.arguments[0] in ("bootstrap", "join") and "--home" not in wrong.arguments
+            given[each.__name__] = lone.commands.start(*wrong.arguments, home=home), wrong
+        yield given
+        for command, _ in given.values():  # another worker of the tests may have taken the others of them
+            command.wait()
+
+
+@pytest.mark.parametrize("name", [each.__name__ for each in WRONG])
+def test_what_is_wrong_is_said_once_and_with_its_exit_code(
+    lone: Lone, refused: dict[str, tuple[Command, Wrong]], name: str
+) -> None:
+    command, wrong = refused[name]
+    complains(command, wrong.code, *wrong.words)
     assert lone.bootstrap.exit_code is None
 
 

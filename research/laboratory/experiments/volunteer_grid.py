@@ -18,7 +18,7 @@ from research.laboratory.experiments.grid import Grid, Recipe
 from research.laboratory.experiments.sizes import EARLY, LATE, OURS
 from research.laboratory.experiments.volunteer_model import steps_meant
 
-RATES = (1e-2, 2e-2)
+RATES = (5e-3, 1e-2, 2e-2)
 HOURS = 3.0
 CHURNS = (0.0, 0.05, 0.2, 0.6)
 INEQUALITIES = (1.0, 2.0, 8.0)
