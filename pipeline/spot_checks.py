@@ -76,8 +76,8 @@ SAMPLED_TOKENS = 128
 LEAST_GRADIENTS, MOST_GRADIENTS = 4, 16
 """Gradients of a replica before its offset is judged, and those that it is the mean of at most, as of the others. Older
 ones count for less, so that the fifth is the first that is judged."""
-LEAST_OFFSET = 0.35
-"""The square of an offset, as a share of a gradient's, times the gradients: after sixteen 0.15 of a typical value."""
+LEAST_OFFSET = 0.5
+"""The square of an offset, as a share of a gradient's, times the gradients: after sixteen 0.18 of a typical value."""
 CONSTANT_SHARE = 0.6
 """The least share of the squares of differences that is their mean's, for it to count as constant."""
 

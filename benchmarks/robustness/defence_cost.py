@@ -67,7 +67,7 @@ def without_influence() -> Iterator[None]:
 
     with (
         mock.patch.multiple(OuterOptimiser, bound_fast=whole, bound_slow=whole),
-        mock.patch.object(SizeBound, "bounded", lambda bound, peer, wire: wire),
+        mock.patch.object(SizeBound, "bounded", lambda bound, peer, wire, *_: wire),
     ):
         yield
 

@@ -2,11 +2,12 @@
 
     python -m benchmarks.robustness.false_alarms                               # all kinds, three seeds: 10^6 checks
     python -m benchmarks.robustness.false_alarms --kinds slow all --seeds 0 1  # some
+    python -m benchmarks.robustness.false_alarms --keep DIR                    # goes on where it was interrupted
 
-The clean swarm of `training_attacks` trains, and every second microbatch is computed by two more replicas. Of these
-distances stretches of 16 are drawn by chance until `--checks` checks have been judged, as one sender would: a pair
-first, the third where the two disagree. The random order is harder than the real one, for what is usual moves with it.
-So are stretches of four times as many gradients of all replicas, until as many offsets have been judged.
+The clean swarm of `training_attacks` trains, and every second microbatch is computed by two more replicas. A sender
+judges each of these microbatches once: a pair first, by chance, the third where the two disagree. It sees them in
+stretches of 16 in random order, which is harder than the real one, for what is usual moves with it. New senders do so
+until `--checks` checks have been judged. So it is with the gradients that each sender got, and their offsets.
 
     alike     float32 on equal machines, one text
     mixed     of four replicas of a stage one computes in bfloat16, one in float16
@@ -23,11 +24,13 @@ gradients, activations and meetings that a bound refused.
 from __future__ import annotations
 
 import argparse
-from collections import Counter
-from itertools import combinations, product
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import chain, combinations, product
+from pathlib import Path
 from random import Random
 from statistics import quantiles
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -114,15 +117,15 @@ def found_by_itself(kind: str, seed: int) -> Counter[str]:
     return Counter({name: seen.counts[name] for name in COUNTED}) + seen.violations
 
 
-def recorded(kind: str, seed: int) -> tuple[list[Apart], list[Mean]]:
-    """Return what three replicas were apart, microbatch by microbatch, and the means of all gradients."""
+def recorded(kind: str, seed: int) -> tuple[list[Apart], list[list[Mean]]]:
+    """Return what three replicas were apart, microbatch by microbatch, and the means of each sender's gradients."""
     found: list[Apart] = []
-    means: list[Mean] = []
+    means: defaultdict[SpotChecks, list[Mean]] = defaultdict(list)
     calls: Counter[SpotChecks] = Counter()
 
     async def check(checks: SpotChecks, peer: str, microbatch: Microbatch, reply: Gradient, _: float) -> Gradient:
         calls[checks] += 1
-        means.append((peer, checks._mean(reply)))
+        means[checks].append((peer, checks._mean(reply)))
         if calls[checks] % EVERY == 0:
             others = [hop.peer for hop in checks._ways.hops() if hop.peer != peer]
             answers = {peer: reply}
@@ -137,32 +140,55 @@ def recorded(kind: str, seed: int) -> tuple[list[Apart], list[Mean]]:
 
     with mock.patch.object(SpotChecks, "check", check):
         trained(kind, seed)
-    return found, means
+    return found, list(means.values())
+
+
+def kept(directory: Path | None, kind: str, seed: int) -> tuple[list[Apart], list[list[Mean]]]:
+    """Return what was recorded, from a file of `directory` if it is there; else record it, and write that file."""
+    path = None if directory is None else directory / f"{kind}-{seed}.pt"
+    if path is not None and path.exists():
+        found: tuple[list[Apart], list[list[Mean]]] = torch.load(path, weights_only=True)
+        return found
+    found = recorded(kind, seed)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(found, path)
+    return found
+
+
+T = TypeVar("T")
+
+
+def lives(found: Sequence[T], stretch: int, rng: Random, checks: int) -> Iterator[tuple[Verdicts, float, T]]:
+    """Yield what new senders judge, one after the other, and when (seconds): so many checks or a few more."""
+    for _ in range(-(-checks // len(found))):
+        verdicts, stretches = Verdicts(deep=False), range(0, len(found), stretch)
+        order = chain.from_iterable(found[first : first + stretch] for first in rng.sample(stretches, len(stretches)))
+        for now_s, each in enumerate(order):
+            verdicts.paroled(now_s)
+            yield verdicts, now_s, each
 
 
 def judged(found: list[Apart], rng: Random, checks: int) -> Counter[str]:
-    """Return the verdicts of so many checks, and how many asked a third."""
-    verdicts, counts = Verdicts(deep=False), Counter[str]()
+    """Return the verdicts of so many checks, their number, and how many asked a third."""
+    counts = Counter[str]()
     replicas = sorted({peer for apart in found for pair in apart for peer in pair})
-    for begun in range(0, checks, STRETCH):
-        first = rng.randrange(len(found) - STRETCH)
-        for now_s, apart in enumerate(found[first : first + STRETCH], begun):
-            verdicts.paroled(now_s)
-            pair = rng.choice(list(apart))
-            if not verdicts.agree(*pair, apart[pair]):
-                counts["third"] += 1
-                counts.update(str(verdict.finding) for verdict in verdicts.judge(apart, replicas, now_s))
+    for verdicts, now_s, apart in lives(found, STRETCH, rng, checks):
+        counts["judged"] += 1
+        pair = rng.choice(list(apart))
+        if not verdicts.agree(*pair, apart[pair]):
+            counts["third"] += 1
+            counts.update(str(verdict.finding) for verdict in verdicts.judge(apart, replicas, now_s))
     return counts
 
 
-def watched(means: list[Mean], rng: Random, checks: int) -> Counter[str]:
-    """Return the verdicts on the offsets of so many gradients."""
-    verdicts, counts = Verdicts(deep=False), Counter[str]()
-    replicas, length = sorted({peer for peer, _ in means}), 4 * STRETCH
-    for begun in range(0, checks, length):
-        first = rng.randrange(len(means) - length)
-        for now_s, (peer, each) in enumerate(means[first : first + length], begun):
-            verdicts.paroled(now_s)
+def watched(senders: list[list[Mean]], rng: Random, checks: int) -> Counter[str]:
+    """Return the verdicts on the offsets of so many gradients, and their number."""
+    counts = Counter[str]()
+    for means in senders:
+        replicas = sorted({peer for peer, _ in means})
+        for verdicts, now_s, (peer, each) in lives(means, STRETCH, rng, checks // len(senders)):
+            counts["judged"] += 1
             counts.update(str(verdict.finding) for verdict in verdicts.watch(peer, each, replicas, now_s))
     return counts
 
@@ -173,6 +199,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--checks", type=int, default=CHECKS, help="of each kind and seed")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="where recordings are kept, and read again")
     parser.add_argument("--live", action="store_true", help="what the nodes of each swarm find themselves")
     wanted = parser.parse_args()
     torch.set_num_threads(1)
@@ -182,14 +209,14 @@ def main() -> None:
             total += (seen := found_by_itself(kind, seed))
             print(f"{kind}, seed {seed}: {dict(seen)}", flush=True)
             continue
-        found, means = recorded(kind, seed)
+        found, means = kept(wanted.keep, kind, seed)
         cuts = quantiles((distance for apart in found for distance in apart.values()), n=20)
         spread = f"distances {cuts[9]:.3f} (median), {cuts[18]:.3f} (95 %)"
         print(f"{kind}, seed {seed}: {len(found)} microbatches, {spread}")
         verdicts = judged(found, Random(seed), wanted.checks), watched(means, Random(seed), wanted.checks)
         for of, each in zip(("checks", "offsets"), verdicts, strict=True):
-            print(f"    of {wanted.checks:,} {of} {dict(each)}", flush=True)
-            total[f"{of} judged"] += wanted.checks
+            print(f"    {of}: {dict(each)}", flush=True)
+            total[f"{of} judged"] += each["judged"]
             total[f"quarantines by {of}"] += each[CheckFinding.QUARANTINED]
     print(", ".join(f"{count:,} {what}" for what, count in total.items()))
 

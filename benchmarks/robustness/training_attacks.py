@@ -301,7 +301,7 @@ def out_of_reach() -> Iterator[None]:
     """Let everything count that the codecs let through."""
     with (
         mock.patch.object(InfluenceBound, "share", return_value=1.0),
-        mock.patch.object(SizeBound, "bounded", lambda bound, peer, wire: wire),
+        mock.patch.object(SizeBound, "bounded", lambda bound, peer, wire, *_: wire),
     ):
         yield
 

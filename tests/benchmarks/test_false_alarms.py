@@ -34,8 +34,8 @@ def test_a_constant_offset_is_counted_and_noise_is_not(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     noise = [(REPLICAS[number % 4], torch.randn(64, generator=generator) / 40.0) for number in range(256)]
     pushed = [(peer, each + (0.09 if peer == "b" else 0.0)) for peer, each in noise]
-    assert not watched(noise, Random(seed), 640)
-    assert watched(pushed, Random(seed), 640)["quarantined"] > 0
+    assert watched([noise], Random(seed), 640) == {"judged": 768}
+    assert watched([pushed], Random(seed), 640)["quarantined"] > 0
 
 
 def test_odd_swarms_are_odd() -> None:
