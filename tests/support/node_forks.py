@@ -33,7 +33,10 @@ _NEVER = threading.Event()
 
 
 class Request(msgspec.Struct):
-    """What a fork is to be: `noloco-node` with these arguments and variables of the environment, and its files."""
+    """What a fork is to be: `noloco-node` with these arguments and variables of the environment, and its files.
+
+    `directory`: its working directory.
+    """
 
     arguments: list[str]
     environment: dict[str, str]
@@ -41,6 +44,7 @@ class Request(msgspec.Struct):
     err: str
     code: str
     """Written at its end: the exit code as `Popen` says it."""
+    directory: str
     network: str = ""
     """The network namespace that it lives in; empty: ours."""
     program: str = ""
@@ -141,6 +145,7 @@ def become(request: Request) -> NoReturn:
         os.dup2(opened, number)
         os.close(opened)
     os.environ |= request.environment
+    os.chdir(request.directory)
     if request.network:
         enter_network(request.network)
     tempfile.tempdir = None

@@ -61,7 +61,7 @@ class Command:
         environment = {"TORCHINDUCTOR_CACHE_DIR": str(directory / "inductor"), "TMPDIR": str(self.temporary)}
         self._out.touch()
         self._err.touch()
-        files = (str(self._out), str(self._err), str(directory / "code"))
+        files = (str(self._out), str(self._err), str(directory / "code"), os.getcwd())
         request = Request([*arguments], environment, *files, network=network, program=str(program or ""))
         self.process = _forks().start(request) if forked else _spawn(request)
 
