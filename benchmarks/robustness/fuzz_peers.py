@@ -3,8 +3,8 @@
     python -m benchmarks.robustness.fuzz_peers                        # 10^6 in one process
     python -m benchmarks.robustness.fuzz_peers --count 20000 --first 7  # one chunk
 
-Production peers in memory and virtual time, two nodes of each of two stages, without any ban. What is broken, as in
-`benchmarks.robustness.fuzz`, are messages and records that these peers really sent and published:
+Production peers live in memory and virtual time: two nodes of each of two stages, without any ban. The benchmark breaks
+messages and records that these peers really sent and published, as `benchmarks.robustness.fuzz` does:
 
     messages    to every topic that a node, a bootstrap peer or a member serves: they decode what comes, and answer
     traffic     what one node of each stage says to others, as partner, next stage, source, donor, and in its answers

@@ -80,9 +80,9 @@ def _differences(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Te
 def frozen_digests(module: nn.Module, prefix: str = "") -> dict[str, str]:
     """Return, by name, digests of what a module has and does not train; names begin with `prefix`.
 
-    8 hexadecimal digits of the SHA-256 over the shape and some thousand values at equal distances, in bfloat16, and 8
-    more of the same in float16: a checkpoint in either has one of the two in common with itself in any float format.
-    What a library keeps as codes, or elsewhere than in memory, has the empty digest.
+    The first 8 hexadecimal digits are of the SHA-256 over the shape and some thousand values at equal distances, taken
+    in bfloat16; 8 more are of the same values in float16. A checkpoint in one of these formats keeps that half of its
+    digest when it is loaded in a wider format. Codes, and parameters on the meta device, have the empty digest.
     """
     found = {}
     for name, each in module.named_parameters():

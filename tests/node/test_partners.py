@@ -1,4 +1,4 @@
-"""Whom a replica asks for a meeting, where its roster is a sample and some of the listed are dead."""
+"""A replica asks living partners for a meeting, where its roster is a sample and some of the listed are dead."""
 
 from __future__ import annotations
 
