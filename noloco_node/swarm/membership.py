@@ -177,8 +177,10 @@ class Membership:
             self._progress.note(self.me, SourceRecord(samples, finished=False), loop_s())
 
     def begin_counting(self) -> None:
-        """Begin to count the samples of other sources (`Roster.other_sources`)."""
+        """Begin to count the samples of other sources (`Roster.other_sources`), and those for which we sign."""
         self._progress.begin()
+        if self.issued is not None:
+            self.issued.begin()
         self._show(self._roster.read_at)
 
     def publish_now(self) -> None:

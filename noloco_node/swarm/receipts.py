@@ -97,6 +97,13 @@ class IssuedReceipts:
         self.brought: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
 
+    def begin(self) -> None:
+        """Begin to count anew: a new epoch."""
+        if self.samples:
+            self.epoch += 1
+        for counts in (self.samples, self.brought, self._told):
+            counts.clear()
+
     def add(self, source: str, samples: int, brought: int = 0) -> None:
         """Count a microbatch or a meeting; of too many sources forget the one silent for longest."""
         if not 0 < len(source) <= LONGEST_ID:

@@ -11,10 +11,10 @@ source judges the work of others by receipts, a later stage by the microbatches 
 a run of one stage by its own meetings. Sources without such proof are believed only near the end of the budget, or when
 no more work comes: in a run of one stage, when nobody else is at work any more.
 
-Where a stage has so many replicas that the roster is a sample, nobody can add up all sources. From then on a source
-estimates the run's samples: it adds up the inner steps of the sources that it knows, times the number for which each
-stands (`SampledWork`). Errors of chance differ from source to source, so each also follows the median of what the
-others have reached.
+Where a stage has so many replicas that the roster is a sample, nobody can add up all sources. Then a source estimates
+the run's samples: it adds up the inner steps of the sources that it knows, times the number for which each stands
+(`SampledWork`). Errors of chance differ from source to source, so each also follows the median of what the others have
+reached. Once everybody is known again, a source counts as one that begins then with what it has estimated.
 """
 
 from __future__ import annotations
@@ -113,15 +113,15 @@ class RunSamples:
     """
 
     def __init__(self, run: RunConfig, membership: Membership, reached: int, own: int) -> None:
-        begun = membership.roster
-        self._run, self._membership, self._reached, self._begun = run, membership, reached, begun
-        self._me = membership.me
-        self.own_then = own
-        self._unlisted = max(0, reached - own - begun.others_samples)
+        self._run, self._membership, self._me = run, membership, membership.me
         self._verified = Derived(lambda: membership.roster, self._progress_of)
         self._met = Derived(lambda: membership.roster, self._meet)
-        self._work, self._estimate, self._estimated_s = SampledWork(), float(reached), begun.stage_read_at(0)
-        """The run's samples as of a reading (loop seconds), once the roster has been a sample."""
+        self._work, self._estimate, self._estimated_s = (
+            SampledWork(),
+            float(reached),
+            membership.roster.stage_read_at(0),
+        )
+        """The run's samples as of a reading (loop seconds) while the roster is a sample, and as last told before."""
         self._noted_s = float("-inf")
         """The last reading of stage 0 that the estimate takes into account (loop seconds)."""
         self._most_finished = False
@@ -132,23 +132,37 @@ class RunSamples:
         self._estimated = Derived(lambda: membership.roster, self._estimate_now)
         self._deserted_s: float | None = None
         """Since when others have finished and none is at work, as we know (loop seconds)."""
-        membership.begin_counting()
+        self._count_from(reached, own)
+
+    def _count_from(self, reached: int, own: int) -> None:
+        """Count exactly from now on: what others do comes on top of the run's known samples and of ours."""
+        begun = self._begun = self._membership.roster
+        self._reached, self.own_then = reached, own
+        self._unlisted = max(0, reached - own - begun.others_samples)
+        self._membership.begin_counting()
 
     def progress(self, own: int, returned_s: float) -> float:
         """Return the progress of the whole run with so many own samples.
 
         `returned_s`: when the last of them came back, or we began.
         """
-        roster = self._membership.roster
         if self.is_over(own, returned_s):
             return 1.0
-        estimate = self._sampled()
         if self._is_estimate:
-            return min(1.0, max(own, estimate) / self._run.budget_samples)
+            return min(1.0, max(own, self._sampled()) / self._run.budget_samples)
+        roster = self._membership.roster
         unlisted = max(0, self._unlisted - (roster.first_samples - self._begun.first_samples))
         claimed = own + roster.others_samples + unlisted
         self._estimate = max(own, min(claimed, self._signed(own)))
         return min(1.0, self._estimate / self._run.budget_samples)
+
+    def _look(self, own: int) -> None:
+        """Note the last reading; once everybody is known again, count exactly from what was estimated until then."""
+        self._estimated()
+        if self._is_estimate and not self._membership.roster.is_sample:
+            reached = max(own, round(self._sampled()))
+            self._is_estimate, self._rate = False, 0.0
+            self._count_from(reached, own)
 
     def _estimate_now(self, roster: Roster) -> float:
         """Note a reading, and return the estimate of the run's samples that follows; it never falls."""
@@ -157,9 +171,9 @@ class RunSamples:
             return self._estimate
         self._noted_s = roster.stage_read_at(0)
         steps_per_s = self._work.steps_per_s(roster)
-        # What was done before a pace is known counts when it is.
+        # What a sample shows before a pace is known counts when it is; what was done before is counted exactly.
         passed_s = 0.0 if steps_per_s is None else self._noted_s - self._estimated_s
-        self._estimated_s += passed_s
+        self._estimated_s = self._estimated_s + passed_s if self._is_estimate else self._noted_s
         if self._is_estimate:
             self._rate = (steps_per_s or 0.0) * self._run.samples_per_step
             reached = self._estimate + self._rate * passed_s
@@ -176,13 +190,14 @@ class RunSamples:
 
     def _sampled(self) -> float:
         """Return the estimate as of now, which never falls."""
-        estimate = self._estimated()  # notes the last reading
+        estimate = self._estimated()
         ahead_s = min(loop_s() - self._noted_s, LONGEST_AHEAD_S) if self._rate else 0.0
         self._shown = max(self._shown, estimate + self._rate * ahead_s)
         return self._shown
 
     def is_over(self, own: int, returned_s: float) -> bool:
         """Say whether the sources that did most of the work since we began have finished."""
+        self._look(own)
         roster = self._membership.roster
         reached = self._sampled() if self._is_estimate else self._signed(own)
         nearly = reached >= NEARLY_OVER * self._run.budget_samples

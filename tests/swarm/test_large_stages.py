@@ -24,15 +24,17 @@ from noloco_node.observe.screen import line, lines
 from noloco_node.run.config import PipelineConfig
 from noloco_node.run.peer_state import Evaluation, PeerState, Wait, WaitCause
 from noloco_node.run.presets import demo_run_text
+from noloco_node.sim import clock
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork
-from noloco_node.swarm.membership import READ_S, Membership
-from noloco_node.swarm.receipts import ReceiptLedger
+from noloco_node.swarm.membership import READ_S, Membership, roster_of, sampled
+from noloco_node.swarm.receipts import IssuedReceipts, ReceiptLedger, RunProgress
 from noloco_node.swarm.roster import Given, PeerRecord, Roster, brief
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.swarm.run_samples import RunSamples, SampledWork, believed_samples
 from noloco_node.swarm.shards import DEEPEST, FOLLOWED, MOST_IN_SHARD, RENEWED_S, StageSize, written
 from noloco_node.swarm.stage_records import Published, decode_record, encode_record, newest
+from noloco_node.tasks import loop_s
 
 WEATHER = NetworkConditions(latency=Latency(mean_s=0.05))
 
@@ -380,3 +382,76 @@ def test_views_say_what_is_an_estimate() -> None:
     assert "90 of ≈ 24,600 ± 7%" in picture(recipe, roster)
     told = json.loads(msgspec.json.encode(summary(recipe, roster, "invite")))
     assert told["replicas"] == [{"peers": 24600.0, "error": 0.035}, {"peers": 90.0, "error": 0.0}]
+
+
+class Told:
+    """A membership whose roster is made from what `others` do, as a sample of all peers or of everybody."""
+
+    me, complete = "s0r0", True
+
+    def __init__(self, others: int, stages: int) -> None:
+        self.counts, self.issued = RunProgress(self.me), None if stages > 1 else IssuedReceipts(1)
+        self.receipts, self.others, self.stages = self.counts.receipts, others, stages
+        self.signers = [IssuedReceipts(1) for _ in range(3)]
+        self.done = dict.fromkeys((f"s0r{number}" for number in range(others + 1)), 0)
+        self.roster = Roster(stages=((),) * stages)
+        self.read(is_sample=False, progress=0.0)
+
+    def begin_counting(self) -> None:
+        self.counts.begin()
+        if self.issued is not None:
+            self.issued.begin()
+        self.roster = msgspec.structs.replace(self.roster, other_sources=self.counts.other_sources())
+
+    def work(self, samples: Mapping[str, int]) -> None:
+        """Let each source have so many samples more, of which the last stage computes equal parts."""
+        for peer, each in samples.items():
+            self.done[peer] += each
+            for number, signer in enumerate(self.signers):
+                signer.add(peer, each // 3)
+                if peer == self.me:
+                    self.receipts.prove(f"s1r{number}", each // 3)
+
+    def read(self, *, is_sample: bool, progress: float) -> None:
+        now_s = loop_s()
+        records = {
+            peer: record(peer, samples=done, inner_steps=done // 6, progress=progress)
+            for peer, done in self.done.items()
+        }
+        if is_sample:
+            listed = {peer: each for place, (peer, each) in enumerate(records.items()) if place % 2 == 0}
+            scale = len(records) / len(listed)
+            self.counts.see(listed.values(), list(listed.values()), now_s)
+            roster = roster_of(self.me, records[self.me], [listed, {}], self.counts.sources, now_s, None)
+            sizes = (StageSize(scale * len(listed), 0.1), None)
+            self.roster = sampled(roster, sizes, (now_s, now_s))
+            return
+        self.counts.see(records.values(), list(records.values()), now_s)
+        self.receipts.take({f"s1r{number}": each.raw() for number, each in enumerate(self.signers)})
+        told = self.counts.other_sources()
+        self.roster = roster_of(self.me, records[self.me], [records, {}], self.counts.sources, now_s, None, told)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(4, 12)), min_size=3, max_size=6), st.integers(4, 9))
+@settings(max_examples=20)
+def test_a_source_counts_exactly_again_once_everybody_is_known(spans: list[tuple[bool, int]], others: int) -> None:
+    """Its progress never falls, and after each span of readings it is near to what was done in all."""
+
+    async def main() -> None:
+        told = Told(others, 2)
+        budget = 10**6
+        run = cast(Any, SimpleNamespace(budget_samples=budget, samples_per_step=6, pipeline=PipelineConfig(stages=2)))
+        counted, shown = RunSamples(run, cast(Any, told), reached=0, own=0), [0.0]
+        for is_sample, readings in spans:
+            for _ in range(readings):
+                for _ in range(10):
+                    await asyncio.sleep(6.0)
+                    told.work(dict.fromkeys(told.done, 60))
+                true = sum(told.done.values())
+                told.read(is_sample=is_sample, progress=true / budget)
+                shown.append(counted.progress(told.done[told.me], loop_s()))
+                assert counted._is_estimate == is_sample
+            assert shown == sorted(shown)
+            assert shown[-1] * budget == pytest.approx(true, rel=0.1, abs=10 * 60 * others), spans
+
+    clock.run(main())

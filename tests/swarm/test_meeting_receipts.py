@@ -197,6 +197,19 @@ async def test_who_says_at_first_that_the_run_is_done_ends_it_for_nobody(stages:
     assert 2 * 20 * 0.85 <= sum(steps) <= 2 * 20 * 1.1
 
 
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6))
+def test_a_signer_that_begins_to_count_anew_loses_no_sample_that_it_signed(parts: list[int]) -> None:
+    """It begins anew once everybody is known again; what it saw before is in its estimate of the run's samples."""
+    issued, read = IssuedReceipts(1), ledger()
+    for part in parts:
+        issued.add("a", part, brought=part)
+        read.take({"r1": issued.raw()})
+        issued.begin()
+        assert not issued.samples
+        assert not issued.brought
+    assert read.signed("a") == sum(parts)
+
+
 @pytest.mark.parametrize(
     ("jobs_s", "adapter"), [((0.1,), ""), ((0.1, 0.8), ""), ((0.1, 0.2, 0.3, 0.4), ""), ((0.1, 0.8), ADAPTER)]
 )
