@@ -200,8 +200,8 @@ async def measure(
     optimiser = OuterOptimiser(outer, state, replica, replica.compute, seed=0)  # type: ignore[arg-type]
     planned = gossip_memory(outer, replica.stage.shapes)
     once = 4 * replica.parameters
-    steps_bytes = once + planned.momentum + planned.gathered
-    round_bytes = steps_bytes + planned.snapshot + planned.exchange
+    steps_bytes = once + planned["outer_momentum"] + planned["gathered"]
+    round_bytes = steps_bytes + planned["snapshot"] + planned["exchange"]
     nanoseconds, bounding = list[float](), list[float]()
     await one_round(replica, optimiser)
     found = []

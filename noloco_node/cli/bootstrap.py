@@ -71,7 +71,6 @@ class BootstrapOptions:
             help="Invite of a swarm that is already there, to take a lost bootstrap peer's place; or the home of a "
             "node of it.",
             callback=invite_text,
-            show_default=False,
         ),
     ] = None
     weights: WeightsOption = None

@@ -23,10 +23,7 @@ def doctor(
     invite: Annotated[
         str | None,
         typer.Argument(
-            metavar="[INVITE]",
-            help="Of the swarm to join; without one only this machine.",
-            callback=invite_text,
-            show_default=False,
+            metavar="[INVITE]", help="Of the swarm to join; without one only this machine.", callback=invite_text
         ),
     ] = None,
     home: HomeOption = None,

@@ -9,7 +9,7 @@ import asyncio
 import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -40,6 +40,7 @@ from noloco_node.observe.curves import LiveCurves
 from noloco_node.observe.peer_history import PeerHistory, ledger_of
 from noloco_node.observe.swarm_view import short
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_per_s
+from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import check_text
 from noloco_node.storage.home import Home, RunPaths
 from noloco_node.swarm import invite as invites
@@ -272,10 +273,8 @@ class _Participant:
             say(line)
         if options.stage in (None, 0):
             check_text(recipe.run, options.data)
-        if options.prompts and not recipe.run.data.evaluate_every_rounds:
-            warn("--sample writes no text: this run has no evaluations (data.evaluate_every_rounds)")
-        elif options.prompts and recipe.run.pipeline.stages > 1:
-            warn("--sample writes no text: no peer of a run of several stages holds the whole model")
+        for line in without_effect(options, recipe.run):
+            warn(line)
         await asyncio.to_thread(check_download, recipe.run.model, options.most_disk_bytes)
         for place in (self.paths, self.home):
             place.keep_run_file(recipe.text)
@@ -289,6 +288,16 @@ class _Participant:
         ) is not None:
             warn(full)
         return recipe, machine
+
+
+def without_effect(options: JoinOptions, run: RunConfig) -> Iterator[str]:
+    """Yield a sentence for each option that was given and does nothing in this run."""
+    if options.prompts and not run.data.evaluate_every_rounds:
+        yield "--sample writes no text: this run has no evaluations (data.evaluate_every_rounds)"
+    elif options.prompts and run.pipeline.stages > 1:
+        yield "--sample writes no text: no peer of a run of several stages holds the whole model"
+    if options.keep_snapshots and run.pipeline.stages == 1:
+        yield "--keep-snapshots keeps nothing: this run has one stage, and any replica's checkpoint brings it back"
 
 
 def _say_other_runs(paths: RunPaths) -> None:

@@ -58,9 +58,7 @@ class MemberOptions:
 
     who: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[PEER]", help="A peer id, or the first digits of a key as `list` prints it.", show_default=False
-        ),
+        typer.Argument(metavar="[PEER]", help="A peer id, or the first digits of a key as `list` prints it."),
     ] = None
     run: Annotated[Path, typer.Option("--run", help="The run file, beside which the owner's key lies.")] = Path(
         "run.toml"
@@ -71,7 +69,6 @@ class MemberOptions:
             callback=invite_text,
             help="The line that a bootstrap peer printed, or a file that holds it: `invite` adds a credential to it, "
             "`revoke` and `ban` hand that peer the list.",
-            show_default=False,
         ),
     ] = None
     days: Annotated[

@@ -39,7 +39,6 @@ HomesOption = Annotated[
         "--from-home",
         metavar="HOME",
         help="Home of a node of the run: its checkpoint, and the snapshots it keeps. May be given more than once.",
-        show_default=False,
     ),
 ]
 
@@ -49,10 +48,7 @@ def export(
     invite: Annotated[
         str | None,
         typer.Argument(
-            metavar="INVITE",
-            help="Invite of a living swarm, or a home that keeps one.",
-            callback=invite_text,
-            show_default=False,
+            metavar="INVITE", help="Invite of a living swarm, or a home that keeps one.", callback=invite_text
         ),
     ] = None,
     from_home: HomesOption = None,
@@ -70,7 +66,6 @@ def export(
             help="The checkpoint that a run of adapters started from (init --from DIR), or the frozen model that init"
             " wrote: to merge, and to judge replicas by their loss.",
             callback=directory_there,
-            show_default=False,
         ),
     ] = None,
     best: Annotated[
@@ -86,7 +81,6 @@ def export(
             "--push",
             metavar="OWNER/NAME",
             help="Send the checkpoint to this model of the Hugging Face hub too, made there and private if it is new.",
-            show_default=False,
         ),
     ] = None,
     public: Annotated[
@@ -151,9 +145,7 @@ def generate(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="A directory that `export` wrote, or another model or adapter.")
     ],
-    prompt: Annotated[
-        str, typer.Option(help="Text to go on from; in a run of messages, what a user says.", show_default=False)
-    ],
+    prompt: Annotated[str, typer.Option(help="Text to go on from; in a run of messages, what a user says.")],
     weights: AdaptedOption = None,
     max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="At most so many tokens.")] = 200,
     temperature: Annotated[

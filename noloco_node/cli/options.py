@@ -115,7 +115,6 @@ AnnounceOption = Annotated[
         "--announce",
         metavar="MULTIADDR",
         help="Address at which others reach you, when it is not the one you listen on (behind NAT, in Docker).",
-        show_default=False,
     ),
 ]
 DeviceOption = Annotated[
@@ -134,7 +133,6 @@ LocalOption = Annotated[
         help="A directory of this machine that the run file may name, with a tokenizer. May be given more than "
         "once. The file comes from others: nothing else of this machine is read for it.",
         callback=_all_there,
-        show_default=False,
     ),
 ]
 WeightsOption = Annotated[
@@ -145,7 +143,6 @@ WeightsOption = Annotated[
         help="The checkpoint that the run goes on from (init --from DIR), or the frozen model that init --lora wrote: "
         "others fetch it from here. One peer that has it is enough.",
         callback=directory_there,
-        show_default=False,
     ),
 ]
 UploadOption = Annotated[
@@ -154,12 +151,11 @@ UploadOption = Annotated[
         "--max-upload",
         metavar="RATE",
         help="Most that is sent, such as 20mbit or 2.5MB/s. Others send a peer what its line carries.",
-        show_default=False,
     ),
 ]
 DownloadOption = Annotated[
     str | None,
-    typer.Option("--max-download", metavar="RATE", help="Most that is taken, such as 50mbit.", show_default=False),
+    typer.Option("--max-download", metavar="RATE", help="Most that is taken, such as 50mbit."),
 ]
 CapOption = Annotated[
     str | None,
@@ -168,16 +164,12 @@ CapOption = Annotated[
         metavar="SIZE",
         help="Traffic of a calendar month, both ways, such as 300GB. When it is used up the node leaves politely and "
         "comes back next month.",
-        show_default=False,
     ),
 ]
 MetricsOption = Annotated[
     str | None,
     typer.Option(
-        "--metrics",
-        metavar="[HOST:]PORT",
-        help="Serve figures for Prometheus at this port, to this machine alone.",
-        show_default=False,
+        "--metrics", metavar="[HOST:]PORT", help="Serve figures for Prometheus at this port, to this machine alone."
     ),
 ]
 MetricsOpenOption = Annotated[
@@ -190,7 +182,6 @@ WebOption = Annotated[
         metavar="[HOST:]PORT",
         help="Show the swarm in a browser at this port, to this machine alone unless an address is given; 0 takes any "
         "port. The address that is printed holds a random token.",
-        show_default=False,
     ),
 ]
 WebOpenOption = Annotated[
@@ -242,15 +233,13 @@ class JoinOptions:
             help="Run a node on each of several devices: all GPUs, or a list such as cuda:0,cuda:1. Each has a home of "
             "its own below --home. Limits of the line, --max-disk and the CPU threads are divided among them; ports "
             "that are given count up.",
-            show_default=False,
         ),
     ] = None
     data: Annotated[
         str | None,
         typer.Option(
             help="Local text to train on instead of the run's source: a file, directory or glob; of rows a field of "
-            "theirs, rows.jsonl#FIELD.",
-            show_default=False,
+            "theirs, rows.jsonl#FIELD."
         ),
     ] = None
     local: LocalOption = None
@@ -293,7 +282,6 @@ class JoinOptions:
             metavar="FROM-TO",
             help="Take part only at these hours of the day here, such as 22-08; wait in between. From the second time "
             "on an outage is waited out.",
-            show_default=False,
         ),
     ] = None
     keep: Annotated[
@@ -320,12 +308,11 @@ class JoinOptions:
             metavar="PROMPT",
             help="Text from which the model goes on at each evaluation that this node makes, in a run of one stage "
             "(evaluate_every_rounds). May be given more than once.",
-            show_default=False,
         ),
     ] = None
     name: Annotated[
         str | None,
-        typer.Option("--name", help="Name that others see beside this peer's id.", show_default=False),
+        typer.Option("--name", help="Name that others see beside this peer's id."),
     ] = None
     begin_anew: Annotated[
         bool,
@@ -366,7 +353,6 @@ class JoinOptions:
             help="Draw losses, learning rate and rounds there while the node trains: train/loss, eval/loss and so on, "
             "over its inner steps. Files lie in the home's `curves`; pip installs the package. May be given more than "
             "once.",
-            show_default=False,
         ),
     ] = None
 

@@ -145,13 +145,7 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
     origin: Annotated[
         Path | None,
-        typer.Option(
-            "--from",
-            metavar="DIR",
-            help="Go on from an exported checkpoint.",
-            callback=directory_there,
-            show_default=False,
-        ),
+        typer.Option("--from", metavar="DIR", help="Go on from an exported checkpoint.", callback=directory_there),
     ] = None,
     admission: Annotated[
         AdmissionRule | None,
@@ -169,7 +163,6 @@ def init(
             min=1,
             max=4096,
             help="With --from: train low-rank adapters of this rank, and leave the model's own weights as they are.",
-            show_default=False,
         ),
     ] = None,
     target: Annotated[
@@ -305,10 +298,7 @@ def data(
     source: Annotated[
         str | None,
         typer.Option(
-            "--data",
-            metavar="SRC",
-            help="Local data to read instead of the run's: a file, directory or glob.",
-            show_default=False,
+            "--data", metavar="SRC", help="Local data to read instead of the run's: a file, directory or glob."
         ),
     ] = None,
     weights: Annotated[
@@ -318,7 +308,6 @@ def data(
             metavar="DIR",
             help="The checkpoint that the run goes on from (init --from DIR), for its tokenizer.",
             callback=directory_there,
-            show_default=False,
         ),
     ] = None,
 ) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -54,8 +53,8 @@ def with_frozen_files(text: str, origin: Path, out: Path, *, overwrite: bool) ->
         sizes = f"{format_bytes(size_bytes)} instead of {format_bytes(before_bytes)}"
         say(f"writing the model in {run.adapter.base} to {out}: {sizes} for each machine to fetch")
         try:
-            with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as aside:
-                written = _write(arrays, Path(aside), run.adapter.base)
+            with _aside(out) as aside:
+                written = _write(arrays, aside, run.adapter.base)
                 others = [Path(shutil.copy(origin / each.file, aside)) for each in run.data.tokenizer_files]
                 lines = "\n\n".join((*sections("model.frozen_files", written), "[[model.weights]]"))
                 out.mkdir(exist_ok=True)
@@ -65,6 +64,19 @@ def with_frozen_files(text: str, origin: Path, out: Path, *, overwrite: bool) ->
             what = f"The frozen model cannot be written to {out}."
             raise storage_error(what, reason_of(error), "free some space, or write the run file elsewhere") from error
     return text.replace("[[model.weights]]", lines, 1)
+
+
+@contextmanager
+def _aside(out: Path) -> Iterator[Path]:
+    """Yield an empty directory beside `out`. Its name is fixed, so the next call removes what a killed process left."""
+    aside = out.with_name(f".{out.name}.aside")
+    if aside.exists():
+        shutil.rmtree(aside)
+    aside.mkdir()
+    try:
+        yield aside
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _arrays(run: RunConfig, files: Mapping[str, Any]) -> list[Array]:

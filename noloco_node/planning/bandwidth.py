@@ -38,17 +38,6 @@ def hop_bytes(pipeline: PipelineConfig, width: int) -> HopBytes:
     return HopBytes(down + 8 * prod(pipeline.targets_shape), back)
 
 
-class GossipMemory(NamedTuple):
-    """Bytes of gossip, as `planning.plan.Memory` names them. Checkpoints and copies for newcomers take none."""
-
-    momentum: int
-    gathered: int
-    snapshot: int
-    ahead: int
-    exchange: int
-    adopted: int
-
-
 def coded_bytes(outer: OuterConfig, shapes: Shapes) -> int:
     return outer.weight_sets * wire_bytes(outer.codec, shapes)
 
@@ -59,19 +48,22 @@ def round_bytes(outer: OuterConfig, shapes: Shapes) -> int:
     return coded_bytes(outer, shapes) + probes * min(PROBE_BYTES, float32_bytes(shapes))
 
 
-def gossip_memory(outer: OuterConfig, shapes: Shapes) -> GossipMemory:
-    """Return what gossip needs besides slow weights."""
+def gossip_memory(outer: OuterConfig, shapes: Shapes) -> dict[str, int]:
+    """Return what gossip needs besides slow weights, as `planning.plan.Memory` names it.
+
+    Checkpoints and copies for newcomers take none.
+    """
     once = float32_bytes(shapes)
-    return GossipMemory(
-        momentum=once if outer.alpha else 0,
-        gathered=once if outer.gathers else 0,
+    return {
+        "outer_momentum": once if outer.alpha else 0,
+        "gathered": once if outer.gathers else 0,
         # With a lossy codec a difference in bfloat16.
-        snapshot=once if outer.codec is Format.FLOAT32 else once // 2,
-        ahead=2 * wire_bytes(outer.codec, shapes) if outer.weight_sets == 2 else 0,
+        "snapshot": once if outer.codec is Format.FLOAT32 else once // 2,
+        "ahead": 2 * wire_bytes(outer.codec, shapes) if outer.weight_sets == 2 else 0,
         # What travels is decoded a piece at a time, and a step is taken in place.
-        exchange=2 * coded_bytes(outer, shapes),
-        adopted=wire_bytes(absolute(outer.codec), shapes),
-    )
+        "exchange": 2 * coded_bytes(outer, shapes),
+        "adopted": wire_bytes(absolute(outer.codec), shapes),
+    }
 
 
 def float32_bytes(shapes: Shapes) -> int:

@@ -136,11 +136,8 @@ class CheckpointMap:
 
 def read_parameters(prepared: Prepared, shapes: Shapes, paths: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters from safetensors files; `UserError` (CONFIG) where these are of another model."""
-    try:
-        with opened(paths) as files:
-            yield from CheckpointMap(prepared, files).load(shapes, lambda name: files[name].get_tensor(name))
-    except (ValueError, OSError, SafetensorError) as error:
-        raise unfit(_directory_of(paths), error) from error
+    with opened(paths) as files:
+        yield from CheckpointMap(prepared, files).load(shapes, lambda name: files[name].get_tensor(name))
 
 
 def load_frozen(
@@ -150,21 +147,18 @@ def load_frozen(
 
     Raises `UserError` (CONFIG) where the files are of another model, or have codes of another form.
     """
-    try:
-        with opened(paths) as files:
+    with opened(paths) as files:
 
-            def read(name: str) -> Tensor:
-                if name not in files:
-                    raise ValueError(f"{name} is missing")
-                found: Tensor = files[name].get_tensor(name)
-                return found
+        def read(name: str) -> Tensor:
+            if name not in files:
+                raise ValueError(f"{name} is missing")
+            found: Tensor = files[name].get_tensor(name)
+            return found
 
-            codes = [(name, scales) for name in shapes if (scales := scales_of(name)) in files]
-            others = {name: shape for name, shape in shapes.items() if scales_of(name) not in files}
-            load((name, read(name)) for pair in codes for name in pair)
-            load(CheckpointMap(prepared, files).load(others, read))
-    except (ValueError, OSError, SafetensorError) as error:
-        raise unfit(_directory_of(paths), error) from error
+        codes = [(name, scales) for name in shapes if (scales := scales_of(name)) in files]
+        others = {name: shape for name, shape in shapes.items() if scales_of(name) not in files}
+        load((name, read(name)) for pair in codes for name in pair)
+        load(CheckpointMap(prepared, files).load(others, read))
 
 
 def scales_of(name: str) -> str:
@@ -174,14 +168,9 @@ def scales_of(name: str) -> str:
 
 def check_files(prepared: Prepared, stages: Iterable[Shapes], paths: Sequence[Path]) -> None:
     """Raise `UserError` (CONFIG) unless safetensors files hold the parameters of all stages; reads headers alone."""
-    try:
-        with opened(paths) as files:
-            slices = {name: file.get_slice(name) for name, file in files.items()}
-            check_tensors(
-                prepared, stages, {name: (each.get_dtype(), each.get_shape()) for name, each in slices.items()}
-            )
-    except (ValueError, OSError, SafetensorError) as error:
-        raise unfit(_directory_of(paths), error) from error
+    with opened(paths) as files:
+        slices = {name: file.get_slice(name) for name, file in files.items()}
+        check_tensors(prepared, stages, {name: (each.get_dtype(), each.get_shape()) for name, each in slices.items()})
 
 
 def check_tensors(prepared: Prepared, stages: Iterable[Shapes], found: Mapping[str, tuple[str, Sequence[int]]]) -> None:
@@ -203,19 +192,21 @@ def check_tensors(prepared: Prepared, stages: Iterable[Shapes], found: Mapping[s
 
 @contextmanager
 def opened(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    """Yield the safetensors file of each tensor; raise ValueError where there is none."""
-    with ExitStack() as stack:
-        where: dict[str, Any] = {}
-        for path in paths:
-            file = stack.enter_context(safe_open(path, framework="pt"))
-            where |= dict.fromkeys(file.keys(), file)
-        if not where:
-            raise ValueError("there is no tensor in any safetensors file there")
-        yield where
+    """Yield the safetensors file of each tensor; raise `UserError` (CONFIG) for none, or those of another model.
 
-
-def _directory_of(paths: Sequence[Path]) -> str:
-    return str(paths[0].parent) if paths else "this directory"
+    What the caller says of them meanwhile as ValueError becomes that error.
+    """
+    try:
+        with ExitStack() as stack:
+            where: dict[str, Any] = {}
+            for path in paths:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+                where |= dict.fromkeys(file.keys(), file)
+            if not where:
+                raise ValueError("there is no tensor in any safetensors file there")
+            yield where
+    except (ValueError, OSError, SafetensorError) as error:
+        raise unfit(str(paths[0].parent) if paths else "this directory", error) from error
 
 
 def unfit(where: str, error: Exception) -> UserError:

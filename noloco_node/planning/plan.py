@@ -318,7 +318,7 @@ def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool, splits:
     from noloco_node.planning.graph_memory import graph_bytes  # which loads torch
 
     cut, shapes, pipeline = drawn.cuts[number], tuple(drawn.shapes[number].values()), run.pipeline
-    once, gossip = float32_bytes(shapes), gossip_memory(run.outer, shapes)._asdict()
+    once = float32_bytes(shapes)
     cast, split = 2 * drawn.multiplied[number] if half else 0, splits and run.inner.state == "int8"
     frozen = drawn.frozen[number]
     multiplied, kept = 2 if half else 4, 4 if run.adapter.base == "float32" else 2
@@ -335,8 +335,7 @@ def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool, splits:
         coded_moments=sum(2 * moment_bytes(shape, "int8") for shape in shapes if is_coded(shape, run.inner.state)),
         moments_beside=0,
         slow_weights=once,
-        outer_momentum=gossip.pop("momentum"),
-        **gossip,
+        **gossip_memory(run.outer, shapes),
         cast_weights=0 if split else cast,
         # What is cast has a copy of its own; the rest moves on to one.
         stale_weights=once - cast if pipeline.windows_in_flight == 2 and not cut.head else 0,

@@ -80,13 +80,16 @@ class WindowSuggestion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def predict_efficiency(
-    pipeline: PipelineConfig, work: tuple[float, ...], passes: float = 1.0 + BACKWARD
+    pipeline: PipelineConfig, work: tuple[float, ...], passes: float = 1.0 + BACKWARD, parts: int = 1
 ) -> tuple[float, ...]:
     """Return the share of its time for which the slowest stage works, for each of `MESSAGES`.
 
     `work`: of a microbatch at each stage, in any unit. `passes`: that it costs, forward and backward, in forward ones.
+    `parts`: of which a microbatch is one, where `MESSAGES` are in forward passes of all of them together.
     """
-    return _predict(pipeline, work, passes, 1)
+    computing = passes * sum(work) / max(work)
+    ways = (computing + 2 * (len(work) - 1) * length * parts for length in MESSAGES)
+    return tuple(passes / seconds_each(pipeline, passes, way) for way in ways)
 
 
 def suggest_windows(
@@ -103,25 +106,18 @@ def suggest_windows(
         if longer > _LONGEST:
             break
         factor, rest = divmod(longer, window)
-        shrinks = rest == 0 and pipeline.microbatch_size % factor == 0
+        parts = factor if rest == 0 and pipeline.microbatch_size % factor == 0 else 1
         found.append(
             WindowSuggestion(
                 microbatches_per_step=longer,
-                microbatch_size=pipeline.microbatch_size // (factor if shrinks else 1),
-                batch=1.0 if shrinks else longer / window,
-                efficiency=_predict(
-                    structs.replace(pipeline, microbatches_per_step=longer), work, passes, factor if shrinks else 1
+                microbatch_size=pipeline.microbatch_size // parts,
+                batch=longer / (window * parts),
+                efficiency=predict_efficiency(
+                    structs.replace(pipeline, microbatches_per_step=longer), work, passes, parts
                 ),
             )
         )
     return tuple(found)
-
-
-def _predict(pipeline: PipelineConfig, work: tuple[float, ...], pace: float, message: int) -> tuple[float, ...]:
-    """`message`: how many times as long as `MESSAGES` one takes, in forward passes of the microbatch as it is here."""
-    computing = pace * sum(work) / max(work)
-    ways = (computing + 2 * (len(work) - 1) * length * message for length in MESSAGES)
-    return tuple(pace / seconds_each(pipeline, pace, way) for way in ways)
 
 
 def in_words(now: tuple[float, ...], others: tuple[WindowSuggestion, ...], replicas: int) -> list[str]:

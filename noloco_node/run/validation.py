@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -87,24 +88,28 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     yield from _admission(run.admission)
 
 
+def _wrong(section: str, fields: Any, name: str, why: str, hint: str) -> Problem:
+    """Return what is wrong with the field of this name in a section."""
+    return Problem(f"{section}.{name}", repr(getattr(fields, name)), why, hint)
+
+
 def _adapter(adapter: AdapterConfig, model: ModelConfig) -> Iterator[Problem]:
+    wrong = partial(_wrong, "adapter", adapter)
     if model.frozen_files and not (adapter.is_trained and model.weights):
         why = "they are files of model.weights as adapters are trained over it"
         yield Problem("model.frozen_files", "given", why, "leave them out")
     if not adapter.is_trained:
         if adapter != NO_ADAPTER:
-            yield Problem("adapter.rank", "0", "without a rank there is no adapter", "16, for example")
+            yield wrong("rank", "without a rank there is no adapter", "16, for example")
         return
     for each in model.frozen_files:
         if not each.file.startswith(f"frozen-{adapter.base}-"):
             why = f"the frozen model in {each.file} is of another form"
-            yield Problem(
-                "adapter.base", repr(adapter.base), why, "the form of `init --lora --base FORM`; or call it again"
-            )
+            yield wrong("base", why, "the form of `init --lora --base FORM`; or call it again")
             break
     if model.hub is None and not model.weights:
         why = "adapters are trained over a finished model, and this one starts from random weights"
-        yield Problem("adapter.rank", str(adapter.rank), why, "`noloco-node init --from DIR --lora RANK`, or model.hub")
+        yield wrong("rank", why, "`noloco-node init --from DIR --lora RANK`, or model.hub")
     if not adapter.targets:
         yield Problem("adapter.targets", "[]", "no layer would have an adapter", '["all-linear"]')
     if len(adapter.targets) > MOST_TARGETS or len(set(adapter.targets)) < len(adapter.targets):
@@ -117,13 +122,14 @@ def _adapter(adapter: AdapterConfig, model: ModelConfig) -> Iterator[Problem]:
 
 
 def _admission(admission: AdmissionConfig) -> Iterator[Problem]:
+    wrong = partial(_wrong, "admission", admission)
     if admission.owner is None and admission.rule != "open":
         why = "without an owner nobody could sign the tickets"
         hint = "admission.owner, as `noloco-node init --admission RULE` writes it"
-        yield Problem("admission.rule", repr(admission.rule), why, hint)
+        yield wrong("rule", why, hint)
     if admission.owner is not None and not re.fullmatch(r"[0-9a-f]{64}", admission.owner):
         hint = "the 64 hexadecimal digits that `noloco-node init --admission RULE` wrote"
-        yield Problem("admission.owner", repr(admission.owner), "it is no public key", hint)
+        yield wrong("owner", "it is no public key", hint)
 
 
 def layers_of(model: ModelConfig) -> int | None:
@@ -135,32 +141,27 @@ def layers_of(model: ModelConfig) -> int | None:
 
 
 def _model(model: ModelConfig) -> Iterator[Problem]:
+    wrong = partial(_wrong, "model", model)
     given = [name for name in ("architecture", "hub") if getattr(model, name) is not None]
     given += ["foreign_parameters"] * model.is_foreign
     if len(given) != 1:
-        yield Problem(
-            "model",
-            " and ".join(given) or "nothing",
-            "a model comes from exactly one place",
-            "`architecture` with `sizes`, or `hub` with `commit`; `noloco-node init --from DIR` writes a checkpoint's",
+        hint = (
+            "`architecture` with `sizes`, or `hub` with `commit`; `noloco-node init --from DIR` writes a checkpoint's"
         )
+        yield Problem("model", " and ".join(given) or "nothing", "a model comes from exactly one place", hint)
         return
     if model.is_foreign:
         yield from _parameters(model)
     elif model.foreign_width or model.foreign_vocabulary or model.foreign_frozen:
-        why = "it is of a foreign module, and there is none"
-        yield Problem("model.foreign_vocabulary", str(model.foreign_vocabulary), why, "leave foreign_* out")
+        yield wrong("foreign_vocabulary", "it is of a foreign module, and there is none", "leave foreign_* out")
     if model.architecture is not None and not model.sizes:
-        yield Problem(
-            "model.sizes",
-            "{}",
-            f"the default sizes of {model.architecture!r} are some published model's, often of billions of parameters",
-            "give the sizes, for example hidden_size, num_hidden_layers, num_attention_heads, vocab_size",
-        )
+        why = f"the default sizes of {model.architecture!r} are some published model's, often of billions of parameters"
+        hint = "give the sizes, for example hidden_size, num_hidden_layers, num_attention_heads, vocab_size"
+        yield wrong("sizes", why, hint)
     if model.architecture is None and model.sizes:
         yield Problem("model.sizes", "given", f"the sizes come with the model at model.{given[0]}", "leave `sizes` out")
-    if given[0] == "hub" and not model.hub:
-        yield Problem(f"model.{given[0]}", "''", "it is empty", "a directory, or owner/name")
+    if model.hub == "":
+        yield wrong("hub", "it is empty", "a directory, or owner/name")
     if model.hub is not None and model.weights:
         yield Problem("model.weights", "given", "the weights come with the model on the hub", "leave them out")
     yield from _files("model.weights", model.weights, _WEIGHT_FILE, "it is no name of a safetensors file")
@@ -173,27 +174,28 @@ def _model(model: ModelConfig) -> Iterator[Problem]:
 def _foreign(run: RunConfig) -> Iterator[Problem]:
     """Yield what a run of a foreign module cannot have."""
     model, pipeline = run.model, run.pipeline
+    wrong = partial(_wrong, "pipeline", pipeline)
     if run.adapter.is_trained:
-        why = "a program makes the adapters of its module itself"
-        yield Problem("adapter.rank", str(run.adapter.rank), why, "leave it out")
+        yield _wrong(
+            "adapter", run.adapter, "rank", "a program makes the adapters of its module itself", "leave it out"
+        )
     if pipeline.boundaries is not None:
         why = "a program cuts its module itself"
         yield Problem("pipeline.boundaries", str(list(pipeline.boundaries)), why, "leave it out")
     if not model.is_in_stages:
         if model.foreign_width:
-            yield Problem("model.foreign_vocabulary", "0", "the last stage returns logits", _AS_INIT_WRITES)
+            yield _wrong("model", model, "foreign_vocabulary", "the last stage returns logits", _AS_INIT_WRITES)
         if pipeline.stages > 1:
             why = "each peer holds the whole of a foreign module"
-            yield Problem("pipeline.stages", str(pipeline.stages), why, "1, or a list of modules for noloco_node.init")
+            yield wrong("stages", why, "1, or a list of modules for noloco_node.init")
         if pipeline.microbatches_per_step > 1:
-            why = "an inner step of a foreign module counts as one microbatch"
-            yield Problem("pipeline.microbatches_per_step", str(pipeline.microbatches_per_step), why, "1")
+            yield wrong("microbatches_per_step", "an inner step of a foreign module counts as one microbatch", "1")
         return
     if run.data.packs:
         why = "a stage of a program is not told where rows begin"
         yield Problem("data.packed", "true", why, "false: each row is a sequence of its own")
     if pipeline.stages > 1 and not model.foreign_width:
-        yield Problem("model.foreign_width", "0", "stages hand on numbers", _AS_INIT_WRITES)
+        yield _wrong("model", model, "foreign_width", "stages hand on numbers", _AS_INIT_WRITES)
     numbers = {name.partition(".")[0] for name in model.foreign_parameters}
     if numbers != set(map(str, pipeline.all_stages)):
         why = "the name of each parameter begins with the number of its stage, and each stage has one"
@@ -244,12 +246,9 @@ def _hub(section: str, field: str, name: str | None, commit: str | None) -> Iter
     if not _HUB_NAME.fullmatch(name):
         yield Problem(f"{section}.{field}", repr(name), "it is not the name of a hub repository", "owner/name")
     if commit is None or not _COMMIT.fullmatch(commit):
-        yield Problem(
-            f"{section}.commit",
-            repr(commit),
-            "a branch or a tag can move while the run lasts, and then peers would train different models",
-            "the 40 hexadecimal digits of a commit, from the repository's history on the hub",
-        )
+        why = "a branch or a tag can move while the run lasts, and then peers would train different models"
+        hint = "the 40 hexadecimal digits of a commit, from the repository's history on the hub"
+        yield Problem(f"{section}.commit", repr(commit), why, hint)
 
 
 def _size(field: str, value: Any, largest: int, depth: int) -> Iterator[Problem]:
@@ -264,30 +263,20 @@ def _size(field: str, value: Any, largest: int, depth: int) -> Iterator[Problem]
 
 
 def _pipeline(pipeline: PipelineConfig, layers: int | None) -> Iterator[Problem]:
+    wrong = partial(_wrong, "pipeline", pipeline)
     if layers is not None and pipeline.stages > layers:
-        yield Problem(
-            "pipeline.stages",
-            str(pipeline.stages),
-            f"the model has {layers} layers and every stage needs one",
-            f"at most {layers} stages",
-        )
+        why = f"the model has {layers} layers and every stage needs one"
+        yield wrong("stages", why, f"at most {layers} stages")
     if pipeline.boundaries is not None:
         yield from _boundaries(pipeline.boundaries, pipeline.stages, layers)
     if pipeline.windows_in_flight > 1 and pipeline.stages == 1:
-        yield Problem(
-            "pipeline.windows_in_flight",
-            str(pipeline.windows_in_flight),
-            "a single stage waits for no other: a second window would make gradients stale and nothing faster",
-            "1, or more stages",
-        )
+        why = "a single stage waits for no other: a second window would make gradients stale and nothing faster"
+        yield wrong("windows_in_flight", why, "1, or more stages")
     tokens = pipeline.microbatch_tokens
     if tokens > 2**22:
-        yield Problem(
-            "pipeline.microbatch_size",
-            str(pipeline.microbatch_size),
-            f"a microbatch of {tokens} tokens travels as one message, and a peer must keep several in memory",
-            f"a product with sequence_length of at most {2**22}; more microbatches_per_step instead",
-        )
+        why = f"a microbatch of {tokens} tokens travels as one message, and a peer must keep several in memory"
+        hint = f"a product with sequence_length of at most {2**22}; more microbatches_per_step instead"
+        yield wrong("microbatch_size", why, hint)
 
 
 def _width(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Problem]:
@@ -296,7 +285,7 @@ def _width(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Problem]:
     width = model.foreign_width or next(named, None)
     subspace = pipeline.subspace
     if subspace is not None:
-        yield from _subspace(subspace, width, pipeline.stages, model)
+        yield from _subspace(pipeline, subspace, width, model)
     try:
         if width is not None and (subspace is None or subspace < width):
             check_width(pipeline.codec, width, subspace)
@@ -304,35 +293,27 @@ def _width(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Problem]:
         yield Problem("pipeline.codec", repr(pipeline.codec), str(error), '"bfloat16", or another width')
 
 
-def _subspace(subspace: int, width: int | None, stages: int, model: ModelConfig) -> Iterator[Problem]:
-    field, value = "pipeline.subspace", str(subspace)
+def _subspace(pipeline: PipelineConfig, subspace: int, width: int | None, model: ModelConfig) -> Iterator[Problem]:
+    wrong = partial(_wrong, "pipeline", pipeline, "subspace")
     if subspace < 1 or (width is not None and subspace >= width):
         why = "nothing would travel" if subspace < 1 else f"it is no smaller than the model's width, {width}"
-        yield Problem(field, value, why, "a quarter of the width, for example; or leave it out")
-    if stages == 1:
-        yield Problem(field, value, "a single stage sends nothing to another", "leave it out, or more stages")
+        yield wrong(why, "a quarter of the width, for example; or leave it out")
+    if pipeline.stages == 1:
+        yield wrong("a single stage sends nothing to another", "leave it out, or more stages")
     if model.hub is not None or model.weights:
         why = "the weights that the run starts from write into all channels"
-        yield Problem(field, value, why, "leave it out, or start from random weights")
+        yield wrong(why, "leave it out, or start from random weights")
 
 
 def _boundaries(boundaries: tuple[int, ...], stages: int, layers: int | None) -> Iterator[Problem]:
-    field, value = "pipeline.boundaries", str(list(boundaries))
+    wrong = partial(Problem, "pipeline.boundaries", str(list(boundaries)))
     if len(boundaries) != stages - 1:
-        yield Problem(
-            field,
-            value,
-            f"{stages} stages have {stages - 1} boundaries, and these are {len(boundaries)}",
-            "the number of the first layer of every stage but the first; or leave it out",
-        )
+        why = f"{stages} stages have {stages - 1} boundaries, and these are {len(boundaries)}"
+        yield wrong(why, "the number of the first layer of every stage but the first; or leave it out")
     if any(b <= a for a, b in zip((0, *boundaries), boundaries, strict=False)):
-        yield Problem(
-            field, value, "every stage needs a layer of its own", "numbers from 1 on, each larger than the last"
-        )
+        yield wrong("every stage needs a layer of its own", "numbers from 1 on, each larger than the last")
     if layers is not None and boundaries and boundaries[-1] >= layers:
-        yield Problem(
-            field, value, f"the model has {layers} layers, numbered from 0", f"numbers of at most {layers - 1}"
-        )
+        yield wrong(f"the model has {layers} layers, numbered from 0", f"numbers of at most {layers - 1}")
 
 
 def _data(data: DataConfig) -> Iterator[Problem]:
@@ -341,26 +322,25 @@ def _data(data: DataConfig) -> Iterator[Problem]:
     yield from _mixture(data) if data.mixture else _source(data, "data")
     if data.chat_template and all(each.form != "messages" for each in data.sources):
         why = "only messages are written by a template"
-        yield Problem("data.chat_template", repr(data.chat_template), why, 'the form "messages"; or leave it out')
-    yield from _tokenizer(data.tokenizer, data.tokenizer_commit)
-    yield from _tokenizer_files(data)
+        yield _wrong("data", data, "chat_template", why, 'the form "messages"; or leave it out')
+    yield from _tokenizer(data)
 
 
 def _evaluation(run: RunConfig) -> Iterator[Problem]:
-    field, value = "data.evaluate_every_rounds", str(run.data.evaluate_every_rounds)
+    wrong = partial(_wrong, "data", run.data, "evaluate_every_rounds")
     if not run.data.evaluate_every_rounds:
         return
     if run.model.is_foreign and not run.model.is_in_stages:
-        yield Problem(field, value, "only the program can compute with a foreign module", "0")
+        yield wrong("only the program can compute with a foreign module", "0")
     if run.data.validation_percent == 0:
-        yield Problem(field, value, "data.validation_percent is 0: no text is held out", "0, or 2 percent of the text")
+        yield wrong("data.validation_percent is 0: no text is held out", "0, or 2 percent of the text")
 
 
 def _mixture(data: DataConfig) -> Iterator[Problem]:
     for name, value in msgspec.structs.asdict(SourceConfig()).items():
-        if (given := getattr(data, name)) != value:
+        if getattr(data, name) != value:
             why = "each source of the mixture has its own"
-            yield Problem(f"data.{name}", repr(given), why, "leave it out, and name it under [[data.mixture]]")
+            yield _wrong("data", data, name, why, "leave it out, and name it under [[data.mixture]]")
     if len({each.learns_answers for each in data.mixture}) > 1:
         why = "some of its sources are text, of which all is learnt, and some are rows, of which the answers are"
         yield Problem("data.mixture", "given", why, 'rows with the form "prompt" (an empty prompt) in place of text')
@@ -369,9 +349,7 @@ def _mixture(data: DataConfig) -> Iterator[Problem]:
 
 
 def _source(data: SourceConfig, section: str) -> Iterator[Problem]:
-    def wrong(field: str, why: str, hint: str) -> Problem:
-        return Problem(f"{section}.{field}", repr(getattr(data, field)), why, hint)
-
+    wrong = partial(_wrong, section, data)
     if data.source == "stdlib":
         if data.path is not None:
             yield wrong("path", "the source stdlib needs no path", "leave it out")
@@ -399,25 +377,20 @@ def _source(data: SourceConfig, section: str) -> Iterator[Problem]:
         yield wrong("completion_field", f"it is {section}.prompt_field as well", "another field")
 
 
-def _tokenizer(tokenizer: str, commit: str | None) -> Iterator[Problem]:
-    if not tokenizer:
-        yield Problem("data.tokenizer", "''", "it is empty", '"byt5", a local directory, or owner/name with its commit')
-    if commit is None:
-        return
-    if tokenizer in ("byt5", TRAVELLING):
-        why = "byt5 is built without files" if tokenizer == "byt5" else "its files are named by their digests"
-        yield Problem("data.tokenizer_commit", repr(commit), why, "leave it out")
-    elif not _HUB_NAME.fullmatch(tokenizer):
-        yield Problem("data.tokenizer", repr(tokenizer), "with a commit it has to be a hub repository", "owner/name")
-    if not _COMMIT.fullmatch(commit):
-        yield Problem(
-            "data.tokenizer_commit", repr(commit), "a branch or a tag can move", "the 40 hexadecimal digits of a commit"
-        )
-
-
-def _tokenizer_files(data: DataConfig) -> Iterator[Problem]:
+def _tokenizer(data: DataConfig) -> Iterator[Problem]:
+    wrong, commit = partial(_wrong, "data", data), data.tokenizer_commit
+    if not data.tokenizer:
+        yield wrong("tokenizer", "it is empty", '"byt5", a local directory, or owner/name with its commit')
+    if commit is not None:
+        if data.has_byte_tokenizer or data.has_travelling_tokenizer:
+            why = "byt5 is built without files" if data.has_byte_tokenizer else "its files are named by their digests"
+            yield wrong("tokenizer_commit", why, "leave it out")
+        elif not _HUB_NAME.fullmatch(data.tokenizer):
+            yield wrong("tokenizer", "with a commit it has to be a hub repository", "owner/name")
+        if not _COMMIT.fullmatch(commit):
+            yield wrong("tokenizer_commit", "a branch or a tag can move", "the 40 hexadecimal digits of a commit")
     field, files = "data.tokenizer_files", data.tokenizer_files
-    if bool(files) != (data.tokenizer == TRAVELLING):
+    if bool(files) != data.has_travelling_tokenizer:
         why = f'files are listed where the tokenizer is "{TRAVELLING}", and only there'
         yield Problem(field, "given" if files else "missing", why, _AS_WRITTEN)
     yield from _files(field, files, _TOKENIZER_FILE, "it is no file of a tokenizer that may travel")
@@ -427,20 +400,13 @@ def _tokenizer_files(data: DataConfig) -> Iterator[Problem]:
 
 
 def _inner(inner: InnerConfig) -> Iterator[Problem]:
+    wrong = partial(_wrong, "inner", inner)
     if not 0 <= inner.warmup_steps < inner.steps:
-        yield Problem(
-            "inner.warmup_steps",
-            str(inner.warmup_steps),
-            f"the run takes {inner.steps} inner steps, and would end before its warm-up does",
-            "at least 0 and below inner.steps; a twentieth of it is usual",
-        )
+        why = f"the run takes {inner.steps} inner steps, and would end before its warm-up does"
+        yield wrong("warmup_steps", why, "at least 0 and below inner.steps; a twentieth of it is usual")
     if inner.weight_decay * inner.learning_rate >= 1:
-        yield Problem(
-            "inner.weight_decay",
-            repr(inner.weight_decay),
-            "times the learning rate it reaches 1: a step would erase all weights",
-            "0.1, or 0 as in the paper",
-        )
+        why = "times the learning rate it reaches 1: a step would erase all weights"
+        yield wrong("weight_decay", why, "0.1, or 0 as in the paper")
 
 
 def _outer(outer: OuterConfig) -> Iterator[Problem]:
@@ -448,26 +414,21 @@ def _outer(outer: OuterConfig) -> Iterator[Problem]:
     shortest = early if late is None else min(early, late)
     often = f"every {early} inner steps" if late is None else f"every {early} to {late} inner steps"
     name = "inner_steps_per_round" if shortest == early else "late_inner_steps_per_round"
+    wrong = partial(_wrong, "outer", outer)
     if not outer.blocking and not 1 <= outer.overlap_steps < shortest:
-        yield Problem(
-            "outer.overlap_steps",
-            str(outer.overlap_steps),
+        yield wrong(
+            "overlap_steps",
             f"a round comes {often}, and a snapshot has to be used or retaken before the next; below 1 no exchange "
             "could ever overlap with training",
             f"at least 1 and below outer.{name}; for a round after every step set outer.blocking",
         )
     period, spread = outer.momentum_period, outer.momentum_spread
     if not 0 <= outer.alpha < 1:
-        yield Problem(
-            "outer.alpha",
-            repr(outer.alpha),
-            "the outer momentum of alpha 1 and more never decays",
-            "at least 0 and below 1; the paper takes 0.5",
-        )
+        why = "the outer momentum of alpha 1 and more never decays"
+        yield wrong("alpha", why, "at least 0 and below 1; the paper takes 0.5")
     elif not 0 <= spread <= 1 / period:
-        yield Problem(
-            "outer.momentum_spread",
-            repr(spread),
+        yield wrong(
+            "momentum_spread",
             f"each outer step of a period of {period} but the last applies this share of the momentum, and the last "
             "what is left of the whole: that would be less than the others apply, or more than there is",
             f"from 0 to 1 / momentum_period = {1 / period:.4g}; 0 if in doubt",
@@ -493,6 +454,7 @@ def _stable(outer: OuterConfig) -> Iterator[Problem]:
     period above 1 the same recursion over a period gives the range (`gossip.rule.stability`), and beta has to be below
     2, because then the gradient acts without the momentum that would damp it.
     """
+    wrong = partial(_wrong, "outer", outer)
     alpha, beta, gamma = outer.alpha, outer.beta, outer.gamma
     period, spread = outer.momentum_period, outer.momentum_spread
     bound = weighed_stability_bound(alpha, MOST) if outer.weigh_by_steps else stability_bound(alpha, period, spread)
@@ -500,9 +462,8 @@ def _stable(outer: OuterConfig) -> Iterator[Problem]:
     if not 0 < gamma < bound:
         is_plain = period == 1 and not outer.weigh_by_steps
         limit = "0 < gamma < 2 (1 - alpha^2), which is" if is_plain else "gamma above 0 and below"
-        yield Problem(
-            "outer.gamma",
-            repr(gamma),
+        yield wrong(
+            "gamma",
             f"with random pairs{delayed} the disagreement of many replicas shrinks only for {limit} {bound:.4g} for "
             f"alpha {alpha:g}; outside, the replicas drift apart without end. (The range printed in the paper, arXiv "
             "2506.10911, equation 74, admits choices that diverge.)",
@@ -512,9 +473,5 @@ def _stable(outer: OuterConfig) -> Iterator[Problem]:
     longest = 2 * (1 + alpha) if period == 1 else 2.0
     if not 0 < beta < longest:
         limit = f"0 < beta < 2 (1 + alpha) = {longest:g}" if period == 1 else f"0 < beta < {longest:g}"
-        yield Problem(
-            "outer.beta",
-            repr(beta),
-            f"heavy-ball steps{delayed} on a pseudo-gradient that reaches the optimum are stable for {limit} only",
-            f"above 0 and below {longest:g} at alpha {alpha:g}; the paper takes 0.7",
-        )
+        why = f"heavy-ball steps{delayed} on a pseudo-gradient that reaches the optimum are stable for {limit} only"
+        yield wrong("beta", why, f"above 0 and below {longest:g} at alpha {alpha:g}; the paper takes 0.7")

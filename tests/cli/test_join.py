@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
-from noloco_node.cli.join import Recorder
+from noloco_node.cli.join import Recorder, without_effect
+from noloco_node.cli.options import JoinOptions
 from noloco_node.journal import events, reader
 from noloco_node.journal.writer import Journal
 from noloco_node.machine.device import EnergyMeter
 from noloco_node.observe.peer_history import PeerHistory
+from noloco_node.run.config import DataConfig, ModelConfig, PipelineConfig, RunConfig
 from noloco_node.web.served_views import ServedViews
 
 
@@ -58,3 +61,30 @@ def test_an_evaluation_is_journalled_and_has_a_line_of_its_own(tmp_path: Path) -
     assert isinstance(line, events.Evaluated)
     assert line.evaluation == made.evaluation
     assert views.own.evaluated is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "stages", "evaluations", "said"),
+    [
+        (JoinOptions(), 1, 0, []),
+        (JoinOptions(keep_snapshots=10), 2, 0, []),
+        (JoinOptions(keep_snapshots=10), 1, 0, ["--keep-snapshots keeps nothing"]),
+        (JoinOptions(sample=["Once"]), 1, 2, []),
+        (JoinOptions(sample=["Once"]), 2, 2, ["--sample writes no text"]),
+        (JoinOptions(sample=["Once"]), 2, 0, ["--sample writes no text"]),
+        (
+            JoinOptions(sample=["Once"], keep_snapshots=1),
+            1,
+            0,
+            ["--sample writes no", "--keep-snapshots keeps nothing"],
+        ),
+    ],
+)
+def test_an_option_that_does_nothing_in_this_run_is_named(
+    options: JoinOptions, stages: int, evaluations: int, said: list[str]
+) -> None:
+    data, pipeline = DataConfig(evaluate_every_rounds=evaluations), PipelineConfig(stages=stages)
+    run = RunConfig(model=ModelConfig(), data=data, pipeline=pipeline)
+    lines = list(without_effect(options, run))
+    assert len(lines) == len(said)
+    assert all(line.startswith(start) for line, start in zip(lines, said, strict=True))

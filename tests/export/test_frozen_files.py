@@ -154,6 +154,17 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     assert [each.name for each in tmp_path.iterdir()] == ["model"]
 
 
+def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", sizes=WIDE)
+    (left := tmp_path / ".run-frozen.aside").mkdir()
+    (left / "frozen-nf4-00001.safetensors").write_bytes(b"half of a file")
+    (left / "frozen-nf4-00002.safetensors").write_bytes(b"of a larger model")
+    path = init(tmp_path, "nf4")
+    assert {each.name for each in tmp_path.iterdir()} == {"model", "run-frozen", "run.toml"}
+    listed = {each.file for each in load_run(path).model.frozen_files}
+    assert {each.name for each in (tmp_path / "run-frozen").glob("*.safetensors")} == listed
+
+
 def test_files_of_another_form_than_the_runs_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path / "model", sizes=WIDE)
     path = init(tmp_path, "nf4")
