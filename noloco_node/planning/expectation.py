@@ -123,7 +123,7 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
                 "Fewer machines, faster lines or more tokens help."
             )
         carried = min(machines.up_bytes_per_s, machines.down_bytes_per_s) * tokens / found.tokens_per_s
-        said.append(on_such_lines(carried / largest))
+        said.append(on_such_lines(carried / largest, pipeline.replicas))
     if every := run.data.evaluate_every_rounds:
         number = max(1, rounds_of(run) // every)
         share = number * evaluated_sequences(run) / FORWARD_PASSES / run.budget_samples

@@ -89,12 +89,19 @@ def test_what_a_planner_says_of_the_map_is_in_its_record() -> None:
     assert planner_map(Measured(map_grid(SEEDS), record)) == MAP
 
 
-@given(st.floats(0.01, 1e6))
-def test_a_planner_hears_of_the_lines_that_are_nearest(sends: float) -> None:
-    ratios = [max(sends / line.sends, line.sends / sends) for line in MAP]
-    said = on_such_lines(sends)
-    assert f"Where it could {MAP[ratios.index(min(ratios))].sends:,} times," in said
-    assert ("unlike all" in said) is (min(ratios) > FAR)
+def ratio(one: float, other: float) -> float:
+    return max(one / other, other / one)
+
+
+@given(st.floats(0.01, 1e6), st.integers(1, 200))
+def test_a_planner_hears_of_the_replicas_and_lines_that_are_nearest(sends: float, replicas: int) -> None:
+    number = min(dict.fromkeys(line.replicas for line in MAP), key=lambda one: ratio(replicas, one))
+    ratios = {line.sends: ratio(sends, line.sends) for line in MAP if line.replicas == number}
+    said = on_such_lines(sends, replicas)
+    assert f"Where it could {min(ratios, key=lambda one: ratios[one]):,} times," in said
+    assert f"{number} whole replicas" in said
+    assert ("these lines are unlike all" in said) is (min(ratios.values()) > FAR)
+    assert (f"{replicas} replicas are unlike all" in said) is (ratio(replicas, number) > FAR)
 
 
 def test_what_is_spent_to_a_loss_lies_between_two_points() -> None:

@@ -175,15 +175,19 @@ def _spent(pairs: Sequence[tuple[Result, Result]], of: Callable[[Point], float])
 
 
 def planner_map(data: Measured) -> tuple[MapLine, ...]:
-    """Return what a planner needs of the map: of four replicas and the library's text, in the order of the lines."""
-    return tuple(_planner_line(data, line) for line in LINES)
+    """Return what a planner needs of the map: of the library's text, by replicas and in the order of the lines."""
+    here: dict[tuple[int, Line], list[Place]] = {}
+    for replicas, text, conditions in sorted(places(), key=lambda place: (place[0], LINES.index(place[2].line))):
+        if text == "library":
+            here.setdefault((replicas, conditions.line), []).append(Place(conditions, replicas, text))
+    return tuple(_planner_line(data, replicas, line, found) for (replicas, line), found in here.items())
 
 
-def _planner_line(data: Measured, line: Line) -> MapLine:
+def _planner_line(data: Measured, replicas: int, line: Line, here: Sequence[Place]) -> MapLine:
     _, up_bytes_per_s = line_bytes_per_s(line)
     sent = round_bytes(OuterConfig(codec=Format.INT4), ((PARAMETERS_MEANT,),))
-    here = [Place(one, 4, "library") for one in all_conditions() if one.line == line]
     return MapLine(
+        replicas,
         round(3600.0 * HOURS * up_bytes_per_s / sent),
         len(here),
         *(_planner_versus([pairs_of(data, place, name) for place in here]) for name in OPPONENTS),
