@@ -53,7 +53,7 @@ MAP = (
 
 
 def on_such_lines(sends: float, replicas: int) -> str:
-    """Say how a mean over all replicas compares with gossip where so many could each send their weights so many times."""
+    """Say how a mean over so many replicas compares with gossip where each could send its weights so many times."""
     near = min(MAP, key=lambda line: (_distance(replicas, line.replicas), _distance(sends, line.sends)))
     barrier, late = near.barrier, near.nobody_waits
     unlike = [
