@@ -78,7 +78,7 @@ def answer(state: AnswerState, sender: str, proposal: Propose) -> Accept | Decli
         done = proposal.round <= state.round
         return _declined(state, DeclineReason.MET if done else DeclineReason.NOT_OPEN, state.ready_in_s)
     if state.had:
-        # Once a round: otherwise somebody could have our weights sent again and again.
+        # A few times a round at most: otherwise somebody could have our weights sent again and again.
         return _declined(state, DeclineReason.MET, state.ready_in_s)
     if state.asking == sender:
         # We have just proposed the same ourselves.
