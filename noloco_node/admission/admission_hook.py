@@ -72,7 +72,7 @@ class AdmissionHook(NetworkHook):
 
     def __init__(self, network: PeerNetwork, state: AdmissionState, ticket: HeldTicket | bytes) -> None:
         self._network, self._state = network, state
-        self.held = HeldTicket.fixed(ticket) if isinstance(ticket, bytes) else ticket
+        self.held = state.own = HeldTicket.fixed(ticket) if isinstance(ticket, bytes) else ticket
         self._welcomes: dict[str, bytes] = {}
         """Which ticket of ours each peer has taken last; another one is shown anew."""
         self._answers = False

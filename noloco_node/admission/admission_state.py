@@ -65,6 +65,8 @@ class AdmissionState:
         self.revocations: RevocationList | None = None
         self.raw_revocations = b""
         """The list as it travels."""
+        self.own: HeldTicket | None = None
+        """The ticket that we hold ourselves; None before we have one."""
         self._owner: bytes | None = None
         self._rule = ""
         self._shown: dict[str, tuple[bytes, TicketFacts]] = {}
@@ -94,6 +96,10 @@ class AdmissionState:
                 known = raw, facts
         self._remember(peer, known)
         return self.refusal(peer)
+
+    def rights_by(self, peer: str, raw: bytes) -> Right:
+        """Take note of the ticket that a peer shows; return what the peer may do."""
+        return Right(0) if self.show(peer, raw) else self.rights(peer)
 
     def rights(self, peer: str) -> Right:
         known = self._shown_by(peer)
@@ -138,7 +144,7 @@ class AdmissionState:
         The owner's list is no exception: everybody has it, so it could stand in front of anybody's records.
         """
         ticket, _ = unstamped(value)
-        return not self.show(peer, ticket) and Right.TRAIN in self.rights(peer)
+        return Right.TRAIN in self.rights_by(peer, ticket)
 
     def take_revocations(self, raw: bytes) -> bool:
         """Take a list over if it is a later one than ours; say whether it is. Until the owner is known, none is."""

@@ -28,8 +28,11 @@ import threading
 import types
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
+from noloco_node.admission.admission_state import AdmissionState
+from noloco_node.admission.ticket import Right
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.node_search import NodeSearch
 
@@ -133,6 +136,17 @@ async def disconnect(client: DaemonClient) -> None:
         reader.exception()
 
 
+class CallRules(NamedTuple):
+    """Which calls in the DHT are answered: those that carry a code of their content, which follows from the run's id.
+
+    `code`: makes one of a purpose and parts. `admission`: in a run with an owner, the tickets that callers show and our
+    own, which goes along with our calls.
+    """
+
+    code: Callable[..., bytes]
+    admission: AdmissionState | None = None
+
+
 class DhtNode:
     """hivemind's DHTNode, made to keep and believe what we decide; made by `DhtNode.create`.
 
@@ -140,12 +154,14 @@ class DhtNode:
     peer whose node says another id is neither asked nor stored to, and our answers do not name it.
     """
 
-    def __init__(self, node: Any, id_of: Callable[[PeerId], Any]) -> None:
-        self._node, self._id_of = node, id_of
+    def __init__(self, node: Any, id_of: Callable[[PeerId], Any], admission: AdmissionState | None = None) -> None:
+        self._node, self._id_of, self._admission = node, id_of, admission
         self.storage: LocalStorage = node.protocol.storage
         """What we keep for others."""
         self._refused: dict[PeerId, None] = {}
         """Peers whose nodes have said another id than theirs; the one refused last comes last."""
+        self._is_unknown = admission is not None
+        """Whether nodes near our place have not heard of us: they take note of a peer when it shows a ticket."""
 
     @classmethod
     async def create(
@@ -154,17 +170,15 @@ class DhtNode:
         client: DaemonClient,
         peers: Sequence[str],
         validator: RecordValidator,
-        code: Callable[..., bytes],
+        rules: CallRules,
         answer_s: float,
     ) -> DhtNode:
-        """Become a node of the DHT that peers are in, who have `answer_s` for each answer; it caches nothing.
-
-        `code`: of a purpose and parts, which only members know; requests without it are not answered.
-        """
+        """Become a node of the DHT that peers are in, who have `answer_s` for each answer; it caches nothing."""
 
         def id_of(peer: PeerId) -> Any:
-            return parts.DHTID.from_bytes(code("node", peer.to_bytes())[: parts.DHTID.HASH_NBYTES])
+            return parts.DHTID.from_bytes(rules.code("node", peer.to_bytes())[: parts.DHTID.HASH_NBYTES])
 
+        _note_callers(client)
         node = await parts.DHTNode.create(
             p2p=client,
             node_id=id_of(client.peer_id),
@@ -178,17 +192,18 @@ class DhtNode:
             cache_on_store=False,
             cache_refresh_before_expiry=0,
             record_validator=validator,
-            authorizer=_RequestCodes(code),
+            authorizer=_Authorizer(rules),
         )
         # Else a stranger could have its records put there, unbounded, and answered with instead of those stored.
         node.protocol.cache.store = node.protocol.cache.store_subkey = lambda *_: False
-        self = cls(node, id_of)
+        self = cls(node, id_of, rules.admission)
         self.check_ids()
         # hivemind's own way to join asks before the ids are checked.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(answer_s):
                 await asyncio.gather(*(self.ping(parts.PeerID.from_base58(peer)) for peer in peers))
-                await self._search(node.node_id, _BUCKET)
+                if not self._is_unknown:
+                    await self._search(node.node_id, _BUCKET)
         return self
 
     @property
@@ -221,9 +236,18 @@ class DhtNode:
 
     async def nearest(self, place: bytes, most: int) -> tuple[PeerId, ...]:
         """Return the peers whose nodes are nearest to a place, of those that answer and of us; the nearest first."""
+        if self._is_unknown:
+            await self._become_known()
         # Each node on the way would add all records of the place to its answer. Nobody has a record at the place beside
         # it, which has the same neighbours.
         return await self._search(type(self._node.node_id)(int.from_bytes(place) ^ 1), most)
+
+    async def _become_known(self) -> None:
+        """Search our own place; raise ConnectionResetError as long as we hold no ticket."""
+        if self._admission is None or self._admission.own is None:
+            raise ConnectionResetError("we hold no ticket yet, without which no node of the DHT answers")
+        self._is_unknown = False
+        await self._search(self._node.node_id, _BUCKET)
 
     async def _search(self, query: Any, most: int) -> tuple[PeerId, ...]:
         """Search by `NodeSearch`.
@@ -299,21 +323,52 @@ class DhtNode:
         await self._node.shutdown()
 
 
-class _RequestCodes:
-    """hivemind's authorizer: each request carries a code of its content, without which none is answered.
+_CALLER: ContextVar[PeerId] = ContextVar("caller")
+"""The peer whose call is being answered."""
 
-    So strangers neither read, nor store, nor are entered as neighbours and given others' records to keep.
+
+def _note_callers(client: Any) -> None:
+    """Note the caller of each call, whose id libp2p has authenticated: hivemind does not tell it to authorizers."""
+    add = client.add_protobuf_handler
+
+    async def add_noting(name: str, handler: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        async def answer(request: Any, context: Any) -> Any:
+            _CALLER.set(context.remote_id)
+            return await handler(request, context)
+
+        await add(name, answer, *arguments, **options)
+
+    client.add_protobuf_handler = add_noting
+
+
+class _Authorizer:
+    """hivemind's authorizer, by `CallRules`.
+
+    So strangers neither read, nor store, nor are entered as neighbours and given others' records to keep. In a run with
+    an owner a peer stores and becomes a neighbour by a ticket to train, and reads by a ticket to look. A ping is
+    answered without one: by it a newcomer finds out that this is its run.
     """
 
-    def __init__(self, code: Callable[..., bytes]) -> None:
-        self._code = code
+    def __init__(self, rules: CallRules) -> None:
+        self._code, self._admission = rules
 
     async def sign_request(self, request: Any, service_public_key: object) -> None:
         request.auth.nonce = os.urandom(16)
         request.auth.signature = self._code_of(request)
+        if self._admission is not None and self._admission.own is not None:
+            request.auth.client_access_token.signature = self._admission.own.raw
 
     async def validate_request(self, request: Any) -> bool:
-        return hmac.compare_digest(request.auth.signature, self._code_of(request))
+        if not hmac.compare_digest(request.auth.signature, self._code_of(request)):
+            return False
+        if self._admission is None:
+            return True
+        ticket = request.auth.client_access_token.signature
+        rights = self._admission.rights_by(_CALLER.get().to_base58(), ticket)
+        if Right.TRAIN not in rights:
+            request.ClearField("peer")  # without it hivemind enters no neighbour
+        needed = {"PingRequest": Right(0), "FindRequest": Right.LOOK, "StoreRequest": Right.TRAIN}
+        return needed[type(request).__name__] in rights
 
     async def sign_response(self, response: object, request: object) -> None:
         pass
