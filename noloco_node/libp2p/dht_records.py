@@ -68,6 +68,11 @@ class DhtRecords:
     def neighbours(self) -> int:
         return self._joined().neighbours
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether a node that we joined by has answered."""
+        return self._joined().is_answered
+
     async def join(
         self, parts: HivemindParts, client: DaemonClient, bootstrap: Sequence[PeerAddress], wait_s: float
     ) -> None:

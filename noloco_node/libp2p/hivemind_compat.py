@@ -160,6 +160,8 @@ class DhtNode:
         """What we keep for others."""
         self._refused: dict[PeerId, None] = {}
         """Peers whose nodes have said another id than theirs; the one refused last comes last."""
+        self.is_answered = False
+        """Whether a node that we joined by has answered: a node that wants to see a ticket answers a ping alone."""
         self._is_unknown = admission is not None
         """Whether nodes near our place have not heard of us: they take note of a peer when it shows a ticket."""
 
@@ -201,7 +203,8 @@ class DhtNode:
         # hivemind's own way to join asks before the ids are checked.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(answer_s):
-                await asyncio.gather(*(self.ping(parts.PeerID.from_base58(peer)) for peer in peers))
+                answers = await asyncio.gather(*(self.ping(parts.PeerID.from_base58(peer)) for peer in peers))
+                self.is_answered = any(answers)
                 if not self._is_unknown:
                     await self._search(node.node_id, _BUCKET)
         return self
@@ -230,9 +233,9 @@ class DhtNode:
 
         self._node.protocol._validate_dictionary = validate
 
-    async def ping(self, peer_id: PeerId) -> None:
-        """Make us known to a node."""
-        await self._node.protocol.call_ping(peer_id)
+    async def ping(self, peer_id: PeerId) -> bool:
+        """Make us known to a node; say whether it answers."""
+        return await self._node.protocol.call_ping(peer_id) is not None
 
     async def nearest(self, place: bytes, most: int) -> tuple[PeerId, ...]:
         """Return the peers whose nodes are nearest to a place, of those that answer and of us; the nearest first."""
