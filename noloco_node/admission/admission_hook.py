@@ -15,7 +15,6 @@ from typing import Any
 
 from noloco_node.admission.admission_state import (
     EXPIRED,
-    SHUT_OUT,
     AdmissionState,
     HeldTicket,
     addressed,
@@ -111,19 +110,13 @@ class AdmissionHook(NetworkHook):
 
     def opened(self, conversation: Conversation, topic: str) -> Conversation:
         """Check the peer of a conversation that we opened, and keep our ticket known to it."""
-        return _Opened(conversation, self)
+        return _Opened(conversation, self, self._state)
 
     def check(self, peer: str, *, expiry: bool = True) -> None:
         """Raise ConnectionRefusedError where we do not talk with a peer. `expiry`: nor when its ticket has expired."""
-        why = self.objection(peer)
+        why = self._state.known_refusal(peer)
         if why and (expiry or why != EXPIRED):
             raise ConnectionRefusedError(f"{peer} is no member: {why}")
-
-    def objection(self, peer: str) -> str:
-        """Say why we do not talk with a peer; empty where we do, also with one whose ticket we have not seen."""
-        if self._state.was_member(peer):
-            return self._state.refusal(peer)
-        return SHUT_OUT if self._state.is_revoked(peer) else ""
 
     async def introduce(self, peer: str) -> None:
         """Have a peer know a good ticket of ours; ConnectionRefusedError where it does not let us in."""
@@ -274,13 +267,13 @@ class _Opened(HookedConversation):
     That a ticket of the peer has expired does not end it: the peer may have another one, of which we have not read yet.
     """
 
-    def __init__(self, conversation: Conversation, admission: AdmissionHook) -> None:
+    def __init__(self, conversation: Conversation, admission: AdmissionHook, state: AdmissionState) -> None:
         super().__init__(conversation)
-        self._admission = admission
+        self._admission, self._state = admission, state
 
     @property
     def is_quiet(self) -> bool:
-        return super().is_quiet and self._admission.objection(self.peer) in ("", EXPIRED)
+        return super().is_quiet and self._state.known_refusal(self.peer) in ("", EXPIRED)
 
     async def send(self, message: Any) -> None:
         self._admission.check(self.peer, expiry=False)

@@ -68,17 +68,12 @@ class DhtRecords:
     def neighbours(self) -> int:
         return self._joined().neighbours
 
-    @property
-    def is_answered(self) -> bool:
-        """Whether a node that we joined by has answered."""
-        return self._joined().is_answered
-
     async def join(
         self, parts: HivemindParts, client: DaemonClient, bootstrap: Sequence[PeerAddress], wait_s: float
-    ) -> None:
-        peers = [address.peer for address in bootstrap]
+    ) -> bool:
+        """Become a node of the DHT; say whether a peer that we join by answers."""
         signatures, rules = Signatures(self._accepts), CallRules(self._secret.code, self._settings.admission)
-        node = await self._control.bounded(DhtNode.create(parts, client, peers, signatures, rules, _ANSWER_S), wait_s)
+        node = await self._control.bounded(DhtNode.create(parts, client, signatures, rules, _ANSWER_S), wait_s)
         node.replace_store(BoundedStorage(node.storage).store)
 
         def prune(place: bytes, dictionary: DhtEntries) -> None:
@@ -87,9 +82,10 @@ class DhtRecords:
 
         node.filter_answers(prune)
         self._node = node
+        return await node.join([parts.PeerID.from_base58(address.peer) for address in bootstrap], _ANSWER_S)
 
     def _accepts(self, place: bytes, peer: str, content: bytes) -> bool:
-        """Say whether we keep a record of somebody's: relays tell of themselves before there is a ticket."""
+        """Say whether we keep a record of somebody's: those of relays carry no ticket."""
         admission = self._settings.admission
         is_relays = place == place_of(self._secret.key(RELAYS_KEY))
         return admission is None or is_relays or admission.accepts(peer, content)

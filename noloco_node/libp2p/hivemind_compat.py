@@ -28,7 +28,6 @@ import threading
 import types
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 from noloco_node.admission.admission_state import AdmissionState
@@ -160,27 +159,24 @@ class DhtNode:
         """What we keep for others."""
         self._refused: dict[PeerId, None] = {}
         """Peers whose nodes have said another id than theirs; the one refused last comes last."""
-        self.is_answered = False
-        """Whether a node that we joined by has answered: a node that wants to see a ticket answers a ping alone."""
-        self._is_unknown = admission is not None
-        """Whether nodes near our place have not heard of us: they take note of a peer when it shows a ticket."""
+        self._is_known = False
+        """Whether we have asked the nodes near our place, which take note of those that ask."""
 
     @classmethod
     async def create(
         cls,
         parts: HivemindParts,
         client: DaemonClient,
-        peers: Sequence[str],
         validator: RecordValidator,
         rules: CallRules,
         answer_s: float,
     ) -> DhtNode:
-        """Become a node of the DHT that peers are in, who have `answer_s` for each answer; it caches nothing."""
+        """Become a node of a DHT, in which others have `answer_s` for each answer; it caches nothing."""
 
         def id_of(peer: PeerId) -> Any:
             return parts.DHTID.from_bytes(rules.code("node", peer.to_bytes())[: parts.DHTID.HASH_NBYTES])
 
-        _note_callers(client)
+        _name_callers(client)
         node = await parts.DHTNode.create(
             p2p=client,
             node_id=id_of(client.peer_id),
@@ -200,14 +196,19 @@ class DhtNode:
         node.protocol.cache.store = node.protocol.cache.store_subkey = lambda *_: False
         self = cls(node, id_of, rules.admission)
         self.check_ids()
-        # hivemind's own way to join asks before the ids are checked.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(answer_s):
-                answers = await asyncio.gather(*(self.ping(parts.PeerID.from_base58(peer)) for peer in peers))
-                self.is_answered = any(answers)
-                if not self._is_unknown:
-                    await self._search(node.node_id, _BUCKET)
         return self
+
+    async def join(self, peers: Iterable[PeerId], wait_s: float) -> bool:
+        """Make us known to peers and, if we may ask them, to the nodes near our place; say whether a peer answers.
+
+        hivemind's own way to join asks before the ids are checked.
+        """
+        answers: list[bool] = []
+        with contextlib.suppress(TimeoutError, ConnectionResetError):
+            async with asyncio.timeout(wait_s):
+                answers += await asyncio.gather(*map(self.ping, peers))
+                await self._become_known()
+        return any(answers)
 
     @property
     def me(self) -> str:
@@ -239,17 +240,18 @@ class DhtNode:
 
     async def nearest(self, place: bytes, most: int) -> tuple[PeerId, ...]:
         """Return the peers whose nodes are nearest to a place, of those that answer and of us; the nearest first."""
-        if self._is_unknown:
-            await self._become_known()
+        await self._become_known()
         # Each node on the way would add all records of the place to its answer. Nobody has a record at the place beside
         # it, which has the same neighbours.
         return await self._search(type(self._node.node_id)(int.from_bytes(place) ^ 1), most)
 
     async def _become_known(self) -> None:
-        """Search our own place; raise ConnectionResetError as long as we hold no ticket."""
-        if self._admission is None or self._admission.own is None:
+        """Search our own place, once; raise ConnectionResetError as long as we hold no ticket and need one."""
+        if self._is_known:
+            return
+        if self._admission is not None and self._admission.own is None:
             raise ConnectionResetError("we hold no ticket yet, without which no node of the DHT answers")
-        self._is_unknown = False
+        self._is_known = True
         await self._search(self._node.node_id, _BUCKET)
 
     async def _search(self, query: Any, most: int) -> tuple[PeerId, ...]:
@@ -292,11 +294,17 @@ class DhtNode:
 
     async def _ask(self, peer: PeerId, query: Any) -> tuple[Any, Mapping[Any, PeerId]] | None:
         """Return what a peer holds at a place, and the nodes that it names; None: no answer, or not to be believed."""
-        if peer in self._refused:
+        if self._is_refused(peer):
             return None
         answer = await self._node._call_find_with_blacklist(peer, [query])
         await asyncio.sleep(0)  # hivemind enters who has answered in a task of its own
-        return None if answer is None or peer in self._refused else answer[query]
+        return None if answer is None or self._is_refused(peer) else answer[query]
+
+    def _is_refused(self, peer: PeerId) -> bool:
+        """Say whether a peer's node says another id than the peer's, or its ticket is good no longer."""
+        return peer in self._refused or (
+            self._admission is not None and bool(self._admission.known_refusal(peer.to_base58()))
+        )
 
     async def find(self, peer: PeerId, place: bytes) -> dict[str, DhtEntry] | None:
         """Return the records of a place that one peer holds, by subkey, as far as we believe it; None: no answer."""
@@ -316,7 +324,7 @@ class DhtNode:
         query = type(self._node.node_id).from_bytes(place)
         if peer == self._node.peer_id:
             return self.storage.store_subkey(query, subkey, packed, expiry)
-        if peer in self._refused:
+        if self._is_refused(peer):
             return None
         taken = await self._node.protocol.call_store(peer, [query], [packed], [expiry], subkeys=[subkey])
         return bool(taken[0]) if taken else None
@@ -326,22 +334,18 @@ class DhtNode:
         await self._node.shutdown()
 
 
-_CALLER: ContextVar[PeerId] = ContextVar("caller")
-"""The peer whose call is being answered."""
-
-
-def _note_callers(client: Any) -> None:
-    """Note the caller of each call, whose id libp2p has authenticated: hivemind does not tell it to authorizers."""
+def _name_callers(client: Any) -> None:
+    """Write into each request its caller, whose id libp2p has authenticated: hivemind does not tell authorizers."""
     add = client.add_protobuf_handler
 
-    async def add_noting(name: str, handler: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    async def add_naming(name: str, handler: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         async def answer(request: Any, context: Any) -> Any:
-            _CALLER.set(context.remote_id)
+            request.auth.client_access_token.username = context.remote_id.to_base58()
             return await handler(request, context)
 
         await add(name, answer, *arguments, **options)
 
-    client.add_protobuf_handler = add_noting
+    client.add_protobuf_handler = add_naming
 
 
 class _Authorizer:
@@ -366,8 +370,8 @@ class _Authorizer:
             return False
         if self._admission is None:
             return True
-        ticket = request.auth.client_access_token.signature
-        rights = self._admission.rights_by(_CALLER.get().to_base58(), ticket)
+        shown = request.auth.client_access_token
+        rights = self._admission.rights_by(shown.username, shown.signature)
         if Right.TRAIN not in rights:
             request.ClearField("peer")  # without it hivemind enters no neighbour
         needed = {"PingRequest": Right(0), "FindRequest": Right.LOOK, "StoreRequest": Right.TRAIN}

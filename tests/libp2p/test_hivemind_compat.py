@@ -28,7 +28,7 @@ from noloco_node.libp2p.hivemind_compat import (
     CallRules,
     DhtNode,
     _Authorizer,
-    _note_callers,
+    _name_callers,
     disconnect,
     forget_ghosts,
     load_hivemind,
@@ -344,7 +344,7 @@ def test_in_a_run_with_an_owner_a_caller_is_answered_by_its_ticket(kind: str, sh
             added.append((*arguments, options))
 
         client = SimpleNamespace(add_protobuf_handler=add)
-        _note_callers(client)
+        _name_callers(client)
         await client.add_protobuf_handler("rpc", handler, "type", balanced=False)
         ((name, noting, *others),) = added
         assert (name, others) == ("rpc", ["type", {"balanced": False}])
