@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from admission_keys import admitted, key
@@ -104,6 +105,16 @@ async def gets_nothing(network: PeerNetwork, server: str) -> None:
     assert isinstance(await command.rates_with(network, server), str)
 
 
+async def asked(caller: Libp2pNetwork, callee: str, key: str) -> Any:
+    """Have a peer read from another one's node of the DHT, and store; return what it reads, None for no answer."""
+    assert caller._joined is not None
+    node, peer = caller._joined.records._joined(), load_hivemind().PeerID.from_base58(callee)
+    node._node.blacklist.clear()
+    found = await node.find(peer, place_of(key))
+    assert await node.store(peer, place_of(key), caller.peer_id, b"", time.time() + 60.0) is None
+    return found
+
+
 async def sees_nothing(stranger: Libp2pNetwork, server: Libp2pNetwork, state: AdmissionState) -> None:
     """Call the node of the DHT beside `server`, with no ticket, with another peer's and with one to look."""
     key = f"{RECIPE.digest}/stage/1"
@@ -112,13 +123,10 @@ async def sees_nothing(stranger: Libp2pNetwork, server: Libp2pNetwork, state: Ad
     assert stranger._joined.records.neighbours == 1, "a ping is answered"
     with pytest.raises(ConnectionResetError, match="no ticket yet"):
         await stranger.read(key)
-    node, peer = stranger._joined.records._joined(), load_hivemind().PeerID.from_base58(server.peer_id)
-    for shown, sees in ((ticket(stranger, Right.LOOK), True), (ticket(server), False)):
+    for shown, sees in ((ticket(server), False), (ticket(stranger, Right.LOOK), True)):
         state.own = HeldTicket.fixed(shown)
-        found = await node.find(peer, place_of(key))
-        assert (found is not None) == sees
-        assert not sees or server.peer_id in (found or ())
-        assert await node.store(peer, place_of(key), stranger.peer_id, b"", time.time() + 60.0) is None
+        found = await asked(stranger, server.peer_id, key)
+        assert (server.peer_id in found) if sees else (found is None)
     assert server._joined.records.neighbours == 2, "only members are neighbours"
     state.own = None
 
@@ -185,6 +193,8 @@ async def test_whoever_knows_the_run_and_has_no_ticket_or_no_longer_one_is_out()
             assert known.take_revocations(raw)
             await roster.peek()
             await gets_nothing(member, first.peer_id)
+            assert await asked(third, first.peer_id, "stage") is None, "it is not answered"
+            assert await asked(first, third.peer_id, "stage") is None, "it is not asked"
             with pytest.raises(UserError, match="does not let us in") as caught:
                 await member.read_all(["anything"])
             assert caught.value.code is Exit.NOT_ADMITTED

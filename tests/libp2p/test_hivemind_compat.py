@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_node.admission.admission_state import AdmissionState, HeldTicket
-from noloco_node.admission.ticket import MEMBER, Right, encode, grant, peer_of
+from noloco_node.admission.ticket import MEMBER, Right, encode, encode_list, grant, peer_of, signed_list
 from noloco_node.libp2p.hivemind_compat import (
     CallRules,
     DhtNode,
@@ -358,6 +358,56 @@ def test_in_a_run_with_an_owner_a_caller_is_answered_by_its_ticket(kind: str, sh
         assert not await noting(request, context)
 
     asyncio.run(main())
+
+
+@given(st.integers(0, 2**32), st.integers(2, 30), st.sets(st.integers(0, 29)), st.booleans())
+def test_peers_that_the_owner_shuts_out_are_neither_found_nor_asked_nor_stored_to(
+    seed: int, count: int, places: set[int], shown: bool
+) -> None:
+    """`shown`: we know their tickets, which have expired; else the owner's list names them."""
+    rng = Random(seed)
+    nodes = Neighbourhood([load_hivemind().PeerID.from_base58(peer_of(public(number))) for number in range(count)])
+    out = {number for number in places if 0 < number < count}
+    now_s, place = NOW_S, rng.randbytes(20)
+    state = AdmissionState(RUN, lambda: now_s)
+    state.pin(OWNER, "invited")
+    state.own = HeldTicket.fixed(member(0))
+    nodes.node = DhtNode(nodes.node._node, id_of, state)
+    if shown:
+        assert not any(state.show(peer_of(public(number)), member(number, NOW_S + 1)) for number in out)
+        now_s += 2
+    else:
+        state.take_revocations(encode_list(signed_list(key(0), RUN, 1, {public(each): NOW_S + 9 for each in out})))
+
+    async def main() -> None:
+        refused = {nodes.peers[number] for number in out}
+        found = await nodes.node.nearest(place, 30)
+        assert set(found) == set(nodes.peers) - refused
+        for peer in refused:
+            assert await nodes.node.find(peer, place) is None
+            assert await nodes.node.store(peer, place, "me", b"", 1.0) is None
+        assert not refused & set(nodes.asked)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("right", ["open", "ticket", "none"])
+def test_a_node_joins_by_pings_and_asks_further_as_soon_as_it_may(right: str) -> None:
+    """One of the peers that it joins by is silent."""
+    nodes = Neighbourhood([some_peer(Random(number)) for number in range(9)])
+    state = None if right == "open" else AdmissionState(RUN, lambda: NOW_S)
+    if state is not None and right == "ticket":
+        state.own = HeldTicket.fixed(member(1))
+    nodes.node = DhtNode(nodes.node._node, id_of, state)
+    silent, other = nodes.peers[1:3]
+
+    async def ping(peer: Any) -> Any:
+        return None if peer is silent else id_of(peer)
+
+    nodes.protocol.call_ping = ping
+    assert asyncio.run(nodes.node.join([silent, other], 5.0))
+    assert bool(nodes.asked) == (right != "none")
+    assert not asyncio.run(nodes.node.join([silent], 5.0))
 
 
 def test_before_it_has_a_ticket_a_node_asks_nobody_in_a_run_with_an_owner() -> None:
