@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from noloco_node.admission.admission_state import (
     EXPIRED,
@@ -39,6 +39,8 @@ ENOUGH_COPIES = 8
 """So many copies of the list in the DHT are enough."""
 GRACE_S = 600.0
 """We go on so long with an expired ticket while no signing peer answers."""
+SHOWN_EVERY_S = 15.0
+"""So often a ticket is shown again, to one peer after the other: a peer that is shut out reads no list in the DHT."""
 MOST_TRIES = 4
 """Tickets of ours that are tried, one after the other, where they are refused."""
 _MOST_WELCOMES = 8192
@@ -141,6 +143,16 @@ class AdmissionHook(NetworkHook):
         checked = _Answered(conversation, self._state, right)
         checked.check()
         yield checked
+
+    async def stay_shown(self) -> NoReturn:
+        """Show our ticket to a peer again and again, so that we learn of a later list even if nobody else answers us."""
+        while True:
+            await asyncio.sleep(SHOWN_EVERY_S)
+            for peer in tuple(self._welcomes)[:1]:
+                del self._welcomes[peer]
+                with suppress(ConnectionError, PermissionError, TimeoutError):
+                    async with asyncio.timeout(PATIENCE_S):
+                        await self._show(peer)
 
     def stamped(self, value: bytes) -> bytes:
         return stamped(self.held.raw, value)

@@ -97,9 +97,10 @@ class RunAccess:
                 return HookedNetwork(network, admission)
 
     async def renew(self, say: Callable[[str], None]) -> None:
-        """Renew our ticket before it expires, by the rule of the run, and say so."""
+        """Keep our ticket known to others; renew it before it expires, by the rule of the run, and say so."""
         if self.admission is not None:
-            await self.admission.held.renew(say)
+            async with background(self.admission.stay_shown()):
+                await self.admission.held.renew(say)
 
     def pin(self, run: RunConfig) -> None:
         """Take the owner's key from the run file; `UserError` if the run has no owner and the invite a credential."""
