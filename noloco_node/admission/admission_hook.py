@@ -145,7 +145,7 @@ class AdmissionHook(NetworkHook):
         yield checked
 
     async def stay_shown(self) -> NoReturn:
-        """Show our ticket to a peer again and again, so that we learn of a later list even if nobody else answers us."""
+        """Show our ticket again and again, to one peer at a time: its answer brings a later list of revocations."""
         while True:
             await asyncio.sleep(SHOWN_EVERY_S)
             for peer in tuple(self._welcomes)[:1]:

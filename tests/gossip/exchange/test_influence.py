@@ -287,7 +287,7 @@ def test_only_refusals_in_a_row_make_us_doubt_ourselves(near: str) -> None:
 
 
 def test_a_replica_blames_nobody_for_the_distance_until_it_has_met() -> None:
-    """A slow machine, or one that returns, is rounds behind at first and far from everybody; no liar counts for that."""
+    """A slow machine, or one that returns, is rounds behind at first and far from all; no liar counts for that."""
     bound = InfluenceBound()
     for _ in range(2):
         with pytest.raises(ConnectionAbortedError, match="ours may be behind") as refused:
