@@ -31,9 +31,8 @@ showed before, to which each partner has one voice:
 - A partner that pulls back, as a mean over its last meetings, counts less, down to LEAST_PULL, unless most others pull
   back too, or there is no other. It is never refused for it: an honest partner that lags pulls back as well.
 - After SELF_DOUBT refusals in a row our guess of the median, TYPICAL, has no voice, for it may be us who are far. A
-  replica that returns with a checkpoint of some rounds ago is far from everybody, and so is a slow machine whose first
-  round ends after several rounds of others. So until a partner's weights have counted here, a distance refuses them and
-  blames nobody.
+  replica that returns with a checkpoint of some rounds ago is far from everybody: until a partner's weights have
+  counted here, a distance refuses them and blames nobody.
 - Fewer than LEAST_VALUES weights only have to be finite.
 
 **Handshake.** The asker acknowledges the weights; the asked takes its step and acknowledges; then the asker steps. The
@@ -329,10 +328,11 @@ class _Seen:
 class InfluenceBound:
     """The history of partners for one set of weights, and the share of the next one that counts.
 
-    `from_zero`: all weights were zero at first.
+    `returned`: our weights are older than this process, and may be rounds behind. `from_zero`: all weights were zero at
+    first.
     """
 
-    def __init__(self, *, from_zero: bool = False) -> None:
+    def __init__(self, *, returned: bool = False, from_zero: bool = False) -> None:
         self._from_zero = from_zero
         self._seen: dict[str, _Seen] = {}
         self._moves: deque[float] = deque(maxlen=MOVES)
@@ -340,7 +340,7 @@ class InfluenceBound:
         """What our moves would be after a whole round of the fastest replica's inner steps."""
         self._refused = 0
         """Meetings in a row that were refused."""
-        self._behind = True
+        self._behind = returned
         """Whether our own weights may be the far ones, since no partner's have counted here yet."""
 
     def share(self, partner: str, deviation: Deviation, *, round_fraction: float = 1.0, only: bool = False) -> float:
