@@ -1,9 +1,10 @@
 """A meeting, from the first proposal to a step that was agreed: partners are asked and answered, weights are exchanged.
 
-A replica asks partners one after the other, and binds itself to nobody while it asks, so no cycle of waiting can form.
-Both sides of a meeting send probes first, and derive from them whose weights count, how weights are coded, and whether
-slow weights need to travel. A side whose weights are too stale sends none and adopts its partner's, which travel in an
-absolute format; the partner takes no step and keeps its round open.
+A replica asks partners one after the other. While it waits for an answer it declines the proposals of others, so no
+cycle of waiting can form. Both sides of a meeting send probes first, and derive from them whose weights count, how
+weights are coded, and whether slow weights need to travel. A side whose weights are too stale sends none. It adopts the
+weights of its partner, which travel in an absolute format, and has finished its round. The partner takes no step and
+keeps its round open.
 
 A meeting that breaks is a loss: counted, recorded, and the partner is put off for a while. Nothing moves then, and our
 round stays open. The overlapped form exchanges the snapshot that was taken when the round opened. The blocking form

@@ -25,7 +25,7 @@ from noloco_node.machine.system import asleep_s
 from noloco_node.planning.bandwidth import bandwidth_seconds, microbatch_bytes
 from noloco_node.planning.checkpoint_map import RunWeights
 from noloco_node.planning.model_layout import ModelLayout, make_stage, model_layout
-from noloco_node.planning.plan import device_needs, graphs_that_fit
+from noloco_node.planning.plan import KeptGraphs, device_needs, graphs_that_fit
 from noloco_node.run.config import RunConfig
 from noloco_node.storage.checkpoint import Checkpoint, evaluated_in, save
 from noloco_node.storage.checkpoint_store import CheckpointStore, SnapshotDirectory
@@ -165,17 +165,22 @@ class HostMachine(StageHost):
         self._moments_beside = needs.moments_beside
         self.needs_bytes, self.graph_bytes = list(needs.device), list(needs.graph)
         self.beside_bytes = list(needs.beside)
+        flying = map(request.recipe.run.pipeline.in_flight, range(len(needs.graph)))
+        again = (self._kept(stage, free[0]).computed_again(most) for stage, most in enumerate(flying))
+        self.passes = [1.0 + layout.backward + share for share in again]
 
     def build(self, stage: int) -> Stage:
         # The driver still counts the memory of a stage that we left as ours.
         DEVICE_TYPES[self._torch_device.type].empty_cache(self._torch_device)
-        run = self._recipe.run
-        needs, graph, most = self.needs_bytes[stage], self.graph_bytes[stage], run.pipeline.in_flight(stage)
-        kept = graphs_that_fit(self.free_bytes(), needs, graph, most)
-        beside = self._moments_beside[stage]
+        run, kept, beside = self._recipe.run, self._kept(stage, self.free_bytes()), self._moments_beside[stage]
         return make_stage(
             run, self._layout, stage, self._torch_device, kept.number, by_layers=kept.by_layers, moments_beside=beside
         )
+
+    def _kept(self, stage: int, free: int) -> KeptGraphs:
+        """Return the graphs that a stage keeps on a device with so many bytes free."""
+        most = self._recipe.run.pipeline.in_flight(stage)
+        return graphs_that_fit(free, self.needs_bytes[stage], self.graph_bytes[stage], most)
 
 
 class Machine(NamedTuple):

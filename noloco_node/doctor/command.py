@@ -214,6 +214,7 @@ def _needs(run_file: RunFileText) -> tuple[list[Need], list[MicrobatchBytes]]:
             stage.gpu.beside,
             machine_checks.disk_bytes(stage.memory.weights, keeps_best=run.keeps_best),
             stage.gpu.coded_moments,
+            stage.gpu.rest_of_graph,
         )
         for number, stage in enumerate(plan(run).stages)
     ]

@@ -98,7 +98,7 @@ def exit_code(findings: Sequence[Finding]) -> Exit:
 class Need(NamedTuple):
     """Bytes that a stage needs: on a CPU; on a GPU, and in main memory beside it; on the disk, for checkpoints.
 
-    `moments`: of those on a GPU, what can lie beside it.
+    `moments`: of those on a GPU, what can lie beside it. `rest_of_graph`: what is better on the GPU than they are.
     """
 
     stage: int
@@ -107,11 +107,12 @@ class Need(NamedTuple):
     beside: int
     disk: int
     moments: int = 0
+    rest_of_graph: int = 0
 
     def placed(self, gpu: float, ram: float) -> Need:
         """Return what a node takes of a machine with so many bytes free."""
         room = usable_bytes(gpu), usable_bytes(ram)
-        moments = bytes_beside(self.computing, self.beside, self.moments, *room)
+        moments = bytes_beside(self.computing, self.beside, self.moments, self.rest_of_graph, *room)
         return self._replace(computing=self.computing - moments, beside=self.beside + moments)
 
 

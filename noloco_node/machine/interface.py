@@ -248,6 +248,8 @@ class Host(ABC):
         """About the memory that each stage takes on the device, as far as measured; [] is unknown."""
         self.graph_bytes: list[GraphBytes] = []
         """The graph of one microbatch; by layers it is a part of that memory."""
+        self.passes: list[float] = []
+        """Forward passes that a microbatch takes as long as at each stage, with what is computed again; [] is alike."""
         self.beside_bytes: list[int] = []
         """Main memory that each stage takes beside a GPU; [] is none, or unknown."""
 

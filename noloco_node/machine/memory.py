@@ -45,14 +45,18 @@ def wanted_bytes(needs: float) -> float:
     return needs / _USABLE
 
 
-def bytes_beside(computing: float, beside: float, moments: int, gpu: float, ram: float) -> int:
+def bytes_beside(computing: float, beside: float, moments: int, graph: float, gpu: float, ram: float) -> int:
     """Return the bytes of a stage's 8-bit moments that lie in main memory: as few as let it fit a GPU.
 
-    None where it fits, or would not fit so either. `computing`, `beside`: what it takes of both memories with the
-    moments on the GPU. `gpu`, `ram`: what it may take.
+    As few as leave room for `graph` more, if that helps: moments cross to the GPU once an inner step, and passes would
+    be computed again for every microbatch. None where the stage fits, or would not fit so either. `computing`,
+    `beside`: what it takes of both memories with the moments on the GPU. `gpu`, `ram`: what it may take.
     """
-    lacking = ceil(max(0.0, computing - gpu))
-    return lacking if lacking <= min(moments, ram - beside) else 0
+    for wanted in (computing + graph, computing):
+        lacking = ceil(max(0.0, wanted - gpu))
+        if lacking <= min(moments, ram - beside):
+            return lacking
+    return 0
 
 
 def free_of_gpu(size_bytes: float) -> float:

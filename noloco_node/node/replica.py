@@ -332,6 +332,8 @@ class Replica:
     @property
     def _microbatch_s(self) -> float:
         """Seconds a microbatch, of the device or of the line, whichever limits us; 0 until known."""
+        if not self.worker.statistics()["succeeded"]:
+            return 0.0  # the line alone would make newcomers believe in a replica that is faster than ours
         return max(self.worker.device_s, self._line_s)
 
     def describe(self, state: PeerState) -> PeerRecord:

@@ -304,7 +304,8 @@ async def _measure(context: NodeContext, stage: StageModel, number: int) -> tupl
         probe = await host.device.run(measure, stage, number, run, context.dimensions, host.device.clock)
     except MemoryError as error:
         raise out_of_memory(number, f"a first microbatch ran out of it: {_in_a_line(error)}") from error
-    device_s = tuple(max(probe.device_s * flops / work[number], host.line_s(each)) for each, flops in enumerate(work))
+    cost = [flops * passes for flops, passes in zip(work, host.passes or [1.0] * len(work), strict=True)]
+    device_s = tuple(max(probe.device_s * each / cost[number], host.line_s(stage)) for stage, each in enumerate(cost))
     return device_s, probe.kept_bytes
 
 

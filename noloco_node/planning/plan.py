@@ -35,6 +35,8 @@ LEAST_ROUNDS = 20
 """That a replica opens. Each doubles the replicas that know of a step at best, so twenty mix the largest swarm."""
 _DEEP, _IDLE = 4, 0.7
 """More stages than this, and less of their time at work, are cause for a warning."""
+_SPARE = 1.1
+"""Times a planned graph, what room is made for: a measured one may be larger, and other programs take memory."""
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,17 +114,25 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         return lasting + self.stale_weights + self.graph
 
     def placed(self, gpu: float, ram: float) -> Memory:
-        """Return the same with as many moments beside the GPU as let the stage fit, if that helps.
+        """Return the same with as many moments beside the GPU as `bytes_beside` says.
 
         `gpu`, `ram`: bytes that it may take of a GPU, and of main memory beside it.
         """
-        moments = bytes_beside(self.computing, self.beside, self.coded_moments, gpu, ram)
+        moments = bytes_beside(self.computing, self.beside, self.coded_moments, self.rest_of_graph, gpu, ram)
         return msgspec.structs.replace(
             self,
             optimiser=self.optimiser - moments,
             coded_moments=self.coded_moments - moments,
             moments_beside=self.moments_beside + moments,
         )
+
+    @property
+    def rest_of_graph(self) -> int:
+        """What the whole graph takes beyond `graph` where a stage has one microbatch in flight, with some to spare.
+
+        With more in flight it is 0: all but one are computed again then, as long as there is no room for many.
+        """
+        return 0 if self.other_graphs else max(0, round(_SPARE * self.whole_graph) - self.graph)
 
     @property
     def graphs(self) -> GraphBytes:

@@ -226,6 +226,7 @@ class SimulatedPeer:
             line_s=self._setting.line_s,
         )
         run = self._setting.run
+        host.passes = [prices.passes(run.pipeline.in_flight(n)) for n, prices in enumerate(self._setting.prices)]
         if run.data.evaluate_every_rounds:
             is_text = self._setting.scenario.swarm.model == "transformer"
             read = (

@@ -18,7 +18,7 @@ import torch
 from handlers import now
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_swarms import Peer, recipe
+from memory_swarms import Peer, recipe, until
 from torch import Tensor
 
 from noloco_node.cli.status import picture
@@ -500,6 +500,12 @@ async def test_a_swarm_with_one_slow_budget_has_no_suspects_from_it_and_sends_it
     for peer, seconds in zip(peers, (0.1, 0.1, 0.1, narrow_s), strict=True):
         peer.node._context.host.line_s = lambda _, seconds=seconds: seconds
     async with asyncio.timeout(3600):
+        await until(lambda: peers[3].node.replica is not None)
+        slow = peers[3].node.replica
+        assert slow is not None
+        assert slow.describe(PeerState.TRAINING).device_s == 0.0, "it claims no speed before it has worked"
+        await until(lambda: slow.inner_steps > 0)
+        assert slow.describe(PeerState.TRAINING).device_s == narrow_s
         await asyncio.gather(*[peer.task for peer in peers])
     for peer in peers[:2]:
         assert peer.node.replica is not None

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gossip.rounds.matching import steps_per_round
 from noloco_node.errors import Exit, UserError
-from noloco_node.machine.memory import GraphBytes, usable_bytes
+from noloco_node.machine.memory import GraphBytes, bytes_beside, usable_bytes
 from noloco_node.planning.bandwidth import PROBE_BYTES
 from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
 from noloco_node.planning.plan import RunPlan, graphs_that_fit, mean_steps_per_round, memories, plan
@@ -221,6 +221,27 @@ def test_graphs_are_kept_while_they_fit(free: int | None, lasting: int, graph: t
         assert 0 <= kept.number < most - 1
         assert kept.number == 0 or lasting + (kept.number + 1) * each <= free
     assert 0.0 <= kept.computed_again(most) <= 1.0
+
+
+@given(
+    computing=st.integers(1, 10**11),
+    beside=st.integers(0, 10**11),
+    moments=st.integers(0, 10**11),
+    graph=st.integers(0, 10**11),
+    gpu=st.floats(0, 10**12),
+    ram=st.floats(0, 10**12),
+)
+def test_as_few_moments_lie_beside_a_gpu_as_let_a_stage_fit_and_keep_its_graph(
+    computing: int, beside: int, moments: int, graph: int, gpu: float, ram: float
+) -> None:
+    most = min(moments, ram - beside)
+    moved = bytes_beside(computing, beside, moments, graph, gpu, ram)
+    assert 0 <= moved <= max(0.0, most)
+    if computing + graph - most <= gpu - 1.0 and most >= 0.0:
+        assert computing + graph - moved <= gpu, "there is room for the graph"
+        assert moved == 0 or computing + graph - moved > gpu - 1.0, "no more than that"
+    elif moved:
+        assert gpu - 1.0 < computing - moved <= gpu
 
 
 @pytest.mark.parametrize(

@@ -310,7 +310,9 @@ def test_doctor_finds_what_is_planned_for_a_gpu_good_on_that_gpu(size: int) -> N
     found = plan_for(decode_run(run_text("1b"), "preset"), machines)
     gpus = [stage.gpu for stage in plan(found.run).stages]
     needs = [
-        Need(number, 0, gpu.computing, gpu.beside, 0, gpu.coded_moments).placed(free_of_gpu(size), machines.ram_bytes)
+        Need(number, 0, gpu.computing, gpu.beside, 0, gpu.coded_moments, gpu.rest_of_graph).placed(
+            free_of_gpu(size), machines.ram_bytes
+        )
         for number, gpu in enumerate(gpus)
     ]
     assert [(need.computing, need.beside) for need in needs] == [(each.computing, each.beside) for each in found.needs]

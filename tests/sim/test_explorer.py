@@ -52,7 +52,10 @@ from tests.explorer.shrink import shrink
 
 pytestmark = pytest.mark.shared
 
-SEEDS = 40
+SEEDS = (*range(35), 83, *range(36, 40))
+"""Forty. Seed 35 takes as long as twelve others; in its place is 83, in which replicas move and peers evaluate too."""
+MANY = 10 * len(SEEDS)
+"""Seeds of which schedules are drawn, and do not run."""
 FEW = 6
 """Seeds within which a bug must be found. A test begins with one that finds its bug soon."""
 
@@ -119,52 +122,52 @@ def examined(seed: int) -> ExploreResult:
     return examine(draw(seed))
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, 5))
+@pytest.mark.parametrize("first", range(0, len(SEEDS), 5))
 def test_random_schedules_keep_the_invariants(first: int) -> None:
-    broken = {seed: examined(seed).broken for seed in range(first, first + 5)}
+    broken = {seed: examined(seed).broken for seed in SEEDS[first : first + 5]}
     assert {seed: str(each) for seed, each in broken.items() if each is not None} == {}
 
 
 def test_random_schedules_evaluate_every_invariant() -> None:
-    sums = totals(examined(seed) for seed in range(SEEDS))
+    sums = totals(map(examined, SEEDS))
     assert {name for name in sums if name.startswith("checked.")} <= LEAST.keys()
     assert {name: sums.get(name, 0) for name, least in LEAST.items() if sums.get(name, 0) < least} == {}
 
 
 def test_in_some_swarms_replicas_move() -> None:
-    moving = [seed for seed in range(SEEDS) if draw(seed).swarm.moves]
-    assert SEEDS / 10 <= len(moving) <= SEEDS / 2
+    moving = [seed for seed in SEEDS if draw(seed).swarm.moves]
+    assert len(SEEDS) / 10 <= len(moving) <= len(SEEDS) / 2
     assert sum(examined(seed).counts.get("moved", 0) for seed in moving) >= len(moving) / 2
 
 
 def test_some_swarms_have_one_stage_and_in_some_peers_evaluate() -> None:
-    drawn = [draw(seed).swarm for seed in range(10 * SEEDS)]
+    drawn = [draw(seed).swarm for seed in range(MANY)]
     assert {swarm.stages for swarm in drawn} == {1, 3}
     assert 0.15 <= sum(swarm.stages == 1 for swarm in drawn) / len(drawn) <= 0.25
     assert 0.2 <= sum(swarm.evaluate_every_rounds is not None for swarm in drawn) / len(drawn) <= 0.3
     assert not any(swarm.moves for swarm in drawn if swarm.stages == 1)
-    both = [seed for seed in range(SEEDS) if draw(seed).swarm.stages == 1 and draw(seed).swarm.evaluate_every_rounds]
+    both = [seed for seed in SEEDS if draw(seed).swarm.stages == 1 and draw(seed).swarm.evaluate_every_rounds]
     assert sum(examined(seed).counts["checked.evaluated"] for seed in both)
 
 
 def test_in_some_swarms_a_quarter_of_a_stage_or_less_is_hostile() -> None:
     hostile = {
         seed: attackers
-        for seed in range(20 * SEEDS)
+        for seed in range(2 * MANY)
         if (attackers := [fault for fault in draw(seed).fault if isinstance(fault, faults.Hostile)])
     }
-    assert 4 * SEEDS <= len(hostile) <= 6 * SEEDS
+    assert 0.2 <= len(hostile) / (2 * MANY) <= 0.3
     assert {fault.how for attackers in hostile.values() for fault in attackers} == KINDS.keys()
     for seed, attackers in hostile.items():
         stages = [fault.peer[:2] for fault in attackers]
         assert len(set(stages)) == len(stages)
         assert draw(seed).swarm.replicas == 4
         assert not draw(seed).swarm.moves
-    assert sum(examined(seed).counts["struck.hostile"] for seed in hostile if seed < SEEDS) >= 5
+    assert sum(examined(seed).counts["struck.hostile"] for seed in SEEDS if seed in hostile) >= 5
 
 
 def test_every_kind_of_fault_is_drawn() -> None:
-    drawn = {type(fault) for seed in range(SEEDS) for fault in draw(seed).fault}
+    drawn = {type(fault) for seed in SEEDS for fault in draw(seed).fault}
     # Churn is nothing but crashes, leaves and returns, which are drawn one by one.
     assert drawn == set(faults.Fault.__args__) - {faults.Churn}
 
@@ -191,7 +194,7 @@ def test_a_drawn_schedule_is_a_scenario_that_a_file_can_hold(seed: int) -> None:
 
 def test_a_replay_says_what_happened_and_the_same_in_every_process() -> None:
     other = subprocess.run(
-        [sys.executable, "-m", "tests.explorer", "--replay", "3"],
+        [sys.executable, "-m", "tests.explorer", "--replay", "28"],
         cwd=ROOT,
         env={**os.environ, "PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -200,9 +203,9 @@ def test_a_replay_says_what_happened_and_the_same_in_every_process() -> None:
         check=True,
     ).stdout
     said: list[str] = []
-    assert replay(draw(3), said.append) == 0
+    assert replay(draw(28), said.append) == 0
     assert "".join(f"{line}\n" for line in said) == other
-    assert decode_scenario(said[0], "replayed") == draw(3)
+    assert decode_scenario(said[0], "replayed") == draw(28)
     assert said[-1] == "all invariants held"
     assert any("outer_step" in line for line in said)
 

@@ -18,6 +18,7 @@ from weakref import WeakSet
 from torch import Tensor
 
 from noloco_node.machine.interface import StageModel
+from noloco_node.planning.plan import KeptGraphs
 from noloco_node.planning.windows import BACKWARD
 from pipeline.inner_step import OptimiserState, StepReport
 from pipeline.messages import Gradient
@@ -39,6 +40,10 @@ class Prices(NamedTuple):
     graphs: int | None = None
     by_layers: bool = False
     backward: float = BACKWARD
+
+    def passes(self, most: int) -> float:
+        """Return how many forward passes a microbatch takes as long as, where a replica has `most` in flight."""
+        return 1.0 + self.backward + KeptGraphs(self.graphs, self.by_layers).computed_again(most)
 
     @property
     def passes_s(self) -> float:

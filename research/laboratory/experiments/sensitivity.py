@@ -5,7 +5,8 @@ Asynchronous Local-SGD (2401.09135): the period of a delayed momentum at the sam
 pseudo-gradients that count less or are corrected, a start on synchronous training, shards of unlike text, machines of
 other speeds.
 
-Each family is tuned at the same three rates on seed 0 of the library's text, and reported on seeds 1 to 3.
+Each family is tuned at the same three rates on seed 0 of the library's text, and reported on seeds 1 to 3 (`FIVE_SEEDS`
+on 1 to 5). The synchronous mean and gossip have one rate, which the survey of rivals chose.
 """
 
 from __future__ import annotations
