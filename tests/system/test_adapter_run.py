@@ -32,7 +32,7 @@ FIELDS = {
     "replicas": "3",
     "microbatch_size": "4",
     "microbatches_per_step": "2",
-    "steps": "90",
+    "steps": "50",
     "warmup_steps": "5",
     "learning_rate": "0.01",
     "inner_steps_per_round": "10",
