@@ -32,8 +32,8 @@ showed before, to which each partner has one voice:
   back too, or there is no other. It is never refused for it: an honest partner that lags pulls back as well.
 - After SELF_DOUBT refusals in a row our guess of the median, TYPICAL, has no voice, for it may be us who are far. A
   replica that returns with a checkpoint of some rounds ago is far from everybody, and so is a slow machine whose first
-  round ends after several rounds of others. Until a partner's weights have counted here, a distance refuses those that
-  have met others' later than ours, and blames nobody.
+  round ends after several rounds of others. Until a partner's weights have counted here, a distance blames nobody in
+  the first case, and in the second no partner whose weights have met others' later than ours.
 - Fewer than LEAST_VALUES weights only have to be finite.
 
 **Handshake.** The asker acknowledges the weights; the asked takes its step and acknowledges; then the asker steps. The
@@ -329,10 +329,11 @@ class _Seen:
 class InfluenceBound:
     """The history of partners for one set of weights, and the share of the next one that counts.
 
-    `from_zero`: all weights were zero at first.
+    `returned`: our weights are older than this process, and may be rounds behind. `from_zero`: all weights were zero at
+    first.
     """
 
-    def __init__(self, *, from_zero: bool = False) -> None:
+    def __init__(self, *, returned: bool = False, from_zero: bool = False) -> None:
         self._from_zero = from_zero
         self._seen: dict[str, _Seen] = {}
         self._moves: deque[float] = deque(maxlen=MOVES)
@@ -340,8 +341,8 @@ class InfluenceBound:
         """What our moves would be after a whole round of the fastest replica's inner steps."""
         self._refused = 0
         """Meetings in a row that were refused."""
-        self._has_counted = False
-        """Whether any partner's weights have counted here."""
+        self._returned, self._has_counted = returned, False
+        """`_has_counted`: whether any partner's weights have counted here."""
 
     def share(
         self,
@@ -381,7 +382,7 @@ class InfluenceBound:
         if ratio > (CLIP if often else REFUSE) * most:
             self._refused += 1
             far = f"weights {ratio:.3g} of a round's steps from ours, where {most:.3g} is usual"
-            if behind and not self._has_counted:
+            if (behind or self._returned) and not self._has_counted:
                 raise ConnectionAbortedError(f"{far}: ours may be behind")
             raise Implausible(far)
         self._has_counted = True

@@ -88,7 +88,7 @@ class OuterOptimiser:
 
     `version`: the number of outer steps taken here; it changes with the slow weights. `seed`: of the run. `fixed`:
     numbers of the tensors that no round moves. `from_zero`: the others were zero at first. `partners`: the other
-    replicas.
+    replicas. `returned`: the weights are not a run's first ones.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class OuterOptimiser:
         fixed: frozenset[int] = frozenset(),
         from_zero: bool = False,
         partners: Callable[[], Sized] = tuple,
+        returned: bool = False,
     ) -> None:
         outer = Outer(settings.alpha, settings.beta, settings.gamma)
         self._rule = Rule(outer, Delay(settings.momentum_period, settings.momentum_spread), fixed)
@@ -112,7 +113,7 @@ class OuterOptimiser:
         self._coordinates = probe_coordinates(seed, [tensor.numel() for tensor in state.slow])
         self.state = _of_rule(state, settings.alpha)
         """Its tensors move with the next step."""
-        self._fast_bound, self._slow_bound = (InfluenceBound(from_zero=from_zero) for _ in range(2))
+        self._fast_bound, self._slow_bound = (InfluenceBound(returned=returned, from_zero=from_zero) for _ in range(2))
         """Of the fast and of the slow weights that partners bring."""
         self.version = 0
 
