@@ -360,6 +360,35 @@ def test_in_a_run_with_an_owner_a_caller_is_answered_by_its_ticket(kind: str, sh
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    ("ticket", "bytes_more"),
+    [
+        (member(1), 113),
+        (
+            encode(
+                (
+                    grant(key(0), RUN, MEMBER | Right.ONCE, NOW_S + 60, public(2)),
+                    grant(key(2), RUN, MEMBER, NOW_S + 60, public(1)),
+                )
+            ),
+            222,
+        ),
+    ],
+    ids=["the owner's", "an invite's"],
+)
+def test_a_ticket_costs_a_call_so_many_bytes(ticket: bytes, bytes_more: int) -> None:
+    """The figures of docs/design/admission.md."""
+
+    async def signed(raw: bytes) -> int:
+        caller = AdmissionState(RUN, lambda: NOW_S)
+        caller.own = HeldTicket.fixed(raw) if raw else None
+        request = inside("proto.dht_pb2:FindRequest")(peer=inside("proto.dht_pb2:NodeInfo")(node_id=b"n" * 20))
+        await _Authorizer(CallRules(lambda *parts: b"c" * 32, caller)).sign_request(request, None)
+        return int(request.ByteSize())
+
+    assert asyncio.run(signed(ticket)) - asyncio.run(signed(b"")) == bytes_more
+
+
 @given(st.integers(0, 2**32), st.integers(2, 30), st.sets(st.integers(0, 29)), st.booleans())
 def test_peers_that_the_owner_shuts_out_are_neither_found_nor_asked_nor_stored_to(
     seed: int, count: int, places: set[int], shown: bool
