@@ -280,7 +280,7 @@ class DhtNode:
         return [peer for node_id, peer in named if node_id == self._id_of(peer)]
 
     def check_ids(self) -> None:
-        """Refuse from now on every peer whose node says another id than the peer's; let no refused one be a neighbour."""
+        """Refuse from now on every peer whose node says another id than the peer's; no refused one is a neighbour."""
         protocol, enter = self._node.protocol, self._node.protocol.update_routing_table
 
         async def checked(node_id: Any, peer_id: PeerId, responded: bool = True) -> None:
