@@ -15,7 +15,7 @@ from random import Random
 import msgspec
 
 from noloco_node.node.node_context import NodeContext
-from noloco_node.node.stage_claim import claims_of, fitting_stages, free_memory, servable
+from noloco_node.node.stage_claim import claims_of, fitting_stages, free_memory, microbatch_s, servable
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.membership import READ_S
 from noloco_node.swarm.roster import PeerRecord
@@ -82,11 +82,10 @@ class MigrationWatcher:
     async def take_place(self, target: int, device_s: float) -> None:
         """Claim our next stage at once, before the microbatches in our hands are back.
 
-        `device_s`: device seconds of a microbatch at the present stage.
+        `device_s`: device seconds of a microbatch at the present stage; 0 before the first.
         """
         context = self._context
-        work, line_s = context.dimensions.work, context.host.line_s(target)
-        self.device_s = max(device_s * work[target] / work[self._stage], line_s)
+        self.device_s = microbatch_s(context, self._stage, device_s)[target]
         context.membership.focus(context.run.pipeline.all_stages)
         await context.membership.claim(context.claim_record(target, PeerState.CATCHING_UP, self.device_s))
 

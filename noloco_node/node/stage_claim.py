@@ -299,14 +299,24 @@ async def _measure(context: NodeContext, stage: StageModel, number: int) -> tupl
     """Measure a stage. Return the seconds of a microbatch at every stage, on the device or the line, and the bytes
     that it keeps at this one; raise `UserError` if memory runs out meanwhile.
     """
-    host, work, run = context.host, context.dimensions.work, context.run
+    host, run = context.host, context.run
     try:
         probe = await host.device.run(measure, stage, number, run, context.dimensions, host.device.clock)
     except MemoryError as error:
         raise out_of_memory(number, f"a first microbatch ran out of it: {_in_a_line(error)}") from error
+    return microbatch_s(context, number, probe.device_s), probe.kept_bytes
+
+
+def microbatch_s(context: NodeContext, stage: int, device_s: float) -> tuple[float, ...]:
+    """Return the seconds of a microbatch at every stage, on the device or the line, by its device seconds at one.
+
+    They are 0, which is unknown, where `device_s` is: by its line alone a replica would seem faster than it is.
+    """
+    host, work = context.host, context.dimensions.work
     cost = [flops * passes for flops, passes in zip(work, host.passes or [1.0] * len(work), strict=True)]
-    device_s = tuple(max(probe.device_s * each / cost[number], host.line_s(stage)) for stage, each in enumerate(cost))
-    return device_s, probe.kept_bytes
+    if not device_s:
+        return (0.0,) * len(cost)
+    return tuple(max(device_s * each / cost[stage], host.line_s(other)) for other, each in enumerate(cost))
 
 
 async def _settle(context: NodeContext, stage: int, own: _OwnCapacity) -> int:

@@ -23,6 +23,7 @@ from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter
 from noloco_node.machine.memory import ARENAS, GraphBytes, trim, within_limit
 from noloco_node.node import stage_claim
+from noloco_node.node.migration import MigrationWatcher
 from noloco_node.node.node_context import NodeContext, StageRequest
 from noloco_node.node.replica import Replica
 from noloco_node.node.stage_benchmark import TIMES, StageBenchmark, measure
@@ -160,6 +161,21 @@ async def test_a_newcomer_counts_what_its_device_computes_again_at_each_stage() 
     assert (late.built, place.number) == ([2], 0)
     assert isinstance(placed, events.Placed)
     assert placed.device_s == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(("device_s", "claimed_s"), [(0.0, 0.0), (0.05, 0.1), (0.3, 0.2)])
+async def test_a_replica_that_goes_elsewhere_claims_what_its_device_or_its_line_takes_there(
+    device_s: float, claimed_s: float
+) -> None:
+    """From stage 2 to stage 0, where it has half the work and computes a third more; its speed is unknown at first."""
+    mover = Seeker(SimNetwork(), "mover")
+    mover.context.host.passes = [4.0, 3.5, 3.0]
+    mover.context.host.line_s = lambda stage: 0.1  # type: ignore[method-assign] # of a slow line
+    watcher = MigrationWatcher(mover.context, 2, 0, lambda: 0.0)
+    await watcher.take_place(0, device_s)
+    await mover.membership.peek()
+    ((record,), (), ()) = mover.membership.roster.stages
+    assert record.device_s == watcher.device_s == pytest.approx(claimed_s)
 
 
 async def test_who_comes_while_it_is_measured_changes_its_choice_but_not_what_it_knows() -> None:
@@ -371,6 +387,7 @@ def test_a_microbatch_is_measured_at_every_stage_of_a_real_model_and_leaves_no_t
 ) -> None:
     for module in (forward_pass, graph_memory):
         monkeypatch.setattr(module, "LOGITS", logits)
+    monkeypatch.setattr(graph_memory, "_families", {})  # what was worked out with other LOGITS
     what = recipe(stages=3, extra=f'[data]\nsource = "json"\npath = "x"\nform = "{form}"\n')
     plan, ticks = model_layout(what.run), iter(range(100))
     for number in range(3):
